@@ -1,0 +1,60 @@
+"""fdp: functional data parallelism for PyTorch.
+
+A training step is a pure function over pytrees. `data_parallel` traces it and reads off the order in which
+gradients are produced, plans communication buckets ahead of time, and emits a step that interleaves the backward
+computation with asynchronous all-reduce:
+
+    step_fn --trace--> Trace --plan--> Plan --emit--> callable
+
+Each stage is a value: `step.trace(*args)`, `trace.plan()`, `plan.emit()`. They can be held, printed, compared and tested
+without a process group.
+"""
+
+from fdp import optim
+from fdp.autodiff import grad, value_and_grad
+from fdp.collectives import all_gather, axis_index, axis_size, broadcast, per_rank, pmax, pmean, pmin, psum
+from fdp.errors import (
+    AgreementError,
+    ArgumentError,
+    FdpError,
+    PeerError,
+    PurityError,
+    ReplicationError,
+    TraceError,
+)
+from fdp.modules import from_module
+from fdp.plan import Plan
+from fdp.state import assert_replicated, replicate
+from fdp.trace import Trace
+from fdp.transform import Step, data_parallel
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AgreementError",
+    "ArgumentError",
+    "FdpError",
+    "PeerError",
+    "Plan",
+    "PurityError",
+    "ReplicationError",
+    "Step",
+    "Trace",
+    "TraceError",
+    "all_gather",
+    "assert_replicated",
+    "axis_index",
+    "axis_size",
+    "broadcast",
+    "data_parallel",
+    "from_module",
+    "grad",
+    "optim",
+    "per_rank",
+    "pmax",
+    "pmean",
+    "pmin",
+    "psum",
+    "replicate",
+    "value_and_grad",
+]

@@ -1,0 +1,60 @@
+"""The ranks that the code now running belongs to: a step's group inside a step, the default group elsewhere.
+
+Marker operators carry the axis by name, so that a backward pass on another thread needs no Python context.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from fdp.group import Group, resolve_group
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A line of ranks.
+
+    Attributes:
+        name: "traced" while a step is being traced (its collectives are recorded and never run),
+            "identity" while a step runs beside its trace for comparison (each rank by itself), else "eager".
+        size: number of ranks.
+        rank: this process's rank.
+        group: the group that an "eager" axis talks to.
+    """
+
+    name: str
+    size: int
+    rank: int
+    group: Group
+
+
+_local = threading.local()
+
+
+def current_axis() -> Axis:
+    """The axis of the innermost step that this thread is tracing, or the default group."""
+    stack = getattr(_local, "stack", None)
+    if stack:
+        axis: Axis = stack[-1]
+        return axis
+    group = resolve_group(None)
+    return Axis("eager", group.size, group.rank, group)
+
+
+def inside_step() -> bool:
+    """Whether this thread is tracing a step, or running one beside its trace."""
+    return bool(getattr(_local, "stack", None))
+
+
+@contextmanager
+def step_axis(name: str, group: Group) -> Iterator[None]:
+    """Make collectives on this thread belong to a step on `group`, under the axis name "traced" or "identity"."""
+    stack = _local.__dict__.setdefault("stack", [])
+    stack.append(Axis(name, group.size, group.rank, group))
+    try:
+        yield
+    finally:
+        stack.pop()

@@ -1,0 +1,290 @@
+"""Collectives over pytrees: differentiable, recorded inside a step, run at once outside of one.
+
+Inside a step (a function under `fdp.data_parallel`) a collective becomes a node of the traced graph, which
+the planner puts into a bucket. Outside it talks to the other ranks of the default process group before it
+returns; with no process group it is the collective of a world of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+
+from fdp.axis import current_axis
+from fdp.errors import ArgumentError, build_message
+from fdp.markers import AllGather, AllReduce, Broadcast, Vary
+from fdp.pytree import Tree, leaf_names
+
+_SUMMABLE = frozenset({
+    torch.float64, torch.float32, torch.float16, torch.bfloat16,
+    torch.int64, torch.int32, torch.int8, torch.uint8, torch.complex64, torch.complex128,
+})  # fmt: skip
+
+
+def _map_leaves(name: str, tree: Tree, fn: Callable[[torch.Tensor, str], torch.Tensor]) -> Tree:
+    """Apply fn(tensor, label) to every leaf; a Python number becomes a tensor that may differ between ranks."""
+    leaves, spec = optree.tree_flatten(tree)
+    out = []
+    for leaf, path in zip(leaves, leaf_names(tree, ""), strict=True):
+        label = f"{name}({path})" if path else name
+        if isinstance(leaf, bool) or not isinstance(leaf, (torch.Tensor, int, float, complex)):
+            raise ArgumentError(
+                build_message(
+                    f"fdp.{name} was given {type(leaf).__name__} at {path or 'its argument'}.",
+                    remedy="pass tensors or numbers; convert booleans with .int() and arrays with torch.as_tensor.",
+                )
+            )
+        if not isinstance(leaf, torch.Tensor):
+            leaf = Vary.apply(torch.tensor(leaf), "number")
+        if leaf.layout != torch.strided:
+            raise ArgumentError(
+                build_message(
+                    f"fdp.{name} was given a sparse tensor ({leaf.layout}) at {path or 'its argument'}.",
+                    remedy="pass a dense tensor, for instance x.to_dense().",
+                )
+            )
+        out.append(fn(leaf, label))
+    return optree.tree_unflatten(spec, out)
+
+
+def _reduce(x: torch.Tensor, op: str, label: str) -> torch.Tensor:
+    axis = current_axis()
+    if x.dtype not in _SUMMABLE or (op in ("max", "min") and x.is_complex()):
+        raise ArgumentError(
+            build_message(
+                f"{label}: a {op} over ranks is not defined for {x.dtype}.",
+                remedy="convert the tensor first, for instance with .int() or .float().",
+            )
+        )
+    if op == "mean" and not (x.is_floating_point() or x.is_complex()):
+        raise ArgumentError(
+            build_message(
+                f"{label}: the mean of {x.dtype} over ranks is not an integer.",
+                remedy="convert with .float() first, or use fdp.psum.",
+            )
+        )
+    if x.is_complex():
+        pairs = AllReduce.apply(torch.view_as_real(x.resolve_conj()), op, axis.name, "value", label)
+        return torch.view_as_complex(pairs)
+    out: torch.Tensor = AllReduce.apply(x, op, axis.name, "value", label)
+    return out
+
+
+def psum(tree: Tree) -> Tree:
+    """Sum every leaf over the ranks.
+
+    Args:
+        tree: pytree of tensors of any shape (floating point, integer or complex) and numbers.
+
+    Returns:
+        The tree with each leaf replaced by its sum, equal on every rank. Differentiable: the transpose of
+        `psum` is `psum`.
+
+    Raises:
+        ArgumentError: a leaf is boolean, sparse, or no tensor.
+
+    Example:
+        >>> psum({"right": torch.tensor(3)})
+        {'right': tensor(3)}
+
+    References:
+        JAX, `jax.lax.psum`.
+    """
+    return _map_leaves("psum", tree, lambda x, label: _reduce(x, "sum", label))
+
+
+def pmean(tree: Tree, weight: torch.Tensor | float | None = None) -> Tree:
+    """Average every leaf over the ranks, exactly for uneven batches when given a weight.
+
+    Args:
+        tree: pytree of floating-point or complex tensors of any shape, and numbers.
+        weight: this rank's share, a scalar (a 0-dim tensor or a number), for instance the number of samples
+            of this rank's batch; None weighs all ranks alike. If it is zero on every rank the result is NaN.
+
+    Returns:
+        The tree with each leaf replaced by `sum(weight * leaf) / sum(weight)` over ranks, equal on every
+        rank. Differentiable in the tree and in the weight: the transpose of `pmean` is `pmean`.
+
+    Raises:
+        ArgumentError: a leaf is an integer tensor, boolean, sparse, or no tensor; the weight is no scalar.
+
+    Example:
+        >>> pmean({"loss": torch.tensor(0.5)}, weight=32)
+        {'loss': tensor(0.5000)}
+
+    References:
+        JAX, `jax.lax.pmean`.
+    """
+    if weight is None:
+        return _map_leaves("pmean", tree, lambda x, label: _reduce(x, "mean", label))
+    if not isinstance(weight, torch.Tensor):
+        # A number here is usually the length of this rank's batch: it may differ between ranks.
+        weight = Vary.apply(torch.tensor(float(weight), dtype=torch.float64), "number")
+    if weight.dim() != 0 or weight.is_complex():
+        raise ArgumentError(
+            build_message(
+                f"fdp.pmean was given a weight of shape {tuple(weight.shape)} and {weight.dtype}.",
+                remedy="pass one real scalar a rank, for instance the number of samples in its batch.",
+            )
+        )
+    share = weight.double()
+    total = _reduce(share, "sum", "pmean(weight)")
+
+    def weighted(x: torch.Tensor, label: str) -> torch.Tensor:
+        if not (x.is_floating_point() or x.is_complex()):
+            return _reduce(x, "mean", label)  # refuses, with the message for integers
+        real = x.real.dtype if x.is_complex() else x.dtype
+        # Dividing first would need the total before anything is sent: one round trip more.
+        scaled = x * share.to(device=x.device, dtype=real)
+        return _reduce(scaled, "sum", label) / total.to(device=x.device, dtype=real)
+
+    return _map_leaves("pmean", tree, weighted)
+
+
+def pmax(tree: Tree) -> Tree:
+    """Take the maximum of every leaf over the ranks, element by element.
+
+    Args:
+        tree: pytree of real tensors and numbers.
+
+    Returns:
+        The tree of maxima, equal on every rank. Not differentiable.
+
+    Raises:
+        ArgumentError: a leaf is boolean, complex, sparse, or no tensor.
+
+    Example:
+        >>> pmax(torch.tensor([1.0, 2.0]))
+        tensor([1., 2.])
+    """
+    return _map_leaves("pmax", tree, lambda x, label: _reduce(x, "max", label))
+
+
+def pmin(tree: Tree) -> Tree:
+    """Take the minimum of every leaf over the ranks, element by element.
+
+    Args:
+        tree: pytree of real tensors and numbers.
+
+    Returns:
+        The tree of minima, equal on every rank. Not differentiable.
+
+    Raises:
+        ArgumentError: a leaf is boolean, complex, sparse, or no tensor.
+
+    Example:
+        >>> pmin(torch.tensor([1.0, 2.0]))
+        tensor([1., 2.])
+    """
+    return _map_leaves("pmin", tree, lambda x, label: _reduce(x, "min", label))
+
+
+def all_gather(tree: Tree) -> Tree:
+    """Stack every rank's leaf along a new first dimension.
+
+    Args:
+        tree: pytree of tensors (the same shape on every rank) and numbers.
+
+    Returns:
+        The tree with each leaf of shape [*s] replaced by one of shape [ranks, *s], equal on every rank.
+        Differentiable: the transpose sums what all ranks send back to this one.
+
+    Raises:
+        ArgumentError: a leaf is sparse, or no tensor.
+
+    Example:
+        >>> all_gather(torch.tensor([1.0, 2.0]))
+        tensor([[1., 2.]])
+
+    References:
+        JAX, `jax.lax.all_gather`.
+    """
+    axis = current_axis()
+    return _map_leaves("all_gather", tree, lambda x, label: AllGather.apply(x, axis.size, axis.name, label))
+
+
+def broadcast(tree: Tree, root: int = 0) -> Tree:
+    """Give every rank the leaves of one.
+
+    Args:
+        tree: pytree of tensors (the same shapes and dtypes on every rank) and numbers.
+        root: the rank whose values are taken.
+
+    Returns:
+        The root's tree, equal on every rank. Differentiable: the root receives the sum of what all ranks
+        send back, the others zero.
+
+    Raises:
+        ArgumentError: there is no such rank; a leaf is sparse, or no tensor.
+
+    Example:
+        >>> broadcast(torch.tensor([1.0, 2.0]), root=0)
+        tensor([1., 2.])
+    """
+    axis = current_axis()
+    if not 0 <= root < axis.size:
+        raise ArgumentError(
+            build_message(
+                f"fdp.broadcast was given root={root} in a world of {axis.size}.",
+                remedy=f"pass a rank from 0 to {axis.size - 1}.",
+            )
+        )
+    return _map_leaves("broadcast", tree, lambda x, label: Broadcast.apply(x, root, axis.name, label))
+
+
+def axis_index() -> torch.Tensor:
+    """This process's rank, as a value of the step that differs from rank to rank.
+
+    Returns:
+        A 0-dim int64 tensor on the CPU. It is a tensor so that the trace is the same on every rank.
+
+    Example:
+        >>> axis_index()
+        tensor(0)
+    """
+    out: torch.Tensor = torch.ops.fdp.axis_index.default(torch.empty(()), current_axis().name)
+    return out
+
+
+def axis_size() -> int:
+    """The number of ranks that the running step, or the default process group, has.
+
+    Example:
+        >>> axis_size()
+        1
+    """
+    return current_axis().size
+
+
+def per_rank(tree: Tree) -> Tree:
+    """Declare an output of a step that is meant to differ from rank to rank.
+
+    Args:
+        tree: pytree of tensors of any shape and dtype, and numbers; part of what the step returns.
+
+    Returns:
+        The same values. A step may return them though they vary; they must be returned as they are.
+
+    Raises:
+        ArgumentError: a leaf is no tensor.
+
+    Example:
+        >>> per_rank({"local_loss": torch.tensor(0.5)})
+        {'local_loss': tensor(0.5000)}
+    """
+
+    def declare(x: Any) -> Any:
+        if isinstance(x, (bool, int, float, complex)):
+            x = torch.tensor(x)
+        if not isinstance(x, torch.Tensor):
+            raise ArgumentError(
+                build_message(
+                    f"fdp.per_rank was given {type(x).__name__}.", remedy="pass tensors, or convert them first."
+                )
+            )
+        return Vary.apply(x, "per_rank")
+
+    return optree.tree_map(declare, tree)

@@ -1,0 +1,10 @@
+"""`Plan` -> callable: write the program, place its results, agree with the other ranks, run.
+
+    views, donation -> program; buffers, agreement -> emitted; check
+"""
+
+from fdp.emit.agreement import announce_failure
+from fdp.emit.check import check_emitted
+from fdp.emit.emitted import Emitted, emit_plan
+
+__all__ = ["Emitted", "announce_failure", "check_emitted", "emit_plan"]

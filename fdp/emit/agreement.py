@@ -1,0 +1,155 @@
+"""Ranks agree before they talk: they compare schedules through the store, with a time limit, before any collective.
+
+A process group does not check what it is given: ranks that send different buckets hang, or add up numbers that
+have nothing to do with each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Sequence
+
+import torch
+
+from fdp.errors import AgreementError, ReplicationError, build_message
+from fdp.fingerprint import fingerprint
+from fdp.group import Group, exchange, next_turn
+from fdp.plan import Plan
+
+_DEFAULT_TIMEOUT_S = 300.0
+
+
+def timeout_s() -> float:
+    """Seconds that ranks wait for each other's schedule: FDP_AGREE_TIMEOUT_S, or 300."""
+    return float(os.environ.get("FDP_AGREE_TIMEOUT_S", _DEFAULT_TIMEOUT_S))
+
+
+def schedule_text(plan: Plan) -> str:
+    """Everything about a plan that must be equal on all ranks."""
+    lines = [
+        f"state {item.name} {list(item.shape)} {item.dtype}" for item in plan.trace.inputs if item.role == "state"
+    ]
+    lines += plan.messages.splitlines()
+    lines += [f"argument {name} = {value}" for name, value in plan.trace.replicated_constants]
+    lines += [
+        f"output {output.name} = {output.constant!r}"
+        for output in plan.trace.outputs
+        if output.node is None and " at 0x" not in repr(output.constant)
+    ]
+    return "\n".join(lines)
+
+
+def digest(plan: Plan) -> str:
+    """A short name for a schedule: plans with one name need not be compared again."""
+    return hashlib.sha256(schedule_text(plan).encode()).hexdigest()
+
+
+def agree(plan: Plan, group: Group, tensors: Sequence[torch.Tensor], compare_state: bool) -> None:
+    """Compare a plan, and the state that it starts from, with those of the other ranks.
+
+    Args:
+        plan: this rank's plan.
+        group: the ranks.
+        tensors: the inputs of the call, in the order of `Trace.inputs`.
+        compare_state: whether replicated inputs and closed-over tensors are compared bit for bit.
+
+    Raises:
+        AgreementError: schedules differ, another rank could not make its plan, or one did not come in time.
+        ReplicationError: ranks start from different values of what should be replicated.
+    """
+    marks = _marks(plan, tensors) if compare_state else {}
+    own = {"schedule": schedule_text(plan), "marks": marks}
+    found = _exchange(group, own, plan.trace.name)
+    name = plan.trace.name
+    for rank, other in enumerate(found):
+        if "failed" in other:
+            raise AgreementError(
+                build_message(
+                    f"rank {rank} could not prepare step {name!r}, so the ranks cannot run it together.",
+                    [f"rank {rank}: {other['failed']}"],
+                    remedy=f"mend the error on rank {rank}; the other ranks wait for it in vain.",
+                )
+            )
+    first = found[0]
+    for rank, other in enumerate(found):
+        if other["schedule"] != first["schedule"]:
+            raise AgreementError(
+                build_message(
+                    f"ranks 0 and {rank} have different communication schedules for step {name!r}. "
+                    "The first difference:",
+                    _first_difference(first["schedule"], other["schedule"], rank),
+                    remedy="call the step with state of the same structure, shapes and dtypes on every rank, under "
+                    "the same static arguments and bucket_cap_mb.",
+                )
+            )
+    # A rank that does not compare has sent nothing to compare with.
+    marked = [(rank, other["marks"]) for rank, other in enumerate(found) if other["marks"]]
+    offenders = [
+        f"{key}: rank {rank} differs from rank {marked[0][0]}"
+        for key in marks
+        for rank, other in marked
+        if other.get(key) != marked[0][1].get(key)
+    ]
+    if offenders:
+        raise ReplicationError(
+            build_message(
+                f"step {name!r} was called with replicated arguments, or closes over tensors, that do not hold the "
+                "same bits on every rank.",
+                offenders,
+                remedy="start from one rank's values: state = fdp.replicate(state); an argument that is meant to "
+                "differ belongs into batch_argnums.",
+            )
+        )
+
+
+def announce_failure(group: Group, error: Exception) -> None:
+    """Tell ranks that may be waiting that this one has no plan to compare; never raises and never waits."""
+    text = f"{type(error).__name__}: {error}"
+    try:
+        turn = next_turn(group)
+        exchange(group, turn, json.dumps({"failed": text}).encode(), timeout_s=None)
+    except Exception:  # the error that is being announced is the one to report
+        return
+
+
+def _exchange(group: Group, own: dict[str, object], name: str) -> list[dict[str, object]]:
+    limit = timeout_s()
+    found = exchange(group, next_turn(group), json.dumps(own).encode(), limit)
+    missing = [rank for rank, payload in enumerate(found) if payload is None]
+    if missing:
+        raise AgreementError(
+            build_message(
+                f"step {name!r} has a new communication schedule on rank {group.rank}, and other ranks did not come to "
+                f"compare theirs within {limit:g} s.",
+                [f"rank {rank} did not come" for rank in missing],
+                remedy="call the step the same number of times on every rank, with arguments of the same structure; "
+                "if tracing takes that long, raise FDP_AGREE_TIMEOUT_S.",
+            )
+        )
+    return [json.loads(payload) for payload in found if payload is not None]
+
+
+def _marks(plan: Plan, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
+    marks = {
+        item.name: fingerprint(tensor)
+        for item, tensor in zip(plan.trace.inputs, tensors, strict=True)
+        if item.role == "state"
+    }
+    for target, name in plan.trace.closed_over:
+        marks[f"closed-over tensor {name}"] = fingerprint(getattr(plan.trace.graph, target))
+    return marks
+
+
+def _first_difference(first: str, other: str, rank: int) -> list[str]:
+    """What one rank has and the other has not; if that is nothing, where their orders part."""
+    one, two = first.splitlines(), other.splitlines()
+    only_first = next((line for line in one if line not in set(two)), None)
+    only_other = next((line for line in two if line not in set(one)), None)
+    if only_first is None and only_other is None:
+        only_first, only_other = next(
+            (pair for pair in itertools.zip_longest(one, two) if pair[0] != pair[1]), (None, None)
+        )
+    return [f"rank 0: {only_first or 'nothing of the kind'}", f"rank {rank}: {only_other or 'nothing of the kind'}"]

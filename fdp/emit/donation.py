@@ -1,0 +1,168 @@
+"""Where each output of an emitted step lives: in a donated input, in memory of its own, or in a copy.
+
+An optimizer step is traced as a clone of the state that is updated in place. If the state is donated, and nothing
+reads the old value after the update begins, the clone is the old state itself: no copy, no second state. A new value
+made in any other way is copied into the donated input as soon as its last reader is done.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from fdp.emit.views import geometry
+from fdp.plan import Plan, Run, Start
+from fdp.trace.dependencies import touched
+from fdp.trace.effects import effects_of, is_marker, storages_of
+from fdp.trace.record import Trace
+
+
+@dataclass
+class Placement:
+    """Where results go.
+
+    Attributes:
+        replaced: clones that are not made: for each, the donated input that takes its place.
+        copies: for a position in the schedule, the (input, value) pairs to copy after it.
+        returned: for each tensor output, the node that is returned.
+        cloned: outputs (by position) to be copied at the end, because their memory belongs to somebody else.
+    """
+
+    replaced: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    copies: dict[int, list[tuple[fx.Node, fx.Node]]] = field(default_factory=dict)
+    returned: list[fx.Node] = field(default_factory=list)
+    cloned: set[int] = field(default_factory=set)
+
+
+def place_outputs(plan: Plan, same: Mapping[fx.Node, fx.Node]) -> Placement:
+    """Decide where every output of a plan lives.
+
+    Args:
+        plan: the plan; its order says what is read when.
+        same: views that are their own base.
+
+    Returns:
+        The placement.
+    """
+    trace = plan.trace
+    graph = trace.graph.graph
+    placeholders = graph.find_nodes(op="placeholder")
+    made: list[fx.Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
+    slots = [output.slot for output in trace.outputs if output.node is not None]
+    accesses = _Accesses(plan)
+    placement = Placement(returned=list(made))
+
+    donated = {
+        storage
+        for node, item in zip(placeholders, trace.inputs, strict=True)
+        if item.donated
+        for storage in storages_of(node)
+    }
+    pairs = [(node, None if slot is None else placeholders[slot]) for node, slot in zip(made, slots, strict=True)]
+    # Memory of donated inputs that some other output reads until the end.
+    taken = {
+        storage
+        for node, target in pairs
+        if target is None or not _is_same(node, target)
+        for storage in storages_of(node)
+        if storage in donated
+    }
+    clones = _clones(graph, same)
+    owned: set[int] = set()  # memory that is, or becomes, that of a donated input
+    for position, (node, target) in enumerate(pairs):
+        if target is None:
+            continue
+        (home,), (memory,) = storages_of(target), storages_of(node)
+        if _is_same(node, target):
+            owned.add(home)
+        elif home in taken or home in accesses.writes:
+            continue
+        elif (
+            (clone := clones.get((memory, target))) is not None
+            and memory not in owned
+            and geometry(clone.meta["val"]) == geometry(node.meta["val"]) == geometry(target.meta["val"])
+            and accesses.last_read(home, except_by=clone) < accesses.first_write(memory)
+        ):
+            placement.replaced[clone] = target
+            owned.update((memory, home))
+        else:
+            last = max(accesses.last_read(home), accesses.last_write(memory), accesses.made.get(memory, -1))
+            placement.copies.setdefault(last, []).append((target, node))
+            owned.add(home)
+        placement.returned[position] = target
+    borrowed = donated | owned | _foreign_memory(trace)
+    for position, (node, target) in enumerate(pairs):
+        if placement.returned[position] is not target and borrowed.intersection(storages_of(node)):
+            placement.cloned.add(position)
+    return placement
+
+
+def _is_same(node: fx.Node, target: fx.Node) -> bool:
+    """Whether a value is an input itself, perhaps changed in place."""
+    return storages_of(node) == storages_of(target) and geometry(node.meta["val"]) == geometry(target.meta["val"])
+
+
+class _Accesses:
+    """When, in the order of a plan, each piece of memory is made, read and written."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.reads: dict[int, list[tuple[int, fx.Node]]] = defaultdict(list)
+        self.writes: dict[int, list[int]] = {}
+        self.made: dict[int, int] = {}
+        trace = plan.trace
+        nodes = {node.name: node for node in trace.graph.graph.nodes}
+        for at, item in enumerate(plan.schedule):
+            if isinstance(item, Run):
+                node = nodes[trace.operations[item.operations[0]].node]
+                self.made.update(dict.fromkeys(storages_of(node), at))
+                effects = effects_of(node)
+                for index in item.operations:
+                    read, written = touched(node, effects, trace.operations[index].lane)
+                    for storage in read:
+                        self.reads[storage].append((at, node))
+                    for storage in written:
+                        self.writes.setdefault(storage, []).append(at)
+                continue
+            for member in plan.buckets[item.bucket].members:
+                marker = nodes[trace.operations[trace.reductions[member].operation].node]
+                if isinstance(item, Start):
+                    source: Any = marker.args[0]
+                    for storage in storages_of(source):
+                        self.reads[storage].append((at, marker))
+                else:
+                    self.made.update(dict.fromkeys(storages_of(marker), at))
+
+    def last_read(self, memory: int, except_by: fx.Node | None = None) -> int:
+        return max((at for at, reader in self.reads[memory] if reader is not except_by), default=-1)
+
+    def first_write(self, memory: int) -> float:
+        return min(self.writes.get(memory, ()), default=math.inf)
+
+    def last_write(self, memory: int) -> int:
+        return max(self.writes.get(memory, ()), default=-1)
+
+
+def _clones(graph: fx.Graph, same: Mapping[fx.Node, fx.Node]) -> dict[tuple[int, fx.Node], fx.Node]:
+    """Clones of whole inputs: by the memory of the clone, and the input."""
+    found = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and str(node.target) == "aten.clone.default":
+            source = same.get(node.args[0], node.args[0])
+            if source.op == "placeholder":
+                found[storages_of(node)[0], source] = node
+    return found
+
+
+def _foreign_memory(trace: Trace) -> set[int]:
+    """Memory that a result must not be left in: that of closed-over tensors and of buckets."""
+    return {
+        storage
+        for node in trace.graph.graph.nodes
+        if node.op == "get_attr" or is_marker(node, "all_reduce", "all_gather", "broadcast")
+        for storage in storages_of(node)
+    }

@@ -1,0 +1,212 @@
+"""The callable that carries a plan out on a process group."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import optree
+import torch
+import torch.distributed as dist
+
+from fdp.emit.agreement import agree, digest
+from fdp.emit.buffers import Buffer, allocate
+from fdp.emit.program import write_program
+from fdp.errors import ArgumentError, FdpError, PeerError, build_message
+from fdp.group import Group, resolve_group
+from fdp.plan import Plan
+from fdp.stages import enters
+
+
+class Emitted:
+    """A planned step, ready to run: call it with the arguments of the step.
+
+    Attributes:
+        plan: what it carries out.
+        group: the ranks that it runs on.
+        source: the text of the program that it runs.
+    """
+
+    def __init__(self, plan: Plan, group: Group, agreed: set[str] | None = None, compare_state: bool = True) -> None:
+        if group.size != plan.trace.world_size:
+            raise ArgumentError(
+                build_message(
+                    f"the plan of step {plan.trace.name!r} is for {plan.trace.world_size} ranks, the group has "
+                    f"{group.size}.",
+                    remedy="trace the step with the group that it is to run on.",
+                )
+            )
+        self.plan, self.group = plan, group
+        self._agreed = set() if agreed is None else agreed
+        self._digest = digest(plan)
+        self._compare_state = compare_state
+        self._communicates = group.size > 1
+        program = write_program(plan, group.rank, self._communicates)
+        self.source, self._function = program.source, program.function
+        self._buffers: list[Buffer] | None = None
+        self._views: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        self._busy = threading.Lock()
+        self._constants = [o.constant if o.node is None else _TENSOR for o in plan.trace.outputs]
+        self._all_tensors = all(constant is _TENSOR for constant in self._constants)
+        self._check_backends()
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the step.
+
+        Args:
+            *args: as for the step that was traced, of the same structure, shapes, dtypes and devices; static
+                arguments are part of the plan and left out.
+
+        Returns:
+            What the step returns.
+
+        Raises:
+            ArgumentError: the arguments do not have the signature of the plan.
+            AgreementError: the ranks' schedules differ.
+            PeerError: another rank died or stopped answering.
+        """
+        leaves, spec = optree.tree_flatten(args)
+        self._check_signature(leaves, spec)
+        return self.run([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+
+    def run(self, tensors: list[torch.Tensor]) -> Any:
+        """Run the step on its input tensors, in the order of `Trace.inputs`; the list is emptied."""
+        if self._communicates and self._digest not in self._agreed:
+            agree(self.plan, self.group, tensors, self._compare_state)
+            self._agreed.add(self._digest)
+        waits: dict[int, Callable[[], None]] = {}
+
+        def start(index: int) -> None:
+            try:
+                waits[index] = self._buffers[index].start(self.group)  # type: ignore[index]
+            except (RuntimeError, dist.DistError) as error:
+                raise self._peer_error(index, error) from error
+
+        def wait(index: int) -> None:
+            try:
+                waits.pop(index)()
+            except (RuntimeError, dist.DistError) as error:
+                raise self._peer_error(index, error) from error
+
+        return self._execute(tensors, start, wait)
+
+    def rehearse(self, tensors: list[torch.Tensor]) -> Any:
+        """Run the step on this rank alone, as if every other rank held what this one holds; nothing is sent."""
+
+        def start(index: int) -> None:
+            self._buffers[index].pretend()  # type: ignore[index]
+
+        return self._execute(tensors, start, lambda index: None)
+
+    def _execute(
+        self, tensors: list[torch.Tensor], start: Callable[[int], None], wait: Callable[[int], None]
+    ) -> Any:
+        if not self._busy.acquire(blocking=False):
+            raise FdpError(
+                build_message(
+                    f"step {self.plan.trace.name!r} was called while it was running, from another thread or from "
+                    "itself; its buckets hold one call at a time.",
+                    remedy="call it from one thread, or make a second step with fdp.data_parallel.",
+                )
+            )
+        try:
+            if self._buffers is None:
+                self._buffers = allocate(self.plan)
+                self._views = [(buffer.pack, buffer.result) for buffer in self._buffers]
+            with torch.no_grad(), _without_autocast():
+                outputs = self._function(tensors, self._views, start, wait)
+        except BaseException:
+            # Messages may still be in flight: their memory is left to them, and the next call takes new.
+            self._buffers = None
+            raise
+        finally:
+            self._busy.release()
+        return self.plan.trace.out_spec.unflatten(self._with_constants(outputs))
+
+    def _with_constants(self, outputs: Sequence[torch.Tensor]) -> Sequence[Any]:
+        if self._all_tensors:
+            return outputs
+        it = iter(outputs)
+        return [next(it) if constant is _TENSOR else constant for constant in self._constants]
+
+    def _peer_error(self, index: int, error: Exception) -> PeerError:
+        bucket = self.plan.buckets[index]
+        names = [self.plan.trace.reductions[member].name for member in bucket.members]
+        shown = ", ".join(names[:3]) + (f", ... ({len(names)} in all)" if len(names) > 3 else "")
+        others = [rank for rank in range(self.group.size) if rank != self.group.rank]
+        return PeerError(
+            build_message(
+                f"step {self.plan.trace.name!r} on rank {self.group.rank} lost contact with the other ranks.",
+                [
+                    f"in the {bucket.op} of bucket {index}: {shown}",
+                    f"one of ranks {others} died, stopped, or left the step",
+                    f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}",
+                ],
+                remedy="look for the first error among the logs of all ranks; start the job again from its last "
+                "checkpoint (donated state may be half updated).",
+            )
+        )
+
+    def _check_signature(self, leaves: Sequence[Any], spec: optree.PyTreeSpec) -> None:
+        trace = self.plan.trace
+        if spec != trace.in_spec:
+            raise ArgumentError(
+                build_message(
+                    f"the plan of step {trace.name!r} is for arguments of another structure.",
+                    [f"planned: {trace.in_spec}", f"given: {spec}"],
+                    remedy="call the Step itself, which traces again, or pass arguments of the planned structure.",
+                )
+            )
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        offenders = [
+            f"{item.name}: planned {list(item.shape)} {item.dtype} {item.device} strides {list(item.stride)}, given "
+            f"{list(tensor.shape)} {tensor.dtype} {tensor.device} strides {list(tensor.stride())}"
+            for item, tensor in zip(trace.inputs, tensors, strict=False)
+            if (item.shape, item.dtype, item.device, item.stride)
+            != (tuple(tensor.shape), tensor.dtype, tensor.device, tensor.stride())
+        ]
+        plain = [repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        planned = [value for _, value in trace.replicated_constants][: len(plain)]
+        if plain != planned or len(tensors) != len(trace.inputs):
+            offenders.append(f"constants: planned {planned}, given {plain}")
+        if offenders:
+            raise ArgumentError(
+                build_message(
+                    f"the plan of step {trace.name!r} is for other arguments.",
+                    offenders,
+                    remedy="call the Step itself, which traces again, or pass arguments of the planned signature.",
+                )
+            )
+
+    def _check_backends(self) -> None:
+        for bucket in self.plan.buckets:
+            if self.group.backend_for(bucket.device) is None:
+                raise ArgumentError(
+                    build_message(
+                        f"step {self.plan.trace.name!r} reduces tensors on {bucket.device}, and its process group has "
+                        f"no backend for {bucket.device.type}.",
+                        remedy='initialise it with one for each device: init_process_group("cpu:gloo,cuda:nccl").',
+                    )
+                )
+
+
+_TENSOR = object()
+
+
+def _without_autocast() -> Any:
+    """Casts are part of the program already; autocast outside of the step must not add to them."""
+    if not torch._C._is_any_autocast_enabled():
+        return nullcontext()
+    stack = ExitStack()
+    for device in ("cpu", "cuda", "xpu"):
+        if torch.is_autocast_enabled(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
+
+
+@enters("emit")
+def emit_plan(plan: Plan, group: Any = None) -> Emitted:
+    """Make the function that carries a plan out on a group (a `ProcessGroup`, a `DeviceMesh`, or None)."""
+    return Emitted(plan, resolve_group(group))

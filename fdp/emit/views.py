@@ -1,0 +1,47 @@
+"""Views that change nothing: `detach`, `t` of `t`, a `view` to the shape that is there already.
+
+In an emitted step nothing is recorded for autograd, so a view with the geometry of the tensor that it looks at can
+be replaced by that tensor. Each one costs a call into the dispatcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from fdp.trace.effects import effects_of, storages_of
+
+
+def redundant_views(graph: fx.Graph) -> Mapping[fx.Node, fx.Node]:
+    """Find, for each view that is geometrically its own base (or its base's base, ...), that base."""
+    base_of: dict[fx.Node, fx.Node] = {}
+    same: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or not effects_of(node).view or not isinstance(node.args[0], fx.Node):
+            continue
+        base = node.args[0]
+        if not all(isinstance(each.meta["val"], torch.Tensor) for each in (base, node)):
+            continue
+        base_of[node] = base
+        candidate: fx.Node | None = base
+        while candidate is not None:
+            if geometry(candidate.meta["val"]) == geometry(node.meta["val"]):
+                same[node] = same.get(candidate, candidate)
+                break
+            candidate = base_of.get(candidate)
+    return same
+
+
+def geometry(value: Any) -> tuple[Any, ...]:
+    """How a tensor lies in its memory: two tensors of one memory with the same geometry are the same tensor."""
+    return (
+        tuple(value.shape),
+        tuple(value.stride()),
+        value.storage_offset(),
+        value.dtype,
+        value.is_conj(),
+        value.is_neg(),
+    )

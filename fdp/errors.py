@@ -1,0 +1,60 @@
+"""Error classes, and the one shape that their messages have.
+
+Every refusal of fdp's own is an `FdpError`. A message says what happened, then where, then lists every
+offender, and its last line is the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class FdpError(Exception):
+    """Base class of every error that fdp raises on its own account."""
+
+
+class ArgumentError(FdpError, ValueError):
+    """An argument of one of fdp's own functions has no meaning there."""
+
+
+class ReplicationError(FdpError):
+    """A value that must be equal on every rank may differ, or does differ, between ranks."""
+
+
+class PurityError(FdpError):
+    """The step changes one of its inputs, or trains through a tensor that is not one of its arguments."""
+
+
+class TraceError(FdpError):
+    """The step cannot be traced into one graph, or its trace does not compute what the step computes."""
+
+
+class AgreementError(FdpError):
+    """Ranks do not have the same communication schedule, or one of them never came to compare."""
+
+
+class PeerError(FdpError):
+    """A rank died, or stopped answering, while this one was waiting for it."""
+
+
+def build_message(what: str, offenders: Iterable[str] = (), remedy: str = "") -> str:
+    """Lay out an error message: what happened and where, one indented line an offender, the remedy last.
+
+    Args:
+        what: one or two sentences, with the name of the user's function.
+        offenders: one line each; all of them, not just the first.
+        remedy: what the reader should do; printed behind "Remedy: ".
+
+    Returns:
+        The message.
+
+    Example:
+        >>> print(build_message("step 'f' changes its input", ["state['n']: aten.add_"], "return a new value."))
+        step 'f' changes its input
+          state['n']: aten.add_
+        Remedy: return a new value.
+    """
+    lines = [what, *("  " + line.replace("\n", "\n    ") for line in offenders)]
+    if remedy:
+        lines.append("Remedy: " + remedy)
+    return "\n".join(lines)

@@ -1,0 +1,43 @@
+"""A number for the bits of a tensor, to compare tensors between ranks without sending them."""
+
+from __future__ import annotations
+
+import torch
+
+_CHUNK = 1 << 20
+_MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, so that no bit of the position is lost
+
+
+def fingerprint(tensor: torch.Tensor) -> int:
+    """Hash the bits of a tensor, its shape and its dtype; what its memory layout is does not matter.
+
+    Args:
+        tensor: any dense tensor, on any device.
+
+    Returns:
+        A signed 64-bit number. Equal tensors have equal numbers, -0.0 and 0.0 have different ones, and so have
+        NaNs of different bits; different tensors have equal numbers about once in 2**64.
+
+    Example:
+        >>> x = torch.tensor([1.0, 2.0])
+        >>> fingerprint(x) == fingerprint(x.clone()), fingerprint(x) == fingerprint(x.flip(0))
+        (True, False)
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    if flat.numel() % 8 == 0 and flat.data_ptr() % 8 == 0:
+        words = flat.view(torch.int64)
+    else:
+        padded = torch.zeros(-(-flat.numel() // 8) * 8, dtype=torch.uint8, device=flat.device)
+        padded[: flat.numel()] = flat
+        words = padded.view(torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    positions = torch.arange(min(_CHUNK, words.numel()), dtype=torch.int64, device=flat.device)
+    for start in range(0, words.numel(), _CHUNK):
+        chunk = words[start : start + _CHUNK]
+        mixed = (chunk ^ (chunk >> 29)) * _MULTIPLIER + positions[: chunk.numel()] + start
+        mixed = (mixed ^ (mixed >> 32)) * _MULTIPLIER
+        total += (mixed ^ (mixed >> 29)).sum()
+    description = f"{tuple(tensor.shape)} {tensor.dtype}"
+    for character in description:
+        total = total * 31 + ord(character)
+    return int(total)

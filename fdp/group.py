@@ -1,0 +1,193 @@
+"""The process group: its size, its ranks' names for each other, its store, and one all-reduce.
+
+Everything that fdp needs from torch.distributed beyond its documented interface is in this file:
+`_world.pg_map` (the store that a group was made with) and `_get_default_group`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fdp.errors import ArgumentError, build_message
+
+_AVERAGING_BACKENDS = ("gloo", "nccl", "xccl", "hccl")
+"""Backends known to take ReduceOp.AVG; on any other a mean is a sum and a division."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that a step runs on: a c10d process group, or a world of one.
+
+    Attributes:
+        process_group: the c10d group, None for a world of one.
+        size: number of ranks.
+        rank: this process's rank in the group.
+    """
+
+    process_group: dist.ProcessGroup | None
+    size: int
+    rank: int
+
+    @property
+    def name(self) -> str:
+        """The name that all ranks of the group share."""
+        return "one" if self.process_group is None else str(self.process_group.group_name)
+
+    def store(self) -> dist.Store:
+        """The rendezvous store that the group was made with."""
+        from torch.distributed import distributed_c10d as c10d
+
+        assert self.process_group is not None
+        return c10d._world.pg_map[self.process_group][1]
+
+    def backend_for(self, device: torch.device) -> str | None:
+        """The name of the backend that carries tensors of a device, None if there is none."""
+        if self.process_group is None:
+            return "none"
+        from torch.distributed import distributed_c10d as c10d
+
+        # "cpu:gloo,cuda:nccl"; a backend of one's own prints as its bare name and serves every device.
+        config = dict(part.split(":", 1) for part in self._backend_config(c10d).split(",") if ":" in part)
+        return config.get(device.type)
+
+    def _backend_config(self, c10d: Any) -> str:
+        config = str(c10d._world.pg_backend_config[self.process_group])
+        return config if ":" in config else ",".join(f"{d}:{config}" for d in ("cpu", "cuda", "xpu", "mps"))
+
+
+def resolve_group(group: Any = None) -> Group:
+    """Turn what a user may pass as a group into a `Group`.
+
+    Args:
+        group: a `torch.distributed.ProcessGroup`, a one-dimensional `DeviceMesh`, a `Group`, or None for the
+            default group; None without an initialised process group is a world of one.
+
+    Returns:
+        The group.
+
+    Raises:
+        ArgumentError: the argument is none of these, or this process is not a member.
+    """
+    if isinstance(group, Group):
+        return group
+    if group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return Group(None, 1, 0)
+        group = dist.group.WORLD
+    elif isinstance(group, dist.DeviceMesh):
+        if group.ndim != 1:
+            raise ArgumentError(
+                build_message(
+                    f"a mesh of {group.ndim} dimensions {group.mesh_dim_names} was given as the group of a step, "
+                    "which has one axis.",
+                    remedy='pass one dimension of it: mesh["dp"].',
+                )
+            )
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise ArgumentError(
+            build_message(
+                f"group is {type(group).__name__}, not a process group.",
+                remedy="pass a torch.distributed.ProcessGroup, a one-dimensional DeviceMesh, or None.",
+            )
+        )
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ArgumentError(
+            build_message(
+                "this process is not a member of the group that it was given.",
+                remedy="call the step only on the group's own ranks.",
+            )
+        )
+    return Group(group, dist.get_world_size(group), rank)
+
+
+def start_all_reduce(buffer: torch.Tensor, op: str, group: Group) -> Callable[[], None]:
+    """Start reducing a buffer in place over the ranks of a group.
+
+    Args:
+        buffer: contiguous tensor; holds the result once the returned function has returned.
+        op: "mean", "sum", "max" or "min".
+        group: the ranks; with a world of one nothing is sent.
+
+    Returns:
+        A function that waits for the result.
+    """
+    if group.process_group is None:
+        return _nothing
+    divide = False
+    if op == "mean":
+        divide = group.backend_for(buffer.device) not in _AVERAGING_BACKENDS
+        reduce_op = dist.ReduceOp.SUM if divide else dist.ReduceOp.AVG
+    else:
+        reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
+    work = dist.all_reduce(buffer, reduce_op, group=group.process_group, async_op=True)
+    if not divide:
+        return work.wait
+
+    def wait() -> None:
+        work.wait()
+        buffer.div_(group.size)
+
+    return wait
+
+
+def start_broadcast(buffer: torch.Tensor, root: int, group: Group) -> Callable[[], None]:
+    """Start overwriting a buffer with the one of rank `root` of the group; returns the function that waits."""
+    if group.process_group is None:
+        return _nothing
+    return dist.broadcast(buffer, group=group.process_group, group_src=root, async_op=True).wait
+
+
+def start_all_gather(out: torch.Tensor, own: torch.Tensor, group: Group) -> Callable[[], None]:
+    """Start filling `out` ([size, *own.shape]) with every rank's `own`; returns the function that waits."""
+    if group.process_group is None:
+        out[0].copy_(own)
+        return _nothing
+    parts = list(out.unbind(0))
+    return dist.all_gather(parts, own, group=group.process_group, async_op=True).wait
+
+
+def next_turn(group: Group) -> str:
+    """A key for the next exchange: ranks that have exchanged equally often get the same one."""
+    if group.process_group is None:
+        return "one"
+    # Counted in the store, so that a group made anew with a new store begins anew.
+    turn = group.store().add(f"fdp/turn/{group.name}/{group.rank}", 1)
+    return f"fdp/exchange/{group.name}/{turn}"
+
+
+def exchange(group: Group, key: str, payload: bytes, timeout_s: float | None) -> list[bytes | None]:
+    """Give every rank every other rank's bytes through the store, without a collective.
+
+    Args:
+        group: the ranks.
+        key: the same on all ranks and never used before.
+        payload: this rank's bytes.
+        timeout_s: seconds to wait for the others, together; None to leave the payload and not wait.
+
+    Returns:
+        One entry a rank; None for a rank that did not come in time.
+    """
+    if group.process_group is None or timeout_s is None:
+        if group.process_group is not None:
+            group.store().set(f"{key}/{group.rank}", payload)
+        return [payload]
+    store = group.store()
+    store.set(f"{key}/{group.rank}", payload)
+    names = [f"{key}/{rank}" for rank in range(group.size)]
+    try:
+        store.wait(names, timedelta(seconds=timeout_s))
+    except (RuntimeError, dist.DistError):
+        return [store.get(name) if store.check([name]) else None for name in names]
+    return [store.get(name) for name in names]
+
+
+def _nothing() -> None:
+    """There is nobody to wait for."""

@@ -1,0 +1,181 @@
+"""The marker operators: what a collective looks like in a traced graph, and what it does when it runs.
+
+Each is a raw library operator (the tracer records it as one node and never looks inside) under a
+`torch.autograd.Function` with a `vmap` rule. Of the ways to write such an operator this is the one that
+survives `grad`, `grad` of `grad`, `vmap`, `make_fx` and Dynamo alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fdp.axis import current_axis
+from fdp.errors import FdpError, build_message
+from fdp.group import start_all_gather, start_all_reduce, start_broadcast
+
+_library = torch.library.Library("fdp", "DEF")
+# The tag keeps the fake-tensor mode from running a marker on a constant, which it does for any operator that it
+# believes to be a plain function of its inputs: the result would then be one rank's own value.
+for _schema in (
+    "all_reduce(Tensor x, str op, str axis, str kind, str label) -> Tensor",
+    "all_gather(Tensor x, int size, str axis, str label) -> Tensor",
+    "broadcast(Tensor x, int root, str axis, str label) -> Tensor",
+    "vary(Tensor x, str kind) -> Tensor",
+    "axis_index(Tensor like, str axis) -> Tensor",
+):
+    _library.define(_schema, tags=(torch.Tag.nondeterministic_seeded,))
+
+
+def _contiguous_copy(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def _refuse_traced(axis: str) -> None:
+    if axis == "traced":
+        raise FdpError(
+            build_message(
+                "a collective of a traced step was run by itself.",
+                remedy="run what Plan.emit() returns, not the graph of the trace.",
+            )
+        )
+
+
+def _all_reduce(x: torch.Tensor, op: str, axis: str, kind: str, label: str) -> torch.Tensor:
+    _refuse_traced(axis)
+    out = _contiguous_copy(x)
+    if axis == "eager" and out.numel():
+        start_all_reduce(out, op, current_axis().group)()
+    return out
+
+
+def _all_gather(x: torch.Tensor, size: int, axis: str, label: str) -> torch.Tensor:
+    _refuse_traced(axis)
+    out = torch.empty((size, *x.shape), dtype=x.dtype, device=x.device)
+    if axis == "eager" and out.numel():
+        start_all_gather(out, x.contiguous(), current_axis().group)()
+    else:
+        out.copy_(x.expand(out.shape))
+    return out
+
+
+def _broadcast(x: torch.Tensor, root: int, axis: str, label: str) -> torch.Tensor:
+    _refuse_traced(axis)
+    out = _contiguous_copy(x)
+    if axis == "eager" and out.numel():
+        start_broadcast(out, root, current_axis().group)()
+    return out
+
+
+def _axis_index(like: torch.Tensor, axis: str) -> torch.Tensor:
+    _refuse_traced(axis)
+    return torch.full((), current_axis().rank, dtype=torch.int64)
+
+
+def _empty_contiguous(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+for _name, _real, _fake in (
+    ("all_reduce", _all_reduce, _empty_contiguous),
+    ("broadcast", _broadcast, _empty_contiguous),
+    ("vary", lambda x, kind: _contiguous_copy(x), _empty_contiguous),
+    ("all_gather", _all_gather, lambda x, size, axis, label: x.new_empty((size, *x.shape))),
+    ("axis_index", _axis_index, lambda like, axis: torch.empty((), dtype=torch.int64)),
+):
+    _library.impl(_name, _real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fdp::{_name}", _fake, lib=_library)
+
+
+class AllReduce(torch.autograd.Function):
+    """Sum or mean over ranks, whose transpose is itself; max and min, which have none."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, op: str, axis: str, kind: str, label: str) -> torch.Tensor:
+        return torch.ops.fdp.all_reduce.default(x, op, axis, kind, label)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, ctx.op, ctx.axis, _, ctx.label = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        if ctx.op not in ("sum", "mean"):
+            raise FdpError(
+                build_message(
+                    f"p{ctx.op} of {ctx.label} was differentiated, and has no derivative here.",
+                    remedy="detach its argument, or write the maximum over fdp.all_gather(...).",
+                )
+            )
+        return AllReduce.apply(grad, ctx.op, ctx.axis, "transpose", ctx.label), None, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *rest: str) -> tuple[torch.Tensor, Any]:
+        return AllReduce.apply(x, *rest), in_dims[0]
+
+
+class AllGather(torch.autograd.Function):
+    """Stack every rank's value; the transpose sums what all ranks send back to this one."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, size: int, axis: str, label: str) -> torch.Tensor:
+        return torch.ops.fdp.all_gather.default(x, size, axis, label)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, _, ctx.axis, ctx.label = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        summed = AllReduce.apply(grad, "sum", ctx.axis, "transpose", ctx.label)
+        own = torch.ops.fdp.axis_index.default(grad.detach(), ctx.axis).to(grad.device).reshape(1)
+        return summed.index_select(0, own).squeeze(0), None, None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *rest: Any
+    ) -> tuple[torch.Tensor, Any]:
+        return AllGather.apply(x.movedim(in_dims[0], 0), *rest), 1
+
+
+class Broadcast(torch.autograd.Function):
+    """Every rank takes the root's value; the transpose gives the root the sum, the others zero."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, root: int, axis: str, label: str) -> torch.Tensor:
+        return torch.ops.fdp.broadcast.default(x, root, axis, label)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, ctx.root, ctx.axis, ctx.label = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        summed = AllReduce.apply(grad, "sum", ctx.axis, "transpose", ctx.label)
+        is_root = torch.ops.fdp.axis_index.default(grad.detach(), ctx.axis).to(grad.device) == ctx.root
+        return torch.where(is_root, summed, torch.zeros_like(summed)), None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, Any]:
+        return Broadcast.apply(x, *rest), in_dims[0]
+
+
+class Vary(torch.autograd.Function):
+    """The same value, taken to differ from rank to rank; kind "per_rank" also says that this is meant."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, kind: str) -> torch.Tensor:
+        return torch.ops.fdp.vary.default(x, kind)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, kind: str) -> tuple[torch.Tensor, Any]:
+        return Vary.apply(x, kind), in_dims[0]

@@ -1,0 +1,124 @@
+"""Put reductions into buckets: in production order, by kind, up to a size, and never in a circle.
+
+References: Li et al., PyTorch Distributed (VLDB 2020), section 3.2.3.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from fdp.errors import ArgumentError, build_message
+from fdp.plan.record import Bucket
+from fdp.trace.record import Operation, Reduction
+
+_MIB = 2**20
+AUTO_CAP_MB = (1.0, 25.0)
+"""What "auto" means: a small first bucket, so that communication begins early, then DDP's usual size."""
+
+
+def resolve_caps(bucket_cap_mb: Any) -> tuple[float, ...]:
+    """Turn `bucket_cap_mb` into caps in MiB: of the first bucket, the next, ..., the last for all that follow.
+
+    Raises:
+        ArgumentError: it is neither "auto", nor a positive number, nor a list of such.
+
+    Example:
+        >>> resolve_caps("auto"), resolve_caps(5), resolve_caps([0.5, 10])
+        ((1.0, 25.0), (5.0,), (0.5, 10.0))
+    """
+    if isinstance(bucket_cap_mb, str) and bucket_cap_mb == "auto":
+        return AUTO_CAP_MB
+    listed = bucket_cap_mb if isinstance(bucket_cap_mb, (list, tuple)) else [bucket_cap_mb]
+    numbers = [cap for cap in listed if isinstance(cap, (int, float)) and not isinstance(cap, bool) and cap > 0]
+    if not numbers or len(numbers) != len(listed):
+        raise ArgumentError(
+            build_message(
+                f"bucket_cap_mb={bucket_cap_mb!r}.",
+                remedy='pass a positive number of MiB, a list of them (first bucket, next, ...), or "auto".',
+            )
+        )
+    return tuple(float(cap) for cap in numbers)
+
+
+def partition(
+    reductions: Sequence[Reduction], operations: Sequence[Operation], caps_mb: Sequence[float]
+) -> list[tuple[int, ...]]:
+    """Decide which reductions share a message.
+
+    A bucket takes reductions of one operation, dtype and device in the order in which they are produced, until the
+    next one would carry it over its cap. A reduction that is computed from the result of another one never joins
+    a bucket that is still open when that other one is in it, or it would wait for itself.
+
+    Args:
+        reductions: in production order.
+        operations: of the trace; what each reduction is computed from.
+        caps_mb: the cap of the first bucket of a kind, the next, ..., the last for all that follow, in MiB.
+
+    Returns:
+        The members of each bucket, by index; buckets in the order in which they can start. A reduction of no
+        elements is in none.
+    """
+    upstream = _upstream(reductions, operations)
+    open_members: dict[Any, list[int]] = {}
+    open_bytes: dict[Any, int] = {}
+    closed_count: defaultdict[Any, int] = defaultdict(int)
+    buckets: list[tuple[int, ...]] = []
+
+    def close(kind: Any) -> None:
+        buckets.append(tuple(open_members.pop(kind)))
+        closed_count[kind] += 1
+
+    for index, reduction in enumerate(reductions):
+        if reduction.numel == 0:
+            continue
+        for kind in [k for k, members in open_members.items() if upstream[index] & _bits(members)]:
+            close(kind)
+        kind: Any = (reduction.op, reduction.root, reduction.dtype, str(reduction.device))
+        if reduction.op == "all_gather":
+            kind = (*kind, index)  # every rank's piece lies apart from the others': it travels alone
+        cap = caps_mb[min(closed_count[kind], len(caps_mb) - 1)] * _MIB
+        if kind in open_members and open_bytes[kind] + reduction.size_bytes > cap:
+            close(kind)
+        if kind not in open_members:
+            open_members[kind], open_bytes[kind] = [], 0
+        open_members[kind].append(index)
+        open_bytes[kind] += reduction.size_bytes
+    for kind in list(open_members):
+        close(kind)
+    return sorted(buckets, key=lambda members: (reductions[members[-1]].position, members[-1]))
+
+
+def make_buckets(reductions: Sequence[Reduction], groups: Sequence[Sequence[int]]) -> tuple[Bucket, ...]:
+    """Lay out each group of reductions as one contiguous bucket."""
+    buckets = []
+    for index, members in enumerate(groups):
+        first = reductions[members[0]]
+        offsets, numel = [], 0
+        for member in members:
+            offsets.append(numel)
+            numel += reductions[member].numel
+        size_bytes = sum(reductions[member].size_bytes for member in members)
+        buckets.append(
+            Bucket(
+                index, first.op, first.root, first.dtype, first.device, tuple(members), tuple(offsets), numel, size_bytes
+            )
+        )
+    return tuple(buckets)
+
+
+def _upstream(reductions: Sequence[Reduction], operations: Sequence[Operation]) -> list[int]:
+    """For each reduction, the set (as bits) of those whose results it is computed from."""
+    at = {reduction.operation: index for index, reduction in enumerate(reductions)}
+    reach = [0] * len(operations)
+    for index, operation in enumerate(operations):
+        for need in operation.needs:
+            reach[index] |= reach[need]
+            if need in at:
+                reach[index] |= 1 << at[need]
+    return [reach[reduction.operation] for reduction in reductions]
+
+
+def _bits(members: Sequence[int]) -> int:
+    return sum(1 << member for member in members)

@@ -1,0 +1,157 @@
+"""The plan of a step, as values: buckets, and the order in which operations, starts and waits follow each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fdp.stages import enter
+from fdp.table import Table, format_bytes
+from fdp.trace.record import Trace
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Reductions that travel in one message.
+
+    Attributes:
+        index: position among the buckets, which is the order in which they start on every rank.
+        op: "mean", "sum", "max", "min", "all_gather" or "broadcast".
+        root: the root rank of a broadcast, else 0.
+        dtype: dtype of all of it.
+        device: device of all of it.
+        members: indices of its reductions in `Trace.reductions`, in production order.
+        offsets: where each member begins, in elements.
+        numel: elements that this rank contributes.
+        size_bytes: bytes that this rank contributes.
+    """
+
+    index: int
+    op: str
+    root: int
+    dtype: torch.dtype
+    device: torch.device
+    members: tuple[int, ...]
+    offsets: tuple[int, ...]
+    numel: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """Run an operation; several indices are lanes of one operator call.
+
+    Attributes:
+        operations: indices in `Trace.operations`.
+    """
+
+    operations: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Start:
+    """Fill a bucket and start its collective."""
+
+    bucket: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Wait for the collective of a bucket; from here on its results may be read."""
+
+    bucket: int
+
+
+Item = Run | Start | Wait
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step will do, in order: made without a process group, and the same on every rank.
+
+    Attributes:
+        trace: what was planned.
+        buckets: the messages, in the order in which they start.
+        schedule: every operation, start and wait, in order.
+        bucket_cap_mb: the caps that it was planned for, in MiB: of the first bucket, the next, ...; the last
+            one holds for all that follow.
+    """
+
+    trace: Trace
+    buckets: tuple[Bucket, ...]
+    schedule: tuple[Item, ...]
+    bucket_cap_mb: tuple[float, ...]
+
+    @property
+    def messages(self) -> str:
+        """The schedule as ranks compare it: one line for each reduction, in the order in which they travel."""
+        lines = []
+        for bucket in self.buckets:
+            op = f"{bucket.op} from rank {bucket.root}" if bucket.op == "broadcast" else bucket.op
+            for member in bucket.members:
+                reduction = self.trace.reductions[member]
+                lines.append(
+                    f"bucket {bucket.index}, {op}: {reduction.name} {list(reduction.shape)} {bucket.dtype} on "
+                    f"{bucket.device.type}"
+                )
+        return "\n".join(lines)
+
+    def emit(self, group: Any = None) -> Callable[..., Any]:
+        """Make the function that carries the plan out.
+
+        Args:
+            group: the ranks to run on, as for `data_parallel`; None for the default process group. It must have
+                as many ranks as the step was traced for.
+
+        Returns:
+            A function of the step's arguments; its attribute `source` is the program that it runs.
+
+        Raises:
+            ArgumentError: the group has another size.
+        """
+        return enter("emit", self, group)  # type: ignore[no-any-return]
+
+    def __str__(self) -> str:
+        caps = ", ".join(f"{cap:g}" for cap in self.bucket_cap_mb)
+        total = sum(bucket.size_bytes for bucket in self.buckets)
+        title = (
+            f"Plan of {self.trace.name} ({self.trace.source}), {self.trace.world_size} ranks: "
+            f"{len(self.buckets)} buckets, {format_bytes(total)}, caps {caps} MiB"
+        )
+        table = Table(title, ("bucket", "op", "dtype", "gradients", "bytes", "starts after", "waited for before"))
+        starts, waits = self._neighbours()
+        for bucket in self.buckets:
+            table.add(
+                bucket.index, bucket.op, str(bucket.dtype).removeprefix("torch."), self._contents(bucket),
+                bucket.size_bytes, starts[bucket.index], waits[bucket.index],
+            )  # fmt: skip
+        return str(table)
+
+    def _contents(self, bucket: Bucket) -> str:
+        names = [self.trace.reductions[member].name for member in bucket.members]
+        gradients = sum(self.trace.reductions[member].kind == "gradient" for member in bucket.members)
+        shown = names if len(names) <= 4 else [*names[:2], f"... {len(names) - 4} more ...", *names[-2:]]
+        return f"{gradients}: " + ", ".join(shown) if gradients else ", ".join(shown)
+
+    def _neighbours(self) -> tuple[dict[int, str], dict[int, str]]:
+        """For each bucket, the operation that it starts after and the one that it is waited for before."""
+        starts, waits = {}, {}
+        runs = [
+            None if not isinstance(item, Run) or self.trace.operations[item.operations[0]].view else item
+            for item in self.schedule
+        ]
+        for at, item in enumerate(self.schedule):
+            if isinstance(item, Start):
+                starts[item.bucket] = next((self._describe(r) for r in reversed(runs[:at]) if r), "the beginning")
+            elif isinstance(item, Wait):
+                waits[item.bucket] = next((self._describe(r) for r in runs[at:] if r), "the end")
+        return starts, waits
+
+    def _describe(self, run: Run) -> str:
+        operation = self.trace.operations[run.operations[0]]
+        name = operation.target.removeprefix("aten.").rsplit(".", 1)[0]
+        many = f" of {len(run.operations)}" if operation.lane is not None else ""
+        return f"#{run.operations[-1]} {name}{many}" + (f" ({operation.source})" if operation.source else "")

@@ -1,0 +1,64 @@
+"""Plain tables for the terminal, for logs and for `print()`: the same text everywhere."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import rich.box
+import rich.console
+import rich.table
+import rich.text
+
+_WIDTH = 160
+
+
+class Table:
+    """A titled table that turns into text with `str()`.
+
+    Args:
+        title: one line above the table.
+        columns: the headings; a column whose cells are all numbers is set flush right.
+
+    Example:
+        >>> table = Table("sizes", ("name", "bytes"))
+        >>> table.add("w", 12)
+        >>> print(table)
+        sizes
+         name | bytes
+        ------+-------
+         w    |    12
+    """
+
+    def __init__(self, title: str, columns: tuple[str, ...]) -> None:
+        self._title, self._columns, self._rows = title, columns, list[tuple[Any, ...]]()
+
+    def add(self, *cells: Any) -> None:
+        """Add a row, one cell a column."""
+        self._rows.append(cells)
+
+    def __str__(self) -> str:
+        table = rich.table.Table(box=rich.box.ASCII2, show_edge=False, pad_edge=True)
+        for index, heading in enumerate(self._columns):
+            numeric = bool(self._rows) and all(isinstance(row[index], (int, float)) for row in self._rows)
+            table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
+        for row in self._rows:
+            table.add_row(*(rich.text.Text(str(cell)) for cell in row))
+        out = io.StringIO()
+        rich.console.Console(file=out, width=_WIDTH, color_system=None, legacy_windows=False).print(table)
+        body = "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
+        return f"{self._title}\n{body}"
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Write a number of bytes as a person reads it.
+
+    Example:
+        >>> format_bytes(1_572_864)
+        '1.5 MiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size_bytes) < 1024 or unit == "GiB":
+            return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    raise AssertionError("unreachable")

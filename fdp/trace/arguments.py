@@ -1,0 +1,231 @@
+"""The arguments of a step: what each is to it, its tensors in a row, and the signature that decides on a retrace."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+
+from fdp.errors import ArgumentError, TraceError, build_message
+from fdp.pytree import leaf_names
+from fdp.trace.record import Input
+
+_PLAIN = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format,
+          enum.Enum)  # fmt: skip
+_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What each positional argument is to the step.
+
+    Attributes:
+        names: parameter names.
+        batch: positions that differ from rank to rank.
+        static: positions whose value is a constant of the trace.
+        donated: positions whose memory the step may reuse.
+    """
+
+    names: tuple[str, ...]
+    batch: frozenset[int]
+    static: frozenset[int]
+    donated: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Flat:
+    """The arguments of one call.
+
+    Attributes:
+        leaves: all leaves of all arguments that are not static.
+        spec: their tree structure, a tuple of those arguments.
+        static: the static arguments.
+        key: equal for two calls exactly if one trace serves both.
+    """
+
+    leaves: list[Any]
+    spec: optree.PyTreeSpec
+    static: tuple[Any, ...]
+    key: tuple[Any, ...]
+
+
+def resolve_roles(
+    step: Callable[..., Any],
+    count: int,
+    batch: int | Iterable[int],
+    static: int | Iterable[int],
+    donated: int | Iterable[int],
+) -> Roles:
+    """Turn `*_argnums` into positions, for a call with `count` positional arguments.
+
+    Raises:
+        ArgumentError: a number is out of range, or two roles exclude each other.
+    """
+    step_name = getattr(step, "__name__", "step")
+
+    def positions(option: str, numbers: int | Iterable[int]) -> frozenset[int]:
+        found = set()
+        for number in (numbers,) if isinstance(numbers, int) else tuple(numbers):
+            if isinstance(number, bool) or not isinstance(number, int) or not -count <= number < count:
+                raise ArgumentError(
+                    build_message(
+                        f"{option}={number!r}, but step {step_name!r} was called with {count} positional arguments.",
+                        remedy="count positions from 0, or from -1 at the end.",
+                    )
+                )
+            found.add(number % count)
+        return frozenset(found)
+
+    fixed = positions("static_argnums", static)
+    # The default, -1, means the last argument that carries data.
+    moving = positions("batch_argnums", batch) if count else frozenset[int]()
+    given = positions("donate_argnums", donated)
+    if batch == -1 and moving & fixed:
+        free = [i for i in range(count) if i not in fixed]
+        moving = frozenset(free[-1:])
+    for option, other in (("batch_argnums", moving), ("donate_argnums", given)):
+        if other & fixed:
+            raise ArgumentError(
+                build_message(
+                    f"argument {min(other & fixed)} of step {step_name!r} is in static_argnums and in {option}.",
+                    remedy="a static argument is a constant: take it out of one of the two.",
+                )
+            )
+    return Roles(_parameter_names(step, count), moving, fixed, given)
+
+
+def _parameter_names(step: Callable[..., Any], count: int) -> tuple[str, ...]:
+    names: list[str] = []
+    try:
+        for parameter in inspect.signature(step).parameters.values():
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                names += [f"{parameter.name}[{i}]" for i in range(count - len(names))]
+            elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+                names.append(parameter.name)
+    except (TypeError, ValueError):
+        pass
+    names += [f"arg{i}" for i in range(len(names), count)]
+    return tuple(names[:count])
+
+
+def flatten(args: tuple[Any, ...], roles: Roles) -> Flat:
+    """Put the leaves of the arguments in a row and work out the signature; this runs at every call."""
+    if roles.static:
+        static = tuple(args[i] for i in sorted(roles.static))
+        args = tuple(arg for i, arg in enumerate(args) if i not in roles.static)
+    else:
+        static = ()
+    leaves, spec = optree.tree_flatten(args)
+    parts: list[Any] = [spec, static]
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            parts += (leaf.shape, leaf.dtype, leaf.device, leaf.stride(), leaf.storage_offset())
+        else:
+            parts += (type(leaf), leaf)
+    if roles.donated:
+        # Whether tensors share memory decides what may be written in place.
+        owners: dict[int, int] = {}
+        shared = []
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                first = owners.setdefault(leaf.untyped_storage()._cdata, index)
+                if first != index:
+                    shared.append((first, index))
+        parts.append(tuple(shared))
+    return Flat(leaves, spec, static, tuple(parts))
+
+
+def describe_inputs(step_name: str, flat: Flat, roles: Roles) -> tuple[list[str], list[Input]]:
+    """Name and describe every leaf of a call, and refuse those that a step cannot take.
+
+    Args:
+        step_name: the user's function, for messages.
+        flat: the flattened call.
+        roles: what each argument is.
+
+    Returns:
+        The key path of every leaf, and an `Input` for each that is a tensor.
+
+    Raises:
+        TraceError: names each leaf that is neither a tensor nor a plain constant, or is a number in a batch.
+    """
+    positions = [i for i in range(len(roles.names)) if i not in roles.static]
+    names: list[str] = []
+    owner: list[int] = []
+    for position, child in zip(positions, flat.spec.children(), strict=True):
+        tree = optree.tree_unflatten(child, range(child.num_leaves))
+        found = leaf_names(tree, roles.names[position])
+        names += found
+        owner += [position] * len(found)
+    _refuse_foreign_leaves(step_name, names, owner, flat.leaves, roles)
+    counts: dict[int, int] = {}
+    for leaf in flat.leaves:
+        if isinstance(leaf, torch.Tensor):
+            storage = leaf.untyped_storage()._cdata
+            counts[storage] = counts.get(storage, 0) + 1
+    inputs = [
+        Input(
+            name=name,
+            shape=tuple(leaf.shape),
+            dtype=leaf.dtype,
+            device=leaf.device,
+            stride=leaf.stride(),
+            role="batch" if position in roles.batch else "state",
+            donated=position in roles.donated,
+            shares_memory=counts[leaf.untyped_storage()._cdata] > 1 or torch._debug_has_internal_overlap(leaf) != 0,
+        )
+        for name, position, leaf in zip(names, owner, flat.leaves, strict=True)
+        if isinstance(leaf, torch.Tensor)
+    ]
+    return names, inputs
+
+
+def _refuse_foreign_leaves(
+    step_name: str, names: Sequence[str], owner: Sequence[int], leaves: Sequence[Any], roles: Roles
+) -> None:
+    offenders = []
+    for name, position, leaf in zip(names, owner, leaves, strict=True):
+        kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}".removeprefix("builtins.")
+        if isinstance(leaf, torch.Tensor):
+            if type(leaf) not in _TENSOR_TYPES:
+                offenders.append(f"{name}: the tensor subclass {kind}")
+            elif leaf.layout != torch.strided:
+                offenders.append(f"{name}: a tensor of layout {leaf.layout}")
+        elif position in roles.batch:
+            offenders.append(f"{name}: {kind} {leaf!r:.40}, in a batch argument, which holds tensors only")
+        elif not isinstance(leaf, _PLAIN):
+            offenders.append(f"{name}: {kind}, which is neither a tensor nor a plain constant")
+    if offenders:
+        raise TraceError(
+            build_message(
+                f"step {step_name!r} was called with leaves that it cannot take.",
+                offenders,
+                remedy="convert data with torch.as_tensor; pass other objects by static_argnums, or close over them; "
+                "register containers of your own with optree.",
+            )
+        )
+
+
+def describe_change(old: Flat, new: Flat, step_name: str, roles: Roles) -> str:
+    """Say what differs between two signatures: the first argument that changed, with its old and new value."""
+    if old.spec != new.spec:
+        return f"the structure of the arguments: {old.spec} became {new.spec}"
+    if old.static != new.static:
+        return f"the static arguments: {old.static!r} became {new.static!r}"
+    names, _ = describe_inputs(step_name, new, roles)
+    for name, before, after in zip(names, old.leaves, new.leaves, strict=True):
+        first, second = _describe(before), _describe(after)
+        if first != second:
+            return f"{name}: {first} became {second}"
+    return "which arguments share memory"
+
+
+def _describe(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"{list(leaf.shape)} {leaf.dtype} {leaf.device} strides {list(leaf.stride())}"
+    return repr(leaf)

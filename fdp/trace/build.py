@@ -1,0 +1,262 @@
+"""From a step and example arguments to a `Trace`."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import fx
+
+from fdp.axis import step_axis
+from fdp.errors import FdpError
+from fdp.group import Group
+from fdp.pytree import leaf_names
+from fdp.trace.arguments import Flat, Roles, describe_inputs
+from fdp.trace.capture import capture, untraceable
+from fdp.trace.checks import check_closure, check_devices, check_initialised, check_outputs, check_writes
+from fdp.trace.closure import closed_over_names
+from fdp.trace.dependencies import operations_of
+from fdp.trace.effects import is_marker, operator_name
+from fdp.trace.record import Input, Operation, Output, Reduction, Trace
+from fdp.trace.variance import varying_nodes
+
+
+def trace_step(
+    step: Callable[..., Any], flat: Flat, roles: Roles, group: Group, check_replication: bool = True
+) -> Trace:
+    """Trace a step on the shapes of example arguments; nothing is run and nothing is sent.
+
+    Args:
+        step: the user's function.
+        flat: its flattened arguments.
+        roles: what each argument is to it.
+        group: the ranks that it is to run on.
+        check_replication: whether outputs must be equal on every rank unless declared.
+
+    Returns:
+        The trace.
+
+    Raises:
+        TraceError: the step cannot be traced, or was given leaves that it cannot take.
+        PurityError: it changes an input in place, or uses parameters that are not among its arguments.
+        ReplicationError: it returns a value that may differ from rank to rank.
+    """
+    name = getattr(step, "__name__", type(step).__name__)
+    names, inputs = describe_inputs(name, flat, roles)
+    tensors = [leaf for leaf in flat.leaves if isinstance(leaf, torch.Tensor)]
+    returned: list[Any] = []
+
+    def flat_step(*values: torch.Tensor) -> list[torch.Tensor]:
+        returned[:] = optree.tree_flatten(call_with(step, flat, roles, values))
+        return [leaf for leaf in returned[0] if isinstance(leaf, torch.Tensor)]
+
+    try:
+        graph_module = capture(name, flat_step, tensors, group)
+    except FdpError:
+        raise
+    except Exception as error:
+        # The tracer's fault, or the step's own? Its author wants to see his own mistakes as they are.
+        if _runs_by_itself(step, flat, roles, group):
+            raise untraceable(name, error) from error
+        raise
+    graph = graph_module.graph
+    closure = closed_over_names(step)
+    check_closure(name, graph_module, closure)
+    check_writes(name, graph_module, inputs, closure)
+    check_initialised(name, graph)
+    check_devices(name, graph)
+
+    operations, markers, produced = operations_of(graph)
+    reductions = _reductions(operations, markers, produced)
+    for index, reduction in enumerate(reductions):
+        at = reduction.operation
+        operations[at] = Operation(**{**operations[at].__dict__, "reduction": index})
+
+    placeholders = graph.find_nodes(op="placeholder")
+    varying = varying_nodes(
+        graph, [node for node, item in zip(placeholders, inputs, strict=True) if item.role == "batch"]
+    )
+    leaves, out_spec = returned
+    outputs, origins = _outputs(graph, leaves, out_spec, varying)
+    outputs = _assign_slots(outputs, out_spec, inputs, flat, roles)
+    if check_replication:
+        labels = {node.name: item.name for node, item in zip(placeholders, inputs, strict=True)}
+        check_outputs(name, outputs, origins, labels)
+    return Trace(
+        name=name,
+        source=_definition(step),
+        world_size=group.size,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        operations=tuple(operations),
+        reductions=tuple(reductions),
+        replicated_constants=tuple(_constants(names, flat, roles)),
+        closed_over=tuple(_closed_over(graph_module, closure)),
+        graph=graph_module,
+        in_spec=flat.spec,
+        out_spec=out_spec,
+    )
+
+
+def call_with(step: Callable[..., Any], flat: Flat, roles: Roles, values: Sequence[torch.Tensor]) -> Any:
+    """Call a step with other tensors in the place of those that it was flattened with."""
+    it = iter(values)
+    leaves = [next(it) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.leaves]
+    moving = iter(optree.tree_unflatten(flat.spec, leaves))
+    fixed = iter(flat.static)
+    return step(*(next(fixed) if i in roles.static else next(moving) for i in range(len(roles.names))))
+
+
+def run_untraced(
+    step: Callable[..., Any], flat: Flat, roles: Roles, group: Group, values: Sequence[torch.Tensor]
+) -> Any:
+    """Run a step as it is, on this rank alone: each collective takes the other ranks to hold what this one holds."""
+    with step_axis("identity", group), torch.enable_grad():
+        return call_with(step, flat, roles, values)
+
+
+def _runs_by_itself(step: Callable[..., Any], flat: Flat, roles: Roles, group: Group) -> bool:
+    values = [leaf.detach().clone() for leaf in flat.leaves if isinstance(leaf, torch.Tensor)]
+    try:
+        with torch.random.fork_rng():
+            run_untraced(step, flat, roles, group, values)
+    except Exception:
+        return False
+    return True
+
+
+def _definition(step: Callable[..., Any]) -> str:
+    code = getattr(inspect.unwrap(step), "__code__", None)
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}" if code else "unknown source"
+
+
+def _constants(names: Sequence[str], flat: Flat, roles: Roles) -> list[tuple[str, str]]:
+    plain = [
+        (name, repr(leaf))
+        for name, leaf in zip(names, flat.leaves, strict=True)
+        if not isinstance(leaf, torch.Tensor)
+    ]
+    fixed = zip(sorted(roles.static), flat.static, strict=True)
+    return plain + [(roles.names[position], _stable_repr(value)) for position, value in fixed]
+
+
+def _closed_over(graph_module: fx.GraphModule, names: Mapping[int, str]) -> Iterator[tuple[str, str]]:
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        value = getattr(graph_module, node.target, None)
+        # A tensor that the step made itself, from a Python number, is not closed over; it may even differ between
+        # ranks, as the length of a batch does.
+        if isinstance(value, torch.Tensor) and not all(operator_name(u) == "lift_fresh_copy" for u in node.users):
+            yield str(node.target), names.get(id(value), f"of shape {list(value.shape)}")
+
+
+def _stable_repr(value: Any) -> str:
+    """A text that two processes agree on: an address in memory is not part of it."""
+    text = repr(value)
+    return f"<{type(value).__qualname__}>" if " at 0x" in text else text
+
+
+def _reductions(
+    operations: Sequence[Operation], markers: dict[fx.Node, int], produced: dict[fx.Node, int]
+) -> list[Reduction]:
+    found = []
+    for node, operation in markers.items():
+        if not is_marker(node, "all_reduce", "all_gather", "broadcast"):
+            continue
+        source: Any = node.args[0]
+        value = source.meta["val"]
+        position = produced[node]
+        kind, label = "value", str(node.args[-1])
+        op = str(node.target._schema.name).removeprefix("fdp::")  # type: ignore[union-attr]
+        if op == "all_reduce":
+            op, kind = str(node.args[1]), str(node.args[3])
+        found.append(
+            Reduction(
+                name=label,
+                kind=kind,
+                op=op,
+                root=int(node.args[1]) if op == "broadcast" else 0,  # type: ignore[arg-type]
+                shape=tuple(value.shape),
+                dtype=value.dtype,
+                device=value.device,
+                size_bytes=value.numel() * value.element_size(),
+                produced_by=operations[position].target if position >= 0 else "an input",
+                position=position,
+                operation=operation,
+                source=operations[position].source if position >= 0 else "",
+            )
+        )
+    return sorted(found, key=lambda reduction: (reduction.position, reduction.operation))
+
+
+def _outputs(
+    graph: fx.Graph, leaves: Sequence[Any], spec: optree.PyTreeSpec, varying: Any
+) -> tuple[list[Output], dict[str, fx.Node]]:
+    names = leaf_names(optree.tree_unflatten(spec, list(range(len(leaves)))), "output")
+    made = iter(graph.output_node().args[0])  # type: ignore[arg-type]
+    outputs, origins = [], {}
+    for name, leaf in zip(names, leaves, strict=True):
+        if not isinstance(leaf, torch.Tensor):
+            outputs.append(Output(name, None, None, None, False, False, leaf))
+            continue
+        node: Any = next(made)
+        if node in varying:
+            origins[name] = varying[node]
+        outputs.append(
+            Output(
+                name=name,
+                node=node.name,
+                shape=tuple(leaf.shape),
+                dtype=leaf.dtype,
+                varying=node in varying,
+                per_rank=_is_declared(node),
+            )
+        )
+    return outputs, origins
+
+
+def _is_declared(node: fx.Node) -> bool:
+    return is_marker(node, "vary") and node.args[1] == "per_rank"
+
+
+def _assign_slots(
+    outputs: list[Output], out_spec: optree.PyTreeSpec, inputs: Sequence[Input], flat: Flat, roles: Roles
+) -> list[Output]:
+    """Pair each donated input with the output that has its key path, at the root of what is returned or one below."""
+    if not roles.donated:
+        return outputs
+    out_paths = out_spec.paths()
+    prefixes: list[tuple[Any, ...]] = [(), *dict.fromkeys(path[:1] for path in out_paths if path)]
+    positions = [i for i in range(len(roles.names)) if i not in roles.static]
+    index = -1
+    wanted: dict[int, dict[tuple[Any, ...], int]] = {}
+    for path, leaf in zip(flat.spec.paths(), flat.leaves, strict=True):
+        if isinstance(leaf, torch.Tensor):
+            index += 1
+            if inputs[index].donated and not inputs[index].shares_memory:
+                wanted.setdefault(positions[path[0]], {})[path[1:]] = index
+    slots: dict[int, int] = {}
+    for slots_of_argument in wanted.values():
+        best: dict[int, int] = {}
+        for prefix in prefixes:
+            found = {}
+            for at, path in enumerate(out_paths):
+                source = slots_of_argument.get(path[len(prefix) :]) if path[: len(prefix)] == prefix else None
+                if source is not None and at not in slots and _fits(outputs[at], inputs[source]):
+                    found[at] = source
+            if len(found) > len(best):
+                best = found
+        slots.update(best)
+    return [
+        Output(**{**output.__dict__, "slot": slots[at]}) if at in slots else output
+        for at, output in enumerate(outputs)
+    ]
+
+
+def _fits(output: Output, item: Input) -> bool:
+    return output.shape == item.shape and output.dtype == item.dtype
+
+

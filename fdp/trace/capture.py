@@ -1,0 +1,188 @@
+"""Run a step once on fake tensors and keep every operator that it calls, in order, as one flat graph.
+
+Everything that tracing needs from private parts of torch is in this file: `make_fx`, the fake-tensor mode, the
+shape environment, and the flag that tells libraries that somebody is compiling (they then skip checks that would
+read the value of a tensor).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+
+from fdp.axis import step_axis
+from fdp.errors import FdpError, TraceError, build_message
+from fdp.group import Group
+from fdp.trace.effects import effects_of, is_marker
+from fdp.trace.source import Source, SourceLines, failing_line
+
+_VALUE_READ = (
+    DataDependentOutputException,
+    GuardOnDataDependentSymNode,
+)
+_VALUE_READ_TEXTS = (
+    "trying to get value out of a tracing tensor",
+    "Cannot cast FakeTensor",
+    ".numpy() is not supported",
+    ".tolist() is not supported",
+)
+
+
+def capture(
+    name: str, flat_step: Callable[..., Sequence[Any]], tensors: Sequence[torch.Tensor], group: Group
+) -> fx.GraphModule:
+    """Trace a step into a flat graph of operators; no operator runs and no memory is taken.
+
+    Args:
+        name: the user's function, for messages.
+        flat_step: takes fake tensors, one for each of `tensors`, and returns a flat list of tensors.
+        tensors: the inputs, of which only shape, dtype, strides, device and shared memory matter.
+        group: the ranks that the step runs on.
+
+    Returns:
+        A graph module with a placeholder for each tensor. Every node has an example value (`meta["val"]`, a fake
+        tensor), and every operator the line of the user's code that called it (`meta["source"]`).
+
+    Raises:
+        TraceError: the step's control flow, or a shape, depends on the value of a tensor.
+    """
+    fake_mode = FakeTensorMode(
+        allow_fallback_kernels=True,
+        # Closed-over tensors are real; they become constants of the graph and are judged later.
+        allow_non_fake_inputs=True,
+        shape_env=ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False),
+        static_shapes=True,
+    )
+    # Each input gets memory of its own: to a pure function it does not matter which of its arguments overlap.
+    with fake_mode:
+        fakes = [
+            torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            for tensor in tensors
+        ]
+
+    def recorded(*inputs: torch.Tensor) -> Sequence[Any]:
+        mode = get_proxy_mode()
+        assert mode is not None
+        with SourceLines(mode.tracer.graph):
+            return flat_step(*inputs)
+
+    with ExitStack() as stack:
+        stack.enter_context(step_axis("traced", group))
+        stack.enter_context(compiling())
+        stack.enter_context(torch.enable_grad())
+        # The fused recurrent layers of oneDNN cannot be replayed (their backward takes a tensor that the trace does
+        # not have). All else that oneDNN does is chosen when the program runs, not here.
+        stack.enter_context(_without_onednn())
+        try:
+            graph_module = make_fx(recorded, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
+        except FdpError:
+            raise
+        except Exception as error:
+            refusal = _explain(name, error)
+            if refusal is None:
+                raise
+            raise refusal from error
+    _drop_dead_code(graph_module)
+    _complete_examples(graph_module, fake_mode)
+    return graph_module
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Tell libraries that values must not be read, and let functions under `torch.compile` be traced through."""
+    import torch._dynamo.config
+
+    with (
+        torch.compiler._compile_session_context(),
+        torch._dynamo.config.patch(error_on_nested_fx_trace=False),
+    ):
+        yield
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    # Not torch.backends.mkldnn.flags(): that also sets a TF32 option, with a warning on machines that have none.
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+def untraceable(name: str, error: Exception) -> TraceError:
+    """The refusal for a step that runs by itself and fails under the tracer for a reason of the tracer's."""
+    line = failing_line(error.__traceback__)
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return TraceError(
+        build_message(
+            f"step {name!r} runs by itself but cannot be traced.",
+            [f"{_at(line)}: {type(error).__name__}: {first}"],
+            remedy="move what needs real values or real memory out of the step, or replace it by operators that "
+            "torch.compile can trace.",
+        )
+    )
+
+
+def _explain(name: str, error: Exception) -> TraceError | None:
+    """A refusal for the failures that have a known remedy."""
+    line = failing_line(error.__traceback__)
+    text = str(error)
+    if isinstance(error, DynamicOutputShapeException):
+        return TraceError(
+            build_message(
+                f"step {name!r} makes a tensor whose shape depends on the values of another.",
+                [f"{_at(line)}: {error.func}"],
+                remedy="keep the shape and mask instead: torch.where(mask, x, 0) for x[mask], and divide by "
+                "mask.sum() for a mean.",
+            )
+        )
+    if isinstance(error, _VALUE_READ) or any(part in text for part in _VALUE_READ_TEXTS):
+        return TraceError(
+            build_message(
+                f"step {name!r} reads the value of a tensor, which a traced step does not have: its control flow "
+                "would be frozen to one branch.",
+                [f"{_at(line)}: if, while, bool(), float(), int(), .item(), .tolist() or .numpy() of a tensor"],
+                remedy="choose between values with torch.where(condition, a, b), between functions with "
+                "torch.cond(condition, f, g, operands); return a metric as a tensor and read it outside.",
+            )
+        )
+    return None
+
+
+def _at(line: Source | None) -> str:
+    return str(line) if line else "at an unknown line"
+
+
+def _drop_dead_code(graph_module: fx.GraphModule) -> None:
+    def matters(node: fx.Node) -> bool:
+        if node.op in ("placeholder", "output"):
+            return True
+        if is_marker(node):
+            return False  # every rank drops the same collectives: they have the same graph
+        effects = effects_of(node)
+        return bool(effects.writes) or effects.random
+
+    graph_module.graph.eliminate_dead_code(matters)
+    graph_module.recompile()
+
+
+def _complete_examples(graph_module: fx.GraphModule, fake_mode: FakeTensorMode) -> None:
+    """Give closed-over tensors, which the tracer leaves as they are, an example value like all others."""
+    for node in graph_module.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "get_attr" and isinstance(getattr(graph_module, node.target, None), torch.Tensor):
+            if not isinstance(value, FakeTensor):
+                node.meta["val"] = fake_mode.from_tensor(getattr(graph_module, node.target), static_shapes=True)

@@ -1,0 +1,177 @@
+"""What a traced step must not do: train closed-over parameters, change its inputs, read unset memory.
+
+Each check looks at the whole graph and names every offender.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx
+
+from fdp.errors import PurityError, ReplicationError, TraceError, build_message
+from fdp.trace.effects import effects_of, storages_of
+from fdp.trace.record import Input, Output
+
+
+def check_closure(name: str, graph_module: fx.GraphModule, names: Mapping[int, str]) -> None:
+    """Refuse a step that uses parameters which are not among its arguments.
+
+    Raises:
+        PurityError: names each of them.
+    """
+    offenders: dict[str, str] = {}
+    for node in graph_module.graph.nodes:
+        tensor = getattr(graph_module, node.target, None) if node.op == "get_attr" else None
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            known = names.get(id(tensor), f"a parameter of shape {list(tensor.shape)}")
+            user = next(iter(node.users), None)
+            line = user.meta.get("source") if user is not None else None
+            offenders.setdefault(known, f"{known}: {list(tensor.shape)} {tensor.dtype}" + (f", used at {line}" if line else ""))
+    if offenders:
+        raise PurityError(
+            build_message(
+                f"step {name!r} uses parameters that are not among its arguments; they would be frozen into the "
+                "trace and never train.",
+                offenders.values(),
+                remedy="pass them in: apply, params, buffers = fdp.from_module(model), or "
+                "torch.func.functional_call(model, params, ...); a model that is not to be trained needs "
+                "requires_grad_(False).",
+            )
+        )
+
+
+def check_writes(
+    name: str, graph_module: fx.GraphModule, inputs: Sequence[Input], names: Mapping[int, str]
+) -> None:
+    """Refuse a step that changes, in place, an input that it was not given for good, or a closed-over tensor.
+
+    Raises:
+        PurityError: names each of them, with the operator and the line.
+    """
+    protected: dict[int, str] = {}
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    for node, item in zip(placeholders, inputs, strict=True):
+        if not item.donated or item.shares_memory:
+            protected.update(dict.fromkeys(storages_of(node), item.name))
+    for node in graph_module.graph.nodes:
+        if node.op == "get_attr":
+            tensor = getattr(graph_module, node.target, None)
+            known = names.get(id(tensor), f"a closed-over tensor of shape {list(getattr(tensor, 'shape', ()))}")
+            protected.update(dict.fromkeys(storages_of(node), known))
+    offenders: dict[str, str] = {}
+    for node in graph_module.graph.nodes:
+        for target in effects_of(node).writes:
+            for storage in storages_of(target):
+                if storage in protected:
+                    victim = protected[storage]
+                    offenders.setdefault(victim, f"{victim}: {node.target} at {node.meta.get('source')}")
+    if offenders:
+        raise PurityError(
+            build_message(
+                f"step {name!r} changes tensors that it does not own.",
+                offenders.values(),
+                remedy="compute a new value and return it (x + 1, not x.add_(1)); or let the step have the argument "
+                "with donate_argnums; statistics of BatchNorm come out of fdp.from_module's apply.",
+            )
+        )
+
+
+def check_initialised(name: str, graph: fx.Graph) -> None:
+    """Refuse a step that reads memory which nothing has been written to.
+
+    Raises:
+        TraceError: names each operator that reads it, and the line.
+    """
+    unset: dict[int, fx.Node] = {}
+    offenders = []
+    for node in graph.nodes:
+        effects = effects_of(node)
+        for argument in node.all_input_nodes if node.op == "output" else effects.reads:
+            for storage in storages_of(argument):
+                if storage in unset and argument.meta["val"].numel():
+                    maker = unset.pop(storage)
+                    where = "the step's output" if node.op == "output" else str(node.target)
+                    offenders.append(f"{maker.target} at {maker.meta.get('source')}, read by {where}")
+        for target in effects.writes:
+            for storage in storages_of(target):
+                unset.pop(storage, None)
+        if effects.uninitialised:
+            unset.update(dict.fromkeys(storages_of(node), node))
+    if offenders:
+        raise TraceError(
+            build_message(
+                f"step {name!r} reads uninitialised memory; or an operator hides from the trace how it fills it.",
+                offenders,
+                remedy="fill the tensor first (torch.zeros); pass lengths and the like as tensors, not as Python "
+                "numbers.",
+            )
+        )
+
+
+def check_devices(name: str, graph: fx.Graph) -> None:
+    """Refuse a step that makes tensors on a device which this machine does not have.
+
+    Raises:
+        TraceError: names each operator that does, and the line.
+    """
+    missing: dict[str, str] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            kind = value.device.type
+            if kind not in ("cpu", "meta") and kind not in missing and not _available(value.device):
+                missing[kind] = f"{value.device}: {node.target} at {node.meta.get('source')}"
+    if missing:
+        raise TraceError(
+            build_message(
+                f"step {name!r} makes tensors on a device that this process cannot use.",
+                missing.values(),
+                remedy="make tensors where the inputs are: device=x.device.",
+            )
+        )
+
+
+def check_outputs(name: str, outputs: Sequence[Output], origins: Mapping[str, fx.Node], labels: Mapping[str, str]) -> None:
+    """Refuse a step that returns, undeclared, a value which may differ from rank to rank.
+
+    Args:
+        name: the user's function.
+        outputs: every leaf that the step returns.
+        origins: for the name of each varying output, the node where it last came to vary.
+        labels: key paths of the inputs, by the name of their node.
+
+    Raises:
+        ReplicationError: names each of them with shape, dtype, operation and line.
+    """
+    offenders = []
+    for output in outputs:
+        if not output.varying or output.per_rank:
+            continue
+        origin = origins[output.name]
+        if origin.op == "placeholder":
+            why = f"is the batch argument {labels[origin.name]} itself"
+        else:
+            source = origin.meta.get("source")
+            why = f"last varied in {origin.target}" + (f" at {source}" if source else "")
+        assert output.shape is not None
+        offenders.append(f"{output.name}: {list(output.shape)} {output.dtype}, {why}")
+    if offenders:
+        raise ReplicationError(
+            build_message(
+                f"step {name!r} returns values that may differ from rank to rank.",
+                offenders,
+                remedy="average them with fdp.pmean (or fdp.psum, fdp.pmax, fdp.broadcast); declare those that are "
+                "meant to differ with fdp.per_rank.",
+            )
+        )
+
+
+def _available(device: torch.device) -> bool:
+    module = getattr(torch, device.type, None)
+    if module is None or not hasattr(module, "is_available"):
+        return False
+    return bool(module.is_available()) and (device.index or 0) < int(module.device_count())
+
+

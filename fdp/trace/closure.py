@@ -1,0 +1,89 @@
+"""Names for the tensors that a function closes over, as its author would write them."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_MAX_DEPTH = 4
+
+
+def closed_over_names(function: Any) -> dict[int, str]:
+    """Find the tensors that a function can reach without being passed them.
+
+    Args:
+        function: any callable: its closure, the globals it names, defaults and bound object are searched, and
+            those of functions found there.
+
+    Returns:
+        For the `id` of each tensor, an expression such as `model.layers[0].weight`.
+
+    Example:
+        >>> w = torch.ones(2)
+        >>> closed_over_names(lambda x: x * w)[id(w)]
+        'w'
+    """
+    names: dict[int, str] = {}
+    seen: set[int] = set()
+    for name, value in _reachable(function):
+        _visit(name, value, names, seen, _MAX_DEPTH)
+    return names
+
+
+def _reachable(function: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(function, functools.partial):
+        yield from _reachable(function.func)
+        yield from ((f"argument {i}", value) for i, value in enumerate(function.args))
+        yield from function.keywords.items()
+        return
+    if isinstance(function, types.MethodType):
+        yield "self", function.__self__
+        function = function.__func__
+    if not isinstance(function, types.FunctionType):
+        yield getattr(function, "__name__", type(function).__name__), function
+        return
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # a variable that has not been assigned yet
+            continue
+    for name in _global_names(code):
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+    yield from (function.__kwdefaults__ or {}).items()
+
+
+def _global_names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _global_names(constant)
+
+
+def _visit(name: str, value: Any, names: dict[int, str], seen: set[int], depth: int) -> None:
+    if isinstance(value, torch.Tensor):
+        names.setdefault(id(value), name)
+        return
+    if id(value) in seen or depth == 0:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.nn.Module):
+        for path, tensor in [*value.named_parameters(), *value.named_buffers()]:
+            names.setdefault(id(tensor), f"{name}.{path}")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _visit(f"{name}[{key!r}]", item, names, seen, depth - 1)
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            _visit(f"{name}[{index}]", item, names, seen, depth - 1)
+    elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+        for inner, item in _reachable(value):
+            _visit(inner, item, names, seen, depth - 1)
+    elif not isinstance(value, (type, types.ModuleType)) and hasattr(value, "__dict__"):
+        for attribute, item in vars(value).items():
+            _visit(f"{name}.{attribute}", item, names, seen, depth - 1)

@@ -1,0 +1,178 @@
+"""What an operator does to memory: which of its tensors it reads, writes, or merely looks at under another shape.
+
+The schema of an operator says most of it. The few operators whose schema says too little, or too much, are
+listed here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+_aten = torch.ops.aten
+
+_UNDECLARED_WRITES: dict[Any, tuple[str, ...]] = {
+    # Batch normalisation in training mode updates its running statistics; the schemas keep silent about it.
+    _aten.native_batch_norm.default: ("running_mean", "running_var"),
+    _aten.cudnn_batch_norm.default: ("running_mean", "running_var"),
+    _aten.miopen_batch_norm.default: ("running_mean", "running_var"),
+    _aten.batch_norm_update_stats.default: ("running_mean", "running_var"),
+    _aten.batch_norm_gather_stats.default: ("running_mean", "running_var"),
+    _aten.batch_norm_gather_stats_with_counts.default: ("running_mean", "running_var"),
+}
+
+_FUSED_OPTIMIZERS = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+
+_UNINITIALISED = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
+
+_OVERWRITES = frozenset({
+    # In-place operators whose result does not depend on what their first argument held before.
+    "copy_", "fill_", "zero_", "uniform_", "normal_", "bernoulli_", "exponential_", "random_", "cauchy_",
+    "log_normal_", "geometric_",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Effects:
+    """The memory effects of one node.
+
+    Attributes:
+        reads: nodes whose memory is read.
+        writes: nodes whose memory is written.
+        overwrites: the written memory is wholly replaced, so what it held before does not matter.
+        view: the result is the argument's own memory under another shape; nothing is read or written.
+        random: the node draws from a random number generator.
+        uninitialised: the result holds whatever was in memory.
+    """
+
+    reads: tuple[fx.Node, ...]
+    writes: tuple[fx.Node, ...] = ()
+    overwrites: bool = False
+    view: bool = False
+    random: bool = False
+    uninitialised: bool = False
+
+
+def effects_of(node: fx.Node) -> Effects:
+    """Read off the memory effects of a node of a traced graph."""
+    target = node.target
+    if node.op != "call_function" or target is operator.getitem:
+        return Effects((), view=True)
+    if not isinstance(target, torch._ops.OpOverload):
+        return Effects(tuple(node.all_input_nodes))  # a higher-order operator: pure, by their contract
+    if target.namespace == "fdp":
+        return Effects(() if target is torch.ops.fdp.axis_index.default else tuple(node.all_input_nodes))
+    name = operator_name(node)
+    overwrites = name in _OVERWRITES
+    reads: list[fx.Node] = []
+    writes: list[fx.Node] = []
+    view = False
+    for argument, value in bound_arguments(node):
+        nodes = list(_nodes_in(value))
+        if not nodes:
+            continue
+        info = argument.alias_info
+        written = info is not None and info.is_write
+        if written and argument.name == "grads" and name in _FUSED_OPTIMIZERS:
+            # They unscale gradients in place, if told to; otherwise gradients are only read.
+            written = node.kwargs.get("grad_scale") is not None
+        if argument.name in _UNDECLARED_WRITES.get(target, ()):
+            written = _updates_statistics(node)
+        view |= info is not None and not info.is_write
+        if written:
+            writes.extend(nodes)
+        if not written or not (overwrites or argument.is_out):
+            reads.extend(nodes)
+    return Effects(
+        reads=() if view or name in _UNINITIALISED else tuple(reads),
+        writes=tuple(writes),
+        overwrites=overwrites,
+        view=view and not writes,
+        random=torch.Tag.nondeterministic_seeded in target.tags,
+        uninitialised=name in _UNINITIALISED,
+    )
+
+
+def operator_name(node: fx.Node) -> str:
+    """The bare name of a node's operator: "_fused_adamw_" for aten._fused_adamw_.tensor_lr."""
+    target = node.target
+    return str(target._schema.name).split("::")[-1] if isinstance(target, torch._ops.OpOverload) else str(target)
+
+
+def bound_arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
+    """Pair each argument of an operator's schema with the value that a node gives it."""
+    target: Any = node.target
+    for position, argument in enumerate(target._schema.arguments):
+        if position < len(node.args) and not argument.kwarg_only:
+            yield argument, node.args[position]
+        elif argument.name in node.kwargs:
+            yield argument, node.kwargs[argument.name]
+
+
+def is_marker(node: fx.Node, *names: str) -> bool:
+    """Whether a node is one of fdp's marker operators, of the given names if any are given."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or target.namespace != "fdp":
+        return False
+    return not names or operator_name(node) in names
+
+
+def storages(value: Any) -> tuple[int, ...]:
+    """Identify the memory behind a node's example value: one number for each tensor in it.
+
+    Two tensors of one trace share memory exactly if they have a number in common: example values are fake
+    tensors that the trace keeps alive, so that no number is used twice.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided:
+            return (id(value),)
+        return (value.untyped_storage()._cdata,)
+    if isinstance(value, (list, tuple)):
+        return tuple(number for item in value for number in storages(item))
+    return ()
+
+
+def storages_of(node: fx.Node) -> tuple[int, ...]:
+    """Identify the memory behind a node's result."""
+    return storages(node.meta.get("val"))
+
+
+def lanes_of(node: fx.Node) -> int | None:
+    """How many tensors an operator treats independently of each other; None if it cannot be taken apart.
+
+    Fused optimizers and `_foreach` operators do the same to each entry of their lists, and nothing across.
+    """
+    name = operator_name(node)
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    if name not in _FUSED_OPTIMIZERS and not name.startswith("_foreach_"):
+        return None
+    lengths = {len(value) for _, value in list_arguments(node) if len(value)}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def list_arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
+    """The arguments of a node that are lists with one entry a lane (or empty)."""
+    for argument, value in bound_arguments(node):
+        if isinstance(value, (list, tuple)) and argument.type.kind() == "ListType":
+            yield argument, value
+
+
+def _updates_statistics(node: fx.Node) -> bool:
+    for argument, value in bound_arguments(node):
+        if argument.name in ("training", "train"):
+            return bool(value)
+    return True
+
+
+def _nodes_in(value: Any) -> Iterator[fx.Node]:
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _nodes_in(item)

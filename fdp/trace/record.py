@@ -1,0 +1,205 @@
+"""The trace of a step, as values: inputs, outputs, operations, and the reductions in production order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import optree
+import torch
+from torch import fx
+
+from fdp.stages import enter
+from fdp.table import Table, format_bytes
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor that goes into the step.
+
+    Attributes:
+        name: key path, such as `state['params']['w']`.
+        shape: its shape.
+        dtype: its dtype.
+        device: its device.
+        stride: its strides, in elements.
+        role: "batch" (differs from rank to rank) or "state" (equal on every rank).
+        donated: whether the step may write its new value into it.
+        shares_memory: whether it overlaps itself or another input, so that writing into it is unsafe.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    stride: tuple[int, ...]
+    role: str
+    donated: bool
+    shares_memory: bool
+
+
+@dataclass(frozen=True)
+class Output:
+    """A leaf of what the step returns.
+
+    Attributes:
+        name: key path, such as `output[0]['params']['w']`.
+        node: the operation that makes it; None for a leaf that is no tensor.
+        shape: its shape, None if it is no tensor.
+        dtype: its dtype, None if it is no tensor.
+        varying: whether it may differ from rank to rank.
+        per_rank: whether it was declared with `fdp.per_rank`.
+        constant: the leaf itself, if it is no tensor.
+        slot: the index of the donated input whose memory its value goes to, if there is one.
+    """
+
+    name: str
+    node: str | None
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+    varying: bool
+    per_rank: bool
+    constant: Any = None
+    slot: int | None = None
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operator call, or one lane (one entry of the lists) of a call that can be taken apart.
+
+    Attributes:
+        node: the name of its node in the graph.
+        target: the operator.
+        needs: indices of the operations that must have run before it: those that make what it reads, and those
+            that must not see what it writes. All are smaller than its own index.
+        lane: which entry of the lists, None for a call that stays whole.
+        reduction: index of the reduction that it is, None for an operator that runs on this rank alone.
+        view: whether it only looks at its argument under another shape, at no cost.
+        backward: whether autograd called it in a backward pass.
+        source: the line of the user's code that it comes from, as text.
+    """
+
+    node: str
+    target: str
+    needs: tuple[int, ...]
+    lane: int | None = None
+    reduction: int | None = None
+    view: bool = False
+    backward: bool = False
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A value that ranks combine: a gradient, a metric, a statistic, or what a derivative sends back.
+
+    Attributes:
+        name: key path of the parameter for a gradient, else the collective with the key path in its argument.
+        kind: "gradient", "value" or "transpose" (of a collective that was differentiated).
+        op: "mean", "sum", "max", "min", "all_gather" or "broadcast".
+        root: the root rank of a broadcast, else 0.
+        shape: shape on one rank.
+        dtype: its dtype.
+        device: its device.
+        size_bytes: bytes on one rank.
+        produced_by: the operator that makes it.
+        position: index of the operation that makes it; reductions are sorted by it.
+        operation: index of the operation that it is.
+        source: the line of the user's code that it comes from, as text.
+    """
+
+    name: str
+    kind: str
+    op: str
+    root: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    size_bytes: int
+    produced_by: str
+    position: int
+    operation: int
+    source: str
+
+    @property
+    def numel(self) -> int:
+        """Number of elements on one rank."""
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a step does, read off without running it.
+
+    Attributes:
+        name: the user's function.
+        source: the line where it is defined, as text.
+        world_size: number of ranks that it was traced for.
+        inputs: every tensor that goes in.
+        outputs: every leaf that comes out.
+        operations: every operator call in the order of the user's program.
+        reductions: everything that ranks combine, in the order in which it is produced.
+        replicated_constants: non-tensor arguments, by key path; part of what ranks compare.
+        closed_over: tensors that the step uses without being passed them: attribute of `graph`, and name.
+        graph: the graph itself, of operators on example values. Read it; do not change it.
+        in_spec: tree structure of the arguments.
+        out_spec: tree structure of what the step returns.
+    """
+
+    name: str
+    source: str
+    world_size: int
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    operations: tuple[Operation, ...]
+    reductions: tuple[Reduction, ...]
+    replicated_constants: tuple[tuple[str, str], ...]
+    closed_over: tuple[tuple[str, str], ...]
+    graph: fx.GraphModule = field(compare=False, repr=False)
+    in_spec: optree.PyTreeSpec = field(compare=False, repr=False)
+    out_spec: optree.PyTreeSpec = field(compare=False, repr=False)
+
+    @property
+    def gradients(self) -> tuple[Reduction, ...]:
+        """The gradients in the order in which the backward pass produces them."""
+        return tuple(reduction for reduction in self.reductions if reduction.kind == "gradient")
+
+    def plan(self, bucket_cap_mb: Any = "auto") -> Any:
+        """Decide on buckets and on the order of everything; no process group is needed.
+
+        Args:
+            bucket_cap_mb: as for `data_parallel`.
+
+        Returns:
+            The `Plan`.
+
+        Raises:
+            ArgumentError: `bucket_cap_mb` has no meaning.
+        """
+        return enter("plan", self, bucket_cap_mb)
+
+    def __str__(self) -> str:
+        total = sum(reduction.size_bytes for reduction in self.gradients)
+        head = (
+            f"Trace of {self.name} ({self.source}), {self.world_size} ranks: {len(self.inputs)} inputs, "
+            f"{len(self.outputs)} outputs, {len(self.operations)} operations, {len(self.gradients)} gradients "
+            f"of {format_bytes(total)}"
+        )
+        reductions = Table("reductions, in the order in which they are produced",
+                           ("#", "name", "kind", "op", "shape", "dtype", "bytes", "produced by", "line"))  # fmt: skip
+        for index, r in enumerate(self.reductions):
+            reductions.add(index, r.name, r.kind, r.op, list(r.shape), _short(r.dtype), r.size_bytes,
+                           r.produced_by, r.source)  # fmt: skip
+        inputs = Table("inputs", ("name", "shape", "dtype", "role", "donated"))
+        for i in self.inputs:
+            inputs.add(i.name, list(i.shape), _short(i.dtype), i.role, "yes" if i.donated else "")
+        outputs = Table("outputs", ("name", "shape", "dtype", "across ranks", "made by"))
+        for o in self.outputs:
+            across = "per rank" if o.per_rank else "varying" if o.varying else "replicated"
+            shape = "" if o.shape is None else list(o.shape)
+            outputs.add(o.name, shape, _short(o.dtype), across, o.node or repr(o.constant))
+        return "\n\n".join([head, str(inputs), str(reductions), str(outputs)])
+
+
+def _short(dtype: torch.dtype | None) -> str:
+    return "" if dtype is None else str(dtype).removeprefix("torch.")

@@ -1,0 +1,108 @@
+"""Which line of the user's code each node of a trace came from, also for the backward pass.
+
+A dispatch mode above the tracer sees every operator just before it is recorded. In the forward pass it notes the
+innermost line that belongs neither to torch nor to fdp, under the sequence number that autograd gave the
+operation; in the backward pass the node of the autograd graph that is running has the same number, and leads back to
+that line. (This relies on `torch._C._current_autograd_node` and `torch._C._autograd._get_sequence_nr`.)
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+import optree
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_LIBRARIES = tuple(
+    os.path.dirname(os.path.abspath(str(path))) + os.sep
+    for path in (torch.__file__, optree.__file__, os.path.dirname(__file__))
+)
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
+
+
+@dataclass(frozen=True)
+class Source:
+    """A line of the user's code.
+
+    Attributes:
+        file: path of the file.
+        line: line number, from 1.
+        function: name of the function that the line is in.
+    """
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line} in {self.function}"
+
+
+class SourceLines(TorchDispatchMode):
+    """Give every node that is recorded a `meta["source"]` and a `meta["backward"]` flag."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        super().__init__()
+        self._graph = graph
+        self._lines: dict[int, Source | None] = {}
+        self._last = _newest(graph)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        current = torch._C._current_autograd_node()
+        source: Source | None
+        if current is None:
+            source = user_line(sys._getframe(1))
+            # An operator that autograd does not record leaves the number of the one before it as it was.
+            self._lines.setdefault(torch._C._autograd._get_sequence_nr() - 1, source)
+        else:
+            source = self._lines.get(current._sequence_nr())
+        before = self._last
+        out = func(*args, **(kwargs or {}))
+        node = self._last = _newest(self._graph)
+        while node is not before and node.op != "root":
+            node.meta.setdefault("source", source)
+            node.meta.setdefault("backward", current is not None)
+            node = node.prev
+        return out
+
+
+def _newest(graph: fx.Graph) -> fx.Node:
+    return graph._root.prev
+
+
+def user_line(frame: FrameType | None) -> Source | None:
+    """The innermost line, from a frame outwards, that belongs neither to torch nor to fdp."""
+    while frame is not None:
+        code = frame.f_code
+        if _is_users(code.co_filename):
+            return Source(code.co_filename, frame.f_lineno, code.co_name)
+        frame = frame.f_back
+    return None
+
+
+def failing_line(traceback: TracebackType | None) -> Source | None:
+    """The innermost line of the user's code that an exception passed through."""
+    found = None
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if _is_users(code.co_filename):
+            found = Source(code.co_filename, traceback.tb_lineno, code.co_name)
+        traceback = traceback.tb_next
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_users(path: str) -> bool:
+    if path.startswith(_LIBRARIES) or path.startswith("<frozen") or path == "<string>":
+        return False
+    return not path.startswith(_STANDARD_LIBRARY) or "-packages" in path

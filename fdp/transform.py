@@ -1,0 +1,292 @@
+"""`data_parallel`: the transform, and the `Step` that it returns.
+
+    step_fn --trace--> Trace --plan--> Plan --emit--> callable
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fdp.emit import Emitted, announce_failure, check_emitted
+from fdp.errors import ArgumentError, build_message
+from fdp.group import Group, resolve_group
+from fdp.plan import Plan, plan_trace
+from fdp.plan.buckets import resolve_caps
+from fdp.trace import Flat, Roles, Trace, describe_change, flatten, resolve_roles, trace_step
+
+_RETRACE_WARNING = 8
+"""After so many traces a step is told that it keeps retracing, once."""
+
+
+@dataclass
+class _Prepared:
+    emitted: Emitted
+    flat_example: Flat
+
+
+class Step:
+    """A data-parallel step: call it like the function that it was made from.
+
+    Attributes:
+        traces: how many times it has been traced so far.
+    """
+
+    def __init__(
+        self,
+        step_fn: Callable[..., Any],
+        *,
+        batch_argnums: int | Iterable[int] = -1,
+        static_argnums: int | Iterable[int] = (),
+        donate_argnums: int | Iterable[int] = (),
+        group: Any = None,
+        bucket_cap_mb: Any = "auto",
+        check_replication: bool = True,
+        check_trace: bool = True,
+    ) -> None:
+        functools.update_wrapper(self, step_fn)
+        self._step = step_fn
+        self._argnums = (batch_argnums, static_argnums, donate_argnums)
+        self._group = group
+        self._bucket_cap_mb = bucket_cap_mb
+        resolve_caps(bucket_cap_mb)
+        self._check_replication = check_replication
+        self._check_trace = check_trace
+        self._prepared: dict[Any, _Prepared] = {}
+        self._roles: dict[int, Roles] = {}
+        self._agreed: set[str] = set()
+        self._last: Flat | None = None
+        self._signature = _signature(step_fn)
+        self.traces = 0
+
+    def __repr__(self) -> str:
+        return f"<fdp.Step {self._name}, traced {self.traces} times>"
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step; the first call of a signature traces, plans, emits, checks, and agrees with other ranks.
+
+        Args:
+            *args: the step's arguments.
+            **kwargs: likewise, by name.
+
+        Returns:
+            What the step returns; tensors of donated arguments come back as the same objects, with new values.
+
+        Raises:
+            TraceError: the step cannot be traced, or its trace does not compute what it computes.
+            PurityError: it changes an argument in place, or uses parameters that are not among its arguments.
+            ReplicationError: it returns values that may differ between ranks; or ranks start from different state.
+            AgreementError: ranks' schedules differ.
+            PeerError: another rank died or stopped answering.
+        """
+        if kwargs:
+            args = self._positional(args, kwargs)
+        group = resolve_group(self._group)
+        roles = self._roles_for(len(args))
+        flat = flatten(args, roles)
+        try:
+            prepared = self._prepared.get((flat.key, group, _surroundings()))
+        except TypeError:
+            prepared = None  # an argument that cannot be hashed: tracing says which
+        if prepared is None:
+            prepared = self._prepare(flat, roles, group)
+        self._last = flat
+        return prepared.emitted.run([leaf for leaf in flat.leaves if isinstance(leaf, torch.Tensor)])
+
+    def trace(self, *args: Any, **kwargs: Any) -> Trace:
+        """Trace the step on example arguments, without running it.
+
+        Args:
+            *args: the step's arguments; only structure, shapes, dtypes, strides and devices matter.
+            **kwargs: likewise, by name.
+
+        Returns:
+            The trace; `print()` it.
+
+        Raises:
+            TraceError: as for a call.
+            PurityError: as for a call.
+            ReplicationError: as for a call.
+        """
+        if kwargs:
+            args = self._positional(args, kwargs)
+        roles = self._roles_for(len(args))
+        return self._trace(flatten(args, roles), roles, resolve_group(self._group))
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """Trace and plan the step on example arguments, without running it.
+
+        Args:
+            *args: as for `trace`.
+            **kwargs: likewise, by name.
+
+        Returns:
+            The plan; `print()` it.
+
+        Raises:
+            TraceError: as for a call.
+            PurityError: as for a call.
+            ReplicationError: as for a call.
+        """
+        return plan_trace(self.trace(*args, **kwargs), self._bucket_cap_mb)
+
+    @property
+    def _name(self) -> str:
+        return getattr(self._step, "__name__", type(self._step).__name__)
+
+    def _trace(self, flat: Flat, roles: Roles, group: Group) -> Trace:
+        self.traces += 1
+        return trace_step(self._step, flat, roles, group, self._check_replication)
+
+    def _prepare(self, flat: Flat, roles: Roles, group: Group) -> _Prepared:
+        try:
+            plan = plan_trace(self._trace(flat, roles, group), self._bucket_cap_mb)
+            emitted = Emitted(plan, group, self._agreed, self._check_replication)
+            if self._check_trace:
+                check_emitted(emitted, self._step, flat, roles)
+        except Exception as error:
+            if group.size > 1 and not self._prepared:
+                announce_failure(group, error)
+            raise
+        if len(self._prepared) + 1 == _RETRACE_WARNING and self._last is not None:
+            warnings.warn(
+                f"fdp: step {self._name!r} was traced for the {_RETRACE_WARNING}th time. What changed last: "
+                f"{describe_change(self._last, flat, self._name, roles)}. Each trace takes as long as several steps: pad "
+                "batches to few sizes, and pass numbers that change as tensors.",
+                stacklevel=3,
+            )
+        prepared = _Prepared(emitted, flat)
+        self._prepared[(flat.key, group, _surroundings())] = prepared
+        return prepared
+
+    def _roles_for(self, count: int) -> Roles:
+        roles = self._roles.get(count)
+        if roles is None:
+            roles = self._roles[count] = resolve_roles(self._step, count, *self._argnums)
+        return roles
+
+    def _positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        if self._signature is None:
+            raise ArgumentError(
+                build_message(
+                    f"step {self._name!r} was called with keyword arguments {sorted(kwargs)}, and does not tell its "
+                    "parameter names.",
+                    remedy="pass them by position.",
+                )
+            )
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        if bound.kwargs:
+            raise ArgumentError(
+                build_message(
+                    f"step {self._name!r} takes {sorted(bound.kwargs)} by keyword only.",
+                    remedy="make them positional: batch_argnums and the like count positions.",
+                )
+            )
+        return bound.args
+
+
+def data_parallel(
+    step_fn: Callable[..., Any] | None = None,
+    *,
+    batch_argnums: int | Iterable[int] = -1,
+    static_argnums: int | Iterable[int] = (),
+    donate_argnums: int | Iterable[int] = (),
+    group: Any = None,
+    bucket_cap_mb: Any = "auto",
+    compile: bool | dict[str, Any] = False,
+    check_replication: bool = True,
+    check_trace: bool = True,
+) -> Any:
+    """Make a step run on many ranks: trace it, plan its communication, and emit a step that overlaps the two.
+
+    Args:
+        step_fn: a pure function of pytrees of tensors; None makes a decorator.
+        batch_argnums: positions of the arguments that differ from rank to rank; all others are replicated state.
+        static_argnums: positions of arguments that are constants of the trace; they are hashed and compared.
+        donate_argnums: positions of arguments whose memory the step may reuse for its results. The tensors that
+            were passed hold the new values afterwards.
+        group: a `ProcessGroup`, a one-dimensional `DeviceMesh`, or None for the default group. With no process
+            group initialised it is a world of one.
+        bucket_cap_mb: size limit of a bucket in MiB; a list of limits (first bucket, next, ...); or "auto".
+        compile: False runs the emitted program operator by operator; lowering it with a compiler is refused for now.
+        check_replication: whether outputs must be equal on every rank unless declared with `fdp.per_rank`, and
+            whether ranks compare the bits of their state before they first communicate.
+        check_trace: whether a new trace is compared once with the step itself.
+
+    Returns:
+        A `Step`, or a decorator that makes one.
+
+    Raises:
+        ArgumentError: an option has no meaning.
+
+    Example:
+        >>> import fdp
+        >>> @fdp.data_parallel
+        ... def step(w, batch):
+        ...     loss, grad = fdp.value_and_grad(lambda w: ((batch @ w) ** 2).mean())(w)
+        ...     return w - 0.1 * grad, fdp.pmean(loss)
+        >>> step(torch.tensor([1.0, 2.0]), torch.eye(2))
+        (tensor([0.9000, 1.8000]), tensor(2.5000))
+
+    References:
+        Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training (VLDB 2020).
+    """
+    options = {
+        "batch_argnums": batch_argnums,
+        "static_argnums": static_argnums,
+        "donate_argnums": donate_argnums,
+        "group": group,
+        "bucket_cap_mb": bucket_cap_mb,
+        "check_replication": check_replication,
+        "check_trace": check_trace,
+    }
+    if compile is not False:
+        raise ArgumentError(
+            build_message(
+                f"compile={compile!r}: lowering a step with a compiler is not built yet.",
+                remedy="leave compile=False; the emitted step runs operator by operator.",
+            )
+        )
+    if step_fn is None:
+        return lambda fn: data_parallel(fn, **options)  # type: ignore[arg-type]
+    if not callable(step_fn):
+        raise ArgumentError(
+            build_message(
+                f"data_parallel was given {type(step_fn).__name__}, not a function.",
+                remedy="decorate a function: @fdp.data_parallel or @fdp.data_parallel(donate_argnums=0).",
+            )
+        )
+    if isinstance(step_fn, torch.nn.Module):
+        raise ArgumentError(
+            build_message(
+                f"data_parallel was given the module {type(step_fn).__name__}; it transforms training steps.",
+                remedy="apply, params, buffers = fdp.from_module(module), and decorate a step that calls apply.",
+            )
+        )
+    return Step(step_fn, **options)  # type: ignore[arg-type]
+
+
+def _signature(step_fn: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(step_fn)
+    except (TypeError, ValueError):
+        return None
+
+
+def _surroundings() -> Any:
+    """What besides its arguments decides what a step traces to: autocast around the call, and the default dtype."""
+    if not torch._C._is_any_autocast_enabled():
+        return torch.get_default_dtype()
+    kinds = [device for device in ("cpu", "cuda", "xpu") if torch.is_autocast_enabled(device)]
+    return torch.get_default_dtype(), tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)

@@ -1,0 +1,22 @@
+"""Session-wide set-up: one thread per process, the same random numbers in every run, ranks taken down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import ranks
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ranks_end_with_the_session() -> Iterator[None]:
+    # One thread: results do not depend on the machine, and ranks do not fight over its cores.
+    torch.set_num_threads(1)
+    yield
+    ranks.close_pools()
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    torch.manual_seed(0)
