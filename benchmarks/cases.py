@@ -1,4 +1,4 @@
-"""What is measured: three models, each with a batch per rank, and one training step of it under DDP and under fdp."""
+"""What is measured: three models, a batch per rank, and one training step of each under DDP and under fdp."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _batches(case: Case) -> list[dict[str, torch.Tensor]]:
 
 
 def ddp(case: Case) -> Contender:
-    """DistributedDataParallel at its default settings (buckets of 1 MiB, then 25 MiB; gradients of their own)."""
+    """DistributedDataParallel at its default settings (buckets of 1 MiB, then 25 MiB)."""
     return _ddp(case)
 
 

@@ -26,7 +26,7 @@ def _rank_main(
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
         conn.send((True, fn(*args)))
         dist.destroy_process_group()
-    except Exception:  # noqa: BLE001  (the parent raises it)
+    except Exception:  # the parent raises it
         conn.send((False, traceback.format_exc()))
 
 

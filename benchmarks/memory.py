@@ -2,13 +2,14 @@
 
 Two figures, since neither tells all:
 
-- tensors: the most bytes that tensors held at any time during a step, from the allocator's own record (the profiler's
-  memory events, summed from before the model is built), less the bytes of parameters and optimizer state. It
-  is exact and repeatable, and covers gradients, buckets and activations, whoever holds them.
-- process: the peak of the resident set during the steps (VmHWM, reset through /proc/self/clear_refs before them; Linux
-  only), less the resident set just before the model is built, less the same state. It also holds what the other does
-  not see: gloo's buffers, the traced graph and generated code, pages of kernels used for the first time, and what
-  malloc keeps. A step of a tiny model runs first, so that most library code is resident before.
+- tensors: the most bytes that tensors held at any time during a step, from the allocator's own record (the
+  profiler's memory events, summed from before the model is built), less the bytes of parameters and optimizer
+  state. It is exact and repeatable, and covers gradients, buckets and activations, whoever holds them.
+- process: the peak of the resident set during the steps (VmHWM, reset through /proc/self/clear_refs before
+  them; Linux only), less the resident set just before the model is built, less the same state. It also holds
+  what the other does not see: gloo's buffers, the traced graph and generated code, pages of kernels used for
+  the first time, and what malloc keeps. A step of a tiny model runs first, so that most library code is
+  resident before.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Step time and memory of fdp beside DistributedDataParallel: two gloo ranks on this machine, one thread each.
+"""Step time and memory of fdp beside DistributedDataParallel: two gloo ranks, one thread each.
 
     python benchmarks/run.py [--case NAME]... [--steps N] [--json FILE] [--no-memory]
 
-Both sides run the fused AdamW. The first baseline is DDP at its default settings (a first bucket of 1 MiB, then
-25 MiB, gradients outside of the buckets); ratios are to it. "ddp-views" is DDP with gradient_as_bucket_view=True.
+Both sides run the fused AdamW. The first baseline is DDP at its default settings (a first bucket of 1 MiB,
+then 25 MiB, gradients outside of the buckets); ratios are to it. "ddp-views" is DDP with
+gradient_as_bucket_view=True.
 """
 
 from __future__ import annotations

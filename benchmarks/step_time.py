@@ -1,7 +1,8 @@
 """Step time of several contenders in the same processes, interleaved step by step.
 
-Machines drift: other work, clock rates, page caches. Contenders that take turns see the same drift, so what is
-compared are the ratios of neighbouring steps, and the spread that is printed is the spread of those ratios.
+Machines drift: other work, clock rates, page caches. Contenders that take turns see the same drift, so what
+is compared are the ratios of neighbouring steps, and the spread that is printed is the spread of those
+ratios.
 """
 
 from __future__ import annotations

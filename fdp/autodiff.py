@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import optree
@@ -215,10 +216,12 @@ def _grad_plain(
     # Inside an outer differentiation the leaves are part of its graph: differentiate with respect to a view, so
     # that the outer one can go on through it, and keep the graph of the gradient.
     outer = torch.is_grad_enabled() and any(source.requires_grad for source in sources)
-    with torch.enable_grad():
+    with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
         inputs = [
-            source.view_as(source) if outer and source.requires_grad else source.detach().requires_grad_()
-            for source in sources
+            source.view_as(source) if outer and source.requires_grad else _fresh_leaf(source) for source in sources
         ]
         value, aux = call(inputs)
         if not value.requires_grad:
@@ -234,6 +237,10 @@ def _grad_plain(
             lambda x: x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x, (value, aux)
         )
     return value, aux, grads
+
+
+def _fresh_leaf(source: torch.Tensor) -> torch.Tensor:
+    return (source.clone() if source.is_inference() else source.detach()).requires_grad_()
 
 
 def _reaches_other_leaves(value: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:

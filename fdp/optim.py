@@ -269,7 +269,7 @@ class _Rule:
             self._check(i, params, leaves[i], grad_leaves[i], states[i])
 
         copies = [leaves[i].detach().clone() for i in live]
-        with torch.no_grad():
+        with torch.no_grad(), _numbers_of_tensors():
             optimizer = self.build(copies)
             fused = {p for group in optimizer.param_groups if group.get("fused") for p in group["params"]}
             for p, i in zip(copies, live, strict=True):
@@ -381,6 +381,24 @@ def _compiling(flag: bool) -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def _numbers_of_tensors() -> Iterator[None]:
+    """Let `Tensor.item()` be traced, as a number that has no value yet, where the tracer would refuse it.
+
+    Elsewhere in a step it would be a branch frozen by mistake; here it is meant, and nothing branches on it.
+    """
+    mode = torch._guards.detect_fake_mode()
+    before = mode is not None and mode.allow_scalar_outputs
+    if mode is None or before:
+        yield
+        return
+    mode.allow_scalar_outputs = True
+    try:
+        yield
+    finally:
+        mode.allow_scalar_outputs = before
 
 
 def _in_layout_of(p: Tensor, t: Tensor) -> Tensor:

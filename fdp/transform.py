@@ -15,12 +15,22 @@ from typing import Any
 
 import torch
 
+from fdp.axis import inside_step
 from fdp.emit import Emitted, announce_failure, check_emitted
 from fdp.errors import ArgumentError, build_message
 from fdp.group import Group, resolve_group
 from fdp.plan import Plan, plan_trace
 from fdp.plan.buckets import resolve_caps
-from fdp.trace import Flat, Roles, Trace, describe_change, flatten, resolve_roles, trace_step
+from fdp.trace import (
+    Flat,
+    Roles,
+    Trace,
+    describe_change,
+    flatten,
+    refuse_unhashable,
+    resolve_roles,
+    trace_step,
+)
 
 _RETRACE_WARNING = 8
 """After so many traces a step is told that it keeps retracing, once."""
@@ -89,6 +99,9 @@ class Step:
             AgreementError: ranks' schedules differ.
             PeerError: another rank died or stopped answering.
         """
+        if inside_step():
+            # As part of a larger step, it is the plain function: its collectives are planned with the others.
+            return self._step(*args, **kwargs)
         if kwargs:
             args = self._positional(args, kwargs)
         group = resolve_group(self._group)
@@ -97,7 +110,7 @@ class Step:
         try:
             prepared = self._prepared.get((flat.key, group, _surroundings()))
         except TypeError:
-            prepared = None  # an argument that cannot be hashed: tracing says which
+            prepared = None  # an argument cannot be hashed; which one, is said below
         if prepared is None:
             prepared = self._prepare(flat, roles, group)
         self._last = flat
@@ -150,6 +163,7 @@ class Step:
 
     def _prepare(self, flat: Flat, roles: Roles, group: Group) -> _Prepared:
         try:
+            refuse_unhashable(self._name, flat, roles)
             plan = plan_trace(self._trace(flat, roles, group), self._bucket_cap_mb)
             emitted = Emitted(plan, group, self._agreed, self._check_replication)
             if self._check_trace:

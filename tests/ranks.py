@@ -9,6 +9,7 @@ are in the failure message and the ranks are gone.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import faulthandler
@@ -105,7 +106,7 @@ class RankTimeout(RankError):
 def _serve(rank: int, world: int, port: int | None, conn: Any, log: str, env: Mapping[str, str]) -> None:
     """The main loop of a rank: join the group, then run jobs until told to stop or the parent is gone."""
     os.environ.update(env)
-    handle = open(log, "a", buffering=1)  # noqa: SIM115  (lives as long as the process)
+    handle = open(log, "a", buffering=1)  # noqa: SIM115 (lives as long as the process)
     # Straight to the file, past Python: gloo and the interpreter's last words (a segfault) come this way.
     os.dup2(handle.fileno(), 1)
     os.dup2(handle.fileno(), 2)
@@ -137,7 +138,7 @@ def _answer(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     torch.manual_seed(0)
     try:
         return pickle.dumps(("value", fn(*args, **kwargs)))
-    except BaseException as error:  # noqa: BLE001  (whatever it is, the test has to see it)
+    except BaseException as error:  # whatever it is, the test has to see it
         return pickle.dumps(("error", RemoteError.of(error)))
 
 
@@ -256,10 +257,8 @@ class Ranks:
     def close(self) -> None:
         """Asks the ranks to leave and takes them down if they do not."""
         for conn in self._conns:
-            try:
+            with contextlib.suppress(OSError):
                 conn.send_bytes(pickle.dumps(None))
-            except OSError:
-                pass
         for process in self._processes:
             process.join(5)
         self.kill()

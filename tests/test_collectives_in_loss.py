@@ -58,7 +58,7 @@ def across(op: str, values: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def transpose(op: str) -> None:
-    """L = mean over ranks of <c_r, op(a_r * p) ** 2>: a wrong transpose mixes up c, a or the number of ranks."""
+    """L = mean over ranks of <c_r, op(a_r * p) ** 2>: a wrong transpose mixes up c and a."""
     import fdp
 
     call_op = {"broadcast": lambda x: fdp.broadcast(x, root=1)}.get(op) or getattr(fdp, op)
@@ -124,8 +124,8 @@ def uneven(weight_from: str) -> None:
 
     def step_fn(params: Tree, batch: Tree) -> Any:
         grads, loss = torch.func.grad_and_value(task_loss)(params, batch["ax"], batch["ay"])
-        # Written as torch.tensor(len(...)) it would be a constant of the trace that differs between ranks, which is
-        # refused (test_bad_input.py); as a plain number it is known to be this rank's own.
+        # Written as torch.tensor(len(...)) it would be a constant of the trace that differs between ranks,
+        # which is refused (test_bad_input.py); as a plain number it is known to be this rank's own.
         weight = len(batch["ay"]) if weight_from == "length" else torch.ones_like(batch["ay"]).sum()
         return fdp.pmean((loss, grads), weight=weight)
 

@@ -1,13 +1,14 @@
 """Two ranks against DistributedDataParallel with the fused AdamW: the same bits after each of 20 steps.
 
-Why this is possible with two ranks: a mean of two addends has one order of summation, and halving is exact (short
-of underflow) whether it is done before the sum, as DDP does, or after it, as gloo's average does. The kernels of
-forward, backward and update are the same on both sides. Tied weights, too: both sides leave it to autograd to add
-the two contributions, in the same order.
+Why this is possible with two ranks: a mean of two addends has one order of summation, and halving is exact
+(short of underflow) whether it is done before the sum, as DDP does, or after it, as gloo's average does. The
+kernels of forward, backward and update are the same on both sides. Tied weights, too: both sides leave it to
+autograd to add the two contributions, in the same order.
 
 Where it is not possible:
 - Four ranks: gloo's ring adds the addends of an element in an order that depends on where the element lies in
-  its buffer, so two bucket layouts differ in the last bit. `test_oracle.py` compares those within a tolerance.
+  its buffer, so two bucket layouts differ in the last bit. `test_oracle.py` compares those within a
+  tolerance.
 - BatchNorm statistics averaged over ranks: DDP does not average them, it overwrites every rank's buffers with
   rank 0's before each forward pass. `fdp.broadcast` of the new buffers is that rule, and with it buffers are
   equal bit for bit as well; with `fdp.pmean` only the parameters are (training does not read the statistics).

@@ -243,7 +243,7 @@ def test_two_models_two_optimizers(donate: bool) -> None:
 
 
 class Partly(nn.Module):
-    """A used layer, a frozen one in the middle of the path, a layer that nothing calls, and its frozen bias."""
+    """A used layer, a frozen one in the middle of the path, a layer that nothing calls, a frozen bias."""
 
     def __init__(self) -> None:
         super().__init__()

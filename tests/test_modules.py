@@ -38,37 +38,33 @@ def held(module: nn.Module) -> tuple[Any, ...]:
     return [(name, id(t), bits(t)) for name, t in tensors], attributes
 
 
-def check(module: nn.Module, *args: Any, seed: int = 1, traces: bool = True, **kwargs: Any) -> None:
+def twice(call: Any, params: Any, buffers: Any, *args: Any, **kwargs: Any) -> list[Any]:
+    torch.manual_seed(1)
+    first = call(params, buffers, *args, **kwargs)
+    return [first, call(params, first[1], *args, **kwargs)]
+
+
+def check(module: nn.Module, *args: Any, traces: bool = True, **kwargs: Any) -> None:
     """Two calls in a row, as a pure function and as a module, give the same outputs and buffers."""
     apply, params, buffers = from_module(module)
     before, inputs = held(module), bits([params, buffers])
-    results = []
-    current = buffers
-    torch.manual_seed(seed)
-    for _ in range(2):
-        output, current = apply(params, current, *args, **kwargs)
-        results.append((output, current))
+    results = twice(apply, params, buffers, *args, **kwargs)
     assert held(module) == before
-    assert bits([params, buffers]) == inputs
-    assert current.keys() == buffers.keys()
-
+    assert results[1][1].keys() == buffers.keys()
     if traces:
 
-        def call(params: Any, buffers: Any, args: Any) -> Any:
+        def call(params: Any, buffers: Any, *args: Any) -> Any:
             return apply(params, buffers, *args, **kwargs)
 
-        replay = make_fx(call, tracing_mode="fake", _allow_non_fake_inputs=True)(params, buffers, args)
+        replay = make_fx(call, tracing_mode="fake", _allow_non_fake_inputs=True)(params, buffers, *args)
         assert held(module) == before
-        torch.manual_seed(seed)
-        with (
-            torch.no_grad()
-        ):  # a trace is flat: it no longer knows which part the module ran without gradients
-            first = replay(params, buffers, args)
-            assert bits(first) == bits(results[0])
-            assert bits(replay(params, first[1], args)) == bits(results[1])
-        assert bits([params, buffers]) == inputs
+        # A flat trace no longer knows which part the module ran without gradients, so it runs without; and so
+        # does what it is compared with, because the LSTM kernel rounds differently when gradients are on.
+        with torch.no_grad():
+            assert bits(twice(replay, params, buffers, *args)) == bits(twice(call, params, buffers, *args))
+    assert bits([params, buffers]) == inputs
 
-    torch.manual_seed(seed)
+    torch.manual_seed(1)
     for output, new in results:
         assert bits(module(*args, **kwargs)) == bits(output)
         own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -104,6 +100,9 @@ class Assigns(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.average = 0.9 * self.average + 0.1 * self.weight * x.mean(0)
         self.last = x
+        self.register_buffer("cache", x.detach())
+        if x.shape[0] == 1:
+            raise RuntimeError("one sample has no statistics")
         return x * self.weight + self.average
 
 
@@ -172,11 +171,11 @@ def test_what_the_module_notes_in_itself_is_undone() -> None:
 
 
 def test_a_module_that_fails_is_restored() -> None:
-    module = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(4, 4))
+    module = Assigns()
     before = held(module)
     apply, params, buffers = from_module(module)
-    with pytest.raises(RuntimeError):
-        apply(params, buffers, torch.randn(4, 3))
+    with pytest.raises(RuntimeError, match="one sample"):
+        apply(params, buffers, torch.randn(1, 3))
     assert held(module) == before
 
 

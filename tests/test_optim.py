@@ -327,6 +327,13 @@ def test_results_do_not_depend_on_torch_saying_that_it_is_compiling() -> None:
         assert same_bits(outside, inside)
 
 
+def test_foreach_code_that_works_on_the_gradients_does_not_reach_the_caller() -> None:
+    params, data = sample(torch.float32)
+    given = {"momentum": 0.9, "nesterov": True, "foreach": True}
+    expected = by_hand(torch.optim.SGD, params, data, given)
+    assert same_bits(by_fdp(from_torch(torch.optim.SGD, **given), params, data, False), expected)
+
+
 def test_state_does_not_alias_between_calls() -> None:
     optimizer = from_torch(torch.optim.AdamW, weight_decay=tensor(0.1))
     first, second = (optimizer.init(torch.randn(3)) for _ in range(2))

@@ -64,7 +64,8 @@ def _double(numbers: list[float]) -> torch.Tensor:
 
 def assert_trained_alike(result: dict[str, Any], expected: tuple[dict[str, Any], list[float]]) -> None:
     values, losses = expected
-    # The absolute part is for attention's key bias: its true gradient is zero, so what AdamW divides by eps is noise.
+    # The absolute part is for attention's key bias: its true gradient is zero, so what AdamW divides by eps
+    # is noise.
     close = {"rtol": 1e-9, "atol": 1e-9}
     torch.testing.assert_close(_double(result["losses"]), _double(losses))
     assert result["values"].keys() == values.keys()

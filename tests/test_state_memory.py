@@ -55,7 +55,7 @@ KINDS = [
 
 
 def swap_step(state: Tree, batch: Tree) -> Tree:
-    """Besides the updates, outputs that are other leaves of the state as they were: donation must not mix them."""
+    """Updates, and outputs that are other leaves of the state as they were: donation must not mix them."""
     new = sgd_step({"a": state["a"], "b": state["b"]}, batch)
     return {**new, "old": state["old"] + new["a"].sum(), "saved": state["a"].clone(), "same": state["same"]}
 
@@ -116,7 +116,7 @@ def test_state_leaves_with_unusual_memory(kind: str, donate: bool, optimizer: bo
 
 
 def donated_batch_alias() -> None:
-    """A batch that is a view of the donated state is read before it is overwritten, or the step is refused."""
+    """A batch that is a view of the donated state is read before it is overwritten."""
     step = fdp.data_parallel(sgd_step, donate_argnums=0)
     state = {"a": torch.ones(4)}
     batch = {"x": state["a"][:2]}

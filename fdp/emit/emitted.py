@@ -115,7 +115,7 @@ class Emitted:
             if self._buffers is None:
                 self._buffers = allocate(self.plan)
                 self._views = [(buffer.pack, buffer.result) for buffer in self._buffers]
-            with torch.no_grad(), _without_autocast():
+            with torch.no_grad(), _plain_surroundings():
                 outputs = self._function(tensors, self._views, start, wait)
         except BaseException:
             # Messages may still be in flight: their memory is left to them, and the next call takes new.
@@ -193,13 +193,18 @@ class Emitted:
 
 
 _TENSOR = object()
+_NO_CHANGE = nullcontext()
 
 
-def _without_autocast() -> Any:
-    """Casts are part of the program already; autocast outside of the step must not add to them."""
-    if not torch._C._is_any_autocast_enabled():
-        return nullcontext()
+def _plain_surroundings() -> Any:
+    """Casts are part of the program already: autocast around the call must not add to them. Results are tensors that
+    autograd may use later: inference mode around the call must not mark them."""
+    inference = torch.is_inference_mode_enabled()
+    if not inference and not torch._C._is_any_autocast_enabled():
+        return _NO_CHANGE
     stack = ExitStack()
+    if inference:
+        stack.enter_context(torch.inference_mode(False))
     for device in ("cpu", "cuda", "xpu"):
         if torch.is_autocast_enabled(device):
             stack.enter_context(torch.autocast(device, enabled=False))

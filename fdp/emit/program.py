@@ -144,7 +144,14 @@ def _bind_operator(writer: _Writer, target: Any) -> str:
         if stem not in writer.bound:
             writer.bound[stem] = target._op
         return stem
+    if target is torch.ops.higher_order.cond:
+        return _bind(writer, _choose, "cond")
     return _bind(writer, target, getattr(target, "__name__", "operator"))
+
+
+def _choose(condition: torch.Tensor, first: Any, second: Any, operands: Any) -> Any:
+    """What torch.cond does when it runs. (Called by itself, the operator leaves Dynamo unable to compile another.)"""
+    return first(*operands) if condition else second(*operands)
 
 
 def _literal(writer: _Writer, value: Any, uses: set[str]) -> str:

@@ -5,8 +5,9 @@ References: Li et al., PyTorch Distributed (VLDB 2020), section 3.2.3.
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fdp.errors import ArgumentError, build_message
@@ -49,7 +50,8 @@ def partition(
 
     A bucket takes reductions of one operation, dtype and device in the order in which they are produced, until the
     next one would carry it over its cap. A reduction that is computed from the result of another one never joins
-    a bucket that is still open when that other one is in it, or it would wait for itself.
+    a bucket that is still open when that other one is in it, or it would wait for itself; nor does it join those that
+    need no other, which would then have to wait with it.
 
     Args:
         reductions: in production order.
@@ -75,7 +77,7 @@ def partition(
             continue
         for kind in [k for k, members in open_members.items() if upstream[index] & _bits(members)]:
             close(kind)
-        kind: Any = (reduction.op, reduction.root, reduction.dtype, str(reduction.device))
+        kind: Any = (reduction.op, reduction.root, reduction.dtype, str(reduction.device), bool(upstream[index]))
         if reduction.op == "all_gather":
             kind = (*kind, index)  # every rank's piece lies apart from the others': it travels alone
         cap = caps_mb[min(closed_count[kind], len(caps_mb) - 1)] * _MIB
@@ -87,7 +89,7 @@ def partition(
         open_bytes[kind] += reduction.size_bytes
     for kind in list(open_members):
         close(kind)
-    return sorted(buckets, key=lambda members: (reductions[members[-1]].position, members[-1]))
+    return _in_starting_order(buckets, upstream)
 
 
 def make_buckets(reductions: Sequence[Reduction], groups: Sequence[Sequence[int]]) -> tuple[Bucket, ...]:
@@ -106,6 +108,38 @@ def make_buckets(reductions: Sequence[Reduction], groups: Sequence[Sequence[int]
             )
         )
     return tuple(buckets)
+
+
+def _in_starting_order(buckets: Sequence[tuple[int, ...]], upstream: Sequence[int]) -> list[tuple[int, ...]]:
+    """Sort buckets by the last bucket that they have to wait for, and then by when their last member is produced."""
+    home = {member: index for index, members in enumerate(buckets) for member in members}
+    needs = [
+        {home[other] for member in members for other in _members_of(upstream[member]) if other in home}
+        for members in buckets
+    ]
+    needed_by: defaultdict[int, list[int]] = defaultdict(list)
+    for index, needed in enumerate(needs):
+        for other in needed:
+            needed_by[other].append(index)
+    missing = [len(needed) for needed in needs]
+    ready = [(-1, members[-1], index) for index, members in enumerate(buckets) if not needs[index]]
+    heapq.heapify(ready)
+    found: list[tuple[int, ...]] = []
+    while ready:
+        _, _, index = heapq.heappop(ready)
+        found.append(buckets[index])
+        for other in needed_by[index]:
+            missing[other] -= 1
+            if not missing[other]:
+                heapq.heappush(ready, (len(found) - 1, buckets[other][-1], other))
+    return found
+
+
+def _members_of(bits: int) -> Iterator[int]:
+    while bits:
+        lowest = bits & -bits
+        yield lowest.bit_length() - 1
+        bits ^= lowest
 
 
 def _upstream(reductions: Sequence[Reduction], operations: Sequence[Operation]) -> list[int]:

@@ -10,6 +10,7 @@ References: Li et al., PyTorch Distributed (VLDB 2020), section 3.2.3 (overlap w
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 from fdp.plan.record import Bucket, Item, Run, Start, Wait
@@ -40,6 +41,9 @@ def order(
         _real_needs(operations, [reductions[member].operation for member in bucket.members], bucket_of)
         for bucket in buckets
     ]
+    behind = [
+        max((levels[reductions[member].operation] for member in bucket.members), default=-1) for bucket in buckets
+    ]
     waiting_for: dict[int, list[int]] = {}
     for bucket in buckets:
         for need in missing[bucket.index]:
@@ -69,20 +73,21 @@ def order(
                 waited.add(bucket)
                 schedule.append(Wait(bucket))
 
-    def start_ready() -> None:
-        # In the order of their indices, and no other: all ranks must start them alike.
+    def start_ready(level: float) -> None:
+        # In the order of their indices, and no other: all ranks must start them alike. A bucket that is filled from
+        # the result of an earlier one has to wait for it, so it stands back behind all that need not wait.
         nonlocal next_start
-        while next_start < len(buckets) and not missing[next_start]:
+        while next_start < len(buckets) and not missing[next_start] and behind[next_start] <= level:
             for member in buckets[next_start].members:
                 run_views(reductions[member].operation)
                 wait_for(reductions[member].operation)
             schedule.append(Start(next_start))
             next_start += 1
 
-    start_ready()
     todo = [i for i, operation in enumerate(operations) if not operation.view and i not in bucket_of]
     todo.sort(key=lambda i: (levels[i], i))
     for call in _calls(operations, levels, todo):
+        start_ready(levels[call[0]])
         for index in call:
             run_views(index)
         for index in call:
@@ -92,7 +97,7 @@ def order(
         for index in call:
             for bucket in waiting_for.get(index, ()):
                 missing[bucket].discard(index)
-        start_ready()
+    start_ready(math.inf)
     for index, operation in enumerate(operations):
         if operation.view and index not in done:
             run_views(index)

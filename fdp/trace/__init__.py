@@ -3,8 +3,9 @@
     arguments -> capture -> checks, variance -> dependencies -> record
 """
 
-from fdp.trace.arguments import Flat, Roles, describe_change, flatten, resolve_roles
+from fdp.trace.arguments import Flat, Roles, describe_change, flatten, refuse_unhashable, resolve_roles
 from fdp.trace.build import run_untraced, trace_step
+from fdp.trace.capture import recording
 from fdp.trace.record import Input, Operation, Output, Reduction, Trace
 
 __all__ = [
@@ -17,6 +18,8 @@ __all__ = [
     "Trace",
     "describe_change",
     "flatten",
+    "recording",
+    "refuse_unhashable",
     "resolve_roles",
     "run_untraced",
     "trace_step",

@@ -121,12 +121,13 @@ def flatten(args: tuple[Any, ...], roles: Roles) -> Flat:
     else:
         static = ()
     leaves, spec = optree.tree_flatten(args)
-    parts: list[Any] = [spec, static]
+    parts: list[Any] = [spec, *((type(value), value, _exact(value)) for value in static)]
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             parts += (leaf.shape, leaf.dtype, leaf.device, leaf.stride(), leaf.storage_offset())
+            parts += (leaf.is_conj(), leaf.is_neg())
         else:
-            parts += (type(leaf), leaf)
+            parts += (type(leaf), leaf if not isinstance(leaf, (float, complex)) else repr(leaf))
     if roles.donated:
         # Whether tensors share memory decides what may be written in place.
         owners: dict[int, int] = {}
@@ -138,6 +139,36 @@ def flatten(args: tuple[Any, ...], roles: Roles) -> Flat:
                     shared.append((first, index))
         parts.append(tuple(shared))
     return Flat(leaves, spec, static, tuple(parts))
+
+
+def _exact(value: Any) -> str | None:
+    """What equality does not see: 1 == True == 1.0, 0.0 == -0.0, also inside of tuples."""
+    return repr(value) if isinstance(value, (float, complex, tuple, frozenset)) else None
+
+
+def refuse_unhashable(step_name: str, flat: Flat, roles: Roles) -> None:
+    """Refuse arguments that cannot be part of a signature.
+
+    Raises:
+        ArgumentError: a static argument cannot be hashed.
+        TraceError: a leaf of another argument cannot.
+    """
+    offenders = []
+    for position, value in zip(sorted(roles.static), flat.static, strict=True):
+        try:
+            hash(value)
+        except TypeError:
+            offenders.append(f"{roles.names[position]}: {type(value).__qualname__}")
+    if offenders:
+        raise ArgumentError(
+            build_message(
+                f"step {step_name!r} was called with static arguments that cannot be hashed.",
+                offenders,
+                remedy="pass a tuple for a list, a frozen dataclass for a dict, or leave the argument out of "
+                "static_argnums.",
+            )
+        )
+    describe_inputs(step_name, flat, roles)
 
 
 def describe_inputs(step_name: str, flat: Flat, roles: Roles) -> tuple[list[str], list[Input]]:
@@ -196,6 +227,10 @@ def _refuse_foreign_leaves(
                 offenders.append(f"{name}: the tensor subclass {kind}")
             elif leaf.layout != torch.strided:
                 offenders.append(f"{name}: a tensor of layout {leaf.layout}")
+            elif leaf.is_conj() or leaf.is_neg():
+                offenders.append(f"{name}: a lazily conjugated or negated view; call .resolve_conj().resolve_neg()")
+            elif position in roles.donated and leaf.is_inference():
+                offenders.append(f"{name}: donated, but made under torch.inference_mode(); pass a clone")
         elif position in roles.batch:
             offenders.append(f"{name}: {kind} {leaf!r:.40}, in a batch argument, which holds tensors only")
         elif not isinstance(leaf, _PLAIN):

@@ -16,8 +16,8 @@ from fdp.errors import FdpError
 from fdp.group import Group
 from fdp.pytree import leaf_names
 from fdp.trace.arguments import Flat, Roles, describe_inputs
-from fdp.trace.capture import capture, untraceable
-from fdp.trace.checks import check_closure, check_devices, check_initialised, check_outputs, check_writes
+from fdp.trace.capture import capture, recording, untraceable
+from fdp.trace.checks import check_branches, check_closure, check_devices, check_initialised, check_outputs, check_writes
 from fdp.trace.closure import closed_over_names
 from fdp.trace.dependencies import operations_of
 from fdp.trace.effects import is_marker, operator_name
@@ -69,6 +69,7 @@ def trace_step(
     check_writes(name, graph_module, inputs, closure)
     check_initialised(name, graph)
     check_devices(name, graph)
+    check_branches(name, graph)
 
     operations, markers, produced = operations_of(graph)
     reductions = _reductions(operations, markers, produced)
@@ -115,7 +116,7 @@ def run_untraced(
     step: Callable[..., Any], flat: Flat, roles: Roles, group: Group, values: Sequence[torch.Tensor]
 ) -> Any:
     """Run a step as it is, on this rank alone: each collective takes the other ranks to hold what this one holds."""
-    with step_axis("identity", group), torch.enable_grad():
+    with step_axis("identity", group), recording():
         return call_with(step, flat, roles, values)
 
 

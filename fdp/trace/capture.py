@@ -26,7 +26,7 @@ from fdp.axis import step_axis
 from fdp.errors import FdpError, TraceError, build_message
 from fdp.group import Group
 from fdp.trace.effects import effects_of, is_marker
-from fdp.trace.source import Source, SourceLines, failing_line
+from fdp.trace.source import Source, failing_line, source_lines
 
 _VALUE_READ = (
     DataDependentOutputException,
@@ -66,7 +66,7 @@ def capture(
         static_shapes=True,
     )
     # Each input gets memory of its own: to a pure function it does not matter which of its arguments overlap.
-    with fake_mode:
+    with fake_mode, recording():
         fakes = [
             torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
             for tensor in tensors
@@ -75,13 +75,13 @@ def capture(
     def recorded(*inputs: torch.Tensor) -> Sequence[Any]:
         mode = get_proxy_mode()
         assert mode is not None
-        with SourceLines(mode.tracer.graph):
+        with source_lines(mode.tracer):
             return flat_step(*inputs)
 
     with ExitStack() as stack:
         stack.enter_context(step_axis("traced", group))
         stack.enter_context(compiling())
-        stack.enter_context(torch.enable_grad())
+        stack.enter_context(recording())
         # The fused recurrent layers of oneDNN cannot be replayed (their backward takes a tensor that the trace does
         # not have). All else that oneDNN does is chosen when the program runs, not here.
         stack.enter_context(_without_onednn())
@@ -108,6 +108,16 @@ def compiling() -> Iterator[None]:
         torch.compiler._compile_session_context(),
         torch._dynamo.config.patch(error_on_nested_fx_trace=False),
     ):
+        yield
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Let autograd record, whatever the caller has switched off around the call of a step."""
+    with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():  # not otherwise: torch.cond does not run under the context manager
+            stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
         yield
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fdp.errors import PurityError, ReplicationError, TraceError, build_message
-from fdp.trace.effects import effects_of, storages_of
+from fdp.trace.effects import effects_of, inner_nodes, is_marker, storages_of
 from fdp.trace.record import Input, Output
 
 
@@ -106,6 +106,29 @@ def check_initialised(name: str, graph: fx.Graph) -> None:
                 offenders,
                 remedy="fill the tensor first (torch.zeros); pass lengths and the like as tensors, not as Python "
                 "numbers.",
+            )
+        )
+
+
+def check_branches(name: str, graph: fx.Graph) -> None:
+    """Refuse collectives inside torch.cond and the like: ranks that take different branches would not meet.
+
+    Raises:
+        TraceError: names each operator that holds one, and the line.
+    """
+    offenders = [
+        f"{node.target} at {node.meta.get('source')}"
+        for node in graph.nodes
+        if node.op == "call_function" and any(is_marker(inner) for inner in inner_nodes(node))
+    ]
+    if offenders:
+        raise TraceError(
+            build_message(
+                f"step {name!r} has collectives or gradients of fdp in a branch or loop that runs by the value of a "
+                "tensor; ranks that go different ways would wait for each other for ever.",
+                offenders,
+                remedy="put fdp.pmean and fdp.grad outside of torch.cond, and choose between their results with "
+                "torch.where.",
             )
         )
 

@@ -64,7 +64,8 @@ def effects_of(node: fx.Node) -> Effects:
     if node.op != "call_function" or target is operator.getitem:
         return Effects((), view=True)
     if not isinstance(target, torch._ops.OpOverload):
-        return Effects(tuple(node.all_input_nodes))  # a higher-order operator: pure, by their contract
+        # A higher-order operator (torch.cond and the like): pure, by their contract, but for random numbers.
+        return Effects(tuple(node.all_input_nodes), random=any(effects_of(inner).random for inner in inner_nodes(node)))
     if target.namespace == "fdp":
         return Effects(() if target is torch.ops.fdp.axis_index.default else tuple(node.all_input_nodes))
     name = operator_name(node)
@@ -96,6 +97,17 @@ def effects_of(node: fx.Node) -> Effects:
         random=torch.Tag.nondeterministic_seeded in target.tags,
         uninitialised=name in _UNINITIALISED,
     )
+
+
+def inner_nodes(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes of the graphs that a higher-order operator holds (the branches of a torch.cond), all the way down."""
+    for argument in node.all_input_nodes:
+        if argument.op == "get_attr":
+            held = getattr(argument.graph.owning_module, str(argument.target), None)
+            if isinstance(held, fx.GraphModule):
+                for inner in held.graph.nodes:
+                    yield inner
+                    yield from inner_nodes(inner)
 
 
 def operator_name(node: fx.Node) -> str:

@@ -1,9 +1,8 @@
 """Which line of the user's code each node of a trace came from, also for the backward pass.
 
-A dispatch mode above the tracer sees every operator just before it is recorded. In the forward pass it notes the
-innermost line that belongs neither to torch nor to fdp, under the sequence number that autograd gave the
-operation; in the backward pass the node of the autograd graph that is running has the same number, and leads back to
-that line. (This relies on `torch._C._current_autograd_node` and `torch._C._autograd._get_sequence_nr`.)
+In the forward pass the innermost line that belongs neither to torch nor to fdp is noted for every operator as it is
+recorded, under the sequence number that autograd gave the operation; in the backward pass the node of the autograd
+graph that is running has the same number, and leads back to that line. (This relies on `torch._C._current_autograd_node` and `torch._C._autograd._get_sequence_nr`.)
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ import functools
 import os
 import sys
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
@@ -19,7 +20,6 @@ from typing import Any
 import optree
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 _LIBRARIES = tuple(
     os.path.dirname(os.path.abspath(str(path))) + os.sep
@@ -46,38 +46,32 @@ class Source:
         return f"{os.path.basename(self.file)}:{self.line} in {self.function}"
 
 
-class SourceLines(TorchDispatchMode):
-    """Give every node that is recorded a `meta["source"]` and a `meta["backward"]` flag."""
+@contextmanager
+def source_lines(tracer: Any) -> Iterator[None]:
+    """Give every node that a tracer makes a `meta["source"]` and a `meta["backward"]` flag.
 
-    def __init__(self, graph: fx.Graph) -> None:
-        super().__init__()
-        self._graph = graph
-        self._lines: dict[int, Source | None] = {}
-        self._last = _newest(graph)
+    (A dispatch mode above the tracer would see as much, but torch.cond does not run again after it has met one.)
+    """
+    lines: dict[int, Source | None] = {}
+    create_node = tracer.create_node
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def create_node_with_source(*args: Any, **kwargs: Any) -> fx.Node:
+        node: fx.Node = create_node(*args, **kwargs)
         current = torch._C._current_autograd_node()
-        source: Source | None
         if current is None:
             source = user_line(sys._getframe(1))
             # An operator that autograd does not record leaves the number of the one before it as it was.
-            self._lines.setdefault(torch._C._autograd._get_sequence_nr() - 1, source)
+            lines.setdefault(torch._C._autograd._get_sequence_nr() - 1, source)
         else:
-            source = self._lines.get(current._sequence_nr())
-        before = self._last
-        out = func(*args, **(kwargs or {}))
-        node = self._last = _newest(self._graph)
-        while node is not before and node.op != "root":
-            node.meta.setdefault("source", source)
-            node.meta.setdefault("backward", current is not None)
-            node = node.prev
-        return out
+            source = lines.get(current._sequence_nr())
+        node.meta["source"], node.meta["backward"] = source, current is not None
+        return node
 
-
-def _newest(graph: fx.Graph) -> fx.Node:
-    return graph._root.prev
+    tracer.create_node = create_node_with_source
+    try:
+        yield
+    finally:
+        del tracer.create_node
 
 
 def user_line(frame: FrameType | None) -> Source | None:
@@ -103,6 +97,6 @@ def failing_line(traceback: TracebackType | None) -> Source | None:
 
 @functools.lru_cache(maxsize=4096)
 def _is_users(path: str) -> bool:
-    if path.startswith(_LIBRARIES) or path.startswith("<frozen") or path == "<string>":
+    if path.startswith((*_LIBRARIES, "<frozen", "<string>", "<eval_with_key>", "<fdp step")):
         return False
     return not path.startswith(_STANDARD_LIBRARY) or "-packages" in path

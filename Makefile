@@ -1,0 +1,45 @@
+# `make demo` and `make test` work from a fresh clone: each builds .venv first if it is missing or out of date.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python -m
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench docs clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# The lock pins the build backend, too; without isolation pip has nothing more to fetch for the package itself.
+$(INSTALLED): requirements.lock pyproject.toml
+	@echo "Installing requirements.lock into $(VENV): about a minute."
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@$(RUN) pip install --quiet --quiet --disable-pip-version-check --requirement requirements.lock
+	@$(RUN) pip install --quiet --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: $(INSTALLED)  ## train a digit classifier on two ranks of this machine
+	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node 2 examples/digits.py
+
+test: $(INSTALLED)  ## every test and doctest; one file or test: make test ARGS="tests/test_x.py -k word"
+	$(RUN) pytest $(ARGS)
+
+lint: $(INSTALLED)  ## ruff (rules and format) and mypy
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+
+format: $(INSTALLED)  ## rewrite the sources as `make lint` wants them
+	$(RUN) ruff check --fix .
+	$(RUN) ruff format .
+
+bench: $(INSTALLED)  ## step time and memory beside DistributedDataParallel
+	$(VENV)/bin/python benchmarks/run.py $(ARGS)
+
+docs: $(INSTALLED)  ## run the code in the documents and docstrings
+	$(RUN) pytest fdp tests/test_docs.py tests/test_architecture.py
+
+clean:  ## remove the environment and everything that tools left behind
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

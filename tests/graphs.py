@@ -1,0 +1,404 @@
+"""Random traces and random steps for property tests; and worlds of several ranks without any other rank.
+
+`traces()` draws a `Trace` that is put together by hand: operations, views, lanes, reductions that depend on others.
+`programs()` draws a step, as a list of instructions that a few lines of Python carry out, plain or under fdp.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from torch import fx
+
+import fdp
+from fdp.group import Group
+from fdp.trace import Operation, Reduction, Trace
+
+Tree = Any
+
+_EXAMPLES = os.environ.get("FDP_EXAMPLES")
+"""How many examples a property test tries, and then new ones at each run; by default few, and always the same."""
+
+
+def examples(count: int) -> settings:
+    """Settings of a property test: `count` examples, or FDP_EXAMPLES."""
+    return settings(
+        max_examples=int(_EXAMPLES or count),
+        derandomize=_EXAMPLES is None,
+        database=None,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+
+
+def fake_group(size: int, rank: int = 0) -> Group:
+    """Ranks to trace and plan for: nobody is there, and nothing can be sent."""
+    return Group(None, size, rank)
+
+
+# --- random traces -----------------------------------------------------------------------------------
+
+KIB = 1024
+_DTYPES = (torch.float32, torch.float64, torch.int64, torch.float16)
+_OPS = ("mean", "sum", "max", "all_gather", "broadcast")
+
+
+def traces(most: int = 40) -> st.SearchStrategy[Trace]:
+    """Draw a trace of up to `most` calls, with what each operation needs; a shorter one is the beginning of a longer."""
+    # From a seed: to draw each number by itself takes Hypothesis twenty times as long as to make the plan.
+    return st.builds(_draw_trace, st.integers(0, 2**32), st.integers(0, most))
+
+
+def _draw_trace(seed: int, calls: int) -> Trace:
+    rng = random.Random(seed)
+    operations: list[Operation] = []
+    reductions: list[Reduction] = []
+    dtypes, ops = rng.sample(_DTYPES, rng.randint(1, 3)), rng.sample(_OPS, rng.randint(1, 4))
+    density = rng.choice([0.1, 0.3, 0.6])
+
+    def maker(index: int) -> int:
+        """The operation that made the memory which a view looks at; -1 for an input."""
+        while operations[index].view and operations[index].needs:
+            index = operations[index].needs[0]
+        return -1 if operations[index].view else index
+
+    def earlier(most: int) -> tuple[int, ...]:
+        """Some operations before this one, more of the near past: graphs of training steps are long and thin."""
+        count = len(operations)
+        back = [rng.choice([1, 1, 2, 3, rng.randint(1, count)]) for _ in range(rng.randint(0, most)) if count]
+        return tuple(dict.fromkeys(max(count - step, 0) for step in back))
+
+    for number in range(calls):
+        name, count = f"n{number}", len(operations)
+        kind = "reduction" if rng.random() < density else rng.choice(["call", "call", "view", "lanes"])
+        if kind == "lanes":
+            shared = earlier(1)
+            for lane in range(rng.randint(1, 4)):
+                own = {need for need in earlier(2) if need < count} | set(shared)
+                if lane and rng.random() < 0.1:
+                    own.add(count + lane - 1)  # two lanes of one piece of memory
+                operations.append(Operation(name, "aten._foreach.x", tuple(sorted(own)), lane=lane))
+        elif kind == "view":
+            operations.append(Operation(name, "aten.view.default", earlier(1), view=True))
+        elif kind == "call":
+            operations.append(Operation(name, "aten.call.default", tuple(sorted(earlier(3)))))
+        else:
+            needs = earlier(1)
+            position = maker(needs[0]) if needs else -1
+            since = [k for k in range(position + 1, count) if not operations[k].view]
+            if needs and since and rng.random() < 0.2:  # written in place after it was made
+                position = rng.choice(since)
+            size, op, dtype = rng.choice([0, 1, 3, 16, 100, 256, 1000, 5000]), rng.choice(ops), rng.choice(dtypes)
+            reductions.append(
+                Reduction(
+                    name=name,
+                    kind=rng.choice(["gradient", "value", "transpose"]),
+                    op=op,
+                    root=rng.randint(0, 1) if op == "broadcast" else 0,
+                    shape=(size,),
+                    dtype=dtype,
+                    device=torch.device("cpu"),
+                    size_bytes=size * dtype.itemsize,
+                    produced_by="",
+                    position=position,
+                    operation=count,
+                    source="",
+                )
+            )
+            own = {*needs, position} - {-1}
+            operations.append(Operation(name, f"fdp.{op}", tuple(sorted(own))))
+    reductions.sort(key=lambda reduction: (reduction.position, reduction.operation))
+    for index, reduction in enumerate(reductions):
+        at = reduction.operation
+        operations[at] = dataclasses.replace(operations[at], reduction=index)
+    nothing = optree.tree_structure(())
+    return Trace(
+        name=f"drawn from {seed}",
+        source="graphs.py:1",
+        world_size=2,
+        inputs=(),
+        outputs=(),
+        operations=tuple(operations),
+        reductions=tuple(reductions),
+        replicated_constants=(),
+        closed_over=(),
+        graph=fx.GraphModule(torch.nn.Module(), fx.Graph()),
+        in_spec=nothing,
+        out_spec=nothing,
+    )
+
+
+def caps() -> st.SearchStrategy[Any]:
+    """Draw a `bucket_cap_mb`: a number, a list of numbers, "auto"; from less than one element to more than all."""
+    one = st.sampled_from([1e-7, 0.5 / KIB, 1 / KIB, 4 / KIB, 20 / KIB, 1.0, 100.0])
+    return st.just("auto") | one | st.lists(one, min_size=1, max_size=4)
+
+
+# --- random steps ------------------------------------------------------------------------------------
+
+STATE: dict[str, tuple[int, ...]] = {"a": (4, 3), "b": (4, 3), "c": (12,), "d": ()}
+BATCH: dict[str, tuple[int, ...]] = {"x": (4, 3), "y": (12,)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A step as a text, and what is known about it.
+
+    Attributes:
+        source: the text of a function `step(state, batch)` that returns `(state, metrics)`.
+        step: the function.
+        written: the inputs that it changes in place, such as `state['a']`.
+        read_out: keys of the state whose memory something else than the new value of that key is returned from.
+    """
+
+    source: str
+    step: Callable[[Tree, Tree], Tree] = dataclasses.field(repr=False)
+    written: frozenset[str]
+    read_out: frozenset[str]
+
+    def __repr__(self) -> str:
+        return self.source
+
+
+def programs(most: int = 14, writes_inputs: bool = False) -> st.SearchStrategy[Program]:
+    """Draw a step of up to `most` lines; a shorter one is the beginning of a longer."""
+    return st.builds(_draw_program, st.integers(0, 2**32), st.integers(0, most), st.just(writes_inputs))
+
+
+@dataclasses.dataclass
+class _Value:
+    name: str
+    shape: tuple[int, ...]
+    owner: str  # whose memory it is: "state['a']", or the variable that it was made as
+    writable: bool = True
+
+
+class _Author:
+    """Writes a program line by line, and keeps account of shapes and of who shares memory with whom."""
+
+    def __init__(self, rng: random.Random, writes_inputs: bool) -> None:
+        self.rng, self.writes_inputs = rng, writes_inputs
+        self.lines: list[str] = []
+        self.values = [_Value(f"{k}", s, f"state['{k}']") for k, s in STATE.items()]
+        self.values += [_Value(f"{k}", s, f"batch['{k}']") for k, s in BATCH.items()]
+        self.written: set[str] = set()
+
+    def pick(self, shape: tuple[int, ...] | None = None, dims: int = 0) -> _Value:
+        """A value of a shape, or of so many dimensions; later ones more often."""
+        fitting = [v for v in self.values if (shape is None or v.shape == shape) and len(v.shape) >= dims]
+        return self.rng.choice(fitting[-5:] if self.rng.random() < 0.6 else fitting)
+
+    def pick_writable(self) -> _Value | None:
+        inputs = ("state", "batch") if not self.writes_inputs else ("batch",)
+        fitting = [v for v in self.values if v.writable and not v.owner.startswith(inputs)]
+        return self.rng.choice(fitting) if fitting else None
+
+    def new(self, text: str, *made: tuple[tuple[int, ...], str | None]) -> None:
+        """Add a line that makes one value or more: of a shape, in the memory of an owner (None: its own)."""
+        names = [f"v{len(self.values) + k}" for k in range(len(made))]
+        self.lines.append(f"{', '.join(names)} = {text}")
+        for name, (shape, owner) in zip(names, made, strict=True):
+            self.values.append(_Value(name, shape, owner or name, "expand" not in text))
+
+    def write(self, target: _Value, text: str) -> None:
+        self.lines.append(text)
+        self.written.add(target.owner)
+
+    def pointwise(self) -> None:
+        a = self.pick()
+        text = self.rng.choice(
+            ["torch.tanh({})", "torch.sin({})", "{} * 0.5", "-{}", "torch.relu({})", "{} + 1", "{}.clone()", "{}.abs()"]
+        )
+        self.new(text.format(a.name), (a.shape, None))
+
+    def binary(self) -> None:
+        a = self.pick()
+        b = self.pick(a.shape)
+        text = self.rng.choice(
+            ["{} + {}", "torch.tanh({} * {})", "torch.maximum({}, {})", "torch.where({0} > 0, {0}, {1})", "{} - 0.1 * {}"]
+        )
+        self.new(text.format(a.name, b.name), (a.shape, None))
+
+    def shrink(self) -> None:
+        a = self.pick(dims=1)
+        text, shape = self.rng.choice(
+            [("{}.sum()", ()), ("{}.mean(0)", a.shape[1:]), ("{}.amax(-1)", a.shape[:-1]), ("{}.norm()", ())]
+        )
+        self.new(text.format(a.name), (shape, None))
+
+    def product(self) -> None:
+        a, b = self.pick((4, 3)), self.pick((4, 3))
+        name = f"v{len(self.values)}"
+        self.new(f"torch.tanh({a.name} @ {b.name}.t())[:, :3]", ((4, 3), name))
+
+    def view(self) -> None:
+        a = self.pick(dims=1)
+        choices: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
+            ("{}.detach()", (a.shape,)),
+            ("{}.unsqueeze(0).squeeze(0)", (a.shape,)),
+            ("{}.view_as({})", (a.shape,)),
+            ("{}[1:]", ((a.shape[0] - 1, *a.shape[1:]),)),
+            ("{}[0]", (a.shape[1:],)),
+            ("{}.expand(2, *{}.shape)[1]", (a.shape,)),
+        ]
+        if a.shape == (4, 3):
+            choices += [
+                ("{}.reshape(12)", ((12,),)),
+                ("{}.t().t()", ((4, 3),)),
+                ("{}.chunk(2)", ((2, 3), (2, 3))),
+                ("{}.unbind(1)", ((4,), (4,), (4,))),
+                ("{}[:, 1]", ((4,),)),
+                ("{}.t().diagonal()", ((3,),)),
+            ]
+        if a.shape == (12,):
+            choices += [("{}.reshape(4, 3)", ((4, 3),)), ("{}.view(3, 4).t()", ((4, 3),)), ("{}[::3]", ((4,),))]
+        if a.shape[0] > 1:
+            text, shapes = self.rng.choice(choices)
+            self.new(text.format(a.name, a.name), *((shape, a.owner) for shape in shapes))
+
+    def in_place(self) -> None:
+        a = self.pick_writable()
+        if a is None:
+            return
+        others = [v for v in self.values if v.shape == a.shape and v.owner != a.owner]
+        choices = ["{}.mul_(0.5)", "{}.tanh_()", "{}.zero_()", "{}.clamp_(-1, 1)", "{}.add_(1)", "{}.fill_(0.25)",
+                   "{}.copy_({}.clone() + 1)"]  # fmt: skip
+        if a.shape:
+            choices += ["{}[0].add_(1)", "{}[:2] = 0.5", "{}[-1].zero_()", "{}.flip(0)[0].add_(1)"]
+        if len(a.shape) == 2:
+            choices += ["{}.t().mul_(2)", "{}[:, 0] = {}[:, 1].clone()", "{}[1:3, :2].sub_(1)"]
+        b = self.rng.choice(others).name if others else None
+        if b:
+            choices += ["{}.add_({b})", "{}.copy_({b})", "{}.mul_({b}).add_(0.5)", "{}.masked_fill_({b} > 0, 0.25)",
+                        "{}.lerp_({b}, 0.1)", "torch.add({b}, 1, out={})"]  # fmt: skip
+            if a.shape:
+                choices += ["{}[:2] = {b}[:2]", "{}[0].add_({b}[0])", "{}.index_add_(0, torch.tensor([0, 1]), {b}[:2])"]
+        text = self.rng.choice(choices)
+        if a.shape and a.shape[0] < 2 and ":2" in text:
+            return
+        if len(a.shape) == 2 and a.shape[1] < 2:
+            return
+        self.write(a, text.format(a.name, a.name, b=b))
+
+    def lists(self) -> None:
+        """Operators on lists, as optimizers use them: functional, and in place on clones."""
+        a, b = self.pick(), self.pick()
+        if self.rng.random() < 0.4:
+            self.new(f"torch._foreach_mul([{a.name}, {b.name}], 0.5)", (a.shape, None), (b.shape, None))
+            return
+        at = len(self.values)
+        self.new(f"[{a.name}.clone(), {b.name}.clone()]", (a.shape, None), (b.shape, None))
+        text = self.rng.choice(
+            ["torch._foreach_add_([v{0}, v{1}], [{2}, {3}], alpha=0.5)", "torch._foreach_mul_([v{0}, v{1}], 0.5)",
+             "torch._foreach_lerp_([v{0}, v{1}], [{2}, {3}], 0.25)"]  # fmt: skip
+        )
+        self.lines.append(text.format(at, at + 1, self.pick(a.shape).name, self.pick(b.shape).name))
+
+    def several(self) -> None:
+        """Operators with several results."""
+        a = self.pick((4, 3))
+        text, shapes = self.rng.choice(
+            [("torch.max({}, 0)[0]", [(3,)]), ("torch.aminmax({})", [(), ()]), ("torch.var_mean({}, 0)", [(3,), (3,)]),
+             ("torch.split({} * 1, [1, 3])", [(1, 3), (3, 3)])]  # fmt: skip
+        )
+        if "split" in text:
+            self.new(text.format(a.name), *((shape, f"v{len(self.values)}") for shape in shapes))
+        else:
+            self.new(text.format(a.name), *((shape, None) for shape in shapes))
+
+    def noise(self) -> None:
+        a = self.pick()
+        text = self.rng.choice(
+            ["torch.rand_like({})", "F.dropout({}, 0.5)", "{} + torch.randn({}.shape)", "torch.bernoulli({}.sigmoid())",
+             "{}.clone().uniform_()"]  # fmt: skip
+        )
+        self.new(text.format(a.name, a.name), (a.shape, None))
+
+    def collective(self) -> None:
+        a, b = self.pick(), self.pick()
+        text, shapes = self.rng.choice(
+            [("fdp.pmean({})", [a.shape]), ("fdp.psum({})", [a.shape]), ("fdp.pmax({})", [a.shape]),
+             ("fdp.pmin({})", [a.shape]), ("fdp.broadcast({})", [a.shape]), ("fdp.all_gather({}).amax(0)", [a.shape]),
+             ("fdp.pmean([{}, {}])", [a.shape, b.shape]), ("fdp.pmean({}, weight=3)", [a.shape]),
+             ("fdp.all_gather({})[0]", [a.shape]), ("fdp.pmean({}, weight=b.abs().sum())", [a.shape])]  # fmt: skip
+        )
+        owner = f"v{len(self.values)}" if "[0]" in text else None
+        self.new(text.format(a.name, b.name), *((shape, owner) for shape in shapes))
+
+    def gradient(self) -> None:
+        a = self.pick()
+        b = self.pick(a.shape)
+        text, shapes = self.rng.choice(
+            [("fdp.grad(lambda p: torch.tanh(p * {b}).sum())({a})", [a.shape]),
+             ("fdp.value_and_grad(lambda p: (p.sin() + {b}).square().mean())({a})", [(), a.shape]),
+             ("fdp.grad(lambda p, q: (p * q).tanh().sum(), argnums=(0, 1))({a}, {b})", [a.shape, b.shape]),
+             ("fdp.grad(lambda p: F.dropout(p * {b}, 0.5).sum() + fdp.pmean(p).square().sum())({a})", [a.shape])]  # fmt: skip
+        )
+        self.new(text.format(a=a.name, b=b.name), *((shape, None) for shape in shapes))
+
+    KINDS = (pointwise, pointwise, binary, binary, shrink, product, view, view, view, in_place, in_place, in_place,
+             lists, several, noise, collective, collective, gradient)  # fmt: skip
+
+
+def _draw_program(seed: int, lines: int, writes_inputs: bool) -> Program:
+    rng = random.Random(seed)
+    ending = random.Random(seed + 1)  # so that what is returned does not depend on how many lines there are
+    author = _Author(rng, writes_inputs)
+    for _ in range(lines):
+        rng.choice(author.KINDS)(author)
+    new: dict[str, _Value] = {}
+    for key, shape in STATE.items():
+        fitting = [v for v in author.values if v.shape == shape]
+        own = next(v for v in fitting if v.name == key)
+        # What it was, another leaf or an intermediate: mostly something late.
+        new[key] = own if ending.random() < 0.15 else ending.choice(fitting[-3:] if ending.random() < 0.7 else fitting)
+    metrics = [ending.choice(author.values[-6:]) for _ in range(ending.randint(0, 3))]
+    if ending.random() < 0.3:
+        metrics.append(ending.choice(list(new.values())))
+    returned = [*((f"state['{key}']", value) for key, value in new.items()), *((None, value) for value in metrics)]
+    read_out = {value.owner[7:-2] for key, value in returned if value.owner.startswith("state") and value.owner != key}
+    state = ", ".join(f"'{key}': {value.name}" for key, value in new.items())
+    body = [f"{k} = state['{k}']" for k in STATE] + [f"{k} = batch['{k}']" for k in BATCH] + author.lines
+    body.append(f"return {{{state}}}, [{', '.join(v.name for v in metrics)}]")
+    source = "def step(state, batch):\n" + "\n".join("    " + line for line in body) + "\n"
+    namespace: dict[str, Any] = {"torch": torch, "fdp": fdp, "F": torch.nn.functional}
+    exec(compile(source, "<drawn step>", "exec"), namespace)
+    written = frozenset(owner for owner in author.written if owner.startswith("state"))
+    return Program(source, namespace["step"], written, frozenset(read_out))
+
+
+def new_state(seed: int = 0) -> Tree:
+    g = torch.Generator().manual_seed(seed)
+    return {key: torch.randn(shape, generator=g) for key, shape in STATE.items()}
+
+
+def new_batch(seed: int) -> Tree:
+    g = torch.Generator().manual_seed(1000 + seed)
+    return {key: torch.randn(shape, generator=g) for key, shape in BATCH.items()}
+
+
+def copied(tree: Tree) -> Tree:
+    """The same tree with tensors of its own, each in the same layout where it has one."""
+    return optree.tree_map(lambda x: x.detach().clone(), tree)
+
+
+def same_bits(one: Tree, two: Tree) -> bool:
+    """Whether two trees have one structure and tensors of the same shape, dtype and bits; a NaN equals a NaN."""
+    if optree.tree_structure(one) != optree.tree_structure(two):
+        return False
+    pairs = zip(optree.tree_leaves(one), optree.tree_leaves(two), strict=True)
+    return all(x.shape == y.shape and x.dtype == y.dtype and _bits(x) == _bits(y) for x, y in pairs)
+
+
+def _bits(x: torch.Tensor) -> bytes:
+    flat = x.detach().resolve_conj().contiguous().reshape(-1)
+    flat = torch.where(flat.isnan(), torch.nan, flat) if flat.is_floating_point() else flat
+    return bytes(flat.view(torch.uint8).tolist()) if flat.numel() else b""
