@@ -150,22 +150,13 @@ BATCH: dict[str, tuple[int, ...]] = {"x": (4, 3), "y": (12,)}
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A step as a text, and what is known about it.
-
-    Attributes:
-        source: the text of a function `step(state, batch)` that returns `(state, metrics)`.
-        step: the function.
-        written: the inputs that it changes in place, such as `state['a']`.
-        read_out: keys of the state whose memory something else than the new value of that key is returned from.
-    """
+    """A step as a text, and the function `step(state, batch) -> (state, metrics)` that the text defines."""
 
     source: str
     step: Callable[[Tree, Tree], Tree] = dataclasses.field(repr=False)
-    written: frozenset[str]
-    read_out: frozenset[str]
 
     def __repr__(self) -> str:
-        return self.source
+        return "\n" + self.source
 
 
 def programs(most: int = 14, writes_inputs: bool = False) -> st.SearchStrategy[Program]:
@@ -177,7 +168,7 @@ def programs(most: int = 14, writes_inputs: bool = False) -> st.SearchStrategy[P
 class _Value:
     name: str
     shape: tuple[int, ...]
-    owner: str  # whose memory it is: "state['a']", or the variable that it was made as
+    owner: str  # whose memory it may be: "state", "batch", or the variable that it was made as
     writable: bool = True
 
 
@@ -187,9 +178,8 @@ class _Author:
     def __init__(self, rng: random.Random, writes_inputs: bool) -> None:
         self.rng, self.writes_inputs = rng, writes_inputs
         self.lines: list[str] = []
-        self.values = [_Value(f"{k}", s, f"state['{k}']") for k, s in STATE.items()]
-        self.values += [_Value(f"{k}", s, f"batch['{k}']") for k, s in BATCH.items()]
-        self.written: set[str] = set()
+        self.values = [_Value(k, shape, "state") for k, shape in STATE.items()]
+        self.values += [_Value(k, shape, "batch") for k, shape in BATCH.items()]
 
     def pick(self, shape: tuple[int, ...] | None = None, dims: int = 0) -> _Value:
         """A value of a shape, or of so many dimensions; later ones more often."""
@@ -198,7 +188,7 @@ class _Author:
 
     def pick_writable(self) -> _Value | None:
         inputs = ("state", "batch") if not self.writes_inputs else ("batch",)
-        fitting = [v for v in self.values if v.writable and not v.owner.startswith(inputs)]
+        fitting = [v for v in self.values if v.writable and v.owner not in inputs]
         return self.rng.choice(fitting) if fitting else None
 
     def new(self, text: str, *made: tuple[tuple[int, ...], str | None]) -> None:
@@ -207,10 +197,6 @@ class _Author:
         self.lines.append(f"{', '.join(names)} = {text}")
         for name, (shape, owner) in zip(names, made, strict=True):
             self.values.append(_Value(name, shape, owner or name, "expand" not in text))
-
-    def write(self, target: _Value, text: str) -> None:
-        self.lines.append(text)
-        self.written.add(target.owner)
 
     def pointwise(self) -> None:
         a = self.pick()
@@ -272,7 +258,7 @@ class _Author:
         choices = ["{}.mul_(0.5)", "{}.tanh_()", "{}.zero_()", "{}.clamp_(-1, 1)", "{}.add_(1)", "{}.fill_(0.25)",
                    "{}.copy_({}.clone() + 1)"]  # fmt: skip
         if a.shape:
-            choices += ["{}[0].add_(1)", "{}[:2] = 0.5", "{}[-1].zero_()", "{}.flip(0)[0].add_(1)"]
+            choices += ["{}[0].add_(1)", "{}[:2] = 0.5", "{}[-1].zero_()"]
         if len(a.shape) == 2:
             choices += ["{}.t().mul_(2)", "{}[:, 0] = {}[:, 1].clone()", "{}[1:3, :2].sub_(1)"]
         b = self.rng.choice(others).name if others else None
@@ -286,7 +272,7 @@ class _Author:
             return
         if len(a.shape) == 2 and a.shape[1] < 2:
             return
-        self.write(a, text.format(a.name, a.name, b=b))
+        self.lines.append(text.format(a.name, a.name, b=b))
 
     def lists(self) -> None:
         """Operators on lists, as optimizers use them: functional, and in place on clones."""
@@ -363,16 +349,13 @@ def _draw_program(seed: int, lines: int, writes_inputs: bool) -> Program:
     metrics = [ending.choice(author.values[-6:]) for _ in range(ending.randint(0, 3))]
     if ending.random() < 0.3:
         metrics.append(ending.choice(list(new.values())))
-    returned = [*((f"state['{key}']", value) for key, value in new.items()), *((None, value) for value in metrics)]
-    read_out = {value.owner[7:-2] for key, value in returned if value.owner.startswith("state") and value.owner != key}
     state = ", ".join(f"'{key}': {value.name}" for key, value in new.items())
     body = [f"{k} = state['{k}']" for k in STATE] + [f"{k} = batch['{k}']" for k in BATCH] + author.lines
     body.append(f"return {{{state}}}, [{', '.join(v.name for v in metrics)}]")
     source = "def step(state, batch):\n" + "\n".join("    " + line for line in body) + "\n"
     namespace: dict[str, Any] = {"torch": torch, "fdp": fdp, "F": torch.nn.functional}
     exec(compile(source, "<drawn step>", "exec"), namespace)
-    written = frozenset(owner for owner in author.written if owner.startswith("state"))
-    return Program(source, namespace["step"], written, frozenset(read_out))
+    return Program(source, namespace["step"])
 
 
 def new_state(seed: int = 0) -> Tree:
@@ -395,10 +378,16 @@ def same_bits(one: Tree, two: Tree) -> bool:
     if optree.tree_structure(one) != optree.tree_structure(two):
         return False
     pairs = zip(optree.tree_leaves(one), optree.tree_leaves(two), strict=True)
-    return all(x.shape == y.shape and x.dtype == y.dtype and _bits(x) == _bits(y) for x, y in pairs)
+    return all(x.shape == y.shape and x.dtype == y.dtype and torch.equal(_bits(x), _bits(y)) for x, y in pairs)
 
 
-def _bits(x: torch.Tensor) -> bytes:
-    flat = x.detach().resolve_conj().contiguous().reshape(-1)
-    flat = torch.where(flat.isnan(), torch.nan, flat) if flat.is_floating_point() else flat
-    return bytes(flat.view(torch.uint8).tolist()) if flat.numel() else b""
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    flat = x.detach().contiguous().reshape(-1)
+    if flat.is_floating_point():
+        flat = torch.where(flat.isnan(), torch.nan, flat)
+    return flat.view(torch.uint8)
+
+
+def memory(x: torch.Tensor) -> int:
+    """A number for the memory that a tensor lies in."""
+    return x.untyped_storage().data_ptr()

@@ -10,7 +10,9 @@ import optree
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.testing._internal.common_optimizers import optim_db
 
 from fdp.errors import ArgumentError
@@ -325,6 +327,20 @@ def test_results_do_not_depend_on_torch_saying_that_it_is_compiling() -> None:
             assert torch.compiler.is_compiling()
         assert not torch.compiler.is_compiling()
         assert same_bits(outside, inside)
+
+
+def test_a_tracer_that_refuses_to_read_values_lets_the_update_through() -> None:
+    strict = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    mode = FakeTensorMode(shape_env=strict, static_shapes=True, allow_non_fake_inputs=True)
+    params, data = sample(torch.float32)
+    for cls in (torch.optim.NAdam, torch.optim.ASGD):
+        optimizer = from_torch(cls)
+        args = (data[0], optimizer.init(params), params)
+        with mode:
+            fakes = optree.tree_map(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype), args)
+        assert same_bits(trace(optimizer.update, *fakes)(*args), optimizer.update(*args))
+    with pytest.raises(DataDependentOutputException):
+        fakes[1]["lr"].item()
 
 
 def test_foreach_code_that_works_on_the_gradients_does_not_reach_the_caller() -> None:

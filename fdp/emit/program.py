@@ -129,7 +129,8 @@ def _name(writer: _Writer, node: fx.Node) -> str:
 
 
 def _bind(writer: _Writer, value: Any, stem: str) -> str:
-    """Give an object that has no literal a name in the program; equal objects share one."""
+    """Give an object that has no literal a name in the program, which no value of the graph has."""
+    stem = f"const_{stem}"
     known = writer.names.get(id(value))
     if known is None:
         known = stem if stem not in writer.bound else f"{stem}_{len(writer.bound)}"

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from fdp.axis import step_axis
-from fdp.errors import FdpError
+from fdp.errors import FdpError, TraceError, build_message
 from fdp.group import Group
 from fdp.pytree import leaf_names
 from fdp.trace.arguments import Flat, Roles, describe_inputs
@@ -52,6 +52,7 @@ def trace_step(
 
     def flat_step(*values: torch.Tensor) -> list[torch.Tensor]:
         returned[:] = optree.tree_flatten(call_with(step, flat, roles, values))
+        _refuse_numbers(name, *returned)
         return [leaf for leaf in returned[0] if isinstance(leaf, torch.Tensor)]
 
     try:
@@ -101,6 +102,23 @@ def trace_step(
         in_spec=flat.spec,
         out_spec=out_spec,
     )
+
+
+def _refuse_numbers(name: str, leaves: Sequence[Any], spec: optree.PyTreeSpec) -> None:
+    names = leaf_names(optree.tree_unflatten(spec, list(range(len(leaves)))), "output")
+    offenders = [
+        f"{path}: a number read from a tensor"
+        for path, leaf in zip(names, leaves, strict=True)
+        if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool))
+    ]
+    if offenders:
+        raise TraceError(
+            build_message(
+                f"step {name!r} returns values of tensors as Python numbers.",
+                offenders,
+                remedy="return the tensor, and call .item() on what the step returns.",
+            )
+        )
 
 
 def call_with(step: Callable[..., Any], flat: Flat, roles: Roles, values: Sequence[torch.Tensor]) -> Any:

@@ -62,7 +62,9 @@ def capture(
         allow_fallback_kernels=True,
         # Closed-over tensors are real; they become constants of the graph and are judged later.
         allow_non_fake_inputs=True,
-        shape_env=ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False),
+        # A number read from a tensor (Tensor.item() in an optimizer) is read anew at every replay. Python cannot branch
+        # on it while it is traced, and no shape may depend on one.
+        shape_env=ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False),
         static_shapes=True,
     )
     # Each input gets memory of its own: to a pure function it does not matter which of its arguments overlap.

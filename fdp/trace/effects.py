@@ -146,6 +146,8 @@ def storages(value: Any) -> tuple[int, ...]:
         return (value.untyped_storage()._cdata,)
     if isinstance(value, (list, tuple)):
         return tuple(number for item in value for number in storages(item))
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return (id(value),)  # a number read from a tensor varies, or not, like memory does
     return ()
 
 
