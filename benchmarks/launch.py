@@ -19,6 +19,7 @@ def _rank_main(
 ) -> None:
     if sys.platform == "linux":  # gloo otherwise resolves the hostname, which need not resolve
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler otherwise reports its start and stop
     try:
         torch.set_num_threads(1)
         timeout = datetime.timedelta(seconds=120)

@@ -98,7 +98,8 @@ def main() -> int:
     parser.add_argument("--no-memory", action="store_true", help="step time only")
     args = parser.parse_args()
 
-    console = Console()
+    # Wide enough for the table on one line a row, also where the terminal's width is not known.
+    console = Console(width=max(Console().width, 130))
     names = list(dict.fromkeys(["ddp", *(args.contender or CONTENDERS)]))
     times: dict[str, dict[str, StepTime]] = {}
     memory: dict[str, dict[str, Memory]] = {}

@@ -33,9 +33,9 @@ def parse_args() -> argparse.Namespace:
         description="Train a digit classifier data-parallel with fdp.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--epochs", type=int, default=8, help="passes over the 4,000 training digits")
+    parser.add_argument("--epochs", type=int, default=10, help="passes over the 4,000 training digits")
     parser.add_argument("--batch-size", type=int, default=100, help="digits in a step, over all ranks")
-    parser.add_argument("--lr", type=float, default=0.004, help="highest learning rate of the schedule")
+    parser.add_argument("--lr", type=float, default=0.008, help="highest learning rate of the schedule")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, order and dropout")
     args = parser.parse_args()
     if args.epochs < 1 or not 1 <= args.batch_size <= TRAIN_SIZE:

@@ -6,8 +6,8 @@ computation with asynchronous all-reduce:
 
     step_fn --trace--> Trace --plan--> Plan --emit--> callable
 
-Each stage is a value: `step.trace(*args)`, `trace.plan()`, `plan.emit()`. They can be held, printed, compared and tested
-without a process group.
+Each stage is a value: `step.trace(*args)`, `trace.plan()`, `plan.emit()`. They can be held, printed, compared and
+tested without a process group.
 """
 
 from fdp import optim

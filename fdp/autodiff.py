@@ -20,7 +20,7 @@ import torch
 from fdp.axis import current_axis
 from fdp.errors import ArgumentError, build_message
 from fdp.markers import AllReduce
-from fdp.pytree import Tree, leaf_names
+from fdp.pytree import leaf_names
 
 
 def value_and_grad(
@@ -60,7 +60,14 @@ def value_and_grad(
             )
         )
     single = isinstance(argnums, int)
-    numbers: tuple[int, ...] = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    numbers = (argnums,) if isinstance(argnums, int) or not isinstance(argnums, (list, tuple)) else tuple(argnums)
+    if not numbers or not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
+        raise ArgumentError(
+            build_message(
+                f"argnums={argnums!r}.",
+                remedy="pass the position of the argument to differentiate with respect to, or a tuple of positions.",
+            )
+        )
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -96,9 +103,7 @@ def value_and_grad(
         reduced = iter(
             [
                 _average(grad, source, label)
-                for grad, source, label in zip(
-                    local, sources, _chosen(labels, differentiable), strict=True
-                )
+                for grad, source, label in zip(local, sources, _chosen(labels, differentiable), strict=True)
             ]
         )
         grads = optree.tree_unflatten(spec, [next(reduced) if yes else None for yes in differentiable])
@@ -183,8 +188,7 @@ def _split_aux(name: str, out: Any, has_aux: bool) -> tuple[torch.Tensor, Any]:
             build_message(
                 f"{name!r} was differentiated and returned {got}; the gradient of a 0-dim floating-point tensor "
                 "is defined.",
-                remedy="reduce the loss to a scalar, for instance with .mean(); return other values with "
-                "has_aux=True.",
+                remedy="reduce the loss to a scalar, for instance with .mean(); return other values with has_aux=True.",
             )
         )
     return value, aux
@@ -228,10 +232,7 @@ def _grad_plain(
             return value, aux, [torch.zeros_like(source) for source in sources]
         keep = outer or _reaches_other_leaves(value, inputs)
         found = torch.autograd.grad(value, inputs, create_graph=keep, allow_unused=True)
-    grads = [
-        torch.zeros_like(source) if grad is None else grad
-        for grad, source in zip(found, sources, strict=True)
-    ]
+    grads = [torch.zeros_like(source) if grad is None else grad for grad, source in zip(found, sources, strict=True)]
     if not keep:
         value, aux = optree.tree_map(
             lambda x: x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x, (value, aux)
@@ -285,5 +286,6 @@ def _memory_order(x: torch.Tensor) -> list[int] | None:
     """The permutation of dimensions that makes a dense, non-contiguous tensor contiguous; else None."""
     if torch._C._functorch.peek_interpreter_stack() is not None or x.is_contiguous():
         return None
-    order = sorted(range(x.dim()), key=lambda d: (-x.stride(d), d))
+    strides = x.stride()
+    order = sorted(range(x.dim()), key=lambda d: (-strides[d], d))
     return order if x.permute(order).is_contiguous() else None

@@ -120,17 +120,26 @@ def pmean(tree: Tree, weight: torch.Tensor | float | None = None) -> Tree:
     """
     if weight is None:
         return _map_leaves("pmean", tree, lambda x, label: _reduce(x, "mean", label))
-    if not isinstance(weight, torch.Tensor):
-        # A number here is usually the length of this rank's batch: it may differ between ranks.
-        weight = Vary.apply(torch.tensor(float(weight), dtype=torch.float64), "number")
-    if weight.dim() != 0 or weight.is_complex():
+    if isinstance(weight, bool) or not isinstance(weight, (torch.Tensor, int, float)):
         raise ArgumentError(
             build_message(
-                f"fdp.pmean was given a weight of shape {tuple(weight.shape)} and {weight.dtype}.",
+                f"fdp.pmean was given a weight of type {type(weight).__name__}.",
                 remedy="pass one real scalar a rank, for instance the number of samples in its batch.",
             )
         )
-    share = weight.double()
+    if not isinstance(weight, torch.Tensor):
+        # A number here is usually the length of this rank's batch: it may differ between ranks.
+        share: torch.Tensor = Vary.apply(torch.tensor(float(weight), dtype=torch.float64), "number")
+    else:
+        share = weight
+    if share.dim() != 0 or share.is_complex():
+        raise ArgumentError(
+            build_message(
+                f"fdp.pmean was given a weight of shape {tuple(share.shape)} and {share.dtype}.",
+                remedy="pass one real scalar a rank, for instance the number of samples in its batch.",
+            )
+        )
+    share = share.double()
     total = _reduce(share, "sum", "pmean(weight)")
 
     def weighted(x: torch.Tensor, label: str) -> torch.Tensor:
@@ -225,7 +234,7 @@ def broadcast(tree: Tree, root: int = 0) -> Tree:
         tensor([1., 2.])
     """
     axis = current_axis()
-    if not 0 <= root < axis.size:
+    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < axis.size:
         raise ArgumentError(
             build_message(
                 f"fdp.broadcast was given root={root} in a world of {axis.size}.",

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from fdp.errors import ArgumentError, build_message
 
@@ -39,7 +40,7 @@ class Group:
         """The name that all ranks of the group share."""
         return "one" if self.process_group is None else str(self.process_group.group_name)
 
-    def store(self) -> dist.Store:
+    def store(self) -> Any:
         """The rendezvous store that the group was made with."""
         from torch.distributed import distributed_c10d as c10d
 
@@ -80,7 +81,7 @@ def resolve_group(group: Any = None) -> Group:
         if not (dist.is_available() and dist.is_initialized()):
             return Group(None, 1, 0)
         group = dist.group.WORLD
-    elif isinstance(group, dist.DeviceMesh):
+    elif isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ArgumentError(
                 build_message(

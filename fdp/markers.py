@@ -100,7 +100,7 @@ class AllReduce(torch.autograd.Function):
         _, ctx.op, ctx.axis, _, ctx.label = inputs
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         if ctx.op not in ("sum", "mean"):
             raise FdpError(
                 build_message(
@@ -127,15 +127,13 @@ class AllGather(torch.autograd.Function):
         _, _, ctx.axis, ctx.label = inputs
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         summed = AllReduce.apply(grad, "sum", ctx.axis, "transpose", ctx.label)
         own = torch.ops.fdp.axis_index.default(grad.detach(), ctx.axis).to(grad.device).reshape(1)
         return summed.index_select(0, own).squeeze(0), None, None, None
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *rest: Any
-    ) -> tuple[torch.Tensor, Any]:
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, Any]:
         return AllGather.apply(x.movedim(in_dims[0], 0), *rest), 1
 
 
@@ -151,7 +149,7 @@ class Broadcast(torch.autograd.Function):
         _, ctx.root, ctx.axis, ctx.label = inputs
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         summed = AllReduce.apply(grad, "sum", ctx.axis, "transpose", ctx.label)
         is_root = torch.ops.fdp.axis_index.default(grad.detach(), ctx.axis).to(grad.device) == ctx.root
         return torch.where(is_root, summed, torch.zeros_like(summed)), None, None, None
@@ -173,7 +171,7 @@ class Vary(torch.autograd.Function):
         pass
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return grad, None
 
     @staticmethod

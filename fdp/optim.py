@@ -118,9 +118,7 @@ def from_torch(cls: type[optim.Optimizer], **hyperparameters: Any) -> Optimizer:
         what = f"{cls.__name__}(differentiable=True) differentiates its step, but update is without autograd."
         raise _refusal(what, "leave differentiable out, or write the update in torch operations.")
     if not hasattr(cls, "_init_group"):
-        what = (
-            f"{cls.__name__} has no _init_group, so its state before the first step cannot be made exactly."
-        )
+        what = f"{cls.__name__} has no _init_group, so its state before the first step cannot be made exactly."
         raise _refusal(what, "write init and update as two functions and make an Optimizer of them.")
 
     given = {name: _floats(name, value) for name, value in hyperparameters.items() if _holds_tensor(value)}
@@ -162,16 +160,10 @@ class _Rule:
     def refuse_inexact_routes(self) -> None:
         name, flags = self.cls.__name__, self.explicit
         if flags.get("fused") and (len(self.held) > 1 or self.dampened):
-            why = (
-                "takes Python numbers, not tensors"
-                if len(self.held) > 1
-                else "dampens every gradient or none"
-            )
+            why = "takes Python numbers, not tensors" if len(self.held) > 1 else "dampens every gradient or none"
             raise _refusal(f"the kernel of {name}(fused=True) {why}.", "leave fused out.")
         if flags.get("capturable") is False and issubclass(self.cls, _CAPTURABLE_ONLY):
-            what = (
-                f"{name}(capturable=False) asks Python `if` about a tensor's value: no graph can hold that."
-            )
+            what = f"{name}(capturable=False) asks Python `if` about a tensor's value: no graph can hold that."
             raise _refusal(what, "leave capturable out.")
         if flags.get("foreach") and "capturable" in self.defaults and not flags.get("capturable"):
             what = f"{name}(foreach=True) without capturable takes lists of numbers: no graph can hold those."
@@ -222,9 +214,7 @@ class _Rule:
         """Let the class make its own state lazily, as at its first step, without taking the step."""
         p = p.detach().clone()
         if self.explicit.get("fused") and self.miscomputed(p):
-            what = (
-                f"the fused SGD kernel loses the momentum of {name}, {_describe(p)}: its results are noise."
-            )
+            what = f"the fused SGD kernel loses the momentum of {name}, {_describe(p)}: its results are noise."
             raise _refusal(what, "leave fused out.")
         try:
             optimizer: Any = self.build([p])
@@ -233,9 +223,7 @@ class _Rule:
             optimizer._init_group(optimizer.param_groups[0], *([] for _ in range(lists)))
         except (TypeError, ValueError, RuntimeError, AssertionError) as error:
             what = f"{self.cls.__name__} refuses the parameter {name}, {_describe(p)}: {error}."
-            raise _refusal(
-                what, "give each optimizer the part of the parameters that it supports."
-            ) from error
+            raise _refusal(what, "give each optimizer the part of the parameters that it supports.") from error
         state = dict(optimizer.state[p])
         if self.has_momentum:
             # torch has no buffer before the first step and starts it with the gradient. Negative zero is what

@@ -105,7 +105,9 @@ def _compare_structure(caller: str, tree: Tree, leaves: list[Any], ranks: Group)
     if ranks.size == 1:
         return
     kinds = [
-        f"{name}: {list(leaf.shape)} {leaf.dtype}" if isinstance(leaf, torch.Tensor) else f"{name}: {type(leaf).__name__}"
+        f"{name}: {list(leaf.shape)} {leaf.dtype}"
+        if isinstance(leaf, torch.Tensor)
+        else f"{name}: {type(leaf).__name__}"
         for name, leaf in zip(leaf_names(tree, "tree"), leaves, strict=True)
     ]
     (marks,) = zip(*_gather_marks([_text_mark("\n".join(kinds))], ranks, leaves), strict=True)

@@ -50,6 +50,16 @@ class Table:
         return f"{self._title}\n{body}"
 
 
+def count(number: int, noun: str) -> str:
+    """Write a number with its noun.
+
+    Example:
+        >>> count(1, "rank"), count(2, "rank")
+        ('1 rank', '2 ranks')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def format_bytes(size_bytes: float) -> str:
     """Write a number of bytes as a person reads it.
 

@@ -1,6 +1,6 @@
 """`data_parallel`: the transform, and the `Step` that it returns.
 
-    step_fn --trace--> Trace --plan--> Plan --emit--> callable
+step_fn --trace--> Trace --plan--> Plan --emit--> callable
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ from fdp.plan import Plan, plan_trace
 from fdp.plan.buckets import resolve_caps
 from fdp.trace import (
     Flat,
+    LastCall,
     Roles,
+    Summary,
     Trace,
     describe_change,
     flatten,
     refuse_unhashable,
     resolve_roles,
+    summarise,
+    take_apart,
     trace_step,
 )
 
@@ -36,10 +40,16 @@ _RETRACE_WARNING = 8
 """After so many traces a step is told that it keeps retracing, once."""
 
 
-@dataclass
-class _Prepared:
+_Place = tuple[int, Group, Any]
+"""Where a call happens: its number of arguments, the group, and what `_surroundings` says."""
+
+
+@dataclass(frozen=True)
+class _Recent:
+    place: _Place
+    call: LastCall
     emitted: Emitted
-    flat_example: Flat
+    all_tensors: bool
 
 
 class Step:
@@ -69,10 +79,11 @@ class Step:
         resolve_caps(bucket_cap_mb)
         self._check_replication = check_replication
         self._check_trace = check_trace
-        self._prepared: dict[Any, _Prepared] = {}
+        self._emitted: dict[Any, Emitted] = {}
         self._roles: dict[int, Roles] = {}
         self._agreed: set[str] = set()
-        self._last: Flat | None = None
+        self._recent: _Recent | None = None
+        self._previous: Summary | None = None
         self._signature = _signature(step_fn)
         self.traces = 0
 
@@ -104,17 +115,15 @@ class Step:
             return self._step(*args, **kwargs)
         if kwargs:
             args = self._positional(args, kwargs)
-        group = resolve_group(self._group)
+        place = (len(args), resolve_group(self._group), _surroundings())
         roles = self._roles_for(len(args))
-        flat = flatten(args, roles)
-        try:
-            prepared = self._prepared.get((flat.key, group, _surroundings()))
-        except TypeError:
-            prepared = None  # an argument cannot be hashed; which one, is said below
-        if prepared is None:
-            prepared = self._prepare(flat, roles, group)
-        self._last = flat
-        return prepared.emitted.run([leaf for leaf in flat.leaves if isinstance(leaf, torch.Tensor)])
+        leaves, spec, static = take_apart(args, roles)
+        recent = self._recent
+        if recent is None or recent.place != place or not recent.call.is_like(leaves, spec, static):
+            recent = self._recent = self._look_up(flatten(args, roles), roles, place)
+        if not recent.all_tensors:
+            leaves = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return recent.emitted.run(leaves)
 
     def trace(self, *args: Any, **kwargs: Any) -> Trace:
         """Trace the step on example arguments, without running it.
@@ -161,7 +170,22 @@ class Step:
         self.traces += 1
         return trace_step(self._step, flat, roles, group, self._check_replication)
 
-    def _prepare(self, flat: Flat, roles: Roles, group: Group) -> _Prepared:
+    def _look_up(self, flat: Flat, roles: Roles, place: _Place) -> _Recent:
+        try:
+            emitted = self._emitted.get((flat.key, place))
+        except TypeError:
+            emitted = None  # an argument cannot be hashed; which one, is said below
+        if emitted is None:
+            emitted = self._prepare(flat, roles, place)
+            self._emitted[(flat.key, place)] = emitted
+        self._previous = summarise(flat)
+        tensors = [index for index, leaf in enumerate(flat.leaves) if isinstance(leaf, torch.Tensor)]
+        kept = frozenset(tensors[output.slot] for output in emitted.plan.trace.outputs if output.slot is not None)
+        call = LastCall(flat, kept, bool(roles.donated))
+        return _Recent(place, call, emitted, len(tensors) == len(flat.leaves))
+
+    def _prepare(self, flat: Flat, roles: Roles, place: _Place) -> Emitted:
+        group = place[1]
         try:
             refuse_unhashable(self._name, flat, roles)
             plan = plan_trace(self._trace(flat, roles, group), self._bucket_cap_mb)
@@ -169,19 +193,17 @@ class Step:
             if self._check_trace:
                 check_emitted(emitted, self._step, flat, roles)
         except Exception as error:
-            if group.size > 1 and not self._prepared:
+            if group.size > 1 and not self._emitted:
                 announce_failure(group, error)
             raise
-        if len(self._prepared) + 1 == _RETRACE_WARNING and self._last is not None:
+        if len(self._emitted) + 1 == _RETRACE_WARNING and self._previous is not None:
             warnings.warn(
                 f"fdp: step {self._name!r} was traced for the {_RETRACE_WARNING}th time. What changed last: "
-                f"{describe_change(self._last, flat, self._name, roles)}. Each trace takes as long as several steps: pad "
-                "batches to few sizes, and pass numbers that change as tensors.",
-                stacklevel=3,
+                f"{describe_change(self._previous, flat, self._name, roles)}. Each trace takes as "
+                "long as several steps: pad batches to few sizes, and pass numbers that change as tensors.",
+                stacklevel=4,
             )
-        prepared = _Prepared(emitted, flat)
-        self._prepared[(flat.key, group, _surroundings())] = prepared
-        return prepared
+        return emitted
 
     def _roles_for(self, count: int) -> Roles:
         roles = self._roles.get(count)
@@ -199,15 +221,26 @@ class Step:
                 )
             )
         bound = self._signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        if bound.kwargs:
+        if bound.kwargs and not all(self._is_positional(name) for name in bound.kwargs):
+            keywords = sorted(name for name in bound.kwargs if not self._is_positional(name))
             raise ArgumentError(
                 build_message(
-                    f"step {self._name!r} takes {sorted(bound.kwargs)} by keyword only.",
+                    f"step {self._name!r} takes {keywords} by keyword only.",
                     remedy="make them positional: batch_argnums and the like count positions.",
                 )
             )
+        if bound.kwargs:
+            # An argument before these was left out: its default takes its place, and none behind them.
+            last = max(list(self._signature.parameters).index(name) for name in kwargs)
+            for name, parameter in list(self._signature.parameters.items())[:last]:
+                bound.arguments.setdefault(name, parameter.default)
+            bound.arguments = {n: bound.arguments[n] for n in self._signature.parameters if n in bound.arguments}
         return bound.args
+
+    def _is_positional(self, name: str) -> bool:
+        assert self._signature is not None
+        parameter = self._signature.parameters.get(name)
+        return parameter is not None and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
 
 
 def data_parallel(
@@ -273,7 +306,7 @@ def data_parallel(
             )
         )
     if step_fn is None:
-        return lambda fn: data_parallel(fn, **options)  # type: ignore[arg-type]
+        return lambda fn: data_parallel(fn, **options)
     if not callable(step_fn):
         raise ArgumentError(
             build_message(
@@ -288,7 +321,7 @@ def data_parallel(
                 remedy="apply, params, buffers = fdp.from_module(module), and decorate a step that calls apply.",
             )
         )
-    return Step(step_fn, **options)  # type: ignore[arg-type]
+    return Step(step_fn, **options)
 
 
 def _signature(step_fn: Callable[..., Any]) -> inspect.Signature | None:

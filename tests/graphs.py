@@ -369,8 +369,16 @@ def new_batch(seed: int) -> Tree:
 
 
 def copied(tree: Tree) -> Tree:
-    """The same tree with tensors of its own, each in the same layout where it has one."""
-    return optree.tree_map(lambda x: x.detach().clone(), tree)
+    """The same tree with tensors in memory of their own, each in the layout that it had.
+
+    The layout matters: a matrix product of the same numbers in another one may differ in its last bit.
+    """
+
+    def copy(x: torch.Tensor) -> torch.Tensor:
+        new = torch.empty(0, dtype=x.dtype)
+        return new.set_(x.untyped_storage().clone(), x.storage_offset(), x.shape, x.stride())
+
+    return optree.tree_map(copy, tree)
 
 
 def same_bits(one: Tree, two: Tree) -> bool:

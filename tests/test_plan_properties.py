@@ -47,6 +47,14 @@ def is_view(plan: Plan, item: Any) -> bool:
     return isinstance(item, Run) and plan.trace.operations[item.operations[0]].view
 
 
+def levels_of(plan: Plan) -> list[int]:
+    """For each operation, the last bucket that it needs the result of, however indirectly; -1 for none."""
+    inside, levels = bucket_of(plan), list[int]()
+    for operation in plan.trace.operations:
+        levels.append(max((max(levels[n], inside.get(n, -1)) for n in operation.needs), default=-1))
+    return levels
+
+
 def check_buckets(plan: Plan) -> None:
     """Who is in which bucket, and how a bucket is laid out."""
     reductions = plan.trace.reductions
@@ -54,7 +62,6 @@ def check_buckets(plan: Plan) -> None:
     # Every reduction that has elements, exactly once; and never one without.
     assert sorted(members) == [i for i, r in enumerate(reductions) if r.numel]
     caps_mb = resolve_caps(plan.bucket_cap_mb)
-    largest = max(caps_mb)
     for index, bucket in enumerate(plan.buckets):
         assert bucket.index == index
         own = [reductions[member] for member in bucket.members]
@@ -67,20 +74,27 @@ def check_buckets(plan: Plan) -> None:
         assert bucket.offsets == tuple(sum(r.numel for r in own[:k]) for k in range(len(own)))
         assert bucket.numel == sum(r.numel for r in own)
         assert bucket.size_bytes == sum(r.size_bytes for r in own)
-        # Over the cap only alone.
-        assert len(own) == 1 or bucket.size_bytes <= largest * MIB
         if bucket.op == "all_gather":
             assert len(own) == 1
+    levels = levels_of(plan)
+    level = {b.index: max(levels[reductions[m].operation] for m in b.members) for b in plan.buckets}
+    waits: list[bool] = []  # whether an operation needs any reduction, be it of no elements
+    for operation in plan.trace.operations:
+        needed = [plan.trace.operations[n].reduction for n in operation.needs]
+        waits.append(any(waits[n] for n in operation.needs) or any(r is not None for r in needed))
     kinds: dict[Any, list[int]] = {}
     for bucket in sorted(plan.buckets, key=lambda b: b.members[0]):
-        kinds.setdefault((bucket.op, bucket.root, bucket.dtype), []).append(bucket.index)
-    for kind, indices in kinds.items():
-        if kind[0] == "all_gather":
-            continue
+        # Nothing that has to wait shares a bucket with what has not.
+        alone = {waits[reductions[m].operation] for m in bucket.members}
+        assert len(alone) == 1
+        kinds.setdefault((bucket.op, bucket.root, bucket.dtype, alone.pop()), []).append(bucket.index)
+    # Over the cap only alone; an all-gather is always alone.
+    for indices in kinds.values():
         for nth, index in enumerate(indices):
             cap = caps_mb[min(nth, len(caps_mb) - 1)] * MIB
             assert len(plan.buckets[index].members) == 1 or plan.buckets[index].size_bytes <= cap
-    assert list(plan.buckets) == sorted(plan.buckets, key=lambda b: reductions[b.members[-1]].position)
+    # In the order in which they can start: by the last bucket that they need, then by production.
+    assert list(plan.buckets) == sorted(plan.buckets, key=lambda b: (level[b.index], b.members[-1]))
 
 
 def check_order(plan: Plan) -> None:
@@ -117,14 +131,6 @@ def real_needs(plan: Plan, roots: set[int]) -> set[int]:
         elif index not in inside:
             found.add(index)
     return found
-
-
-def levels_of(plan: Plan) -> list[int]:
-    """For each operation, the last bucket that it needs the result of, however indirectly; -1 for none."""
-    inside, levels = bucket_of(plan), list[int]()
-    for operation in plan.trace.operations:
-        levels.append(max((max(levels[n], inside.get(n, -1)) for n in operation.needs), default=-1))
-    return levels
 
 
 def check_starts_are_early(plan: Plan) -> None:

@@ -15,22 +15,23 @@ from test_bad_input import sgd_step
 import fdp
 
 Tree = dict[str, Any]
+DOUBLE = torch.float64
 
 
 def unusual(kind: str) -> Tree:
     """A state whose leaves share memory, repeat it, or lie in it out of order."""
-    flat = torch.arange(12.0) / 10
+    flat = torch.arange(12, dtype=DOUBLE) / 10
     if kind == "transposed":
-        return {"a": flat.clone().view(3, 4).t(), "b": torch.ones(3)}
+        return {"a": flat.clone().view(3, 4).t(), "b": torch.ones(3, dtype=DOUBLE)}
     if kind == "strided":
         return {"a": flat.clone()[::2], "b": flat.clone().view(3, 4)[:, 1]}
     if kind == "channels last":
         return {
-            "a": torch.arange(16.0).view(1, 2, 2, 4).to(memory_format=torch.channels_last),
-            "b": torch.ones(1),
+            "a": torch.arange(16, dtype=DOUBLE).view(1, 2, 2, 4).to(memory_format=torch.channels_last),
+            "b": torch.ones(1, dtype=DOUBLE),
         }
     if kind == "expanded":
-        return {"a": torch.ones(1).expand(4), "b": torch.ones(2, 1).expand(2, 3)}
+        return {"a": torch.ones(1, dtype=DOUBLE).expand(4), "b": torch.ones(2, 1, dtype=DOUBLE).expand(2, 3)}
     if kind == "same tensor twice":
         return {"a": flat, "b": flat}
     if kind == "views of one buffer":
@@ -81,16 +82,17 @@ def unusual_leaves(kind: str, donate: bool, optimizer: bool) -> None:
         step_fn = swap_step
         carried = {
             **state,
-            "old": torch.zeros(()),
+            "old": torch.zeros((), dtype=DOUBLE),
             "saved": torch.zeros_like(state["a"]),
             "same": torch.ones(3),
         }
     step = fdp.data_parallel(step_fn, donate_argnums=0 if donate else ())
+    old = torch.zeros((), dtype=DOUBLE)
     for i in range(3):
         sums = [0.2 * (i + 1), 0.4 * (i + 1)]
         previous = reference
         before = models.digest(carried)
-        new = step(carried, {"x": torch.full((2,), sums[rank] / 2)})
+        new = step(carried, {"x": torch.full((2,), sums[rank] / 2, dtype=DOUBLE)})
         assert donate or models.digest(carried) == before
         carried = new
         fdp.assert_replicated(carried)
@@ -105,6 +107,8 @@ def unusual_leaves(kind: str, donate: bool, optimizer: bool) -> None:
         reference = {k: p - 0.01 * grads[k] for k, p in previous.items()}
         torch.testing.assert_close({k: carried[k] for k in ("a", "b")}, reference)
         torch.testing.assert_close(carried["saved"], previous["a"])
+        old = old + reference["a"].sum()
+        torch.testing.assert_close(carried["old"], old)
         torch.testing.assert_close(carried["same"], torch.ones(3))
 
 

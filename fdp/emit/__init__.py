@@ -1,6 +1,6 @@
 """`Plan` -> callable: write the program, place its results, agree with the other ranks, run.
 
-    views, donation -> program; buffers, agreement -> emitted; check
+views, donation -> program; buffers, agreement -> emitted; check
 """
 
 from fdp.emit.agreement import announce_failure

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -29,9 +30,7 @@ def timeout_s() -> float:
 
 def schedule_text(plan: Plan) -> str:
     """Everything about a plan that must be equal on all ranks."""
-    lines = [
-        f"state {item.name} {list(item.shape)} {item.dtype}" for item in plan.trace.inputs if item.role == "state"
-    ]
+    lines = [f"state {item.name} {list(item.shape)} {item.dtype}" for item in plan.trace.inputs if item.role == "state"]
     lines += plan.messages.splitlines()
     lines += [f"argument {name} = {value}" for name, value in plan.trace.replicated_constants]
     lines += [
@@ -115,7 +114,7 @@ def announce_failure(group: Group, error: Exception) -> None:
         return
 
 
-def _exchange(group: Group, own: dict[str, object], name: str) -> list[dict[str, object]]:
+def _exchange(group: Group, own: dict[str, Any], name: str) -> list[dict[str, Any]]:
     limit = timeout_s()
     found = exchange(group, next_turn(group), json.dumps(own).encode(), limit)
     missing = [rank for rank, payload in enumerate(found) if payload is None]

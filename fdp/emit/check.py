@@ -48,7 +48,9 @@ def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Role
     devices = sorted({t.device.index or 0 for t in originals if t.device.type == "cuda"})
 
     def untraced() -> Any:
-        return run_untraced(step, flat, roles, emitted.group, [_copy(tensor).requires_grad_(False) for tensor in originals])
+        return run_untraced(
+            step, flat, roles, emitted.group, [_copy(tensor).requires_grad_(False) for tensor in originals]
+        )
 
     with torch.random.fork_rng(devices=devices):
         copies = [_copy(tensor) for tensor in originals]
@@ -185,7 +187,7 @@ def _gap(one: torch.Tensor, two: torch.Tensor) -> tuple[float, float]:
 
 def _equal_constants(one: Any, two: Any) -> bool:
     try:
-        return bool(one == two) or (one != one and two != two) or type(one) is type(two) and " at 0x" in repr(one)
+        return bool(one == two) or (one != one and two != two) or (type(one) is type(two) and " at 0x" in repr(one))
     except Exception:  # values that cannot be compared were made anew each time
         return type(one) is type(two)
 

@@ -100,9 +100,7 @@ class Emitted:
 
         return self._execute(tensors, start, lambda index: None)
 
-    def _execute(
-        self, tensors: list[torch.Tensor], start: Callable[[int], None], wait: Callable[[int], None]
-    ) -> Any:
+    def _execute(self, tensors: list[torch.Tensor], start: Callable[[int], None], wait: Callable[[int], None]) -> Any:
         if not self._busy.acquire(blocking=False):
             raise FdpError(
                 build_message(

@@ -1,6 +1,6 @@
 """`Trace` -> `Plan`: which reductions share a bucket, when each bucket starts, and what waits for it.
 
-    buckets -> schedule -> record
+buckets -> schedule -> record
 """
 
 from fdp.plan.build import plan_trace

@@ -75,8 +75,8 @@ def partition(
     for index, reduction in enumerate(reductions):
         if reduction.numel == 0:
             continue
-        for kind in [k for k, members in open_members.items() if upstream[index] & _bits(members)]:
-            close(kind)
+        for needed in [k for k, members in open_members.items() if upstream[index] & _bits(members)]:
+            close(needed)
         kind: Any = (reduction.op, reduction.root, reduction.dtype, str(reduction.device), bool(upstream[index]))
         if reduction.op == "all_gather":
             kind = (*kind, index)  # every rank's piece lies apart from the others': it travels alone
@@ -104,7 +104,15 @@ def make_buckets(reductions: Sequence[Reduction], groups: Sequence[Sequence[int]
         size_bytes = sum(reductions[member].size_bytes for member in members)
         buckets.append(
             Bucket(
-                index, first.op, first.root, first.dtype, first.device, tuple(members), tuple(offsets), numel, size_bytes
+                index,
+                first.op,
+                first.root,
+                first.dtype,
+                first.device,
+                tuple(members),
+                tuple(offsets),
+                numel,
+                size_bytes,
             )
         )
     return tuple(buckets)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fdp.stages import enter
-from fdp.table import Table, format_bytes
+from fdp.table import Table, count, format_bytes
 from fdp.trace.record import Trace
 
 
@@ -112,14 +112,14 @@ class Plan:
         Raises:
             ArgumentError: the group has another size.
         """
-        return enter("emit", self, group)  # type: ignore[no-any-return]
+        return enter("emit", self, group)
 
     def __str__(self) -> str:
         caps = ", ".join(f"{cap:g}" for cap in self.bucket_cap_mb)
         total = sum(bucket.size_bytes for bucket in self.buckets)
         title = (
-            f"Plan of {self.trace.name} ({self.trace.source}), {self.trace.world_size} ranks: "
-            f"{len(self.buckets)} buckets, {format_bytes(total)}, caps {caps} MiB"
+            f"Plan of {self.trace.name} ({self.trace.source}), {count(self.trace.world_size, 'rank')}: "
+            f"{count(len(self.buckets), 'bucket')}, {format_bytes(total)}, caps {caps} MiB"
         )
         table = Table(title, ("bucket", "op", "dtype", "gradients", "bytes", "starts after", "waited for before"))
         starts, waits = self._neighbours()

@@ -31,9 +31,7 @@ def order(
         Each operation once (lanes of one call that can run together, together), each bucket's start once, and
         its wait once, after it. Operations of one level keep the order of the user's program.
     """
-    bucket_of = {
-        reductions[member].operation: bucket.index for bucket in buckets for member in bucket.members
-    }
+    bucket_of = {reductions[member].operation: bucket.index for bucket in buckets for member in bucket.members}
     levels = _levels(operations, bucket_of)
     # A bucket can start when all that its members are computed from has run. Views cost nothing: they are run when
     # they are first asked for, so that none holds back a bucket or keeps a value alive.
@@ -95,8 +93,8 @@ def order(
         schedule.append(Run(call))
         done.update(call)
         for index in call:
-            for bucket in waiting_for.get(index, ()):
-                missing[bucket].discard(index)
+            for waiting in waiting_for.get(index, ()):
+                missing[waiting].discard(index)
     start_ready(math.inf)
     for index, operation in enumerate(operations):
         if operation.view and index not in done:
@@ -119,9 +117,7 @@ def _levels(operations: Sequence[Operation], bucket_of: dict[int, int]) -> list[
     return levels
 
 
-def _real_needs(
-    operations: Sequence[Operation], roots: Sequence[int], bucket_of: dict[int, int]
-) -> set[int]:
+def _real_needs(operations: Sequence[Operation], roots: Sequence[int], bucket_of: dict[int, int]) -> set[int]:
     """What has to run before some operations can, looking through views; earlier buckets are not run but waited for."""
     found: set[int] = set()
     seen: set[int] = set()
@@ -138,9 +134,7 @@ def _real_needs(
     return found
 
 
-def _calls(
-    operations: Sequence[Operation], levels: Sequence[int], todo: Sequence[int]
-) -> Iterator[tuple[int, ...]]:
+def _calls(operations: Sequence[Operation], levels: Sequence[int], todo: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Join the lanes of one operator call that wait for the same bucket; any other operation is a call of its own."""
 
     def call_of(index: int) -> tuple[int, str | int]:

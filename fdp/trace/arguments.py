@@ -70,7 +70,8 @@ def resolve_roles(
 
     def positions(option: str, numbers: int | Iterable[int]) -> frozenset[int]:
         found = set()
-        for number in (numbers,) if isinstance(numbers, int) else tuple(numbers):
+        listed = numbers if isinstance(numbers, Iterable) and not isinstance(numbers, str) else (numbers,)
+        for number in listed:
             if isinstance(number, bool) or not isinstance(number, int) or not -count <= number < count:
                 raise ArgumentError(
                     build_message(
@@ -113,21 +114,32 @@ def _parameter_names(step: Callable[..., Any], count: int) -> tuple[str, ...]:
     return tuple(names[:count])
 
 
-def flatten(args: tuple[Any, ...], roles: Roles) -> Flat:
-    """Put the leaves of the arguments in a row and work out the signature; this runs at every call."""
+_NO_STATIC: tuple[Any, ...] = ()
+
+
+def take_apart(args: tuple[Any, ...], roles: Roles) -> tuple[list[Any], optree.PyTreeSpec, tuple[Any, ...]]:
+    """The leaves of the arguments in a row, their tree structure, and the static arguments; runs at every call."""
+    static = _NO_STATIC
     if roles.static:
         static = tuple(args[i] for i in sorted(roles.static))
         args = tuple(arg for i, arg in enumerate(args) if i not in roles.static)
-    else:
-        static = ()
-    leaves, spec = optree.tree_flatten(args)
+    return *optree.tree_flatten(args), static
+
+
+def describe_leaf(leaf: Any) -> tuple[Any, ...]:
+    """What a signature holds of a leaf."""
+    if isinstance(leaf, torch.Tensor):
+        return (
+            leaf.shape, leaf.dtype, leaf.device, leaf.stride(), leaf.storage_offset(), leaf.is_conj(), leaf.is_neg()
+        )  # fmt: skip
+    return (type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf)
+
+
+def flatten(args: tuple[Any, ...], roles: Roles) -> Flat:
+    """Put the leaves of the arguments in a row and work out the signature in full."""
+    leaves, spec, static = take_apart(args, roles)
     parts: list[Any] = [spec, *((type(value), value, _exact(value)) for value in static)]
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            parts += (leaf.shape, leaf.dtype, leaf.device, leaf.stride(), leaf.storage_offset())
-            parts += (leaf.is_conj(), leaf.is_neg())
-        else:
-            parts += (type(leaf), leaf if not isinstance(leaf, (float, complex)) else repr(leaf))
+    parts += map(describe_leaf, leaves)
     if roles.donated:
         # Whether tensors share memory decides what may be written in place.
         owners: dict[int, int] = {}
@@ -246,17 +258,26 @@ def _refuse_foreign_leaves(
         )
 
 
-def describe_change(old: Flat, new: Flat, step_name: str, roles: Roles) -> str:
+Summary = tuple[optree.PyTreeSpec, tuple[Any, ...], tuple[str, ...]]
+"""What is remembered of a call for a later message: structure, static arguments, and each leaf as text."""
+
+
+def summarise(flat: Flat) -> Summary:
+    """Describe a call without holding on to its tensors."""
+    return flat.spec, flat.static, tuple(map(_describe, flat.leaves))
+
+
+def describe_change(old: Summary, new: Flat, step_name: str, roles: Roles) -> str:
     """Say what differs between two signatures: the first argument that changed, with its old and new value."""
-    if old.spec != new.spec:
-        return f"the structure of the arguments: {old.spec} became {new.spec}"
-    if old.static != new.static:
-        return f"the static arguments: {old.static!r} became {new.static!r}"
+    spec, static, leaves = old
+    if spec != new.spec:
+        return f"the structure of the arguments: {spec} became {new.spec}"
+    if static != new.static:
+        return f"the static arguments: {static!r} became {new.static!r}"
     names, _ = describe_inputs(step_name, new, roles)
-    for name, before, after in zip(names, old.leaves, new.leaves, strict=True):
-        first, second = _describe(before), _describe(after)
-        if first != second:
-            return f"{name}: {first} became {second}"
+    for name, before, after in zip(names, leaves, map(_describe, new.leaves), strict=True):
+        if before != after:
+            return f"{name}: {before} became {after}"
     return "which arguments share memory"
 
 

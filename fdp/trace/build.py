@@ -17,7 +17,14 @@ from fdp.group import Group
 from fdp.pytree import leaf_names
 from fdp.trace.arguments import Flat, Roles, describe_inputs
 from fdp.trace.capture import capture, recording, untraceable
-from fdp.trace.checks import check_branches, check_closure, check_devices, check_initialised, check_outputs, check_writes
+from fdp.trace.checks import (
+    check_branches,
+    check_closure,
+    check_devices,
+    check_initialised,
+    check_outputs,
+    check_writes,
+)
 from fdp.trace.closure import closed_over_names
 from fdp.trace.dependencies import operations_of
 from fdp.trace.effects import is_marker, operator_name
@@ -155,9 +162,7 @@ def _definition(step: Callable[..., Any]) -> str:
 
 def _constants(names: Sequence[str], flat: Flat, roles: Roles) -> list[tuple[str, str]]:
     plain = [
-        (name, repr(leaf))
-        for name, leaf in zip(names, flat.leaves, strict=True)
-        if not isinstance(leaf, torch.Tensor)
+        (name, repr(leaf)) for name, leaf in zip(names, flat.leaves, strict=True) if not isinstance(leaf, torch.Tensor)
     ]
     fixed = zip(sorted(roles.static), flat.static, strict=True)
     return plain + [(roles.names[position], _stable_repr(value)) for position, value in fixed]
@@ -270,12 +275,9 @@ def _assign_slots(
                 best = found
         slots.update(best)
     return [
-        Output(**{**output.__dict__, "slot": slots[at]}) if at in slots else output
-        for at, output in enumerate(outputs)
+        Output(**{**output.__dict__, "slot": slots[at]}) if at in slots else output for at, output in enumerate(outputs)
     ]
 
 
 def _fits(output: Output, item: Input) -> bool:
     return output.shape == item.shape and output.dtype == item.dtype
-
-

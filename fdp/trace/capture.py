@@ -194,7 +194,6 @@ def _drop_dead_code(graph_module: fx.GraphModule) -> None:
 def _complete_examples(graph_module: fx.GraphModule, fake_mode: FakeTensorMode) -> None:
     """Give closed-over tensors, which the tracer leaves as they are, an example value like all others."""
     for node in graph_module.graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "get_attr" and isinstance(getattr(graph_module, node.target, None), torch.Tensor):
-            if not isinstance(value, FakeTensor):
-                node.meta["val"] = fake_mode.from_tensor(getattr(graph_module, node.target), static_shapes=True)
+        real = getattr(graph_module, node.target, None) if node.op == "get_attr" else None
+        if isinstance(real, torch.Tensor) and not isinstance(node.meta.get("val"), FakeTensor):
+            node.meta["val"] = fake_mode.from_tensor(real, static_shapes=True)

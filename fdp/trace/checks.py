@@ -28,7 +28,9 @@ def check_closure(name: str, graph_module: fx.GraphModule, names: Mapping[int, s
             known = names.get(id(tensor), f"a parameter of shape {list(tensor.shape)}")
             user = next(iter(node.users), None)
             line = user.meta.get("source") if user is not None else None
-            offenders.setdefault(known, f"{known}: {list(tensor.shape)} {tensor.dtype}" + (f", used at {line}" if line else ""))
+            offenders.setdefault(
+                known, f"{known}: {list(tensor.shape)} {tensor.dtype}" + (f", used at {line}" if line else "")
+            )
     if offenders:
         raise PurityError(
             build_message(
@@ -42,9 +44,7 @@ def check_closure(name: str, graph_module: fx.GraphModule, names: Mapping[int, s
         )
 
 
-def check_writes(
-    name: str, graph_module: fx.GraphModule, inputs: Sequence[Input], names: Mapping[int, str]
-) -> None:
+def check_writes(name: str, graph_module: fx.GraphModule, inputs: Sequence[Input], names: Mapping[int, str]) -> None:
     """Refuse a step that changes, in place, an input that it was not given for good, or a closed-over tensor.
 
     Raises:
@@ -156,7 +156,9 @@ def check_devices(name: str, graph: fx.Graph) -> None:
         )
 
 
-def check_outputs(name: str, outputs: Sequence[Output], origins: Mapping[str, fx.Node], labels: Mapping[str, str]) -> None:
+def check_outputs(
+    name: str, outputs: Sequence[Output], origins: Mapping[str, fx.Node], labels: Mapping[str, str]
+) -> None:
     """Refuse a step that returns, undeclared, a value which may differ from rank to rank.
 
     Args:
@@ -196,5 +198,3 @@ def _available(device: torch.device) -> bool:
     if module is None or not hasattr(module, "is_available"):
         return False
     return bool(module.is_available()) and (device.index or 0) < int(module.device_count())
-
-

@@ -94,7 +94,7 @@ def effects_of(node: fx.Node) -> Effects:
         writes=tuple(writes),
         overwrites=overwrites,
         view=view and not writes,
-        random=torch.Tag.nondeterministic_seeded in target.tags,
+        random=torch.Tag.nondeterministic_seeded in target.tags and _draws(node),
         uninitialised=name in _UNINITIALISED,
     )
 
@@ -175,6 +175,19 @@ def list_arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
     for argument, value in bound_arguments(node):
         if isinstance(value, (list, tuple)) and argument.type.kind() == "ListType":
             yield argument, value
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether an operator that can draw random numbers does: attention and dropout that drop nothing do not."""
+    target: Any = node.target
+    given = {argument.name: value for argument, value in bound_arguments(node)}
+    for argument in target._schema.arguments:
+        value = given.get(argument.name, argument.default_value)
+        if argument.name in ("dropout_p", "p", "dropout") and value == 0 and isinstance(value, (int, float)):
+            return False
+        if argument.name in ("train", "training") and value is False:
+            return False
+    return True
 
 
 def _updates_statistics(node: fx.Node) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fdp.stages import enter
-from fdp.table import Table, format_bytes
+from fdp.table import Table, count, format_bytes
 
 
 @dataclass(frozen=True)
@@ -181,9 +181,10 @@ class Trace:
     def __str__(self) -> str:
         total = sum(reduction.size_bytes for reduction in self.gradients)
         head = (
-            f"Trace of {self.name} ({self.source}), {self.world_size} ranks: {len(self.inputs)} inputs, "
-            f"{len(self.outputs)} outputs, {len(self.operations)} operations, {len(self.gradients)} gradients "
-            f"of {format_bytes(total)}"
+            f"Trace of {self.name} ({self.source}), {count(self.world_size, 'rank')}: "
+            f"{count(len(self.inputs), 'input')}, {count(len(self.outputs), 'output')}, "
+            f"{count(len(self.operations), 'operation')}, "
+            f"{count(len(self.gradients), 'gradient')} of {format_bytes(total)}"
         )
         reductions = Table("reductions, in the order in which they are produced",
                            ("#", "name", "kind", "op", "shape", "dtype", "bytes", "produced by", "line"))  # fmt: skip

@@ -1,8 +1,9 @@
 """Which line of the user's code each node of a trace came from, also for the backward pass.
 
 In the forward pass the innermost line that belongs neither to torch nor to fdp is noted for every operator as it is
-recorded, under the sequence number that autograd gave the operation; in the backward pass the node of the autograd
-graph that is running has the same number, and leads back to that line. (This relies on `torch._C._current_autograd_node` and `torch._C._autograd._get_sequence_nr`.)
+recorded, under the sequence number that autograd gave the operation. In the backward pass the node of the autograd
+graph that is running has the same number, and leads back to that line.
+(This relies on `torch._C._current_autograd_node` and `torch._C._autograd._get_sequence_nr`.)
 """
 
 from __future__ import annotations
