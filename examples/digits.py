@@ -93,7 +93,7 @@ def main() -> None:
     rank, ranks = int(fdp.axis_index()), fdp.axis_size()
     if args.batch_size % ranks:
         raise SystemExit(f"--batch-size {args.batch_size} cannot be shared evenly by {ranks} ranks")
-    console = Console(quiet=rank != 0)  # one rank speaks for all
+    console = Console(quiet=rank != 0, highlight=False)  # one rank speaks for all
     train, test = load_digits(device)
 
     # The network as pure functions of (params, buffers), once as it trains and once as it is tested: the mode
@@ -140,7 +140,7 @@ def main() -> None:
 
     # A plan can be read before anything has been sent. All ranks ask for it, one prints it.
     plan = train_step.plan(state, {name: x[: args.batch_size // ranks] for name, x in train.items()})
-    console.print(str(plan), markup=False, highlight=False, soft_wrap=True)
+    console.print(str(plan), markup=False, soft_wrap=True)
 
     columns = (TextColumn("epoch {task.fields[epoch]}"), BarColumn(), MofNCompleteColumn())
     epochs_s = []

@@ -12,6 +12,7 @@ tested without a process group.
 
 from fdp import optim
 from fdp.autodiff import grad, value_and_grad
+from fdp.checkpoint import load, save
 from fdp.collectives import all_gather, axis_index, axis_size, broadcast, per_rank, pmax, pmean, pmin, psum
 from fdp.errors import (
     AgreementError,
@@ -49,6 +50,7 @@ __all__ = [
     "data_parallel",
     "from_module",
     "grad",
+    "load",
     "optim",
     "per_rank",
     "pmax",
@@ -56,5 +58,6 @@ __all__ = [
     "pmin",
     "psum",
     "replicate",
+    "save",
     "value_and_grad",
 ]

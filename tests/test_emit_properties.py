@@ -123,3 +123,67 @@ def test_a_step_computes_what_its_function_computes(world: int, donate: bool) ->
         three_calls(program, world, cap, donate)
 
     check()
+
+
+@examples(60)
+@given(programs(writes_inputs=True), caps(), st.sampled_from([1, 2]))
+def test_a_step_that_writes_into_a_donated_state_computes_the_same(program: Program, cap: Any, world: int) -> None:
+    three_calls(program, world, cap, donate=True)
+
+
+def inputs_written(program: Program) -> set[str]:
+    """The leaves of the state that a program changes in place, as their version counters tell."""
+    state = new_state()
+    before = dict(state)
+    with step_axis("identity", fake_group(1)):
+        program.step(state, new_batch(0))
+    return {f"state['{key}']" for key, leaf in before.items() if leaf._version}
+
+
+@examples(80)
+@given(programs(writes_inputs=True), caps())
+def test_a_step_that_writes_into_a_state_that_is_not_donated_is_refused(program: Program, cap: Any) -> None:
+    """Exactly those that change an input are refused, and exactly the changed inputs are named."""
+    written = inputs_written(program)
+    if not written:
+        three_calls(program, 1, cap, donate=False)
+        return
+    state, batch = new_state(), new_batch(0)
+    before = copied((state, batch))
+    with pytest.raises(fdp.PurityError) as caught:
+        Runner(program, 1, cap, donate=False)(state, batch, 0)
+    named = {line.strip().split(":")[0] for line in str(caught.value).splitlines()[1:-1]}
+    assert named == written
+    assert same_bits((state, batch), before)
+
+
+@examples(40)
+@given(programs(), st.sampled_from([1, 2]))
+def test_the_check_of_a_new_trace_finds_nothing_wrong_and_changes_nothing(program: Program, world: int) -> None:
+    """What `check_trace=True` does at the first call: no false alarm, no effect on arguments or random numbers."""
+    state, batch = new_state(), new_batch(0)
+    before = copied((state, batch))
+    step = fdp.data_parallel(program.step, check_replication=False)
+    torch.manual_seed(0)
+    found = step(state, batch)
+    after = torch.get_rng_state()
+    assert same_bits((state, batch), before)
+    assert same_bits(found, plainly(program, state, batch, 0, 1))
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+@examples(40)
+@given(programs(), caps())
+def test_outputs_that_vary_are_declared_so_whatever_the_program(program: Program, cap: Any) -> None:
+    """No false "replicated": two ranks with different batches and noise agree on every output that is called so.
+
+    Each rank runs by itself, with the collectives of both taken out: an output that is called replicated must not
+    change with the batch or the seed, once all collectives give what they gave.
+    """
+    trace = fdp.data_parallel(program.step, group=fake_group(2), check_replication=False).trace(new_state(), new_batch(0))
+    if trace.reductions or "broadcast" in program.source:
+        return  # what ranks combine depends on both; the other programs are many enough
+    one = plainly(program, new_state(), new_batch(0), 0, 2)
+    two = plainly(program, new_state(), new_batch(1), 1, 2)
+    for output, x, y in zip(trace.outputs, optree.tree_leaves(one), optree.tree_leaves(two), strict=True):
+        assert output.varying or same_bits(x, y), output.name

@@ -30,7 +30,8 @@ def timeout_s() -> float:
 
 def schedule_text(plan: Plan) -> str:
     """Everything about a plan that must be equal on all ranks."""
-    lines = [f"state {item.name} {list(item.shape)} {item.dtype}" for item in plan.trace.inputs if item.role == "state"]
+    lines = [f"step {plan.trace.name}"]
+    lines += [f"state {item.name} {list(item.shape)} {item.dtype}" for item in plan.trace.inputs if item.role == "state"]
     lines += plan.messages.splitlines()
     lines += [f"argument {name} = {value}" for name, value in plan.trace.replicated_constants]
     lines += [

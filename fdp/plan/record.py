@@ -131,10 +131,17 @@ class Plan:
         return str(table)
 
     def _contents(self, bucket: Bucket) -> str:
-        names = [self.trace.reductions[member].name for member in bucket.members]
-        gradients = sum(self.trace.reductions[member].kind == "gradient" for member in bucket.members)
-        shown = names if len(names) <= 4 else [*names[:2], f"... {len(names) - 4} more ...", *names[-2:]]
-        return f"{gradients}: " + ", ".join(shown) if gradients else ", ".join(shown)
+        parts = []
+        for kind, gradient in (("gradient", True), ("other value", False)):
+            names = [
+                self.trace.reductions[member].name
+                for member in bucket.members
+                if (self.trace.reductions[member].kind == "gradient") is gradient
+            ]
+            shown = names if len(names) <= 4 else [names[0], f"... {len(names) - 2} more ...", names[-1]]
+            if names:
+                parts.append(f"{count(len(names), kind)}: {', '.join(shown)}")
+        return "; ".join(parts)
 
     def _neighbours(self) -> tuple[dict[int, str], dict[int, str]]:
         """For each bucket, the operation that it starts after and the one that it is waited for before."""

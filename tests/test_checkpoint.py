@@ -1,0 +1,76 @@
+"""Saving and loading a state: bit for bit, on other numbers of ranks, with the structure checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+import fdp
+
+
+def make_state(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    return {
+        "params": {"w": torch.randn(3, 4), "half": torch.randn(5).bfloat16(), "empty": torch.zeros(0, 2)},
+        "opt": [torch.tensor(7), torch.randn(4, 3).t(), torch.tensor([float("nan"), -0.0])],
+        "epoch": seed,
+    }
+
+
+def assert_same_bits(one: dict[str, Any], two: dict[str, Any]) -> None:
+    from fdp.fingerprint import fingerprint
+
+    assert one["epoch"] == two["epoch"]
+    flat = [*one["params"].values(), *one["opt"]], [*two["params"].values(), *two["opt"]]
+    for a, b in zip(*flat, strict=True):
+        assert fingerprint(a) == fingerprint(b)
+
+
+def test_round_trip_in_a_world_of_one(tmp_path: Path) -> None:
+    state, like = make_state(1), make_state(2)
+    fdp.save(tmp_path / "a", state)
+    loaded = fdp.load(tmp_path / "a", like)
+    assert_same_bits(loaded, make_state(1))
+    assert_same_bits(like, make_state(2))  # not changed
+    fdp.save(tmp_path / "a", make_state(3))  # a later save replaces an earlier one
+    assert_same_bits(fdp.load(tmp_path / "a", like), make_state(3))
+
+
+def save_on_ranks(path: str) -> None:
+    fdp.save(path, make_state(5))
+
+
+def load_on_ranks(path: str) -> None:
+    loaded = fdp.load(path, make_state(100 + dist.get_rank()))
+    assert_same_bits(loaded, make_state(5))
+    fdp.assert_replicated(loaded)
+
+
+def test_another_number_of_ranks_loads_what_two_saved(tmp_path: Path) -> None:
+    ranks.run(2, save_on_ranks, str(tmp_path / "a"))
+    ranks.run(2, load_on_ranks, str(tmp_path / "a"))
+    assert_same_bits(fdp.load(tmp_path / "a", make_state(2)), make_state(5))
+
+
+def test_another_structure_is_refused_and_every_difference_named(tmp_path: Path) -> None:
+    fdp.save(tmp_path / "a", {"w": torch.ones(2), "b": torch.ones(3), "n": 1, "old": torch.ones(1)})
+    with pytest.raises(fdp.ArgumentError) as caught:
+        fdp.load(tmp_path / "a", {"w": torch.ones(3), "b": torch.ones(3).double(), "n": torch.ones(1), "new": 1})
+    assert str(caught.value).splitlines()[1:-1] == [
+        "  state['new']: not in the checkpoint",
+        "  state['old']: in the checkpoint only",
+        "  state['b']: [3] torch.float32 in the checkpoint, [3] torch.float64 in `like`",
+        "  state['n']: a Python value in the checkpoint, [1] torch.float32 in `like`",
+        "  state['w']: [2] torch.float32 in the checkpoint, [3] torch.float32 in `like`",
+    ]
+    assert str(caught.value).splitlines()[-1].startswith("Remedy: ")
+
+
+def test_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(fdp.ArgumentError, match="found no checkpoint in"):
+        fdp.load(tmp_path, {"w": torch.ones(2)})
