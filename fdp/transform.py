@@ -168,7 +168,10 @@ class Step:
 
     def _trace(self, flat: Flat, roles: Roles, group: Group) -> Trace:
         self.traces += 1
-        return trace_step(self._step, flat, roles, group, self._check_replication)
+        devices = sorted({x.device.index for x in flat.leaves if isinstance(x, torch.Tensor) and x.is_cuda})
+        # Nothing is drawn while tracing; but a step that seeds a generator does it to the real one.
+        with torch.random.fork_rng(devices=devices):
+            return trace_step(self._step, flat, roles, group, self._check_replication)
 
     def _look_up(self, flat: Flat, roles: Roles, place: _Place) -> _Recent:
         try:

@@ -6,9 +6,6 @@ on one rank only would be out of step for the tests after it.
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -155,62 +152,6 @@ def test_batches_of_different_length() -> None:
         torch.testing.assert_close(got[key], state)
 
 
-# --- ranks that die or never come --------------------------------------------------------------------
-
-
-def die_after(steps: int, victim: int) -> tuple[str, list[str], str, float]:
-    rank = dist.get_rank()
-    step = fdp.data_parallel(sgd_step)
-    state = {"a": torch.ones(3), "b": torch.ones(2, 2)}
-    for i in range(steps + 5):
-        if i == steps and rank == victim:
-            os.kill(os.getpid(), signal.SIGKILL)
-        start = time.monotonic()
-        try:
-            state = step(state, {"x": torch.full((2,), 0.1 * (rank + 1))})
-        except Exception as error:  # the test looks at what it is
-            names = [c.__name__ for c in type(error).__mro__]
-            return "raised", names, str(error), time.monotonic() - start
-    return "finished", [], "", 0.0
-
-
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("steps", [0, 3])
-def test_a_killed_rank_is_an_error_on_the_others(world: int, steps: int) -> None:
-    """Whether it dies before the first agreement or in the middle of training; and nobody waits for ever."""
-    victim = 1
-    env = {"FDP_AGREE_TIMEOUT_S": "5", "RANKS_TIMEOUT_S": "10"}
-    outcomes = ranks.run_fresh(world, die_after, steps, victim, env=env, deadline_s=60, grace_s=50)
-    for outcome in outcomes:
-        if outcome.rank == victim:
-            assert outcome.exitcode == -signal.SIGKILL
-            continue
-        assert outcome.ok, outcome.describe()
-        status, names, message, waited_s = outcome.value
-        assert status == "raised"
-        assert "PeerError" in names or (steps == 0 and "AgreementError" in names), (names, message)
-        assert waited_s < 30
-        check_message(message, "sgd_step")
-
-
-def leave_rank_alone(limit_s: float) -> tuple[str, float]:
-    if dist.get_rank() == 1:
-        time.sleep(limit_s + 4)  # alive, and busy with something else
-        return "", 0.0
-    start = time.monotonic()
-    with pytest.raises(fdp.AgreementError) as caught:
-        fdp.data_parallel(sgd_step)({"a": torch.ones(3)}, {"x": torch.ones(2)})
-    return str(caught.value), time.monotonic() - start
-
-
-def test_a_rank_that_never_comes_is_named_after_the_time_limit() -> None:
-    outcomes = ranks.run_fresh(2, leave_rank_alone, 3.0, env={"FDP_AGREE_TIMEOUT_S": "3"}, deadline_s=40)
-    assert all(o.ok for o in outcomes), outcomes[0].describe()
-    message, waited_s = outcomes[0].value
-    assert 2.5 < waited_s < 8
-    check_message(message, "sgd_step", "rank 1", "3")
-
-
 # --- arguments that are no tensors -------------------------------------------------------------------
 
 
@@ -275,18 +216,26 @@ def test_numbers_and_strings_in_the_state_retrace_with_the_right_result() -> Non
         torch.testing.assert_close(out["w"], torch.full((3,), expected))
 
 
-def number_by_rank() -> None:
-    """A number of the state that is baked into each rank's trace, and would drive the ranks apart."""
-    scale = 2.0 + dist.get_rank()
+def number_by_rank(where: str) -> None:
+    """A number that each rank bakes into its own trace, in a part of the step that is taken for replicated."""
+    rank = dist.get_rank()
+    closed_over = 2.0 + rank
 
     def step_fn(state: Tree, batch: Tree) -> Tree:
-        return {"w": state["w"] * state["scale"] + fdp.psum(batch["x"])}
+        total = fdp.psum(batch["x"].sum(0))
+        if where == "length of the batch":  # the right way: fdp.psum(len(batch["x"]))
+            return {"w": state["w"] - total / (len(batch["x"]) * fdp.axis_size())}
+        scale = state["scale"] if where == "state" else closed_over
+        return {"w": state["w"] * scale if where == "no collective" else state["w"] * scale + total}
 
-    fdp.data_parallel(step_fn)({"w": torch.ones(3), "scale": scale}, {"x": torch.ones(3)})
+    state = {"w": torch.ones(3), "scale": 2.0 + (rank if where == "state" else 0)}
+    size = 3 + 2 * rank if where == "length of the batch" else 3
+    fdp.data_parallel(step_fn)(state, {"x": torch.ones(size, 3)})
 
 
-def test_a_number_that_differs_between_ranks_is_not_taken_for_replicated() -> None:
-    for outcome in ranks.run_fresh(2, number_by_rank, deadline_s=40):
+@pytest.mark.parametrize("where", ["state", "closed over", "no collective", "length of the batch"])
+def test_a_number_that_differs_between_ranks_is_not_taken_for_replicated(where: str) -> None:
+    for outcome in ranks.run_fresh(2, number_by_rank, where, deadline_s=40):
         assert outcome.error is not None, "ranks went apart in silence"
         assert "FdpError" in outcome.error.names, outcome.describe()
         check_message(outcome.error.message, "step_fn")

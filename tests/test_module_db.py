@@ -23,7 +23,7 @@ import ranks
 import torch
 import torch.distributed as dist
 
-CHUNKS = 8
+CHUNKS = 12
 # Samples of this module are a product of every option with every other (857 of them), so each 17th is taken.
 EVERY_NTH_SAMPLE = {"nn.LinearCrossEntropyLoss": 17}
 

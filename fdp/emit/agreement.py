@@ -31,7 +31,9 @@ def timeout_s() -> float:
 def schedule_text(plan: Plan) -> str:
     """Everything about a plan that must be equal on all ranks."""
     lines = [f"step {plan.trace.name}"]
-    lines += [f"state {item.name} {list(item.shape)} {item.dtype}" for item in plan.trace.inputs if item.role == "state"]
+    lines += [
+        f"state {item.name} {list(item.shape)} {item.dtype}" for item in plan.trace.inputs if item.role == "state"
+    ]
     lines += plan.messages.splitlines()
     lines += [f"argument {name} = {value}" for name, value in plan.trace.replicated_constants]
     lines += [
@@ -39,6 +41,7 @@ def schedule_text(plan: Plan) -> str:
         for output in plan.trace.outputs
         if output.node is None and " at 0x" not in repr(output.constant)
     ]
+    lines += plan.trace.replicated_calls
     return "\n".join(lines)
 
 

@@ -220,12 +220,23 @@ def describe_inputs(step_name: str, flat: Flat, roles: Roles) -> tuple[list[str]
             stride=leaf.stride(),
             role="batch" if position in roles.batch else "state",
             donated=position in roles.donated,
-            shares_memory=counts[leaf.untyped_storage()._cdata] > 1 or torch._debug_has_internal_overlap(leaf) != 0,
+            shares_memory=counts[leaf.untyped_storage()._cdata] > 1 or _overlaps_itself(leaf),
         )
         for name, position, leaf in zip(names, owner, flat.leaves, strict=True)
         if isinstance(leaf, torch.Tensor)
     ]
     return names, inputs
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements may lie in one place: a dimension's stride does not step over all that lies inside it."""
+    inside = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= inside:
+                return True
+            inside += stride * (size - 1)
+    return False
 
 
 def _refuse_foreign_leaves(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
@@ -27,8 +27,9 @@ from fdp.trace.checks import (
 )
 from fdp.trace.closure import closed_over_names
 from fdp.trace.dependencies import operations_of
-from fdp.trace.effects import is_marker, operator_name
+from fdp.trace.effects import is_marker
 from fdp.trace.record import Input, Operation, Output, Reduction, Trace
+from fdp.trace.replicated import closed_over, replicated_calls
 from fdp.trace.variance import varying_nodes
 
 
@@ -104,7 +105,8 @@ def trace_step(
         operations=tuple(operations),
         reductions=tuple(reductions),
         replicated_constants=tuple(_constants(names, flat, roles)),
-        closed_over=tuple(_closed_over(graph_module, closure)),
+        closed_over=tuple(closed_over(graph_module, closure)),
+        replicated_calls=tuple(replicated_calls(graph_module, varying)),
         graph=graph_module,
         in_spec=flat.spec,
         out_spec=out_spec,
@@ -166,15 +168,6 @@ def _constants(names: Sequence[str], flat: Flat, roles: Roles) -> list[tuple[str
     ]
     fixed = zip(sorted(roles.static), flat.static, strict=True)
     return plain + [(roles.names[position], _stable_repr(value)) for position, value in fixed]
-
-
-def _closed_over(graph_module: fx.GraphModule, names: Mapping[int, str]) -> Iterator[tuple[str, str]]:
-    for node in graph_module.graph.find_nodes(op="get_attr"):
-        value = getattr(graph_module, node.target, None)
-        # A tensor that the step made itself, from a Python number, is not closed over; it may even differ between
-        # ranks, as the length of a batch does.
-        if isinstance(value, torch.Tensor) and not all(operator_name(u) == "lift_fresh_copy" for u in node.users):
-            yield str(node.target), names.get(id(value), f"of shape {list(value.shape)}")
 
 
 def _stable_repr(value: Any) -> str:

@@ -53,8 +53,11 @@ def check_writes(name: str, graph_module: fx.GraphModule, inputs: Sequence[Input
     protected: dict[int, str] = {}
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     for node, item in zip(placeholders, inputs, strict=True):
-        if not item.donated or item.shares_memory:
+        if not item.donated:
             protected.update(dict.fromkeys(storages_of(node), item.name))
+        elif item.shares_memory:
+            known = f"{item.name} (donated, but it shares memory with another leaf or with itself: pass a clone)"
+            protected.update(dict.fromkeys(storages_of(node), known))
     for node in graph_module.graph.nodes:
         if node.op == "get_attr":
             tensor = getattr(graph_module, node.target, None)

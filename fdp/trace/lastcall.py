@@ -32,8 +32,9 @@ class LastCall:
         self._spec, self._static = flat.spec, flat.static
         self._described = [describe_leaf(leaf) for leaf in flat.leaves]
         self._compares_memory = compares_memory
-        self._known: list[tuple[weakref.ref[torch.Tensor], int] | None] = [
-            (weakref.ref(leaf), leaf.data_ptr()) if index in kept else None for index, leaf in enumerate(flat.leaves)
+        self._known: list[tuple[weakref.ref[torch.Tensor], int, Any, Any] | None] = [
+            (weakref.ref(leaf), leaf.data_ptr(), leaf.shape, leaf.stride()) if index in kept else None
+            for index, leaf in enumerate(flat.leaves)
         ]
         self._memory = {
             leaf.untyped_storage()._cdata
@@ -51,8 +52,16 @@ class LastCall:
         new: set[int] = set()
         count = 0
         for leaf, known, described in zip(leaves, self._known, self._described, strict=True):
-            # The address tells when the object was given other memory (x.data = y) since.
-            if known is not None and known[0]() is leaf and leaf.data_ptr() == known[1]:  # type: ignore[union-attr]
+            # The same object may have been given other memory, or another shape, since: x.data = y, x.t_().
+            tensor = None if known is None else known[0]()
+            if (
+                known is not None
+                and tensor is not None
+                and tensor is leaf
+                and tensor.data_ptr() == known[1]
+                and tensor.shape == known[2]
+                and tensor.stride() == known[3]
+            ):
                 continue
             if describe_leaf(leaf) != described:
                 return False

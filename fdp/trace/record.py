@@ -141,6 +141,7 @@ class Trace:
         reductions: everything that ranks combine, in the order in which it is produced.
         replicated_constants: non-tensor arguments, by key path; part of what ranks compare.
         closed_over: tensors that the step uses without being passed them: attribute of `graph`, and name.
+        replicated_calls: the calls that replicated results come from, numbers and all, as ranks compare them.
         graph: the graph itself, of operators on example values. Read it; do not change it.
         in_spec: tree structure of the arguments.
         out_spec: tree structure of what the step returns.
@@ -155,6 +156,7 @@ class Trace:
     reductions: tuple[Reduction, ...]
     replicated_constants: tuple[tuple[str, str], ...]
     closed_over: tuple[tuple[str, str], ...]
+    replicated_calls: tuple[str, ...]
     graph: fx.GraphModule = field(compare=False, repr=False)
     in_spec: optree.PyTreeSpec = field(compare=False, repr=False)
     out_spec: optree.PyTreeSpec = field(compare=False, repr=False)

@@ -1,0 +1,19 @@
+"""Any `torch.optim` class as a pure pair of functions, `init` and `update`.
+
+`update` builds an instance of the class on copies of the parameters, hands it the gradients and the state
+that came in as arguments, lets it take one step, and returns what it left behind. So the arithmetic is
+torch's own, and what a trace records is the kernels that the class itself launches. There are three ways
+through a class; the first that fits is taken, unless `fused=`, `foreach=` or `capturable=` says otherwise:
+
+- fused: one kernel for all parameters of a dtype and device (Adam, AdamW, SGD, Adagrad).
+- plain: the single-tensor code that the class runs by default on a CPU. Its scalars come from
+  `Tensor.item()`, which a trace records as a number that each replay reads anew, so they are Python floats in
+  both worlds.
+- capturable: for classes whose plain code asks Python `if` about a tensor's value (ASGD, RAdam, Rprop).
+
+checks, tracing -> rule -> optimizer
+"""
+
+from fdp.optim.optimizer import Optimizer, from_torch
+
+__all__ = ["Optimizer", "from_torch"]

@@ -1,0 +1,139 @@
+"""What `update` refuses about its arguments, and the words in which fdp.optim refuses anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fdp.errors import ArgumentError, build_message
+from fdp.pytree import Tree
+
+
+def mismatch(grads: Tree, params: Tree) -> ArgumentError:
+    """Say, by key path, where gradients and parameters are trees of different structures."""
+    have, want = names(grads, ""), names(params, "")
+    offenders = [f"params{name} has no gradient" for name in want if name not in have]
+    offenders += [f"grads{name} has no parameter" for name in have if name not in want]
+    if not offenders:  # the same paths, through containers of other types
+        specs = (optree.tree_structure(tree, none_is_leaf=True) for tree in (grads, params))
+        offenders = [f"{name}: {spec}" for name, spec in zip(("grads", "params"), specs, strict=True)]
+    remedy = "pass the gradients that fdp.value_and_grad gives for these params; None where there is none."
+    return ArgumentError(build_message("The trees grads and params do not match.", offenders, remedy))
+
+
+def checked_hyperparameters(cls: type, held: dict[str, Tree], opt_state: Tree) -> dict[str, Tree]:
+    """Take the hyperparameters out of an optimizer's state.
+
+    Args:
+        cls: the class that the state is for.
+        held: the hyperparameters that live in the state, with their first values.
+        opt_state: what `update` was given.
+
+    Returns:
+        The value of each hyperparameter of `held`, a tree of 0-dim tensors on the CPU.
+
+    Raises:
+        ArgumentError: keys, structures or tensors are not those that `init` makes.
+    """
+    expected = {*held, "state"}
+    if not isinstance(opt_state, dict) or set(opt_state) != expected:
+        found = sorted(map(str, opt_state)) if isinstance(opt_state, dict) else describe(opt_state)
+        raise refusal(f"opt_state must have the keys {sorted(expected)}, but is {found}.", remake(cls))
+    for name, first in held.items():
+        root, value = f"opt_state[{name!r}]", opt_state[name]
+        if optree.tree_structure(first) != optree.tree_structure(value):
+            what = f"{root} no longer has the structure of {first!r}, which it was made from."
+            raise refusal(what, remake(cls))
+        for where, t in zip(names(value, root), optree.tree_leaves(value), strict=True):
+            if not isinstance(t, Tensor):
+                # A number would be frozen into the graph, and every new value would trace again.
+                what = f"{where} is {describe(t)}, not a tensor: every new value would need a new trace."
+                number = t if isinstance(t, (int, float)) else "value"
+                raise refusal(what, f"{where} = torch.tensor({number}, dtype=torch.float64)")
+            if t.dim() or not t.is_floating_point() or t.device.type != "cpu":
+                what = f"{where} must be a 0-dim floating point tensor on the CPU, but is {describe(t)}."
+                raise refusal(what, f"{where} = value.reshape(()).double().cpu()")
+    return {name: opt_state[name] for name in held}
+
+
+def check_gradient(i: int, params: Tree, p: Any, g: Any) -> None:
+    """Refuse a gradient that is not like its parameter: torch would take some silently, and name others badly.
+
+    Args:
+        i: which leaf of `params` this is.
+        params: the whole tree, for the name of the leaf.
+        p: the parameter.
+        g: its gradient, not None.
+
+    Raises:
+        ArgumentError: with the key path of the gradient.
+    """
+    if not isinstance(g, Tensor) or not trains(p):
+        what = f"{names(params, 'grads')[i]} is {describe(g)} for a parameter that is {describe(p)}."
+        raise refusal(what, "use None for a parameter that is not trained.")
+    if g.layout != torch.strided or (g.shape, g.dtype, g.device) != (p.shape, p.dtype, p.device):
+        what = f"{names(params, 'grads')[i]} is {describe(g)}, but the parameter is {describe(p)}."
+        raise refusal(what, "pass the gradients of these params, dense and of their dtype.")
+
+
+def check_state(cls: type, i: int, params: Tree, p: Tensor, state: Any, dampened: bool, fused: bool) -> None:
+    """Refuse a parameter's state that its class did not make: the kernels do not look.
+
+    Args:
+        cls: the class.
+        i: which leaf of `params` this is.
+        params: the whole tree, for the name of the leaf.
+        p: the parameter.
+        state: its state.
+        dampened: whether the state says if the first gradient has been seen.
+        fused: whether a fused kernel will read the state.
+
+    Raises:
+        ArgumentError: with the key path of the state.
+    """
+    where = "opt_state['state']"
+    ours = isinstance(state, dict) and all(isinstance(v, Tensor) for v in state.values())
+    if not ours or (dampened and "started" not in state):
+        what = f"{names(params, where)[i]} is {describe(state)}, not what {cls.__name__} made."
+        raise refusal(what, remake(cls))
+    for key, value in state.items() if ships_with_torch(cls) else ():
+        # The fused kernels read as many elements as the parameter has, of its type, and look at neither.
+        if value.dim() and (value.shape != p.shape or (fused and value.dtype != p.dtype)):
+            what = f"{names(params, where)[i]}[{key!r}] is {describe(value)}, not like {describe(p)}."
+            raise refusal(what, remake(cls))
+
+
+def trains(p: Any) -> bool:
+    """Whether a leaf can be trained: a tensor of real or complex floating point numbers."""
+    return isinstance(p, Tensor) and (p.is_floating_point() or p.is_complex())
+
+
+def ships_with_torch(cls: type) -> bool:
+    """Whether a class is torch's own, so that what is known of its code and state holds."""
+    return cls.__module__.startswith("torch.optim")
+
+
+def refusal(what: str, remedy: str) -> ArgumentError:
+    """The error for `what` is wrong, with what to do instead."""
+    return ArgumentError(build_message(what, remedy=remedy))
+
+
+def remake(cls: type) -> str:
+    """The remedy for a state that `init` did not make."""
+    return f"make opt_state with init(params) of this {cls.__name__}, and keep its structure."
+
+
+def names(tree: Tree, root: str) -> list[str]:
+    """Name each leaf by its key path; None is a leaf here, unlike in `fdp.pytree.leaf_names`."""
+    return [accessor.codify(root) for accessor in optree.tree_accessors(tree, none_is_leaf=True)]
+
+
+def describe(value: Any) -> str:
+    """Say what a value is: the dtype, shape and device of a tensor, else the type and the value."""
+    if isinstance(value, Tensor):
+        layout = "" if value.layout == torch.strided else f", {value.layout}"
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}{layout}"
+    return f"the {'class' if isinstance(value, type) else type(value).__name__} {value!r:.60}"

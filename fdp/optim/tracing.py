@@ -1,0 +1,53 @@
+"""What a trace and a call on values must agree on: the branch that a class takes, and numbers read of tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+@contextlib.contextmanager
+def compiling(flag: bool) -> Iterator[None]:
+    """Set what `torch.compiler.is_compiling()` says.
+
+    Under it capturable code skips its check for an accelerator, and plain code does tensor arithmetic where
+    it would use Python floats. So capturable needs it on, also in eager; plain needs it off, also in a trace.
+    """
+    before = torch.compiler._is_compiling_flag
+    if before == flag:
+        yield
+        return
+    torch.compiler._is_compiling_flag = flag
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def numbers_of_tensors() -> Iterator[None]:
+    """Let `Tensor.item()` be traced, as a number that has no value yet, where the tracer would refuse it.
+
+    Elsewhere in a step it would be a branch frozen by mistake; here it is meant, and nothing branches on it.
+    """
+    mode = torch._guards.detect_fake_mode()
+    before = mode is not None and mode.allow_scalar_outputs
+    if mode is None or before:
+        yield
+        return
+    mode.allow_scalar_outputs = True
+    try:
+        yield
+    finally:
+        mode.allow_scalar_outputs = before
+
+
+def number_of(value: Tensor, first: float) -> float:
+    """The value as a float; in a trace, as a symbol that each replay reads from the tensor anew."""
+    number = value.item()
+    if isinstance(number, torch.SymFloat) and first > 0:
+        torch._check(number > 0)  # so that `if weight_decay != 0` has an answer while it is only a symbol
+    return number
