@@ -98,8 +98,7 @@ def value_and_grad(
                 new_args[number] = tree
             return _split_aux(name, fn(*new_args, **kwargs), has_aux)
 
-        transformed = torch._C._functorch.peek_interpreter_stack() is not None
-        value, aux, local = (_grad_functional if transformed else _grad_plain)(call, sources)
+        value, aux, local = (_grad_functional if under_transform() else _grad_plain)(call, sources)
         reduced = iter(
             [
                 _average(grad, source, label)
@@ -141,6 +140,11 @@ def grad(fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool
         return (grads, value[1]) if has_aux else grads
 
     return wrapped
+
+
+def under_transform() -> bool:
+    """Whether this runs inside `torch.func.grad`, `vmap` or another transform of torch.func."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _chosen(items: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
@@ -284,7 +288,7 @@ def _average(grad: torch.Tensor, source: torch.Tensor, label: str) -> torch.Tens
 
 def _memory_order(x: torch.Tensor) -> list[int] | None:
     """The permutation of dimensions that makes a dense, non-contiguous tensor contiguous; else None."""
-    if torch._C._functorch.peek_interpreter_stack() is not None or x.is_contiguous():
+    if under_transform() or x.is_contiguous():
         return None
     strides = x.stride()
     order = sorted(range(x.dim()), key=lambda d: (-strides[d], d))

@@ -63,12 +63,19 @@ def _reduce(x: torch.Tensor, op: str, label: str) -> torch.Tensor:
         raise ArgumentError(
             build_message(
                 f"{label}: the mean of {x.dtype} over ranks is not an integer.",
-                remedy="convert with .float() first, or use fdp.psum.",
+                remedy="leave out what is equal on every rank already, such as the counters of BatchNorm; or convert "
+                "with .float(), or use fdp.psum.",
             )
         )
     if x.is_complex():
         pairs = AllReduce.apply(torch.view_as_real(x.resolve_conj()), op, axis.name, "value", label)
         return torch.view_as_complex(pairs)
+    if op in ("max", "min") and x.is_floating_point():
+        # Backends compare with <, which loses a NaN of one rank or another: it travels beside.
+        lost = AllReduce.apply(x.detach().isnan().to(x.dtype), "max", axis.name, "value", label)
+        worst = -torch.inf if op == "max" else torch.inf
+        found = AllReduce.apply(x.masked_fill(x.detach().isnan(), worst), op, axis.name, "value", label)
+        return torch.where(lost > 0, torch.nan, found)
     out: torch.Tensor = AllReduce.apply(x, op, axis.name, "value", label)
     return out
 
@@ -145,6 +152,9 @@ def pmean(tree: Tree, weight: torch.Tensor | float | None = None) -> Tree:
     def weighted(x: torch.Tensor, label: str) -> torch.Tensor:
         if not (x.is_floating_point() or x.is_complex()):
             return _reduce(x, "mean", label)  # refuses, with the message for integers
+        if x.dtype in (torch.float16, torch.bfloat16):
+            # A weight such as 100,000 tokens does not fit into sixteen bits, nor does 257 exactly.
+            return weighted(x.float(), label).to(x.dtype)
         real = x.real.dtype if x.is_complex() else x.dtype
         # Dividing first would need the total before anything is sent: one round trip more.
         scaled = x * share.to(device=x.device, dtype=real)

@@ -6,6 +6,7 @@ Everything that fdp needs from torch.distributed beyond its documented interface
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,15 +26,37 @@ _AVERAGING_BACKENDS = ("gloo", "nccl", "xccl", "hccl")
 class Group:
     """The ranks that a step runs on: a c10d process group, or a world of one.
 
+    The group is not kept alive. A step outlives `destroy_process_group()`, and a process group that is still referred
+    to when the interpreter ends can abort the process: its threads then want a lock that is gone.
+
     Attributes:
-        process_group: the c10d group, None for a world of one.
+        reference: to the c10d group; None for a world of one.
         size: number of ranks.
         rank: this process's rank in the group.
     """
 
-    process_group: dist.ProcessGroup | None
+    reference: weakref.ref[dist.ProcessGroup] | None
     size: int
     rank: int
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The c10d group, None for a world of one.
+
+        Raises:
+            ArgumentError: it has been destroyed.
+        """
+        if self.reference is None:
+            return None
+        group = self.reference()
+        if group is None:
+            raise ArgumentError(
+                build_message(
+                    "a step was called on a process group that has been destroyed.",
+                    remedy="call it before destroy_process_group(), or make the group anew.",
+                )
+            )
+        return group
 
     @property
     def name(self) -> str:
@@ -106,7 +129,7 @@ def resolve_group(group: Any = None) -> Group:
                 remedy="call the step only on the group's own ranks.",
             )
         )
-    return Group(group, dist.get_world_size(group), rank)
+    return Group(weakref.ref(group), dist.get_world_size(group), rank)
 
 
 def start_all_reduce(buffer: torch.Tensor, op: str, group: Group) -> Callable[[], None]:
@@ -123,7 +146,11 @@ def start_all_reduce(buffer: torch.Tensor, op: str, group: Group) -> Callable[[]
     if group.process_group is None:
         return _nothing
     divide = False
-    if op == "mean":
+    if op == "mean" and buffer.dtype == torch.float16:
+        # Two large values of sixteen bits have no sum, but a mean.
+        buffer.div_(group.size)
+        reduce_op = dist.ReduceOp.SUM
+    elif op == "mean":
         divide = group.backend_for(buffer.device) not in _AVERAGING_BACKENDS
         reduce_op = dist.ReduceOp.SUM if divide else dist.ReduceOp.AVG
     else:
@@ -188,6 +215,20 @@ def exchange(group: Group, key: str, payload: bytes, timeout_s: float | None) ->
     except (RuntimeError, dist.DistError):
         return [store.get(name) if store.check([name]) else None for name in names]
     return [store.get(name) for name in names]
+
+
+_left_behind: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+
+
+def leave_behind(group: Group, why: str) -> None:
+    """Note that this rank left a step in the middle: the others are in it still, so no message can be paired."""
+    if group.process_group is not None:
+        _left_behind.setdefault(group.process_group, why)
+
+
+def why_left_behind(group: Group) -> str | None:
+    """Why this rank is no longer in step with the others of a group; None if it is."""
+    return None if group.process_group is None else _left_behind.get(group.process_group)
 
 
 def _nothing() -> None:

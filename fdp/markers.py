@@ -104,7 +104,7 @@ class AllReduce(torch.autograd.Function):
         if ctx.op not in ("sum", "mean"):
             raise FdpError(
                 build_message(
-                    f"p{ctx.op} of {ctx.label} was differentiated, and has no derivative here.",
+                    f"{ctx.label} was differentiated, and has no derivative here.",
                     remedy="detach its argument, or write the maximum over fdp.all_gather(...).",
                 )
             )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterable
@@ -14,10 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from fdp.autodiff import under_transform
 from fdp.axis import inside_step
 from fdp.emit import Emitted, announce_failure, check_emitted
-from fdp.errors import ArgumentError, build_message
+from fdp.errors import ArgumentError, FdpError, build_message
 from fdp.group import Group, resolve_group
 from fdp.plan import Plan, plan_trace
 from fdp.plan.buckets import resolve_caps
@@ -39,6 +42,9 @@ from fdp.trace import (
 _RETRACE_WARNING = 8
 """After so many traces a step is told that it keeps retracing, once."""
 
+
+_one_at_a_time = threading.RLock()
+"""Held while a step is traced or checked: both set switches of torch that hold for the whole process."""
 
 _Place = tuple[int, Group, Any]
 """Where a call happens: its number of arguments, the group, and what `_surroundings` says."""
@@ -74,7 +80,8 @@ class Step:
         functools.update_wrapper(self, step_fn)
         self._step = step_fn
         self._argnums = (batch_argnums, static_argnums, donate_argnums)
-        self._group = group
+        # As a Group, which does not keep a process group alive.
+        self._group = resolve_group(group) if isinstance(group, dist.ProcessGroup) else group
         self._bucket_cap_mb = bucket_cap_mb
         resolve_caps(bucket_cap_mb)
         self._check_replication = check_replication
@@ -113,6 +120,15 @@ class Step:
         if inside_step():
             # As part of a larger step, it is the plain function: its collectives are planned with the others.
             return self._step(*args, **kwargs)
+        if under_transform():
+            raise FdpError(
+                build_message(
+                    f"step {self._name!r} was called inside torch.func.grad, vmap or another transform, which cannot "
+                    "see into it.",
+                    remedy="differentiate inside the step; or transform the function that it was made from: "
+                    "step.__wrapped__.",
+                )
+            )
         if kwargs:
             args = self._positional(args, kwargs)
         place = (len(args), resolve_group(self._group), _surroundings())
@@ -170,7 +186,7 @@ class Step:
         self.traces += 1
         devices = sorted({x.device.index for x in flat.leaves if isinstance(x, torch.Tensor) and x.is_cuda})
         # Nothing is drawn while tracing; but a step that seeds a generator does it to the real one.
-        with torch.random.fork_rng(devices=devices):
+        with _one_at_a_time, torch.random.fork_rng(devices=devices):
             return trace_step(self._step, flat, roles, group, self._check_replication)
 
     def _look_up(self, flat: Flat, roles: Roles, place: _Place) -> _Recent:
@@ -194,7 +210,8 @@ class Step:
             plan = plan_trace(self._trace(flat, roles, group), self._bucket_cap_mb)
             emitted = Emitted(plan, group, self._agreed, self._check_replication)
             if self._check_trace:
-                check_emitted(emitted, self._step, flat, roles)
+                with _one_at_a_time:
+                    check_emitted(emitted, self._step, flat, roles)
         except Exception as error:
             if group.size > 1 and not self._emitted:
                 announce_failure(group, error)

@@ -44,6 +44,18 @@ def fake_group(size: int, rank: int = 0) -> Group:
     return Group(None, size, rank)
 
 
+def table_rows(text: str) -> list[list[str]]:
+    """The cells below the heading of a printed table; what was folded into several lines is one cell again."""
+    rows: list[list[str]] = []
+    for line in text.split("-+-")[-1].splitlines()[1:]:
+        cells = [cell.strip() for cell in line.split("|")]
+        if cells[0]:
+            rows.append(cells)
+        else:
+            rows[-1] = [f"{old} {new}".strip() for old, new in zip(rows[-1], cells, strict=True)]
+    return rows
+
+
 # --- random traces -----------------------------------------------------------------------------------
 
 KIB = 1024
@@ -52,7 +64,7 @@ _OPS = ("mean", "sum", "max", "all_gather", "broadcast")
 
 
 def traces(most: int = 40) -> st.SearchStrategy[Trace]:
-    """Draw a trace of up to `most` calls, with what each operation needs; a shorter one is the beginning of a longer."""
+    """Draw a trace of up to `most` calls, with what each operation needs; a shorter one begins like a longer one."""
     # From a seed: to draw each number by itself takes Hypothesis twenty times as long as to make the plan.
     return st.builds(_draw_trace, st.integers(0, 2**32), st.integers(0, most))
 
@@ -130,6 +142,7 @@ def _draw_trace(seed: int, calls: int) -> Trace:
         reductions=tuple(reductions),
         replicated_constants=(),
         closed_over=(),
+        replicated_calls=(),
         graph=fx.GraphModule(torch.nn.Module(), fx.Graph()),
         in_spec=nothing,
         out_spec=nothing,
@@ -209,7 +222,13 @@ class _Author:
         a = self.pick()
         b = self.pick(a.shape)
         text = self.rng.choice(
-            ["{} + {}", "torch.tanh({} * {})", "torch.maximum({}, {})", "torch.where({0} > 0, {0}, {1})", "{} - 0.1 * {}"]
+            [
+                "{} + {}",
+                "torch.tanh({} * {})",
+                "torch.maximum({}, {})",
+                "torch.where({0} > 0, {0}, {1})",
+                "{} - 0.1 * {}",
+            ]
         )
         self.new(text.format(a.name, b.name), (a.shape, None))
 
@@ -283,8 +302,11 @@ class _Author:
         at = len(self.values)
         self.new(f"[{a.name}.clone(), {b.name}.clone()]", (a.shape, None), (b.shape, None))
         text = self.rng.choice(
-            ["torch._foreach_add_([v{0}, v{1}], [{2}, {3}], alpha=0.5)", "torch._foreach_mul_([v{0}, v{1}], 0.5)",
-             "torch._foreach_lerp_([v{0}, v{1}], [{2}, {3}], 0.25)"]  # fmt: skip
+            [
+                "torch._foreach_add_([v{0}, v{1}], [{2}, {3}], alpha=0.5)",
+                "torch._foreach_mul_([v{0}, v{1}], 0.5)",
+                "torch._foreach_lerp_([v{0}, v{1}], [{2}, {3}], 0.25)",
+            ]
         )
         self.lines.append(text.format(at, at + 1, self.pick(a.shape).name, self.pick(b.shape).name))
 
@@ -292,8 +314,12 @@ class _Author:
         """Operators with several results."""
         a = self.pick((4, 3))
         text, shapes = self.rng.choice(
-            [("torch.max({}, 0)[0]", [(3,)]), ("torch.aminmax({})", [(), ()]), ("torch.var_mean({}, 0)", [(3,), (3,)]),
-             ("torch.split({} * 1, [1, 3])", [(1, 3), (3, 3)])]  # fmt: skip
+            [
+                ("torch.max({}, 0)[0]", [(3,)]),
+                ("torch.aminmax({})", [(), ()]),
+                ("torch.var_mean({}, 0)", [(3,), (3,)]),
+                ("torch.split({} * 1, [1, 3])", [(1, 3), (3, 3)]),
+            ]
         )
         if "split" in text:
             self.new(text.format(a.name), *((shape, f"v{len(self.values)}") for shape in shapes))
@@ -303,18 +329,31 @@ class _Author:
     def noise(self) -> None:
         a = self.pick()
         text = self.rng.choice(
-            ["torch.rand_like({})", "F.dropout({}, 0.5)", "{} + torch.randn({}.shape)", "torch.bernoulli({}.sigmoid())",
-             "{}.clone().uniform_()"]  # fmt: skip
+            [
+                "torch.rand_like({})",
+                "F.dropout({}, 0.5)",
+                "{} + torch.randn({}.shape)",
+                "torch.bernoulli({}.sigmoid())",
+                "{}.clone().uniform_()",
+            ]
         )
         self.new(text.format(a.name, a.name), (a.shape, None))
 
     def collective(self) -> None:
         a, b = self.pick(), self.pick()
         text, shapes = self.rng.choice(
-            [("fdp.pmean({})", [a.shape]), ("fdp.psum({})", [a.shape]), ("fdp.pmax({})", [a.shape]),
-             ("fdp.pmin({})", [a.shape]), ("fdp.broadcast({})", [a.shape]), ("fdp.all_gather({}).amax(0)", [a.shape]),
-             ("fdp.pmean([{}, {}])", [a.shape, b.shape]), ("fdp.pmean({}, weight=3)", [a.shape]),
-             ("fdp.all_gather({})[0]", [a.shape]), ("fdp.pmean({}, weight=b.abs().sum())", [a.shape])]  # fmt: skip
+            [
+                ("fdp.pmean({})", [a.shape]),
+                ("fdp.psum({})", [a.shape]),
+                ("fdp.pmax({})", [a.shape]),
+                ("fdp.pmin({})", [a.shape]),
+                ("fdp.broadcast({})", [a.shape]),
+                ("fdp.all_gather({}).amax(0)", [a.shape]),
+                ("fdp.pmean([{}, {}])", [a.shape, b.shape]),
+                ("fdp.pmean({}, weight=3)", [a.shape]),
+                ("fdp.all_gather({})[0]", [a.shape]),
+                ("fdp.pmean({}, weight=b.abs().sum())", [a.shape]),
+            ]
         )
         owner = f"v{len(self.values)}" if "[0]" in text else None
         self.new(text.format(a.name, b.name), *((shape, owner) for shape in shapes))
@@ -323,10 +362,12 @@ class _Author:
         a = self.pick()
         b = self.pick(a.shape)
         text, shapes = self.rng.choice(
-            [("fdp.grad(lambda p: torch.tanh(p * {b}).sum())({a})", [a.shape]),
-             ("fdp.value_and_grad(lambda p: (p.sin() + {b}).square().mean())({a})", [(), a.shape]),
-             ("fdp.grad(lambda p, q: (p * q).tanh().sum(), argnums=(0, 1))({a}, {b})", [a.shape, b.shape]),
-             ("fdp.grad(lambda p: F.dropout(p * {b}, 0.5).sum() + fdp.pmean(p).square().sum())({a})", [a.shape])]  # fmt: skip
+            [
+                ("fdp.grad(lambda p: torch.tanh(p * {b}).sum())({a})", [a.shape]),
+                ("fdp.value_and_grad(lambda p: (p.sin() + {b}).square().mean())({a})", [(), a.shape]),
+                ("fdp.grad(lambda p, q: (p * q).tanh().sum(), argnums=(0, 1))({a}, {b})", [a.shape, b.shape]),
+                ("fdp.grad(lambda p: F.dropout(p * {b}, 0.5).sum() + fdp.pmean(p).norm())({a})", [a.shape]),
+            ]
         )
         self.new(text.format(a=a.name, b=b.name), *((shape, None) for shape in shapes))
 

@@ -1,4 +1,4 @@
-"""What a trace says about a step: names, roles, what varies across ranks, production order, lines of the user's code."""
+"""What a trace says about a step: names, roles, what varies across ranks, production order, lines of the user."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import fake_group
+from graphs import fake_group, table_rows
 from torch import nn
 
 import fdp
@@ -266,9 +266,7 @@ REPLICATED: dict[str, Case] = {
     "a view of what is then overwritten": looked_at("b", lambda t, b: t[:2], lambda t, s, b: t.zero_(), "view"),
     "a scatter by replicated indices": lambda s, b: s.scatter(0, index_of(s), s),
     "sorted": lambda s, b: torch.sort(s),
-    "torch.cond on an average": lambda s, b: torch.cond(
-        fdp.pmean(b).sum() > 0, lambda x: x + 1, lambda x: x - 1, (s,)
-    ),
+    "torch.cond on an average": lambda s, b: torch.cond(fdp.pmean(b).sum() > 0, lambda x: x + 1, lambda x: x - 1, (s,)),
     "attention without dropout": lambda s, b: F.scaled_dot_product_attention(*[s.view(1, 1, 2, 2)] * 3),
     "dropout of probability zero": lambda s, b: F.dropout(s, 0.0),
     "dropout in evaluation": lambda s, b: F.dropout(s, 0.5, training=False),
@@ -435,7 +433,7 @@ def test_operations_have_the_line_that_called_them() -> None:
 
 def test_operations_of_a_library_have_the_line_that_called_the_library() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    apply, params, buffers = fdp.from_module(model)
+    apply, params, _ = fdp.from_module(model)
     optimizer = fdp.optim.from_torch(torch.optim.AdamW, lr=0.1, fused=True)
 
     def step(state: Tree, batch: Tree) -> Tree:
@@ -489,7 +487,8 @@ def test_a_fused_optimizer_is_one_operation_a_parameter() -> None:
     operations = trace.operations
 
     def reductions_below(index: int) -> set[str]:
-        found = {trace.reductions[operations[index].reduction].name} if operations[index].reduction is not None else set()
+        own = operations[index].reduction
+        found = set() if own is None else {trace.reductions[own].name}
         return found.union(*(reductions_below(need) for need in operations[index].needs))
 
     assert [reductions_below(k) for k, _ in updates] == [{"p['a']"}, {"p['b']"}, {"p['c']"}]
@@ -541,7 +540,8 @@ def test_random_numbers_stay_in_the_order_of_the_program() -> None:
         return fdp.per_rank([first, second])
 
     trace = trace_of(step, torch.ones(3), torch.ones(3))
-    random = [k for k, o in enumerate(trace.operations) if "dropout" in o.target or "bernoulli" in o.target or "rand" in o.target]
+    drawing = ("dropout", "bernoulli", "rand")
+    random = [k for k, o in enumerate(trace.operations) if any(part in o.target for part in drawing)]
     ran = [i for item in trace.plan().schedule if isinstance(item, Run) for i in item.operations]
     assert [i for i in ran if i in random] == random
     assert len(random) == 2
@@ -624,31 +624,36 @@ def test_a_trace_prints_as_tables() -> None:
     line = line_of(mlp_step, "def mlp_step")
     assert head.startswith(f"Trace of mlp_step (test_trace.py:{line}), 2 ranks: 4 inputs, 4 outputs, ")
     assert head.endswith("3 gradients of 168 B")
-    rows = [[cell.strip() for cell in row.split("|")] for row in reductions.splitlines()[3:]]
+    rows = table_rows(reductions)
     assert [row[1] for row in rows] == ["pmean", "params['third']", "params['second']", "params['first']"]
     third = line_of(mlp_step, "# third layer")
     assert rows[1] == ["1", "params['third']", "gradient", "mean", "[5, 2]", "float32", "40", "aten.mm.default",
                        f"test_trace.py:{third} in loss_fn"]  # fmt: skip
-    assert [r.split("|")[0].strip() for r in inputs.splitlines()[3:]] == [
+    assert [row[0] for row in table_rows(inputs)] == [
         "state['first']", "state['second']", "state['third']", "batch['x']"
     ]  # fmt: skip
-    across = [[cell.strip() for cell in row.split("|")][3] for row in outputs.splitlines()[3:]]
-    assert across == ["replicated"] * 4
+    assert [row[3] for row in table_rows(outputs)] == ["replicated"] * 4
 
 
 def test_a_plan_prints_when_each_bucket_starts_and_is_waited_for() -> None:
     text = str(trace_of(mlp_step, *mlp_arguments()).plan([40 / 2**20, 1]))
     line = line_of(mlp_step, "def mlp_step")
-    title, heading, _, *rows = text.splitlines()
+    title, heading = text.splitlines()[:2]
     assert title == f"Plan of mlp_step (test_trace.py:{line}), 2 ranks: 2 buckets, 172 B, caps 3.8147e-05, 1 MiB"
     columns = [cell.strip() for cell in heading.split("|")]
     assert columns == ["bucket", "op", "dtype", "gradients", "bytes", "starts after", "waited for before"]
-    cells = [[cell.strip() for cell in row.split("|")] for row in rows]
+    metric, gradients = table_rows(text)
     third, first = (line_of(mlp_step, f"# {name} layer") for name in ("third", "first"))
-    assert cells[0][:5] == ["0", "mean", "float32", "pmean", "4"]
-    assert cells[0][5].endswith(f"mean (test_trace.py:{third} in loss_fn)")
-    assert cells[0][6] == "the end"
-    assert cells[1][:5] == ["1", "mean", "float32", "3: params['third'], params['second'],", "168"]
-    assert cells[2] == ["", "", "", "params['first']", "", "", ""]  # what does not fit goes on in the next line
-    assert cells[1][5].endswith(f"mm (test_trace.py:{first} in loss_fn)")
-    assert " sub (test_trace.py:" in cells[1][6]
+    assert metric[:5] == ["0", "mean", "float32", "1 other value: pmean", "4"]
+    assert metric[5].endswith(f"mean (test_trace.py:{third} in loss_fn)") and metric[6] == "the end"
+    names = "params['third'], params['second'], params['first']"
+    assert gradients[:5] == ["1", "mean", "float32", f"3 gradients: {names}", "168"]
+    assert gradients[5].endswith(f"mm (test_trace.py:{first} in loss_fn)")
+    assert " sub (test_trace.py:" in gradients[6]
+
+
+def test_numbers_of_things_are_written_as_people_write_them() -> None:
+    """One rank, one bucket, no gradients."""
+    trace = trace_of(lambda state, batch: state + fdp.pmean(batch), torch.ones(2), torch.ones(2), size=1)
+    assert ", 1 rank: 2 inputs, 1 output, " in str(trace) and "0 gradients of 0 B" in str(trace)
+    assert ", 1 rank: 1 bucket, 8 B, " in str(trace.plan())

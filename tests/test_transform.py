@@ -82,8 +82,11 @@ def test_a_change_of_signature_is_traced_anew(name: str) -> None:
 def same_bits_or_equal(one: Tree, two: Tree) -> bool:
     if optree.tree_structure(one) != optree.tree_structure(two):
         return False
-    pairs = zip(optree.tree_leaves(one), optree.tree_leaves(two), strict=True)
-    return all(same_bits(x, y) if isinstance(x, torch.Tensor) else (type(x), repr(x)) == (type(y), repr(y)) for x, y in pairs)
+
+    def equal(x: Any, y: Any) -> bool:
+        return same_bits(x, y) if isinstance(x, torch.Tensor) else (type(x), repr(x)) == (type(y), repr(y))
+
+    return all(map(equal, optree.tree_leaves(one), optree.tree_leaves(two)))
 
 
 def test_other_values_are_not_traced_anew() -> None:
@@ -180,7 +183,8 @@ def test_a_leaf_that_was_changed_in_shape_is_traced_anew(change: Callable[[Tree]
     """The same tensor object goes in at every call; what it is may have changed all the same."""
 
     def step(state: Tree, batch: Tree) -> Tree:
-        return {"w": state["w"] * 1}, state["w"].sum() / state["w"].numel(), torch.zeros(state["w"].shape), fdp.pmean(batch)
+        w = state["w"]
+        return {"w": w * 1}, w.sum() / w.numel(), torch.zeros(w.shape), fdp.pmean(batch)
 
     counted = Counted(step, donate_argnums=donate)
     state = {"w": torch.arange(4.0)}
@@ -276,8 +280,8 @@ def test_a_step_that_keeps_retracing_gets_one_warning() -> None:
     assert len(texts) == 1
     assert texts[0] == (
         "fdp: step 'shifted' was traced for the 8th time. What changed last: batch: [7] torch.float32 cpu strides [1] "
-        "became [8] torch.float32 cpu strides [1]. Each trace takes as long as several steps: pad batches to few sizes, "
-        "and pass numbers that change as tensors."
+        "became [8] torch.float32 cpu strides [1]. Each trace takes as long as several steps: pad batches to few "
+        "sizes, and pass numbers that change as tensors."
     )
     (warning,) = [w for w in caught if "traced" in str(w.message)]
     assert warning.filename == __file__
@@ -851,7 +855,7 @@ def test_the_users_own_error_is_raised_as_it_is() -> None:
         return w + fdp.pmean(b)
 
     for _ in range(2):
-        with pytest.raises(Mine, match="^two$"):
+        with pytest.raises(Mine, match=r"^two$"):
             step(torch.ones(1), torch.ones(2))
     assert step(torch.ones(1), torch.ones(1)).tolist() == [2.0]
     assert fdp.psum(torch.ones(1)).tolist() == [1.0]  # outside of a step again

@@ -142,7 +142,9 @@ def _marks(plan: Plan, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
         if item.role == "state"
     }
     for target, name in plan.trace.closed_over:
-        marks[f"closed-over tensor {name}"] = fingerprint(getattr(plan.trace.graph, target))
+        label = f"closed-over tensor {name}"
+        label = label if label not in marks else f"{label} ({target})"
+        marks[label] = fingerprint(getattr(plan.trace.graph, target))
     return marks
 
 

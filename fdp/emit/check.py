@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import optree
@@ -47,12 +48,16 @@ def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Role
     inputs = emitted.plan.trace.inputs
     devices = sorted({t.device.index or 0 for t in originals if t.device.type == "cuda"})
 
+    graph = emitted.plan.trace.graph
+    held = [getattr(graph, str(node.target), None) for node in graph.graph.find_nodes(op="get_attr")]
+    generators = list({id(value): value for value in held if isinstance(value, torch.Generator)}.values())
+
     def untraced() -> Any:
         return run_untraced(
             step, flat, roles, emitted.group, [_copy(tensor).requires_grad_(False) for tensor in originals]
         )
 
-    with torch.random.fork_rng(devices=devices):
+    with _forked(devices, generators):
         copies = [_copy(tensor) for tensor in originals]
         try:
             found = emitted.rehearse(list(copies))
@@ -61,7 +66,7 @@ def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Role
         except Exception as error:
             raise _unrunnable(name, error) from error
     _check_untouched(name, inputs, originals, copies)
-    with torch.random.fork_rng(devices=devices):
+    with _forked(devices, generators):
         before = _other_random_state()
         expected = untraced()
         drawn = _other_random_state() != before
@@ -76,11 +81,11 @@ def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Role
     offenders = _differences(found, expected, None)
     if drawn and not offenders:
         # Random numbers that torch does not know of are drawn. They are frozen; does anything depend on them?
-        with torch.random.fork_rng(devices=devices):
+        with _forked(devices, generators):
             offenders = _differences(found, untraced(), None)
     elif offenders and devices:
         # Kernels on the device may be nondeterministic; then the step differs from itself by as much.
-        with torch.random.fork_rng(devices=devices):
+        with _forked(devices, generators):
             offenders = _differences(found, expected, untraced())
     if offenders:
         raise TraceError(
@@ -92,6 +97,16 @@ def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Role
                 "memory behind the dispatcher's back. check_trace=False accepts the trace as it is.",
             )
         )
+
+
+@contextmanager
+def _forked(devices: Sequence[int], generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """Draw random numbers, and then go on as if none had been drawn."""
+    states = [generator.get_state() for generator in generators]
+    with torch.random.fork_rng(devices=devices):
+        yield
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
 
 
 def _other_random_state() -> tuple[Any, ...]:

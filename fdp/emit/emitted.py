@@ -15,9 +15,14 @@ from fdp.emit.agreement import agree, digest
 from fdp.emit.buffers import Buffer, allocate
 from fdp.emit.program import write_program
 from fdp.errors import ArgumentError, FdpError, PeerError, build_message
-from fdp.group import Group, resolve_group
+from fdp.group import Group, leave_behind, resolve_group, why_left_behind
 from fdp.plan import Plan
 from fdp.stages import enters
+from fdp.trace import sharing
+
+
+class _Busy(FdpError):
+    """The step is running already."""
 
 
 class Emitted:
@@ -76,6 +81,15 @@ class Emitted:
         if self._communicates and self._digest not in self._agreed:
             agree(self.plan, self.group, tensors, self._compare_state)
             self._agreed.add(self._digest)
+        if self._communicates and (why := why_left_behind(self.group)) is not None:
+            raise PeerError(
+                build_message(
+                    f"step {self.plan.trace.name!r} was called on a process group whose ranks are no longer in step.",
+                    [why],
+                    remedy="let the error end this process; the other ranks wait in the step that was left. Start the "
+                    "job again from its last checkpoint.",
+                )
+            )
         waits: dict[int, Callable[[], None]] = {}
 
         def start(index: int) -> None:
@@ -90,7 +104,13 @@ class Emitted:
             except (RuntimeError, dist.DistError) as error:
                 raise self._peer_error(index, error) from error
 
-        return self._execute(tensors, start, wait)
+        try:
+            return self._execute(tensors, start, wait)
+        except BaseException as error:
+            if self._communicates and not isinstance(error, _Busy):
+                text = f"{type(error).__name__}: {error}".splitlines()[0]
+                leave_behind(self.group, f"step {self.plan.trace.name!r} was left in the middle by {text}")
+            raise
 
     def rehearse(self, tensors: list[torch.Tensor]) -> Any:
         """Run the step on this rank alone, as if every other rank held what this one holds; nothing is sent."""
@@ -102,7 +122,7 @@ class Emitted:
 
     def _execute(self, tensors: list[torch.Tensor], start: Callable[[int], None], wait: Callable[[int], None]) -> Any:
         if not self._busy.acquire(blocking=False):
-            raise FdpError(
+            raise _Busy(
                 build_message(
                     f"step {self.plan.trace.name!r} was called while it was running, from another thread or from "
                     "itself; its buckets hold one call at a time.",
@@ -159,12 +179,19 @@ class Emitted:
             )
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         offenders = [
-            f"{item.name}: planned {list(item.shape)} {item.dtype} {item.device} strides {list(item.stride)}, given "
-            f"{list(tensor.shape)} {tensor.dtype} {tensor.device} strides {list(tensor.stride())}"
+            f"{item.name}: planned {list(item.shape)} {item.dtype} {item.device} strides {list(item.stride)} offset "
+            f"{item.offset}, given {list(tensor.shape)} {tensor.dtype} {tensor.device} strides {list(tensor.stride())} "
+            f"offset {tensor.storage_offset()}"
             for item, tensor in zip(trace.inputs, tensors, strict=False)
-            if (item.shape, item.dtype, item.device, item.stride)
-            != (tuple(tensor.shape), tensor.dtype, tensor.device, tensor.stride())
+            if (item.shape, item.dtype, item.device, item.stride, item.offset, False, False)
+            != (*_geometry(tensor), tensor.is_conj(), tensor.is_neg())
         ]
+        if any(item.donated for item in trace.inputs):
+            offenders += [
+                f"{item.name}: shares memory with another argument or with itself, which was not planned"
+                for item, shared in zip(trace.inputs, sharing(tensors), strict=False)
+                if shared and not item.shares_memory
+            ]
         plain = [repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)]
         planned = [value for _, value in trace.replicated_constants][: len(plain)]
         if plain != planned or len(tensors) != len(trace.inputs):
@@ -188,6 +215,10 @@ class Emitted:
                         remedy='initialise it with one for each device: init_process_group("cpu:gloo,cuda:nccl").',
                     )
                 )
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.dtype, tensor.device, tensor.stride(), tensor.storage_offset()
 
 
 _TENSOR = object()

@@ -11,6 +11,7 @@ from fdp.trace.arguments import (
     flatten,
     refuse_unhashable,
     resolve_roles,
+    sharing,
     summarise,
     take_apart,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "refuse_unhashable",
     "resolve_roles",
     "run_untraced",
+    "sharing",
     "summarise",
     "take_apart",
     "trace_step",

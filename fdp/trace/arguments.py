@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import enum
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +16,7 @@ from fdp.errors import ArgumentError, TraceError, build_message
 from fdp.pytree import leaf_names
 from fdp.trace.record import Input
 
-_PLAIN = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format,
+PLAIN_TYPES = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format,
           enum.Enum)  # fmt: skip
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -206,11 +207,11 @@ def describe_inputs(step_name: str, flat: Flat, roles: Roles) -> tuple[list[str]
         names += found
         owner += [position] * len(found)
     _refuse_foreign_leaves(step_name, names, owner, flat.leaves, roles)
-    counts: dict[int, int] = {}
-    for leaf in flat.leaves:
-        if isinstance(leaf, torch.Tensor):
-            storage = leaf.untyped_storage()._cdata
-            counts[storage] = counts.get(storage, 0) + 1
+    found_tensors = [
+        (name, position, leaf)
+        for name, position, leaf in zip(names, owner, flat.leaves, strict=True)
+        if isinstance(leaf, torch.Tensor)
+    ]
     inputs = [
         Input(
             name=name,
@@ -218,14 +219,20 @@ def describe_inputs(step_name: str, flat: Flat, roles: Roles) -> tuple[list[str]
             dtype=leaf.dtype,
             device=leaf.device,
             stride=leaf.stride(),
+            offset=int(leaf.storage_offset()),
             role="batch" if position in roles.batch else "state",
             donated=position in roles.donated,
-            shares_memory=counts[leaf.untyped_storage()._cdata] > 1 or _overlaps_itself(leaf),
+            shares_memory=shared,
         )
-        for name, position, leaf in zip(names, owner, flat.leaves, strict=True)
-        if isinstance(leaf, torch.Tensor)
+        for (name, position, leaf), shared in zip(found_tensors, sharing([t for *_, t in found_tensors]), strict=True)
     ]
     return names, inputs
+
+
+def sharing(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """For each tensor, whether it overlaps itself or lies in the memory of another one."""
+    counts = collections.Counter(tensor.untyped_storage()._cdata for tensor in tensors)
+    return [counts[tensor.untyped_storage()._cdata] > 1 or _overlaps_itself(tensor) for tensor in tensors]
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
@@ -256,7 +263,7 @@ def _refuse_foreign_leaves(
                 offenders.append(f"{name}: donated, but made under torch.inference_mode(); pass a clone")
         elif position in roles.batch:
             offenders.append(f"{name}: {kind} {leaf!r:.40}, in a batch argument, which holds tensors only")
-        elif not isinstance(leaf, _PLAIN):
+        elif not isinstance(leaf, PLAIN_TYPES):
             offenders.append(f"{name}: {kind}, which is neither a tensor nor a plain constant")
     if offenders:
         raise TraceError(

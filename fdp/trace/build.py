@@ -15,17 +15,19 @@ from fdp.axis import step_axis
 from fdp.errors import FdpError, TraceError, build_message
 from fdp.group import Group
 from fdp.pytree import leaf_names
-from fdp.trace.arguments import Flat, Roles, describe_inputs
+from fdp.trace.arguments import PLAIN_TYPES, Flat, Roles, describe_inputs
 from fdp.trace.capture import capture, recording, untraceable
 from fdp.trace.checks import (
     check_branches,
     check_closure,
+    check_closure_memory,
     check_devices,
     check_initialised,
     check_outputs,
+    check_views,
     check_writes,
 )
-from fdp.trace.closure import closed_over_names
+from fdp.trace.closure import closed_over_names, untouched
 from fdp.trace.dependencies import operations_of
 from fdp.trace.effects import is_marker
 from fdp.trace.record import Input, Operation, Output, Reduction, Trace
@@ -60,11 +62,12 @@ def trace_step(
 
     def flat_step(*values: torch.Tensor) -> list[torch.Tensor]:
         returned[:] = optree.tree_flatten(call_with(step, flat, roles, values))
-        _refuse_numbers(name, *returned)
+        _refuse_foreign_outputs(name, *returned)
         return [leaf for leaf in returned[0] if isinstance(leaf, torch.Tensor)]
 
     try:
-        graph_module = capture(name, flat_step, tensors, group)
+        with untouched(step):
+            graph_module = capture(name, flat_step, tensors, group)
     except FdpError:
         raise
     except Exception as error:
@@ -79,6 +82,8 @@ def trace_step(
     check_initialised(name, graph)
     check_devices(name, graph)
     check_branches(name, graph)
+    check_views(name, graph)
+    check_closure_memory(name, graph_module, inputs, tensors, closure)
 
     operations, markers, produced = operations_of(graph)
     reductions = _reductions(operations, markers, produced)
@@ -113,12 +118,13 @@ def trace_step(
     )
 
 
-def _refuse_numbers(name: str, leaves: Sequence[Any], spec: optree.PyTreeSpec) -> None:
+def _refuse_foreign_outputs(name: str, leaves: Sequence[Any], spec: optree.PyTreeSpec) -> None:
     names = leaf_names(optree.tree_unflatten(spec, list(range(len(leaves)))), "output")
+    numbers = (torch.SymInt, torch.SymFloat, torch.SymBool)
     offenders = [
         f"{path}: a number read from a tensor"
         for path, leaf in zip(names, leaves, strict=True)
-        if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool))
+        if type(leaf) in numbers
     ]
     if offenders:
         raise TraceError(
@@ -126,6 +132,19 @@ def _refuse_numbers(name: str, leaves: Sequence[Any], spec: optree.PyTreeSpec) -
                 f"step {name!r} returns values of tensors as Python numbers.",
                 offenders,
                 remedy="return the tensor, and call .item() on what the step returns.",
+            )
+        )
+    offenders = [
+        f"{path}: {type(leaf).__module__}.{type(leaf).__qualname__}"
+        for path, leaf in zip(names, leaves, strict=True)
+        if not isinstance(leaf, (torch.Tensor, *PLAIN_TYPES))
+    ]
+    if offenders:
+        raise TraceError(
+            build_message(
+                f"step {name!r} returns objects that are neither tensors nor plain constants.",
+                offenders,
+                remedy="return dicts, lists, tuples or namedtuples of tensors; or register the class with optree.",
             )
         )
 

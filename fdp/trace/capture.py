@@ -7,6 +7,7 @@ read the value of a tensor).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -37,6 +38,7 @@ _VALUE_READ_TEXTS = (
     "Cannot cast FakeTensor",
     ".numpy() is not supported",
     ".tolist() is not supported",
+    "FakeTensor.__format__",
 )
 
 
@@ -87,9 +89,12 @@ def capture(
         # The fused recurrent layers of oneDNN cannot be replayed (their backward takes a tensor that the trace does
         # not have). All else that oneDNN does is chosen when the program runs, not here.
         stack.enter_context(_without_onednn())
+        # A mistake of the step's own is raised; torch would print it as well.
+        stack.enter_context(_silenced("torch._subclasses.fake_tensor"))
         try:
             graph_module = make_fx(recorded, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
-        except FdpError:
+        except FdpError as error:
+            _name_place(name, error)
             raise
         except Exception as error:
             refusal = _explain(name, error)
@@ -132,6 +137,24 @@ def _without_onednn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(enabled)
+
+
+@contextmanager
+def _silenced(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
+
+
+def _name_place(name: str, error: FdpError) -> None:
+    """Add to a refusal that was raised inside the step which step it was, and the line."""
+    if f"step {name!r}" in str(error):
+        return
+    first, *rest = str(error).split("\n")
+    error.args = ("\n".join([first, f"  in step {name!r}, {_at(failing_line(error.__traceback__))}", *rest]),)
 
 
 def untraceable(name: str, error: Exception) -> TraceError:

@@ -136,6 +136,61 @@ def check_branches(name: str, graph: fx.Graph) -> None:
         )
 
 
+def check_views(name: str, graph: fx.Graph) -> None:
+    """Refuse views at a place that is read from a tensor: what varies is known of memory, not of places in it.
+
+    Raises:
+        TraceError: names each such view, and the line.
+    """
+    offenders = [
+        f"{node.target} at {node.meta.get('source')}"
+        for node in graph.nodes
+        if node.op == "call_function"
+        and effects_of(node).view
+        and any(isinstance(a.meta.get("val"), (torch.SymInt, torch.SymFloat)) for a in node.all_input_nodes)
+    ]
+    if offenders:
+        raise TraceError(
+            build_message(
+                f"step {name!r} takes a slice at a place that it reads from a tensor.",
+                offenders,
+                remedy="index with the tensor itself: torch.index_select(x, 0, i), or x[i] for an index tensor i.",
+            )
+        )
+
+
+def check_closure_memory(
+    name: str,
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Input],
+    tensors: Sequence[torch.Tensor],
+    names: Mapping[int, str],
+) -> None:
+    """Refuse a closed-over tensor that lies in the memory of a donated input: it would change with the state.
+
+    Raises:
+        PurityError: names both.
+    """
+    donated = {
+        tensor.untyped_storage()._cdata: item.name for item, tensor in zip(inputs, tensors, strict=True) if item.donated
+    }
+    offenders = []
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        held = getattr(graph_module, node.target, None)
+        if isinstance(held, torch.Tensor) and held.layout == torch.strided:
+            owner = donated.get(held.untyped_storage()._cdata)
+            if owner is not None:
+                offenders.append(f"{names.get(id(held), 'a closed-over tensor')} lies in the memory of {owner}")
+    if offenders:
+        raise PurityError(
+            build_message(
+                f"step {name!r} closes over tensors that share memory with donated state.",
+                offenders,
+                remedy="clone the closed-over tensor; or do not donate.",
+            )
+        )
+
+
 def check_devices(name: str, graph: fx.Graph) -> None:
     """Refuse a step that makes tensors on a device which this machine does not have.
 

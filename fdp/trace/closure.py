@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 _MAX_DEPTH = 4
+_MAX_KEPT = 2**16
 
 
 def closed_over_names(function: Any) -> dict[int, str]:
@@ -27,11 +29,36 @@ def closed_over_names(function: Any) -> dict[int, str]:
         >>> closed_over_names(lambda x: x * w)[id(w)]
         'w'
     """
-    names: dict[int, str] = {}
+    return {key: name for key, (name, _) in _closed_over_tensors(function).items()}
+
+
+@contextmanager
+def untouched(function: Any) -> Iterator[None]:
+    """Put small tensors that a function closes over back to what they were, should it change them while traced.
+
+    An in-place operator on closed-over tensors alone (the counter of a closed-over BatchNorm) has nothing fake about
+    it, so it runs. The step is refused for it afterwards.
+    """
+    kept = [
+        (tensor, tensor._version, tensor.detach().clone())
+        for _, tensor in _closed_over_tensors(function).values()
+        if tensor.layout == torch.strided and not tensor.is_inference() and tensor.numel() <= _MAX_KEPT
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, version, value in kept:
+                if tensor._version != version:
+                    tensor.copy_(value)
+
+
+def _closed_over_tensors(function: Any) -> dict[int, tuple[str, torch.Tensor]]:
+    found: dict[int, tuple[str, torch.Tensor]] = {}
     seen: set[int] = set()
     for name, value in _reachable(function):
-        _visit(name, value, names, seen, _MAX_DEPTH)
-    return names
+        _visit(name, value, found, seen, _MAX_DEPTH)
+    return found
 
 
 def _reachable(function: Any) -> Iterator[tuple[str, Any]]:
@@ -65,25 +92,25 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
             yield from _global_names(constant)
 
 
-def _visit(name: str, value: Any, names: dict[int, str], seen: set[int], depth: int) -> None:
+def _visit(name: str, value: Any, found: dict[int, tuple[str, torch.Tensor]], seen: set[int], depth: int) -> None:
     if isinstance(value, torch.Tensor):
-        names.setdefault(id(value), name)
+        found.setdefault(id(value), (name, value))
         return
     if id(value) in seen or depth == 0:
         return
     seen.add(id(value))
     if isinstance(value, torch.nn.Module):
         for path, tensor in [*value.named_parameters(), *value.named_buffers()]:
-            names.setdefault(id(tensor), f"{name}.{path}")
+            found.setdefault(id(tensor), (f"{name}.{path}", tensor))
     elif isinstance(value, dict):
         for key, item in value.items():
-            _visit(f"{name}[{key!r}]", item, names, seen, depth - 1)
+            _visit(f"{name}[{key!r}]", item, found, seen, depth - 1)
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            _visit(f"{name}[{index}]", item, names, seen, depth - 1)
+            _visit(f"{name}[{index}]", item, found, seen, depth - 1)
     elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
         for inner, item in _reachable(value):
-            _visit(inner, item, names, seen, depth - 1)
+            _visit(inner, item, found, seen, depth - 1)
     elif not isinstance(value, (type, types.ModuleType)) and hasattr(value, "__dict__"):
         for attribute, item in vars(value).items():
-            _visit(f"{name}.{attribute}", item, names, seen, depth - 1)
+            _visit(f"{name}.{attribute}", item, found, seen, depth - 1)

@@ -23,6 +23,7 @@ class Input:
         dtype: its dtype.
         device: its device.
         stride: its strides, in elements.
+        offset: where it begins in its memory, in elements.
         role: "batch" (differs from rank to rank) or "state" (equal on every rank).
         donated: whether the step may write its new value into it.
         shares_memory: whether it overlaps itself or another input, so that writing into it is unsafe.
@@ -33,6 +34,7 @@ class Input:
     dtype: torch.dtype
     device: torch.device
     stride: tuple[int, ...]
+    offset: int
     role: str
     donated: bool
     shares_memory: bool
