@@ -170,7 +170,7 @@ def start_broadcast(buffer: torch.Tensor, root: int, group: Group) -> Callable[[
     """Start overwriting a buffer with the one of rank `root` of the group; returns the function that waits."""
     if group.process_group is None:
         return _nothing
-    return dist.broadcast(buffer, group=group.process_group, group_src=root, async_op=True).wait
+    return dist.broadcast(_as_bytes(buffer), group=group.process_group, group_src=root, async_op=True).wait
 
 
 def start_all_gather(out: torch.Tensor, own: torch.Tensor, group: Group) -> Callable[[], None]:
@@ -178,8 +178,13 @@ def start_all_gather(out: torch.Tensor, own: torch.Tensor, group: Group) -> Call
     if group.process_group is None:
         out[0].copy_(own)
         return _nothing
-    parts = list(out.unbind(0))
-    return dist.all_gather(parts, own, group=group.process_group, async_op=True).wait
+    parts = list(_as_bytes(out).view(group.size, -1).unbind(0))
+    return dist.all_gather(parts, _as_bytes(own), group=group.process_group, async_op=True).wait
+
+
+def _as_bytes(buffer: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor: what is only moved needs no dtype that the backend can add."""
+    return buffer.view(-1).view(torch.uint8)
 
 
 def next_turn(group: Group) -> str:

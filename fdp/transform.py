@@ -197,7 +197,7 @@ class Step:
         if emitted is None:
             emitted = self._prepare(flat, roles, place)
             self._emitted[(flat.key, place)] = emitted
-        self._previous = summarise(flat)
+            self._previous = summarise(flat)
         tensors = [index for index, leaf in enumerate(flat.leaves) if isinstance(leaf, torch.Tensor)]
         kept = frozenset(tensors[output.slot] for output in emitted.plan.trace.outputs if output.slot is not None)
         call = LastCall(flat, kept, bool(roles.donated))

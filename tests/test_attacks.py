@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -31,9 +32,7 @@ def test_a_slice_at_a_place_read_from_a_tensor_is_refused(slice_of: Any) -> None
 def test_an_anchor_in_the_memory_of_donated_state_is_refused() -> None:
     w0 = torch.ones(2)
     anchor = w0.detach()
-    step = fdp.data_parallel(
-        lambda st, b: {"w": st["w"] - 0.5 * (st["w"] - anchor + fdp.pmean(b))}, donate_argnums=0
-    )
+    step = fdp.data_parallel(lambda st, b: {"w": st["w"] - 0.5 * (st["w"] - anchor + fdp.pmean(b))}, donate_argnums=0)
     with pytest.raises(fdp.PurityError, match=r"anchor lies in the memory of st\['w'\]"):
         step({"w": w0}, torch.ones(2))
 
@@ -55,9 +54,9 @@ def test_a_step_under_a_transform_is_refused(warm: bool) -> None:
     step = fdp.data_parallel(lambda w, b: (w**2).sum() + 0 * fdp.pmean(b.sum()))
     if warm:
         step(torch.ones(2), torch.ones(2))
-    with pytest.raises(fdp.FdpError, match="was called inside torch.func.grad, vmap"):
+    with pytest.raises(fdp.FdpError, match="was called inside"):
         torch.func.grad(lambda w: step(w, torch.ones(2)))(torch.ones(2))
-    with pytest.raises(fdp.FdpError, match="was called inside torch.func.grad, vmap"):
+    with pytest.raises(fdp.FdpError, match="was called inside"):
         torch.vmap(lambda w: step(w, torch.ones(2)))(torch.ones(3, 2))
 
 
@@ -67,7 +66,7 @@ def test_a_kept_leaf_that_was_resized_is_noticed() -> None:
     )
     state = {"w": torch.ones(4)}
     for _ in range(2):
-        state, mean, _ = step(state, torch.ones(2))
+        state, _, _ = step(state, torch.ones(2))
     state["w"].resize_(2)
     assert step(state, torch.ones(2))[1].item() == 3.0
 
@@ -162,15 +161,14 @@ def skips_a_bad_batch() -> Tree:
         except IndexError:
             seen.append("IndexError")
         except fdp.PeerError as error:
-            dist.destroy_process_group()  # as at the end of the process: now the other rank learns of it
+            if dist.get_rank() == 0:
+                expected = seen == ["IndexError"] and "was left in the middle by IndexError" in str(error)
+                os._exit(17 if expected else 18)  # now the other rank learns of it
             return [*seen, str(error)]
     return seen
 
 
 def test_a_rank_that_left_a_step_in_the_middle_stays_out() -> None:
     first, second = ranks.run_fresh(2, skips_a_bad_batch, deadline_s=60)
-    assert first.error is None, first.describe()
-    assert first.value[0] == "IndexError" and "was left in the middle by IndexError" in first.value[1]
-    # The other rank learns of it when the first one ends.
-    text = second.error.message if second.error is not None else str(second.value)
-    assert "lost contact" in text, second.describe()
+    assert first.exitcode == 17, first.describe()
+    assert "lost contact" in str(second.value), second.describe()

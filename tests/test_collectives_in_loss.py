@@ -15,9 +15,7 @@ def several_means() -> None:
     """A global batch mean and variance inside the loss (synchronized normalization), and means of metrics."""
     import fdp
 
-    def normalized_loss(
-        hidden: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, y: torch.Tensor
-    ) -> Any:
+    def normalized_loss(hidden: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, y: torch.Tensor) -> Any:
         normal = (hidden - mean) / torch.sqrt(square - mean**2 + 1e-3)
         return ((normal.tanh().sum(1) - y) ** 2).mean()
 
@@ -51,9 +49,7 @@ def test_several_means(world: int) -> None:
 def across(op: str, values: list[torch.Tensor]) -> list[torch.Tensor]:
     """What each rank gets from a collective, in one process."""
     stacked = torch.stack(values)
-    one = {"psum": stacked.sum(0), "pmean": stacked.mean(0), "all_gather": stacked, "broadcast": values[1]}[
-        op
-    ]
+    one = {"psum": stacked.sum(0), "pmean": stacked.mean(0), "all_gather": stacked, "broadcast": values[1]}[op]
     return [one] * len(values)
 
 
@@ -63,9 +59,7 @@ def transpose(op: str) -> None:
 
     call_op = {"broadcast": lambda x: fdp.broadcast(x, root=1)}.get(op) or getattr(fdp, op)
 
-    def local_loss(
-        params: Tree, batch: Tree, collective: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
+    def local_loss(params: Tree, batch: Tree, collective: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         y = collective(batch["ax"].mean(0) * params["p"])
         return ((y + batch["ay"][0]) ** 2 * batch["bx"][1]).sum()
 

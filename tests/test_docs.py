@@ -46,9 +46,7 @@ class Block:
 
     @property
     def file(self) -> str:
-        return next(
-            (word.removeprefix("file=") for word in self.words if word.startswith("file=")), "example.py"
-        )
+        return next((word.removeprefix("file=") for word in self.words if word.startswith("file=")), "example.py")
 
     @property
     def runs(self) -> bool:
@@ -64,9 +62,7 @@ def blocks_of(text: str, document: str = "text") -> list[Block]:
         line = text.count("\n", 0, fence.start()) + 1
         if language == "output":
             if end_of_last is None or text[end_of_last : fence.start()].strip():
-                raise AssertionError(
-                    f"{document}, line {line}: an output block with no python block right before it"
-                )
+                raise AssertionError(f"{document}, line {line}: an output block with no python block right before it")
             last = found.pop()
             found.append(Block(last.line, last.words, last.source, body))
         elif language == "python":

@@ -79,9 +79,7 @@ def penalty_by_autograd(params: Tree, x: torch.Tensor) -> torch.Tensor:
 PENALTIES = {"torch.func.grad": penalty_by_func, "torch.autograd.grad": penalty_by_autograd}
 
 
-def critic_loss(
-    params: Tree, batch: Tree, penalty: Callable[[Tree, torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
+def critic_loss(params: Tree, batch: Tree, penalty: Callable[[Tree, torch.Tensor], torch.Tensor]) -> torch.Tensor:
     middle = 0.3 * batch["ax"] + 0.7 * batch["bx"]
     wasserstein = net(params, batch["ax"]).mean() - net(params, batch["bx"]).mean()
     return wasserstein + 10 * penalty(params, middle)
@@ -176,9 +174,7 @@ D_OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.5, 0.9), "fused": True}
 G_OPTIONS: dict[str, Any] = {"lr": 1e-1, "momentum": 0.5}
 
 
-def d_loss(
-    score: Callable[[torch.Tensor], torch.Tensor], real: torch.Tensor, fake: torch.Tensor
-) -> torch.Tensor:
+def d_loss(score: Callable[[torch.Tensor], torch.Tensor], real: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
     return F.softplus(-score(real)).mean() + F.softplus(score(fake)).mean()
 
 
@@ -285,18 +281,14 @@ def unused_and_frozen() -> None:
         x, y = (torch.cat([s[k] for s in shards]) for k in ("ax", "ay"))
         loss = F.mse_loss(model(x).squeeze(-1), y)
         # Zeros, not None: an unused parameter has a gradient, and it is zero; the decay still applies.
-        expected = torch.autograd.grad(
-            loss, list(trained.values()), allow_unused=True, materialize_grads=True
-        )
+        expected = torch.autograd.grad(loss, list(trained.values()), allow_unused=True, materialize_grads=True)
         for p, g in zip(trained.values(), expected, strict=True):
             p.grad = g
         optimizer.step()
         torch.testing.assert_close(grads, dict(zip(trained, expected, strict=True)), rtol=1e-9, atol=1e-12)
         assert not grads["unused.weight"].any()
     got = {k: v.detach() for k, v in (state["params"] | state["buffers"]).items()}
-    torch.testing.assert_close(
-        got, {k: v.detach() for k, v in model.named_parameters()}, rtol=1e-9, atol=1e-10
-    )
+    torch.testing.assert_close(got, {k: v.detach() for k, v in model.named_parameters()}, rtol=1e-9, atol=1e-10)
     assert models.digest(state["buffers"]) == models.digest(buffers)
 
 

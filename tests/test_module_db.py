@@ -76,9 +76,7 @@ def inputs_of(sample: Any) -> dict[str, Any]:
 
 def positive(tree: Any) -> Any:
     """The tree with its floating-point leaves made positive."""
-    return optree.tree_map(
-        lambda x: x.abs() if isinstance(x, torch.Tensor) and x.is_floating_point() else x, tree
-    )
+    return optree.tree_map(lambda x: x.abs() if isinstance(x, torch.Tensor) and x.is_floating_point() else x, tree)
 
 
 def built(info: Any, sample: Any) -> torch.nn.Module:
@@ -133,9 +131,7 @@ def tensors_apart(tree: Any) -> tuple[list[torch.Tensor], Any]:
 
     def whole(tensors: list[torch.Tensor]) -> Any:
         it = iter(tensors)
-        return optree.tree_unflatten(
-            spec, [next(it) if t else x for t, x in zip(is_tensor, leaves, strict=True)]
-        )
+        return optree.tree_unflatten(spec, [next(it) if t else x for t, x in zip(is_tensor, leaves, strict=True)])
 
     return [x for x, t in zip(leaves, is_tensor, strict=True) if t], whole
 

@@ -140,15 +140,11 @@ UNTRACEABLE = ("GaussianNLLLoss", "CTCLoss")
 @pytest.mark.parametrize("info", module_db, ids=lambda info: info.name)
 def test_every_module_of_torch(info: Any) -> None:
     for training in (True, False):
-        cases = info.module_inputs_func(
-            info, device="cpu", dtype=torch.float32, requires_grad=False, training=training
-        )
+        cases = info.module_inputs_func(info, device="cpu", dtype=torch.float32, requires_grad=False, training=training)
         case = next((c for c in cases if c.forward_input is not None), None)
         if case is None or info.name.startswith("nn.FractionalMaxPool"):
             pytest.skip("no forward input for float32")
-        module = info.module_cls(*case.constructor_input.args, **case.constructor_input.kwargs).train(
-            training
-        )
+        module = info.module_cls(*case.constructor_input.args, **case.constructor_input.kwargs).train(training)
         if isinstance(module, nn.modules.lazy.LazyModuleMixin):
             with pytest.raises(ArgumentError, match="whose shape is not known yet"):
                 from_module(module)
@@ -286,9 +282,7 @@ def test_distributed_wrappers_are_refused_by_name() -> None:
     wrapper = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
     nn.Module.__init__(wrapper)
     wrapper.module = module
-    with pytest.raises(
-        ArgumentError, match=r"a DistributedDataParallel, which averages(.|\n)*pass module\.module"
-    ):
+    with pytest.raises(ArgumentError, match=r"a DistributedDataParallel, which averages(.|\n)*pass module\.module"):
         from_module(wrapper)
 
 

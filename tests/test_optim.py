@@ -77,9 +77,7 @@ def by_fdp(optimizer: Optimizer, params: Any, data: list[Any], traced: bool) -> 
     return params, opt_state["state"]
 
 
-def sample(
-    dtype: torch.dtype, ndim_2_only: bool = False
-) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+def sample(dtype: torch.dtype, ndim_2_only: bool = False) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
     params = {"w": torch.randn(3, 5, dtype=dtype), "v": torch.randn(16, 4, dtype=dtype)}
     if not ndim_2_only:
         params |= {"scalar": torch.randn((), dtype=dtype), "b": torch.randn(7, dtype=dtype)}
@@ -91,9 +89,7 @@ def equivalent(cls: type, given: dict[str, Any], dtype: torch.dtype) -> dict[str
     accepted, result = inspect.signature(cls).parameters, numbers(given)
     if any(result.get(k) is not None for k in ("fused", "foreach", "capturable")):
         return {"foreach": False, **result} if "foreach" in accepted else result
-    tensors = any(
-        isinstance(leaf, Tensor) for k in given if k != "lr" for leaf in optree.tree_leaves(given[k])
-    )
+    tensors = any(isinstance(leaf, Tensor) for k in given if k != "lr" for leaf in optree.tree_leaves(given[k]))
     sgd_momentum = cls is torch.optim.SGD and result.get("momentum")
     late = sgd_momentum and result.get("dampening")
     broken = sgd_momentum and dtype in (torch.bfloat16, torch.float16)
@@ -242,9 +238,7 @@ def test_parameters_of_several_dtypes_and_nesting() -> None:
     assert optree.tree_structure(together[0]) == optree.tree_structure(params)
 
 
-@pytest.mark.parametrize(
-    "cls", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad], ids=lambda c: c.__name__
-)
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad], ids=lambda c: c.__name__)
 def test_fused_kernels_get_gradients_in_the_layout_of_the_parameter(cls: type) -> None:
     image = torch.randn(8, 3, 5, 5)
     for p, g in [
@@ -466,9 +460,7 @@ def break_update(change: Any) -> str:
 
 def test_update_refuses_trees_that_do_not_match() -> None:
     message = break_update(lambda a: a["grads"].pop("b"))
-    assert message.startswith(
-        "The trees grads and params do not match.\n  params['b'] has no gradient\nRemedy:"
-    )
+    assert message.startswith("The trees grads and params do not match.\n  params['b'] has no gradient\nRemedy:")
     message = break_update(lambda a: a["grads"].update(c=torch.ones(1)))
     assert "grads['c'] has no parameter" in message
     message = break_update(lambda a: a.update(grads=optree.tree_map(lambda g: [g], a["grads"])))
@@ -479,9 +471,7 @@ def test_update_refuses_trees_that_do_not_match() -> None:
     assert "grads['b'] is a torch.float64 tensor" in message
     message = break_update(lambda a: a["grads"].update(b=torch.ones(3).to_sparse()))
     assert "torch.sparse_coo" in message
-    message = break_update(
-        lambda a: (a["params"].update(b=torch.tensor(1)), a["grads"].update(b=torch.ones(())))
-    )
+    message = break_update(lambda a: (a["params"].update(b=torch.tensor(1)), a["grads"].update(b=torch.ones(()))))
     assert "for a parameter that is a torch.int64 tensor" in message and "use None" in message
 
 
@@ -491,10 +481,7 @@ def test_update_refuses_a_state_that_it_did_not_make() -> None:
     message = break_update(lambda a: a["opt_state"]["state"]["b"].clear())
     assert "opt_state['state']['b'] has the entries [], but AdamW keeps ['exp_avg'," in message
     message = break_update(lambda a: a["opt_state"]["state"]["b"].pop("exp_avg"))
-    assert (
-        "opt_state['state']['b'] has the entries ['exp_avg_sq', 'step'], but AdamW asks for 'exp_av"
-        in message
-    )
+    assert "opt_state['state']['b'] has the entries ['exp_avg_sq', 'step'], but AdamW asks for 'exp_av" in message
     message = break_update(lambda a: a["opt_state"]["state"]["b"].update(exp_avg=torch.ones(9)))
     assert "opt_state['state']['b']['exp_avg'] is a torch.float32 tensor of shape (9,)" in message
     message = break_update(lambda a: a["opt_state"]["state"]["b"].update(exp_avg=torch.ones(3).half()))
@@ -517,7 +504,5 @@ def test_update_refuses_a_hyperparameter_that_is_not_a_scalar_tensor() -> None:
     with pytest.raises(ArgumentError, match=r"opt_state\['betas'\]\[1\] is the float 0.95"):
         optimizer.update(torch.ones(2), opt_state, torch.ones(2))
     opt_state["betas"] = opt_state["betas"][0]
-    with pytest.raises(
-        ArgumentError, match=r"opt_state\['betas'\] no longer has the structure of \(0.9, 0.99\)"
-    ):
+    with pytest.raises(ArgumentError, match=r"opt_state\['betas'\] no longer has the structure of \(0.9, 0.99\)"):
         optimizer.update(torch.ones(2), opt_state, torch.ones(2))

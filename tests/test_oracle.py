@@ -161,9 +161,7 @@ def eager_and_traced(name: str) -> None:
         eager = step_fn(state, piece)
         torch.manual_seed(models.noise_seed(i, rank))
         traced = step(state, piece)
-        assert models.digest(eager) == models.digest(traced), (
-            f"{name}: step {i} differs from its untraced self"
-        )
+        assert models.digest(eager) == models.digest(traced), f"{name}: step {i} differs from its untraced self"
         state = traced[0]
 
 

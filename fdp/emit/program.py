@@ -81,10 +81,11 @@ def write_program(plan: Plan, rank: int, communicates: bool) -> Program:
         if node.op == "get_attr":
             writer.local[node] = _bind(writer, getattr(plan.trace.graph, node.target), "constant")
     buckets = {bucket.index for bucket in plan.buckets if communicates or _is_stacked(bucket)}
+    travelling = {member for bucket in plan.buckets if bucket.index in buckets for member in bucket.members}
     alone = {
         plan.trace.operations[r.operation].node: r.operation
         for index, r in enumerate(plan.trace.reductions)
-        if r.numel == 0 or not any(index in plan.buckets[k].members for k in buckets)
+        if r.numel == 0 or index not in travelling
     }
     _copy_back(writer, -1)
     for at, item in enumerate(plan.schedule):

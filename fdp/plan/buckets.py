@@ -65,17 +65,19 @@ def partition(
     upstream = _upstream(reductions, operations)
     open_members: dict[Any, list[int]] = {}
     open_bytes: dict[Any, int] = {}
+    open_bits: dict[Any, int] = {}
     closed_count: defaultdict[Any, int] = defaultdict(int)
     buckets: list[tuple[int, ...]] = []
 
     def close(kind: Any) -> None:
         buckets.append(tuple(open_members.pop(kind)))
+        del open_bits[kind]
         closed_count[kind] += 1
 
     for index, reduction in enumerate(reductions):
         if reduction.numel == 0:
             continue
-        for needed in [k for k, members in open_members.items() if upstream[index] & _bits(members)]:
+        for needed in [k for k, bits in open_bits.items() if upstream[index] & bits]:
             close(needed)
         kind: Any = (reduction.op, reduction.root, reduction.dtype, str(reduction.device), bool(upstream[index]))
         if reduction.op == "all_gather":
@@ -84,9 +86,10 @@ def partition(
         if kind in open_members and open_bytes[kind] + reduction.size_bytes > cap:
             close(kind)
         if kind not in open_members:
-            open_members[kind], open_bytes[kind] = [], 0
+            open_members[kind], open_bytes[kind], open_bits[kind] = [], 0, 0
         open_members[kind].append(index)
         open_bytes[kind] += reduction.size_bytes
+        open_bits[kind] |= 1 << index
     for kind in list(open_members):
         close(kind)
     return _in_starting_order(buckets, upstream)
@@ -160,7 +163,3 @@ def _upstream(reductions: Sequence[Reduction], operations: Sequence[Operation]) 
             if need in at:
                 reach[index] |= 1 << at[need]
     return [reach[reduction.operation] for reduction in reductions]
-
-
-def _bits(members: Sequence[int]) -> int:
-    return sum(1 << member for member in members)

@@ -59,7 +59,14 @@ class Effects:
 
 
 def effects_of(node: fx.Node) -> Effects:
-    """Read off the memory effects of a node of a traced graph."""
+    """Read off the memory effects of a node of a traced graph (once: the graph does not change)."""
+    known: Effects | None = node.meta.get("effects")
+    if known is None:
+        known = node.meta["effects"] = _read_effects(node)
+    return known
+
+
+def _read_effects(node: fx.Node) -> Effects:
     target = node.target
     if node.op != "call_function" or target is operator.getitem:
         return Effects((), view=True)

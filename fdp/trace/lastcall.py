@@ -6,6 +6,7 @@ was donated. Looking at each object once is far cheaper than asking each for its
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Any
 
@@ -47,7 +48,9 @@ class LastCall:
 
     def is_like(self, leaves: list[Any], spec: optree.PyTreeSpec, static: tuple[Any, ...]) -> bool:
         """Whether a call certainly has the signature of the last one; False if that takes a closer look."""
-        if not self._usable or static is not self._static or len(leaves) != len(self._known):
+        if not self._usable or len(leaves) != len(self._known):
+            return False
+        if any(one is not two for one, two in itertools.zip_longest(static, self._static)):
             return False
         new: set[int] = set()
         count = 0
