@@ -180,9 +180,7 @@ def _ddp(case: Case, **options: Any) -> Contender:
         optimizer.step()
 
     def state_bytes() -> int:
-        return _size_bytes(
-            [list(model.parameters()), list(model.buffers()), dict(optimizer.state_dict()["state"])]
-        )
+        return _size_bytes([list(model.parameters()), list(model.buffers()), dict(optimizer.state_dict()["state"])])
 
     return Contender(step, state_bytes)
 

@@ -14,9 +14,7 @@ import torch
 import torch.distributed as dist
 
 
-def _rank_main(
-    rank: int, world: int, port: int, conn: Any, fn: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
+def _rank_main(rank: int, world: int, port: int, conn: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     if sys.platform == "linux":  # gloo otherwise resolves the hostname, which need not resolve
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler otherwise reports its start and stop
@@ -52,9 +50,7 @@ def on_ranks(world: int, fn: Callable[..., Any], *args: Any, deadline_s: float =
     pipes, processes = [], []
     for rank in range(world):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_rank_main, args=(rank, world, store.port, theirs, fn, args), daemon=True
-        )
+        process = context.Process(target=_rank_main, args=(rank, world, store.port, theirs, fn, args), daemon=True)
         process.start()
         theirs.close()
         pipes.append(ours)

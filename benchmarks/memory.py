@@ -80,9 +80,7 @@ def _process_on_rank(case_name: str, contender: str, steps: int) -> tuple[int, i
 
 def _tensors_on_rank(case_name: str, contender: str, steps: int) -> int:
     # From before the model is built, or what is freed later would be counted below zero.
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         running = CONTENDERS[contender](CASES[case_name])
         for _ in range(3):
             running.step()

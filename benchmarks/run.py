@@ -86,13 +86,9 @@ def table(times: dict[str, dict[str, StepTime]], memory: dict[str, dict[str, Mem
 
 def main() -> int:
     """Measures, prints, and writes the figures to a file if asked to."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=list(CASES), help="only this one; may be repeated")
-    parser.add_argument(
-        "--contender", action="append", choices=list(CONTENDERS), help="only these, beside ddp"
-    )
+    parser.add_argument("--contender", action="append", choices=list(CONTENDERS), help="only these, beside ddp")
     parser.add_argument("--steps", type=int, help="timed steps of each contender (default: by case)")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures to this file")
     parser.add_argument("--no-memory", action="store_true", help="step time only")

@@ -74,10 +74,7 @@ def measure_step_time(
     """
     by_rank = on_ranks(world, _times_on_rank, case_name, contenders, steps, warmup)
     # A step is over when it is over on every rank.
-    slowest = {
-        name: [max(row) for row in zip(*(times[name] for times in by_rank), strict=True)]
-        for name in contenders
-    }
+    slowest = {name: [max(row) for row in zip(*(times[name] for times in by_rank), strict=True)] for name in contenders}
     out = {}
     for name in contenders:
         ratios = [a / b for a, b in zip(slowest[name], slowest[BASELINE], strict=True)]

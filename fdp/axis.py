@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from fdp.errors import FdpError, build_message
 from fdp.group import Group, resolve_group
 
 
@@ -47,6 +48,17 @@ def current_axis() -> Axis:
 def inside_step() -> bool:
     """Whether this thread is tracing a step, or running one beside its trace."""
     return bool(getattr(_local, "stack", None))
+
+
+def refuse_inside(name: str) -> None:
+    """Refuse a call that only makes sense between steps."""
+    if inside_step():
+        raise FdpError(
+            build_message(
+                f"fdp.{name} was called inside a step.",
+                remedy="call it outside; inside a step use fdp.broadcast, or return the value and compare it outside.",
+            )
+        )
 
 
 @contextmanager

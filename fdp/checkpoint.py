@@ -11,9 +11,11 @@ from typing import Any
 
 import optree
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from fdp.errors import ArgumentError, build_message
+from fdp.axis import refuse_inside
+from fdp.errors import ArgumentError, FdpError, build_message
 from fdp.group import resolve_group
 from fdp.pytree import Tree, leaf_names
 
@@ -22,8 +24,8 @@ def save(path: str | os.PathLike[str], state: Tree, group: Any = None) -> None:
     """Write a replicated state to a directory; every rank of the group takes part.
 
     Args:
-        path: the directory, on storage that all ranks see; made if it is not there. What it held is replaced only
-            by a save of equal structure.
+        path: the directory, on storage that all ranks see; made if it is not there. A checkpoint that it held is
+            replaced; if this save is cut short there is none. Keep the last one by saving to a new directory.
         state: pytree of tensors that ranks hold alike, and plain Python values.
         group: as for `data_parallel`.
 
@@ -37,10 +39,16 @@ def save(path: str | os.PathLike[str], state: Tree, group: Any = None) -> None:
     References:
         torch.distributed.checkpoint.
     """
+    refuse_inside("save")
     ranks = resolve_group(group)
     leaves = dict(zip(leaf_names(state, "state"), optree.tree_leaves(state), strict=True))
     named = {name: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for name, leaf in leaves.items()}
-    with _without_needless_warnings():
+    if ranks.rank == 0:
+        # Without it nothing can be loaded: a save that is cut short must not leave half of it beside half of an older.
+        (Path(path) / ".metadata").unlink(missing_ok=True)
+    if ranks.process_group is not None:
+        dist.barrier(ranks.process_group)
+    with _as_errors_of_fdp("save"):
         dcp.save(
             named,
             storage_writer=dcp.FileSystemWriter(Path(path), overwrite=True),
@@ -67,6 +75,7 @@ def load(path: str | os.PathLike[str], like: Tree, group: Any = None) -> Tree:
     Example:
         See `save`.
     """
+    refuse_inside("load")
     ranks = resolve_group(group)
     names = leaf_names(like, "state")
     leaves = optree.tree_leaves(like)
@@ -83,18 +92,26 @@ def load(path: str | os.PathLike[str], like: Tree, group: Any = None) -> Tree:
         name: torch.empty_like(leaf, requires_grad=False) if isinstance(leaf, torch.Tensor) else leaf
         for name, leaf in zip(names, leaves, strict=True)
     }
-    with _without_needless_warnings():
+    with _as_errors_of_fdp("load"):
         dcp.load(named, storage_reader=reader, process_group=ranks.process_group, no_dist=ranks.process_group is None)
     return optree.tree_unflatten(optree.tree_structure(like), [named[name] for name in names])
 
 
 @contextmanager
-def _without_needless_warnings() -> Iterator[None]:
-    """A world of one, and the replacement of an older checkpoint, are meant here, not assumed."""
+def _as_errors_of_fdp(name: str) -> Iterator[None]:
+    """Failures as FdpError (the library's own is no Exception), and no warnings about what is meant here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
-        yield
+        try:
+            yield
+        except dcp.CheckpointException as error:
+            causes = [f"rank {rank}: {cause[0]!r}" for rank, cause in error.failures.items()]
+            raise FdpError(
+                build_message(
+                    f"fdp.{name} failed.", causes, remedy="look at the disk and its permissions, then call it again."
+                )
+            ) from error
 
 
 def _check_structure(path: str, saved: dict[str, Any], names: list[str], leaves: list[Any]) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fdp.errors import ArgumentError, build_message
+from fdp.errors import ArgumentError, FdpError, build_message
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _REFUSED = {
@@ -76,7 +78,7 @@ def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, 
         # A buffer is copied whether or not the module changes it: batch_norm changes its statistics without
         # telling their version counters. Frozen parameters can be large, and no operation does that to them.
         tensors = {**params, **{name: b.clone() if name in own_buffers else b for name, b in buffers.items()}}
-        with _isolated(module):
+        with _isolated(module), _without_checkpointing(type(module).__name__):
             output = torch.func.functional_call(module, tensors, args, kwargs, tie_weights=True)
         # functional_call writes what the module assigned (`self.buffer = value`) back into `tensors`.
         new = {name: _as_state(tensors[name]) if name in own_buffers else b for name, b in buffers.items()}
@@ -129,6 +131,33 @@ def _refuse_other_names(
     offenders += [f"{name!r} is in both" for name in sorted(both)]
     remedy = "pass all names that from_module gave; a name may move from params to buffers, or back."
     raise ArgumentError(build_message(f"params and buffers do not fit {kind}:", offenders, remedy))
+
+
+@contextlib.contextmanager
+def _without_checkpointing(kind: str) -> Iterator[None]:
+    """Refuse activation checkpointing inside of a module that was taken apart.
+
+    The recomputation happens in the backward pass, after the call, and would find the module's own tensors in place of
+    those that were passed. (This relies on the two functions that `checkpoint` hands its work to.)
+    """
+    inner = torch.utils.checkpoint
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise FdpError(
+            build_message(
+                f"{kind}, taken apart by from_module, uses activation checkpointing inside: its backward pass would "
+                "recompute with the module's own tensors.",
+                remedy="switch it off in the module; checkpoint the call of apply, or functions of tensors.",
+            )
+        )
+
+    generator, function = inner._checkpoint_without_reentrant_generator, inner.CheckpointFunction
+    inner._checkpoint_without_reentrant_generator = refuse
+    inner.CheckpointFunction = SimpleNamespace(apply=refuse)  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        inner._checkpoint_without_reentrant_generator, inner.CheckpointFunction = generator, function  # type: ignore[misc]
 
 
 @contextlib.contextmanager

@@ -7,8 +7,8 @@ from typing import Any
 import optree
 import torch
 
-from fdp.axis import inside_step
-from fdp.errors import AgreementError, FdpError, ReplicationError, build_message
+from fdp.axis import refuse_inside
+from fdp.errors import AgreementError, ReplicationError, build_message
 from fdp.fingerprint import fingerprint
 from fdp.group import Group, resolve_group, start_all_gather, start_broadcast
 from fdp.pytree import Tree, leaf_names
@@ -33,7 +33,7 @@ def replicate(tree: Tree, root: int = 0, group: Any = None) -> Tree:
         {'w': tensor([1., 1.])}
     """
     ranks = resolve_group(group)
-    _refuse_inside("replicate")
+    refuse_inside("replicate")
     leaves, spec = optree.tree_flatten(tree)
     _compare_structure("fdp.replicate", tree, leaves, ranks)
     out = []
@@ -63,7 +63,7 @@ def assert_replicated(tree: Tree, group: Any = None) -> None:
         >>> assert_replicated({"w": torch.ones(2)})
     """
     ranks = resolve_group(group)
-    _refuse_inside("assert_replicated")
+    refuse_inside("assert_replicated")
     leaves = optree.tree_leaves(tree)
     _compare_structure("fdp.assert_replicated", tree, leaves, ranks)
     if ranks.size == 1:
@@ -82,16 +82,6 @@ def assert_replicated(tree: Tree, group: Any = None) -> None:
                 f"{len(offenders)} of {len(leaves)} leaves do not hold the bits that they hold on rank 0.",
                 offenders,
                 remedy="start from fdp.replicate(state), and let every update be a function of replicated values.",
-            )
-        )
-
-
-def _refuse_inside(name: str) -> None:
-    if inside_step():
-        raise FdpError(
-            build_message(
-                f"fdp.{name} was called inside a step.",
-                remedy="call it outside; inside a step use fdp.broadcast, or return the value and compare it outside.",
             )
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import threading
 import types
 import warnings
@@ -205,6 +206,7 @@ class Step:
 
     def _prepare(self, flat: Flat, roles: Roles, place: _Place) -> Emitted:
         group = place[1]
+        _warn_if_alone_by_mistake(group)
         try:
             refuse_unhashable(self._name, flat, roles)
             plan = plan_trace(self._trace(flat, roles, group), self._bucket_cap_mb)
@@ -349,6 +351,16 @@ def _signature(step_fn: Callable[..., Any]) -> inspect.Signature | None:
         return inspect.signature(step_fn)
     except (TypeError, ValueError):
         return None
+
+
+def _warn_if_alone_by_mistake(group: Group) -> None:
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if group.reference is None and launched not in ("", "1"):
+        warnings.warn(
+            f"fdp: {launched} ranks were launched (WORLD_SIZE), but torch.distributed is not initialised: this process "
+            "trains alone. Call torch.distributed.init_process_group() first.",
+            stacklevel=5,
+        )
 
 
 def _surroundings() -> Any:

@@ -157,7 +157,7 @@ def caps() -> st.SearchStrategy[Any]:
 
 # --- random steps ------------------------------------------------------------------------------------
 
-STATE: dict[str, tuple[int, ...]] = {"a": (4, 3), "b": (4, 3), "c": (12,), "d": ()}
+STATE: dict[str, tuple[int, ...]] = {"a": (4, 3), "b": (4, 3), "c": (12,), "d": (), "s": (3, 3)}
 BATCH: dict[str, tuple[int, ...]] = {"x": (4, 3), "y": (12,)}
 
 
@@ -183,6 +183,7 @@ class _Value:
     shape: tuple[int, ...]
     owner: str  # whose memory it may be: "state", "batch", or the variable that it was made as
     writable: bool = True
+    updates: str = ""  # the leaf of the state that it is the new value of
 
 
 class _Author:
@@ -197,6 +198,9 @@ class _Author:
     def pick(self, shape: tuple[int, ...] | None = None, dims: int = 0) -> _Value:
         """A value of a shape, or of so many dimensions; later ones more often."""
         fitting = [v for v in self.values if (shape is None or v.shape == shape) and len(v.shape) >= dims]
+        state = [v for v in fitting if v.owner == "state"]
+        if state and self.rng.random() < 0.2:
+            return self.rng.choice(state)
         return self.rng.choice(fitting[-5:] if self.rng.random() < 0.6 else fitting)
 
     def pick_writable(self) -> _Value | None:
@@ -263,6 +267,8 @@ class _Author:
                 ("{}[:, 1]", ((4,),)),
                 ("{}.t().diagonal()", ((3,),)),
             ]
+        if a.shape == (3, 3):
+            choices += [("{}.t()", ((3, 3),)), ("{}.t()[1:]", ((2, 3),)), ("{}.t().t()", ((3, 3),))]
         if a.shape == (12,):
             choices += [("{}.reshape(4, 3)", ((4, 3),)), ("{}.view(3, 4).t()", ((4, 3),)), ("{}[::3]", ((4,),))]
         if a.shape[0] > 1:
@@ -292,6 +298,13 @@ class _Author:
         if len(a.shape) == 2 and a.shape[1] < 2:
             return
         self.lines.append(text.format(a.name, a.name, b=b))
+
+    def update(self) -> None:
+        """What an optimizer does: a leaf of the state is cloned, and the clone is changed in place."""
+        a = self.pick(self.rng.choice(list(STATE.values())))
+        self.new(f"{a.name}.clone()", (a.shape, None))
+        self.values[-1].updates = a.name
+        self.lines.append(f"{self.values[-1].name}.mul_(0.5).add_({self.pick(a.shape).name})")
 
     def lists(self) -> None:
         """Operators on lists, as optimizers use them: functional, and in place on clones."""
@@ -372,7 +385,7 @@ class _Author:
         self.new(text.format(a=a.name, b=b.name), *((shape, None) for shape in shapes))
 
     KINDS = (pointwise, pointwise, binary, binary, shrink, product, view, view, view, in_place, in_place, in_place,
-             lists, several, noise, collective, collective, gradient)  # fmt: skip
+             update, update, lists, several, noise, collective, collective, gradient)  # fmt: skip
 
 
 def _draw_program(seed: int, lines: int, writes_inputs: bool) -> Program:
@@ -385,6 +398,10 @@ def _draw_program(seed: int, lines: int, writes_inputs: bool) -> Program:
     for key, shape in STATE.items():
         fitting = [v for v in author.values if v.shape == shape]
         own = next(v for v in fitting if v.name == key)
+        updated = [v for v in fitting if v.updates == key]
+        if updated and ending.random() < 0.7:
+            new[key] = updated[-1]
+            continue
         # What it was, another leaf or an intermediate: mostly something late.
         new[key] = own if ending.random() < 0.15 else ending.choice(fitting[-3:] if ending.random() < 0.7 else fitting)
     metrics = [ending.choice(author.values[-6:]) for _ in range(ending.randint(0, 3))]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import models
 import optree
 import pytest
 import torch
@@ -183,3 +184,44 @@ def test_an_output_that_is_called_replicated_does_not_depend_on_the_batch(progra
     two = plainly(program, new_state(), new_batch(1), 1, 2)
     for output, x, y in zip(trace.outputs, optree.tree_leaves(one), optree.tree_leaves(two), strict=True):
         assert output.varying or same_bits(x, y), output.name
+
+
+# --- whole training steps ----------------------------------------------------------------------------
+
+
+OPTIMIZERS = {
+    "fused AdamW": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
+    "foreach SGD": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "foreach": True}),
+}
+
+
+def trained(name: str, optimizer: str, cap: Any, donate: bool, calls: int = 3) -> tuple[Any, Any]:
+    """What a training step gives after some calls, for a world of two: rehearsed, and plain."""
+    apply, params, buffers = fdp.from_module(models.MODELS[name]())
+    kind, options = OPTIMIZERS[optimizer]
+    rule = fdp.optim.from_torch(kind, **options)
+    step_fn = models.fdp_step(apply, rule)
+    group = fake_group(2)
+    step = fdp.data_parallel(step_fn, group=group, bucket_cap_mb=cap, donate_argnums=0 if donate else ())
+    state = {"params": params, "buffers": buffers, "opt": rule.init(params)}
+    plain, emitted, outputs = copied(state), None, []
+    for call, batch in enumerate(models.batches(name, calls, 4)):
+        emitted = emitted or Emitted(step.plan(state, batch), group)
+        torch.manual_seed(call)
+        state, metrics = emitted.rehearse(optree.tree_leaves((state, batch)))
+        torch.manual_seed(call)
+        with step_axis("identity", group):
+            plain, expected = step_fn(plain, batch)
+        outputs.append((metrics, expected))
+    return (state, [x for x, _ in outputs]), (plain, [y for _, y in outputs])
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [("mlp", "fused AdamW"), ("mlp", "foreach SGD"), ("cnn", "fused AdamW"), ("gpt_dropout", "fused AdamW")],
+)
+def test_a_training_step_computes_the_same_under_every_plan(name: str, optimizer: str) -> None:
+    """From a bucket a gradient, where the optimizer runs in as many pieces, to one bucket for all."""
+    for cap, donate in [(1e-9, True), ([2**-9, 2**-8], False), ("auto", True)]:
+        found, expected = trained(name, optimizer, cap, donate)
+        assert same_bits(found, expected), (cap, donate)

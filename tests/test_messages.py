@@ -437,14 +437,24 @@ class Result:
     loss: torch.Tensor
 
 
-@pytest.mark.parametrize(
-    "make", [Result, lambda x: {"deep": [Result(x)]}, lambda x: (y for y in [x]), lambda x: lambda: x]
-)
-def test_an_output_that_is_no_tensor_and_no_constant(make: Callable[[torch.Tensor], Any]) -> None:
+OUTPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "a dataclass": (Result, "output: test_messages.Result"),
+    "deep down": (lambda x: {"deep": [x, Result(x)]}, "output['deep'][1]: test_messages.Result"),
+    "a generator": (lambda x: (y for y in [x]), "output: generator"),
+    "a function": (lambda x: lambda: x, "output: function"),
+    "an array": (lambda x: np.ones(2), "output: numpy.ndarray"),
+}
+
+
+@pytest.mark.parametrize("name", list(OUTPUTS))
+def test_an_output_that_is_no_tensor_and_no_constant(name: str) -> None:
     """Kept from the trace, it would hold tensors that have no values."""
-    kind, text = raised(run(lambda state, batch: make(fdp.pmean(batch["x"]))))
-    assert kind is fdp.TraceError
-    assert "output" in text and "Remedy: " in text
+    make, offender = OUTPUTS[name]
+    text = f"""
+step '<lambda>' returns objects that are neither tensors nor plain constants.
+  {offender}
+Remedy: return dicts, lists, tuples or namedtuples of tensors; or register the class with optree."""
+    check(fdp.TraceError, run(lambda state, batch: make(fdp.pmean(batch["x"]))), text)
 
 
 # --- the check of a new trace ------------------------------------------------------------------------
@@ -615,8 +625,10 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], str]] = {
     "arguments of another shape": (
         lambda: fdp.data_parallel(step).plan({"w": X}, {"x": X[None]}).emit()({"w": X[:1]}, {"x": X[None].double()}),
         "the plan of step 'step' is for other arguments.\n"
-        "  state['w']: planned [2] torch.float32 cpu strides [1], given [1] torch.float32 cpu strides [1]\n"
-        "  batch['x']: planned [1, 2] torch.float32 cpu strides [2, 1], given [1, 2] torch.float64 cpu strides [2, 1]\n"
+        "  state['w']: planned [2] torch.float32 cpu strides [1] offset 0, "
+        "given [1] torch.float32 cpu strides [1] offset 0\n"
+        "  batch['x']: planned [1, 2] torch.float32 cpu strides [2, 1] offset 0, "
+        "given [1, 2] torch.float64 cpu strides [2, 1] offset 0\n"
         "Remedy: call the Step itself, which traces again, or pass arguments of the planned signature.",
     ),
     "arguments of another structure": (

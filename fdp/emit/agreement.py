@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from fdp.errors import AgreementError, ReplicationError, build_message
+from fdp.errors import AgreementError, PeerError, ReplicationError, build_message
 from fdp.fingerprint import fingerprint
 from fdp.group import Group, exchange, next_turn
 from fdp.plan import Plan
@@ -120,7 +121,17 @@ def announce_failure(group: Group, error: Exception) -> None:
 
 def _exchange(group: Group, own: dict[str, Any], name: str) -> list[dict[str, Any]]:
     limit = timeout_s()
-    found = exchange(group, next_turn(group), json.dumps(own).encode(), limit)
+    try:
+        found = exchange(group, next_turn(group), json.dumps(own).encode(), limit)
+    except (RuntimeError, dist.DistError) as error:
+        raise PeerError(
+            build_message(
+                f"step {name!r} on rank {group.rank} could not reach the rendezvous store to compare schedules.",
+                [f"{type(error).__name__}: {error}".splitlines()[0]],
+                remedy="look for the first error among the logs of all ranks: the process that holds the store "
+                "(without torchrun that is rank 0) has ended.",
+            )
+        ) from error
     missing = [rank for rank, payload in enumerate(found) if payload is None]
     if missing:
         raise AgreementError(

@@ -44,9 +44,13 @@ class Buffer:
             self.gathered.copy_(self.own.expand_as(self.gathered))
 
 
-def allocate(plan: Plan) -> list[Buffer]:
-    """Take the memory for every bucket of a plan."""
-    return [_allocate(bucket, plan.trace.reductions, plan.trace.world_size) for bucket in plan.buckets]
+def allocate(plan: Plan) -> list[Buffer | None]:
+    """Take the memory for every bucket of a plan; None for one that a world of one does not need."""
+    size = plan.trace.world_size
+    return [
+        _allocate(bucket, plan.trace.reductions, size) if size > 1 or bucket.op == "all_gather" else None
+        for bucket in plan.buckets
+    ]
 
 
 def _allocate(bucket: Bucket, reductions: tuple[Reduction, ...], size: int) -> Buffer:

@@ -50,7 +50,7 @@ class Emitted:
         self._communicates = group.size > 1
         program = write_program(plan, group.rank, self._communicates)
         self.source, self._function = program.source, program.function
-        self._buffers: list[Buffer] | None = None
+        self._buffers: list[Buffer | None] | None = None
         self._views: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self._busy = threading.Lock()
         self._constants = [o.constant if o.node is None else _TENSOR for o in plan.trace.outputs]
@@ -94,7 +94,7 @@ class Emitted:
 
         def start(index: int) -> None:
             try:
-                waits[index] = self._buffers[index].start(self.group)  # type: ignore[index]
+                waits[index] = self._buffers[index].start(self.group)  # type: ignore[index,union-attr]
             except (RuntimeError, dist.DistError) as error:
                 raise self._peer_error(index, error) from error
 
@@ -116,7 +116,7 @@ class Emitted:
         """Run the step on this rank alone, as if every other rank held what this one holds; nothing is sent."""
 
         def start(index: int) -> None:
-            self._buffers[index].pretend()  # type: ignore[index]
+            self._buffers[index].pretend()  # type: ignore[index,union-attr]
 
         return self._execute(tensors, start, lambda index: None)
 
@@ -132,7 +132,7 @@ class Emitted:
         try:
             if self._buffers is None:
                 self._buffers = allocate(self.plan)
-                self._views = [(buffer.pack, buffer.result) for buffer in self._buffers]
+                self._views = [([], []) if buffer is None else (buffer.pack, buffer.result) for buffer in self._buffers]
             with torch.no_grad(), _plain_surroundings():
                 outputs = self._function(tensors, self._views, start, wait)
         except BaseException:

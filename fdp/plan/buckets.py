@@ -15,6 +15,7 @@ from fdp.plan.record import Bucket
 from fdp.trace.record import Operation, Reduction
 
 _MIB = 2**20
+_ALIGNMENT_BYTES = 16
 AUTO_CAP_MB = (1.0, 25.0)
 """What "auto" means: a small first bucket, so that communication begins early, then DDP's usual size."""
 
@@ -101,7 +102,10 @@ def make_buckets(reductions: Sequence[Reduction], groups: Sequence[Sequence[int]
     for index, members in enumerate(groups):
         first = reductions[members[0]]
         offsets, numel = [], 0
+        step = max(1, _ALIGNMENT_BYTES // first.dtype.itemsize)
         for member in members:
+            # Aligned, so that a result can be seen as complex numbers, and kernels can load it in wide words.
+            numel = -(-numel // step) * step
             offsets.append(numel)
             numel += reductions[member].numel
         size_bytes = sum(reductions[member].size_bytes for member in members)

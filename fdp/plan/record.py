@@ -25,8 +25,8 @@ class Bucket:
         device: device of all of it.
         members: indices of its reductions in `Trace.reductions`, in production order.
         offsets: where each member begins, in elements.
-        numel: elements that this rank contributes.
-        size_bytes: bytes that this rank contributes.
+        numel: elements that this rank contributes, with what lies between members so that each begins aligned.
+        size_bytes: bytes of its members on this rank.
     """
 
     index: int

@@ -24,6 +24,7 @@ from fdp.trace.checks import (
     check_devices,
     check_initialised,
     check_outputs,
+    check_recomputation,
     check_views,
     check_writes,
 )
@@ -83,6 +84,7 @@ def trace_step(
     check_devices(name, graph)
     check_branches(name, graph)
     check_views(name, graph)
+    check_recomputation(name, graph)
     check_closure_memory(name, graph_module, inputs, tensors, closure)
 
     operations, markers, produced = operations_of(graph)

@@ -136,6 +136,28 @@ def check_branches(name: str, graph: fx.Graph) -> None:
         )
 
 
+def check_recomputation(name: str, graph: fx.Graph) -> None:
+    """Refuse random numbers that are drawn in a backward pass: recomputed dropout that drops other units.
+
+    Raises:
+        TraceError: names each operator that draws, and the line.
+    """
+    offenders = [
+        f"{node.target} at {node.meta.get('source')}"
+        for node in graph.nodes
+        if node.op == "call_function" and node.meta.get("backward") and not is_marker(node) and effects_of(node).random
+    ]
+    if offenders:
+        raise TraceError(
+            build_message(
+                f"step {name!r} draws random numbers again in a backward pass, and they would not be those of the "
+                "forward pass.",
+                offenders,
+                remedy="keep dropout and other random operators out of torch.utils.checkpoint.checkpoint.",
+            )
+        )
+
+
 def check_views(name: str, graph: fx.Graph) -> None:
     """Refuse views at a place that is read from a tensor: what varies is known of memory, not of places in it.
 
