@@ -89,7 +89,7 @@ class Step:
         self._check_trace = check_trace
         self._emitted: dict[Any, Emitted] = {}
         self._roles: dict[int, Roles] = {}
-        self._agreed: set[str] = set()
+        self._agreed: set[tuple[str, Group]] = set()
         self._recent: _Recent | None = None
         self._previous: Summary | None = None
         self._signature = _signature(step_fn)

@@ -22,6 +22,8 @@ from fdp.group import Group, exchange, next_turn
 from fdp.plan import Plan
 
 _DEFAULT_TIMEOUT_S = 300.0
+_ARITHMETIC = "computes "
+"""How a line about the arithmetic of replicated results begins."""
 
 
 def timeout_s() -> float:
@@ -42,7 +44,7 @@ def schedule_text(plan: Plan) -> str:
         for output in plan.trace.outputs
         if output.node is None and " at 0x" not in repr(output.constant)
     ]
-    lines += plan.trace.replicated_calls
+    lines += [_ARITHMETIC + call for call in plan.trace.replicated_calls]
     return "\n".join(lines)
 
 
@@ -80,15 +82,7 @@ def agree(plan: Plan, group: Group, tensors: Sequence[torch.Tensor], compare_sta
     first = found[0]
     for rank, other in enumerate(found):
         if other["schedule"] != first["schedule"]:
-            raise AgreementError(
-                build_message(
-                    f"ranks 0 and {rank} have different communication schedules for step {name!r}. "
-                    "The first difference:",
-                    _first_difference(first["schedule"], other["schedule"], rank),
-                    remedy="call the step with state of the same structure, shapes and dtypes on every rank, under "
-                    "the same static arguments and bucket_cap_mb.",
-                )
-            )
+            raise _disagreement(name, rank, _first_difference(first["schedule"], other["schedule"], rank))
     # A rank that does not compare has sent nothing to compare with.
     marked = [(rank, other["marks"]) for rank, other in enumerate(found) if other["marks"]]
     offenders = [
@@ -157,6 +151,27 @@ def _marks(plan: Plan, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
         label = label if label not in marks else f"{label} ({target})"
         marks[label] = fingerprint(getattr(plan.trace.graph, target))
     return marks
+
+
+def _disagreement(name: str, rank: int, difference: list[str]) -> AgreementError:
+    if all(f": {_ARITHMETIC}" in line or "nothing of the kind" in line for line in difference):
+        return AgreementError(
+            build_message(
+                f"ranks 0 and {rank} compute the replicated results of step {name!r} in different ways. "
+                "The first difference:",
+                difference,
+                remedy="let no Python number or branch that differs between ranks (the rank, the length of a batch) go "
+                "into a replicated result; pass such numbers to fdp.psum or pmean(weight=), or as batch tensors.",
+            )
+        )
+    return AgreementError(
+        build_message(
+            f"ranks 0 and {rank} have different communication schedules for step {name!r}. The first difference:",
+            difference,
+            remedy="call the step with state of the same structure, shapes and dtypes on every rank, under "
+            "the same static arguments and bucket_cap_mb.",
+        )
+    )
 
 
 def _first_difference(first: str, other: str, rank: int) -> list[str]:

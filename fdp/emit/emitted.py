@@ -34,7 +34,9 @@ class Emitted:
         source: the text of the program that it runs.
     """
 
-    def __init__(self, plan: Plan, group: Group, agreed: set[str] | None = None, compare_state: bool = True) -> None:
+    def __init__(
+        self, plan: Plan, group: Group, agreed: set[tuple[str, Group]] | None = None, compare_state: bool = True
+    ) -> None:
         if group.size != plan.trace.world_size:
             raise ArgumentError(
                 build_message(
@@ -44,7 +46,7 @@ class Emitted:
                 )
             )
         self.plan, self.group = plan, group
-        self._agreed = set() if agreed is None else agreed
+        self._agreed: set[tuple[str, Group]] = set() if agreed is None else agreed
         self._digest = digest(plan)
         self._compare_state = compare_state
         self._communicates = group.size > 1
@@ -78,9 +80,9 @@ class Emitted:
 
     def run(self, tensors: list[torch.Tensor]) -> Any:
         """Run the step on its input tensors, in the order of `Trace.inputs`; the list is emptied."""
-        if self._communicates and self._digest not in self._agreed:
+        if self._communicates and (self._digest, self.group) not in self._agreed:
             agree(self.plan, self.group, tensors, self._compare_state)
-            self._agreed.add(self._digest)
+            self._agreed.add((self._digest, self.group))
         if self._communicates and (why := why_left_behind(self.group)) is not None:
             raise PeerError(
                 build_message(

@@ -260,6 +260,8 @@ def _refuse_foreign_leaves(
                 offenders.append(f"{name}: a tensor of layout {leaf.layout}")
             elif leaf.is_conj() or leaf.is_neg():
                 offenders.append(f"{name}: a lazily conjugated or negated view; call .resolve_conj().resolve_neg()")
+            elif position in roles.donated and leaf.grad_fn is not None:
+                offenders.append(f"{name}: donated, but autograd may go back through it; pass x.detach()")
             elif position in roles.donated and leaf.is_inference():
                 offenders.append(f"{name}: donated, but made under torch.inference_mode(); pass a clone")
         elif position in roles.batch:
