@@ -129,7 +129,7 @@ class AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         summed = AllReduce.apply(grad, "sum", ctx.axis, "transpose", ctx.label)
-        own = torch.ops.fdp.axis_index.default(grad.detach(), ctx.axis).to(grad.device).reshape(1)
+        own = torch.ops.fdp.axis_index.default(torch.empty(()), ctx.axis).to(grad.device).reshape(1)
         return summed.index_select(0, own).squeeze(0), None, None, None
 
     @staticmethod
@@ -151,7 +151,7 @@ class Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         summed = AllReduce.apply(grad, "sum", ctx.axis, "transpose", ctx.label)
-        is_root = torch.ops.fdp.axis_index.default(grad.detach(), ctx.axis).to(grad.device) == ctx.root
+        is_root = torch.ops.fdp.axis_index.default(torch.empty(()), ctx.axis).to(grad.device) == ctx.root
         return torch.where(is_root, summed, torch.zeros_like(summed)), None, None, None
 
     @staticmethod

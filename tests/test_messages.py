@@ -186,6 +186,23 @@ step 'train' changes tensors that it does not own.
     assert run(train, donate_argnums=(0, 1))().tolist() == [7.0, 7.0]
 
 
+def test_a_donated_input_that_shares_memory_and_is_changed() -> None:
+    def train(state: Tree, batch: Tree) -> Tree:
+        state["a"].add_(1)
+        return state, fdp.pmean(batch["x"])
+
+    flat = torch.ones(6)
+    text = f"""
+step 'train' changes tensors that it does not own.
+  state['a'] (donated, but it shares memory with another leaf or with itself: pass a clone): aten.add_.Tensor \
+at LINE in train
+{NEW_VALUE}"""
+    check(fdp.PurityError, run(train, {"a": flat[:4], "b": flat[2:]}, donate_argnums=0), text)
+    check(fdp.PurityError, run(train, {"a": torch.ones(1).expand(3)}, donate_argnums=0), text)
+    # Gaps are no overlap.
+    assert run(train, {"a": torch.ones(4, 4)[:, :3]}, donate_argnums=0)()[0]["a"].tolist() == [[2.0] * 3] * 4
+
+
 def test_statistics_of_a_closed_over_batch_norm() -> None:
     frozen = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).requires_grad_(False)
 
@@ -675,6 +692,15 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: fdp.broadcast(X, root=1),
         "fdp.broadcast was given root=1 in a world of 1.\nRemedy: pass a rank from 0 to 0.",
     ),
+    "half a root": (
+        lambda: fdp.broadcast(X, root=0.5),
+        "fdp.broadcast was given root=0.5 in a world of 1.\nRemedy: pass a rank from 0 to 0.",
+    ),
+    "a word for an argument of a loss": (
+        lambda: fdp.grad(loss, argnums="p")(X),
+        "argnums='p'.\n"
+        "Remedy: pass the position of the argument to differentiate with respect to, or a tuple of positions.",
+    ),
     "a string for each rank": (
         lambda: fdp.per_rank("x"),
         "fdp.per_rank was given str.\nRemedy: pass tensors, or convert them first.",
@@ -733,23 +759,103 @@ def test_the_mean_of_integers(dtype: torch.dtype) -> None:
     assert text.splitlines()[-1].startswith("Remedy: ")
 
 
-def test_a_weight_that_is_no_number() -> None:
-    for weight in ("x", [1.0], {}):
-        with pytest.raises(fdp.ArgumentError, match="weight"):
-            fdp.pmean(X, weight=weight)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("weight", "kind"), [("x", "str"), ([1.0], "list"), ({}, "dict")])
+def test_a_weight_that_is_no_number(weight: Any, kind: str) -> None:
+    check(
+        fdp.ArgumentError,
+        lambda: fdp.pmean(X, weight=weight),
+        f"fdp.pmean was given a weight of type {kind}.\n{SCALAR}",
+    )
+
+
+INSIDE: dict[str, tuple[Callable[[Tree], Any], str]] = {
+    "a boolean": (
+        lambda state: fdp.psum({"a": True}),
+        f"fdp.psum was given bool at ['a'].\n  in step 'train', LINE in <lambda>\n{CONVERT}",
+    ),
+    "no such root": (
+        lambda state: fdp.broadcast(state["w"], root=7),
+        "fdp.broadcast was given root=7 in a world of 1.\n  in step 'train', LINE in <lambda>\n"
+        "Remedy: pass a rank from 0 to 0.",
+    ),
+    "the gradient of a vector": (
+        lambda state: fdp.grad(vector)(state["w"]),
+        "'vector' was differentiated and returned a torch.float32 tensor of shape (2,); the gradient of a 0-dim "
+        f"floating-point tensor is defined.\n  in step 'train', LINE in <lambda>\n{REDUCE}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(INSIDE))
+def test_misuse_inside_of_a_step_names_the_step(name: str) -> None:
+    misuse, text = INSIDE[name]
+
+    def train(state: Tree, batch: Tree) -> Tree:
+        return misuse(state)
+
+    check(fdp.ArgumentError, run(train), text)
 
 
 # --- other refusals ----------------------------------------------------------------------------------
 
 
 def test_the_derivative_of_a_maximum() -> None:
-    kind, text = raised(lambda: fdp.grad(lambda p: fdp.pmax(p["w"]).sum())({"w": X}))
-    assert kind is fdp.FdpError
-    assert re.fullmatch(
-        r"pmax(\(.*\))? (of pmax )?was differentiated, and has no derivative here\.\n"
-        r"Remedy: detach its argument, or write the maximum over fdp\.all_gather\(\.\.\.\)\.",
-        text,
-    )
+    remedy = "Remedy: detach its argument, or write the maximum over fdp.all_gather(...)."
+    for collective, name in ((fdp.pmax, "pmax"), (fdp.pmin, "pmin")):
+        what = "was differentiated, and has no derivative here."
+
+        def loss_fn(p: Tree, collective: Any = collective) -> torch.Tensor:
+            return collective({"w": p})["w"].sum()
+
+        def train(state: Tree, batch: Tree, loss_fn: Any = loss_fn) -> Tree:
+            return fdp.grad(loss_fn)(state["w"])
+
+        check(fdp.FdpError, lambda f=loss_fn: fdp.grad(f)(X), f"{name}(['w']) {what}\n{remedy}")
+        check(fdp.FdpError, run(train), f"{name}(['w']) {what}\n  in step 'train', LINE in train\n{remedy}")
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev])
+def test_a_step_under_a_transform(transform: Callable[..., Any], warm: bool) -> None:
+    train = fdp.data_parallel(lambda state, batch: (state * 2).sum() + 0 * fdp.pmean(batch.sum()))
+    if warm:
+        train(torch.ones(2), torch.ones(1))
+    text = """
+step '<lambda>' was called inside torch.func.grad, vmap or another transform, which cannot see into it.
+Remedy: differentiate inside the step; or transform the function that it was made from: step.__wrapped__."""
+    state = torch.ones(3, 2) if transform is torch.func.vmap else torch.ones(2)
+    check(fdp.FdpError, lambda: transform(lambda w: train(w, torch.ones(1)))(state), text)
+    found = transform(lambda w: train.__wrapped__(w, torch.ones(1)))(state)
+    assert found.shape == ((3,) if transform is torch.func.vmap else (2,))
+
+
+def test_donated_leaves_that_somebody_else_needs() -> None:
+    with torch.inference_mode():
+        marked = torch.ones(2)
+    state = {"leaf": torch.ones(2, requires_grad=True), "marked": marked, "w": torch.ones(2, requires_grad=True) * 2}
+    text = """
+step 'identity' was called with leaves that it cannot take.
+  state['marked']: donated, but made under torch.inference_mode(); pass a clone
+  state['w']: donated, but autograd may go back through it; pass x.detach()
+Remedy: convert data with torch.as_tensor; pass other objects by static_argnums, or close over them; register \
+containers of your own with optree."""
+    check(fdp.TraceError, run(identity, state, donate_argnums=0), text)
+    run(identity, state)()
+
+
+def test_a_closed_over_tensor_in_donated_memory() -> None:
+    w = torch.ones(2)
+    anchor = w.detach()
+
+    def train(state: Tree, batch: Tree) -> Tree:
+        return {"w": state["w"] - 0.5 * (state["w"] - anchor) + fdp.pmean(batch["x"].sum(0))}
+
+    text = """
+step 'train' closes over tensors that share memory with donated state.
+  anchor lies in the memory of state['w']
+Remedy: clone the closed-over tensor; or do not donate."""
+    check(fdp.PurityError, run(train, {"w": w}, donate_argnums=0), text)
+    assert run(train, {"w": w})()["w"].tolist() == [5.0, 5.0]
 
 
 @pytest.mark.parametrize("name", ["replicate", "assert_replicated"])

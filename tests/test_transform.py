@@ -534,6 +534,20 @@ def test_random_numbers_are_those_of_the_function() -> None:
     assert same_bits([transform(torch.ones(3), torch.ones(3)) for _ in range(3)], expected)
 
 
+def test_a_generator_of_the_users_own() -> None:
+    """It goes on from call to call as without fdp, and the check of the first call does not move it."""
+    generator = torch.Generator()
+
+    def step(w: Tree, b: Tree) -> Tree:
+        return w * fdp.pmean(torch.rand(2, generator=generator)) + fdp.pmean(b)
+
+    transform = fdp.data_parallel(step)
+    generator.manual_seed(3)
+    expected = [step(torch.ones(2), torch.ones(2)) for _ in range(3)]
+    generator.manual_seed(3)
+    assert same_bits([transform(torch.ones(2), torch.ones(2)) for _ in range(3)], expected)
+
+
 def test_results_can_be_used_by_autograd_and_in_place() -> None:
     transform = fdp.data_parallel(shifted)
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):

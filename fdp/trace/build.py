@@ -137,7 +137,7 @@ def _refuse_foreign_outputs(name: str, leaves: Sequence[Any], spec: optree.PyTre
             )
         )
     offenders = [
-        f"{path}: {type(leaf).__module__}.{type(leaf).__qualname__}"
+        f"{path}: " + f"{type(leaf).__module__}.{type(leaf).__qualname__}".removeprefix("builtins.")
         for path, leaf in zip(names, leaves, strict=True)
         if not isinstance(leaf, (torch.Tensor, *PLAIN_TYPES))
     ]
