@@ -163,7 +163,7 @@ def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 def _differences(found: Any, expected: Any, again: Any, share: float = 1.0) -> list[str]:
-    """Name the outputs that differ by more than `share` of the usual tolerance, or than the step differs from itself."""
+    """Name the outputs that differ by more than a share of the usual tolerance, or than the step from itself."""
     names = leaf_names(expected, "output")
     repeated = optree.tree_leaves(again) if again is not None else [None] * len(names)
     offenders = []
