@@ -899,7 +899,7 @@ def frozen_numpy_array(w: Tree, b: Tree) -> Tree:
 
 
 def frozen_small_noise(w: Tree, b: Tree) -> Tree:
-    return w + 0.02 * random.random() + fdp.pmean(b)
+    return w + 1e-3 * random.random() + fdp.pmean(b)
 
 
 def frozen_seed(w: Tree, b: Tree) -> Tree:
