@@ -339,6 +339,20 @@ def test_a_number_read_from_a_tensor_is_read_at_every_call() -> None:
         assert step({"w": torch.ones(2)}, {"x": torch.full((4, 2), float(k))}).tolist() == [8.0 * k] * 2
 
 
+def test_a_slice_at_a_place_that_is_read_from_a_tensor() -> None:
+    def train(state: Tree, batch: Tree) -> Tree:
+        return state["w"].narrow(0, fdp.pmean(batch["x"]).sum().long().item(), 1) * 1
+
+    kind, text = raised(run(train))
+    assert kind is fdp.TraceError
+    what, offender, remedy = text.splitlines()
+    assert what == "step 'train' takes a slice at a place that it reads from a tensor."
+    assert offender == "  aten.slice.Tensor at LINE in train"
+    assert remedy.startswith("Remedy: index with the tensor itself: torch.index_select(x, 0, i)")
+    step = fdp.data_parallel(lambda w, b: w.index_select(0, fdp.pmean(b).long()))
+    assert [step(torch.arange(5.0), torch.tensor([k])).item() for k in (1.0, 4.0)] == [1.0, 4.0]
+
+
 SHAPES = {
     "aten.nonzero.default": [
         lambda state, batch: fdp.pmean(batch["x"][batch["x"] > 0].mean()),
