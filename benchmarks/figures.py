@@ -112,8 +112,10 @@ def _silent(done: int, total: int) -> None:
 
 def machine() -> dict[str, Any]:
     """Where the figures were taken."""
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     return {
         "processor": _processor(),
+        **gpu,
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": torch.__version__,

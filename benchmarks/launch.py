@@ -34,8 +34,14 @@ class Place:
 
 
 def _rank_main(place: Place, rank: int, port: int, conn: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    told = 0.0
+
     def tell(done: int, total: int) -> None:
-        if rank == 0:
+        nonlocal told
+        now = time.monotonic()
+        # Seldom, since to read it the parent needs one of the processors that are being timed.
+        if rank == 0 and now - told > 1.0:
+            told = now
             conn.send(("progress", (done, total)))
 
     try:

@@ -37,13 +37,14 @@ def _measure_all(
 ) -> dict[str, Figures]:
     figures = {}
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=None)
+    with Progress(*columns, console=console, transient=True, refresh_per_second=1) as progress:
 
         def begin(what: str) -> Tell:
             if not console.is_terminal:  # where a bar is not drawn, a line says what goes on
                 print(what, file=sys.stderr, flush=True)
-            progress.reset(task, total=None, description=what)
+            for done_with in progress.task_ids:
+                progress.remove_task(done_with)
+            task = progress.add_task(what, total=None)
             return lambda done, total: progress.update(task, completed=done, total=total)
 
         for case in cases:
