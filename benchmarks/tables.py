@@ -44,12 +44,13 @@ def everybody(setting: Setting, figures: Mapping[str, Figures]) -> Table:
     """A row a case and contender, with the figures that have no target."""
     out = markdown_table(
         "case", "contender", "step, ms", f"of {setting.peer}'s time (quartiles)",
-        "has to live, MiB", "tensors above, MiB", "process above, MiB",
+        "page faults", "has to live, MiB", "tensors above, MiB", "process above, MiB",
     )  # fmt: skip
     for case, row in figures.items():
         peer = row.fastest(setting.peers)
         for name in row.times:
             cells = [milliseconds(row, name), "1" if name == peer else quartiles(row.time_ratio(name, peer))]
+            cells.append(f"{statistics.median(row.times[name].page_faults):.0f}")
             used = row.memory.get(name)
             if used is None:
                 cells += ["not measured"] * 3
