@@ -1,4 +1,4 @@
-"""Values at fixed places: the layout of memory, operators that write where they are told to, memory that steps share."""
+"""Values at fixed places: the layout of memory, operators that write where they are told, memory that steps share."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def graphs_of(op: Any, limit: int) -> list[tuple[fx.GraphModule, list[torch.Tens
 
 
 class Comparing(fx.Interpreter):
-    """Runs a graph, and whatever has a form a second time, into memory that is full of NaN and has a fence around it."""
+    """Runs a graph, and whatever has a form once more, into memory that is full of NaN and has a fence around it."""
 
     def __init__(self, graph: fx.GraphModule):
         super().__init__(graph)

@@ -34,12 +34,12 @@ _SCALED: dict[Any, Any] = {
 }
 
 _WRITES_IN_PLACE_TEXT = """
-    abs add addcdiv addcmul atan atan2 bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max clamp_min cos
-    div elu elu_backward eq erf exp exp2 expm1 floor fmax fmin fmod ge gelu gelu_backward gt hardsigmoid
-    hardsigmoid_backward hardswish hardtanh hardtanh_backward le leaky_relu leaky_relu_backward lerp log log10 log1p log2
-    logical_and logical_not logical_or logical_xor lt maximum minimum mish mul ne neg pow reciprocal remainder round rsqrt
-    sgn sigmoid sigmoid_backward sign silu silu_backward sin softplus softplus_backward sqrt sub tan tanh tanh_backward
-    threshold threshold_backward trunc where xlogy
+    abs add addcdiv addcmul atan atan2 bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max clamp_min
+    cos div elu elu_backward eq erf exp exp2 expm1 floor fmax fmin fmod ge gelu gelu_backward gt hardsigmoid
+    hardsigmoid_backward hardswish hardtanh hardtanh_backward le leaky_relu leaky_relu_backward lerp log log10 log1p
+    log2 logical_and logical_not logical_or logical_xor lt maximum minimum mish mul ne neg pow reciprocal remainder
+    round rsqrt sgn sigmoid sigmoid_backward sign silu silu_backward sin softplus softplus_backward sqrt sub tan
+    tanh tanh_backward threshold threshold_backward trunc where xlogy
     addmm addmv baddbmm bmm mm
     _log_softmax _log_softmax_backward_data _softmax _softmax_backward_data amax amin cumsum linalg_vector_norm mean sum
     cat gather index_select scatter scatter_add tril triu

@@ -6,23 +6,23 @@ are made once. The program drops each other value right after its last use.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from fdp.emit.accesses import Accesses
-from fdp.emit.bindings import bind
-from fdp.emit.donation import Placement, place_outputs
+from fdp.emit.donation import place_outputs
+from fdp.emit.fill import early_fillings, write_copy, write_division, write_start
 from fdp.emit.layout import Layout
 from fdp.emit.lines import Line, assemble, drop_unused_views, lay_out_lines
-from fdp.emit.places import RESHAPES_IN_PLACE, Place, Places, find_places, slot_name
+from fdp.emit.places import RESHAPES_IN_PLACE, Place, find_places
 from fdp.emit.views import redundant_views
-from fdp.plan import Bucket, Plan, Run, Start
+from fdp.emit.writer import Writer, bind_object, bind_operator, bucket_name, emit, literal, name_of
+from fdp.plan import Plan, Run, Start
 from fdp.trace.effects import effects_of, is_marker, list_arguments, operator_name
 
 _aten = torch.ops.aten
@@ -48,23 +48,6 @@ class Program:
     scaled: frozenset[int]
 
 
-@dataclass
-class _Writer:
-    """The state of writing one program."""
-
-    plan: Plan
-    rank: int
-    same: Mapping[fx.Node, fx.Node]
-    placement: Placement
-    accesses: Accesses
-    places: Places
-    markers: dict[int, list[fx.Node]]
-    local: dict[fx.Node, str] = field(default_factory=dict)
-    lines: list[Line] = field(default_factory=list)
-    bound: dict[str, Any] = field(default_factory=dict)
-    names: dict[int, str] = field(default_factory=dict)
-
-
 def write_program(plan: Plan, rank: int, communicates: bool) -> Program:
     """Generate the program of a plan.
 
@@ -88,17 +71,18 @@ def write_program(plan: Plan, rank: int, communicates: bool) -> Program:
     travelling = {node for members in markers.values() for node in members}
     alone = {marker(index) for index in range(len(plan.trace.reductions))} - travelling
     places = find_places(plan, same, placement, accesses, markers, alone)
-    writer = _Writer(plan, rank, same, placement, accesses, places, markers)
+    writer = Writer(plan, rank, same, placement, accesses, places, markers)
     placeholders = graph.find_nodes(op="placeholder")
     for node in placeholders:
         writer.local[node] = node.name
     for node in graph.nodes:
         if node.op == "get_attr":
-            writer.local[node] = _bind(writer, getattr(plan.trace.graph, node.target), "constant")
+            writer.local[node] = bind_object(writer, getattr(plan.trace.graph, node.target), "constant")
         elif node in places.constants:
-            writer.local[node] = _bind(writer, places.constants[node], node.name)
+            writer.local[node] = bind_object(writer, places.constants[node], node.name)
         elif node.name in places.named:
             writer.local[node] = node.name
+    fillings, filled = early_fillings(writer), set[str]()
     _copy_back(writer, -1)
     for at, item in enumerate(plan.schedule):
         if isinstance(item, Run):
@@ -106,13 +90,20 @@ def write_program(plan: Plan, rank: int, communicates: bool) -> Program:
             node = nodes[operations[0].node]
             if node in alone:
                 _write_alone(writer, node)
-            else:
+            elif node not in writer.seen_early:
                 _write_call(writer, node, [o.lane for o in operations if o.lane is not None])
+            for filling in fillings.get(node, ()):
+                for view in filling.views:
+                    if view not in writer.local:
+                        _write_call(writer, view, [])
+                        writer.seen_early.add(view)
+                write_copy(writer, filling)
+                filled.add(filling.slot)
         elif item.bucket in markers:
             if isinstance(item, Start):
-                _write_start(writer, plan.buckets[item.bucket])
+                write_start(writer, plan.buckets[item.bucket], filled)
             else:
-                writer.lines.append(Line(f"wait({item.bucket})", {_bucket_name(item.bucket)}))
+                writer.lines.append(Line(f"wait({item.bucket})", {bucket_name(item.bucket)}))
                 writer.local.update((node, node.name) for node in markers[item.bucket])
         elif isinstance(item, Start):
             for member in plan.buckets[item.bucket].members:
@@ -120,86 +111,17 @@ def write_program(plan: Plan, rank: int, communicates: bool) -> Program:
         _copy_back(writer, at)
     outputs = _write_outputs(writer)
     writer.lines = drop_unused_views(writer.lines, outputs)
-    memory_of = places.memory | {_bucket_name(index): ("bucket", index) for index in markers}
+    memory_of = places.memory | {bucket_name(index): ("bucket", index) for index in markers}
     layouts = lay_out_lines(writer.lines, memory_of, places.sizes)
     inputs = [writer.local[node] for node in placeholders]
-    fixed = places.named.keys() | {_bucket_name(index) for index in markers}
+    fixed = places.named.keys() | {bucket_name(index) for index in markers}
     source = assemble(writer.lines, inputs, outputs, writer.bound, fixed, layouts)
     namespace = dict(writer.bound)
     exec(compile(source, f"<fdp step {plan.trace.name}>", "exec"), namespace)
     return Program(source, namespace["step"], places.named, layouts, frozenset(places.scaled))
 
 
-def _bucket_name(index: int) -> str:
-    return f"bucket {index}"
-
-
-def _resolve(writer: _Writer, node: fx.Node) -> fx.Node:
-    node = writer.same.get(node, node)
-    return writer.placement.replaced.get(node, node)
-
-
-def _name(writer: _Writer, node: fx.Node) -> str:
-    return writer.local[_resolve(writer, node)]
-
-
-def _bind(writer: _Writer, value: Any, stem: str) -> str:
-    """Give an object that has no literal a name in the program, which no value of the graph has."""
-    stem = f"const_{stem}"
-    known = writer.names.get(id(value))
-    if known is None:
-        known = stem if stem not in writer.bound else f"{stem}_{len(writer.bound)}"
-        writer.bound[known] = value
-        writer.names[id(value)] = known
-    return known
-
-
-def _operator(writer: _Writer, target: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> str:
-    """Bind the cheapest way to call an operator with arguments of a kind, given as nodes and constants."""
-    if isinstance(target, torch._ops.OpOverload):
-
-        def example(node: fx.Node) -> Any:
-            return node.meta.get("val")
-
-        function = bind(target, fx.map_arg(args, example), fx.map_arg(dict(kwargs or {}), example))
-        stem = str(target).removesuffix(".default").replace(".", "_")
-        if writer.bound.setdefault(stem, function) is not function:
-            stem = _bind(writer, function, stem)
-        return stem
-    if target is torch.ops.higher_order.cond:
-        return _bind(writer, _choose, "cond")
-    return _bind(writer, target, getattr(target, "__name__", "operator"))
-
-
-def _choose(condition: torch.Tensor, first: Any, second: Any, operands: Any) -> Any:
-    """What torch.cond does when it runs. (Called by itself, the operator leaves Dynamo unable to compile another.)"""
-    return first(*operands) if condition else second(*operands)
-
-
-def _literal(writer: _Writer, value: Any, uses: set[str]) -> str:
-    if isinstance(value, fx.Node):
-        name = _name(writer, value)
-        uses.add(name)
-        return name
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_literal(writer, item, uses) for item in value) + "]"
-    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
-        return repr(value)
-    return _bind(writer, value, type(value).__name__.strip("_"))
-
-
-def _emit(writer: _Writer, expression: str, uses: set[str], node: fx.Node) -> None:
-    defines: tuple[str, ...] = ()
-    if node.name in writer.places.named:
-        uses.add(node.name)  # changed in place
-    elif node.users:
-        writer.local[node] = node.name
-        defines = (node.name,)
-        expression = f"{node.name} = {expression}"
-    writer.lines.append(Line(expression, uses, defines, view=effects_of(node).view))
-
-
-def _write_call(writer: _Writer, node: fx.Node, lanes: list[int]) -> None:
+def _write_call(writer: Writer, node: fx.Node, lanes: list[int]) -> None:
     if node in writer.same or node in writer.placement.replaced or node in writer.places.constants:
         return
     if node in writer.places.forms:
@@ -218,15 +140,15 @@ def _write_call(writer: _Writer, node: fx.Node, lanes: list[int]) -> None:
             # One entry of a call whose lanes ran apart, or which was unpacked: each has its own name.
             writer.local[node] = _entry_name(sequence, index)
         else:
-            _emit(writer, f"{_literal(writer, sequence, uses)}[{index!r}]", uses, node)
+            emit(writer, f"{literal(writer, sequence, uses)}[{index!r}]", uses, node)
         return
     if is_marker(node, "vary"):
-        clone = _operator(writer, _aten.clone.default, node.args[:1])
-        _emit(writer, f"{clone}({_literal(writer, node.args[0], uses)})", uses, node)
+        clone = bind_operator(writer, _aten.clone.default, node.args[:1])
+        emit(writer, f"{clone}({literal(writer, node.args[0], uses)})", uses, node)
         return
     if is_marker(node, "axis_index"):
-        constant = _bind(writer, torch.tensor(writer.rank, dtype=torch.int64), "axis_index")
-        _emit(writer, f"{_operator(writer, _aten.clone.default)}({constant})", uses, node)
+        constant = bind_object(writer, torch.tensor(writer.rank, dtype=torch.int64), "axis_index")
+        emit(writer, f"{bind_operator(writer, _aten.clone.default)}({constant})", uses, node)
         return
     args, kwargs = list(node.args), dict(node.kwargs)
     split = bool(lanes) and len(lanes) < _lane_count(node)
@@ -238,9 +160,9 @@ def _write_call(writer: _Writer, node: fx.Node, lanes: list[int]) -> None:
                     kwargs[argument.name] = chosen
                 else:
                     args[_position(node, argument.name)] = chosen
-    parts = [_literal(writer, value, uses) for value in args]
-    parts += [f"{key}={_literal(writer, value, uses)}" for key, value in kwargs.items()]
-    call = f"{_operator(writer, target, args, kwargs)}({', '.join(parts)})"
+    parts = [literal(writer, value, uses) for value in args]
+    parts += [f"{key}={literal(writer, value, uses)}" for key, value in kwargs.items()]
+    call = f"{bind_operator(writer, target, args, kwargs)}({', '.join(parts)})"
     if split and node.users:
         targets = tuple(_entry_name(node, lane) for lane in lanes)
         writer.lines.append(Line(f"({', '.join(targets)},) = {call}", uses, targets))
@@ -249,7 +171,7 @@ def _write_call(writer: _Writer, node: fx.Node, lanes: list[int]) -> None:
         targets = tuple(_entry_name(node, index) for index in range(len(node.meta["val"])))
         writer.lines.append(Line(f"({', '.join(targets)},) = {call}", uses, targets, view=effects_of(node).view))
     else:
-        _emit(writer, call, uses, node)
+        emit(writer, call, uses, node)
 
 
 def _changes_memory(node: fx.Node) -> bool:
@@ -262,7 +184,7 @@ def _entry_name(node: fx.Node, index: Any) -> str:
     return f"{node.name}_entry{index}"
 
 
-def _is_unpacked(writer: _Writer, node: fx.Node) -> bool:
+def _is_unpacked(writer: Writer, node: fx.Node) -> bool:
     """Whether a call returns several values that are only ever looked at one by one."""
     return (
         isinstance(node.meta.get("val"), (list, tuple))
@@ -272,7 +194,7 @@ def _is_unpacked(writer: _Writer, node: fx.Node) -> bool:
     )
 
 
-def _write_into_place(writer: _Writer, node: fx.Node) -> None:
+def _write_into_place(writer: Writer, node: fx.Node) -> None:
     """Compute a node into its fixed place."""
     form = writer.places.forms[node]
     divides = node in writer.places.divided
@@ -283,21 +205,19 @@ def _write_into_place(writer: _Writer, node: fx.Node) -> None:
     if form.kind == "nothing":
         return
     if form.kind == "fill":
-        zero = form.value == 0
-        name = _operator(writer, _aten.zero_.default if zero else _aten.fill_.Scalar, (node, form.value)[: 2 - zero])
-        text = f"{name}({outs[0]})" if zero else f"{name}({outs[0]}, {form.value!r})"
-        writer.lines.append(Line(text, uses))
+        name = bind_operator(writer, _aten.fill_.Scalar, (node, form.value))
+        writer.lines.append(Line(f"{name}({outs[0]}, {form.value!r})", uses))
     elif form.kind == "copy":
-        name = _operator(writer, _aten.copy_.default, (node, node.args[0]))
-        source = _literal(writer, node.args[0], uses)
+        name = bind_operator(writer, _aten.copy_.default, (node, node.args[0]))
+        source = literal(writer, node.args[0], uses)
         writer.lines.append(Line(f"{name}({outs[0]}, {source})", uses, may_replace=_replaceable(writer, node)))
     else:
         divides = _write_out_call(writer, node, outs, uses, divides)
     if divides:
-        _write_division(writer, outs[0])
+        write_division(writer, outs[0])
 
 
-def _write_out_call(writer: _Writer, node: fx.Node, outs: list[str], uses: set[str], divides: bool) -> bool:
+def _write_out_call(writer: Writer, node: fx.Node, outs: list[str], uses: set[str], divides: bool) -> bool:
     """Call the operator with its out arguments; returns whether the result is yet to be divided."""
     form = writer.places.forms[node]
     args, kwargs, call = [*node.args, *form.extra], dict(node.kwargs), form.operator
@@ -307,11 +227,11 @@ def _write_out_call(writer: _Writer, node: fx.Node, outs: list[str], uses: set[s
         # The product is divided on its way into the bucket.
         call, args, divides = form.scaled, [node, *args], False
         kwargs = {"beta": 0, "alpha": 1 / writer.plan.trace.world_size}
-    parts = [_literal(writer, value, uses) for value in args]
-    parts += [f"{key}={_literal(writer, value, uses)}" for key, value in kwargs.items()]
+    parts = [literal(writer, value, uses) for value in args]
+    parts += [f"{key}={literal(writer, value, uses)}" for key, value in kwargs.items()]
     parts += [f"{key}={name}" for key, name in zip(form.names, outs, strict=True)]
     examples = [node.meta["val"]] if len(outs) == 1 else node.meta["val"]
-    name = _operator(writer, call, args, {**kwargs, **dict(zip(form.names, examples, strict=True))})
+    name = bind_operator(writer, call, args, {**kwargs, **dict(zip(form.names, examples, strict=True))})
     line = Line(f"{name}({', '.join(parts)})", uses)
     if form.pointwise and len(outs) == 1:
         line.may_replace = _replaceable(writer, node)
@@ -319,7 +239,7 @@ def _write_out_call(writer: _Writer, node: fx.Node, outs: list[str], uses: set[s
     return divides
 
 
-def _transposed_weight(writer: _Writer, node: fx.Node) -> fx.Node | None:
+def _transposed_weight(writer: Writer, node: fx.Node) -> fx.Node | None:
     """The weight of a linear layer, for an operator that takes it as it is: one view less to make at every call."""
     if node.target is not _aten.addmm.default or node.kwargs:
         return None
@@ -331,13 +251,7 @@ def _transposed_weight(writer: _Writer, node: fx.Node) -> fx.Node | None:
     return weight if plain and columns not in writer.same else None
 
 
-def _write_division(writer: _Writer, name: str) -> None:
-    call = bind(_aten.mul_.Tensor, (torch.empty(1, device="meta"), 0.5), {})
-    writer.bound.setdefault("aten_mul__Tensor", call)
-    writer.lines.append(Line(f"aten_mul__Tensor({name}, {1 / writer.plan.trace.world_size!r})", {name}))
-
-
-def _replaceable(writer: _Writer, node: fx.Node) -> tuple[str, ...]:
+def _replaceable(writer: Writer, node: fx.Node) -> tuple[str, ...]:
     """Arguments whose place the result of a pointwise operator may take: those that are laid out as it is.
 
     An argument that is there twice, once under another shape, is read in another order than it would be written.
@@ -345,7 +259,7 @@ def _replaceable(writer: _Writer, node: fx.Node) -> tuple[str, ...]:
     own = writer.places.named[node.name]
     found: dict[Any, list[str]] = {}
     for argument in node.all_input_nodes:
-        name = _name(writer, argument)
+        name = name_of(writer, argument)
         if (place := writer.places.named.get(name)) is not None:
             found.setdefault(place.memory, []).append(name)
     same = []
@@ -370,68 +284,38 @@ def _position(node: fx.Node, name: str) -> int:
     return [argument.name for argument in schema._schema.arguments].index(name)
 
 
-def _write_alone(writer: _Writer, node: fx.Node) -> None:
+def _write_alone(writer: Writer, node: fx.Node) -> None:
     """A reduction that sends nothing: of one rank, or of no elements."""
     uses: set[str] = set()
     value = node.meta["val"]
     if value.numel() == 0:
-        shape, device = list(value.shape), _bind(writer, value.device, "device")
-        dtype = _bind(writer, value.dtype, "dtype")
-        empty = _operator(writer, _aten.empty.memory_format)
-        _emit(writer, f"{empty}({shape}, dtype={dtype}, device={device})", uses, node)
+        shape, device = list(value.shape), bind_object(writer, value.device, "device")
+        dtype = bind_object(writer, value.dtype, "dtype")
+        empty = bind_operator(writer, _aten.empty.memory_format)
+        emit(writer, f"{empty}({shape}, dtype={dtype}, device={device})", uses, node)
     elif node in writer.places.alone:
         source: Any = node.args[0]
-        writer.local[node] = _name(writer, source)
+        writer.local[node] = name_of(writer, source)
     else:
-        name = _literal(writer, node.args[0], uses)
-        format_ = _bind(writer, torch.contiguous_format, "contiguous_format")
-        clone = _operator(writer, _aten.clone.default)
-        _emit(writer, f"{clone}({name}, memory_format={format_})", uses, node)
+        name = literal(writer, node.args[0], uses)
+        format_ = bind_object(writer, torch.contiguous_format, "contiguous_format")
+        clone = bind_operator(writer, _aten.clone.default)
+        emit(writer, f"{clone}({name}, memory_format={format_})", uses, node)
 
 
-def _write_start(writer: _Writer, bucket: Bucket) -> None:
-    copied: list[tuple[str, fx.Node]] = []
-    divided = set(writer.places.divided.values())
-    for at, node in enumerate(writer.markers[bucket.index]):
-        source: Any = node.args[0]
-        slot = slot_name(bucket.index, at)
-        if node not in writer.places.direct:
-            copied.append((slot, source))
-        elif bucket.index in writer.places.scaled and node not in divided:
-            _write_division(writer, slot)
-    if bucket.index in writer.places.scaled:
-        share = 1 / writer.plan.trace.world_size
-        for slot, source in copied:
-            uses = {slot}
-            name = _operator(writer, _aten.mul.out, (source, share), {"out": source})
-            writer.lines.append(Line(f"{name}({_literal(writer, source, uses)}, {share!r}, out={slot})", uses))
-    elif copied:
-        uses = {slot for slot, _ in copied}
-        pieces = [_literal(writer, source, uses) for _, source in copied]
-        sources = [source for _, source in copied]
-        if len(copied) == 1:
-            copy = _operator(writer, _aten.copy_.default, (sources[0], sources[0]))
-            text = f"{copy}({copied[0][0]}, {pieces[0]})"
-        else:
-            copy = _operator(writer, _aten._foreach_copy_.default, (sources, sources))
-            text = f"{copy}([{', '.join(slot for slot, _ in copied)}], [{', '.join(pieces)}])"
-        writer.lines.append(Line(text, uses))
-    writer.lines.append(Line(f"start({bucket.index})", {_bucket_name(bucket.index)}))
-
-
-def _copy_back(writer: _Writer, at: int) -> None:
+def _copy_back(writer: Writer, at: int) -> None:
     for target, node in writer.placement.copies.get(at, ()):
         uses: set[str] = set()
-        copy = _operator(writer, _aten.copy_.default, (target, node))
-        writer.lines.append(Line(f"{copy}({_literal(writer, target, uses)}, {_literal(writer, node, uses)})", uses))
+        copy = bind_operator(writer, _aten.copy_.default, (target, node))
+        writer.lines.append(Line(f"{copy}({literal(writer, target, uses)}, {literal(writer, node, uses)})", uses))
 
 
-def _write_outputs(writer: _Writer) -> list[str]:
+def _write_outputs(writer: Writer) -> list[str]:
     outputs = []
     for position, node in enumerate(writer.placement.returned):
-        name = _name(writer, node)
+        name = name_of(writer, node)
         if position in writer.placement.cloned:
-            clone = _operator(writer, _aten.clone.default, (node,))
+            clone = bind_operator(writer, _aten.clone.default, (node,))
             writer.lines.append(Line(f"output_{position} = {clone}({name})", {name}, (f"output_{position}",)))
             name = f"output_{position}"
         outputs.append(name)
