@@ -166,8 +166,8 @@ def _kept_elsewhere(graph: fx.Graph, placement: Placement) -> Iterator[int]:
     for position, node in enumerate(placement.returned):
         if position not in placement.cloned:
             yield from storages_of(node)
-    for clone in placement.replaced:
-        yield from storages_of(clone)
+    for node in (*placement.replaced, *placement.written):
+        yield from storages_of(node)
 
 
 def _only_computes(node: fx.Node) -> bool:

@@ -17,6 +17,7 @@ from torch import fx
 from fdp.emit.accesses import Accesses
 from fdp.emit.donation import place_outputs
 from fdp.emit.fill import early_fillings, write_copy, write_division, write_start
+from fdp.emit.forms import Form, form_of
 from fdp.emit.layout import Layout
 from fdp.emit.lines import Line, assemble, drop_unused_views, lay_out_lines
 from fdp.emit.places import RESHAPES_IN_PLACE, Place, find_places
@@ -124,7 +125,7 @@ def write_program(plan: Plan, rank: int, communicates: bool) -> Program:
 def _write_call(writer: Writer, node: fx.Node, lanes: list[int]) -> None:
     if node in writer.same or node in writer.placement.replaced or node in writer.places.constants:
         return
-    if node in writer.places.forms:
+    if node in writer.places.forms or node in writer.placement.written:
         _write_into_place(writer, node)
         return
     target: Any = node.target
@@ -196,8 +197,13 @@ def _is_unpacked(writer: Writer, node: fx.Node) -> bool:
 
 def _write_into_place(writer: Writer, node: fx.Node) -> None:
     """Compute a node into its fixed place."""
-    form = writer.places.forms[node]
     divides = node in writer.places.divided
+    if node in writer.placement.written:
+        # The new value of a donated input, in place of the old one.
+        target = name_of(writer, node)
+        _write_out_call(writer, node, _form(node), [target], {target}, divides)
+        return
+    form = writer.places.forms[node]
     outs = [node.name] if isinstance(node.meta["val"], torch.Tensor) else [
         f"{node.name}_{index}" for index in range(len(node.meta["val"]))
     ]  # fmt: skip
@@ -212,14 +218,19 @@ def _write_into_place(writer: Writer, node: fx.Node) -> None:
         source = literal(writer, node.args[0], uses)
         writer.lines.append(Line(f"{name}({outs[0]}, {source})", uses, may_replace=_replaceable(writer, node)))
     else:
-        divides = _write_out_call(writer, node, outs, uses, divides)
+        divides = _write_out_call(writer, node, form, outs, uses, divides)
     if divides:
         write_division(writer, outs[0])
 
 
-def _write_out_call(writer: Writer, node: fx.Node, outs: list[str], uses: set[str], divides: bool) -> bool:
+def _form(node: fx.Node) -> Form:
+    form = form_of(node)
+    assert form is not None
+    return form
+
+
+def _write_out_call(writer: Writer, node: fx.Node, form: Form, outs: list[str], uses: set[str], divides: bool) -> bool:
     """Call the operator with its out arguments; returns whether the result is yet to be divided."""
-    form = writer.places.forms[node]
     args, kwargs, call = [*node.args, *form.extra], dict(node.kwargs), form.operator
     if (weight := _transposed_weight(writer, node)) is not None:
         call, args = _aten.linear.out, [node.args[1], weight, node.args[0]]
@@ -233,7 +244,7 @@ def _write_out_call(writer: Writer, node: fx.Node, outs: list[str], uses: set[st
     examples = [node.meta["val"]] if len(outs) == 1 else node.meta["val"]
     name = bind_operator(writer, call, args, {**kwargs, **dict(zip(form.names, examples, strict=True))})
     line = Line(f"{name}({', '.join(parts)})", uses)
-    if form.pointwise and len(outs) == 1:
+    if form.pointwise and outs == [node.name]:
         line.may_replace = _replaceable(writer, node)
     writer.lines.append(line)
     return divides

@@ -54,7 +54,8 @@ class Writer:
 
 def _resolve(writer: Writer, node: fx.Node) -> fx.Node:
     node = writer.same.get(node, node)
-    return writer.placement.replaced.get(node, node)
+    node = writer.placement.replaced.get(node, node)
+    return writer.placement.written.get(node, node)
 
 
 def name_of(writer: Writer, node: fx.Node) -> str:
