@@ -215,10 +215,8 @@ class Step:
                     known = _Known(self._prepare(flat, roles, place))
                     self._keep(key, known)
                     self._previous = summarise(flat)
-        tensors = [index for index, leaf in enumerate(flat.leaves) if isinstance(leaf, torch.Tensor)]
-        kept = {tensors[output.slot] for output in known.emitted.plan.trace.outputs if output.slot is not None}
-        self._calls.remember(place, flat, sorted(kept), known)
-        return known, [flat.leaves[index] for index in tensors]
+        self._calls.remember(place, flat, known.emitted.plan.trace, known)
+        return known, [leaf for leaf in flat.leaves if isinstance(leaf, torch.Tensor)]
 
     def _find(self, key: Any) -> _Known | None:
         try:

@@ -24,37 +24,49 @@ except (ImportError, AttributeError):
     _TensorGuards = None
 
 
-def tensors_like(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """A function that says whether as many objects, passed one by one, are tensors of the same kinds as these.
+def tensors_like(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[Any]], bool]:
+    """A function that says whether as many objects in a row are tensors of the same kinds as these.
 
     Args:
-        tensors: strided tensors; they are not kept alive, and no object occurs twice.
+        tensors: strided tensors; they are not kept alive.
 
     Returns:
         The function. Its answer covers type, dtype, device, layout, conjugate and negative bits, `requires_grad`, sizes
         and strides; not where in memory a tensor lies. It may be false for tensors that are alike, never true for
         others.
     """
+    first: dict[int, int] = {}
+    again = [(i, first[id(t)]) for i, t in enumerate(tensors) if first.setdefault(id(t), i) != i]
+    if not again:
+        return _distinct_like(tensors)
+    # An object that comes twice is passed once, and has to come twice again.
+    once = sorted(first.values())
+    like = _distinct_like([tensors[i] for i in once])
+
+    def check(objects: Sequence[Any]) -> bool:
+        return all(objects[i] is objects[j] for i, j in again) and like([objects[i] for i in once])
+
+    return check
+
+
+def _distinct_like(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[Any]], bool]:
     if _TensorGuards is not None and tensors:
+        # From the last to the first: what differs between calls is most often the batch, and it comes last.
+        backwards = tensors[::-1]
         try:
             check: Callable[..., bool] = _TensorGuards(
-                *tensors,
-                dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
-                dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+                *backwards,
+                dynamic_dims_sizes=[list(tensor.shape) for tensor in backwards],
+                dynamic_dims_strides=[list(tensor.stride()) for tensor in backwards],
             ).check
-            if check(*tensors):
-                return check
+            if check(*backwards):
+                return lambda objects: check(*objects[::-1])
         except TypeError:
             pass  # made in another way in this release
     kinds = [_kind(tensor) for tensor in tensors]
-
-    def check_one_by_one(*objects: Any) -> bool:
-        return len(objects) == len(kinds) and all(
-            isinstance(item, torch.Tensor) and type(item) is kind[0] and _kind(item) == kind
-            for item, kind in zip(objects, kinds, strict=True)
-        )
-
-    return check_one_by_one
+    return lambda objects: all(
+        isinstance(item, torch.Tensor) and _kind(item) == kind for item, kind in zip(objects, kinds, strict=True)
+    )
 
 
 def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:

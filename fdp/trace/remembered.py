@@ -5,12 +5,17 @@ call again and again: whether a call is like one that is remembered is found out
 by addresses. State that comes back from the step lies where it lay, and one look at its addresses is enough to know
 that it still shares no memory.
 
+What is found is that the program of the earlier call serves this one as well: the signatures are equal, or differ in
+what no program can tell.
+
 Nothing here keeps a tensor alive, and nothing takes an object for itself by its `id`: an object may have been given
 other memory or another shape since (`x.data = y`, `x.t_()`), and an `id` may have been given to another object.
 """
 
 from __future__ import annotations
 
+import bisect
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
@@ -19,6 +24,7 @@ import torch
 
 from fdp.trace.arguments import Flat, describe_leaf, describe_static, sharing_pattern
 from fdp.trace.guards import tensors_like
+from fdp.trace.record import Trace
 from fdp.trace.structure import Structure
 
 T = TypeVar("T")
@@ -26,103 +32,136 @@ T = TypeVar("T")
 MOST = 8
 """So many calls are remembered: that many signatures may take turns before a call is worked out in full again."""
 
+_FEW = 32
+"""Of so many tensors each can be compared with all others in less time than it takes to look at those again."""
+
 _address = torch.Tensor.data_ptr
 _offset = torch.Tensor.storage_offset
 
 
 class _Call(Generic[T]):
-    """One call, as far as it can be recognised again."""
+    """One call, as far as it can be recognised again.
 
-    def __init__(self, place: Any, flat: Flat, structure: Structure, kept: Sequence[int], value: T) -> None:
+    Its tensors are of two kinds. Those that the step returns in the same memory stay: at the next call they most often
+    lie where they lay. The others pass.
+    """
+
+    def __init__(self, place: Any, flat: Flat, structure: Structure, trace: Trace, value: T) -> None:
         self.place, self.structure, self.value = place, structure, value
         self._static = describe_static(flat.static)
         self._static_hash = hash(self._static)
         leaves = flat.leaves
-        tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        self._constants = [(i, describe_leaf(leaf)) for i, leaf in enumerate(leaves) if i not in set(tensors)]
-        self._pick = None if len(tensors) == len(leaves) else _picker(tensors)
-        found = [leaves[index] for index in tensors]
-        # The guard refuses an object that comes twice; it is passed once, and must come twice again.
-        first: dict[int, int] = {}
-        self._twice = [(i, first[id(t)]) for i, t in enumerate(found) if first.setdefault(id(t), i) != i]
-        once = sorted(first.values(), reverse=True)
-        # Backwards, because what changes most often is the batch, and it comes last.
-        self._pick_once = operator.itemgetter(slice(None, None, -1)) if not self._twice else _picker(once)
-        self._like = tensors_like([found[index] for index in once])
-        self._offsets = [tensor.storage_offset() for tensor in found]
-        self._offset_any = any(self._offsets)
-        place_of = {index: position for position, index in enumerate(tensors)}
-        self._with_history = [
-            (place_of[i], leaves[i].grad_fn is not None)
+        at = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._constants = [(i, describe_leaf(x)) for i, x in enumerate(leaves) if not isinstance(x, torch.Tensor)]
+        self._tensors = _picker(at, len(leaves))
+        tensors = [leaves[index] for index in at]
+        position_of = {index: position for position, index in enumerate(at)}
+        self._history = [
+            (position_of[i], leaves[i].grad_fn is not None)
             for i in flat.donated
-            if i in place_of and leaves[i].requires_grad
+            if i in position_of and leaves[i].requires_grad
         ]
-        self._compares_memory = flat.shared is not None
-        if self._compares_memory:
-            self._shared = flat.shared
-            # An empty tensor lies nowhere, and may be a part of any memory.
-            self._has_empty = any(tensor.numel() == 0 for tensor in found)
-            self._bytes_before = [o * t.element_size() for o, t in zip(self._offsets, found, strict=True)]
-            staying = [place_of[i] for i in kept if i in place_of]
-            passing = sorted(set(range(len(found))) - set(staying))
-            self._staying, self._passing = _picker(staying), _picker(passing)
-            self._lie_at: tuple[Any, frozenset[int]] = ((), frozenset())
-            self._remember_addresses(self._bases(found))
+        self._shared = flat.shared
+        # An empty tensor lies nowhere, and may be a part of any memory.
+        self._any_empty = any(tensor.numel() == 0 for tensor in tensors)
+        stay = _that_stay(trace) if flat.shared == () and not self._any_empty else []
+        pass_by = sorted(set(range(len(tensors))) - set(stay))
+        self._staying, self._passing = _picker(stay, len(tensors)), _picker(pass_by, len(tensors))
+        self._staying_like = tensors_like(self._staying(tensors))
+        self._passing_like = tensors_like(self._passing(tensors))
+        self._staying_offsets = _Offsets(self._staying(tensors))
+        self._passing_offsets = _Offsets(self._passing(tensors))
+        self._lay = _Addresses(list(map(_address, self._staying(tensors))))
 
     def recognise(self, leaves: list[Any], static: tuple[Any, ...]) -> list[torch.Tensor] | None:
-        """The tensors among the leaves if a call of this structure certainly has this signature, else None."""
+        """The tensors among leaves of the same structure if this call's program certainly serves them, else None."""
         for index, described in self._constants:
             if describe_leaf(leaves[index]) != described:
                 return None
-        if static or self._static:
-            now = describe_static(static)
-            # Equal by its own lights and of the same hash: an object that counts as itself may have changed inside.
-            if hash(now) != self._static_hash or now != self._static:
-                return None
-        tensors = leaves if self._pick is None else list(self._pick(leaves))
-        if not self._like(*self._pick_once(tensors)):
+        if (static or self._static) and not self._has_equal(static):
             return None
-        for index, other in self._twice:
-            if tensors[index] is not tensors[other]:
-                return None
-        if any(map(_offset, tensors)) if not self._offset_any else list(map(_offset, tensors)) != self._offsets:
+        tensors = self._tensors(leaves)
+        passing, staying = self._passing(tensors), self._staying(tensors)
+        if not (self._passing_like(passing) and self._staying_like(staying) and self._passing_offsets.are_of(passing)):
             return None
-        for index, history in self._with_history:
-            if (tensors[index].grad_fn is not None) != history:
+        for position, history in self._history:
+            if (tensors[position].grad_fn is not None) != history:
                 return None
-        if self._compares_memory and not self._shares_as_before(tensors):
-            return None
-        return tensors
+        return tensors if self._shared is None or self._lie_as_before(tensors, passing, staying) else None
 
-    def _bases(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Where the memory of each tensor begins; the same for tensors that share it."""
-        addresses = list(map(_address, tensors))
-        return list(map(operator.sub, addresses, self._bytes_before)) if self._offset_any else addresses
+    def _has_equal(self, static: tuple[Any, ...]) -> bool:
+        described = describe_static(static)
+        try:
+            # Of the same hash as well: an object that equals itself may have changed inside.
+            return hash(described) == self._static_hash and described == self._static
+        except TypeError:
+            return False  # what cannot be hashed is refused later on
 
-    def _shares_as_before(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether those tensors share memory that did.
+    def _lie_as_before(
+        self, tensors: list[torch.Tensor], passing: list[torch.Tensor], staying: list[torch.Tensor]
+    ) -> bool:
+        """Whether the same tensors share memory as in the earlier call, and offsets are the same where they matter."""
+        assert self._shared is not None
+        if self._any_empty:
+            return sharing_pattern(tensors) == self._shared
+        bases = self._passing_offsets.bases(passing)
+        addresses = list(map(_address, staying))
+        lay = self._lay
+        if addresses and addresses == lay.addresses and len(passing) <= _FEW:
+            # The same bytes in the same shapes. They shared no memory a call ago, so they share none now, and a program
+            # can find nothing different about them; their offset is not in it.
+            return len(set(bases)) == len(bases) and all(
+                lay.are_apart_from(base, tensor.untyped_storage().nbytes())
+                for base, tensor in zip(bases, passing, strict=True)
+            )
+        if not self._staying_offsets.are_of(staying):
+            return False
+        bases += self._staying_offsets.bases_at(addresses)
+        # Memory that begins in different places is not shared. So if those share that did, and no others begin in one
+        # place, the same share. (Two pieces that begin in one place may still be two.)
+        if len(set(bases)) != len(tensors) - len(self._shared) or not all(
+            tensors[one].untyped_storage()._cdata == tensors[two].untyped_storage()._cdata for one, two in self._shared
+        ):
+            return sharing_pattern(tensors) == self._shared
+        self._lay = _Addresses(addresses)  # as a whole, since another thread may be reading it
+        return True
 
-        Memory that begins in different places is not shared. So if nothing was shared, it is enough that all begin in
-        different places; those that lie where they lay a call ago did so then.
-        """
-        bases = self._bases(tensors)
-        if not self._shared and not self._has_empty:
-            where, among = self._lie_at
-            new = self._passing(bases)
-            if self._staying(bases) == where:
-                if len(set(new)) == len(new) and among.isdisjoint(new):
-                    return True
-            elif len(set(bases)) == len(bases):
-                self._remember_addresses(bases)
-                return True
-        # Two pieces of memory that begin in one place still count as two.
-        return sharing_pattern(tensors) == self._shared
 
-    def _remember_addresses(self, bases: list[int]) -> None:
-        where = self._staying(bases)
-        # As one value, since another thread may be reading it. Told apart from each other when they were seen.
-        if len(set(where)) == len(where):
-            self._lie_at = (where, frozenset(where))
+class _Offsets:
+    """How far into their memory tensors begin."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._elements = list(map(_offset, tensors))
+        self._bytes = [o * t.element_size() for o, t in zip(self._elements, tensors, strict=True)]
+        self._any = any(self._elements)
+
+    def are_of(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether as many tensors begin as far into theirs."""
+        return list(map(_offset, tensors)) == self._elements if self._any else not any(map(_offset, tensors))
+
+    def bases(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """The address where the memory of each begins; equal for tensors that share it."""
+        return self.bases_at(list(map(_address, tensors)))
+
+    def bases_at(self, addresses: list[int]) -> list[int]:
+        """Likewise, for tensors at these addresses."""
+        return list(map(operator.sub, addresses, self._bytes)) if self._any else addresses
+
+
+class _Addresses:
+    """Where tensors lie that share no memory."""
+
+    def __init__(self, addresses: list[int]) -> None:
+        self.addresses = addresses
+
+    @functools.cached_property
+    def _in_order(self) -> list[int]:
+        return sorted(self.addresses)
+
+    def are_apart_from(self, base: int, size_bytes: int) -> bool:
+        """Whether none lies in a piece of memory."""
+        behind = bisect.bisect_left(self._in_order, base)
+        return behind == len(self._in_order) or self._in_order[behind] >= base + size_bytes
 
 
 class RememberedCalls(Generic[T]):
@@ -159,26 +198,37 @@ class RememberedCalls(Generic[T]):
                 return call.value, tensors
         return None
 
-    def remember(self, place: Any, flat: Flat, kept: Sequence[int], value: T) -> None:
+    def remember(self, place: Any, flat: Flat, trace: Trace, value: T) -> None:
         """Remember a call, and forget the one that was made longest ago.
 
         Args:
             place: as for `recognise`.
             flat: the arguments.
-            kept: indices of leaves that the step returns in the same memory.
+            trace: the trace that serves it.
             value: what belongs to it.
         """
         calls = self._calls
         same = (call.structure for call in calls if call.structure.spec == flat.spec)
-        call = _Call(place, flat, next(same, None) or Structure(flat.spec), kept, value)
+        call = _Call(place, flat, next(same, None) or Structure(flat.spec), trace, value)
         self._calls = (call, *calls[: MOST - 1])
 
 
-def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """A function that gets the items at some places of a sequence, as a tuple."""
+def _that_stay(trace: Trace) -> list[int]:
+    """Which of its input tensors a step returns in the same memory; none if an offset may be a number in its graph."""
+    graphs = [module.graph for module in trace.graph.modules() if isinstance(module, torch.fx.GraphModule)]
+    if any("as_strided" in str(node.target) for graph in graphs for node in graph.nodes):
+        return []
+    return sorted({output.slot for output in trace.outputs if output.slot is not None})
+
+
+def _picker(indices: Sequence[int], length: int) -> Callable[[list[Any]], list[Any]]:
+    """A function that gets the items at some places, in ascending order, of a list of that length."""
     if not indices:
-        return lambda items: ()
-    if len(indices) == 1:  # for one index an itemgetter does not make a tuple
-        (only,) = indices
-        return lambda items: (items[only],)
-    return operator.itemgetter(*indices)
+        return lambda items: []
+    first, count = indices[0], len(indices)
+    if count == length:
+        return lambda items: items
+    if list(indices) == list(range(first, first + count)):  # true of most states, and many times faster
+        return operator.itemgetter(slice(first, first + count))
+    several = operator.itemgetter(*indices)
+    return lambda items: list(several(items))
