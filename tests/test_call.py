@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import optree
 import pytest
 import torch
@@ -302,6 +303,67 @@ def test_a_batch_in_the_memory_of_returned_state_is_noticed() -> None:
     assert not recognised(step, state, state["a"])
     assert not recognised(step, state, state["a"][:])
     assert step(state, state["a"])["b"].tolist() == [7.0] * 4
+
+
+def adds(state: Tree, batch: Tree) -> Tree:
+    mean = fdp.pmean(sum(leaf.sum() for leaf in optree.tree_leaves(batch)))
+    return {key: leaf + mean for key, leaf in state.items()}
+
+
+def warm(fn: Callable[..., Any], state: Tree, *rest: Any, **options: Any) -> tuple[Any, Tree]:
+    """A step that was called twice, and the state that it returned."""
+    step = fdp.data_parallel(fn, donate_argnums=0, check_trace=False, **options)
+    for _ in range(2):
+        state = step(state, *rest)
+    assert recognised(step, state, *rest)
+    return step, state
+
+
+def test_small_changes_of_donated_state_and_batch_are_noticed() -> None:
+    batch = {"x": torch.ones(2), "y": torch.ones(2)}
+    step, state = warm(adds, {"a": torch.zeros(3), "e": torch.zeros(0)}, batch)
+    assert not recognised(step, {**state, "e": state["a"][:0]}, batch)
+    step, state = warm(adds, {"a": torch.zeros(3), "b": torch.zeros(3)}, batch)
+    assert not recognised(step, {**state, "a": torch.zeros(5)[2:]}, batch)
+    assert not recognised(step, state, {"x": batch["x"], "y": batch["x"].view(2)})
+    assert recognised(step, state, {"x": batch["y"], "y": batch["x"]})
+
+
+def test_memory_that_begins_elsewhere_and_lies_in_the_same_place() -> None:
+    """The same bytes at another offset: a program that has offsets in it would read others."""
+
+    def reads_the_beginning(state: Tree, batch: Tree) -> Tree:
+        return {"w": state["w"] * 0 + state["w"].as_strided((1,), (1,), 0) + fdp.pmean(batch)}
+
+    def reads_itself(state: Tree, batch: Tree) -> Tree:
+        return {"w": state["w"] * 0 + state["w"][0] + fdp.pmean(batch)}
+
+    for fn, expected in ((reads_the_beginning, 7.0), (reads_itself, 5.0)):
+        array = np.array([7.0, 7.0, 5.0, 5.0])
+        step, state = warm(fn, {"w": torch.from_numpy(array[2:])}, torch.zeros(1))
+        assert state["w"].data_ptr() == torch.from_numpy(array)[2:].data_ptr()
+        state = step({"w": torch.from_numpy(array)[2:]}, torch.zeros(1))
+        assert state["w"].tolist() == [expected] * 2
+
+
+@pytest.mark.parametrize("shows", [True, False], ids=["seen in repr", "seen in hash"])
+def test_a_static_object_that_was_changed_inside_is_noticed(shows: bool) -> None:
+    @dataclasses.dataclass(eq=not shows, unsafe_hash=not shows, repr=shows)
+    class Config:
+        scale: float
+
+    config = Config(2.0)
+    step, _ = warm(
+        lambda w, c, b: w * 0 + fdp.pmean(b) * c.scale, torch.ones(1), config, torch.ones(1), static_argnums=1
+    )
+    config.scale = 3.0
+    assert step(torch.ones(1), config, torch.ones(1)).item() == 3.0
+
+
+def test_a_static_argument_that_cannot_be_hashed_is_refused_at_every_call() -> None:
+    step, w = warm(lambda w, c, b: w + fdp.pmean(b), torch.ones(1), (1,), torch.ones(1), static_argnums=1)
+    with pytest.raises(fdp.FdpError, match="static arguments that cannot be hashed"):
+        step(w, [1], torch.ones(1))
 
 
 def test_a_refused_leaf_is_refused_at_every_call() -> None:
