@@ -93,7 +93,7 @@ def contenders(make: Callable[[int], Tree], leaves: int) -> dict[str, Callable[[
 
         return prepare
 
-    many = [make(leaves) for _ in range(4)]
+    many = [make(leaves) for _ in range(2)]
     arguments = (many[0], {"x": torch.zeros(4)})
     return {
         "tree_flatten": lambda turn: lambda: optree.tree_flatten(arguments),
