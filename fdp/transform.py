@@ -60,9 +60,10 @@ _clock = itertools.count()
 
 @dataclass
 class _Known:
-    """A signature that has been prepared, and when it was called last."""
+    """A signature that has been prepared, what is remembered of a call of it, and when it was called last."""
 
     emitted: Emitted
+    remembered: Any = None
     last_call: int = 0
 
 
@@ -215,7 +216,7 @@ class Step:
                     known = _Known(self._prepare(flat, roles, place))
                     self._keep(key, known)
                     self._previous = summarise(flat)
-        self._calls.remember(place, flat, known.emitted.plan.trace, known)
+        known.remembered = self._calls.remember(place, flat, known.emitted.plan.trace, known, known.remembered)
         return known, [leaf for leaf in flat.leaves if isinstance(leaf, torch.Tensor)]
 
     def _find(self, key: Any) -> _Known | None:

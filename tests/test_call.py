@@ -275,6 +275,12 @@ def test_one_more_signature_than_are_remembered_takes_the_long_way_and_is_right(
             assert step(torch.zeros(1), torch.ones(width)).item() == width
     assert step.traces == len(widths)
     assert len(step._calls._calls) == remembered.MOST
+    before = {id(known.remembered) for known in step._known.values()}
+    for width in widths:
+        step(torch.zeros(1), torch.ones(width))
+    assert {id(known.remembered) for known in step._known.values()} == before  # not made anew
+    step(torch.zeros(1, requires_grad=True), torch.ones(1))  # the same signature, but not like the call before
+    assert recognised(step, torch.zeros(1, requires_grad=True), torch.ones(1))
 
 
 def test_a_step_keeps_no_tensor_alive_however_it_was_called() -> None:

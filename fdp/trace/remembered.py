@@ -198,7 +198,7 @@ class RememberedCalls(Generic[T]):
                 return call.value, tensors
         return None
 
-    def remember(self, place: Any, flat: Flat, trace: Trace, value: T) -> None:
+    def remember(self, place: Any, flat: Flat, trace: Trace, value: T, earlier: _Call[T] | None = None) -> _Call[T]:
         """Remember a call, and forget the one that was made longest ago.
 
         Args:
@@ -206,11 +206,17 @@ class RememberedCalls(Generic[T]):
             flat: the arguments.
             trace: the trace that serves it.
             value: what belongs to it.
+            earlier: what was returned for an earlier call with this value; it is used again if it fits.
+
+        Returns:
+            What is remembered of the call.
         """
         calls = self._calls
-        same = (call.structure for call in calls if call.structure.spec == flat.spec)
-        call = _Call(place, flat, next(same, None) or Structure(flat.spec), trace, value)
-        self._calls = (call, *calls[: MOST - 1])
+        if earlier is None or earlier.recognise(list(flat.leaves), flat.static) is None:
+            same = (call.structure for call in calls if call.structure.spec == flat.spec)
+            earlier = _Call(place, flat, next(same, None) or Structure(flat.spec), trace, value)
+        self._calls = (earlier, *calls[: MOST - 1])
+        return earlier
 
 
 def _that_stay(trace: Trace) -> list[int]:
