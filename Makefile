@@ -34,7 +34,7 @@ format: $(INSTALLED)  ## rewrite the sources as `make lint` wants them
 	$(RUN) ruff check --fix .
 	$(RUN) ruff format .
 
-bench: $(INSTALLED)  ## step time and memory beside DistributedDataParallel
+bench: $(INSTALLED)  ## step time and memory beside DistributedDataParallel and plain PyTorch
 	$(VENV)/bin/python benchmarks/run.py $(ARGS)
 
 docs: $(INSTALLED)  ## run the code in the documents and docstrings

@@ -1,14 +1,17 @@
-"""Peak memory of a training step above the state that has to live anyway, each contender in fresh processes.
+"""Peak memory of a training step above what has to live anyway, each contender in fresh processes.
 
-Two figures, since neither tells all:
+What has to live is counted once: parameters, buffers, the optimizer's state, and the batches. Two figures are
+above it, since neither tells all:
 
 - tensors: the most bytes that tensors held at any time during a step, from the allocator's own record (the
-  profiler's memory events, summed from before the model is built), less the bytes of parameters and optimizer
-  state. It is exact and repeatable, and covers gradients, buckets and activations, whoever holds them.
+  profiler's memory events, summed from before the model is built; on a GPU the caching allocator's peak), less what
+  has to live. It is exact and repeatable, and covers gradients, buckets, activations and any workspace that is
+  allocated through torch, whoever holds it and however long.
 - process: the peak of the resident set during the steps (VmHWM, reset through /proc/self/clear_refs before
-  them; Linux only), less the resident set just before the model is built, less the same state. It also holds
+  them; Linux only), less the resident set just before the model is built, less what has to live. It also holds
   what the other does not see: gloo's buffers, the traced graph and generated code, pages of kernels used for
-  the first time, and what malloc keeps. A step of a tiny model runs first, so that most library code is
+  the first time, and memory that was free again before the steps but that malloc did not give back to the system,
+  such as what building, tracing and checking took. A step of a tiny model runs first, so that most library code is
   resident before.
 """
 
@@ -20,11 +23,13 @@ import pathlib
 import re
 
 import torch
-from cases import CASES, CONTENDERS, Case
-from launch import on_ranks
+from cases import CASES, Case
+from contenders import CONTENDERS
+from launch import Place, Tell, run_in
 from torch import nn
 
 _CLEAR_REFS = pathlib.Path("/proc/self/clear_refs")
+_WARMUP = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +37,12 @@ class Memory:
     """Memory of one contender on rank 0, in bytes.
 
     Attributes:
-        state_bytes: parameters, buffers and optimizer state.
-        tensors_above_bytes: peak of tensor memory less the state.
-        process_above_bytes: peak of the resident set's growth less the state; None where there is no /proc.
+        live_bytes: parameters, buffers, optimizer state and batches.
+        tensors_above_bytes: peak of tensor memory less that.
+        process_above_bytes: peak of the resident set's growth less that; None where the system does not tell.
     """
 
-    state_bytes: int
+    live_bytes: int
     tensors_above_bytes: int
     process_above_bytes: int | None
 
@@ -46,6 +51,14 @@ def _status_bytes(field: str) -> int:
     found = re.search(rf"^{field}:\s+(\d+) kB", pathlib.Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found is not None
     return int(found.group(1)) * 1024
+
+
+def _reset_high_water_mark() -> bool:
+    try:
+        _CLEAR_REFS.write_text("5")
+    except OSError:
+        return False
+    return True
 
 
 def _warm_the_library(contender: str, case: Case) -> None:
@@ -60,58 +73,83 @@ def _warm_the_library(contender: str, case: Case) -> None:
         running.step()
 
 
-def _process_on_rank(case_name: str, contender: str, steps: int) -> tuple[int, int | None]:
-    case = CASES[case_name]
+def _process(contender: str, case: Case, steps: int) -> int | None:
+    if not _reset_high_water_mark():
+        return None
     _warm_the_library(contender, case)
     gc.collect()
-    measurable = _CLEAR_REFS.exists()
-    before = _status_bytes("VmRSS") if measurable else 0
+    before = _status_bytes("VmRSS")
     running = CONTENDERS[contender](case)
-    for _ in range(3):
+    for _ in range(_WARMUP):
         running.step()
     gc.collect()
-    if not measurable:
-        return running.state_bytes(), None
-    _CLEAR_REFS.write_text("5")
+    _reset_high_water_mark()
     for _ in range(steps):
         running.step()
-    return running.state_bytes(), _status_bytes("VmHWM") - before - running.state_bytes()
+    return _status_bytes("VmHWM") - before - running.live_bytes()
 
 
-def _tensors_on_rank(case_name: str, contender: str, steps: int) -> int:
-    # From before the model is built, or what is freed later would be counted below zero.
+def _tensors(contender: str, case: Case, steps: int) -> tuple[int, int]:
+    """What has to live, and the peak above it. What was allocated before the call does not count either way."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        running = CONTENDERS[contender](CASES[case_name])
-        for _ in range(3):
+        running = CONTENDERS[contender](case)
+        for _ in range(_WARMUP):
             running.step()
         gc.collect()
         with torch.profiler.record_function("measured"):
             for _ in range(steps):
                 running.step()
-        state = running.state_bytes()
+        live = running.live_bytes()
     events = profile.profiler.kineto_results.events()
     window = next(e for e in events if e.name() == "measured")
-    start, end = window.start_ns(), window.start_ns() + window.duration_ns()
     held = peak = 0
     for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        if event.start_ns() > window.end_ns():
+            break
         held += event.nbytes()
-        if start <= event.start_ns() <= end:
-            peak = max(peak, held)
-    return peak - state
+        # Until the window begins there is no peak, only what is held as it does.
+        peak = held if event.start_ns() < window.start_ns() else max(peak, held)
+    return live, peak - live
 
 
-def measure_memory(case_name: str, contender: str, steps: int = 3, world: int = 2) -> Memory:
-    """Measures one contender's memory on fresh ranks; reports rank 0's.
+def _cuda_tensors(contender: str, case: Case, steps: int) -> tuple[int, int]:
+    before = torch.cuda.memory_allocated()
+    running = CONTENDERS[contender](case)
+    for _ in range(_WARMUP):
+        running.step()
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(steps):
+        running.step()
+    torch.cuda.synchronize()
+    live = running.live_bytes()
+    return live, torch.cuda.max_memory_allocated() - before - live
+
+
+def _on_rank(tell: Tell, case_name: str, contender: str, steps: int) -> Memory:
+    case = CASES[case_name]
+    if case.device != "cpu":
+        live, above = _cuda_tensors(contender, case, steps)
+        return Memory(live, above, None)
+    # First, since it needs a process that has done nothing else; the profiler sees new memory only.
+    process = _process(contender, case, steps)
+    gc.collect()
+    live, above = _tensors(contender, case, steps)
+    return Memory(live, above, process)
+
+
+def measure_memory(place: Place, case_name: str, contender: str, steps: int = 3) -> Memory:
+    """Measures one contender's memory in fresh processes; reports rank 0's.
 
     Args:
+        place: where it runs.
         case_name: a key of `cases.CASES`.
-        contender: a key of `cases.CONTENDERS`.
+        contender: a key of `contenders.CONTENDERS`.
         steps: measured steps, after three of warming up.
-        world: number of ranks.
 
     Returns:
         The figures in bytes.
     """
-    state, process = on_ranks(world, _process_on_rank, case_name, contender, steps)[0]
-    tensors = on_ranks(world, _tensors_on_rank, case_name, contender, steps)[0]
-    return Memory(state, tensors, process)
+    memory: Memory = run_in(place, _on_rank, case_name, contender, steps)[0]
+    return memory

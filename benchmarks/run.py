@@ -1,124 +1,97 @@
-"""Step time and memory of fdp beside DistributedDataParallel: two gloo ranks, one thread each.
+"""fdp beside DistributedDataParallel in its best setting, and beside plain PyTorch: step time and memory.
 
-    python benchmarks/run.py [--case NAME]... [--steps N] [--json FILE] [--no-memory]
+    python benchmarks/run.py [--setting NAME]... [--case NAME]... [--steps N] [--no-memory] [--json FILE]
 
-Both sides run the fused AdamW. The first baseline is DDP at its default settings (a first bucket of 1 MiB,
-then 25 MiB, gradients outside of the buckets); ratios are to it. "ddp-views" is DDP with
-gradient_as_bucket_view=True.
+Settings: "ranks" is two gloo ranks on this machine, one thread each, beside DDP; "one" is one process of one thread
+without a process group, beside plain PyTorch; "gpu" is an NCCL group of one rank. Everybody runs the fused AdamW.
+docs/benchmarks.md says what is measured, and how.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import datetime
 import json
 import os
 import pathlib
-import platform
 import sys
-from typing import Any
+import time
+from collections.abc import Sequence
 
-import torch
-from cases import CASES, CONTENDERS
-from memory import Memory, measure_memory
+import gpu
+from cases import CPU_CASES
+from contenders import DDP
+from figures import Figures, Setting, machine, measure
+from launch import Place, Tell
 from rich.console import Console
-from rich.table import Table
-from step_time import StepTime, measure_step_time
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from tables import comparison, everybody
 
-WORLD = 2
-
-
-def _processor() -> str:
-    info = pathlib.Path("/proc/cpuinfo")
-    names = (
-        [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
-        if (info.exists())
-        else []
-    )
-    return names[0] if names else platform.processor() or platform.machine()
+RANKS = Setting("ranks", "two gloo ranks", Place(2, "gloo"), CPU_CASES, DDP, "best DDP")
+ONE = Setting("one", "one process", Place(1, None), CPU_CASES, ("eager",), "eager")
+SETTINGS = {setting.name: setting for setting in (RANKS, ONE, gpu.SETTING)}
 
 
-def machine() -> dict[str, Any]:
-    """Where and when the figures were taken."""
-    return {
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "ranks": WORLD,
-        "threads_per_rank": 1,
-        "backend": "gloo, loopback",
-    }
+def _measure_all(
+    console: Console, setting: Setting, cases: list[str], steps: int | None, with_memory: bool
+) -> dict[str, Figures]:
+    figures = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, refresh_per_second=1) as progress:
+
+        def begin(what: str) -> Tell:
+            if not console.is_terminal:  # where a bar is not drawn, a line says what goes on
+                print(what, file=sys.stderr, flush=True)
+            for done_with in progress.task_ids:
+                progress.remove_task(done_with)
+            task = progress.add_task(what, total=None)
+            return lambda done, total: progress.update(task, completed=done, total=total)
+
+        for case in cases:
+            figures[case] = measure(setting, case, steps, with_memory, begin)
+    return figures
 
 
-def _mib(size_bytes: int | None) -> str:
-    return "-" if size_bytes is None else f"{size_bytes / 2**20:.1f}"
-
-
-def table(times: dict[str, dict[str, StepTime]], memory: dict[str, dict[str, Memory]]) -> Table:
-    """The figures as one table, a row a case and contender."""
-    out = Table(title=f"{WORLD} ranks, gloo on loopback, one thread each, fused AdamW")
-    for column in ("case", "contender"):
-        out.add_column(column)
-    for column in (
-        "step, ms (median)",
-        "of ddp's time (quartiles)",
-        "state, MiB",
-        "tensors above it, MiB",
-        "process above it, MiB",
-    ):
-        out.add_column(column, justify="right")
-    for case, rows in times.items():
-        for name, row in rows.items():
-            low, middle, high = row.ratio
-            used = memory.get(case, {}).get(name)
-            cells = ("-",) * 3 if used is None else (
-                _mib(used.state_bytes), _mib(used.tensors_above_bytes), _mib(used.process_above_bytes)
-            )  # fmt: skip
-            ratio = f"{middle:.2f} ({low:.2f} to {high:.2f})"
-            out.add_row(case, name, f"{row.median_s * 1e3:.2f}", ratio, *cells)
-        out.add_section()
-    return out
-
-
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, prints, and writes the figures to a file if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", choices=list(CASES), help="only this one; may be repeated")
-    parser.add_argument("--contender", action="append", choices=list(CONTENDERS), help="only these, beside ddp")
-    parser.add_argument("--steps", type=int, help="timed steps of each contender (default: by case)")
-    parser.add_argument("--json", type=pathlib.Path, help="write the figures to this file")
+    names = [case.name for setting in SETTINGS.values() for case in setting.cases]
+    parser.add_argument("--setting", action="append", choices=list(SETTINGS), help="only this one; may be repeated")
+    parser.add_argument("--case", action="append", choices=list(dict.fromkeys(names)), help="only this one; repeatable")
+    parser.add_argument("--steps", type=int, help="timed steps of each contender (default: by case, at least 30)")
     parser.add_argument("--no-memory", action="store_true", help="step time only")
-    args = parser.parse_args()
+    parser.add_argument("--json", type=pathlib.Path, help="write every single time to this file")
+    args = parser.parse_args(arguments)
+    if args.steps is not None and args.steps < 1:
+        parser.error("--steps has to be at least 1")
 
-    # Wide enough for the table on one line a row, also where the terminal's width is not known.
-    console = Console(width=max(Console().width, 130))
-    names = list(dict.fromkeys(["ddp", *(args.contender or CONTENDERS)]))
-    times: dict[str, dict[str, StepTime]] = {}
-    memory: dict[str, dict[str, Memory]] = {}
-    for case in args.case or CASES:
-        console.print(f"{case}: {CASES[case].what}")
-        times[case] = measure_step_time(case, names, args.steps or CASES[case].steps, world=WORLD)
-        if not args.no_memory:
-            memory[case] = {name: measure_memory(case, name, world=WORLD) for name in names}
-    where = machine()
-    console.print(table(times, memory))
+    # Wide enough for a row on one line, also where the terminal's width is not known.
+    console = Console(width=max(Console().width, 160))
+    start = time.monotonic()
+    found: dict[str, dict[str, Figures]] = {}
+    for name in args.setting or SETTINGS:
+        setting = SETTINGS[name]
+        cases = [case.name for case in setting.cases if args.case is None or case.name in args.case]
+        if not cases:
+            continue
+        if setting is gpu.SETTING and not gpu.measurable():
+            console.print("GPU: not measured (no CUDA device, or no NCCL, here).\n")
+            continue
+        found[name] = _measure_all(console, setting, cases, args.steps, not args.no_memory)
+        console.print(f"{setting.title}, one thread each, fused AdamW; fdp beside {setting.peer}\n")
+        tables = gpu.tables(found[name]) if setting is gpu.SETTING else [comparison(setting, found[name])]
+        for table in [*tables, everybody(setting, found[name])]:
+            console.print(table)
+    where = {
+        **machine(),
+        "cores": os.cpu_count(),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "minutes": round((time.monotonic() - start) / 60, 1),
+    }
     console.print(", ".join(f"{k} {v}" for k, v in where.items()))
     if args.json:
-        figures = {
-            case: {
-                name: {
-                    "step": dataclasses.asdict(row),
-                    "memory": dataclasses.asdict(memory[case][name]) if case in memory else None,
-                }
-                for name, row in rows.items()
-            }
-            for case, rows in times.items()
-        }
-        args.json.write_text(json.dumps({"machine": where, "figures": figures}, indent=2) + "\n")
+        figures = {name: {case: row.as_json() for case, row in rows.items()} for name, rows in found.items()}
+        args.json.write_text(json.dumps({"machine": where, "figures": figures}, indent=1) + "\n")
     return 0
 
 

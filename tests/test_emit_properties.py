@@ -29,9 +29,30 @@ from hypothesis import strategies as st
 
 import fdp
 from fdp.axis import step_axis
-from fdp.emit import Emitted
+from fdp.emit import Emitted, arena, fill, places
 
 CALLS = 3
+
+
+@pytest.fixture(scope="module", params=["as users have it", "everything early, on poisoned memory"], autouse=True)
+def _executor(request: pytest.FixtureRequest) -> Any:
+    """Every test runs once more with what the emitter does for large tensors done for all, in memory full of NaN."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param != "as users have it":
+            patch.setattr(places, "_SCALED_WHEN_FILLED_BYTES", 0)
+            patch.setattr(fill, "_EARLY_FROM_BYTES", 0)
+            patch.setattr(arena.Arena, "fit", poisoning(arena.Arena.fit))
+        yield
+
+
+def poisoning(fit: Any) -> Any:
+    def fit_and_fill(self: Any, layouts: Any) -> Any:
+        blocks = fit(self, layouts)
+        for block in blocks.values():
+            block.fill_(255)
+        return blocks
+
+    return fit_and_fill
 
 
 def plainly(program: Program, state: Any, batch: Any, call: int, world: int) -> Any:

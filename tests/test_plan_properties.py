@@ -68,8 +68,8 @@ def check_buckets(plan: Plan) -> None:
         }
         # Production order.
         assert list(bucket.members) == sorted(bucket.members)
-        # Laid out without overlap, each member aligned to 16 bytes, with no gap that alignment does not need.
-        wide = max(1, 16 // bucket.dtype.itemsize)
+        # Laid out without overlap, each member aligned to 64 bytes, with no gap that alignment does not need.
+        wide = max(1, 64 // bucket.dtype.itemsize)
         ends = [0, *(offset + r.numel for offset, r in zip(bucket.offsets, own, strict=True))]
         assert bucket.offsets == tuple(-(-end // wide) * wide for end in ends[:-1])
         assert bucket.numel == ends[-1]

@@ -1,6 +1,7 @@
 """`Plan` -> callable: write the program, place its results, agree with the other ranks, run.
 
-views, donation -> program; buffers, agreement -> emitted; check
+accesses, views, donation, constants, forms -> places; bindings, layout, lines -> program; arena, agreement -> emitted;
+check
 """
 
 from fdp.emit.agreement import announce_failure

@@ -7,18 +7,15 @@ made in any other way is copied into the donated input as soon as its last reade
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import fx
 
+from fdp.emit.accesses import Accesses
 from fdp.emit.views import geometry
-from fdp.plan import Plan, Run, Start
-from fdp.trace.dependencies import touched
-from fdp.trace.effects import effects_of, is_marker, storages_of
+from fdp.plan import Plan
+from fdp.trace.effects import is_marker, storages_of
 from fdp.trace.record import Trace
 
 
@@ -39,12 +36,13 @@ class Placement:
     cloned: set[int] = field(default_factory=set)
 
 
-def place_outputs(plan: Plan, same: Mapping[fx.Node, fx.Node]) -> Placement:
+def place_outputs(plan: Plan, same: Mapping[fx.Node, fx.Node], accesses: Accesses) -> Placement:
     """Decide where every output of a plan lives.
 
     Args:
         plan: the plan; its order says what is read when.
         same: views that are their own base.
+        accesses: what the plan does to memory, and when.
 
     Returns:
         The placement.
@@ -54,7 +52,6 @@ def place_outputs(plan: Plan, same: Mapping[fx.Node, fx.Node]) -> Placement:
     placeholders = graph.find_nodes(op="placeholder")
     made: list[fx.Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
     slots = [output.slot for output in trace.outputs if output.node is not None]
-    accesses = _Accesses(plan)
     placement = Placement(returned=list(made))
 
     donated = {
@@ -105,46 +102,6 @@ def place_outputs(plan: Plan, same: Mapping[fx.Node, fx.Node]) -> Placement:
 def _is_same(node: fx.Node, target: fx.Node) -> bool:
     """Whether a value is an input itself, perhaps changed in place."""
     return storages_of(node) == storages_of(target) and geometry(node.meta["val"]) == geometry(target.meta["val"])
-
-
-class _Accesses:
-    """When, in the order of a plan, each piece of memory is made, read and written."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.reads: dict[int, list[tuple[int, fx.Node]]] = defaultdict(list)
-        self.writes: dict[int, list[int]] = {}
-        self.made: dict[int, int] = {}
-        trace = plan.trace
-        nodes = {node.name: node for node in trace.graph.graph.nodes}
-        for at, item in enumerate(plan.schedule):
-            if isinstance(item, Run):
-                node = nodes[trace.operations[item.operations[0]].node]
-                self.made.update(dict.fromkeys(storages_of(node), at))
-                effects = effects_of(node)
-                for index in item.operations:
-                    read, written = touched(node, effects, trace.operations[index].lane)
-                    for storage in read:
-                        self.reads[storage].append((at, node))
-                    for storage in written:
-                        self.writes.setdefault(storage, []).append(at)
-                continue
-            for member in plan.buckets[item.bucket].members:
-                marker = nodes[trace.operations[trace.reductions[member].operation].node]
-                if isinstance(item, Start):
-                    source: Any = marker.args[0]
-                    for storage in storages_of(source):
-                        self.reads[storage].append((at, marker))
-                else:
-                    self.made.update(dict.fromkeys(storages_of(marker), at))
-
-    def last_read(self, memory: int, except_by: fx.Node | None = None) -> int:
-        return max((at for at, reader in self.reads[memory] if reader is not except_by), default=-1)
-
-    def first_write(self, memory: int) -> float:
-        return min(self.writes.get(memory, ()), default=math.inf)
-
-    def last_write(self, memory: int) -> int:
-        return max(self.writes.get(memory, ()), default=-1)
 
 
 def _clones(graph: fx.Graph, same: Mapping[fx.Node, fx.Node]) -> dict[tuple[int, fx.Node], fx.Node]:

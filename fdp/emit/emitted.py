@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 
 from fdp.emit.agreement import agree, digest
-from fdp.emit.buffers import Buffer, allocate
+from fdp.emit.arena import ARENAS, Arena, Buffer, make_buffers, moving, place_values
 from fdp.emit.program import write_program
 from fdp.errors import ArgumentError, FdpError, PeerError, build_message
 from fdp.group import Group, leave_behind, resolve_group, why_left_behind
-from fdp.plan import Plan
+from fdp.plan import Bucket, Plan
 from fdp.stages import enters
+from fdp.table import format_bytes
 from fdp.trace import sharing
 
 
@@ -50,10 +51,11 @@ class Emitted:
         self._digest = digest(plan)
         self._compare_state = compare_state
         self._communicates = group.size > 1
-        program = write_program(plan, group.rank, self._communicates)
-        self.source, self._function = program.source, program.function
-        self._buffers: list[Buffer | None] | None = None
-        self._views: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        self._program = write_program(plan, group.rank, self._communicates)
+        self.source, self._function = self._program.source, self._program.function
+        self._arena: Arena | None = None
+        self._blocks: dict[torch.device, torch.Tensor] = {}
+        self._buffers: dict[int, Buffer] = {}
         self._busy = threading.Lock()
         self._constants = [o.constant if o.node is None else _TENSOR for o in plan.trace.outputs]
         self._all_tensors = all(constant is _TENSOR for constant in self._constants)
@@ -96,13 +98,15 @@ class Emitted:
 
         def start(index: int) -> None:
             try:
-                waits[index] = self._buffers[index].start(self.group)  # type: ignore[index,union-attr]
+                with self._range("starts", index):
+                    waits[index] = self._buffers[index].start(self.group)
             except (RuntimeError, dist.DistError) as error:
                 raise self._peer_error(index, error) from error
 
         def wait(index: int) -> None:
             try:
-                waits.pop(index)()
+                with self._range("is waited for", index):
+                    waits.pop(index)()
             except (RuntimeError, dist.DistError) as error:
                 raise self._peer_error(index, error) from error
 
@@ -118,7 +122,7 @@ class Emitted:
         """Run the step on this rank alone, as if every other rank held what this one holds; nothing is sent."""
 
         def start(index: int) -> None:
-            self._buffers[index].pretend()  # type: ignore[index,union-attr]
+            self._buffers[index].pretend(self.group)
 
         return self._execute(tensors, start, lambda index: None)
 
@@ -127,23 +131,60 @@ class Emitted:
             raise _Busy(
                 build_message(
                     f"step {self.plan.trace.name!r} was called while it was running, from another thread or from "
-                    "itself; its buckets hold one call at a time.",
+                    "itself; its memory holds one call at a time.",
                     remedy="call it from one thread, or make a second step with fdp.data_parallel.",
                 )
             )
+        arena = None
         try:
-            if self._buffers is None:
-                self._buffers = allocate(self.plan)
-                self._views = [([], []) if buffer is None else (buffer.pack, buffer.result) for buffer in self._buffers]
             with torch.no_grad(), _plain_surroundings():
-                outputs = self._function(tensors, self._views, start, wait)
+                arena = ARENAS.borrow(self._arena)
+                self._settle_in(arena)
+                outputs = self._function(tensors, start, wait)
         except BaseException:
             # Messages may still be in flight: their memory is left to them, and the next call takes new.
-            self._buffers = None
+            self.leave(self._arena)
+            arena = None
             raise
         finally:
+            if arena is not None:
+                ARENAS.give_back(arena)
             self._busy.release()
         return self.plan.trace.out_spec.unflatten(self._with_constants(outputs))
+
+    def _settle_in(self, arena: Arena) -> None:
+        """Make the tensors at the program's fixed places, unless they are there from the last call."""
+        blocks = arena.fit(self._program.layouts)
+        if self._arena is arena and all(self._blocks[device] is block for device, block in blocks.items()):
+            return
+        with moving:
+            self.leave(self._arena)
+            self._function.__globals__.update(place_values(self._program, blocks))
+            self._buffers = make_buffers(self.plan, self._program, blocks)
+            self._arena, self._blocks = arena, blocks
+            arena.tenants.add(self)
+
+    def leave(self, arena: Arena | None) -> None:
+        """Let go of an arena, if it is the one that the last call used; the next call takes one again."""
+        with moving:
+            if arena is None or self._arena is not arena:
+                return
+            for name in self._program.places:
+                self._function.__globals__.pop(name, None)
+            arena.tenants.discard(self)
+            self._arena, self._blocks, self._buffers = None, {}, {}
+
+    def _range(self, what: str, index: int) -> Any:
+        """A range in the trace of a profiler, if one is at work."""
+        if not torch.autograd.profiler._is_profiler_enabled:
+            return _NO_CHANGE
+        bucket = self.plan.buckets[index]
+        return torch.profiler.record_function(f"fdp: bucket {index} {what}: {self._describe(bucket)}")
+
+    def _describe(self, bucket: Bucket) -> str:
+        names = [self.plan.trace.reductions[member].name for member in bucket.members]
+        shown = ", ".join(names[:3]) + (f", ... ({len(names)} in all)" if len(names) > 3 else "")
+        return f"{bucket.op} of {format_bytes(bucket.size_bytes)} {str(bucket.dtype).removeprefix('torch.')}, {shown}"
 
     def _with_constants(self, outputs: Sequence[torch.Tensor]) -> Sequence[Any]:
         if self._all_tensors:

@@ -1,24 +1,31 @@
 """Write the program that carries a plan out: straight-line Python with operators bound to local names.
 
-Generated code calls operators without the layers of Python that `OpOverload.__call__` and `fx.Interpreter` add
-(it binds `OpOverload._op`), and drops each value right after its last use.
+Values that have a fixed place in the memory of the step are names of that place, and so are all views of them: they
+are made once. The program drops each other value right after its last use.
 """
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from fdp.emit.donation import Placement, place_outputs
+from fdp.emit.accesses import Accesses
+from fdp.emit.donation import place_outputs
+from fdp.emit.fill import early_fillings, write_copy, write_division, write_start
+from fdp.emit.layout import Layout
+from fdp.emit.lines import Line, assemble, drop_unused_views, lay_out_lines
+from fdp.emit.places import RESHAPES_IN_PLACE, Place, find_places
 from fdp.emit.views import redundant_views
-from fdp.plan import Bucket, Plan, Run, Start
-from fdp.trace.effects import effects_of, is_marker, list_arguments, storages_of
+from fdp.emit.writer import Writer, bind_object, bind_operator, bucket_name, emit, literal, name_of
+from fdp.plan import Plan, Run, Start
+from fdp.trace.effects import effects_of, is_marker, list_arguments, operator_name
+
+_aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -27,35 +34,18 @@ class Program:
 
     Attributes:
         source: its text.
-        function: takes a list of input tensors (which it empties), a sequence of buckets, each a list of views to
-            fill and a list of results, and the functions `start(k)` and `wait(k)`; returns the list of outputs.
+        function: takes a list of input tensors (which it empties), and the functions `start(k)` and `wait(k)`;
+            returns the list of outputs. It finds values at fixed places among its globals.
+        places: the names that it expects there.
+        layouts: for each device, where the pieces of memory lie that places are in.
+        scaled: buckets that it fills with values divided by the number of ranks.
     """
 
     source: str
     function: Callable[..., list[torch.Tensor]]
-
-
-@dataclass
-class _Line:
-    text: str
-    uses: set[str]
-    defines: tuple[str, ...] = ()
-    view: bool = False
-
-
-@dataclass
-class _Writer:
-    """The state of writing one program."""
-
-    plan: Plan
-    same: Mapping[fx.Node, fx.Node]
-    placement: Placement
-    local: dict[fx.Node, str] = field(default_factory=dict)
-    lines: list[_Line] = field(default_factory=list)
-    bound: dict[str, Any] = field(default_factory=dict)
-    names: dict[int, str] = field(default_factory=dict)
-    index: dict[fx.Node, int] = field(default_factory=dict)
-    last_write: dict[int, int] = field(default_factory=dict)
+    places: Mapping[str, Place]
+    layouts: Mapping[torch.device, Layout]
+    scaled: frozenset[int]
 
 
 def write_program(plan: Plan, rank: int, communicates: bool) -> Program:
@@ -70,132 +60,95 @@ def write_program(plan: Plan, rank: int, communicates: bool) -> Program:
         The program.
     """
     graph = plan.trace.graph.graph
-    same = redundant_views(graph)
-    writer = _Writer(plan, same, place_outputs(plan, same))
-    _index_writes(writer, graph)
     nodes = {node.name: node for node in graph.nodes}
+
+    def marker(member: int) -> fx.Node:
+        return nodes[plan.trace.operations[plan.trace.reductions[member].operation].node]
+
+    same, accesses = redundant_views(graph), Accesses(plan)
+    placement = place_outputs(plan, same, accesses)
+    markers = {b.index: [marker(m) for m in b.members] for b in plan.buckets if communicates or b.op == "all_gather"}
+    travelling = {node for members in markers.values() for node in members}
+    alone = {marker(index) for index in range(len(plan.trace.reductions))} - travelling
+    places = find_places(plan, same, placement, accesses, markers, alone)
+    writer = Writer(plan, rank, same, placement, accesses, places, markers)
     placeholders = graph.find_nodes(op="placeholder")
     for node in placeholders:
         writer.local[node] = node.name
     for node in graph.nodes:
         if node.op == "get_attr":
-            writer.local[node] = _bind(writer, getattr(plan.trace.graph, node.target), "constant")
-    buckets = {bucket.index for bucket in plan.buckets if communicates or _is_stacked(bucket)}
-    travelling = {member for bucket in plan.buckets if bucket.index in buckets for member in bucket.members}
-    alone = {
-        plan.trace.operations[r.operation].node: r.operation
-        for index, r in enumerate(plan.trace.reductions)
-        if r.numel == 0 or index not in travelling
-    }
+            writer.local[node] = bind_object(writer, getattr(plan.trace.graph, node.target), "constant")
+        elif node in places.constants:
+            writer.local[node] = bind_object(writer, places.constants[node], node.name)
+        elif node.name in places.named:
+            writer.local[node] = node.name
+    fillings, filled = early_fillings(writer), set[str]()
     _copy_back(writer, -1)
     for at, item in enumerate(plan.schedule):
         if isinstance(item, Run):
             operations = [plan.trace.operations[index] for index in item.operations]
             node = nodes[operations[0].node]
-            lanes = [operation.lane for operation in operations if operation.lane is not None]
-            if node.name in alone:
+            if node in alone:
                 _write_alone(writer, node)
+            elif node not in writer.seen_early:
+                _write_call(writer, node, [o.lane for o in operations if o.lane is not None])
+            for filling in fillings.get(node, ()):
+                for view in filling.views:
+                    if view not in writer.local:
+                        _write_call(writer, view, [])
+                        writer.seen_early.add(view)
+                write_copy(writer, filling)
+                filled.add(filling.slot)
+        elif item.bucket in markers:
+            if isinstance(item, Start):
+                write_start(writer, plan.buckets[item.bucket], filled)
             else:
-                _write_call(writer, node, lanes, rank)
-        else:
-            bucket = plan.buckets[item.bucket]
-            members = [nodes[plan.trace.operations[plan.trace.reductions[m].operation].node] for m in bucket.members]
-            if bucket.index not in buckets:
-                if isinstance(item, Start):
-                    for node in members:
-                        _write_alone(writer, node)
-            elif isinstance(item, Start):
-                _write_start(writer, bucket, members)
-            else:
-                _write_wait(writer, bucket, members)
+                writer.lines.append(Line(f"wait({item.bucket})", {bucket_name(item.bucket)}))
+                writer.local.update((node, node.name) for node in markers[item.bucket])
+        elif isinstance(item, Start):
+            for member in plan.buckets[item.bucket].members:
+                _write_alone(writer, marker(member))
         _copy_back(writer, at)
     outputs = _write_outputs(writer)
-    source = _assemble(plan, [writer.local[node] for node in placeholders], writer, outputs, sorted(buckets))
+    writer.lines = drop_unused_views(writer.lines, outputs)
+    memory_of = places.memory | {bucket_name(index): ("bucket", index) for index in markers}
+    layouts = lay_out_lines(writer.lines, memory_of, places.sizes)
+    inputs = [writer.local[node] for node in placeholders]
+    fixed = places.named.keys() | {bucket_name(index) for index in markers}
+    source = assemble(writer.lines, inputs, outputs, writer.bound, fixed, layouts)
     namespace = dict(writer.bound)
     exec(compile(source, f"<fdp step {plan.trace.name}>", "exec"), namespace)
-    return Program(source, namespace["step"])
+    return Program(source, namespace["step"], places.named, layouts, frozenset(places.scaled))
 
 
-def _is_stacked(bucket: Bucket) -> bool:
-    return bucket.op == "all_gather"
-
-
-def _resolve(writer: _Writer, node: fx.Node) -> fx.Node:
-    node = writer.same.get(node, node)
-    return writer.placement.replaced.get(node, node)
-
-
-def _name(writer: _Writer, node: fx.Node) -> str:
-    return writer.local[_resolve(writer, node)]
-
-
-def _bind(writer: _Writer, value: Any, stem: str) -> str:
-    """Give an object that has no literal a name in the program, which no value of the graph has."""
-    stem = f"const_{stem}"
-    known = writer.names.get(id(value))
-    if known is None:
-        known = stem if stem not in writer.bound else f"{stem}_{len(writer.bound)}"
-        writer.bound[known] = value
-        writer.names[id(value)] = known
-    return known
-
-
-def _bind_operator(writer: _Writer, target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
-        stem = str(target).removesuffix(".default").replace(".", "_")
-        if stem not in writer.bound:
-            writer.bound[stem] = target._op
-        return stem
-    if target is torch.ops.higher_order.cond:
-        return _bind(writer, _choose, "cond")
-    return _bind(writer, target, getattr(target, "__name__", "operator"))
-
-
-def _choose(condition: torch.Tensor, first: Any, second: Any, operands: Any) -> Any:
-    """What torch.cond does when it runs. (Called by itself, the operator leaves Dynamo unable to compile another.)"""
-    return first(*operands) if condition else second(*operands)
-
-
-def _literal(writer: _Writer, value: Any, uses: set[str]) -> str:
-    if isinstance(value, fx.Node):
-        name = _name(writer, value)
-        uses.add(name)
-        return name
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_literal(writer, item, uses) for item in value) + "]"
-    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
-        return repr(value)
-    return _bind(writer, value, type(value).__name__.strip("_"))
-
-
-def _emit(writer: _Writer, expression: str, uses: set[str], node: fx.Node | None) -> None:
-    defines: tuple[str, ...] = ()
-    if node is not None and node.users:
-        writer.local[node] = node.name
-        defines = (node.name,)
-        expression = f"{node.name} = {expression}"
-    writer.lines.append(_Line(expression, uses, defines, view=node is not None and effects_of(node).view))
-
-
-def _write_call(writer: _Writer, node: fx.Node, lanes: list[int], rank: int) -> None:
-    if node in writer.same or node in writer.placement.replaced:
+def _write_call(writer: Writer, node: fx.Node, lanes: list[int]) -> None:
+    if node in writer.same or node in writer.placement.replaced or node in writer.places.constants:
         return
+    if node in writer.places.forms:
+        _write_into_place(writer, node)
+        return
+    target: Any = node.target
+    if node.name in writer.places.named and not _changes_memory(node):
+        return  # a view of a fixed place is one itself
     uses: set[str] = set()
-    if node.target is operator.getitem:
-        sequence, index = node.args
-        if writer.local.get(sequence) is None:  # type: ignore[arg-type]
-            # One entry of a call whose lanes ran apart: each lane has its own name.
-            writer.local[node] = f"{sequence.name}_lane{index}"  # type: ignore[union-attr]
-            return
-        _emit(writer, f"{_literal(writer, sequence, uses)}[{index!r}]", uses, node)
+    if target is operator.getitem:
+        sequence: Any = node.args[0]
+        index = node.args[1]
+        if sequence in writer.places.forms:
+            writer.local[node] = f"{sequence.name}_{index}"
+        elif writer.local.get(sequence) is None:
+            # One entry of a call whose lanes ran apart, or which was unpacked: each has its own name.
+            writer.local[node] = _entry_name(sequence, index)
+        else:
+            emit(writer, f"{literal(writer, sequence, uses)}[{index!r}]", uses, node)
         return
     if is_marker(node, "vary"):
-        _emit(writer, f"{_bind_operator(writer, torch.ops.aten.clone.default)}({_literal(writer, node.args[0], uses)})",
-              uses, node)  # fmt: skip
+        clone = bind_operator(writer, _aten.clone.default, node.args[:1])
+        emit(writer, f"{clone}({literal(writer, node.args[0], uses)})", uses, node)
         return
     if is_marker(node, "axis_index"):
-        constant = _bind(writer, torch.tensor(rank, dtype=torch.int64), "axis_index")
-        _emit(writer, f"{_bind_operator(writer, torch.ops.aten.clone.default)}({constant})", uses, node)
+        constant = bind_object(writer, torch.tensor(writer.rank, dtype=torch.int64), "axis_index")
+        emit(writer, f"{bind_operator(writer, _aten.clone.default)}({constant})", uses, node)
         return
     args, kwargs = list(node.args), dict(node.kwargs)
     split = bool(lanes) and len(lanes) < _lane_count(node)
@@ -207,14 +160,119 @@ def _write_call(writer: _Writer, node: fx.Node, lanes: list[int], rank: int) -> 
                     kwargs[argument.name] = chosen
                 else:
                     args[_position(node, argument.name)] = chosen
-    parts = [_literal(writer, value, uses) for value in args]
-    parts += [f"{key}={_literal(writer, value, uses)}" for key, value in kwargs.items()]
-    call = f"{_bind_operator(writer, node.target)}({', '.join(parts)})"
+    parts = [literal(writer, value, uses) for value in args]
+    parts += [f"{key}={literal(writer, value, uses)}" for key, value in kwargs.items()]
+    call = f"{bind_operator(writer, target, args, kwargs)}({', '.join(parts)})"
     if split and node.users:
-        targets = tuple(f"{node.name}_lane{lane}" for lane in lanes)
-        writer.lines.append(_Line(f"({', '.join(targets)},) = {call}", uses, targets))
+        targets = tuple(_entry_name(node, lane) for lane in lanes)
+        writer.lines.append(Line(f"({', '.join(targets)},) = {call}", uses, targets))
+    elif _is_unpacked(writer, node):
+        # Each entry is dropped when it is not needed any more, not with the last of them.
+        targets = tuple(_entry_name(node, index) for index in range(len(node.meta["val"])))
+        writer.lines.append(Line(f"({', '.join(targets)},) = {call}", uses, targets, view=effects_of(node).view))
     else:
-        _emit(writer, call, uses, node)
+        emit(writer, call, uses, node)
+
+
+def _changes_memory(node: fx.Node) -> bool:
+    target = node.target
+    mutable = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    return mutable and operator_name(node) not in RESHAPES_IN_PLACE
+
+
+def _entry_name(node: fx.Node, index: Any) -> str:
+    return f"{node.name}_entry{index}"
+
+
+def _is_unpacked(writer: Writer, node: fx.Node) -> bool:
+    """Whether a call returns several values that are only ever looked at one by one."""
+    return (
+        isinstance(node.meta.get("val"), (list, tuple))
+        and bool(node.users)
+        and node not in writer.placement.returned
+        and all(user.target is operator.getitem for user in node.users)
+    )
+
+
+def _write_into_place(writer: Writer, node: fx.Node) -> None:
+    """Compute a node into its fixed place."""
+    form = writer.places.forms[node]
+    divides = node in writer.places.divided
+    outs = [node.name] if isinstance(node.meta["val"], torch.Tensor) else [
+        f"{node.name}_{index}" for index in range(len(node.meta["val"]))
+    ]  # fmt: skip
+    uses = set(outs)
+    if form.kind == "nothing":
+        return
+    if form.kind == "fill":
+        name = bind_operator(writer, _aten.fill_.Scalar, (node, form.value))
+        writer.lines.append(Line(f"{name}({outs[0]}, {form.value!r})", uses))
+    elif form.kind == "copy":
+        name = bind_operator(writer, _aten.copy_.default, (node, node.args[0]))
+        source = literal(writer, node.args[0], uses)
+        writer.lines.append(Line(f"{name}({outs[0]}, {source})", uses, may_replace=_replaceable(writer, node)))
+    else:
+        divides = _write_out_call(writer, node, outs, uses, divides)
+    if divides:
+        write_division(writer, outs[0])
+
+
+def _write_out_call(writer: Writer, node: fx.Node, outs: list[str], uses: set[str], divides: bool) -> bool:
+    """Call the operator with its out arguments; returns whether the result is yet to be divided."""
+    form = writer.places.forms[node]
+    args, kwargs, call = [*node.args, *form.extra], dict(node.kwargs), form.operator
+    if (weight := _transposed_weight(writer, node)) is not None:
+        call, args = _aten.linear.out, [node.args[1], weight, node.args[0]]
+    if divides and form.scaled is not None and not kwargs:
+        # The product is divided on its way into the bucket.
+        call, args, divides = form.scaled, [node, *args], False
+        kwargs = {"beta": 0, "alpha": 1 / writer.plan.trace.world_size}
+    parts = [literal(writer, value, uses) for value in args]
+    parts += [f"{key}={literal(writer, value, uses)}" for key, value in kwargs.items()]
+    parts += [f"{key}={name}" for key, name in zip(form.names, outs, strict=True)]
+    examples = [node.meta["val"]] if len(outs) == 1 else node.meta["val"]
+    name = bind_operator(writer, call, args, {**kwargs, **dict(zip(form.names, examples, strict=True))})
+    line = Line(f"{name}({', '.join(parts)})", uses)
+    if form.pointwise and len(outs) == 1:
+        line.may_replace = _replaceable(writer, node)
+    writer.lines.append(line)
+    return divides
+
+
+def _transposed_weight(writer: Writer, node: fx.Node) -> fx.Node | None:
+    """The weight of a linear layer, for an operator that takes it as it is: one view less to make at every call."""
+    if node.target is not _aten.addmm.default or node.kwargs:
+        return None
+    bias, rows, columns = (_node(argument) for argument in node.args)
+    if columns.target is not _aten.t.default or columns.name in writer.places.named:
+        return None
+    plain = bias.meta["val"].dim() == 1 and rows.meta["val"].dim() == 2
+    weight = _node(columns.args[0])
+    return weight if plain and columns not in writer.same else None
+
+
+def _replaceable(writer: Writer, node: fx.Node) -> tuple[str, ...]:
+    """Arguments whose place the result of a pointwise operator may take: those that are laid out as it is.
+
+    An argument that is there twice, once under another shape, is read in another order than it would be written.
+    """
+    own = writer.places.named[node.name]
+    found: dict[Any, list[str]] = {}
+    for argument in node.all_input_nodes:
+        name = name_of(writer, argument)
+        if (place := writer.places.named.get(name)) is not None:
+            found.setdefault(place.memory, []).append(name)
+    same = []
+    for names in found.values():
+        there = [writer.places.named[name] for name in names]
+        if all((p.shape, p.stride, p.offset, p.dtype) == (own.shape, own.stride, own.offset, own.dtype) for p in there):
+            same.append(names[0])
+    return tuple(same)
+
+
+def _node(argument: Any) -> fx.Node:
+    assert isinstance(argument, fx.Node)
+    return argument
 
 
 def _lane_count(node: fx.Node) -> int:
@@ -226,123 +284,39 @@ def _position(node: fx.Node, name: str) -> int:
     return [argument.name for argument in schema._schema.arguments].index(name)
 
 
-def _write_alone(writer: _Writer, node: fx.Node) -> None:
+def _write_alone(writer: Writer, node: fx.Node) -> None:
     """A reduction that sends nothing: of one rank, or of no elements."""
     uses: set[str] = set()
     value = node.meta["val"]
     if value.numel() == 0:
-        shape, device = list(value.shape), _bind(writer, value.device, "device")
-        dtype = _bind(writer, value.dtype, "dtype")
-        _emit(writer, f"{_bind_operator(writer, torch.ops.aten.empty.memory_format)}({shape}, dtype={dtype}, "
-              f"device={device})", uses, node)  # fmt: skip
-        return
-    source: Any = node.args[0]
-    name = _literal(writer, source, uses)
-    if _may_alias(writer, node, source):
-        writer.local[node] = name
+        shape, device = list(value.shape), bind_object(writer, value.device, "device")
+        dtype = bind_object(writer, value.dtype, "dtype")
+        empty = bind_operator(writer, _aten.empty.memory_format)
+        emit(writer, f"{empty}({shape}, dtype={dtype}, device={device})", uses, node)
+    elif node in writer.places.alone:
+        source: Any = node.args[0]
+        writer.local[node] = name_of(writer, source)
     else:
-        format_ = _bind(writer, torch.contiguous_format, "contiguous_format")
-        clone = _bind_operator(writer, torch.ops.aten.clone.default)
-        _emit(writer, f"{clone}({name}, memory_format={format_})", uses, node)
+        name = literal(writer, node.args[0], uses)
+        format_ = bind_object(writer, torch.contiguous_format, "contiguous_format")
+        clone = bind_operator(writer, _aten.clone.default)
+        emit(writer, f"{clone}({name}, memory_format={format_})", uses, node)
 
 
-def _may_alias(writer: _Writer, node: fx.Node, source: fx.Node) -> bool:
-    """Whether the result of a reduction over one rank may be its argument itself: nobody changes either later."""
-    own, other = storages_of(node), storages_of(source)
-    return (
-        source.meta["val"].is_contiguous()
-        and not any(storage in writer.last_write for storage in own)
-        and not any(writer.last_write.get(storage, -1) > writer.index[node] for storage in other)
-    )
-
-
-def _index_writes(writer: _Writer, graph: fx.Graph) -> None:
-    """Note when, in the order of the user's program, each piece of memory is last written."""
-    for index, node in enumerate(graph.nodes):
-        writer.index[node] = index
-        if node.op in ("placeholder", "get_attr"):
-            # It may be written at any time after: by its owner, or when the new state is copied into it.
-            writer.last_write.update(dict.fromkeys(storages_of(node), len(graph.nodes)))
-        for target in effects_of(node).writes:
-            for storage in storages_of(target):
-                writer.last_write[storage] = max(index, writer.last_write.get(storage, -1))
-
-
-def _write_start(writer: _Writer, bucket: Bucket, members: list[fx.Node]) -> None:
-    uses: set[str] = set()
-    pieces = [_literal(writer, node.args[0], uses) for node in members]
-    pack = f"pack{bucket.index}"
-    if len(pieces) == 1:
-        copy = _bind_operator(writer, torch.ops.aten.copy_.default)
-        writer.lines.append(_Line(f"{copy}({pack}[0], {pieces[0]})", uses))
-    else:
-        copy = _bind_operator(writer, torch.ops.aten._foreach_copy_.default)
-        writer.lines.append(_Line(f"{copy}({pack}, [{', '.join(pieces)}])", uses))
-    writer.lines.append(_Line(f"start({bucket.index})", set()))
-
-
-def _write_wait(writer: _Writer, bucket: Bucket, members: list[fx.Node]) -> None:
-    names = tuple(node.name for node in members)
-    for node in members:
-        writer.local[node] = node.name
-    writer.lines.append(_Line(f"wait({bucket.index})", set()))
-    writer.lines.append(_Line(f"({', '.join(names)},) = result{bucket.index}", set(), names))
-
-
-def _copy_back(writer: _Writer, at: int) -> None:
+def _copy_back(writer: Writer, at: int) -> None:
     for target, node in writer.placement.copies.get(at, ()):
         uses: set[str] = set()
-        copy = _bind_operator(writer, torch.ops.aten.copy_.default)
-        text = f"{copy}({_literal(writer, target, uses)}, {_literal(writer, node, uses)})"
-        writer.lines.append(_Line(text, uses))
+        copy = bind_operator(writer, _aten.copy_.default, (target, node))
+        writer.lines.append(Line(f"{copy}({literal(writer, target, uses)}, {literal(writer, node, uses)})", uses))
 
 
-def _write_outputs(writer: _Writer) -> list[str]:
+def _write_outputs(writer: Writer) -> list[str]:
     outputs = []
     for position, node in enumerate(writer.placement.returned):
-        name = _name(writer, node)
+        name = name_of(writer, node)
         if position in writer.placement.cloned:
-            clone = _bind_operator(writer, torch.ops.aten.clone.default)
-            writer.lines.append(_Line(f"output_{position} = {clone}({name})", {name}, (f"output_{position}",)))
+            clone = bind_operator(writer, _aten.clone.default, (node,))
+            writer.lines.append(Line(f"output_{position} = {clone}({name})", {name}, (f"output_{position}",)))
             name = f"output_{position}"
         outputs.append(name)
     return outputs
-
-
-def _assemble(plan: Plan, inputs: list[str], writer: _Writer, outputs: list[str], buckets: list[int]) -> str:
-    """Put the lines together, and after each the names that nobody needs any more."""
-    _drop_unused_views(writer, outputs)
-    last: dict[str, int] = {}
-    for index, line in enumerate(writer.lines):
-        for name in (*line.uses, *line.defines):
-            last[name] = index
-    keep = {*outputs, *writer.bound}
-    body = []
-    if inputs:
-        body += [f"({', '.join(inputs)},) = inputs", "inputs.clear()"]
-        unused = [name for name in inputs if name not in last and name not in keep]
-        if unused:
-            body.append("del " + ", ".join(unused))
-    for k in buckets:
-        body.append(f"pack{k}, result{k} = buckets[{k}]")
-    for index, line in enumerate(writer.lines):
-        body.append(line.text)
-        dead = sorted(n for n in line.uses.union(line.defines) if last[n] == index and n not in keep)
-        if dead:
-            body.append("del " + ", ".join(dead))
-    body.append(f"return [{', '.join(outputs)}]")
-    # Operators as default values: a local name is the cheapest thing to look up.
-    bound = ", ".join(f"{name}={name}" for name in writer.bound)
-    head = f"def step(inputs, buckets, start, wait{', *, ' + bound if bound else ''}):"
-    return "\n    ".join([head, *body]) + "\n"
-
-
-def _drop_unused_views(writer: _Writer, outputs: list[str]) -> None:
-    """Leave out views that only led to views which are their own base."""
-    needed = set(outputs)
-    kept = []
-    for line in reversed(writer.lines):
-        if not line.view or needed.intersection(line.defines):
-            needed |= line.uses
-            kept.append(line)
-    writer.lines = kept[::-1]

@@ -15,7 +15,7 @@ from fdp.plan.record import Bucket
 from fdp.trace.record import Operation, Reduction
 
 _MIB = 2**20
-_ALIGNMENT_BYTES = 16
+_ALIGNMENT_BYTES = 64
 AUTO_CAP_MB = (1.0, 25.0)
 """What "auto" means: a small first bucket, so that communication begins early, then DDP's usual size."""
 
@@ -104,7 +104,7 @@ def make_buckets(reductions: Sequence[Reduction], groups: Sequence[Sequence[int]
         offsets, numel = [], 0
         step = max(1, _ALIGNMENT_BYTES // first.dtype.itemsize)
         for member in members:
-            # Aligned, so that a result can be seen as complex numbers, and kernels can load it in wide words.
+            # Aligned as memory of its own would be: kernels write gradients here, and read results, by cache lines.
             numel = -(-numel // step) * step
             offsets.append(numel)
             numel += reductions[member].numel

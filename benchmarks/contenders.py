@@ -1,0 +1,162 @@
+"""One training step of a case under each contender: DDP in its settings, plain PyTorch, and fdp."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import optree
+import torch
+import torch.distributed as dist
+from cases import Batch, Case
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fdp
+
+ADAMW: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01, "fused": True}
+_UNLIKE = 0.3
+"""Two contenders that train the same differ by rounding; without one rank's gradients they differ by about one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """A training loop in progress.
+
+    Attributes:
+        step: runs the next training step.
+        params: the parameters as they are now, by the module's names.
+        live_bytes: the size of what has to live from one step to the next: parameters, buffers, the optimizer's
+            state and the batches, each tensor counted once.
+    """
+
+    step: Callable[[], None]
+    params: Callable[[], Mapping[str, torch.Tensor]]
+    live_bytes: Callable[[], int]
+
+
+def _size_bytes(tree: Any) -> int:
+    # By the tensor and not by its storage: of a larger buffer only the part that is state has to live.
+    tensors = (leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())
+
+
+def _batches(case: Case) -> list[Batch]:
+    torch.manual_seed(100 + (dist.get_rank() if dist.is_initialized() else 0))
+    return [{name: t.to(case.device) for name, t in case.batch().items()} for _ in range(4)]
+
+
+def _model(case: Case) -> nn.Module:
+    torch.manual_seed(0)
+    return case.model().to(case.device)
+
+
+def eager(case: Case) -> Contender:
+    """A module, `loss.backward()`, and a `torch.optim` optimizer, without any parallelism."""
+    model = _model(case)
+    return _eager(case, model, model)
+
+
+def _ddp(**options: Any) -> Callable[[Case], Contender]:
+    def start(case: Case) -> Contender:
+        model = _model(case)
+        return _eager(case, model, DistributedDataParallel(model, **options))
+
+    return start
+
+
+def _eager(case: Case, inner: nn.Module, model: nn.Module) -> Contender:
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    batches, count = _batches(case), 0
+
+    def step() -> None:
+        nonlocal count
+        batch = batches[count % len(batches)]
+        count += 1
+        optimizer.zero_grad(set_to_none=True)
+        with case.precision():
+            loss = case.loss(model(batch["x"]), batch)
+        loss.backward()
+        optimizer.step()
+
+    def live_bytes() -> int:
+        # Not the gradients, though they live until the next step begins: it begins by giving them back.
+        state = dict(optimizer.state_dict()["state"])
+        return _size_bytes([list(model.parameters()), list(model.buffers()), state, batches])
+
+    return Contender(step, lambda: dict(inner.named_parameters()), live_bytes)
+
+
+def fdp_step(case: Case) -> Contender:
+    """The same step under fdp.data_parallel with the state donated; it also averages the loss over ranks."""
+    apply, params, buffers = fdp.from_module(_model(case))
+    optimizer = fdp.optim.from_torch(torch.optim.AdamW, **ADAMW)
+    batches, count = _batches(case), 0
+
+    @fdp.data_parallel(donate_argnums=0)
+    def train_step(state: Any, batch: Batch) -> Any:
+        def loss_fn(params: Any) -> Any:
+            with case.precision():
+                out, buffers = apply(params, state["buffers"], batch["x"])
+                return case.loss(out, batch), buffers
+
+        (loss, buffers), grads = fdp.value_and_grad(loss_fn, has_aux=True)(state["params"])
+        params, opt = optimizer.update(grads, state["opt"], state["params"])
+        # Rank 0's BatchNorm statistics for everybody, which is what DDP does (broadcast_buffers=True).
+        return {"params": params, "buffers": fdp.broadcast(buffers), "opt": opt}, fdp.pmean(loss)
+
+    state: Any = fdp.replicate({"params": params, "buffers": buffers, "opt": optimizer.init(params)})
+    del params, buffers
+
+    def step() -> None:
+        nonlocal count, state
+        batch = batches[count % len(batches)]
+        count += 1
+        state, _ = train_step(state, batch)
+
+    return Contender(step, lambda: state["params"], lambda: _size_bytes([state, batches]))
+
+
+CONTENDERS: dict[str, Callable[[Case], Contender]] = {
+    "eager": eager,
+    "ddp": _ddp(),
+    "ddp-views": _ddp(gradient_as_bucket_view=True),
+    "ddp-static": _ddp(static_graph=True),
+    "ddp-static-views": _ddp(static_graph=True, gradient_as_bucket_view=True),
+    "fdp": fdp_step,
+}
+DDP = ("ddp", "ddp-views", "ddp-static", "ddp-static-views")
+
+
+def refuse_unlike(case: Case, running: Mapping[str, Contender]) -> None:
+    """Refuse to compare contenders that do not do the same thing.
+
+    Args:
+        case: what they train.
+        running: contenders by name, after equally many steps.
+
+    Raises:
+        RuntimeError: names a contender that moved the parameters elsewhere than the first one.
+    """
+    start = dict(_model(case).named_parameters())
+    names = list(running)
+    with torch.no_grad():
+        moved = {name: _difference(running[name].params(), start) for name in names}
+        for name in names[1:]:
+            apart = _norm(a - b for a, b in zip(moved[name], moved[names[0]], strict=True))
+            if not apart <= _UNLIKE * _norm(moved[names[0]]):
+                raise RuntimeError(
+                    f"{name} does not train {case.name} as {names[0]} does: after equally many steps its parameters "
+                    f"differ by {apart:.3g}, and {names[0]} moved them by {_norm(moved[names[0]]):.3g}."
+                )
+
+
+def _difference(now: Mapping[str, torch.Tensor], start: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    if now.keys() != start.keys():
+        raise RuntimeError(f"parameters {sorted(now.keys() ^ start.keys())} are not in both contenders.")
+    return [now[name] - start[name] for name in start]
+
+
+def _norm(tensors: Iterable[torch.Tensor]) -> float:
+    return float(sum(float(t.double().square().sum()) for t in tensors) ** 0.5)

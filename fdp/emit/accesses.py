@@ -1,0 +1,66 @@
+"""When, in the order of a plan, each piece of memory is made, read and written."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import Any
+
+from torch import fx
+
+from fdp.plan import Plan, Run, Start
+from fdp.trace.dependencies import touched
+from fdp.trace.effects import effects_of, storages_of
+
+
+class Accesses:
+    """The accesses of a plan, by position in its schedule.
+
+    Attributes:
+        reads: for each piece of memory, the position and node of each read; a look under another shape is none.
+        writes: for each piece of memory, the positions at which an operator changes it.
+        made: for each piece of memory, the position at which an operator returns it.
+        starts: for each bucket, the position at which it starts.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.reads: dict[int, list[tuple[int, fx.Node]]] = defaultdict(list)
+        self.writes: dict[int, list[int]] = {}
+        self.made: dict[int, int] = {}
+        self.starts: dict[int, int] = {}
+        trace = plan.trace
+        nodes = {node.name: node for node in trace.graph.graph.nodes}
+        for at, item in enumerate(plan.schedule):
+            if isinstance(item, Run):
+                node = nodes[trace.operations[item.operations[0]].node]
+                self.made.update(dict.fromkeys(storages_of(node), at))
+                effects = effects_of(node)
+                for index in item.operations:
+                    read, written = touched(node, effects, trace.operations[index].lane)
+                    for storage in read:
+                        self.reads[storage].append((at, node))
+                    for storage in written:
+                        self.writes.setdefault(storage, []).append(at)
+                continue
+            if isinstance(item, Start):
+                self.starts[item.bucket] = at
+            for member in plan.buckets[item.bucket].members:
+                marker = nodes[trace.operations[trace.reductions[member].operation].node]
+                if isinstance(item, Start):
+                    source: Any = marker.args[0]
+                    for storage in storages_of(source):
+                        self.reads[storage].append((at, marker))
+                else:
+                    self.made.update(dict.fromkeys(storages_of(marker), at))
+
+    def last_read(self, memory: int, except_by: fx.Node | None = None) -> int:
+        """Position of the last read, -1 if there is none."""
+        return max((at for at, reader in self.reads.get(memory, ()) if reader is not except_by), default=-1)
+
+    def first_write(self, memory: int) -> float:
+        """Position of the first change, infinite if there is none."""
+        return min(self.writes.get(memory, ()), default=math.inf)
+
+    def last_write(self, memory: int) -> int:
+        """Position of the last change, -1 if there is none."""
+        return max(self.writes.get(memory, ()), default=-1)

@@ -1,0 +1,181 @@
+"""The memory of a step: one block a device, which steps that do not run at the same time share."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from fdp.emit.layout import Layout
+from fdp.emit.places import Place, gathered_at_bytes
+from fdp.emit.program import Program
+from fdp.group import Group, start_all_gather, start_all_reduce, start_broadcast
+from fdp.plan import Bucket, Plan
+
+
+class Tenant(Protocol):
+    """Somebody who has tensors in an arena."""
+
+    def leave(self, arena: Arena | None) -> None:
+        """Let go of all tensors in the arena, if there are any."""
+
+
+moving = threading.RLock()
+"""Held by whoever enters or leaves an arena: threads may run several steps at once, each in an arena of its own."""
+
+
+class Arena:
+    """Blocks of memory, one for each device, that grow when a step needs more than there is.
+
+    Attributes:
+        blocks: the memory, as bytes.
+        tenants: those who have tensors in it; one at a time is at work.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: dict[torch.device, torch.Tensor] = {}
+        self.tenants: weakref.WeakSet[Tenant] = weakref.WeakSet()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def fit(self, layouts: Mapping[torch.device, Layout]) -> dict[torch.device, torch.Tensor]:
+        """Blocks that are large enough, as bytes; those that were too small are given back and replaced."""
+        if any(
+            device not in self.blocks or self.blocks[device].numel() < x.size_bytes for device, x in layouts.items()
+        ):
+            with moving:
+                for tenant in list(self.tenants):
+                    tenant.leave(self)
+            for device, layout in layouts.items():
+                block = self.blocks.pop(device, None)
+                size_bytes = max(layout.size_bytes, 0 if block is None else block.numel())
+                block = None  # given back before the new one is taken
+                self.blocks[device] = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        for device in layouts:
+            if device.type == "cuda":
+                self._follow(device)
+        return {device: self.blocks[device] for device in layouts}
+
+    def _room_bytes(self, device: torch.device) -> int:
+        return self.blocks[device].numel() if device in self.blocks else -1
+
+    def _follow(self, device: torch.device) -> None:
+        """Let the work that is queued from here on come after that of the last step, also on another stream."""
+        stream = torch.cuda.current_stream(device)
+        last = self._streams.get(device)
+        if last is not None and last != stream:
+            stream.wait_stream(last)
+        self._streams[device] = stream
+
+
+class Arenas:
+    """The arenas of a process: steps that run one after the other use one of them in turn.
+
+    An arena lives as long as a step that has used it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[weakref.ref[Arena]] = []
+
+    def borrow(self, preferred: Arena | None) -> Arena:
+        """Take an arena that nobody is using: the preferred one, another one, or a new one."""
+        with self._lock:
+            idle = [arena for reference in self._idle if (arena := reference()) is not None]
+            chosen = next((arena for arena in idle if arena is preferred), idle[-1] if idle else None)
+            self._idle = [weakref.ref(arena) for arena in idle if arena is not chosen]
+        return Arena() if chosen is None else chosen
+
+    def give_back(self, arena: Arena) -> None:
+        """Let others use an arena."""
+        with self._lock:
+            self._idle.append(weakref.ref(arena))
+
+
+ARENAS = Arenas()
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One bucket in memory.
+
+    Attributes:
+        bucket: its description.
+        own: what this rank contributes, flat; for all but an all-gather the result is in the same place.
+        gathered: [ranks, numel] for an all-gather, else None.
+        scaled: it is filled with values divided by the number of ranks: their sum is the mean.
+    """
+
+    bucket: Bucket
+    own: torch.Tensor
+    gathered: torch.Tensor | None
+    scaled: bool
+
+    def start(self, group: Group) -> Callable[[], None]:
+        """Start the collective; returns the function that waits for it."""
+        if self.gathered is not None:
+            return start_all_gather(self.gathered, self.own, group)
+        if self.bucket.op == "broadcast":
+            return start_broadcast(self.own, self.bucket.root, group)
+        return start_all_reduce(self.own, "sum" if self.scaled else self.bucket.op, group)
+
+    def pretend(self, group: Group) -> None:
+        """Do what the collective would do if every rank held what this one holds, and a mean or sum were a pick."""
+        if self.gathered is not None:
+            self.gathered.copy_(self.own.expand_as(self.gathered))
+        elif self.scaled:
+            self.own.mul_(group.size)
+
+
+def place_values(program: Program, blocks: Mapping[torch.device, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Make the tensors at the fixed places of a program, by name."""
+    typed: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+    at = {memory: (device, offset) for device, x in program.layouts.items() for memory, offset in x.offsets.items()}
+    made = {}
+    for name, place in program.places.items():
+        if place.memory in at:  # not: a value that turned out not to be used
+            device, offset = at[place.memory]
+            made[name] = _tensor(place, offset, device, blocks, typed)
+    return made
+
+
+def _tensor(
+    place: Place,
+    offset_bytes: int,
+    device: torch.device,
+    blocks: Mapping[torch.device, torch.Tensor],
+    typed: dict[tuple[torch.device, torch.dtype], torch.Tensor],
+) -> torch.Tensor:
+    block = typed.get((device, place.dtype))
+    if block is None:
+        whole = blocks[device]
+        whole = whole[: whole.numel() // place.dtype.itemsize * place.dtype.itemsize]
+        block = typed[device, place.dtype] = whole.view(place.dtype)
+    start = (offset_bytes + place.start_bytes) // place.dtype.itemsize + place.offset
+    return block.as_strided(place.shape, place.stride, start)
+
+
+def make_buffers(plan: Plan, program: Program, blocks: Mapping[torch.device, torch.Tensor]) -> dict[int, Buffer]:
+    """Make the buckets of a program in its memory, by index."""
+    buffers = {}
+    size = plan.trace.world_size
+    for bucket in plan.buckets:
+        layout = program.layouts.get(bucket.device)
+        start = None if layout is None else layout.offsets.get(("bucket", bucket.index))
+        if start is None:
+            continue
+        block = blocks[bucket.device]
+        own = _flat(block, start, bucket.numel, bucket.dtype)
+        gathered = None
+        if bucket.op == "all_gather":
+            all_pieces = _flat(block, start + gathered_at_bytes(bucket), size * bucket.numel, bucket.dtype)
+            gathered = all_pieces.view(size, bucket.numel)
+        buffers[bucket.index] = Buffer(bucket, own, gathered, bucket.index in program.scaled)
+    return buffers
+
+
+def _flat(block: torch.Tensor, start_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return block[start_bytes : start_bytes + numel * dtype.itemsize].view(dtype)

@@ -1,0 +1,69 @@
+"""Values that are the same at every call of a step: a range of positions, a causal mask, the first gradient, 1."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import torch
+from torch import fx
+
+from fdp.trace.effects import effects_of, storages_of
+
+_LARGEST_BYTES = 2**16
+"""Larger constants are computed anew at every call: they would be held for as long as the step is."""
+
+_LIKE = ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
+"""Operators that take a tensor for its shape alone."""
+
+
+def constant_values(graph: fx.Graph, kept: AbstractSet[int]) -> dict[fx.Node, torch.Tensor]:
+    """Compute what depends on no input.
+
+    Args:
+        graph: a traced graph.
+        kept: memory that is returned, or belongs to somebody else.
+
+    Returns:
+        The value of each node that is small, is never changed and depends on nothing.
+    """
+    written = {storage for node in graph.nodes for target in effects_of(node).writes for storage in storages_of(target)}
+    found: dict[fx.Node, torch.Tensor] = {}
+    for node in graph.nodes:
+        if not _is_pure(node) or (written | kept).intersection(storages_of(node)):
+            continue
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or not _is_small(value):
+            continue
+        name = node.target._schema.name.removeprefix("aten::")
+        args = node.args
+        if name in _LIKE:
+            if any(isinstance(argument, fx.Node) for argument in args[1:]):
+                continue
+            shape_of: Any = args[0]
+            like = shape_of.meta["val"]
+            args = (torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device), *args[1:])
+        elif any(argument not in found for argument in node.all_input_nodes):
+            continue
+        with torch.no_grad():
+            made = node.target(*fx.map_arg(args, found.__getitem__), **fx.map_arg(node.kwargs, found.__getitem__))
+        if isinstance(made, torch.Tensor) and (made.shape, made.dtype, made.device, made.stride()) == (
+            value.shape, value.dtype, value.device, value.stride()
+        ):  # fmt: skip
+            found[node] = made
+    return found
+
+
+def _is_pure(node: fx.Node) -> bool:
+    target = node.target
+    if node.op != "call_function" or target is operator.getitem or not isinstance(target, torch._ops.OpOverload):
+        return False
+    effects = effects_of(node)
+    return target.namespace == "aten" and not (effects.writes or effects.random or effects.uninitialised)
+
+
+def _is_small(value: torch.Tensor) -> bool:
+    sizes = [*value.shape, *value.stride()]
+    plain = value.layout == torch.strided and all(isinstance(number, int) for number in sizes)
+    return plain and value.numel() * value.itemsize <= _LARGEST_BYTES

@@ -1,0 +1,189 @@
+"""How an operator can write its result to a place that is already there, instead of taking new memory for it.
+
+An emitted step computes on the same shapes again and again. Where every result has its place, no step asks the
+allocator for memory, pages that were touched once stay touched, and a gradient is written straight into its bucket.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fdp.trace.effects import bound_arguments, operator_name
+
+_aten = torch.ops.aten
+
+_WITH_OUT_UNDER_ANOTHER_NAME: dict[Any, tuple[Any, tuple[Any, ...]]] = {
+    # What `relu` calls in turn; `relu.out` itself computes a new tensor and copies it.
+    _aten.relu.default: (_aten.clamp_min.out, (0,)),
+    # Numbers become tensors of no dimension on the way in, which take part in the choice of the dtype as numbers do.
+    _aten.add.Scalar: (_aten.add.out, ()),
+    _aten.sub.Scalar: (_aten.sub.out, ()),
+    _aten.mul.Scalar: (_aten.mul.out, ()),
+    _aten.div.Scalar: (_aten.div.out, ()),
+}
+
+_SCALED: dict[Any, Any] = {
+    # The product of `mm.out`, times a number, in the same pass over memory.
+    _aten.mm.out: _aten.addmm.out,
+}
+
+_WRITES_IN_PLACE_TEXT = """
+    abs add addcdiv addcmul atan atan2 bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max clamp_min
+    cos div elu elu_backward eq erf exp exp2 expm1 floor fmax fmin fmod ge gelu gelu_backward gt hardsigmoid
+    hardsigmoid_backward hardswish hardtanh hardtanh_backward le leaky_relu leaky_relu_backward lerp log log10 log1p
+    log2 logical_and logical_not logical_or logical_xor lt maximum minimum mish mul ne neg pow reciprocal remainder
+    round rsqrt sgn sigmoid sigmoid_backward sign silu silu_backward sin softplus softplus_backward sqrt sub tan
+    tanh tanh_backward threshold threshold_backward trunc where xlogy
+    addmm addmv baddbmm bmm mm
+    _log_softmax _log_softmax_backward_data _softmax _softmax_backward_data amax amin cumsum linalg_vector_norm mean sum
+    cat gather index_select scatter scatter_add tril triu
+    avg_pool2d avg_pool2d_backward max_pool2d_with_indices max_pool2d_with_indices_backward native_batch_norm
+    mse_loss_backward nll_loss_backward nll_loss_forward
+"""
+_WRITES_IN_PLACE = frozenset(_WRITES_IN_PLACE_TEXT.split())
+"""Operators whose out variants are known (and tested) to write each result once, where they are told to. Others may
+resize what they are given on the way, or compute elsewhere and copy."""
+
+_COPIES = (_aten.clone.default, _aten._to_copy.default)
+_EMPTY = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
+_FILLED: dict[str, float] = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
+_FILLED_WITH_ARGUMENT = ("full", "full_like", "new_full")
+
+
+@dataclass(frozen=True)
+class Form:
+    """How to compute a node into given memory.
+
+    Attributes:
+        kind: "out" (call `operator` with the node's arguments, `extra` ones and out arguments), "copy" (copy its first
+            argument), "fill" (with `value`), or "nothing" (the node only takes memory).
+        operator: for "out".
+        names: of the out arguments, one for each result.
+        extra: arguments behind the node's own.
+        value: for "fill".
+        pointwise: each element of the result depends only on the same element of the arguments, so that the
+            result may take an argument's place.
+    """
+
+    kind: str
+    operator: Any = None
+    names: tuple[str, ...] = ("",)
+    extra: tuple[Any, ...] = ()
+    value: Any = None
+    pointwise: bool = False
+
+    @property
+    def scaled(self) -> Any:
+        """An operator (out, *arguments, beta=0, alpha=number, out=out) that also multiplies; None if there is none."""
+        return _SCALED.get(self.operator)
+
+
+def form_of(node: fx.Node) -> Form | None:
+    """The way to compute a node into given memory, None if its operator has none of its own.
+
+    Args:
+        node: a call of an operator in a traced graph.
+
+    Returns:
+        A form whose results have the bits, the shape and the strides of the node's.
+    """
+    target, values = node.target, _results(node)
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or not values:
+        return None
+    if not all(_is_plain(value) for value in values):
+        return None
+    device = values[0].device
+    if any(value.device != device for value in values):
+        return None
+    name = operator_name(node)
+    if len(values) == 1 and target in _COPIES:
+        source = node.args[0]
+        same = isinstance(source, fx.Node) and source.meta["val"].device == device
+        return Form("copy", pointwise=True) if same else None
+    if name in _EMPTY:
+        return Form("nothing")
+    if name in _FILLED:
+        return Form("fill", value=_FILLED[name])
+    if name in _FILLED_WITH_ARGUMENT:
+        given = {argument.name: value for argument, value in bound_arguments(node)}
+        value = given.get("fill_value")
+        return Form("fill", value=value) if isinstance(value, (int, float)) else None
+    if target in _WITH_OUT_UNDER_ANOTHER_NAME and device.type in ("cpu", "cuda") and not _takes_alpha(node):
+        operator, extra = _WITH_OUT_UNDER_ANOTHER_NAME[target]
+        names = _out_names(operator)
+        return Form("out", operator, names, extra, pointwise=_is_pointwise(target))
+    operator = _out_variant(target, device.type)
+    if operator is None:
+        return None
+    names = _out_names(operator)
+    return Form("out", operator, names, pointwise=_is_pointwise(target)) if len(names) == len(values) else None
+
+
+def _results(node: fx.Node) -> list[torch.Tensor]:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)) and all(isinstance(item, torch.Tensor) for item in value):
+        return list(value)
+    return []
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    """Whether a result is exactly its memory: dense, from the beginning to the end, of known size."""
+    return (
+        value.layout == torch.strided
+        and all(isinstance(number, int) for number in (*value.shape, *value.stride()))
+        and value.numel() > 0
+        and value.storage_offset() == 0
+        and not value.is_conj()
+        and not value.is_neg()
+        and not value.is_quantized
+        and value.untyped_storage().nbytes() == value.numel() * value.itemsize
+        and torch.ops.aten.is_non_overlapping_and_dense.default(value)
+    )
+
+
+def _takes_alpha(node: fx.Node) -> bool:
+    """Whether x + alpha * number is asked for, where alpha stands third and is by name only in the out variant."""
+    return len(node.args) > 2 or bool(node.kwargs)
+
+
+@functools.cache
+def _out_variant(target: Any, device: str) -> Any:
+    """The overload that writes into an argument and has a kernel of its own for the device.
+
+    torch generates an out overload for every operator; most of the generated ones compute as usual and copy.
+    """
+    backend = {"cpu": "CPU", "cuda": "CUDA"}.get(device)
+    if backend is None or target._schema.name.removeprefix("aten::") not in _WRITES_IN_PLACE:
+        return None
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments]
+    for overload in _overloads(target.overloadpacket):
+        arguments = overload._schema.arguments
+        outs = [a for a in arguments if a.is_out]
+        if not outs or any(str(a.type) != "Tensor" for a in outs):
+            continue
+        if [(a.name, str(a.type)) for a in arguments if not a.is_out] != wanted:
+            continue
+        if torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), backend):
+            return overload
+    return None
+
+
+def _overloads(packet: Any) -> Iterator[Any]:
+    for name in packet.overloads():
+        yield getattr(packet, name)
+
+
+def _out_names(operator: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in operator._schema.arguments if argument.is_out)
+
+
+def _is_pointwise(target: Any) -> bool:
+    return torch.Tag.pointwise in target.tags

@@ -1,0 +1,134 @@
+"""Where each value lies in the memory of a step: values that are not needed at the same time share it.
+
+References: Pisarchyk and Lee, Efficient Memory Management for Deep Neural Net Inference (2020); here the order of
+events is known, so that a free list, walked through in that order, takes the place of their sorting by size.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+ALIGNMENT_BYTES = 64
+"""As torch's own allocator aligns memory: kernels load whole cache lines, and their results can depend on it."""
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """A piece of memory from its first use to its last.
+
+    Attributes:
+        key: names it.
+        size_bytes: its size.
+        first: position of the first use.
+        last: position of the last use.
+        heirs_of: pieces whose place it may take at `first`, if that is their last use.
+    """
+
+    key: Any
+    size_bytes: int
+    first: int
+    last: int
+    heirs_of: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Offsets in one block of memory.
+
+    Attributes:
+        offsets: where each piece begins, in bytes.
+        size_bytes: of the block.
+        needed_bytes: the most that is in use at once; no layout is smaller.
+    """
+
+    offsets: Mapping[Any, int]
+    size_bytes: int
+    needed_bytes: int
+
+
+def lay_out(pieces: Sequence[Lifetime]) -> Layout:
+    """Place pieces of memory so that no two that are in use at the same time overlap.
+
+    Args:
+        pieces: with their lifetimes, each at least one position long; both ends count.
+
+    Returns:
+        The layout.
+
+    Example:
+        >>> lay_out([Lifetime("a", 64, 0, 1), Lifetime("b", 64, 1, 2), Lifetime("c", 64, 2, 3)]).offsets
+        {'a': 0, 'b': 64, 'c': 0}
+    """
+    beginning: defaultdict[int, list[Lifetime]] = defaultdict(list)
+    ending: defaultdict[int, list[Any]] = defaultdict(list)
+    for piece in pieces:
+        beginning[piece.first].append(piece)
+        ending[piece.last].append(piece.key)
+    sizes = {piece.key: _round_up(piece.size_bytes) for piece in pieces}
+    last = {piece.key: piece.last for piece in pieces}
+    block = _Block()
+    offsets: dict[Any, int] = {}
+    inherited: set[Any] = set()
+    live = needed = 0
+    for position in sorted({*beginning, *ending}):
+        for piece in sorted(beginning[position], key=lambda piece: -piece.size_bytes):
+            size = sizes[piece.key]
+            parent = next(
+                (
+                    key
+                    for key in piece.heirs_of
+                    if last.get(key) == position and sizes[key] == size and key in offsets and key not in inherited
+                ),
+                None,
+            )
+            if parent is None:
+                offsets[piece.key] = block.take(size)
+                live += size
+                needed = max(needed, live)
+            else:
+                inherited.add(parent)
+                offsets[piece.key] = offsets[parent]
+        for key in ending[position]:
+            if key not in inherited:
+                block.give_back(offsets[key], sizes[key])
+                live -= sizes[key]
+    return Layout(offsets, block.size, needed)
+
+
+class _Block:
+    """A block of memory that grows at its end, with the gaps in it."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._gaps: list[tuple[int, int]] = []  # (offset, size), sorted, never touching each other
+
+    def take(self, size: int) -> int:
+        fitting = [gap for gap in self._gaps if gap[1] >= size]
+        if fitting:
+            # The smallest gap that fits keeps large gaps whole.
+            offset, room = min(fitting, key=lambda gap: (gap[1], gap[0]))
+            at = bisect.bisect_left(self._gaps, (offset, room))
+            self._gaps[at : at + 1] = [(offset + size, room - size)] if room > size else []
+            return offset
+        offset = self.size
+        if self._gaps and sum(self._gaps[-1]) == self.size:
+            offset, _ = self._gaps.pop()  # the end is free: grow by what is missing
+        self.size = offset + size
+        return offset
+
+    def give_back(self, offset: int, size: int) -> None:
+        at = bisect.bisect_left(self._gaps, (offset, size))
+        if at < len(self._gaps) and self._gaps[at][0] == offset + size:
+            size += self._gaps.pop(at)[1]
+        if at and sum(self._gaps[at - 1]) == offset:
+            before = self._gaps.pop(at - 1)
+            offset, size, at = before[0], before[1] + size, at - 1
+        self._gaps.insert(at, (offset, size))
+
+
+def _round_up(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,0 +1,124 @@
+"""The lines of a generated program: what they need, when values are dropped, where memory can be shared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fdp.emit.layout import Layout, Lifetime, lay_out
+from fdp.table import format_bytes
+
+
+@dataclass
+class Line:
+    """One statement.
+
+    Attributes:
+        text: the statement.
+        uses: names of values that it reads or changes.
+        defines: local names that it gives.
+        view: it only looks at its argument under another shape.
+        may_replace: names of values whose place its result may take.
+    """
+
+    text: str
+    uses: set[str]
+    defines: tuple[str, ...] = ()
+    view: bool = False
+    may_replace: tuple[str, ...] = ()
+
+
+def drop_unused_views(lines: Sequence[Line], outputs: Iterable[str]) -> list[Line]:
+    """Leave out views that nobody looks through."""
+    needed = set(outputs)
+    kept = []
+    for line in reversed(lines):
+        if not line.view or needed.intersection(line.defines):
+            needed |= line.uses
+            kept.append(line)
+    return kept[::-1]
+
+
+def lay_out_lines(
+    lines: Sequence[Line], memory_of: Mapping[str, Any], sizes: Mapping[Any, tuple[torch.device, int]]
+) -> dict[torch.device, Layout]:
+    """Place every piece of memory that a program uses.
+
+    Args:
+        lines: of the program.
+        memory_of: for each name of a value at a fixed place, the piece that it is in.
+        sizes: device and size in bytes of each piece.
+
+    Returns:
+        A layout for each device.
+    """
+    first: dict[Any, int] = {}
+    last: dict[Any, int] = {}
+    heirs: dict[Any, tuple[Any, ...]] = {}
+    for index, line in enumerate(lines):
+        for name in line.uses:
+            if (memory := memory_of.get(name)) is not None:
+                if memory not in first:
+                    first[memory] = index
+                    heirs[memory] = tuple(memory_of[other] for other in line.may_replace)
+                last[memory] = index
+    pieces: dict[torch.device, list[Lifetime]] = {}
+    for memory, index in first.items():
+        device, size_bytes = sizes[memory]
+        # A bucket may be on the wire, and has a place of its own.
+        inherits = () if isinstance(memory, tuple) else heirs[memory]
+        inherits = tuple(other for other in inherits if not isinstance(other, tuple) and other != memory)
+        pieces.setdefault(device, []).append(Lifetime(memory, size_bytes, index, last[memory], inherits))
+    return {device: lay_out(found) for device, found in pieces.items()}
+
+
+def assemble(
+    lines: Sequence[Line],
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    bound: Mapping[str, Any],
+    fixed: AbstractSet[str],
+    layouts: Mapping[torch.device, Layout],
+) -> str:
+    """Put a program together, and after each line the names that nobody needs any more.
+
+    Args:
+        lines: of the program.
+        inputs: names of its inputs, in order.
+        outputs: names of what it returns, in order.
+        bound: objects that it uses, by name.
+        fixed: names of values at fixed places, which are never dropped.
+        layouts: of their memory.
+
+    Returns:
+        The text of a function `step`.
+    """
+    last: dict[str, int] = {}
+    for index, line in enumerate(lines):
+        for name in (*line.uses, *line.defines):
+            last[name] = index
+    keep = {*outputs, *bound, *fixed}
+    body = [
+        f"# values at fixed places: {format_bytes(layout.size_bytes)} on {device}, of which "
+        f"{format_bytes(layout.needed_bytes)} are in use at once"
+        for device, layout in layouts.items()
+    ]
+    if inputs:
+        body += [f"({', '.join(inputs)},) = inputs", "inputs.clear()"]
+        unused = [name for name in inputs if name not in last and name not in keep]
+        if unused:
+            body.append("del " + ", ".join(unused))
+    for index, line in enumerate(lines):
+        body.append(line.text)
+        dead = sorted(n for n in line.uses.union(line.defines) if last[n] == index and n not in keep)
+        if dead:
+            body.append("del " + ", ".join(dead))
+    body.append(f"return [{', '.join(outputs)}]")
+    # Operators as default values: a local name is the cheapest thing to look up.
+    defaults = ", ".join(f"{name}={name}" for name in bound)
+    head = f"def step(inputs, start, wait{', *, ' + defaults if defaults else ''}):"
+    return "\n    ".join([head, *body]) + "\n"

@@ -1,0 +1,356 @@
+"""Values at fixed places: the layout of memory, operators that write where they are told, memory that steps share."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import optree
+import pytest
+import torch
+from graphs import examples, fake_group, same_bits
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.common_methods_invocations import op_db
+
+import fdp
+from fdp.emit import Emitted, arena, forms, places
+from fdp.emit.bindings import bind
+from fdp.emit.layout import ALIGNMENT_BYTES, Lifetime, lay_out
+
+Tree = Any
+
+# --- the layout --------------------------------------------------------------------------------------
+
+
+@st.composite
+def lifetimes(draw: Any) -> list[Lifetime]:
+    pieces: list[Lifetime] = []
+    for key in range(draw(st.integers(1, 25))):
+        first = draw(st.integers(0, 20))
+        last = first + draw(st.integers(0, 8))
+        size = draw(st.sampled_from((1, 64, 65, 128, 1000, 4096)))
+        older = [piece.key for piece in pieces if piece.first < piece.last == first]
+        heirs = tuple(draw(st.lists(st.sampled_from(older), max_size=2))) if older else ()
+        pieces.append(Lifetime(key, size, first, last, heirs))
+    return pieces
+
+
+@examples(300)
+@given(lifetimes())
+def test_pieces_that_are_in_use_at_once_do_not_overlap(pieces: list[Lifetime]) -> None:
+    layout = lay_out(pieces)
+    assert layout.offsets.keys() == {piece.key for piece in pieces}
+    for piece in pieces:
+        start = layout.offsets[piece.key]
+        assert start % ALIGNMENT_BYTES == 0
+        assert start >= 0 and start + piece.size_bytes <= layout.size_bytes
+    for index, one in enumerate(pieces):
+        for two in pieces[:index]:
+            if two.key in one.heirs_of and two.last == one.first:
+                continue  # it may take that one's place
+            if one.first <= two.last and two.first <= one.last:
+                first, second = layout.offsets[one.key], layout.offsets[two.key]
+                assert first + one.size_bytes <= second or second + two.size_bytes <= first, (one, two)
+    assert layout.needed_bytes <= layout.size_bytes
+
+
+@examples(100)
+@given(lifetimes())
+def test_one_place_is_inherited_once(pieces: list[Lifetime]) -> None:
+    layout = lay_out(pieces)
+    for index, one in enumerate(pieces):
+        for two in pieces[:index]:
+            # Two heirs of one piece begin at the same position, and must not both have its place.
+            if one.first == two.first:
+                assert layout.offsets[one.key] != layout.offsets[two.key]
+
+
+def test_a_chain_of_pointwise_results_takes_one_place() -> None:
+    chain = [Lifetime(k, 100, k, k + 1, (k - 1,) if k else ()) for k in range(9)]
+    assert lay_out(chain).size_bytes == 128
+    assert lay_out([Lifetime(k, 100, k, k + 1) for k in range(9)]).size_bytes == 256
+
+
+# --- operators that write where they are told to -----------------------------------------------------
+
+
+def graphs_of(op: Any, limit: int) -> list[tuple[fx.GraphModule, list[torch.Tensor]]]:
+    """Traces of an operator and of its gradient on some of torch's own samples."""
+    found = []
+    dtype = torch.float32 if op.supports_dtype(torch.float32, "cpu") else torch.int64
+    for sample in op.sample_inputs("cpu", dtype, requires_grad=op.supports_autograd and dtype.is_floating_point):
+        if len(found) == limit:
+            break
+        leaves, spec = optree.tree_flatten((sample.input, sample.args, sample.kwargs), none_is_leaf=True)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if any(t.layout != torch.strided or t.is_conj() or t.is_neg() for t in tensors):
+            continue
+
+        def run(*given: torch.Tensor, leaves: Any = leaves, spec: Any = spec, sample: Any = sample) -> Any:
+            it = iter(given)
+            first, args, kwargs = spec.unflatten([next(it) if isinstance(x, torch.Tensor) else x for x in leaves])
+            out = op(first, *args, **kwargs)
+            made = [x for x in optree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+            inputs = [x for x in given if x.requires_grad]
+            sums = [x.sum() for x in made if x.requires_grad and x.is_floating_point()]
+            if inputs and sums:
+                made += [g for g in torch.autograd.grad(sum(sums), inputs, allow_unused=True) if g is not None]
+            return made
+
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                graph = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
+        except Exception:  # what cannot be traced has no form either
+            continue
+        found.append((graph, tensors))
+    return found
+
+
+class Comparing(fx.Interpreter):
+    """Runs a graph, and whatever has a form once more, into memory that is full of NaN and has a fence around it."""
+
+    def __init__(self, graph: fx.GraphModule):
+        super().__init__(graph)
+        self.seen: set[str] = set()
+
+    def run_node(self, n: fx.Node) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        form = forms.form_of(n) if n.op == "call_function" else None
+        if form is None or form.kind != "out":
+            return super().run_node(n)
+        before = optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, (args, kwargs))
+        wanted = super().run_node(n)
+        results = [wanted] if isinstance(wanted, torch.Tensor) else list(wanted)
+        fences, outs = zip(*(self.fenced(value) for value in results), strict=True)
+        given = dict(zip(form.names, outs, strict=True))
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            form.operator(*before[0], *form.extra, **before[1], **given)
+        for fence, out, value in zip(fences, outs, results, strict=True):
+            assert same_bits(out, value.detach()), f"{n.target}: {out} and not {value}"
+            assert (out.shape, out.stride()) == (value.shape, value.stride()), f"{n.target} changed the shape"
+            assert bool((fence[:64] == 165).all() and (fence[-64:] == 165).all()), f"{n.target} wrote elsewhere"
+        self.seen.add(n.target._schema.name.removeprefix("aten::"))  # type: ignore[union-attr]
+        return wanted
+
+    @staticmethod
+    def fenced(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        size = value.numel() * value.itemsize
+        memory = torch.full((64 + size + 64,), 165, dtype=torch.uint8)
+        inner = memory[64 : 64 + size].view(value.dtype)
+        if value.is_floating_point():
+            inner.fill_(float("nan"))
+        return memory, inner.as_strided(value.shape, value.stride(), inner.storage_offset())
+
+
+NAMED_OTHERWISE = {
+    "where": ["where"],
+    "addmm": ["addmm", "nn.functional.linear"],
+    "nll_loss_forward": ["nn.functional.nll_loss", "nn.functional.cross_entropy"],
+    "mse_loss_backward": ["nn.functional.mse_loss"],
+    "native_batch_norm": ["nn.functional.batch_norm"],
+    "max_pool2d_with_indices": ["nn.functional.max_pool2d"],
+    "avg_pool2d": ["nn.functional.avg_pool2d"],
+    "threshold": ["nn.functional.threshold", "nn.functional.relu"],
+    "_softmax": ["softmax"],
+    "linalg_vector_norm": ["linalg.vector_norm"],
+}
+
+
+def operators_to_try() -> list[Any]:
+    names = {n for group in NAMED_OTHERWISE.values() for n in group}
+    plain = set(forms._WRITES_IN_PLACE)
+    named = [op for op in op_db if op.name in plain | names or op.name.removeprefix("nn.functional.") in plain]
+    return [op for op in named if any(op.supports_dtype(dtype, "cpu") for dtype in (torch.float32, torch.int64))]
+
+
+SEEN: set[str] = set()
+
+
+@pytest.mark.parametrize("op", operators_to_try(), ids=lambda op: op.formatted_name)
+def test_a_form_computes_what_the_operator_computes(op: Any) -> None:
+    for graph, tensors in graphs_of(op, limit=6):
+        interpreter = Comparing(graph)
+        with torch.no_grad():
+            interpreter.run(*[t.detach() for t in tensors])
+        SEEN.update(interpreter.seen)
+
+
+def test_every_operator_with_a_form_was_tried() -> None:
+    if not SEEN:
+        pytest.skip("the tests above did not run")
+    assert forms._WRITES_IN_PLACE <= SEEN
+
+
+@pytest.mark.parametrize("scalar", [0.3, 2])
+@pytest.mark.parametrize("name", ["add", "sub", "mul", "div"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.complex64])
+def test_arithmetic_with_a_number(name: str, dtype: torch.dtype, scalar: Any) -> None:
+    x = torch.arange(1, 9).to(dtype)
+    operator = getattr(torch.ops.aten, name).Scalar
+    graph = make_fx(lambda x: operator(x, scalar), tracing_mode="fake")(x)
+    interpreter = Comparing(graph)
+    interpreter.run(x)
+    assert interpreter.seen == {name}
+
+
+# --- the cheapest way to call an operator ------------------------------------------------------------
+
+
+def example(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
+
+
+def test_a_function_is_taken_if_it_calls_just_this_operator() -> None:
+    aten, x = torch.ops.aten, example(4, 4)
+    assert bind(aten.mm.default, (x, x), {}) is torch.mm
+    assert bind(aten.mm.out, (x, x), {"out": x}) is torch.mm
+    # torch.add(x, 1) calls add.Tensor, so it does not stand for add.Scalar.
+    assert bind(aten.add.Scalar, (x, 1), {}) is aten.add.Scalar._op
+    assert bind(aten.add.Tensor, (x, 1), {}) is torch.add
+    # No function of that name; no tensor to take the device from; a change of the example itself.
+    assert bind(aten.threshold_backward.default, (x, x, 0), {}) is aten.threshold_backward.default._op
+    assert bind(aten.ones.default, ([2],), {}) is aten.ones.default._op
+    assert bind(aten.squeeze_.dim, (x, 0), {}) is aten.squeeze_.dim._op
+    assert x.shape == (4, 4)
+
+
+# --- memory ------------------------------------------------------------------------------------------
+
+
+def squares(state: Tree, batch: Tree) -> Any:
+    loss, grads = fdp.value_and_grad(lambda p: ((batch @ p["a"]).relu() @ p["b"]).square().mean())(state)
+    return optree.tree_map(lambda p, g: p - 0.1 * g, state, grads), fdp.pmean(loss)
+
+
+def start(width: int = 8) -> Tree:
+    generator = torch.Generator().manual_seed(width)
+    return {"a": torch.randn(4, width, generator=generator), "b": torch.randn(width, 3, generator=generator)}
+
+
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill the memory of a step with NaN before each call."""
+    fit = arena.Arena.fit
+
+    def fit_and_fill(self: Any, layouts: Any) -> Any:
+        blocks = fit(self, layouts)
+        for block in blocks.values():
+            block.fill_(255)
+        return blocks
+
+    monkeypatch.setattr(arena.Arena, "fit", fit_and_fill)
+
+
+@pytest.mark.parametrize("donate", [(), 0])
+def test_no_value_outlives_a_call_in_the_memory_of_a_step(donate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    poisoned(monkeypatch)
+    step = fdp.data_parallel(squares, donate_argnums=donate)
+    state, other, losses = start(), start(), []
+    for call in range(4):
+        batch = torch.full((5, 4), float(call + 1))
+        expected = squares(other, batch)
+        state, loss = step(state, batch)
+        losses.append((loss, expected[1]))
+        other = expected[0]
+        torch.testing.assert_close(state, other)
+    for loss, wanted in losses:
+        torch.testing.assert_close(loss, wanted)
+
+
+def emitted_of(step: fdp.Step) -> list[Emitted]:
+    return list(step._emitted.values())
+
+
+def block_of(emitted: Emitted) -> torch.Tensor:
+    (block,) = emitted._blocks.values()
+    return block
+
+
+def test_what_is_returned_is_never_in_the_memory_of_the_step() -> None:
+    def step(w: torch.Tensor, b: torch.Tensor) -> Any:
+        y = (b @ w).relu()
+        return y.sum(0), fdp.pmean(y)[:2], fdp.all_gather(b).mean(0), y.sum() * torch.ones(3)
+
+    run = fdp.data_parallel(step, check_replication=False)
+    outputs = run(torch.ones(4, 4), torch.ones(4, 4))
+    inside = block_of(emitted_of(run)[0]).untyped_storage().data_ptr()
+    assert all(output.untyped_storage().data_ptr() != inside for output in outputs)
+
+
+def test_steps_share_memory_one_after_the_other() -> None:
+    one, two = fdp.data_parallel(squares), fdp.data_parallel(squares)
+    one(start(), torch.ones(5, 4))
+    two(start(), torch.ones(5, 4))
+    assert block_of(emitted_of(one)[0]) is block_of(emitted_of(two)[0])
+
+
+def test_memory_grows_to_what_the_largest_step_needs_and_not_to_the_sum() -> None:
+    step = fdp.data_parallel(squares)
+    expected = {rows: squares(start(), torch.ones(rows, 4)) for rows in (3, 300, 30)}
+    for rows in (3, 300, 30, 3, 300):
+        torch.testing.assert_close(step(start(), torch.ones(rows, 4)), expected[rows])
+    blocks = {id(block_of(emitted)) for emitted in emitted_of(step) if emitted._blocks}
+    assert len(blocks) == 1
+
+
+def test_memory_goes_with_the_last_step_that_uses_it() -> None:
+    import gc
+    import weakref
+
+    step = fdp.data_parallel(squares)
+    step(start(77), torch.ones(5, 4))
+    memory = weakref.ref(emitted_of(step)[0]._arena)
+    assert memory() is not None
+    shared = len(memory().tenants)  # type: ignore[union-attr]
+    del step
+    gc.collect()
+    assert memory() is None or len(memory().tenants) < shared  # type: ignore[union-attr]
+
+
+def test_threads_with_steps_of_their_own() -> None:
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            step, state, other = fdp.data_parallel(squares, donate_argnums=0), start(seed + 3), start(seed + 3)
+            for call in range(30):
+                batch = torch.full((2 + (call * seed) % 7, 4), 0.1 * (call % 5))
+                other, wanted = squares(other, batch)
+                state, loss = step(state, batch)
+                torch.testing.assert_close((state, loss), (other, wanted))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def test_a_mean_is_divided_while_its_bucket_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, batch = start(), torch.ones(5, 4)
+    step = fdp.data_parallel(squares, group=fake_group(2))
+    plain = Emitted(step.plan(state, batch), fake_group(2))
+    assert "alpha" not in plain.source
+    monkeypatch.setattr(places, "_SCALED_WHEN_FILLED_BYTES", 0)
+    poisoned(monkeypatch)
+    scaled = Emitted(step.plan(state, batch), fake_group(2))
+    assert "beta=0, alpha=0.5" in scaled.source
+    tensors = optree.tree_leaves((state, batch))
+    assert same_bits(plain.rehearse(list(tensors)), scaled.rehearse(list(tensors)))
+
+
+def test_gradients_are_computed_in_their_bucket() -> None:
+    plan = fdp.data_parallel(squares, group=fake_group(2)).plan(start(), torch.ones(5, 4))
+    source = Emitted(plan, fake_group(2)).source
+    body = source[source.index("inputs.clear()") :]
+    filling = body[: body.rindex("start(")].replace("aten_copy_(slot0_0, mean)", "")  # the loss: mean has no form
+    assert "copy_" not in filling
