@@ -78,7 +78,8 @@ class Arenas:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # A signal handler may call a step while this one is between two.
+        self._lock = threading.RLock()
         self._idle: list[weakref.ref[Arena]] = []
 
     def borrow(self, preferred: Arena | None) -> Arena:
