@@ -125,7 +125,7 @@ def _without_fused_kernels(fake_mode: FakeTensorMode) -> None:
             return None
         return dispatch(func, types, args, kwargs)
 
-    fake_mode.dispatch = dispatch_all_others  # type: ignore[method-assign]
+    fake_mode.dispatch = dispatch_all_others  # type: ignore[assignment]
 
 
 @contextmanager
