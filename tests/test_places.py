@@ -263,7 +263,7 @@ def test_no_value_outlives_a_call_in_the_memory_of_a_step(donate: Any, monkeypat
 
 
 def emitted_of(step: fdp.Step) -> list[Emitted]:
-    return list(step._emitted.values())
+    return [known.emitted for known in step._known.values()]
 
 
 def block_of(emitted: Emitted) -> torch.Tensor:
@@ -354,3 +354,16 @@ def test_gradients_are_computed_in_their_bucket() -> None:
     body = source[source.index("inputs.clear()") :]
     filling = body[: body.rindex("start(")].replace("aten_copy_(slot0_0, mean)", "")  # the loss: mean has no form
     assert "copy_" not in filling
+
+
+def test_step_counts_are_counted_up_at_once() -> None:
+    optimizer = fdp.optim.from_torch(torch.optim.AdamW, lr=0.1, fused=True)
+    state, other = start(), start()
+    opt, other_opt = optimizer.init(state), optimizer.init(other)
+    step = fdp.data_parallel(lambda s, g: optimizer.update(g, s[1], s[0]), batch_argnums=(), donate_argnums=0)
+    for _ in range(3):
+        grads = optree.tree_map(torch.ones_like, other)
+        other, other_opt = optimizer.update(grads, other_opt, other)
+        state, opt = step((state, opt), grads)
+        assert same_bits((state, opt), (other, other_opt))
+    assert "_foreach_add__List" in emitted_of(step)[0].source

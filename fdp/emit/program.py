@@ -21,6 +21,7 @@ from fdp.emit.forms import Form, form_of
 from fdp.emit.layout import Layout
 from fdp.emit.lines import Line, assemble, drop_unused_views, lay_out_lines
 from fdp.emit.places import RESHAPES_IN_PLACE, Place, find_places
+from fdp.emit.shortcuts import counted_up, transposed_weight
 from fdp.emit.views import redundant_views
 from fdp.emit.writer import Writer, bind_object, bind_operator, bucket_name, emit, literal, name_of
 from fdp.plan import Plan, Run, Start
@@ -161,6 +162,8 @@ def _write_call(writer: Writer, node: fx.Node, lanes: list[int]) -> None:
                     kwargs[argument.name] = chosen
                 else:
                     args[_position(node, argument.name)] = chosen
+    if (shorter := counted_up(target, args, kwargs)) is not None:
+        target, args, kwargs = shorter
     parts = [literal(writer, value, uses) for value in args]
     parts += [f"{key}={literal(writer, value, uses)}" for key, value in kwargs.items()]
     call = f"{bind_operator(writer, target, args, kwargs)}({', '.join(parts)})"
@@ -232,7 +235,7 @@ def _form(node: fx.Node) -> Form:
 def _write_out_call(writer: Writer, node: fx.Node, form: Form, outs: list[str], uses: set[str], divides: bool) -> bool:
     """Call the operator with its out arguments; returns whether the result is yet to be divided."""
     args, kwargs, call = [*node.args, *form.extra], dict(node.kwargs), form.operator
-    if (weight := _transposed_weight(writer, node)) is not None:
+    if (weight := transposed_weight(writer, node)) is not None:
         call, args = _aten.linear.out, [node.args[1], weight, node.args[0]]
     if divides and form.scaled is not None and not kwargs:
         # The product is divided on its way into the bucket.
@@ -248,18 +251,6 @@ def _write_out_call(writer: Writer, node: fx.Node, form: Form, outs: list[str], 
         line.may_replace = _replaceable(writer, node)
     writer.lines.append(line)
     return divides
-
-
-def _transposed_weight(writer: Writer, node: fx.Node) -> fx.Node | None:
-    """The weight of a linear layer, for an operator that takes it as it is: one view less to make at every call."""
-    if node.target is not _aten.addmm.default or node.kwargs:
-        return None
-    bias, rows, columns = (_node(argument) for argument in node.args)
-    if columns.target is not _aten.t.default or columns.name in writer.places.named:
-        return None
-    plain = bias.meta["val"].dim() == 1 and rows.meta["val"].dim() == 2
-    weight = _node(columns.args[0])
-    return weight if plain and columns not in writer.same else None
 
 
 def _replaceable(writer: Writer, node: fx.Node) -> tuple[str, ...]:
@@ -279,11 +270,6 @@ def _replaceable(writer: Writer, node: fx.Node) -> tuple[str, ...]:
         if all((p.shape, p.stride, p.offset, p.dtype) == (own.shape, own.stride, own.offset, own.dtype) for p in there):
             same.append(names[0])
     return tuple(same)
-
-
-def _node(argument: Any) -> fx.Node:
-    assert isinstance(argument, fx.Node)
-    return argument
 
 
 def _lane_count(node: fx.Node) -> int:
