@@ -21,23 +21,23 @@ class Line:
         text: the statement.
         uses: names of values that it reads or changes.
         defines: local names that it gives.
-        view: it only looks at its argument under another shape.
+        pure: it does nothing but give its names values: without a reader it can be left out.
         may_replace: names of values whose place its result may take.
     """
 
     text: str
     uses: set[str]
     defines: tuple[str, ...] = ()
-    view: bool = False
+    pure: bool = False
     may_replace: tuple[str, ...] = ()
 
 
-def drop_unused_views(lines: Sequence[Line], outputs: Iterable[str]) -> list[Line]:
-    """Leave out views that nobody looks through."""
+def drop_unused(lines: Sequence[Line], outputs: Iterable[str]) -> list[Line]:
+    """Leave out what only led to values that nobody needs, such as views of fixed places."""
     needed = set(outputs)
     kept = []
     for line in reversed(lines):
-        if not line.view or needed.intersection(line.defines):
+        if not line.pure or needed.intersection(line.defines):
             needed |= line.uses
             kept.append(line)
     return kept[::-1]

@@ -19,13 +19,13 @@ from fdp.emit.donation import place_outputs
 from fdp.emit.fill import early_fillings, write_copy, write_division, write_start
 from fdp.emit.forms import Form, form_of
 from fdp.emit.layout import Layout
-from fdp.emit.lines import Line, assemble, drop_unused_views, lay_out_lines
+from fdp.emit.lines import Line, assemble, drop_unused, lay_out_lines
 from fdp.emit.places import RESHAPES_IN_PLACE, Place, find_places
 from fdp.emit.shortcuts import counted_up, transposed_weight
 from fdp.emit.views import redundant_views
-from fdp.emit.writer import Writer, bind_object, bind_operator, bucket_name, emit, literal, name_of
+from fdp.emit.writer import Writer, bind_object, bind_operator, bucket_name, emit, is_pure, literal, name_of
 from fdp.plan import Plan, Run, Start
-from fdp.trace.effects import effects_of, is_marker, list_arguments, operator_name
+from fdp.trace.effects import is_marker, list_arguments, operator_name
 
 _aten = torch.ops.aten
 
@@ -112,7 +112,7 @@ def write_program(plan: Plan, rank: int, communicates: bool) -> Program:
                 _write_alone(writer, marker(member))
         _copy_back(writer, at)
     outputs = _write_outputs(writer)
-    writer.lines = drop_unused_views(writer.lines, outputs)
+    writer.lines = drop_unused(writer.lines, outputs)
     memory_of = places.memory | {bucket_name(index): ("bucket", index) for index in markers}
     layouts = lay_out_lines(writer.lines, memory_of, places.sizes)
     inputs = [writer.local[node] for node in placeholders]
@@ -173,7 +173,7 @@ def _write_call(writer: Writer, node: fx.Node, lanes: list[int]) -> None:
     elif _is_unpacked(writer, node):
         # Each entry is dropped when it is not needed any more, not with the last of them.
         targets = tuple(_entry_name(node, index) for index in range(len(node.meta["val"])))
-        writer.lines.append(Line(f"({', '.join(targets)},) = {call}", uses, targets, view=effects_of(node).view))
+        writer.lines.append(Line(f"({', '.join(targets)},) = {call}", uses, targets, pure=is_pure(node)))
     else:
         emit(writer, call, uses, node)
 

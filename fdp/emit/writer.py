@@ -118,7 +118,15 @@ def emit(writer: Writer, expression: str, uses: set[str], node: fx.Node) -> None
         writer.local[node] = node.name
         defines = (node.name,)
         expression = f"{node.name} = {expression}"
-    writer.lines.append(Line(expression, uses, defines, view=effects_of(node).view))
+    writer.lines.append(
+        Line(expression, uses, defines, pure=is_pure(node) and (bool(defines) or effects_of(node).view))
+    )
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Whether a call does nothing but return its results."""
+    effects = effects_of(node)
+    return not effects.writes and not effects.random
 
 
 def bucket_name(index: int) -> str:
