@@ -104,7 +104,9 @@ class Skeleton:
             self._refuse_other_parts(part, original)
         mine = vars(part.stand_in)
         for key, value in list(part.attributes.items()):
-            if key not in _REGISTRIES and part.seen.get(key, _NOTHING) is not value:
+            # What was translated is translated anew: a dict of hooks may have got another one.
+            as_it_was = part.seen.get(key, _NOTHING) is value and mine[key] is value
+            if key not in _REGISTRIES and not as_it_was:
                 translated = self._translate(value)
                 if _leads_to(translated, lambda item: self._stand_in(item) is not None):
                     raise _Entangled(f"its attribute {key!r} holds parts of the module, or its tensors")

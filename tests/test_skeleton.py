@@ -170,11 +170,13 @@ def test_a_part_that_is_kept_is_followed() -> None:
     assert not torch.equal(apply(params, buffers, torch.ones(1, 4))[0], plain)
 
 
-def test_hooks_that_come_later_run() -> None:
-    module = nn.Linear(4, 4)
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4), HookOfItsOwn])
+def test_hooks_that_come_later_run(make: Callable[[], nn.Module]) -> None:
+    module = make()
     apply, params, buffers = from_module(module)
     before = outcome(lambda x: apply(params, buffers, x)[0])
-    module.register_forward_hook(lambda part, args, output: output * 2)
+    part = getattr(module, "part", module)
+    part.register_forward_hook(lambda part, args, output: output * 2)
     assert torch.equal(outcome(lambda x: apply(params, buffers, x)[0]), 2 * before)
 
 
