@@ -8,6 +8,7 @@ from typing import Any
 
 import optree
 import pytest
+import ranks
 import torch
 from graphs import examples, fake_group, same_bits
 from hypothesis import given
@@ -367,3 +368,73 @@ def test_step_counts_are_counted_up_at_once() -> None:
         state, opt = step((state, opt), grads)
         assert same_bits((state, opt), (other, other_opt))
     assert "_foreach_add__List" in emitted_of(step)[0].source
+
+
+# --- on real ranks -----------------------------------------------------------------------------------
+
+
+def profiled() -> list[str]:
+    step = fdp.data_parallel(squares, bucket_cap_mb=1e-6)
+    step(start(), torch.ones(5, 4))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step(start(), torch.ones(5, 4))
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    return [event.name for event in events if event.name.startswith("fdp: ")]
+
+
+def test_a_profiler_shows_the_buckets_by_name() -> None:
+    for names in ranks.run(2, profiled):
+        assert sorted(names) == sorted(
+            f"fdp: bucket {index} {what}: mean of {size} float32, {label}"
+            for index, size, label in ((0, "4 B", "pmean"), (1, "96 B", "p['b']"), (2, "128 B", "p['a']"))
+            for what in ("starts", "is waited for")
+        )
+        assert names.index(next(n for n in names if "bucket 2 starts" in n)) < names.index(
+            next(n for n in names if "bucket 1 is waited for" in n)
+        )
+
+
+def large_means(seed: int) -> None:
+    """Buckets of more than 1 MiB, with gradients from products, sums, embeddings and two of these together."""
+    import torch.distributed as dist
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(seed)
+    params = {
+        "e": torch.randn(600, 400, generator=generator, dtype=torch.float64),
+        "w": torch.randn(400, 400, generator=generator, dtype=torch.float64) / 20,
+        "b": torch.randn(400, generator=generator, dtype=torch.float64),
+    }
+
+    def loss_fn(p: Tree, ids: torch.Tensor) -> torch.Tensor:
+        x = torch.nn.functional.embedding(ids, p["e"])
+        return torch.nn.functional.cross_entropy((x @ p["w"] + p["b"]).tanh() @ p["e"].T, ids)
+
+    @fdp.data_parallel(donate_argnums=0)
+    def step(p: Tree, ids: torch.Tensor) -> Any:
+        loss, grads = fdp.value_and_grad(loss_fn)(p, ids)
+        return optree.tree_map(lambda w, g: w - 0.5 * g, p, grads), fdp.pmean(loss)
+
+    own = optree.tree_map(torch.clone, params)
+    for call in range(3):
+        shards = [torch.randint(600, (16,), generator=generator) for _ in range(world)]
+        each = []
+        for shard in shards:
+            leaves = {k: v.clone().requires_grad_() for k, v in params.items()}
+            loss = loss_fn(leaves, shard)
+            each.append(
+                (loss.detach(), dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True)))
+            )
+        params = {k: v - 0.5 * sum(grads[k] for _, grads in each) / world for k, v in params.items()}
+        own, mean = step(own, shards[rank])
+        torch.testing.assert_close(own, params, rtol=1e-12, atol=1e-12, msg=lambda m, c=call: f"call {c}: {m}")
+        torch.testing.assert_close(mean, sum(loss for loss, _ in each) / world)
+    fdp.assert_replicated(own)
+    (emitted,) = emitted_of(step)
+    assert emitted._program.scaled, "no bucket was large enough"
+    assert f"alpha={1 / world!r}" in emitted.source
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_large_buckets_are_divided_as_they_are_filled(world: int) -> None:
+    ranks.run(world, large_means, 5)
