@@ -25,7 +25,10 @@ class Case:
         model: builds the model from the current seed.
         batch: draws one rank's batch.
         loss: of the model's output and the batch.
-        steps: timed steps of each contender unless the command line says otherwise.
+        rounds: turns of each contender unless the command line says otherwise.
+        burst: timed steps of a turn.
+        waking: steps of a turn before the timed ones. They find the processor's caches as others left them, which a
+            training loop of one's own never does; it matters for steps of some milliseconds.
         time_target: fdp's step time is to be at most so much of the best peer's; None where nothing was set.
         memory_target: the same for the peak of memory above the live state.
         device: where model and batch live.
@@ -37,7 +40,9 @@ class Case:
     model: Callable[[], nn.Module]
     batch: Callable[[], Batch]
     loss: Callable[[torch.Tensor, Batch], torch.Tensor]
-    steps: int
+    rounds: int
+    burst: int = 1
+    waking: int = 0
     time_target: float | None = None
     memory_target: float | None = None
     device: str = "cpu"
@@ -81,7 +86,9 @@ _HOST_BOUND = Case(
     lambda: GPT(256, 64, 2, 2, 32),
     lambda: _text(256, 1, 32),
     _token_entropy,
-    steps=200,
+    rounds=60,
+    burst=9,
+    waking=3,
     time_target=0.60,
 )
 
@@ -92,7 +99,9 @@ CPU_CASES = (
         lambda: perceptron(16, 200),
         lambda: _regression(16, 16),
         _squared,
-        steps=100,
+        rounds=40,
+        burst=9,
+        waking=3,
         time_target=0.60,
     ),
     Case(
@@ -101,7 +110,8 @@ CPU_CASES = (
         lambda: perceptron(2048, 5),
         lambda: _regression(2048, 64),
         _squared,
-        steps=40,
+        rounds=30,
+        waking=1,
         time_target=0.90,
         memory_target=1.0,
     ),
@@ -111,7 +121,8 @@ CPU_CASES = (
         lambda: resnet18(10),
         lambda: _pictures(8),
         _class_entropy,
-        steps=30,
+        rounds=30,
+        waking=1,
         time_target=0.97,
         memory_target=1.0,
     ),
@@ -121,7 +132,7 @@ CPU_CASES = (
         lambda: GPT(256, 384, 6, 6, 128),
         lambda: _text(256, 4, 128),
         _token_entropy,
-        steps=30,
+        rounds=30,
         time_target=0.99,
         memory_target=1.0,
     ),
@@ -135,7 +146,9 @@ GPU_CASES = (
         lambda: GPT(50304, 768, 12, 12, 1024),
         lambda: _text(50304, 8, 1024),
         _token_entropy,
-        steps=50,
+        rounds=30,
+        burst=5,
+        waking=2,
         device="cuda",
         autocast=torch.bfloat16,
     ),

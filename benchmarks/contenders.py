@@ -90,7 +90,9 @@ def _eager(case: Case, inner: nn.Module, model: nn.Module) -> Contender:
 
 def fdp_step(case: Case) -> Contender:
     """The same step under fdp.data_parallel with the state donated; it also averages the loss over ranks."""
-    apply, params, buffers = fdp.from_module(_model(case))
+    model = _model(case)
+    apply, params, buffers = fdp.from_module(model)
+    model.to("meta")  # or it keeps tensors of its own, of which the state is a copy, and which nobody reads again
     optimizer = fdp.optim.from_torch(torch.optim.AdamW, **ADAMW)
     batches, count = _batches(case), 0
 
@@ -129,27 +131,38 @@ CONTENDERS: dict[str, Callable[[Case], Contender]] = {
 DDP = ("ddp", "ddp-views", "ddp-static", "ddp-static-views")
 
 
-def refuse_unlike(case: Case, running: Mapping[str, Contender]) -> None:
-    """Refuse to compare contenders that do not do the same thing.
+class SamenessCheck:
+    """Refuses to compare contenders that do not do the same thing.
 
     Args:
         case: what they train.
-        running: contenders by name, after equally many steps.
-
-    Raises:
-        RuntimeError: names a contender that moved the parameters elsewhere than the first one.
     """
-    start = dict(_model(case).named_parameters())
-    names = list(running)
-    with torch.no_grad():
-        moved = {name: _difference(running[name].params(), start) for name in names}
-        for name in names[1:]:
-            apart = _norm(a - b for a, b in zip(moved[name], moved[names[0]], strict=True))
-            if not apart <= _UNLIKE * _norm(moved[names[0]]):
-                raise RuntimeError(
-                    f"{name} does not train {case.name} as {names[0]} does: after equally many steps its parameters "
-                    f"differ by {apart:.3g}, and {names[0]} moved them by {_norm(moved[names[0]]):.3g}."
-                )
+
+    def __init__(self, case: Case):
+        self._case = case
+        self._start = {name: t.detach().cpu() for name, t in _model(case).named_parameters()}
+        self._first: tuple[str, list[torch.Tensor]] | None = None
+
+    def add(self, name: str, params: Mapping[str, torch.Tensor]) -> None:
+        """Take note of a contender.
+
+        Args:
+            name: what to call it.
+            params: its parameters after as many steps as everybody has made, on the CPU.
+
+        Raises:
+            RuntimeError: it moved the parameters elsewhere than the first one that was added, or not at all.
+        """
+        moved = _difference(params, self._start)
+        if self._first is None:
+            self._first = (name, moved)
+        first, expected = self._first
+        far, apart = _norm(expected), _norm(a - b for a, b in zip(moved, expected, strict=True))
+        if not (far > 0 and apart <= _UNLIKE * far):
+            raise RuntimeError(
+                f"{name} does not train {self._case.name} as {first} does: after equally many steps its parameters "
+                f"differ by {apart:.3g}, and {first} moved them by {far:.3g}."
+            )
 
 
 def _difference(now: Mapping[str, torch.Tensor], start: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -53,12 +53,14 @@ class Figures:
     memory: dict[str, Memory]
 
     def seconds(self, name: str, clock: str = "host") -> list[float]:
-        """A contender's times by one clock, "host" or "device"."""
-        times = self.times[name]
-        if clock == "host":
-            return times.host_s
-        assert times.device_s is not None
-        return times.device_s
+        """A contender's median step in each round by one clock, "host" or "device"."""
+        times = self.times[name].host_s if clock == "host" else self.times[name].device_s
+        assert times is not None
+        return [statistics.median(turn) for turn in times]
+
+    def page_faults(self, name: str) -> float:
+        """A contender's median page faults a step."""
+        return statistics.median(statistics.median(turn) for turn in self.times[name].page_faults)
 
     def fastest(self, peers: Sequence[str], clock: str = "host") -> str:
         """The peer whose median step takes the least time."""
@@ -82,14 +84,14 @@ class Figures:
 
 
 def measure(
-    setting: Setting, case: str, steps: int | None, with_memory: bool, begin: Callable[[str], Tell] = lambda _: _silent
+    setting: Setting, case: str, rounds: int | None, with_memory: bool, begin: Callable[[str], Tell] = lambda _: _silent
 ) -> Figures:
     """Measures one case in one setting.
 
     Args:
         setting: where, and beside whom.
         case: a key of `cases.CASES`.
-        steps: timed steps of each contender; None for the case's own number.
+        rounds: turns of each contender; None for the case's own number.
         with_memory: whether to measure memory as well.
         begin: given what is measured next; returns whom to tell how far that is.
 
@@ -98,7 +100,7 @@ def measure(
     """
     names = [*setting.peers, *setting.also, OURS]
     tell = begin(f"{case}: step time of {len(names)} contenders, {setting.title}")
-    times = measure_step_times(setting.place, case, names, steps or CASES[case].steps, tell=tell)
+    times = measure_step_times(setting.place, case, names, rounds or CASES[case].rounds, tell)
     memory = {}
     for name in names if with_memory else ():
         begin(f"{case}: memory of {name}, {setting.title}")

@@ -1,7 +1,11 @@
-"""Starts processes on this machine, one thread each, as ranks of a group or alone, and collects what they return."""
+"""Starts processes on this machine, one thread each, as ranks of a group or alone, and has them do what they are asked.
+
+Between two questions the processes block in a read and take no processor time.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import multiprocessing
@@ -11,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -33,17 +38,7 @@ class Place:
     backend: str | None
 
 
-def _rank_main(place: Place, rank: int, port: int, conn: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    told = 0.0
-
-    def tell(done: int, total: int) -> None:
-        nonlocal told
-        now = time.monotonic()
-        # Seldom, since to read it the parent needs one of the processors that are being timed.
-        if rank == 0 and now - told > 1.0:
-            told = now
-            conn.send(("progress", (done, total)))
-
+def _rank_main(place: Place, rank: int, port: int, conn: Any, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
     try:
         torch.set_num_threads(1)
         if place.backend is not None:
@@ -53,24 +48,119 @@ def _rank_main(place: Place, rank: int, port: int, conn: Any, fn: Callable[..., 
             dist.init_process_group(
                 place.backend, store=store, rank=rank, world_size=place.world, timeout=timeout, device_id=device
             )
-        conn.send(("result", fn(tell, *args)))
+        worker = make(*args)
+        while True:
+            try:
+                method, asked = conn.recv()
+            except EOFError:  # nobody has a question any more
+                break
+            conn.send((True, getattr(worker, method)(*asked)))
         if dist.is_initialized():
             dist.destroy_process_group()
     except Exception:  # the parent raises it
-        conn.send(("error", traceback.format_exc()))
+        conn.send((False, traceback.format_exc()))
 
 
-def run_in(
-    place: Place, fn: Callable[..., Any], *args: Any, tell: Tell | None = None, deadline_s: float = 900.0
-) -> list[Any]:
+class Crew:
+    """Fresh processes with an object of their own in each, to be used in a `with` statement.
+
+    Args:
+        place: how many, and their process group.
+        make: a module-level class or function that each process calls for its object.
+        args: what it is called with; all of it is pickled.
+    """
+
+    def __init__(self, place: Place, make: Callable[..., Any], *args: Any):
+        if sys.platform == "linux":  # gloo otherwise resolves the hostname, which need not resolve
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # The profiler otherwise reports its start and stop, and memory that is freed which it never saw.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        # Kept, since the ranks meet there, and may do so whenever a group is made.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # Not forked from here: a rank's memory is measured, and must hold nothing of this process's. The fork server
+        # has imported modules (also those that torch.optim imports when it is first used) and done nothing else, which
+        # saves each rank the seconds that the imports take.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.profiler", "torch._dynamo", "fdp"])
+        self._pipes: list[Any] = []
+        self._processes: list[Any] = []
+        for rank in range(place.world):
+            ours, theirs = context.Pipe()
+            arguments = (place, rank, self._store.port, theirs, make, args)
+            process = context.Process(target=_rank_main, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def ask(self, method: str, *args: Any, deadline_s: float = 900.0) -> list[Any]:
+        """Calls a method of every process's object, and waits until all have answered.
+
+        Args:
+            method: its name.
+            args: what it is called with; pickled.
+            deadline_s: seconds to wait for the answers.
+
+        Returns:
+            What each rank returned, in rank order.
+
+        Raises:
+            RuntimeError: a rank raised, died or did not answer in time.
+        """
+        deadline = time.monotonic() + deadline_s
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):  # it is gone; what it sent before that says why
+                pipe.send((method, args))
+        answers: dict[int, Any] = {}
+        while len(answers) < len(self._pipes):
+            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]
+            ready = multiprocessing.connection.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = [rank for rank in range(len(self._pipes)) if rank not in answers]
+                raise RuntimeError(f"ranks {late} did not answer {method!r} in {deadline_s:.0f} s")
+            for pipe in ready:
+                rank = self._pipes.index(pipe)
+                try:
+                    fine, value = pipe.recv()
+                except (EOFError, OSError):
+                    raise RuntimeError(f"rank {rank} died in {method!r}") from None
+                if not fine:
+                    raise RuntimeError(f"rank {rank} raised\n{value}")
+                answers[rank] = value
+        return [answers[rank] for rank in range(len(self._pipes))]
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            # After an error the ranks may wait for each other, and for nobody who closes a pipe.
+            process.join(0 if kind is not None else 5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+class _Caller:
+    """Calls functions."""
+
+    def call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Calls one."""
+        return fn(*args)
+
+
+def run_in(place: Place, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """Runs a module-level function in fresh processes.
 
     Args:
         place: how many, and their process group.
-        fn: a module-level function, called with a `Tell` and the arguments; all of them are pickled.
-        args: its arguments.
-        tell: told what rank 0 tells.
-        deadline_s: seconds until the processes are taken down.
+        fn: a module-level function.
+        args: its arguments; pickled.
 
     Returns:
         What each rank returned, in rank order.
@@ -78,52 +168,5 @@ def run_in(
     Raises:
         RuntimeError: a rank raised, died or ran past the deadline.
     """
-    if sys.platform == "linux":  # gloo otherwise resolves the hostname, which need not resolve
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # The profiler otherwise reports its start and stop, and memory that is freed which it never saw.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    # Not forked from here: a rank's memory is measured, and must hold nothing of this process's. The fork server has
-    # imported modules and done nothing else, which saves each rank the seconds that the imports take.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.profiler", "fdp"])
-    pipes, processes = [], []
-    for rank in range(place.world):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_rank_main, args=(place, rank, store.port, theirs, fn, args), daemon=True)
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
-    try:
-        return _collect(pipes, tell, time.monotonic() + deadline_s)
-    finally:
-        for process in processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join()
-
-
-def _collect(pipes: list[Any], tell: Tell | None, deadline: float) -> list[Any]:
-    results: dict[int, Any] = {}
-    while len(results) < len(pipes):
-        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
-        ready = multiprocessing.connection.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            late = [rank for rank in range(len(pipes)) if rank not in results]
-            raise RuntimeError(f"ranks {late} did not finish in time")
-        for pipe in ready:
-            rank = pipes.index(pipe)
-            try:
-                kind, value = pipe.recv()
-            except EOFError:
-                raise RuntimeError(f"rank {rank} died") from None
-            if kind == "error":
-                raise RuntimeError(f"rank {rank} raised\n{value}")
-            if kind == "result":
-                results[rank] = value
-            elif tell is not None:
-                tell(*value)
-    return [results[rank] for rank in range(len(pipes))]
+    with Crew(place, _Caller) as crew:
+        return crew.ask("call", fn, args)

@@ -25,7 +25,7 @@ import re
 import torch
 from cases import CASES, Case
 from contenders import CONTENDERS
-from launch import Place, Tell, run_in
+from launch import Place, run_in
 from torch import nn
 
 _CLEAR_REFS = pathlib.Path("/proc/self/clear_refs")
@@ -127,7 +127,7 @@ def _cuda_tensors(contender: str, case: Case, steps: int) -> tuple[int, int]:
     return live, torch.cuda.max_memory_allocated() - before - live
 
 
-def _on_rank(tell: Tell, case_name: str, contender: str, steps: int) -> Memory:
+def _on_rank(case_name: str, contender: str, steps: int) -> Memory:
     case = CASES[case_name]
     if case.device != "cpu":
         live, above = _cuda_tensors(contender, case, steps)

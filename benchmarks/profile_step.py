@@ -19,7 +19,7 @@ import torch
 from cases import CASES, CPU_CASES
 from contenders import CONTENDERS
 from figures import OURS, Figures
-from launch import Tell, run_in
+from launch import run_in
 from rich.console import Console
 from run import ONE, RANKS
 from step_time import measure_step_times
@@ -53,20 +53,16 @@ def _group(name: str) -> str:
     return next((group for group, pattern in GROUPS if re.search(pattern, name)), "the rest")
 
 
-def _on_rank(tell: Tell, case_name: str, contenders: list[str], steps: int) -> dict[str, tuple[Totals, Totals]]:
-    case, out = CASES[case_name], {}
-    for i, name in enumerate(contenders):
-        running = CONTENDERS[name](case)
-        for _ in range(5):
-            running.step()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            running.step()  # the first step under a profiler is slower than the ones after it
-            with torch.profiler.record_function("measured"):
-                for _ in range(steps):
-                    running.step()
-        out[name] = _totals(profile, steps)
-        tell(i + 1, len(contenders))
-    return out
+def _on_rank(case_name: str, contender: str, steps: int) -> tuple[Totals, Totals]:
+    running = CONTENDERS[contender](CASES[case_name])
+    for _ in range(5):
+        running.step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        running.step()  # the first step under a profiler is slower than the ones after it
+        with torch.profiler.record_function("measured"):
+            for _ in range(steps):
+                running.step()
+    return _totals(profile, steps)
 
 
 def _totals(profile: torch.profiler.profile, steps: int) -> tuple[Totals, Totals]:
@@ -108,7 +104,7 @@ def main() -> int:
     ratio = quartiles(times.time_ratio(OURS, peer))
     console.print(f"{args.case}, {setting.title}: fdp {ours} ms, {peer} {theirs} ms a step, ratio {ratio}")
     console.print("self time on the CPU of rank 0 under the profiler, a step:\n")
-    totals = run_in(setting.place, _on_rank, args.case, names, args.steps)[0]
+    totals = {name: run_in(setting.place, _on_rank, args.case, name, args.steps)[0] for name in names}
     columns = [f"{name}, {what}" for what in ("us", "calls") for name in names]
     for kind in range(2 if args.operators else 1):
         rows = {name: totals[name][kind] for name in names}

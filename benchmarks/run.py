@@ -1,6 +1,6 @@
 """fdp beside DistributedDataParallel in its best setting, and beside plain PyTorch: step time and memory.
 
-    python benchmarks/run.py [--setting NAME]... [--case NAME]... [--steps N] [--no-memory] [--json FILE]
+    python benchmarks/run.py [--setting NAME]... [--case NAME]... [--rounds N] [--no-memory] [--json FILE]
 
 Settings: "ranks" is two gloo ranks on this machine, one thread each, beside DDP; "one" is one process of one thread
 without a process group, beside plain PyTorch; "gpu" is an NCCL group of one rank. Everybody runs the fused AdamW.
@@ -33,11 +33,11 @@ SETTINGS = {setting.name: setting for setting in (RANKS, ONE, gpu.SETTING)}
 
 
 def _measure_all(
-    console: Console, setting: Setting, cases: list[str], steps: int | None, with_memory: bool
+    console: Console, setting: Setting, cases: list[str], rounds: int | None, with_memory: bool
 ) -> dict[str, Figures]:
     figures = {}
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, refresh_per_second=1) as progress:
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
 
         def begin(what: str) -> Tell:
             if not console.is_terminal:  # where a bar is not drawn, a line says what goes on
@@ -45,10 +45,21 @@ def _measure_all(
             for done_with in progress.task_ids:
                 progress.remove_task(done_with)
             task = progress.add_task(what, total=None)
-            return lambda done, total: progress.update(task, completed=done, total=total)
+            progress.refresh()
+            shown = time.monotonic()
+
+            def tell(done: int, total: int) -> None:
+                # Drawn here, between two steps, and by no thread, which would need a processor that is being timed.
+                nonlocal shown
+                progress.update(task, completed=done, total=total)
+                if time.monotonic() - shown > 1.0:
+                    shown = time.monotonic()
+                    progress.refresh()
+
+            return tell
 
         for case in cases:
-            figures[case] = measure(setting, case, steps, with_memory, begin)
+            figures[case] = measure(setting, case, rounds, with_memory, begin)
     return figures
 
 
@@ -58,12 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [case.name for setting in SETTINGS.values() for case in setting.cases]
     parser.add_argument("--setting", action="append", choices=list(SETTINGS), help="only this one; may be repeated")
     parser.add_argument("--case", action="append", choices=list(dict.fromkeys(names)), help="only this one; repeatable")
-    parser.add_argument("--steps", type=int, help="timed steps of each contender (default: by case, at least 30)")
+    parser.add_argument("--rounds", type=int, help="turns of each contender (default: by case, at least 30)")
     parser.add_argument("--no-memory", action="store_true", help="step time only")
     parser.add_argument("--json", type=pathlib.Path, help="write every single time to this file")
     args = parser.parse_args(arguments)
-    if args.steps is not None and args.steps < 1:
-        parser.error("--steps has to be at least 1")
+    if args.rounds is not None and args.rounds < 1:
+        parser.error("--rounds has to be at least 1")
 
     # Wide enough for a row on one line, also where the terminal's width is not known.
     console = Console(width=max(Console().width, 160))
@@ -77,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if setting is gpu.SETTING and not gpu.measurable():
             console.print("GPU: not measured (no CUDA device, or no NCCL, here).\n")
             continue
-        found[name] = _measure_all(console, setting, cases, args.steps, not args.no_memory)
+        found[name] = _measure_all(console, setting, cases, args.rounds, not args.no_memory)
         console.print(f"{setting.title}, one thread each, fused AdamW; fdp beside {setting.peer}\n")
         tables = gpu.tables(found[name]) if setting is gpu.SETTING else [comparison(setting, found[name])]
         for table in [*tables, everybody(setting, found[name])]:

@@ -1,29 +1,35 @@
-"""Step time of several contenders in the same processes, interleaved step by step.
+"""Step time of several contenders, each in processes of its own, that take turns.
 
-Machines drift: other work, clock rates, page caches. Contenders that take turns see the same drift, so what
-is compared are the ratios of neighbouring steps, and the spread that is printed is the spread of those
-ratios.
+In processes of its own, as a user's training loop is: contenders that share a process share malloc's heap, and what
+one of them leaves there decides how many pages the next one has to ask the system for. In turns, since machines
+drift: other work, clock rates, page caches. Contenders that take turns see the same drift, so what is compared are the
+ratios within a round, and the spread that is printed is the spread of those ratios.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
+import pathlib
 import resource
 import statistics
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from cases import CASES
-from contenders import CONTENDERS, refuse_unlike
-from launch import Place, Tell, run_in
+from contenders import CONTENDERS, SamenessCheck
+from launch import Crew, Place, Tell
+
+_WARMUP = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """One contender's steps in the order of the rounds, in seconds.
+    """One contender's timed steps: a list a turn, in the order of the rounds; times in seconds.
 
     Attributes:
         host_s: until the step returned, on the slowest rank.
@@ -32,9 +38,9 @@ class StepTimes:
             after one step and asks for again in the next comes as such pages, about 0.7 us each.
     """
 
-    host_s: list[float]
-    device_s: list[float] | None
-    page_faults: list[int]
+    host_s: list[list[float]]
+    device_s: list[list[float]] | None
+    page_faults: list[list[int]]
 
 
 Quartiles = tuple[float, float, float]
@@ -74,58 +80,80 @@ def turns(names: Sequence[str], rounds: int) -> list[list[str]]:
     return orders
 
 
-def _on_rank(tell: Tell, case_name: str, contenders: list[str], steps: int, warmup: int) -> dict[str, list[_Step]]:
-    case = CASES[case_name]
-    on_device = case.device != "cpu"
-    running = {name: CONTENDERS[name](case) for name in contenders}
-    for contender in running.values():
-        for _ in range(warmup):
-            contender.step()
-    refuse_unlike(case, running)
-    times: dict[str, list[_Step]] = {name: [] for name in contenders}
-    # A collection in the middle of a step would be charged to whoever ran then. Frozen, what is there by now need not
-    # be looked through each time.
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    for i, order in enumerate(turns(contenders, steps)):
-        for name in order:
-            if on_device:
-                torch.cuda.synchronize()
-            elif dist.is_initialized():
-                dist.barrier()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if on_device else (None, None)
-            if begin is not None:
-                begin.record()
-            faults = _page_faults()
-            start = time.perf_counter()
-            running[name].step()
-            host_s = time.perf_counter() - start
-            faults = _page_faults() - faults
-            device_s = None
-            if begin is not None and end is not None:
-                end.record()
-                torch.cuda.synchronize()
-                device_s = begin.elapsed_time(end) / 1e3
-            times[name].append(_Step(host_s, device_s, faults))
-        if i % 10 == 9:
-            gc.collect()
-        tell(i + 1, steps)
-    gc.enable()
-    return times
+class _Trainer:
+    """A contender in a process of its own. Built by all of them at once; whatever is timed, by one at a time."""
+
+    def __init__(self, case_name: str, contender: str):
+        self._case = CASES[case_name]
+        self._running = CONTENDERS[contender](self._case)
+
+    def warm_up(self, steps: int, folder: str) -> str:
+        """Trains some steps, and writes the parameters to a file; returns its path."""
+        for _ in range(steps):
+            self._running.step()
+        # To a file and not through the pipe: pickled, they would leave their traces on the heap of the steps to come.
+        path = str(pathlib.Path(folder, f"{dist.get_rank() if dist.is_initialized() else 0}.pt"))
+        torch.save({name: t.detach() for name, t in self._running.params().items()}, path)
+        # A collection in the middle of a step would be charged to that step. Frozen, what is there by now need not be
+        # looked through each time.
+        gc.disable()
+        self._rest()
+        gc.freeze()
+        return path
+
+    def turn(self) -> list[_Step]:
+        """Trains the steps of one turn, and says how the timed ones went."""
+        for _ in range(self._case.waking):
+            self._align()
+            self._running.step()
+        steps = [self._timed_step() for _ in range(self._case.burst)]
+        self._align()  # or the first rank to answer would wake the parent while another one is still at its step
+        self._rest()
+        return steps
+
+    def _rest(self) -> None:
+        gc.collect()
+        if self._on_device:
+            torch.cuda.empty_cache()  # the others need the room
+
+    @property
+    def _on_device(self) -> bool:
+        return self._case.device != "cpu"
+
+    def _align(self) -> None:
+        if self._on_device:
+            torch.cuda.synchronize()
+        elif dist.is_initialized():
+            dist.barrier()
+
+    def _timed_step(self) -> _Step:
+        self._align()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if self._on_device else (None, None)
+        if begin is not None:
+            begin.record()
+        faults = _page_faults()
+        start = time.perf_counter()
+        self._running.step()
+        host_s = time.perf_counter() - start
+        faults = _page_faults() - faults
+        device_s = None
+        if begin is not None and end is not None:
+            end.record()
+            torch.cuda.synchronize()
+            device_s = begin.elapsed_time(end) / 1e3
+        return _Step(host_s, device_s, faults)
 
 
 def measure_step_times(
-    place: Place, case_name: str, contenders: list[str], steps: int, warmup: int = 5, tell: Tell | None = None
+    place: Place, case_name: str, contenders: list[str], rounds: int, tell: Tell | None = None
 ) -> dict[str, StepTimes]:
     """Times the contenders in fresh processes.
 
     Args:
-        place: where they run.
+        place: where each of them runs.
         case_name: a key of `cases.CASES`.
         contenders: keys of `contenders.CONTENDERS`.
-        steps: timed steps of each contender.
-        warmup: steps of each before the first timed one; tracing happens there.
+        rounds: turns of each contender.
         tell: told how many rounds are done.
 
     Returns:
@@ -134,16 +162,36 @@ def measure_step_times(
     Raises:
         RuntimeError: the contenders do not train the same.
     """
-    by_rank = run_in(place, _on_rank, case_name, contenders, steps, warmup, tell=tell)
-    out = {}
-    for name in contenders:
+    found: dict[str, list[list[list[_Step]]]] = {name: [] for name in contenders}  # by round, rank, step
+    with contextlib.ExitStack() as stack:
+        crews = {name: stack.enter_context(Crew(place, _Trainer, case_name, name)) for name in contenders}
+        _warm_up(case_name, crews)
+        for i, order in enumerate(turns(contenders, rounds)):
+            for name in order:
+                found[name].append(crews[name].ask("turn"))
+            if tell is not None:  # between two turns, so that it takes the processor from nobody who is timed
+                tell(i + 1, rounds)
+    return {name: _of_slowest(by_round) for name, by_round in found.items()}
+
+
+def _warm_up(case_name: str, crews: Mapping[str, Crew]) -> None:
+    check = SamenessCheck(CASES[case_name])
+    with tempfile.TemporaryDirectory() as folder:
+        for name, crew in crews.items():
+            for rank, path in enumerate(crew.ask("warm_up", _WARMUP, folder)):
+                check.add(f"rank {rank} of {name}", torch.load(path, map_location="cpu"))
+                pathlib.Path(path).unlink()
+
+
+def _of_slowest(by_round: list[list[list[_Step]]]) -> StepTimes:
+    host, device, faults = [], [], []
+    for ranks in by_round:
         # A step is over when it is over on every rank.
-        rounds = list(zip(*(times[name] for times in by_rank), strict=True))
-        host = [max(step.host_s for step in ranks) for ranks in rounds]
-        device = [max(step.device_s for step in ranks if step.device_s is not None)
-                  for ranks in rounds if ranks[0].device_s is not None]  # fmt: skip
-        out[name] = StepTimes(host, device or None, [step.page_faults for step in by_rank[0][name]])
-    return out
+        host.append([max(step.host_s for step in same) for same in zip(*ranks, strict=True)])
+        on_device = [[step.device_s for step in same if step.device_s is not None] for same in zip(*ranks, strict=True)]
+        device.append([max(same) for same in on_device if same])
+        faults.append([step.page_faults for step in ranks[0]])
+    return StepTimes(host, device if device[0] else None, faults)
 
 
 def _page_faults() -> int:

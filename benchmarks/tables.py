@@ -50,7 +50,7 @@ def everybody(setting: Setting, figures: Mapping[str, Figures]) -> Table:
         peer = row.fastest(setting.peers)
         for name in row.times:
             cells = [milliseconds(row, name), "1" if name == peer else quartiles(row.time_ratio(name, peer))]
-            cells.append(f"{statistics.median(row.times[name].page_faults):.0f}")
+            cells.append(f"{row.page_faults(name):.0f}")
             used = row.memory.get(name)
             if used is None:
                 cells += ["not measured"] * 3
@@ -75,7 +75,7 @@ def _named(cell: str, peer: str, setting: Setting) -> str:
 
 
 def milliseconds(row: Figures, name: str, clock: str = "host") -> str:
-    """A contender's median step."""
+    """A contender's step: the median of its rounds."""
     return f"{statistics.median(row.seconds(name, clock)) * 1e3:.2f}"
 
 
