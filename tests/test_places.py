@@ -370,6 +370,87 @@ def test_step_counts_are_counted_up_at_once() -> None:
     assert "_foreach_add__List" in emitted_of(step)[0].source
 
 
+def both_ways(step: Any, state: Tree, batch: Tree, calls: int = 2, **options: Any) -> Emitted:
+    """Calls a step on poisoned memory, compares it with the function that it was made from, and looks for leaks."""
+    transform = fdp.data_parallel(step, check_trace=False, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        poisoned(patch)
+        kept = []
+        for _ in range(calls):
+            expected = step(state, batch)
+            found = transform(state, batch)
+            assert same_bits(found, expected), f"{found}\n{expected}"
+            kept.append((found, expected))
+        (emitted,) = emitted_of(transform)
+        memory = {block.untyped_storage().data_ptr() for block in emitted._blocks.values()}
+        for found, expected in kept:
+            assert same_bits(found, expected), "an earlier result was changed"
+            for leaf in optree.tree_leaves(found):
+                assert leaf.untyped_storage().data_ptr() not in memory, "a result is in the memory of the step"
+    return emitted
+
+
+def test_the_second_of_two_operators_with_several_results_is_returned() -> None:
+    # The graph calls it by the name of the first and a number.
+    def step(s: torch.Tensor, b: torch.Tensor) -> Any:
+        first = torch.nn.functional.max_pool2d(s * 2, 2)
+        second = torch.nn.functional.max_pool2d(s * 3, 2)
+        return first.sum() * 2, second, fdp.pmean(b.sum())
+
+    both_ways(step, torch.randn(2, 3, 4, 4), torch.ones(3))
+
+
+def test_lists_of_conjugate_views_keep_the_memory_that_they_look_at() -> None:
+    def step(s: torch.Tensor, b: torch.Tensor) -> Any:
+        x = torch.view_as_complex(b * 2)
+        u, v = x.conj().unbind(0)
+        a = u.resolve_conj() * 1
+        a2 = a * s
+        return fdp.pmean((a2 + a).sum() + v @ s)
+
+    both_ways(step, torch.randn(64, dtype=torch.complex64), torch.randn(2, 64, 2))
+
+
+@pytest.mark.parametrize("value", [float("-inf"), float("nan"), 2.5])
+def test_large_tensors_full_of_a_number(value: float) -> None:
+    def step(s: torch.Tensor, b: torch.Tensor) -> Any:
+        mask = torch.full((300, 300), value).triu(1)
+        return fdp.pmean((b @ s + mask).softmax(-1).nan_to_num()), (torch.full_like(s, value) + s).isfinite() * 1.0
+
+    both_ways(step, torch.randn(300, 300), torch.randn(300, 300))
+
+
+def test_operators_that_are_called_as_the_program_calls_its_own() -> None:
+    with torch.library._scoped_library("fdp_test_names", "DEF") as library:
+        for name in ("start", "wait", "inputs"):
+            library.define(f"{name}(Tensor x) -> Tensor")
+            library.impl(name, lambda x: x + 1, "CompositeExplicitAutograd")
+            torch.library.register_fake(f"fdp_test_names::{name}", torch.empty_like, lib=library)
+
+        def step(s: torch.Tensor, b: torch.Tensor) -> Any:
+            operators = torch.ops.fdp_test_names
+            return fdp.pmean(operators.start(operators.wait(operators.inputs(b * s))) * 2)
+
+        emitted = both_ways(step, torch.ones(3), torch.ones(3))
+        assert "def step(inputs_, start_, wait_" in emitted.source
+
+
+def test_a_default_device_around_the_first_call_changes_nothing() -> None:
+    optimizer = fdp.optim.from_torch(torch.optim.Adam, lr=0.1)
+    state = start()
+    opt = optimizer.init(state)
+    step = fdp.data_parallel(
+        lambda s, g: (optimizer.update(g, s[1], s[0]), fdp.per_rank(fdp.axis_index())),
+        batch_argnums=(),
+        check_trace=False,
+    )
+    grads = optree.tree_map(torch.ones_like, state)
+    with torch.device("meta"):
+        found = step((state, opt), grads)
+    assert same_bits(found[0], optimizer.update(grads, opt, state))
+    assert found[1].item() == 0
+
+
 # --- on real ranks -----------------------------------------------------------------------------------
 
 

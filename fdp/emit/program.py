@@ -20,10 +20,10 @@ from fdp.emit.fill import early_fillings, write_copy, write_division, write_star
 from fdp.emit.forms import Form, form_of
 from fdp.emit.layout import Layout
 from fdp.emit.lines import Line, assemble, drop_unused, lay_out_lines
-from fdp.emit.places import RESHAPES_IN_PLACE, Place, find_places
+from fdp.emit.places import RESHAPES_IN_PLACE, Place, find_places, result_name
 from fdp.emit.shortcuts import counted_up, transposed_weight
 from fdp.emit.views import redundant_views
-from fdp.emit.writer import Writer, bind_object, bind_operator, bucket_name, emit, is_pure, literal, name_of
+from fdp.emit.writer import Writer, bind_object, bind_operator, bucket_name, emit, free_name, is_pure, literal, name_of
 from fdp.plan import Plan, Run, Start
 from fdp.trace.effects import is_marker, list_arguments, operator_name
 
@@ -73,7 +73,8 @@ def write_program(plan: Plan, rank: int, communicates: bool) -> Program:
     travelling = {node for members in markers.values() for node in members}
     alone = {marker(index) for index in range(len(plan.trace.reductions))} - travelling
     places = find_places(plan, same, placement, accesses, markers, alone)
-    writer = Writer(plan, rank, same, placement, accesses, places, markers)
+    reserved = {stem: free_name(stem, nodes) for stem in ("inputs", "start", "wait")}
+    writer = Writer(plan, rank, same, placement, accesses, places, markers, reserved)
     placeholders = graph.find_nodes(op="placeholder")
     for node in placeholders:
         writer.local[node] = node.name
@@ -105,7 +106,8 @@ def write_program(plan: Plan, rank: int, communicates: bool) -> Program:
             if isinstance(item, Start):
                 write_start(writer, plan.buckets[item.bucket], filled)
             else:
-                writer.lines.append(Line(f"wait({item.bucket})", {bucket_name(item.bucket)}))
+                text = f"{writer.reserved['wait']}({item.bucket})"
+                writer.lines.append(Line(text, {bucket_name(item.bucket)}))
                 writer.local.update((node, node.name) for node in markers[item.bucket])
         elif isinstance(item, Start):
             for member in plan.buckets[item.bucket].members:
@@ -117,7 +119,7 @@ def write_program(plan: Plan, rank: int, communicates: bool) -> Program:
     layouts = lay_out_lines(writer.lines, memory_of, places.sizes)
     inputs = [writer.local[node] for node in placeholders]
     fixed = places.named.keys() | {bucket_name(index) for index in markers}
-    source = assemble(writer.lines, inputs, outputs, writer.bound, fixed, layouts)
+    source = assemble(writer.lines, inputs, outputs, writer.bound, fixed, layouts, writer.reserved)
     namespace = dict(writer.bound)
     exec(compile(source, f"<fdp step {plan.trace.name}>", "exec"), namespace)
     return Program(source, namespace["step"], places.named, layouts, frozenset(places.scaled))
@@ -135,9 +137,9 @@ def _write_call(writer: Writer, node: fx.Node, lanes: list[int]) -> None:
     uses: set[str] = set()
     if target is operator.getitem:
         sequence: Any = node.args[0]
-        index = node.args[1]
+        index: Any = node.args[1]
         if sequence in writer.places.forms:
-            writer.local[node] = f"{sequence.name}_{index}"
+            writer.local[node] = result_name(sequence, index)
         elif writer.local.get(sequence) is None:
             # One entry of a call whose lanes ran apart, or which was unpacked: each has its own name.
             writer.local[node] = _entry_name(sequence, index)
@@ -149,7 +151,8 @@ def _write_call(writer: Writer, node: fx.Node, lanes: list[int]) -> None:
         emit(writer, f"{clone}({literal(writer, node.args[0], uses)})", uses, node)
         return
     if is_marker(node, "axis_index"):
-        constant = bind_object(writer, torch.tensor(writer.rank, dtype=torch.int64), "axis_index")
+        own = torch.tensor(writer.rank, dtype=torch.int64, device=node.meta["val"].device)
+        constant = bind_object(writer, own, "axis_index")
         emit(writer, f"{bind_operator(writer, _aten.clone.default)}({constant})", uses, node)
         return
     args, kwargs = list(node.args), dict(node.kwargs)
@@ -173,6 +176,9 @@ def _write_call(writer: Writer, node: fx.Node, lanes: list[int]) -> None:
     elif _is_unpacked(writer, node):
         # Each entry is dropped when it is not needed any more, not with the last of them.
         targets = tuple(_entry_name(node, index) for index in range(len(node.meta["val"])))
+        if (memory := writer.places.memory.get(node.name)) is not None:
+            # Views that have no place themselves (of a conjugate): the place that they look at is in use with them.
+            writer.places.memory.update(dict.fromkeys(targets, memory))
         writer.lines.append(Line(f"({', '.join(targets)},) = {call}", uses, targets, pure=is_pure(node)))
     else:
         emit(writer, call, uses, node)
@@ -208,14 +214,14 @@ def _write_into_place(writer: Writer, node: fx.Node) -> None:
         return
     form = writer.places.forms[node]
     outs = [node.name] if isinstance(node.meta["val"], torch.Tensor) else [
-        f"{node.name}_{index}" for index in range(len(node.meta["val"]))
+        result_name(node, index) for index in range(len(node.meta["val"]))
     ]  # fmt: skip
     uses = set(outs)
     if form.kind == "nothing":
         return
     if form.kind == "fill":
         name = bind_operator(writer, _aten.fill_.Scalar, (node, form.value))
-        writer.lines.append(Line(f"{name}({outs[0]}, {form.value!r})", uses))
+        writer.lines.append(Line(f"{name}({outs[0]}, {literal(writer, form.value, uses)})", uses))
     elif form.kind == "copy":
         name = bind_operator(writer, _aten.copy_.default, (node, node.args[0]))
         source = literal(writer, node.args[0], uses)

@@ -39,7 +39,7 @@ def counted_up(
     first = values[0]
     if any(v.dim() or v.dtype != first.dtype or v.device.type != "cpu" for v in values) or first.is_complex():
         return None
-    one = torch.tensor(number, dtype=first.dtype)
+    one = torch.tensor(number, dtype=first.dtype, device="cpu")
     if isinstance(number, bool) or one.item() != number:
         return None  # the number would be rounded in another way
     return _aten._foreach_add_.List, [tensors, [one] * len(tensors)], {}
