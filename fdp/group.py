@@ -6,8 +6,10 @@ Everything that fdp needs from torch.distributed beyond its documented interface
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fdp.errors import ArgumentError, build_message
+from fdp.errors import ArgumentError, PeerError, build_message
 
 _AVERAGING_BACKENDS = ("gloo", "nccl", "xccl", "hccl")
 """Backends known to take ReduceOp.AVG; on any other a mean is a sum and a division."""
@@ -234,6 +236,42 @@ def leave_behind(group: Group, why: str) -> None:
 def why_left_behind(group: Group) -> str | None:
     """Why this rank is no longer in step with the others of a group; None if it is."""
     return None if group.process_group is None else _left_behind.get(group.process_group)
+
+
+_busy: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[threading.Lock, list[str]]] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def alone_on(group: Group, name: str) -> Iterator[None]:
+    """Run step `name` as the only one on its group: messages carry no name, ranks pair them by their order.
+
+    Raises:
+        PeerError: another step, or another call of this one, is running on the group. The other ranks may have run the
+            two one after the other, so this rank counts as left behind.
+    """
+    process_group = group.process_group
+    if process_group is None or group.size == 1:
+        yield
+        return
+    lock, running = _busy.get(process_group) or _busy.setdefault(process_group, (threading.Lock(), []))
+    if not lock.acquire(blocking=False):
+        other = next(iter(running), name)
+        leave_behind(group, f"step {name!r} was called while step {other!r} was running")
+        raise PeerError(
+            build_message(
+                f"step {name!r} was called on rank {group.rank} while step {other!r} was running on the same process "
+                "group.",
+                ["from another thread, or from inside of that run", "ranks pair their messages by their order alone"],
+                remedy="let one thread call all steps of a group, one after the other; or make a group for each "
+                "thread with torch.distributed.new_group. Start the job again from its last checkpoint.",
+            )
+        )
+    running.append(name)
+    try:
+        yield
+    finally:
+        running.clear()
+        lock.release()
 
 
 def _nothing() -> None:

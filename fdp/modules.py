@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fdp.errors import ArgumentError, FdpError, build_message
+from fdp.skeleton import Skeleton
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _REFUSED = {
@@ -32,9 +33,12 @@ def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, 
 
     `apply` runs the module with the tensors that it is given; the module's own tensors and attributes stay as
     they are, and so do the arguments: BatchNorm's new statistics are in `new_buffers`. It reads
-    `module.training` at every call (in a step: when it is traced), so `module.eval()` works as usual.
+    `module.training` and other attributes at every call (in a step: when it is traced), so `module.eval()` works
+    as usual. It does not keep the module's own tensors in memory: they go when you let go of the module, as in
+    `from_module(Model())` or with `del module`. (Not so for a module that refers to itself from a lambda or a bound
+    hook, or has parametrizations, which do so: that one is kept.)
     Modules wrapped by `torch.compile` run uncompiled inside of it, since the step around them is what gets
-    compiled. While it runs, the module holds the given tensors: threads must not share one.
+    compiled. Threads must not share one `apply`.
 
     Args:
         module: any `nn.Module`, also with tied parameters or buffers (which appear once, under their first
@@ -50,7 +54,8 @@ def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, 
 
     Raises:
         ArgumentError: not a module; a parameter that does not exist yet; a data-parallel wrapper; from
-            `apply`: other names than the module's, where it would otherwise use tensors of its own.
+            `apply`: other names than the module's, where it would otherwise use tensors of its own; a module that
+            was given other parts after it was taken apart.
 
     Example:
         >>> apply, params, buffers = from_module(torch.nn.BatchNorm1d(2))
@@ -64,24 +69,26 @@ def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, 
         `torch.func.functional_call`, which this builds on.
     """
     module = _plain(module)
-    own = dict(module.named_parameters())
-    own_buffers = dict(module.named_buffers())
-    names = own.keys() | own_buffers.keys()
+    kind, skeleton = type(module).__name__, Skeleton(module)
+    own, own_buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    names, buffer_names = own.keys() | own_buffers.keys(), frozenset(own_buffers)
     params = {name: p.detach().clone().requires_grad_() for name, p in own.items() if p.requires_grad}
     buffers = {name: p.detach().clone() for name, p in own.items() if not p.requires_grad}
     buffers.update({name: b.detach().clone() for name, b in own_buffers.items()})
+    del module, own, own_buffers  # of which `apply` keeps nothing
 
     def apply(
         params: dict[str, Tensor], buffers: dict[str, Tensor], /, *args: Any, **kwargs: Any
     ) -> tuple[Any, dict[str, Tensor]]:
-        _refuse_other_names(type(module).__name__, names, params, buffers)
+        _refuse_other_names(kind, names, params, buffers)
         # A buffer is copied whether or not the module changes it: batch_norm changes its statistics without
         # telling their version counters. Frozen parameters can be large, and no operation does that to them.
-        tensors = {**params, **{name: b.clone() if name in own_buffers else b for name, b in buffers.items()}}
-        with _isolated(module), _without_checkpointing(type(module).__name__):
-            output = torch.func.functional_call(module, tensors, args, kwargs, tie_weights=True)
+        tensors = {**params, **{name: b.clone() if name in buffer_names else b for name, b in buffers.items()}}
+        stand_in = skeleton.follow()
+        with _isolated(stand_in), _without_checkpointing(kind):
+            output = torch.func.functional_call(stand_in, tensors, args, kwargs, tie_weights=True)
         # functional_call writes what the module assigned (`self.buffer = value`) back into `tensors`.
-        new = {name: _as_state(tensors[name]) if name in own_buffers else b for name, b in buffers.items()}
+        new = {name: _as_state(tensors[name]) if name in buffer_names else b for name, b in buffers.items()}
         return output, new
 
     return apply, params, buffers

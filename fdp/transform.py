@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import os
 import threading
 import types
@@ -22,12 +23,12 @@ from fdp.autodiff import under_transform
 from fdp.axis import inside_step
 from fdp.emit import Emitted, announce_failure, check_emitted
 from fdp.errors import ArgumentError, FdpError, build_message
-from fdp.group import Group, resolve_group
+from fdp.group import Group, alone_on, resolve_group
 from fdp.plan import Plan, plan_trace
 from fdp.plan.buckets import resolve_caps
 from fdp.trace import (
     Flat,
-    LastCall,
+    RememberedCalls,
     Roles,
     Summary,
     Trace,
@@ -35,8 +36,8 @@ from fdp.trace import (
     flatten,
     refuse_unhashable,
     resolve_roles,
+    set_apart,
     summarise,
-    take_apart,
     trace_step,
 )
 
@@ -44,19 +45,26 @@ _RETRACE_WARNING = 8
 """After so many traces a step is told that it keeps retracing, once."""
 
 
+_MOST_SIGNATURES = 64
+"""So many signatures a step keeps, those that were called last; each has a program and bucket memory of its own."""
+
 _one_at_a_time = threading.RLock()
 """Held while a step is traced or checked: both set switches of torch that hold for the whole process."""
 
 _Place = tuple[int, Group, Any]
 """Where a call happens: its number of arguments, the group, and what `_surroundings` says."""
 
+_clock = itertools.count()
+"""Counts calls, so that it can be told which signature was called last."""
 
-@dataclass(frozen=True)
-class _Recent:
-    place: _Place
-    call: LastCall
+
+@dataclass
+class _Known:
+    """A signature that has been prepared, what is remembered of a call of it, and when it was called last."""
+
     emitted: Emitted
-    all_tensors: bool
+    remembered: Any = None
+    last_call: int = 0
 
 
 class Step:
@@ -87,11 +95,12 @@ class Step:
         resolve_caps(bucket_cap_mb)
         self._check_replication = check_replication
         self._check_trace = check_trace
-        self._emitted: dict[Any, Emitted] = {}
+        self._known: dict[Any, _Known] = {}
         self._roles: dict[int, Roles] = {}
         self._agreed: set[tuple[str, Group]] = set()
-        self._recent: _Recent | None = None
+        self._calls: RememberedCalls[_Known] = RememberedCalls()
         self._previous: Summary | None = None
+        self._prepared = 0
         self._signature = _signature(step_fn)
         self.traces = 0
 
@@ -132,15 +141,11 @@ class Step:
             )
         if kwargs:
             args = self._positional(args, kwargs)
-        place = (len(args), resolve_group(self._group), _surroundings())
-        roles = self._roles_for(len(args))
-        leaves, spec, static = take_apart(args, roles)
-        recent = self._recent
-        if recent is None or recent.place != place or not recent.call.is_like(leaves, spec, static):
-            recent = self._recent = self._look_up(flatten(args, roles), roles, place)
-        if not recent.all_tensors:
-            leaves = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        return recent.emitted.run(leaves)
+        group = resolve_group(self._group)
+        if group.size == 1:
+            return self._call(args, group)
+        with alone_on(group, self._name):
+            return self._call(args, group)
 
     def trace(self, *args: Any, **kwargs: Any) -> Trace:
         """Trace the step on example arguments, without running it.
@@ -183,26 +188,48 @@ class Step:
     def _name(self) -> str:
         return getattr(self._step, "__name__", type(self._step).__name__)
 
+    def _call(self, args: tuple[Any, ...], group: Group) -> Any:
+        place = (len(args), group, _surroundings())
+        roles = self._roles_for(len(args))
+        recognised = self._calls.recognise(place, *set_apart(args, roles))
+        if recognised is None:
+            recognised = self._look_up(flatten(args, roles), roles, place)
+        known, tensors = recognised
+        known.last_call = next(_clock)
+        return known.emitted.run(tensors)
+
     def _trace(self, flat: Flat, roles: Roles, group: Group) -> Trace:
-        self.traces += 1
         devices = sorted({x.device.index for x in flat.leaves if isinstance(x, torch.Tensor) and x.is_cuda})
         # Nothing is drawn while tracing; but a step that seeds a generator does it to the real one.
         with _one_at_a_time, torch.random.fork_rng(devices=devices):
+            self.traces += 1
             return trace_step(self._step, flat, roles, group, self._check_replication)
 
-    def _look_up(self, flat: Flat, roles: Roles, place: _Place) -> _Recent:
+    def _look_up(self, flat: Flat, roles: Roles, place: _Place) -> tuple[_Known, list[torch.Tensor]]:
+        """Find a call by its signature worked out in full, or prepare that signature."""
+        key = (flat.key, place)
+        known = self._find(key)
+        if known is None:
+            with _one_at_a_time:
+                known = self._find(key)  # another thread may have been faster
+                if known is None:
+                    known = _Known(self._prepare(flat, roles, place))
+                    self._keep(key, known)
+                    self._previous = summarise(flat)
+        known.remembered = self._calls.remember(place, flat, known.emitted.plan.trace, known, known.remembered)
+        return known, [leaf for leaf in flat.leaves if isinstance(leaf, torch.Tensor)]
+
+    def _find(self, key: Any) -> _Known | None:
         try:
-            emitted = self._emitted.get((flat.key, place))
+            return self._known.get(key)
         except TypeError:
-            emitted = None  # an argument cannot be hashed; which one, is said below
-        if emitted is None:
-            emitted = self._prepare(flat, roles, place)
-            self._emitted[(flat.key, place)] = emitted
-            self._previous = summarise(flat)
-        tensors = [index for index, leaf in enumerate(flat.leaves) if isinstance(leaf, torch.Tensor)]
-        kept = frozenset(tensors[output.slot] for output in emitted.plan.trace.outputs if output.slot is not None)
-        call = LastCall(flat, kept, bool(roles.donated))
-        return _Recent(place, call, emitted, len(tensors) == len(flat.leaves))
+            return None  # an argument cannot be hashed; which one, is said when the signature is prepared
+
+    def _keep(self, key: Any, known: _Known) -> None:
+        known.last_call = next(_clock)
+        if len(self._known) >= _MOST_SIGNATURES:
+            del self._known[min(self._known, key=lambda other: self._known[other].last_call)]
+        self._known[key] = known
 
     def _prepare(self, flat: Flat, roles: Roles, place: _Place) -> Emitted:
         group = place[1]
@@ -215,15 +242,16 @@ class Step:
                 with _one_at_a_time:
                     check_emitted(emitted, self._step, flat, roles)
         except Exception as error:
-            if group.size > 1 and not self._emitted:
+            if group.size > 1 and not self._prepared:
                 announce_failure(group, error)
             raise
-        if len(self._emitted) + 1 == _RETRACE_WARNING and self._previous is not None:
+        self._prepared += 1
+        if self._prepared == _RETRACE_WARNING and self._previous is not None:
             warnings.warn(
                 f"fdp: step {self._name!r} was traced for the {_RETRACE_WARNING}th time. What changed last: "
                 f"{describe_change(self._previous, flat, self._name, roles)}. Each trace takes as "
                 "long as several steps: pad batches to few sizes, and pass numbers that change as tensors.",
-                stacklevel=4,
+                stacklevel=5,
             )
         return emitted
 
@@ -359,7 +387,7 @@ def _warn_if_alone_by_mistake(group: Group) -> None:
         warnings.warn(
             f"fdp: {launched} ranks were launched (WORLD_SIZE), but torch.distributed is not initialised: this process "
             "trains alone. Call torch.distributed.init_process_group() first.",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 

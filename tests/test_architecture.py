@@ -24,7 +24,7 @@ PACKAGE = ROOT / "fdp"
 FLOORS = (
     ("errors",),
     # helpers
-    ("pytree", "table", "stages", "group", "fingerprint"),
+    ("pytree", "table", "stages", "group", "fingerprint", "skeleton"),
     ("axis",),
     ("markers",),
     ("collectives",),

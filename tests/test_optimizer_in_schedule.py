@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import optree
@@ -103,4 +104,4 @@ def test_an_optimizer_that_is_not_elementwise_stays_whole_for_each_tensor() -> N
         if isinstance(item, Run) and "mm." in plan.trace.operations[item.operations[0]].target and at > waits[0]
     ]
     # Its matrix products for one parameter run between the waits for that one's bucket and the next.
-    assert all(any(a < at < b for at in products) for a, b in zip(waits, waits[1:], strict=False))
+    assert all(any(a < at < b for at in products) for a, b in itertools.pairwise(waits))

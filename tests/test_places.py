@@ -8,6 +8,7 @@ from typing import Any
 
 import optree
 import pytest
+import ranks
 import torch
 from graphs import examples, fake_group, same_bits
 from hypothesis import given
@@ -263,7 +264,7 @@ def test_no_value_outlives_a_call_in_the_memory_of_a_step(donate: Any, monkeypat
 
 
 def emitted_of(step: fdp.Step) -> list[Emitted]:
-    return list(step._emitted.values())
+    return [known.emitted for known in step._known.values()]
 
 
 def block_of(emitted: Emitted) -> torch.Tensor:
@@ -354,3 +355,167 @@ def test_gradients_are_computed_in_their_bucket() -> None:
     body = source[source.index("inputs.clear()") :]
     filling = body[: body.rindex("start(")].replace("aten_copy_(slot0_0, mean)", "")  # the loss: mean has no form
     assert "copy_" not in filling
+
+
+def test_step_counts_are_counted_up_at_once() -> None:
+    optimizer = fdp.optim.from_torch(torch.optim.AdamW, lr=0.1, fused=True)
+    state, other = start(), start()
+    opt, other_opt = optimizer.init(state), optimizer.init(other)
+    step = fdp.data_parallel(lambda s, g: optimizer.update(g, s[1], s[0]), batch_argnums=(), donate_argnums=0)
+    for _ in range(3):
+        grads = optree.tree_map(torch.ones_like, other)
+        other, other_opt = optimizer.update(grads, other_opt, other)
+        state, opt = step((state, opt), grads)
+        assert same_bits((state, opt), (other, other_opt))
+    assert "_foreach_add__List" in emitted_of(step)[0].source
+
+
+def both_ways(step: Any, state: Tree, batch: Tree, calls: int = 2, **options: Any) -> Emitted:
+    """Calls a step on poisoned memory, compares it with the function that it was made from, and looks for leaks."""
+    transform = fdp.data_parallel(step, check_trace=False, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        poisoned(patch)
+        kept = []
+        for _ in range(calls):
+            expected = step(state, batch)
+            found = transform(state, batch)
+            assert same_bits(found, expected), f"{found}\n{expected}"
+            kept.append((found, expected))
+        (emitted,) = emitted_of(transform)
+        memory = {block.untyped_storage().data_ptr() for block in emitted._blocks.values()}
+        for found, expected in kept:
+            assert same_bits(found, expected), "an earlier result was changed"
+            for leaf in optree.tree_leaves(found):
+                assert leaf.untyped_storage().data_ptr() not in memory, "a result is in the memory of the step"
+    return emitted
+
+
+def test_the_second_of_two_operators_with_several_results_is_returned() -> None:
+    # The graph calls it by the name of the first and a number.
+    def step(s: torch.Tensor, b: torch.Tensor) -> Any:
+        first = torch.nn.functional.max_pool2d(s * 2, 2)
+        second = torch.nn.functional.max_pool2d(s * 3, 2)
+        return first.sum() * 2, second, fdp.pmean(b.sum())
+
+    both_ways(step, torch.randn(2, 3, 4, 4), torch.ones(3))
+
+
+def test_lists_of_conjugate_views_keep_the_memory_that_they_look_at() -> None:
+    def step(s: torch.Tensor, b: torch.Tensor) -> Any:
+        x = torch.view_as_complex(b * 2)
+        u, v = x.conj().unbind(0)
+        a = u.resolve_conj() * 1
+        a2 = a * s
+        return fdp.pmean((a2 + a).sum() + v @ s)
+
+    both_ways(step, torch.randn(64, dtype=torch.complex64), torch.randn(2, 64, 2))
+
+
+@pytest.mark.parametrize("value", [float("-inf"), float("nan"), 2.5])
+def test_large_tensors_full_of_a_number(value: float) -> None:
+    def step(s: torch.Tensor, b: torch.Tensor) -> Any:
+        mask = torch.full((300, 300), value).triu(1)
+        return fdp.pmean((b @ s + mask).softmax(-1).nan_to_num()), (torch.full_like(s, value) + s).isfinite() * 1.0
+
+    both_ways(step, torch.randn(300, 300), torch.randn(300, 300))
+
+
+def test_operators_that_are_called_as_the_program_calls_its_own() -> None:
+    with torch.library._scoped_library("fdp_test_names", "DEF") as library:
+        for name in ("start", "wait", "inputs"):
+            library.define(f"{name}(Tensor x) -> Tensor")
+            library.impl(name, lambda x: x + 1, "CompositeExplicitAutograd")
+            torch.library.register_fake(f"fdp_test_names::{name}", torch.empty_like, lib=library)
+
+        def step(s: torch.Tensor, b: torch.Tensor) -> Any:
+            operators = torch.ops.fdp_test_names
+            return fdp.pmean(operators.start(operators.wait(operators.inputs(b * s))) * 2)
+
+        emitted = both_ways(step, torch.ones(3), torch.ones(3))
+        assert "def step(inputs_, start_, wait_" in emitted.source
+
+
+def test_a_default_device_around_the_first_call_changes_nothing() -> None:
+    optimizer = fdp.optim.from_torch(torch.optim.Adam, lr=0.1)
+    state = start()
+    opt = optimizer.init(state)
+    step = fdp.data_parallel(
+        lambda s, g: (optimizer.update(g, s[1], s[0]), fdp.per_rank(fdp.axis_index())),
+        batch_argnums=(),
+        check_trace=False,
+    )
+    grads = optree.tree_map(torch.ones_like, state)
+    with torch.device("meta"):
+        found = step((state, opt), grads)
+    assert same_bits(found[0], optimizer.update(grads, opt, state))
+    assert found[1].item() == 0
+
+
+# --- on real ranks -----------------------------------------------------------------------------------
+
+
+def profiled() -> list[str]:
+    step = fdp.data_parallel(squares, bucket_cap_mb=1e-6)
+    step(start(), torch.ones(5, 4))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step(start(), torch.ones(5, 4))
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    return [event.name for event in events if event.name.startswith("fdp: ")]
+
+
+def test_a_profiler_shows_the_buckets_by_name() -> None:
+    for names in ranks.run(2, profiled):
+        assert sorted(names) == sorted(
+            f"fdp: bucket {index} {what}: mean of {size} float32, {label}"
+            for index, size, label in ((0, "4 B", "pmean"), (1, "96 B", "p['b']"), (2, "128 B", "p['a']"))
+            for what in ("starts", "is waited for")
+        )
+        assert names.index(next(n for n in names if "bucket 2 starts" in n)) < names.index(
+            next(n for n in names if "bucket 1 is waited for" in n)
+        )
+
+
+def large_means(seed: int) -> None:
+    """Buckets of more than 1 MiB, with gradients from products, sums, embeddings and two of these together."""
+    import torch.distributed as dist
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(seed)
+    params = {
+        "e": torch.randn(600, 400, generator=generator, dtype=torch.float64),
+        "w": torch.randn(400, 400, generator=generator, dtype=torch.float64) / 20,
+        "b": torch.randn(400, generator=generator, dtype=torch.float64),
+    }
+
+    def loss_fn(p: Tree, ids: torch.Tensor) -> torch.Tensor:
+        x = torch.nn.functional.embedding(ids, p["e"])
+        return torch.nn.functional.cross_entropy((x @ p["w"] + p["b"]).tanh() @ p["e"].T, ids)
+
+    @fdp.data_parallel(donate_argnums=0)
+    def step(p: Tree, ids: torch.Tensor) -> Any:
+        loss, grads = fdp.value_and_grad(loss_fn)(p, ids)
+        return optree.tree_map(lambda w, g: w - 0.5 * g, p, grads), fdp.pmean(loss)
+
+    own = optree.tree_map(torch.clone, params)
+    for call in range(3):
+        shards = [torch.randint(600, (16,), generator=generator) for _ in range(world)]
+        each = []
+        for shard in shards:
+            leaves = {k: v.clone().requires_grad_() for k, v in params.items()}
+            loss = loss_fn(leaves, shard)
+            each.append(
+                (loss.detach(), dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True)))
+            )
+        params = {k: v - 0.5 * sum(grads[k] for _, grads in each) / world for k, v in params.items()}
+        own, mean = step(own, shards[rank])
+        torch.testing.assert_close(own, params, rtol=1e-12, atol=1e-12, msg=lambda m, c=call: f"call {c}: {m}")
+        torch.testing.assert_close(mean, sum(loss for loss, _ in each) / world)
+    fdp.assert_replicated(own)
+    (emitted,) = emitted_of(step)
+    assert emitted._program.scaled, "no bucket was large enough"
+    assert f"alpha={1 / world!r}" in emitted.source
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_large_buckets_are_divided_as_they_are_filled(world: int) -> None:
+    ranks.run(world, large_means, 5)

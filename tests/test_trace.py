@@ -597,6 +597,25 @@ def test_values_do_not_matter_to_a_trace() -> None:
     assert trace_of(mlp_step, state, batch) == trace_of(mlp_step, {k: v * torch.nan for k, v in state.items()}, batch)
 
 
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])
+def test_tracing_takes_no_memory(name: str) -> None:
+    # A state that no machine could hold: one number, seen as 2**50 of them. A kernel run on it would run out of memory.
+    huge = torch.zeros(1).expand(2**50)
+    optimizer = fdp.optim.from_torch(getattr(torch.optim, name), lr=0.1, fused=True)
+    first = optimizer.init({"w": torch.zeros(2)})
+    first["state"]["w"] = {key: huge if value.dim() else value for key, value in first["state"]["w"].items()}
+
+    @fdp.data_parallel
+    def step(state: Any, batch: torch.Tensor) -> Any:
+        loss, grads = fdp.value_and_grad(lambda p: (p["w"] * batch).sum())(state["params"])
+        params, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": params, "opt": opt}, fdp.pmean(loss)
+
+    trace = step.trace({"params": {"w": huge}, "opt": first}, torch.ones(1))
+    assert [o.target for o in trace.operations if "_fused_" in o.target] == [f"aten._fused_{name.lower()}_.tensor_lr"]
+    assert [r.size_bytes for r in trace.gradients] == [2**52]
+
+
 def test_traces_and_plans_are_frozen() -> None:
     trace = trace_of(mlp_step, *mlp_arguments())
     plan = trace.plan()

@@ -19,7 +19,8 @@ class Accesses:
     Attributes:
         reads: for each piece of memory, the position and node of each read; a look under another shape is none.
         writes: for each piece of memory, the positions at which an operator changes it.
-        made: for each piece of memory, the position at which an operator returns it.
+        made: for each piece of memory, the position at which an operator returns it, or a view of it.
+        ran: for each node, the position at which it runs, or the last of its lanes does.
         starts: for each bucket, the position at which it starts.
     """
 
@@ -27,6 +28,7 @@ class Accesses:
         self.reads: dict[int, list[tuple[int, fx.Node]]] = defaultdict(list)
         self.writes: dict[int, list[int]] = {}
         self.made: dict[int, int] = {}
+        self.ran: dict[fx.Node, int] = {}
         self.starts: dict[int, int] = {}
         trace = plan.trace
         nodes = {node.name: node for node in trace.graph.graph.nodes}
@@ -34,6 +36,7 @@ class Accesses:
             if isinstance(item, Run):
                 node = nodes[trace.operations[item.operations[0]].node]
                 self.made.update(dict.fromkeys(storages_of(node), at))
+                self.ran[node] = at
                 effects = effects_of(node)
                 for index in item.operations:
                     read, written = touched(node, effects, trace.operations[index].lane)

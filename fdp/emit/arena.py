@@ -43,9 +43,7 @@ class Arena:
 
     def fit(self, layouts: Mapping[torch.device, Layout]) -> dict[torch.device, torch.Tensor]:
         """Blocks that are large enough, as bytes; those that were too small are given back and replaced."""
-        if any(
-            device not in self.blocks or self.blocks[device].numel() < x.size_bytes for device, x in layouts.items()
-        ):
+        if any(self._room_bytes(device) < layout.size_bytes for device, layout in layouts.items()):
             with moving:
                 for tenant in list(self.tenants):
                     tenant.leave(self)
@@ -78,7 +76,8 @@ class Arenas:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # A signal handler may call a step while this one is between two.
+        self._lock = threading.RLock()
         self._idle: list[weakref.ref[Arena]] = []
 
     def borrow(self, preferred: Arena | None) -> Arena:

@@ -3,14 +3,21 @@
 Both run on this rank alone: each collective takes the other ranks to hold what this one holds. So no other rank is
 needed, and whatever the trace got wrong (a constant that should not be one, an operator that does not do what its
 schema says, a view that was taken for a copy) shows as a difference instead of as a wrong number.
+
+It is the moment of a training run that takes the most memory, so it holds on to little. Beside the arguments there are
+at most, at one time: the results of the step, and what one run of the emitted program takes on copies of the arguments
+(the results of a donated argument lie in its copy). That is three states where the state is donated, and four where it
+is not, beside the intermediate values of one run.
 """
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +31,7 @@ from fdp.trace import Flat, Input, Roles, recording, run_untraced
 
 _RELATIVE = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-4, torch.complex64: 1e-4}
 _RELATIVE_NARROW = 2e-2
+_PIECE = 2**20
 
 
 def check_emitted(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Roles) -> None:
@@ -38,8 +46,20 @@ def check_emitted(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles:
     Raises:
         TraceError: names each output that differs, and by how much; or each input that was changed.
     """
+    _give_back_memory()
     with recording():
         _compare(emitted, step, flat, roles)
+    _give_back_memory()
+
+
+def _give_back_memory() -> None:
+    """Return to the system what is free: glibc keeps freed memory to itself, here more than the steps will ever use.
+
+    (This relies on `malloc_trim`, which glibc alone has; elsewhere nothing happens.)
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Roles) -> None:
@@ -52,42 +72,57 @@ def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Role
     held = [getattr(graph, str(node.target), None) for node in graph.graph.find_nodes(op="get_attr")]
     generators = list({id(value): value for value in held if isinstance(value, torch.Generator)}.values())
 
+    def copies(donated: bool) -> list[Any]:
+        return [
+            _copy(tensor) if item.donated is donated else None for item, tensor in zip(inputs, originals, strict=True)
+        ]
+
+    # What was not donated is copied once for all runs, and compared after them.
+    kept = copies(donated=False)
+
     def untraced() -> Any:
-        return run_untraced(
-            step, flat, roles, emitted.group, [_copy(tensor).requires_grad_(False) for tensor in originals]
-        )
+        fresh = copies(donated=True)
+        values = [(a if b is None else b).requires_grad_(False) for a, b in zip(kept, fresh, strict=True)]
+        return _detached(run_untraced(step, flat, roles, emitted.group, values))
 
     with _forked(devices, generators):
-        copies = [_copy(tensor) for tensor in originals]
+        before = _other_random_state()
+        expected, expected_spec = optree.tree_flatten(untraced())
+        drawn = _other_random_state() != before
+    with _forked(devices, generators):
+        values = [a if b is None else b for a, b in zip(kept, copies(donated=True), strict=True)]
         try:
-            found = emitted.rehearse(list(copies))
+            found, found_spec = optree.tree_flatten(emitted.rehearse(values))
         except FdpError:
             raise
         except Exception as error:
             raise _unrunnable(name, error) from error
-    _check_untouched(name, inputs, originals, copies)
-    with _forked(devices, generators):
-        before = _other_random_state()
-        expected = untraced()
-        drawn = _other_random_state() != before
-    if optree.tree_structure(expected) != optree.tree_structure(found):
+    _check_untouched(name, inputs, originals, kept)
+    if expected_spec != found_spec:
         raise TraceError(
             build_message(
                 f"step {name!r} returned another structure when it ran by itself than when it was traced.",
-                [f"traced: {optree.tree_structure(found)}", f"by itself: {optree.tree_structure(expected)}"],
+                [f"traced: {found_spec}", f"by itself: {expected_spec}"],
                 remedy="make what the step returns a function of its arguments alone.",
             )
         )
-    offenders = _differences(found, expected, None)
+    names = leaf_names(optree.tree_unflatten(expected_spec, range(len(expected))), "output")
+    if not drawn and not devices:
+        # No further run will be compared with these: each leaf is let go of as soon as it has been.
+        kept.clear()
+        offenders = _differences(names, _taken(found), _taken(expected))
+    else:
+        offenders = _differences(names, found, expected)
     if drawn and not offenders:
         # Random numbers that torch does not know of are drawn. They are frozen; does anything depend on them?
         with _forked(devices, generators):
             # Two runs of the same code: on a CPU they agree to the bit, so the smallest difference tells.
-            offenders = _differences(untraced(), expected, None, share=1.0 if devices else 1e-3)
+            again = optree.tree_leaves(untraced())
+            offenders = _differences(names, again, expected, share=1.0 if devices else 1e-3)
     elif offenders and devices:
         # Kernels on the device may be nondeterministic; then the step differs from itself by as much.
         with _forked(devices, generators):
-            offenders = _differences(found, expected, untraced())
+            offenders = _differences(names, found, expected, optree.tree_leaves(untraced()))
     if offenders:
         raise TraceError(
             build_message(
@@ -162,24 +197,38 @@ def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
     return bool(((one == two) | ((one != one) & (two != two))).all())
 
 
-def _differences(found: Any, expected: Any, again: Any, share: float = 1.0) -> list[str]:
+def _detached(tree: Any) -> Any:
+    """Without the graph of a backward pass that nobody will run, and all that it holds."""
+    return optree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def _taken(leaves: list[Any]) -> Iterator[Any]:
+    """Each leaf in turn; the list no longer holds it."""
+    leaves.reverse()
+    while leaves:
+        yield leaves.pop()
+
+
+def _differences(
+    names: Sequence[str],
+    found: Iterable[Any],
+    expected: Iterable[Any],
+    again: Iterable[Any] | None = None,
+    share: float = 1.0,
+) -> list[str]:
     """Name the outputs that differ by more than a share of the usual tolerance, or than the step from itself."""
-    names = leaf_names(expected, "output")
-    repeated = optree.tree_leaves(again) if again is not None else [None] * len(names)
     offenders = []
-    for name, one, two, three in zip(
-        names, optree.tree_leaves(found), optree.tree_leaves(expected), repeated, strict=True
-    ):
+    repeated = itertools.repeat(None) if again is None else again
+    for name, one, two, three in zip(names, found, expected, repeated, strict=False):
         if not isinstance(two, torch.Tensor):
             if not _equal_constants(one, two):
                 offenders.append(f"{name}: {one!r} in the trace, {two!r} by itself")
             continue
-        two = two.detach()
         if not isinstance(one, torch.Tensor) or (one.shape, one.dtype) != (two.shape, two.dtype):
             offenders.append(f"{name}: {_kind(one)} in the trace, {_kind(two)} by itself")
             continue
         gap, scale = _gap(one, two)
-        noise = 0.0 if three is None else min(10 * _gap(two, three.detach())[0], 1e-2 * scale)
+        noise = 0.0 if three is None else min(10 * _gap(two, three)[0], 1e-2 * scale)
         tolerance = _RELATIVE.get(two.dtype, _RELATIVE_NARROW if two.is_floating_point() else 0.0) * scale
         if not gap <= max(share * tolerance, noise):
             offenders.append(f"{name}: {_kind(two)} differs by {gap:.3g}, where the largest value is {scale:.3g}")
@@ -188,18 +237,29 @@ def _differences(found: Any, expected: Any, again: Any, share: float = 1.0) -> l
 
 def _gap(one: torch.Tensor, two: torch.Tensor) -> tuple[float, float]:
     """The largest difference (infinite if one is finite where the other is not), and the largest finite value."""
-    if not two.numel() or _same_bits(one, two):
+    if torch.equal(one, two):
         return 0.0, 1.0
-    if not (two.is_floating_point() or two.is_complex()):
-        return float((one != two).any()), 1.0
-    finite = two.isfinite()
-    if not torch.equal(finite, one.isfinite()) or not _same_bits(one[~finite], two[~finite]):
-        return math.inf, 0.0
-    if not finite.any():
-        return 0.0, 1.0
-    wide = torch.complex128 if two.is_complex() else torch.float64
-    one, two = one[finite].to(wide), two[finite].to(wide)
-    return float((one - two).abs().max()), float(two.abs().max())
+    same, gaps, scales = True, [0.0], list[float]()
+    # In pieces: at the width in which differences are taken, the whole would be several times as large.
+    for a, b in zip(one.reshape(-1).split(_PIECE), two.reshape(-1).split(_PIECE), strict=True):
+        same = same and _same_bits(a, b)
+        if not (b.is_floating_point() or b.is_complex()):
+            if not same:
+                return 1.0, 1.0
+            continue
+        finite = b.isfinite()
+        if not finite.all():
+            if not torch.equal(finite, a.isfinite()) or not _same_bits(a[~finite], b[~finite]):
+                return math.inf, 0.0
+            a, b = a[finite], b[finite]
+        elif not a.isfinite().all():
+            return math.inf, 0.0
+        if b.numel():
+            wide = torch.complex128 if b.is_complex() else torch.float64
+            a, b = a.to(wide), b.to(wide)
+            gaps.append(float((a - b).abs().max()))
+            scales.append(float(b.abs().max()))
+    return (0.0, 1.0) if same or not scales else (max(gaps), max(scales))
 
 
 def _equal_constants(one: Any, two: Any) -> bool:

@@ -2,7 +2,8 @@
 
 An optimizer step is traced as a clone of the state that is updated in place. If the state is donated, and nothing
 reads the old value after the update begins, the clone is the old state itself: no copy, no second state. A new value
-made in any other way is copied into the donated input as soon as its last reader is done.
+made in any other way is written straight into the donated input if nobody reads the old one any more, or else copied
+there as soon as its last reader is done.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from fdp.emit.accesses import Accesses
+from fdp.emit.forms import form_of
 from fdp.emit.views import geometry
 from fdp.plan import Plan
 from fdp.trace.effects import is_marker, storages_of
@@ -25,12 +27,14 @@ class Placement:
 
     Attributes:
         replaced: clones that are not made: for each, the donated input that takes its place.
+        written: nodes whose operator writes its result straight into the donated input that it is the new value of.
         copies: for a position in the schedule, the (input, value) pairs to copy after it.
         returned: for each tensor output, the node that is returned.
         cloned: outputs (by position) to be copied at the end, because their memory belongs to somebody else.
     """
 
     replaced: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    written: dict[fx.Node, fx.Node] = field(default_factory=dict)
     copies: dict[int, list[tuple[fx.Node, fx.Node]]] = field(default_factory=dict)
     returned: list[fx.Node] = field(default_factory=list)
     cloned: set[int] = field(default_factory=set)
@@ -87,6 +91,9 @@ def place_outputs(plan: Plan, same: Mapping[fx.Node, fx.Node], accesses: Accesse
         ):
             placement.replaced[clone] = target
             owned.update((memory, home))
+        elif memory not in owned and _can_write(same.get(node, node), target, accesses):
+            placement.written[same.get(node, node)] = target
+            owned.update((memory, home))
         else:
             last = max(accesses.last_read(home), accesses.last_write(memory), accesses.made.get(memory, -1))
             placement.copies.setdefault(last, []).append((target, node))
@@ -102,6 +109,25 @@ def place_outputs(plan: Plan, same: Mapping[fx.Node, fx.Node], accesses: Accesse
 def _is_same(node: fx.Node, target: fx.Node) -> bool:
     """Whether a value is an input itself, perhaps changed in place."""
     return storages_of(node) == storages_of(target) and geometry(node.meta["val"]) == geometry(target.meta["val"])
+
+
+def _can_write(node: fx.Node, target: fx.Node, accesses: Accesses) -> bool:
+    """Whether an operator can write its result into a donated input whose new value that is.
+
+    The input must not be read afterwards; nor by the operator itself, unless it reads each element before writing it.
+    """
+    form = form_of(node) if node in accesses.ran else None
+    if form is None or form.kind != "out" or len(form.names) != 1:
+        return False
+    (home,), (memory,) = storages_of(target), storages_of(node)
+    if geometry(node.meta["val"]) != geometry(target.meta["val"]) or memory in accesses.writes:
+        return False
+    if accesses.last_read(home, except_by=node) >= accesses.ran[node]:
+        return False
+    read = [argument for argument in node.all_input_nodes if home in storages_of(argument)]
+    return not read or (
+        form.pointwise and all(geometry(each.meta["val"]) == geometry(target.meta["val"]) for each in read)
+    )
 
 
 def _clones(graph: fx.Graph, same: Mapping[fx.Node, fx.Node]) -> dict[tuple[int, fx.Node], fx.Node]:

@@ -15,7 +15,7 @@ from fdp.emit.agreement import agree, digest
 from fdp.emit.arena import ARENAS, Arena, Buffer, make_buffers, moving, place_values
 from fdp.emit.program import write_program
 from fdp.errors import ArgumentError, FdpError, PeerError, build_message
-from fdp.group import Group, leave_behind, resolve_group, why_left_behind
+from fdp.group import Group, alone_on, leave_behind, resolve_group, why_left_behind
 from fdp.plan import Bucket, Plan
 from fdp.stages import enters
 from fdp.table import format_bytes
@@ -78,7 +78,8 @@ class Emitted:
         """
         leaves, spec = optree.tree_flatten(args)
         self._check_signature(leaves, spec)
-        return self.run([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        with alone_on(self.group, self.plan.trace.name):
+            return self.run([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
 
     def run(self, tensors: list[torch.Tensor]) -> Any:
         """Run the step on its input tensors, in the order of `Trace.inputs`; the list is emptied."""

@@ -21,7 +21,7 @@ _aten = torch.ops.aten
 
 
 _EARLY_FROM_BYTES = 2**16
-"""Smaller members wait, and are copied together when the bucket starts."""
+"""Smaller members wait, and are copied together when the bucket starts: their memory matters less than a call each."""
 
 
 @dataclass(frozen=True)
@@ -103,4 +103,4 @@ def write_start(writer: Writer, bucket: Bucket, filled: AbstractSet[str]) -> Non
         call = bind_operator(writer, _aten._foreach_copy_.default, (sources, sources))
         slots = ", ".join(filling.slot for filling in missing)
         writer.lines.append(Line(f"{call}([{slots}], [{pieces}])", uses))
-    writer.lines.append(Line(f"start({bucket.index})", {bucket_name(bucket.index)}))
+    writer.lines.append(Line(f"{writer.reserved['start']}({bucket.index})", {bucket_name(bucket.index)}))

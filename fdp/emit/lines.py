@@ -21,23 +21,23 @@ class Line:
         text: the statement.
         uses: names of values that it reads or changes.
         defines: local names that it gives.
-        view: it only looks at its argument under another shape.
+        pure: it does nothing but give its names values: without a reader it can be left out.
         may_replace: names of values whose place its result may take.
     """
 
     text: str
     uses: set[str]
     defines: tuple[str, ...] = ()
-    view: bool = False
+    pure: bool = False
     may_replace: tuple[str, ...] = ()
 
 
-def drop_unused_views(lines: Sequence[Line], outputs: Iterable[str]) -> list[Line]:
-    """Leave out views that nobody looks through."""
+def drop_unused(lines: Sequence[Line], outputs: Iterable[str]) -> list[Line]:
+    """Leave out what only led to values that nobody needs, such as views of fixed places."""
     needed = set(outputs)
     kept = []
     for line in reversed(lines):
-        if not line.view or needed.intersection(line.defines):
+        if not line.pure or needed.intersection(line.defines):
             needed |= line.uses
             kept.append(line)
     return kept[::-1]
@@ -83,6 +83,7 @@ def assemble(
     bound: Mapping[str, Any],
     fixed: AbstractSet[str],
     layouts: Mapping[torch.device, Layout],
+    reserved: Mapping[str, str],
 ) -> str:
     """Put a program together, and after each line the names that nobody needs any more.
 
@@ -93,6 +94,7 @@ def assemble(
         bound: objects that it uses, by name.
         fixed: names of values at fixed places, which are never dropped.
         layouts: of their memory.
+        reserved: what it calls its parameters "inputs", "start" and "wait".
 
     Returns:
         The text of a function `step`.
@@ -108,7 +110,8 @@ def assemble(
         for device, layout in layouts.items()
     ]
     if inputs:
-        body += [f"({', '.join(inputs)},) = inputs", "inputs.clear()"]
+        given = reserved["inputs"]
+        body += [f"({', '.join(inputs)},) = {given}", f"{given}.clear()"]
         unused = [name for name in inputs if name not in last and name not in keep]
         if unused:
             body.append("del " + ", ".join(unused))
@@ -120,5 +123,6 @@ def assemble(
     body.append(f"return [{', '.join(outputs)}]")
     # Operators as default values: a local name is the cheapest thing to look up.
     defaults = ", ".join(f"{name}={name}" for name in bound)
-    head = f"def step(inputs, start, wait{', *, ' + defaults if defaults else ''}):"
+    parameters = ", ".join(reserved[stem] for stem in ("inputs", "start", "wait"))
+    head = f"def step({parameters}{', *, ' + defaults if defaults else ''}):"
     return "\n    ".join([head, *body]) + "\n"

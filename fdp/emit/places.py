@@ -57,7 +57,8 @@ class Places:
         memory: for each name, also of views that are made at every call, the piece of memory that it lies in.
         direct: markers whose argument is computed right into the bucket.
         scaled: buckets that are filled with values divided by the number of ranks.
-        divided: nodes that compute such a value which nobody else reads, so that they can divide it at once.
+        divided: nodes that compute such a value which nobody else reads, so that they can divide it at once; with
+            the marker that it is for.
         alone: markers that send nothing and return their argument itself.
         constants: values that are the same at every call.
     """
@@ -67,8 +68,8 @@ class Places:
     sizes: dict[Any, tuple[torch.device, int]] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
     direct: set[fx.Node] = field(default_factory=set)
-    divided: dict[fx.Node, fx.Node] = field(default_factory=dict)
     scaled: set[int] = field(default_factory=set)
+    divided: dict[fx.Node, fx.Node] = field(default_factory=dict)
     alone: set[fx.Node] = field(default_factory=set)
     constants: dict[fx.Node, torch.Tensor] = field(default_factory=dict)
 
@@ -150,9 +151,17 @@ def _named_values(node: fx.Node, places: Places) -> Iterator[tuple[str, Any]]:
         return
     if node in places.forms and not isinstance(value, torch.Tensor):
         for index, item in enumerate(value):
-            yield f"{node.name}_{index}", item
+            yield result_name(node, index), item
     else:
         yield node.name, value
+
+
+def result_name(node: fx.Node, index: int) -> str:
+    """The name of one of several results of a node that are at fixed places.
+
+    Not the node's name and a number: that is how the graph calls the next node of the same operator.
+    """
+    return f"{node.name}_result{index}"
 
 
 def _kept_elsewhere(graph: fx.Graph, placement: Placement) -> Iterator[int]:
@@ -166,8 +175,8 @@ def _kept_elsewhere(graph: fx.Graph, placement: Placement) -> Iterator[int]:
     for position, node in enumerate(placement.returned):
         if position not in placement.cloned:
             yield from storages_of(node)
-    for clone in placement.replaced:
-        yield from storages_of(clone)
+    for node in (*placement.replaced, *placement.written):
+        yield from storages_of(node)
 
 
 def _only_computes(node: fx.Node) -> bool:

@@ -17,13 +17,15 @@ from torch import fx
 from fdp.emit.accesses import Accesses
 from fdp.emit.donation import place_outputs
 from fdp.emit.fill import early_fillings, write_copy, write_division, write_start
+from fdp.emit.forms import Form, form_of
 from fdp.emit.layout import Layout
-from fdp.emit.lines import Line, assemble, drop_unused_views, lay_out_lines
-from fdp.emit.places import RESHAPES_IN_PLACE, Place, find_places
+from fdp.emit.lines import Line, assemble, drop_unused, lay_out_lines
+from fdp.emit.places import RESHAPES_IN_PLACE, Place, find_places, result_name
+from fdp.emit.shortcuts import counted_up, transposed_weight
 from fdp.emit.views import redundant_views
-from fdp.emit.writer import Writer, bind_object, bind_operator, bucket_name, emit, literal, name_of
+from fdp.emit.writer import Writer, bind_object, bind_operator, bucket_name, emit, free_name, is_pure, literal, name_of
 from fdp.plan import Plan, Run, Start
-from fdp.trace.effects import effects_of, is_marker, list_arguments, operator_name
+from fdp.trace.effects import is_marker, list_arguments, operator_name
 
 _aten = torch.ops.aten
 
@@ -71,7 +73,8 @@ def write_program(plan: Plan, rank: int, communicates: bool) -> Program:
     travelling = {node for members in markers.values() for node in members}
     alone = {marker(index) for index in range(len(plan.trace.reductions))} - travelling
     places = find_places(plan, same, placement, accesses, markers, alone)
-    writer = Writer(plan, rank, same, placement, accesses, places, markers)
+    reserved = {stem: free_name(stem, nodes) for stem in ("inputs", "start", "wait")}
+    writer = Writer(plan, rank, same, placement, accesses, places, markers, reserved)
     placeholders = graph.find_nodes(op="placeholder")
     for node in placeholders:
         writer.local[node] = node.name
@@ -103,19 +106,20 @@ def write_program(plan: Plan, rank: int, communicates: bool) -> Program:
             if isinstance(item, Start):
                 write_start(writer, plan.buckets[item.bucket], filled)
             else:
-                writer.lines.append(Line(f"wait({item.bucket})", {bucket_name(item.bucket)}))
+                text = f"{writer.reserved['wait']}({item.bucket})"
+                writer.lines.append(Line(text, {bucket_name(item.bucket)}))
                 writer.local.update((node, node.name) for node in markers[item.bucket])
         elif isinstance(item, Start):
             for member in plan.buckets[item.bucket].members:
                 _write_alone(writer, marker(member))
         _copy_back(writer, at)
     outputs = _write_outputs(writer)
-    writer.lines = drop_unused_views(writer.lines, outputs)
+    writer.lines = drop_unused(writer.lines, outputs)
     memory_of = places.memory | {bucket_name(index): ("bucket", index) for index in markers}
     layouts = lay_out_lines(writer.lines, memory_of, places.sizes)
     inputs = [writer.local[node] for node in placeholders]
     fixed = places.named.keys() | {bucket_name(index) for index in markers}
-    source = assemble(writer.lines, inputs, outputs, writer.bound, fixed, layouts)
+    source = assemble(writer.lines, inputs, outputs, writer.bound, fixed, layouts, writer.reserved)
     namespace = dict(writer.bound)
     exec(compile(source, f"<fdp step {plan.trace.name}>", "exec"), namespace)
     return Program(source, namespace["step"], places.named, layouts, frozenset(places.scaled))
@@ -124,7 +128,7 @@ def write_program(plan: Plan, rank: int, communicates: bool) -> Program:
 def _write_call(writer: Writer, node: fx.Node, lanes: list[int]) -> None:
     if node in writer.same or node in writer.placement.replaced or node in writer.places.constants:
         return
-    if node in writer.places.forms:
+    if node in writer.places.forms or node in writer.placement.written:
         _write_into_place(writer, node)
         return
     target: Any = node.target
@@ -133,9 +137,9 @@ def _write_call(writer: Writer, node: fx.Node, lanes: list[int]) -> None:
     uses: set[str] = set()
     if target is operator.getitem:
         sequence: Any = node.args[0]
-        index = node.args[1]
+        index: Any = node.args[1]
         if sequence in writer.places.forms:
-            writer.local[node] = f"{sequence.name}_{index}"
+            writer.local[node] = result_name(sequence, index)
         elif writer.local.get(sequence) is None:
             # One entry of a call whose lanes ran apart, or which was unpacked: each has its own name.
             writer.local[node] = _entry_name(sequence, index)
@@ -147,7 +151,8 @@ def _write_call(writer: Writer, node: fx.Node, lanes: list[int]) -> None:
         emit(writer, f"{clone}({literal(writer, node.args[0], uses)})", uses, node)
         return
     if is_marker(node, "axis_index"):
-        constant = bind_object(writer, torch.tensor(writer.rank, dtype=torch.int64), "axis_index")
+        own = torch.tensor(writer.rank, dtype=torch.int64, device=node.meta["val"].device)
+        constant = bind_object(writer, own, "axis_index")
         emit(writer, f"{bind_operator(writer, _aten.clone.default)}({constant})", uses, node)
         return
     args, kwargs = list(node.args), dict(node.kwargs)
@@ -160,6 +165,8 @@ def _write_call(writer: Writer, node: fx.Node, lanes: list[int]) -> None:
                     kwargs[argument.name] = chosen
                 else:
                     args[_position(node, argument.name)] = chosen
+    if (shorter := counted_up(target, args, kwargs)) is not None:
+        target, args, kwargs = shorter
     parts = [literal(writer, value, uses) for value in args]
     parts += [f"{key}={literal(writer, value, uses)}" for key, value in kwargs.items()]
     call = f"{bind_operator(writer, target, args, kwargs)}({', '.join(parts)})"
@@ -169,7 +176,10 @@ def _write_call(writer: Writer, node: fx.Node, lanes: list[int]) -> None:
     elif _is_unpacked(writer, node):
         # Each entry is dropped when it is not needed any more, not with the last of them.
         targets = tuple(_entry_name(node, index) for index in range(len(node.meta["val"])))
-        writer.lines.append(Line(f"({', '.join(targets)},) = {call}", uses, targets, view=effects_of(node).view))
+        if (memory := writer.places.memory.get(node.name)) is not None:
+            # Views that have no place themselves (of a conjugate): the place that they look at is in use with them.
+            writer.places.memory.update(dict.fromkeys(targets, memory))
+        writer.lines.append(Line(f"({', '.join(targets)},) = {call}", uses, targets, pure=is_pure(node)))
     else:
         emit(writer, call, uses, node)
 
@@ -196,32 +206,42 @@ def _is_unpacked(writer: Writer, node: fx.Node) -> bool:
 
 def _write_into_place(writer: Writer, node: fx.Node) -> None:
     """Compute a node into its fixed place."""
-    form = writer.places.forms[node]
     divides = node in writer.places.divided
+    if node in writer.placement.written:
+        # The new value of a donated input, in place of the old one.
+        target = name_of(writer, node)
+        _write_out_call(writer, node, _form(node), [target], {target}, divides)
+        return
+    form = writer.places.forms[node]
     outs = [node.name] if isinstance(node.meta["val"], torch.Tensor) else [
-        f"{node.name}_{index}" for index in range(len(node.meta["val"]))
+        result_name(node, index) for index in range(len(node.meta["val"]))
     ]  # fmt: skip
     uses = set(outs)
     if form.kind == "nothing":
         return
     if form.kind == "fill":
         name = bind_operator(writer, _aten.fill_.Scalar, (node, form.value))
-        writer.lines.append(Line(f"{name}({outs[0]}, {form.value!r})", uses))
+        writer.lines.append(Line(f"{name}({outs[0]}, {literal(writer, form.value, uses)})", uses))
     elif form.kind == "copy":
         name = bind_operator(writer, _aten.copy_.default, (node, node.args[0]))
         source = literal(writer, node.args[0], uses)
         writer.lines.append(Line(f"{name}({outs[0]}, {source})", uses, may_replace=_replaceable(writer, node)))
     else:
-        divides = _write_out_call(writer, node, outs, uses, divides)
+        divides = _write_out_call(writer, node, form, outs, uses, divides)
     if divides:
         write_division(writer, outs[0])
 
 
-def _write_out_call(writer: Writer, node: fx.Node, outs: list[str], uses: set[str], divides: bool) -> bool:
+def _form(node: fx.Node) -> Form:
+    form = form_of(node)
+    assert form is not None
+    return form
+
+
+def _write_out_call(writer: Writer, node: fx.Node, form: Form, outs: list[str], uses: set[str], divides: bool) -> bool:
     """Call the operator with its out arguments; returns whether the result is yet to be divided."""
-    form = writer.places.forms[node]
     args, kwargs, call = [*node.args, *form.extra], dict(node.kwargs), form.operator
-    if (weight := _transposed_weight(writer, node)) is not None:
+    if (weight := transposed_weight(writer, node)) is not None:
         call, args = _aten.linear.out, [node.args[1], weight, node.args[0]]
     if divides and form.scaled is not None and not kwargs:
         # The product is divided on its way into the bucket.
@@ -233,22 +253,10 @@ def _write_out_call(writer: Writer, node: fx.Node, outs: list[str], uses: set[st
     examples = [node.meta["val"]] if len(outs) == 1 else node.meta["val"]
     name = bind_operator(writer, call, args, {**kwargs, **dict(zip(form.names, examples, strict=True))})
     line = Line(f"{name}({', '.join(parts)})", uses)
-    if form.pointwise and len(outs) == 1:
+    if form.pointwise and outs == [node.name]:
         line.may_replace = _replaceable(writer, node)
     writer.lines.append(line)
     return divides
-
-
-def _transposed_weight(writer: Writer, node: fx.Node) -> fx.Node | None:
-    """The weight of a linear layer, for an operator that takes it as it is: one view less to make at every call."""
-    if node.target is not _aten.addmm.default or node.kwargs:
-        return None
-    bias, rows, columns = (_node(argument) for argument in node.args)
-    if columns.target is not _aten.t.default or columns.name in writer.places.named:
-        return None
-    plain = bias.meta["val"].dim() == 1 and rows.meta["val"].dim() == 2
-    weight = _node(columns.args[0])
-    return weight if plain and columns not in writer.same else None
 
 
 def _replaceable(writer: Writer, node: fx.Node) -> tuple[str, ...]:
@@ -268,11 +276,6 @@ def _replaceable(writer: Writer, node: fx.Node) -> tuple[str, ...]:
         if all((p.shape, p.stride, p.offset, p.dtype) == (own.shape, own.stride, own.offset, own.dtype) for p in there):
             same.append(names[0])
     return tuple(same)
-
-
-def _node(argument: Any) -> fx.Node:
-    assert isinstance(argument, fx.Node)
-    return argument
 
 
 def _lane_count(node: fx.Node) -> int:

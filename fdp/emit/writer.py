@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ class Writer:
         accesses: what the plan does to memory, and when.
         places: values at fixed places.
         markers: for each bucket that is sent, the markers of its members.
+        reserved: what the program calls its own parameters.
         local: the name of each value that has one so far.
         lines: the program so far.
         bound: objects that it uses, by name.
@@ -45,6 +46,7 @@ class Writer:
     accesses: Accesses
     places: Places
     markers: dict[int, list[fx.Node]]
+    reserved: Mapping[str, str]
     local: dict[fx.Node, str] = field(default_factory=dict)
     lines: list[Line] = field(default_factory=list)
     bound: dict[str, Any] = field(default_factory=dict)
@@ -54,12 +56,20 @@ class Writer:
 
 def _resolve(writer: Writer, node: fx.Node) -> fx.Node:
     node = writer.same.get(node, node)
-    return writer.placement.replaced.get(node, node)
+    node = writer.placement.replaced.get(node, node)
+    return writer.placement.written.get(node, node)
 
 
 def name_of(writer: Writer, node: fx.Node) -> str:
     """The name of a value in the program."""
     return writer.local[_resolve(writer, node)]
+
+
+def free_name(stem: str, taken: Container[str]) -> str:
+    """A name that no value of the graph has: an operator of somebody else's may be called "start"."""
+    while stem in taken:
+        stem += "_"
+    return stem
 
 
 def bind_object(writer: Writer, value: Any, stem: str) -> str:
@@ -117,7 +127,15 @@ def emit(writer: Writer, expression: str, uses: set[str], node: fx.Node) -> None
         writer.local[node] = node.name
         defines = (node.name,)
         expression = f"{node.name} = {expression}"
-    writer.lines.append(Line(expression, uses, defines, view=effects_of(node).view))
+    writer.lines.append(
+        Line(expression, uses, defines, pure=is_pure(node) and (bool(defines) or effects_of(node).view))
+    )
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Whether a call does nothing but return its results."""
+    effects = effects_of(node)
+    return not effects.writes and not effects.random
 
 
 def bucket_name(index: int) -> str:

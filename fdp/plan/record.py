@@ -145,16 +145,19 @@ class Plan:
 
     def _neighbours(self) -> tuple[dict[int, str], dict[int, str]]:
         """For each bucket, the operation that it starts after and the one that it is waited for before."""
-        starts, waits = {}, {}
-        runs = [
-            None if not isinstance(item, Run) or self.trace.operations[item.operations[0]].view else item
-            for item in self.schedule
-        ]
-        for at, item in enumerate(self.schedule):
+        starts: dict[int, str] = {}
+        waits: dict[int, str] = {}
+        before, asking = "the beginning", list[int]()
+        for item in self.schedule:
             if isinstance(item, Start):
-                starts[item.bucket] = next((self._describe(r) for r in reversed(runs[:at]) if r), "the beginning")
+                starts[item.bucket] = before
             elif isinstance(item, Wait):
-                waits[item.bucket] = next((self._describe(r) for r in runs[at:] if r), "the end")
+                asking.append(item.bucket)
+            elif not self.trace.operations[item.operations[0]].view:
+                before = self._describe(item)
+                waits.update(dict.fromkeys(asking, before))
+                asking.clear()
+        waits.update(dict.fromkeys(asking, "the end"))
         return starts, waits
 
     def _describe(self, run: Run) -> str:

@@ -11,22 +11,22 @@ from fdp.trace.arguments import (
     flatten,
     refuse_unhashable,
     resolve_roles,
+    set_apart,
     sharing,
     summarise,
-    take_apart,
 )
 from fdp.trace.build import run_untraced, trace_step
 from fdp.trace.capture import recording
-from fdp.trace.lastcall import LastCall
 from fdp.trace.record import Input, Operation, Output, Reduction, Trace
+from fdp.trace.remembered import RememberedCalls
 
 __all__ = [
     "Flat",
     "Input",
-    "LastCall",
     "Operation",
     "Output",
     "Reduction",
+    "RememberedCalls",
     "Roles",
     "Summary",
     "Trace",
@@ -36,8 +36,8 @@ __all__ = [
     "refuse_unhashable",
     "resolve_roles",
     "run_untraced",
+    "set_apart",
     "sharing",
     "summarise",
-    "take_apart",
     "trace_step",
 ]

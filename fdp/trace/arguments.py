@@ -46,12 +46,16 @@ class Flat:
         leaves: all leaves of all arguments that are not static.
         spec: their tree structure, a tuple of those arguments.
         static: the static arguments.
+        donated: indices of leaves of donated arguments.
+        shared: which tensors share memory, as in `sharing_pattern`; None if that does not matter.
         key: equal for two calls exactly if one trace serves both.
     """
 
     leaves: list[Any]
     spec: optree.PyTreeSpec
     static: tuple[Any, ...]
+    donated: tuple[int, ...]
+    shared: tuple[tuple[int, int], ...] | None
     key: tuple[Any, ...]
 
 
@@ -115,43 +119,70 @@ def _parameter_names(step: Callable[..., Any], count: int) -> tuple[str, ...]:
     return tuple(names[:count])
 
 
-_NO_STATIC: tuple[Any, ...] = ()
-
-
-def take_apart(args: tuple[Any, ...], roles: Roles) -> tuple[list[Any], optree.PyTreeSpec, tuple[Any, ...]]:
-    """The leaves of the arguments in a row, their tree structure, and the static arguments; runs at every call."""
-    static = _NO_STATIC
-    if roles.static:
-        static = tuple(args[i] for i in sorted(roles.static))
-        args = tuple(arg for i, arg in enumerate(args) if i not in roles.static)
-    return *optree.tree_flatten(args), static
+def set_apart(args: tuple[Any, ...], roles: Roles) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The arguments that are trees, and the static ones; runs at every call."""
+    if not roles.static:
+        return args, ()
+    trees = tuple(arg for i, arg in enumerate(args) if i not in roles.static)
+    return trees, tuple(args[i] for i in sorted(roles.static))
 
 
 def describe_leaf(leaf: Any) -> tuple[Any, ...]:
     """What a signature holds of a leaf."""
     if isinstance(leaf, torch.Tensor):
+        if type(leaf) not in _TENSOR_TYPES or leaf.layout != torch.strided:
+            return type(leaf), leaf.layout, leaf.shape  # to be refused, whatever else it is
         return (
             leaf.shape, leaf.dtype, leaf.device, leaf.stride(), leaf.storage_offset(), leaf.is_conj(), leaf.is_neg()
         )  # fmt: skip
     return (type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf)
 
 
+def describe_static(static: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a signature holds of the static arguments."""
+    return tuple((type(value), value, _exact(value)) for value in static)
+
+
+def sharing_pattern(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
+    """For each tensor that shares memory with one before it, the index of the first such one, and its own."""
+    memories = [t.untyped_storage()._cdata if t.layout == torch.strided else -i for i, t in enumerate(tensors, 1)]
+    if len(set(memories)) == len(memories):
+        return ()
+    owners: dict[int, int] = {}
+    return tuple(
+        (owners[memory], index) for index, memory in enumerate(memories) if owners.setdefault(memory, index) != index
+    )
+
+
 def flatten(args: tuple[Any, ...], roles: Roles) -> Flat:
     """Put the leaves of the arguments in a row and work out the signature in full."""
-    leaves, spec, static = take_apart(args, roles)
-    parts: list[Any] = [spec, *((type(value), value, _exact(value)) for value in static)]
-    parts += map(describe_leaf, leaves)
-    if roles.donated:
-        # Whether tensors share memory decides what may be written in place.
-        owners: dict[int, int] = {}
-        shared = []
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                first = owners.setdefault(leaf.untyped_storage()._cdata, index)
-                if first != index:
-                    shared.append((first, index))
-        parts.append(tuple(shared))
-    return Flat(leaves, spec, static, tuple(parts))
+    trees, static = set_apart(args, roles)
+    leaves, spec = optree.tree_flatten(trees)
+    key: tuple[Any, ...] = (spec, describe_static(static), *map(describe_leaf, leaves))
+    if not roles.donated:
+        return Flat(leaves, spec, static, (), None, key)
+    donated = _leaves_of(roles.donated, spec, roles)
+    # Whether tensors share memory decides what may be written in place; so does what autograd keeps of them.
+    shared = sharing_pattern([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+    history = tuple(i for i in donated if isinstance(leaf := leaves[i], torch.Tensor) and _is_bound(leaf))
+    return Flat(leaves, spec, static, donated, shared, (*key, shared, history))
+
+
+def _leaves_of(positions: frozenset[int], spec: optree.PyTreeSpec, roles: Roles) -> tuple[int, ...]:
+    """The indices of the leaves that belong to some arguments."""
+    found: list[int] = []
+    start = 0
+    trees = [i for i in range(len(roles.names)) if i not in roles.static]
+    for position, child in zip(trees, spec.children(), strict=True):
+        if position in positions:
+            found += range(start, start + child.num_leaves)
+        start += child.num_leaves
+    return tuple(found)
+
+
+def _is_bound(tensor: torch.Tensor) -> bool:
+    """Whether autograd does not let a tensor be changed in place from outside."""
+    return tensor.grad_fn is not None or tensor.is_inference()
 
 
 def _exact(value: Any) -> str | None:

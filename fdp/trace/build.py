@@ -266,8 +266,12 @@ def _assign_slots(
     """Pair each donated input with the output that has its key path, at the root of what is returned or one below."""
     if not roles.donated:
         return outputs
-    out_paths = out_spec.paths()
-    prefixes: list[tuple[Any, ...]] = [(), *dict.fromkeys(path[:1] for path in out_paths if path)]
+    # Each root with the outputs below it: all of them, or those under one key.
+    out_paths = list(enumerate(out_spec.paths()))
+    below: dict[tuple[Any, ...], list[tuple[int, tuple[Any, ...]]]] = {(): out_paths}
+    for at, path in out_paths:
+        if path:
+            below.setdefault(path[:1], []).append((at, path))
     positions = [i for i in range(len(roles.names)) if i not in roles.static]
     index = -1
     wanted: dict[int, dict[tuple[Any, ...], int]] = {}
@@ -279,10 +283,10 @@ def _assign_slots(
     slots: dict[int, int] = {}
     for slots_of_argument in wanted.values():
         best: dict[int, int] = {}
-        for prefix in prefixes:
+        for prefix, members in below.items():
             found = {}
-            for at, path in enumerate(out_paths):
-                source = slots_of_argument.get(path[len(prefix) :]) if path[: len(prefix)] == prefix else None
+            for at, path in members:
+                source = slots_of_argument.get(path[len(prefix) :])
                 if source is not None and at not in slots and _fits(outputs[at], inputs[source]):
                     found[at] = source
             if len(found) > len(best):

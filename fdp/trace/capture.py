@@ -1,8 +1,8 @@
 """Run a step once on fake tensors and keep every operator that it calls, in order, as one flat graph.
 
 Everything that tracing needs from private parts of torch is in this file: `make_fx`, the fake-tensor mode, the
-shape environment, and the flag that tells libraries that somebody is compiling (they then skip checks that would
-read the value of a tensor).
+shape environment, graph modules whose code is written when it is first asked for, and the flag that tells libraries
+that somebody is compiling (they then skip checks that would read the value of a tensor).
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from fdp.axis import step_axis
 from fdp.errors import FdpError, TraceError, build_message
 from fdp.group import Group
-from fdp.trace.effects import effects_of, is_marker
+from fdp.trace.effects import FUSED_OPTIMIZERS, effects_of, is_marker
 from fdp.trace.source import Source, failing_line, source_lines
 
 _VALUE_READ = (
@@ -69,6 +70,7 @@ def capture(
         shape_env=ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False),
         static_shapes=True,
     )
+    _without_fused_kernels(fake_mode)
     # Each input gets memory of its own: to a pure function it does not matter which of its arguments overlap.
     with fake_mode, recording():
         fakes = [
@@ -89,6 +91,8 @@ def capture(
         # The fused recurrent layers of oneDNN cannot be replayed (their backward takes a tensor that the trace does
         # not have). All else that oneDNN does is chosen when the program runs, not here.
         stack.enter_context(_without_onednn())
+        # The code of the graph module is never run: what is emitted is. Writing it would take a tenth of the time.
+        stack.enter_context(_use_lazy_graph_module(True))
         # A mistake of the step's own is raised; torch would print it as well.
         stack.enter_context(_silenced("torch._subclasses.fake_tensor"))
         try:
@@ -104,6 +108,24 @@ def capture(
     _drop_dead_code(graph_module)
     _complete_examples(graph_module, fake_mode)
     return graph_module
+
+
+def _without_fused_kernels(fake_mode: FakeTensorMode) -> None:
+    """Let a fused optimizer do nothing to fake tensors.
+
+    Some of its overloads (those whose learning rate is a tensor) have no rule for fake tensors. The mode would then run
+    the real kernel on as many zeros as there are parameters, gradients and moments, only to learn that it returns
+    nothing: seconds, and a second copy of the state.
+    (This relies on every operator passing through `dispatch`. A subclass would be unknown to torch.cond and the like.)
+    """
+    dispatch = fake_mode.dispatch
+
+    def dispatch_all_others(func: Any, types: Sequence[type], args: Sequence[object], kwargs: Any) -> object:
+        if func.namespace == "aten" and func._schema.name.removeprefix("aten::") in FUSED_OPTIMIZERS:
+            return None
+        return dispatch(func, types, args, kwargs)
+
+    fake_mode.dispatch = dispatch_all_others  # type: ignore[assignment]
 
 
 @contextmanager
@@ -210,7 +232,10 @@ def _drop_dead_code(graph_module: fx.GraphModule) -> None:
         effects = effects_of(node)
         return bool(effects.writes) or effects.random
 
-    graph_module.graph.eliminate_dead_code(matters)
+    # Not Graph.eliminate_dead_code, which first checks the whole graph for consistency.
+    for node in reversed(graph_module.graph.nodes):
+        if not node.users and not matters(node):
+            graph_module.graph.erase_node(node)
     graph_module.recompile()
 
 

@@ -26,7 +26,8 @@ _UNDECLARED_WRITES: dict[Any, tuple[str, ...]] = {
     _aten.batch_norm_gather_stats_with_counts.default: ("running_mean", "running_var"),
 }
 
-_FUSED_OPTIMIZERS = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+FUSED_OPTIMIZERS = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+"""Operators that update every parameter of a list in place, with its state, and return nothing."""
 
 _UNINITIALISED = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
 
@@ -86,7 +87,7 @@ def _read_effects(node: fx.Node) -> Effects:
             continue
         info = argument.alias_info
         written = info is not None and info.is_write
-        if written and argument.name == "grads" and name in _FUSED_OPTIMIZERS:
+        if written and argument.name == "grads" and name in FUSED_OPTIMIZERS:
             # They unscale gradients in place, if told to; otherwise gradients are only read.
             written = node.kwargs.get("grad_scale") is not None
         if argument.name in _UNDECLARED_WRITES.get(target, ()):
@@ -171,7 +172,7 @@ def lanes_of(node: fx.Node) -> int | None:
     name = operator_name(node)
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
-    if name not in _FUSED_OPTIMIZERS and not name.startswith("_foreach_"):
+    if name not in FUSED_OPTIMIZERS and not name.startswith("_foreach_"):
         return None
     lengths = {len(value) for _, value in list_arguments(node) if len(value)}
     return lengths.pop() if len(lengths) == 1 else None

@@ -43,7 +43,7 @@ def replicated_calls(graph_module: fx.GraphModule, varying: Mapping[fx.Node, Any
         wanted.add(node)
         pending.extend(node.all_input_nodes)
         for storage in storages_of(node):
-            pending.extend(writers[storage])
+            pending.extend(writers.pop(storage, ()))  # once is enough: a buffer may have as many views as writers
     for node in graph.nodes:
         if node in wanted and node.op == "call_function":
             arguments = [_text(graph_module, value) for value in (*node.args, *node.kwargs.values())]

@@ -1,0 +1,240 @@
+"""Recognise a call that is like an earlier one without working its signature out.
+
+A signature asks every leaf for shape, strides, memory and more, and hashes the answers. A training loop makes the same
+call again and again: whether a call is like one that is remembered is found out far faster, by comparison in C++ and
+by addresses. State that comes back from the step lies where it lay, and one look at its addresses is enough to know
+that it still shares no memory.
+
+What is found is that the program of the earlier call serves this one as well: the signatures are equal, or differ in
+what no program can tell.
+
+Nothing here keeps a tensor alive, and nothing takes an object for itself by its `id`: an object may have been given
+other memory or another shape since (`x.data = y`, `x.t_()`), and an `id` may have been given to another object.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from fdp.trace.arguments import Flat, describe_leaf, describe_static, sharing_pattern
+from fdp.trace.guards import tensors_like
+from fdp.trace.record import Trace
+from fdp.trace.structure import Structure
+
+T = TypeVar("T")
+
+MOST = 8
+"""So many calls are remembered: that many signatures may take turns before a call is worked out in full again."""
+
+_FEW = 32
+"""Of so many tensors each can be compared with all others in less time than it takes to look at those again."""
+
+_address = torch.Tensor.data_ptr
+_offset = torch.Tensor.storage_offset
+
+
+class _Call(Generic[T]):
+    """One call, as far as it can be recognised again.
+
+    Its tensors are of two kinds. Those that the step returns in the same memory stay: at the next call they most often
+    lie where they lay. The others pass.
+    """
+
+    def __init__(self, place: Any, flat: Flat, structure: Structure, trace: Trace, value: T) -> None:
+        self.place, self.structure, self.value = place, structure, value
+        self._static = describe_static(flat.static)
+        self._static_hash = hash(self._static)
+        leaves = flat.leaves
+        at = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._constants = [(i, describe_leaf(x)) for i, x in enumerate(leaves) if not isinstance(x, torch.Tensor)]
+        self._tensors = _picker(at, len(leaves))
+        tensors = [leaves[index] for index in at]
+        position_of = {index: position for position, index in enumerate(at)}
+        self._history = [
+            (position_of[i], leaves[i].grad_fn is not None)
+            for i in flat.donated
+            if i in position_of and leaves[i].requires_grad
+        ]
+        self._shared = flat.shared
+        # An empty tensor lies nowhere, and may be a part of any memory.
+        self._any_empty = any(tensor.numel() == 0 for tensor in tensors)
+        stay = _that_stay(trace) if flat.shared == () and not self._any_empty else []
+        pass_by = sorted(set(range(len(tensors))) - set(stay))
+        self._staying, self._passing = _picker(stay, len(tensors)), _picker(pass_by, len(tensors))
+        self._staying_like = tensors_like(self._staying(tensors))
+        self._passing_like = tensors_like(self._passing(tensors))
+        self._staying_offsets = _Offsets(self._staying(tensors))
+        self._passing_offsets = _Offsets(self._passing(tensors))
+        self._lay = _Addresses(list(map(_address, self._staying(tensors))))
+
+    def recognise(self, leaves: list[Any], static: tuple[Any, ...]) -> list[torch.Tensor] | None:
+        """The tensors among leaves of the same structure if this call's program certainly serves them, else None."""
+        for index, described in self._constants:
+            if describe_leaf(leaves[index]) != described:
+                return None
+        if (static or self._static) and not self._has_equal(static):
+            return None
+        tensors = self._tensors(leaves)
+        passing, staying = self._passing(tensors), self._staying(tensors)
+        if not (self._passing_like(passing) and self._staying_like(staying) and self._passing_offsets.are_of(passing)):
+            return None
+        for position, history in self._history:
+            if (tensors[position].grad_fn is not None) != history:
+                return None
+        return tensors if self._shared is None or self._lie_as_before(tensors, passing, staying) else None
+
+    def _has_equal(self, static: tuple[Any, ...]) -> bool:
+        described = describe_static(static)
+        try:
+            # Of the same hash as well: an object that equals itself may have changed inside.
+            return hash(described) == self._static_hash and described == self._static
+        except TypeError:
+            return False  # what cannot be hashed is refused later on
+
+    def _lie_as_before(
+        self, tensors: list[torch.Tensor], passing: list[torch.Tensor], staying: list[torch.Tensor]
+    ) -> bool:
+        """Whether the same tensors share memory as in the earlier call, and offsets are the same where they matter."""
+        assert self._shared is not None
+        if self._any_empty:
+            return sharing_pattern(tensors) == self._shared
+        bases = self._passing_offsets.bases(passing)
+        addresses = list(map(_address, staying))
+        lay = self._lay
+        if addresses and addresses == lay.addresses and len(passing) <= _FEW:
+            # The same bytes in the same shapes. They shared no memory a call ago, so they share none now, and a program
+            # can find nothing different about them; their offset is not in it.
+            return len(set(bases)) == len(bases) and all(
+                lay.are_apart_from(base, tensor.untyped_storage().nbytes())
+                for base, tensor in zip(bases, passing, strict=True)
+            )
+        if not self._staying_offsets.are_of(staying):
+            return False
+        bases += self._staying_offsets.bases_at(addresses)
+        # Memory that begins in different places is not shared. So if those share that did, and no others begin in one
+        # place, the same share. (Two pieces that begin in one place may still be two.)
+        if len(set(bases)) != len(tensors) - len(self._shared) or not all(
+            tensors[one].untyped_storage()._cdata == tensors[two].untyped_storage()._cdata for one, two in self._shared
+        ):
+            return sharing_pattern(tensors) == self._shared
+        self._lay = _Addresses(addresses)  # as a whole, since another thread may be reading it
+        return True
+
+
+class _Offsets:
+    """How far into their memory tensors begin."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._elements = list(map(_offset, tensors))
+        self._bytes = [o * t.element_size() for o, t in zip(self._elements, tensors, strict=True)]
+        self._any = any(self._elements)
+
+    def are_of(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether as many tensors begin as far into theirs."""
+        return list(map(_offset, tensors)) == self._elements if self._any else not any(map(_offset, tensors))
+
+    def bases(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """The address where the memory of each begins; equal for tensors that share it."""
+        return self.bases_at(list(map(_address, tensors)))
+
+    def bases_at(self, addresses: list[int]) -> list[int]:
+        """Likewise, for tensors at these addresses."""
+        return list(map(operator.sub, addresses, self._bytes)) if self._any else addresses
+
+
+class _Addresses:
+    """Where tensors lie that share no memory."""
+
+    def __init__(self, addresses: list[int]) -> None:
+        self.addresses = addresses
+
+    @functools.cached_property
+    def _in_order(self) -> list[int]:
+        return sorted(self.addresses)
+
+    def are_apart_from(self, base: int, size_bytes: int) -> bool:
+        """Whether none lies in a piece of memory."""
+        behind = bisect.bisect_left(self._in_order, base)
+        return behind == len(self._in_order) or self._in_order[behind] >= base + size_bytes
+
+
+class RememberedCalls(Generic[T]):
+    """The last few calls of different signatures, the latest first, each with a value that belongs to it."""
+
+    def __init__(self) -> None:
+        # Replaced as a whole, never changed: threads may read it at any time.
+        self._calls: tuple[_Call[T], ...] = ()
+
+    def recognise(
+        self, place: Any, args: tuple[Any, ...], static: tuple[Any, ...]
+    ) -> tuple[T, list[torch.Tensor]] | None:
+        """Find what belongs to a call that is certainly like a remembered one.
+
+        Args:
+            place: whatever else calls must have in common; compared by equality.
+            args: the arguments that are trees.
+            static: the other arguments.
+
+        Returns:
+            The value, and the tensors of the arguments in a row; None if it takes a closer look.
+        """
+        structure: Structure | None = None
+        leaves: list[Any] | None = None
+        for number, call in enumerate(calls := self._calls):
+            if call.place != place:
+                continue
+            if call.structure is not structure:
+                structure = call.structure
+                leaves = structure.flatten(args)
+            if leaves is not None and (tensors := call.recognise(leaves, static)) is not None:
+                if number:
+                    self._calls = (call, *calls[:number], *calls[number + 1 :])
+                return call.value, tensors
+        return None
+
+    def remember(self, place: Any, flat: Flat, trace: Trace, value: T, earlier: _Call[T] | None = None) -> _Call[T]:
+        """Remember a call, and forget the one that was made longest ago.
+
+        Args:
+            place: as for `recognise`.
+            flat: the arguments.
+            trace: the trace that serves it.
+            value: what belongs to it.
+            earlier: what was returned for an earlier call with this value; it is used again if it fits.
+
+        Returns:
+            What is remembered of the call.
+        """
+        calls = self._calls
+        if earlier is None or earlier.recognise(list(flat.leaves), flat.static) is None:
+            same = (call.structure for call in calls if call.structure.spec == flat.spec)
+            earlier = _Call(place, flat, next(same, None) or Structure(flat.spec), trace, value)
+        self._calls = (earlier, *calls[: MOST - 1])
+        return earlier
+
+
+def _that_stay(trace: Trace) -> list[int]:
+    """Which of its input tensors a step returns in the same memory; none if an offset may be a number in its graph."""
+    graphs = [module.graph for module in trace.graph.modules() if isinstance(module, torch.fx.GraphModule)]
+    if any("as_strided" in str(node.target) for graph in graphs for node in graph.nodes):
+        return []
+    return sorted({output.slot for output in trace.outputs if output.slot is not None})
+
+
+def _picker(indices: Sequence[int], length: int) -> Callable[[list[Any]], list[Any]]:
+    """A function that gets the items at some places, in ascending order, of a list of that length."""
+    if not indices:
+        return lambda items: []
+    first, count = indices[0], len(indices)
+    if count == length:
+        return lambda items: items
+    if list(indices) == list(range(first, first + count)):  # true of most states, and many times faster
+        return operator.itemgetter(slice(first, first + count))
+    several = operator.itemgetter(*indices)
+    return lambda items: list(several(items))

@@ -1,0 +1,92 @@
+"""The comparison of an emitted step with the step itself: as strict in pieces as on the whole, with little memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import fdp
+from fdp.emit import check
+from fdp.errors import TraceError
+
+
+def gap_of_the_whole(one: torch.Tensor, two: torch.Tensor) -> tuple[float, float]:
+    """What `_gap` computes, element by element."""
+    pairs = list(zip(one.flatten().tolist(), two.flatten().tolist(), strict=True))
+    if all(a == b or (a != a and b != b) for a, b in pairs):
+        return 0.0, 1.0
+    if not (two.is_floating_point() or two.is_complex()):
+        return 1.0, 1.0
+    for a, b in pairs:
+        finite = [math.isfinite(abs(value)) for value in (a, b)]
+        if finite[0] != finite[1] or (not finite[0] and not (a == b or (a != a and b != b))):
+            return math.inf, 0.0
+    known = [(abs(a - b), abs(b)) for a, b in pairs if math.isfinite(abs(b))]
+    return max(d for d, _ in known), max(size for _, size in known)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.bool])
+@pytest.mark.parametrize("numel", [0, 1, 3, 4, 11])
+def test_pieces_are_compared_like_the_whole(monkeypatch: Any, dtype: torch.dtype, numel: int) -> None:
+    monkeypatch.setattr(check, "_PIECE", 4)
+    generator = torch.Generator().manual_seed(numel)
+    special = [math.nan, math.inf, -math.inf]
+    for trial in range(60):
+        two = (torch.randn(numel, generator=generator, dtype=torch.float64) * 3).to(dtype)
+        one = two.clone()
+        for place in torch.randint(max(numel, 1), (trial % 4,), generator=generator).tolist()[: numel and None]:
+            changed = [one, two, (one, two)][trial % 3]
+            for tensor in changed if isinstance(changed, tuple) else (changed,):
+                tensor[place] = special[(trial + place) % 3] if dtype.is_floating_point and trial % 2 else place + 1
+        assert check._gap(one, two) == pytest.approx(gap_of_the_whole(one, two), rel=1e-12)
+        assert check._gap(one.view(1, -1).t(), two.view(1, -1).t()) == check._gap(one, two)
+
+
+@pytest.mark.parametrize(("one", "two"), list(itertools.permutations([math.nan, math.inf, -math.inf, 2.0], 2)))
+def test_what_is_not_finite_must_be_the_same(one: float, two: float) -> None:
+    values = torch.tensor([1.0, one]), torch.tensor([1.5, two])
+    assert check._gap(*values) == gap_of_the_whole(*values) == (math.inf, 0.0)
+
+
+def test_a_difference_in_the_last_element_of_a_large_output_is_found() -> None:
+    count = itertools.count()
+
+    @fdp.data_parallel
+    def step(state: torch.Tensor, batch: torch.Tensor) -> Any:
+        frozen = float(next(count))
+        return torch.cat([state, state[-1:] + frozen]), fdp.pmean(batch.sum())
+
+    with pytest.raises(TraceError, match=r"output\[0\]: \[2097155\] torch.float32 differs by 1, where the largest"):
+        step(torch.ones(2**21 + 2), torch.ones(2))
+
+
+def test_a_user_sees_the_mistake_of_his_own_that_only_values_show() -> None:
+    @fdp.data_parallel
+    def step(table: torch.Tensor, batch: torch.Tensor) -> Any:
+        return fdp.pmean(table[batch].sum())
+
+    with pytest.raises(IndexError, match="index 5 is out of bounds"):
+        step(torch.ones(3), torch.tensor([5]))
+
+
+@pytest.mark.parametrize(("donated", "states"), [(True, 2), (False, 3)])
+def test_the_check_holds_few_states_at_a_time(donated: bool, states: int) -> None:
+    # 20 leaves of 1 MiB, one of which is at work at a time.
+    state = {str(i): torch.ones(2**18) for i in range(20)}
+
+    @fdp.data_parallel(donate_argnums=(0,) if donated else ())
+    def step(state: dict[str, torch.Tensor], batch: torch.Tensor) -> Any:
+        return {name: leaf * fdp.pmean(batch.mean()) for name, leaf in state.items()}
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step(state, torch.full((2,), 3.0))
+    held = peak = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    assert states - 0.5 < peak / (20 * 2**20) < states + 0.5
