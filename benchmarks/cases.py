@@ -99,7 +99,7 @@ CPU_CASES = (
         lambda: perceptron(16, 200),
         lambda: _regression(16, 16),
         _squared,
-        rounds=40,
+        rounds=30,
         burst=9,
         waking=3,
         time_target=0.60,

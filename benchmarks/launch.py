@@ -57,8 +57,9 @@ def _rank_main(place: Place, rank: int, port: int, conn: Any, make: Callable[...
             conn.send((True, getattr(worker, method)(*asked)))
         if dist.is_initialized():
             dist.destroy_process_group()
-    except Exception:  # the parent raises it
-        conn.send((False, traceback.format_exc()))
+    except Exception:
+        with contextlib.suppress(OSError):  # the parent raises it, unless another rank's error made it leave
+            conn.send((False, traceback.format_exc()))
 
 
 class Crew:

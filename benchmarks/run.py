@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--rounds has to be at least 1")
 
     # Wide enough for a row on one line, also where the terminal's width is not known.
-    console = Console(width=max(Console().width, 160))
+    console = Console(width=max(Console().width, 200))
     start = time.monotonic()
     found: dict[str, dict[str, Figures]] = {}
     for name in args.setting or SETTINGS:
