@@ -90,9 +90,7 @@ def _eager(case: Case, inner: nn.Module, model: nn.Module) -> Contender:
 
 def fdp_step(case: Case) -> Contender:
     """The same step under fdp.data_parallel with the state donated; it also averages the loss over ranks."""
-    model = _model(case)
-    apply, params, buffers = fdp.from_module(model)
-    model.to("meta")  # or it keeps tensors of its own, of which the state is a copy, and which nobody reads again
+    apply, params, buffers = fdp.from_module(_model(case))
     optimizer = fdp.optim.from_torch(torch.optim.AdamW, **ADAMW)
     batches, count = _batches(case), 0
 
