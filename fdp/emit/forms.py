@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp.trace.effects import bound_arguments, operator_name
+from fdp.trace.effects import bound_arguments, effects_of, operator_name
 
 _aten = torch.ops.aten
 
@@ -51,7 +51,6 @@ _WRITES_IN_PLACE = frozenset(_WRITES_IN_PLACE_TEXT.split())
 resize what they are given on the way, or compute elsewhere and copy."""
 
 _COPIES = (_aten.clone.default, _aten._to_copy.default)
-_EMPTY = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
 _FILLED: dict[str, float] = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
 _FILLED_WITH_ARGUMENT = ("full", "full_like", "new_full")
 
@@ -106,7 +105,7 @@ def form_of(node: fx.Node) -> Form | None:
         source = node.args[0]
         same = isinstance(source, fx.Node) and source.meta["val"].device == device
         return Form("copy", pointwise=True) if same else None
-    if name in _EMPTY:
+    if effects_of(node).uninitialised:
         return Form("nothing")
     if name in _FILLED:
         return Form("fill", value=_FILLED[name])
@@ -171,6 +170,8 @@ def _out_variant(target: Any, device: str) -> Any:
             continue
         if [(a.name, str(a.type)) for a in arguments if not a.is_out] != wanted:
             continue
+        # Private to torch. Relied on: it is true of kernels registered for this backend alone, and false of those for
+        # any backend, as generated out overloads have. Were it true of more, those would be called: slower, as right.
         if torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), backend):
             return overload
     return None

@@ -23,9 +23,9 @@ from fdp.emit.lines import Line, assemble, drop_unused, lay_out_lines
 from fdp.emit.places import RESHAPES_IN_PLACE, Place, find_places, result_name
 from fdp.emit.shortcuts import counted_up, transposed_weight
 from fdp.emit.views import redundant_views
-from fdp.emit.writer import Writer, bind_object, bind_operator, bucket_name, emit, free_name, is_pure, literal, name_of
+from fdp.emit.writer import Writer, bind_object, bind_operator, bucket_name, emit, free_name, literal, name_of
 from fdp.plan import Plan, Run, Start
-from fdp.trace.effects import is_marker, list_arguments, operator_name
+from fdp.trace.effects import effects_of, is_marker, list_arguments, operator_name
 
 _aten = torch.ops.aten
 
@@ -179,7 +179,7 @@ def _write_call(writer: Writer, node: fx.Node, lanes: list[int]) -> None:
         if (memory := writer.places.memory.get(node.name)) is not None:
             # Views that have no place themselves (of a conjugate): the place that they look at is in use with them.
             writer.places.memory.update(dict.fromkeys(targets, memory))
-        writer.lines.append(Line(f"({', '.join(targets)},) = {call}", uses, targets, pure=is_pure(node)))
+        writer.lines.append(Line(f"({', '.join(targets)},) = {call}", uses, targets, pure=effects_of(node).pure))
     else:
         emit(writer, call, uses, node)
 

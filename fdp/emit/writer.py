@@ -127,15 +127,8 @@ def emit(writer: Writer, expression: str, uses: set[str], node: fx.Node) -> None
         writer.local[node] = node.name
         defines = (node.name,)
         expression = f"{node.name} = {expression}"
-    writer.lines.append(
-        Line(expression, uses, defines, pure=is_pure(node) and (bool(defines) or effects_of(node).view))
-    )
-
-
-def is_pure(node: fx.Node) -> bool:
-    """Whether a call does nothing but return its results."""
     effects = effects_of(node)
-    return not effects.writes and not effects.random
+    writer.lines.append(Line(expression, uses, defines, pure=effects.pure and (bool(defines) or effects.view)))
 
 
 def bucket_name(index: int) -> str:

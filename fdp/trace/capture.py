@@ -229,8 +229,7 @@ def _drop_dead_code(graph_module: fx.GraphModule) -> None:
             return True
         if is_marker(node):
             return False  # every rank drops the same collectives: they have the same graph
-        effects = effects_of(node)
-        return bool(effects.writes) or effects.random
+        return not effects_of(node).pure
 
     # Not Graph.eliminate_dead_code, which first checks the whole graph for consistency.
     for node in reversed(graph_module.graph.nodes):

@@ -58,6 +58,11 @@ class Effects:
     random: bool = False
     uninitialised: bool = False
 
+    @property
+    def pure(self) -> bool:
+        """Whether the node does nothing but return its result."""
+        return not self.writes and not self.random
+
 
 def effects_of(node: fx.Node) -> Effects:
     """Read off the memory effects of a node of a traced graph (once: the graph does not change)."""
