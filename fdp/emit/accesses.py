@@ -60,6 +60,10 @@ class Accesses:
         """Position of the last read, -1 if there is none."""
         return max((at for at, reader in self.reads.get(memory, ()) if reader is not except_by), default=-1)
 
+    def last_read_by(self, memory: int, reader: fx.Node) -> int:
+        """Position of the last read by a node, -1 if there is none."""
+        return max((at for at, node in self.reads.get(memory, ()) if node is reader), default=-1)
+
     def first_write(self, memory: int) -> float:
         """Position of the first change, infinite if there is none."""
         return min(self.writes.get(memory, ()), default=math.inf)

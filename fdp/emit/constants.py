@@ -18,20 +18,19 @@ _LIKE = ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_f
 """Operators that take a tensor for its shape alone."""
 
 
-def constant_values(graph: fx.Graph, kept: AbstractSet[int]) -> dict[fx.Node, torch.Tensor]:
+def constant_values(graph: fx.Graph, excluded: AbstractSet[int]) -> dict[fx.Node, torch.Tensor]:
     """Compute what depends on no input.
 
     Args:
         graph: a traced graph.
-        kept: memory that is returned, or belongs to somebody else.
+        excluded: memory that is changed, is returned, or belongs to somebody else.
 
     Returns:
-        The value of each node that is small, is never changed and depends on nothing.
+        The value of each node that is small and depends on nothing.
     """
-    written = {storage for node in graph.nodes for target in effects_of(node).writes for storage in storages_of(target)}
     found: dict[fx.Node, torch.Tensor] = {}
     for node in graph.nodes:
-        if not _is_pure(node) or (written | kept).intersection(storages_of(node)):
+        if not _is_repeatable(node) or not excluded.isdisjoint(storages_of(node)):
             continue
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or not _is_small(value):
@@ -55,12 +54,13 @@ def constant_values(graph: fx.Graph, kept: AbstractSet[int]) -> dict[fx.Node, to
     return found
 
 
-def _is_pure(node: fx.Node) -> bool:
+def _is_repeatable(node: fx.Node) -> bool:
+    """Whether a call computes the same from the same arguments, and does nothing else."""
     target = node.target
     if node.op != "call_function" or target is operator.getitem or not isinstance(target, torch._ops.OpOverload):
         return False
     effects = effects_of(node)
-    return target.namespace == "aten" and not (effects.writes or effects.random or effects.uninitialised)
+    return target.namespace == "aten" and effects.pure and not effects.uninitialised
 
 
 def _is_small(value: torch.Tensor) -> bool:

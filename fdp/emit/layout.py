@@ -68,7 +68,7 @@ def lay_out(pieces: Sequence[Lifetime]) -> Layout:
     for piece in pieces:
         beginning[piece.first].append(piece)
         ending[piece.last].append(piece.key)
-    sizes = {piece.key: _round_up(piece.size_bytes) for piece in pieces}
+    sizes = {piece.key: round_up(piece.size_bytes) for piece in pieces}
     last = {piece.key: piece.last for piece in pieces}
     block = _Block()
     offsets: dict[Any, int] = {}
@@ -130,5 +130,6 @@ class _Block:
         self._gaps.insert(at, (offset, size))
 
 
-def _round_up(size_bytes: int) -> int:
+def round_up(size_bytes: int) -> int:
+    """The next size at which another piece of memory may begin."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

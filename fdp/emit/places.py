@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +16,10 @@ from fdp.emit.accesses import Accesses
 from fdp.emit.constants import constant_values
 from fdp.emit.donation import Placement
 from fdp.emit.forms import Form, form_of
-from fdp.emit.layout import ALIGNMENT_BYTES
+from fdp.emit.layout import round_up
 from fdp.emit.views import geometry
 from fdp.plan import Bucket, Plan
-from fdp.trace.effects import effects_of, operator_name, storages, storages_of
+from fdp.trace.effects import operator_name, storages, storages_of
 
 _SCALED_WHEN_FILLED_BYTES = 2**20
 """From this size on, the division of a mean is part of filling the bucket; below, a call for each member would cost
@@ -109,34 +110,167 @@ def find_places(
     Returns:
         The places.
     """
-    graph = plan.trace.graph.graph
-    places = Places()
-    written_at = _last_writes(graph)
-    places.alone = {node for node in alone if _may_alias(node, written_at)}
-    root: dict[int, int] = {}
-    for node in graph.nodes:
-        if node in places.alone:
-            (own,), (other,) = storages_of(node), storages_of(node.args[0])
-            root[own] = root.get(other, other)
-
-    def root_of(storage: int) -> int:
-        return root.get(storage, storage)
-
-    kept = {root_of(storage) for storage in _kept_elsewhere(graph, placement)}
-    places.constants = constant_values(graph, kept)
-    home: dict[int, tuple[Any, int]] = {}
-    makers = _place_results(graph, same, placement, places, kept, home, root_of)
-    late = _late_reads(placement, root_of)
+    builder = _Builder(plan, same, placement, accesses)
+    builder.join_alone(alone)
+    builder.find_owners()
+    builder.places.constants = constant_values(builder.graph, builder.kept | accesses.writes.keys())
+    builder.place_results()
     for index, markers in travelling.items():
-        _place_bucket(plan, plan.buckets[index], markers, accesses, late, places, home, root_of, makers)
-    for node in graph.nodes:
-        for name, value in _named_values(node, places):
-            found = next((home[root_of(number)] for number in storages(value) if root_of(number) in home), None)
-            if found is not None:
-                places.memory[name] = found[0]
-                if isinstance(value, torch.Tensor) and not value.is_conj() and not value.is_neg():
-                    places.named[name] = _place(found, value)
-    return places
+        builder.place_bucket(plan.buckets[index], markers)
+    builder.name_places()
+    return builder.places
+
+
+class _Builder:
+    """The places so far, and what is known of each piece of memory of the trace (a number, see `storages`) on the way.
+
+    Attributes:
+        places: the places so far.
+        home: where in the step's memory a piece begins: in what, and at which byte.
+        makers: the node that makes it, if it has memory of its own.
+        kept: pieces that belong, or may come to belong, to somebody else.
+        late: the position at which a piece is last read for the sake of outputs.
+    """
+
+    def __init__(self, plan: Plan, same: Mapping[fx.Node, fx.Node], placement: Placement, accesses: Accesses) -> None:
+        self.plan, self.same, self.placement, self.accesses = plan, same, placement, accesses
+        self.graph = plan.trace.graph.graph
+        self.places = Places()
+        self.home: dict[int, tuple[Any, int]] = {}
+        self.makers: dict[int, fx.Node] = {}
+        self.kept: set[int] = set()
+        self.late: dict[int, float] = {}
+        self._root: dict[int, int] = {}
+
+    def _root_of(self, storage: int) -> int:
+        """The memory that a piece turned out to be: that of a marker which sends nothing is its argument's."""
+        return self._root.get(storage, storage)
+
+    def join_alone(self, alone: set[fx.Node]) -> None:
+        """Find the markers that return their argument itself."""
+        inputs = {
+            storage
+            for node in self.graph.nodes
+            if node.op in ("placeholder", "get_attr")
+            for storage in storages_of(node)
+        }
+        for node in self.graph.nodes:
+            if node in alone and self._may_alias(node, inputs):
+                self.places.alone.add(node)
+                (own,), (other,) = storages_of(node), storages_of(node.args[0])
+                self._root[own] = self._root_of(other)
+
+    def _may_alias(self, node: fx.Node, inputs: AbstractSet[int]) -> bool:
+        """Whether the result of a reduction over one rank may be its argument itself: nobody changes either later.
+
+        An input may be changed at any time after: by its owner, or when the new state is copied into it.
+        """
+        source: Any = node.args[0]
+        written = self.accesses.writes
+        return (
+            source.meta["val"].numel() > 0
+            and source.meta["val"].is_contiguous()
+            and not any(storage in written for storage in storages_of(node))
+            and not any(
+                storage in inputs or self.accesses.last_write(storage) > self.accesses.last_read_by(storage, node)
+                for storage in storages_of(source)
+            )
+        )
+
+    def find_owners(self) -> None:
+        """Find the memory that is not the program's alone, and until when outputs need what."""
+        self.kept.update(map(self._root_of, _kept_elsewhere(self.graph, self.placement)))
+        for at, pairs in self.placement.copies.items():
+            for _, node in pairs:
+                self._is_read_late(node, at)
+        for position in self.placement.cloned:
+            self._is_read_late(self.placement.returned[position], math.inf)
+
+    def _is_read_late(self, node: fx.Node, at: float) -> None:
+        for storage in map(self._root_of, storages_of(node)):
+            self.late[storage] = max(at, self.late.get(storage, -1))
+
+    def place_results(self) -> None:
+        """Give results memory of their own."""
+        passed_over = (self.same, self.placement.replaced, self.places.constants)
+        for node in self.graph.nodes:
+            if node.op != "call_function" or any(node in nodes for nodes in passed_over):
+                continue
+            own = [self._root_of(storage) for storage in storages_of(node)]
+            if (
+                not own
+                or len(set(own)) != len(own)
+                or any(number in self.kept or number in self.home for number in own)
+            ):
+                continue
+            form = form_of(node)
+            if form is None:
+                continue
+            self.places.forms[node] = form
+            values = [node.meta["val"]] if isinstance(node.meta["val"], torch.Tensor) else node.meta["val"]
+            for number, value in zip(own, values, strict=True):
+                self.home[number], self.makers[number] = (number, 0), node
+                self.places.sizes[number] = (value.device, value.untyped_storage().nbytes())
+
+    def place_bucket(self, bucket: Bucket, markers: list[fx.Node]) -> None:
+        """Put the results of a bucket into it, and the arguments as well where they can be computed there."""
+        key, size, itemsize = ("bucket", bucket.index), self.plan.trace.world_size, bucket.dtype.itemsize
+        own_bytes = bucket.numel * itemsize
+        gathers = bucket.op == "all_gather"
+        behind = gathered_at_bytes(bucket)
+        self.places.sizes[key] = (bucket.device, behind + size * own_bytes if gathers else own_bytes)
+        if is_scaled(bucket, size):
+            self.places.scaled.add(bucket.index)
+        for at, (marker, offset) in enumerate(zip(markers, bucket.offsets, strict=True)):
+            source: Any = marker.args[0]
+            (result,) = storages_of(marker)
+            start_bytes = offset * itemsize
+            self.home[result] = (key, behind if gathers else start_bytes)
+            shape = source.meta["val"].shape
+            contiguous = tuple(torch.empty(shape, device="meta").stride())
+            slot = slot_name(bucket.index, at)
+            self.places.named[slot] = Place(key, start_bytes, tuple(shape), contiguous, 0, bucket.dtype)
+            self.places.memory[slot] = key
+            if self._fits_bucket(bucket, marker):
+                self._place_directly(bucket, marker, start_bytes)
+
+    def _fits_bucket(self, bucket: Bucket, marker: fx.Node) -> bool:
+        """Whether a bucket's member is all of a result with memory of its own, done with when the bucket starts."""
+        source: Any = marker.args[0]
+        value, number, start = source.meta["val"], storages_of(source)[0], self.accesses.starts[bucket.index]
+        return (
+            self._root_of(number) == number
+            and self.home.get(number) == (number, 0)
+            and value.is_contiguous()
+            and value.storage_offset() == 0
+            and value.untyped_storage().nbytes() == value.numel() * bucket.dtype.itemsize
+            and self.accesses.last_read(number, except_by=marker) < start
+            and self.accesses.last_write(number) < start
+            and self.late.get(number, -1) < start
+        )
+
+    def _place_directly(self, bucket: Bucket, marker: fx.Node, start_bytes: int) -> None:
+        """Let a member be computed in its bucket, and be divided there if nobody else needs it undivided."""
+        source: Any = marker.args[0]
+        number = storages_of(source)[0]
+        self.home[number] = (("bucket", bucket.index), start_bytes)
+        del self.places.sizes[number]
+        self.places.direct.add(marker)
+        untouched = self.accesses.first_write(number) == math.inf and number not in self.late
+        unread = self.accesses.last_read(number, except_by=marker) < 0
+        if bucket.index in self.places.scaled and untouched and unread:
+            self.places.divided[self.makers[number]] = marker
+
+    def name_places(self) -> None:
+        """Name the places, and those of all views of them."""
+        for node in self.graph.nodes:
+            for name, value in _named_values(node, self.places):
+                roots = map(self._root_of, storages(value))
+                found = next((self.home[number] for number in roots if number in self.home), None)
+                if found is not None:
+                    self.places.memory[name] = found[0]
+                    if isinstance(value, torch.Tensor) and not value.is_conj() and not value.is_neg():
+                        self.places.named[name] = _place(found, value)
 
 
 def _place(found: tuple[Any, int], value: torch.Tensor) -> Place:
@@ -193,127 +327,11 @@ RESHAPES_IN_PLACE = frozenset({"squeeze_", "unsqueeze_", "t_", "transpose_", "sw
 """Operators that only change under which shape a tensor looks at its memory."""
 
 
-def _place_results(
-    graph: fx.Graph,
-    same: Mapping[fx.Node, fx.Node],
-    placement: Placement,
-    places: Places,
-    kept: set[int],
-    home: dict[int, tuple[Any, int]],
-    root_of: Callable[[int], int],
-) -> dict[int, fx.Node]:
-    """Give results memory of their own; returns which node makes what."""
-    makers: dict[int, fx.Node] = {}
-    for node in graph.nodes:
-        if node.op != "call_function" or node in same or node in placement.replaced or node in places.constants:
-            continue
-        own = [root_of(storage) for storage in storages_of(node)]
-        if not own or len(set(own)) != len(own) or kept.intersection(own) or any(number in home for number in own):
-            continue
-        form = form_of(node)
-        if form is None:
-            continue
-        places.forms[node] = form
-        values = [node.meta["val"]] if isinstance(node.meta["val"], torch.Tensor) else node.meta["val"]
-        for number, value in zip(own, values, strict=True):
-            home[number], makers[number] = (number, 0), node
-            places.sizes[number] = (value.device, value.untyped_storage().nbytes())
-    return makers
-
-
-def _place_bucket(
-    plan: Plan,
-    bucket: Bucket,
-    markers: list[fx.Node],
-    accesses: Accesses,
-    late: Mapping[int, float],
-    places: Places,
-    home: dict[int, tuple[Any, int]],
-    root_of: Callable[[int], int],
-    makers: Mapping[int, fx.Node],
-) -> None:
-    """Put the results of a bucket into it, and the arguments as well where they can be computed there."""
-    key, size, itemsize = ("bucket", bucket.index), plan.trace.world_size, bucket.dtype.itemsize
-    own_bytes = bucket.numel * itemsize
-    gathers = bucket.op == "all_gather"
-    places.sizes[key] = (bucket.device, gathered_at_bytes(bucket) + size * own_bytes if gathers else own_bytes)
-    if is_scaled(bucket, size):
-        places.scaled.add(bucket.index)
-    start = accesses.starts[bucket.index]
-    for at, (marker, offset) in enumerate(zip(markers, bucket.offsets, strict=True)):
-        source: Any = marker.args[0]
-        value = source.meta["val"]
-        (result,) = storages_of(marker)
-        home[result] = (key, gathered_at_bytes(bucket) if gathers else offset * itemsize)
-        contiguous = tuple(torch.empty(value.shape, device="meta").stride())
-        slot = slot_name(bucket.index, at)
-        places.named[slot] = Place(key, offset * itemsize, tuple(value.shape), contiguous, 0, bucket.dtype)
-        places.memory[slot] = key
-        number = storages_of(source)[0]
-        if (
-            root_of(number) == number
-            and home.get(number) == (number, 0)
-            and value.is_contiguous()
-            and value.storage_offset() == 0
-            and value.untyped_storage().nbytes() == value.numel() * itemsize
-            and accesses.last_read(number, except_by=marker) < start
-            and accesses.last_write(number) < start
-            and late.get(number, -1) < start
-        ):
-            home[number] = (key, offset * itemsize)
-            del places.sizes[number]
-            places.direct.add(marker)
-            untouched = accesses.first_write(number) == math.inf and number not in late
-            if bucket.index in places.scaled and untouched and accesses.last_read(number, except_by=marker) < 0:
-                places.divided[makers[number]] = marker
-
-
 def gathered_at_bytes(bucket: Bucket) -> int:
     """Where, in the memory of an all-gather's bucket, the pieces of all ranks begin: behind this rank's own."""
-    return -(-bucket.numel * bucket.dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return round_up(bucket.numel * bucket.dtype.itemsize)
 
 
 def slot_name(bucket: int, member: int) -> str:
     """The name, in a program, of the place of a member in its bucket."""
     return f"slot{bucket}_{member}"
-
-
-def _late_reads(placement: Placement, root_of: Callable[[int], int]) -> dict[int, float]:
-    """When memory is read for the sake of outputs: copied back into an input, or out of the step."""
-    late: dict[int, float] = {}
-    for at, pairs in placement.copies.items():
-        for _, node in pairs:
-            for storage in storages_of(node):
-                late[root_of(storage)] = max(at, late.get(root_of(storage), -1))
-    for position in placement.cloned:
-        for storage in storages_of(placement.returned[position]):
-            late[root_of(storage)] = float("inf")
-    return late
-
-
-def _last_writes(graph: fx.Graph) -> tuple[dict[fx.Node, int], dict[int, int]]:
-    """The position of each node in the user's program, and that of the last write to each piece of memory."""
-    index: dict[fx.Node, int] = {}
-    last: dict[int, int] = {}
-    count = len(graph.nodes)
-    for at, node in enumerate(graph.nodes):
-        index[node] = at
-        if node.op in ("placeholder", "get_attr"):
-            # It may be written at any time after: by its owner, or when the new state is copied into it.
-            last.update(dict.fromkeys(storages_of(node), count))
-        for target in effects_of(node).writes:
-            for storage in storages_of(target):
-                last[storage] = max(at, last.get(storage, -1))
-    return index, last
-
-
-def _may_alias(node: fx.Node, written_at: tuple[dict[fx.Node, int], dict[int, int]]) -> bool:
-    """Whether the result of a reduction over one rank may be its argument itself: nobody changes either later."""
-    index, last = written_at
-    source: Any = node.args[0]
-    return (
-        source.meta["val"].numel() > 0
-        and source.meta["val"].is_contiguous()
-        and not any(storage in last for storage in storages_of(node))
-        and not any(last.get(storage, -1) > index[node] for storage in storages_of(source))
-    )
