@@ -80,6 +80,18 @@ def _token_entropy(out: torch.Tensor, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(out.flatten(0, 1), batch["y"].flatten())
 
 
+def _mlp(name: str, layers: int, width: int, rows: int, **settings: Any) -> Case:
+    return Case(
+        name,
+        f"MLP, {layers} layers of width {width}, batch {rows} a rank",
+        lambda: perceptron(width, layers),
+        lambda: _regression(width, rows),
+        _squared,
+        rounds=30,
+        **settings,
+    )
+
+
 _HOST_BOUND = Case(
     "host-bound",
     "GPT, 2 layers of width 64, 1 x 32 bytes a rank",
@@ -93,28 +105,8 @@ _HOST_BOUND = Case(
 )
 
 CPU_CASES = (
-    Case(
-        "deep-narrow",
-        "MLP, 200 layers of width 16, batch 16 a rank",
-        lambda: perceptron(16, 200),
-        lambda: _regression(16, 16),
-        _squared,
-        rounds=30,
-        burst=9,
-        waking=3,
-        time_target=0.60,
-    ),
-    Case(
-        "mlp-20m",
-        "MLP, 5 layers of width 2048, batch 64 a rank",
-        lambda: perceptron(2048, 5),
-        lambda: _regression(2048, 64),
-        _squared,
-        rounds=30,
-        waking=1,
-        time_target=0.90,
-        memory_target=1.0,
-    ),
+    _mlp("deep-narrow", 200, 16, 16, burst=9, waking=3, time_target=0.60),
+    _mlp("mlp-20m", 5, 2048, 64, waking=1, time_target=0.90, memory_target=1.0),
     Case(
         "resnet18",
         "ResNet-18, 8 pictures of 32 x 32 a rank",
