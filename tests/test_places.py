@@ -219,6 +219,11 @@ def test_a_function_is_taken_if_it_calls_just_this_operator() -> None:
     assert bind(aten.ones.default, ([2],), {}) is aten.ones.default._op
     assert bind(aten.squeeze_.dim, (x, 0), {}) is aten.squeeze_.dim._op
     assert x.shape == (4, 4)
+    # A list is known by all that is in it: torch.index_put takes no None.
+    index, values = example(2).long(), example(2)
+    assert bind(aten.index_put.default, (example(4, 4, 4), [index, index, index], values), {}) is torch.index_put
+    without = bind(aten.index_put.default, (example(4, 4, 4), [index, index, None], example(2, 4)), {})
+    assert without is aten.index_put.default._op
 
 
 # --- memory ------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The cheapest way to call an operator from Python.
 
 `OpOverload.__call__` goes through Python, `OpOverload._op` boxes every argument; the functions that torch generates for
-its operators (`torch.mm`, `Tensor.t`) parse arguments in C++ and call the operator unboxed, in two thirds of the time.
+its operators (`torch.mm`, `Tensor.t`) parse arguments in C++ and call the operator unboxed, which takes less time.
 Which operator such a function calls depends on its arguments, so it is taken only if it has been seen to call exactly
 this one, with exactly these arguments.
 
@@ -19,6 +19,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _known: dict[Any, Callable[..., Any]] = {}
+"""What was found, for the rest of the process: it depends on the operator and the kinds of its arguments, not on their
+shapes or values, so there are as many entries as there are ways to call an operator in the user's sources."""
 
 
 def bind(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
@@ -49,6 +51,8 @@ def _search(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mappin
                 with torch.no_grad(), witness:
                     candidate(*args, **kwargs)
             except Exception:
+                # It takes other arguments than this overload, or needs what fake tensors lack. Whatever it says, the
+                # common way in is left.
                 continue
             if witness.calls == 1 and _is_call(witness, operator, args, kwargs):
                 return candidate
@@ -120,9 +124,9 @@ def _has_tensor(value: Any) -> bool:
 
 
 def _kind(value: Any) -> Any:
-    """What decides on how Python arguments are parsed."""
+    """What decides on how Python arguments are parsed: of a list, the kinds in it, and whether it has one entry."""
     if isinstance(value, torch.Tensor):
         return torch.Tensor, value.dim() == 0
     if isinstance(value, (list, tuple)):
-        return tuple(map(_kind, value[:2])), len(value) == 1
+        return tuple(dict.fromkeys(map(_kind, value))), len(value) == 1
     return type(value)
