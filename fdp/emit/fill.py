@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp.emit.bindings import bind
 from fdp.emit.lines import Line
 from fdp.emit.places import slot_name
 from fdp.emit.writer import Writer, bind_operator, bucket_name, literal
@@ -18,7 +17,6 @@ from fdp.plan import Bucket
 from fdp.trace.effects import effects_of, is_marker, lanes_of, storages_of
 
 _aten = torch.ops.aten
-
 
 _EARLY_FROM_BYTES = 2**16
 """Smaller members wait, and are copied together when the bucket starts: their memory matters less than a call each."""
@@ -74,11 +72,11 @@ def write_copy(writer: Writer, filling: Filling) -> None:
         writer.lines.append(Line(f"{call}({filling.slot}, {text})", uses))
 
 
-def write_division(writer: Writer, name: str) -> None:
-    """Divide what was computed in a bucket."""
-    call = bind(_aten.mul_.Tensor, (torch.empty(1, device="meta"), 0.5), {})
-    writer.bound.setdefault("aten_mul__Tensor", call)
-    writer.lines.append(Line(f"aten_mul__Tensor({name}, {1 / writer.plan.trace.world_size!r})", {name}))
+def write_division(writer: Writer, marker: fx.Node, name: str) -> None:
+    """Divide what was computed for a marker in its bucket, where it has a name."""
+    share = 1 / writer.plan.trace.world_size
+    call = bind_operator(writer, _aten.mul_.Tensor, (marker.args[0], share))
+    writer.lines.append(Line(f"{call}({name}, {share!r})", {name}))
 
 
 def write_start(writer: Writer, bucket: Bucket, filled: AbstractSet[str]) -> None:
@@ -92,7 +90,7 @@ def write_start(writer: Writer, bucket: Bucket, filled: AbstractSet[str]) -> Non
             if slot not in filled:
                 missing.append(Filling(bucket.index, slot, source, ()))
         elif bucket.index in writer.places.scaled and marker not in divided:
-            write_division(writer, slot)
+            write_division(writer, marker, slot)
     if bucket.index in writer.places.scaled or len(missing) == 1:
         for filling in missing:
             write_copy(writer, filling)

@@ -126,45 +126,47 @@ def write_program(plan: Plan, rank: int, communicates: bool) -> Program:
 
 
 def _write_call(writer: Writer, node: fx.Node, lanes: list[int]) -> None:
+    """Write what computes a node, if anything has to; of a call whose lanes run apart, these lanes."""
+    uses: set[str] = set()
     if node in writer.same or node in writer.placement.replaced or node in writer.places.constants:
-        return
+        return  # another value takes its place
     if node in writer.places.forms or node in writer.placement.written:
         _write_into_place(writer, node)
-        return
-    target: Any = node.target
-    if node.name in writer.places.named and not _changes_memory(node):
+    elif node.name in writer.places.named and not _changes_memory(node):
         return  # a view of a fixed place is one itself
-    uses: set[str] = set()
-    if target is operator.getitem:
-        sequence: Any = node.args[0]
-        index: Any = node.args[1]
-        if sequence in writer.places.forms:
-            writer.local[node] = result_name(sequence, index)
-        elif writer.local.get(sequence) is None:
-            # One entry of a call whose lanes ran apart, or which was unpacked: each has its own name.
-            writer.local[node] = _entry_name(sequence, index)
-        else:
-            emit(writer, f"{literal(writer, sequence, uses)}[{index!r}]", uses, node)
-        return
-    if is_marker(node, "vary"):
+    elif node.target is operator.getitem:
+        _write_entry(writer, node)
+    elif is_marker(node, "vary"):
         clone = bind_operator(writer, _aten.clone.default, node.args[:1])
         emit(writer, f"{clone}({literal(writer, node.args[0], uses)})", uses, node)
-        return
-    if is_marker(node, "axis_index"):
+    elif is_marker(node, "axis_index"):
         own = torch.tensor(writer.rank, dtype=torch.int64, device=node.meta["val"].device)
         constant = bind_object(writer, own, "axis_index")
         emit(writer, f"{bind_operator(writer, _aten.clone.default)}({constant})", uses, node)
-        return
-    args, kwargs = list(node.args), dict(node.kwargs)
+    else:
+        _write_operator(writer, node, lanes)
+
+
+def _write_entry(writer: Writer, node: fx.Node) -> None:
+    """One of several values that a call returns."""
+    uses: set[str] = set()
+    sequence: Any = node.args[0]
+    index: Any = node.args[1]
+    if sequence in writer.places.forms:
+        writer.local[node] = result_name(sequence, index)
+    elif writer.local.get(sequence) is None:
+        # One entry of a call whose lanes ran apart, or which was unpacked: each has its own name.
+        writer.local[node] = _entry_name(sequence, index)
+    else:
+        emit(writer, f"{literal(writer, sequence, uses)}[{index!r}]", uses, node)
+
+
+def _write_operator(writer: Writer, node: fx.Node, lanes: list[int]) -> None:
+    """Call an operator that takes new memory for its results, if it needs any."""
+    uses: set[str] = set()
+    target: Any = node.target
     split = bool(lanes) and len(lanes) < _lane_count(node)
-    if split:
-        for argument, value in list_arguments(node):
-            if value:
-                chosen = [value[lane] for lane in lanes]
-                if argument.name in kwargs:
-                    kwargs[argument.name] = chosen
-                else:
-                    args[_position(node, argument.name)] = chosen
+    args, kwargs = _arguments_of(node, lanes) if split else (list(node.args), dict(node.kwargs))
     if (shorter := counted_up(target, args, kwargs)) is not None:
         target, args, kwargs = shorter
     parts = [literal(writer, value, uses) for value in args]
@@ -182,6 +184,19 @@ def _write_call(writer: Writer, node: fx.Node, lanes: list[int]) -> None:
         writer.lines.append(Line(f"({', '.join(targets)},) = {call}", uses, targets, pure=effects_of(node).pure))
     else:
         emit(writer, call, uses, node)
+
+
+def _arguments_of(node: fx.Node, lanes: list[int]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call, of their lists only some lanes."""
+    args, kwargs = list(node.args), dict(node.kwargs)
+    for argument, value in list_arguments(node):
+        if value:
+            chosen = [value[lane] for lane in lanes]
+            if argument.name in kwargs:
+                kwargs[argument.name] = chosen
+            else:
+                args[_position(node, argument.name)] = chosen
+    return args, kwargs
 
 
 def _changes_memory(node: fx.Node) -> bool:
@@ -206,17 +221,18 @@ def _is_unpacked(writer: Writer, node: fx.Node) -> bool:
 
 def _write_into_place(writer: Writer, node: fx.Node) -> None:
     """Compute a node into its fixed place."""
-    divides = node in writer.places.divided
     if node in writer.placement.written:
         # The new value of a donated input, in place of the old one.
         target = name_of(writer, node)
-        _write_out_call(writer, node, _form(node), [target], {target}, divides)
+        _write_out_call(writer, node, _form(node), [target], {target})
         return
     form = writer.places.forms[node]
     outs = [node.name] if isinstance(node.meta["val"], torch.Tensor) else [
         result_name(node, index) for index in range(len(node.meta["val"]))
     ]  # fmt: skip
     uses = set(outs)
+    marker = writer.places.divided.get(node)
+    divides_itself = marker is not None and form.scaled is not None and not node.kwargs
     if form.kind == "nothing":
         return
     if form.kind == "fill":
@@ -227,9 +243,9 @@ def _write_into_place(writer: Writer, node: fx.Node) -> None:
         source = literal(writer, node.args[0], uses)
         writer.lines.append(Line(f"{name}({outs[0]}, {source})", uses, may_replace=_replaceable(writer, node)))
     else:
-        divides = _write_out_call(writer, node, form, outs, uses, divides)
-    if divides:
-        write_division(writer, outs[0])
+        _write_out_call(writer, node, form, outs, uses, divides_itself)
+    if marker is not None and not divides_itself:
+        write_division(writer, marker, outs[0])
 
 
 def _form(node: fx.Node) -> Form:
@@ -238,14 +254,16 @@ def _form(node: fx.Node) -> Form:
     return form
 
 
-def _write_out_call(writer: Writer, node: fx.Node, form: Form, outs: list[str], uses: set[str], divides: bool) -> bool:
-    """Call the operator with its out arguments; returns whether the result is yet to be divided."""
+def _write_out_call(
+    writer: Writer, node: fx.Node, form: Form, outs: list[str], uses: set[str], divides: bool = False
+) -> None:
+    """Call the operator with its out arguments, or the one that also divides by the number of ranks."""
     args, kwargs, call = [*node.args, *form.extra], dict(node.kwargs), form.operator
     if (weight := transposed_weight(writer, node)) is not None:
         call, args = _aten.linear.out, [node.args[1], weight, node.args[0]]
-    if divides and form.scaled is not None and not kwargs:
+    if divides:
         # The product is divided on its way into the bucket.
-        call, args, divides = form.scaled, [node, *args], False
+        call, args = form.scaled, [node, *args]
         kwargs = {"beta": 0, "alpha": 1 / writer.plan.trace.world_size}
     parts = [literal(writer, value, uses) for value in args]
     parts += [f"{key}={literal(writer, value, uses)}" for key, value in kwargs.items()]
@@ -256,7 +274,6 @@ def _write_out_call(writer: Writer, node: fx.Node, form: Form, outs: list[str], 
     if form.pointwise and outs == [node.name]:
         line.may_replace = _replaceable(writer, node)
     writer.lines.append(line)
-    return divides
 
 
 def _replaceable(writer: Writer, node: fx.Node) -> tuple[str, ...]:
