@@ -60,7 +60,7 @@ def lay_out_lines(
     last: dict[Any, int] = {}
     heirs: dict[Any, tuple[Any, ...]] = {}
     for index, line in enumerate(lines):
-        for name in line.uses:
+        for name in sorted(line.uses):  # the same layout in every process, whatever its seed of hashes
             if (memory := memory_of.get(name)) is not None:
                 if memory not in first:
                     first[memory] = index
