@@ -21,6 +21,7 @@ import fdp
 from fdp.emit import Emitted, arena, forms, places
 from fdp.emit.bindings import bind
 from fdp.emit.layout import ALIGNMENT_BYTES, Lifetime, lay_out
+from fdp.emit.lines import Line, lay_out_lines
 
 Tree = Any
 
@@ -68,6 +69,16 @@ def test_one_place_is_inherited_once(pieces: list[Lifetime]) -> None:
             # Two heirs of one piece begin at the same position, and must not both have its place.
             if one.first == two.first:
                 assert layout.offsets[one.key] != layout.offsets[two.key]
+
+
+def test_the_layout_does_not_depend_on_the_order_of_sets() -> None:
+    names, cpu = [f"value{i}" for i in range(20)], torch.device("cpu")
+    memory, sizes = {name: i for i, name in enumerate(names)}, {i: (cpu, 64) for i in range(20)}
+    layouts = [
+        lay_out_lines([Line("", dict.fromkeys(order).keys())], memory, sizes)  # a set in an order of its own
+        for order in (names, names[::-1])
+    ]
+    assert layouts[0] == layouts[1]
 
 
 def test_a_chain_of_pointwise_results_takes_one_place() -> None:
@@ -352,6 +363,20 @@ def test_a_mean_is_divided_while_its_bucket_is_filled(monkeypatch: pytest.Monkey
     assert "beta=0, alpha=0.5" in scaled.source
     tensors = optree.tree_leaves((state, batch))
     assert same_bits(plain.rehearse(list(tensors)), scaled.rehearse(list(tensors)))
+
+
+def test_of_several_results_the_one_that_is_averaged_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(state: torch.Tensor, batch: torch.Tensor) -> Any:
+        out, mean, _ = torch.native_batch_norm(batch, state, None, None, None, True, 0.1, 1e-5)
+        return fdp.pmean(mean), fdp.pmean(out.sum())
+
+    monkeypatch.setattr(places, "_SCALED_WHEN_FILLED_BYTES", 0)
+    state, batch = torch.ones(8), torch.arange(32.0).view(4, 8)
+    emitted = Emitted(fdp.data_parallel(step, group=fake_group(2)).plan(state, batch), fake_group(2))
+    expected = torch.native_batch_norm(batch, state, None, None, None, True, 0.1, 1e-5)
+    mean, total = emitted.rehearse([state, batch])
+    assert same_bits((mean, total), (expected[1], expected[0].sum()))
+    assert "native_batch_norm_result1, 0.5" in emitted.source
 
 
 def test_gradients_are_computed_in_their_bucket() -> None:

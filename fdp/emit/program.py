@@ -25,7 +25,7 @@ from fdp.emit.shortcuts import counted_up, transposed_weight
 from fdp.emit.views import redundant_views
 from fdp.emit.writer import Writer, bind_object, bind_operator, bucket_name, emit, free_name, literal, name_of
 from fdp.plan import Plan, Run, Start
-from fdp.trace.effects import effects_of, is_marker, list_arguments, operator_name
+from fdp.trace.effects import effects_of, is_marker, list_arguments, operator_name, storages_of
 
 _aten = torch.ops.aten
 
@@ -245,7 +245,8 @@ def _write_into_place(writer: Writer, node: fx.Node) -> None:
     else:
         _write_out_call(writer, node, form, outs, uses, divides_itself)
     if marker is not None and not divides_itself:
-        write_division(writer, marker, outs[0])
+        averaged: Any = marker.args[0]
+        write_division(writer, marker, outs[storages_of(node).index(*storages_of(averaged))])
 
 
 def _form(node: fx.Node) -> Form:
