@@ -32,7 +32,7 @@ class Arena:
     """Blocks of memory, one for each device, that grow when a step needs more than there is.
 
     Attributes:
-        blocks: the memory, as bytes.
+        blocks: the memory, as bytes; another mapping once a block is another one.
         tenants: those who have tensors in it; one at a time is at work.
     """
 
@@ -41,24 +41,27 @@ class Arena:
         self.tenants: weakref.WeakSet[Tenant] = weakref.WeakSet()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def fit(self, layouts: Mapping[torch.device, Layout]) -> dict[torch.device, torch.Tensor]:
+    def fit(self, layouts: Mapping[torch.device, Layout]) -> Mapping[torch.device, torch.Tensor]:
         """Blocks that are large enough, as bytes; those that were too small are given back and replaced."""
-        if any(self._room_bytes(device) < layout.size_bytes for device, layout in layouts.items()):
-            with moving:
-                for tenant in list(self.tenants):
-                    tenant.leave(self)
-            for device, layout in layouts.items():
-                block = self.blocks.pop(device, None)
-                size_bytes = max(layout.size_bytes, 0 if block is None else block.numel())
-                block = None  # given back before the new one is taken
-                self.blocks[device] = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        for device, layout in layouts.items():
+            if device not in self.blocks or self.blocks[device].numel() < layout.size_bytes:
+                self._grow(layouts)
+                break
         for device in layouts:
             if device.type == "cuda":
                 self._follow(device)
-        return {device: self.blocks[device] for device in layouts}
+        return self.blocks
 
-    def _room_bytes(self, device: torch.device) -> int:
-        return self.blocks[device].numel() if device in self.blocks else -1
+    def _grow(self, layouts: Mapping[torch.device, Layout]) -> None:
+        with moving:
+            for tenant in list(self.tenants):
+                tenant.leave(self)
+        self.blocks = dict(self.blocks)
+        for device, layout in layouts.items():
+            block = self.blocks.pop(device, None)
+            size_bytes = max(layout.size_bytes, 0 if block is None else block.numel())
+            block = None  # given back before the new one is taken
+            self.blocks[device] = torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
     def _follow(self, device: torch.device) -> None:
         """Let the work that is queued from here on come after that of the last step, also on another stream."""
@@ -83,8 +86,14 @@ class Arenas:
     def borrow(self, preferred: Arena | None) -> Arena:
         """Take an arena that nobody is using: the preferred one, another one, or a new one."""
         with self._lock:
+            if preferred is not None:
+                try:
+                    self._idle.remove(weakref.ref(preferred))
+                    return preferred
+                except ValueError:
+                    pass  # somebody else has it
             idle = [arena for reference in self._idle if (arena := reference()) is not None]
-            chosen = next((arena for arena in idle if arena is preferred), idle[-1] if idle else None)
+            chosen = idle[-1] if idle else None
             self._idle = [weakref.ref(arena) for arena in idle if arena is not chosen]
         return Arena() if chosen is None else chosen
 

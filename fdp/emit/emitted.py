@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -54,7 +54,7 @@ class Emitted:
         self._program = write_program(plan, group.rank, self._communicates)
         self.source, self._function = self._program.source, self._program.function
         self._arena: Arena | None = None
-        self._blocks: dict[torch.device, torch.Tensor] = {}
+        self._blocks: Mapping[torch.device, torch.Tensor] = {}
         self._buffers: dict[int, Buffer] = {}
         self._busy = threading.Lock()
         self._constants = [o.constant if o.node is None else _TENSOR for o in plan.trace.outputs]
@@ -156,7 +156,7 @@ class Emitted:
     def _settle_in(self, arena: Arena) -> None:
         """Make the tensors at the program's fixed places, unless they are there from the last call."""
         blocks = arena.fit(self._program.layouts)
-        if self._arena is arena and all(self._blocks[device] is block for device, block in blocks.items()):
+        if self._arena is arena and self._blocks is blocks:
             return
         with moving:
             self.leave(self._arena)
