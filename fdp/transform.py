@@ -44,7 +44,6 @@ from fdp.trace import (
 _RETRACE_WARNING = 8
 """After so many traces a step is told that it keeps retracing, once."""
 
-
 _MOST_SIGNATURES = 64
 """So many signatures a step keeps, those that were called last; each has a program and bucket memory of its own."""
 
@@ -106,6 +105,15 @@ class Step:
 
     def __repr__(self) -> str:
         return f"<fdp.Step {self._name}, traced {self.traces} times>"
+
+    def __reduce__(self) -> Any:
+        """A copy, and what is unpickled, is a new step of the same function and settings; nothing is traced yet."""
+        batch, static, donate = self._argnums
+        return functools.partial(
+            type(self), self._step, batch_argnums=batch, static_argnums=static, donate_argnums=donate,
+            group=self._group, bucket_cap_mb=self._bucket_cap_mb, check_replication=self._check_replication,
+            check_trace=self._check_trace,
+        ), ()  # fmt: skip
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -393,7 +401,7 @@ def _warn_if_alone_by_mistake(group: Group) -> None:
 
 def _surroundings() -> Any:
     """What besides its arguments decides what a step traces to: autocast around the call, and the default dtype."""
-    if not torch._C._is_any_autocast_enabled():
+    if not torch._C._is_any_autocast_enabled():  # private to torch: one call that asks for all devices
         return torch.get_default_dtype()
     kinds = [device for device in ("cpu", "cuda", "xpu") if torch.is_autocast_enabled(device)]
     return torch.get_default_dtype(), tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import copy
 import enum
 import functools
+import pickle
 import random
 import threading
 import warnings
@@ -309,6 +311,28 @@ def test_the_warning_names_what_changed_with_its_old_and_new_value() -> None:
 
 
 # --- ways to call ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda step: pickle.loads(pickle.dumps(step))])
+def test_a_copy_is_a_new_step_of_the_same_function_and_settings(again: Callable[[Any], Any]) -> None:
+    options = {"batch_argnums": 1, "donate_argnums": 0, "bucket_cap_mb": 3, "check_replication": False}
+    step = fdp.data_parallel(shifted, static_argnums=(), check_trace=False, **options)
+    step.plan(torch.ones(2), torch.ones(3))
+    step(torch.ones(2), torch.ones(3))
+    other = again(step)
+    assert (step.traces, other.traces) == (2, 0) and not other._known
+    assert other.__wrapped__ is shifted and other.__name__ == "shifted"
+    for name in ("_argnums", "_group", "_bucket_cap_mb", "_check_replication", "_check_trace"):
+        assert getattr(other, name) == getattr(step, name), name
+    state = torch.ones(2)
+    assert other(state, torch.ones(3)) is state
+    assert same_bits(state, torch.full((2,), 2.0)) and (step.traces, other.traces) == (2, 1)
+
+
+def test_a_copy_runs_on_the_same_group_which_is_not_copied() -> None:
+    step = fdp.data_parallel(shifted, group=fake_group(2))
+    assert copy.copy(step)._group is step._group
+    assert copy.deepcopy({"step": step})["step"]._group is step._group
 
 
 def test_with_and_without_arguments_as_a_decorator_and_as_a_function() -> None:
