@@ -177,15 +177,17 @@ class Emitted:
 
     def _range(self, what: str, index: int) -> Any:
         """A range in the trace of a profiler, if one is at work."""
+        # Private to torch. Relied on: it is true while a profiler is at work; if it were not, ranges would be missing.
         if not torch.autograd.profiler._is_profiler_enabled:
             return _NO_CHANGE
         bucket = self.plan.buckets[index]
-        return torch.profiler.record_function(f"fdp: bucket {index} {what}: {self._describe(bucket)}")
+        size, dtype = format_bytes(bucket.size_bytes), str(bucket.dtype).removeprefix("torch.")
+        described = f"{bucket.op} of {size} {dtype}, {self._members(bucket)}"
+        return torch.profiler.record_function(f"fdp: bucket {index} {what}: {described}")
 
-    def _describe(self, bucket: Bucket) -> str:
+    def _members(self, bucket: Bucket) -> str:
         names = [self.plan.trace.reductions[member].name for member in bucket.members]
-        shown = ", ".join(names[:3]) + (f", ... ({len(names)} in all)" if len(names) > 3 else "")
-        return f"{bucket.op} of {format_bytes(bucket.size_bytes)} {str(bucket.dtype).removeprefix('torch.')}, {shown}"
+        return ", ".join(names[:3]) + (f", ... ({len(names)} in all)" if len(names) > 3 else "")
 
     def _with_constants(self, outputs: Sequence[torch.Tensor]) -> Sequence[Any]:
         if self._all_tensors:
@@ -195,14 +197,12 @@ class Emitted:
 
     def _peer_error(self, index: int, error: Exception) -> PeerError:
         bucket = self.plan.buckets[index]
-        names = [self.plan.trace.reductions[member].name for member in bucket.members]
-        shown = ", ".join(names[:3]) + (f", ... ({len(names)} in all)" if len(names) > 3 else "")
         others = [rank for rank in range(self.group.size) if rank != self.group.rank]
         return PeerError(
             build_message(
                 f"step {self.plan.trace.name!r} on rank {self.group.rank} lost contact with the other ranks.",
                 [
-                    f"in the {bucket.op} of bucket {index}: {shown}",
+                    f"in the {bucket.op} of bucket {index}: {self._members(bucket)}",
                     f"one of ranks {others} died, stopped, or left the step",
                     f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}",
                 ],
@@ -273,6 +273,7 @@ def _plain_surroundings() -> Any:
     """Casts are part of the program already: autocast around the call must not add to them. Results are tensors that
     autograd may use later: inference mode around the call must not mark them."""
     inference = torch.is_inference_mode_enabled()
+    # Private to torch. Relied on: it is true if autocast is enabled for any device, in one call for all of them.
     if not inference and not torch._C._is_any_autocast_enabled():
         return _NO_CHANGE
     stack = ExitStack()
