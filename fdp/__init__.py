@@ -17,6 +17,7 @@ from fdp.collectives import all_gather, axis_index, axis_size, broadcast, per_ra
 from fdp.errors import (
     AgreementError,
     ArgumentError,
+    CompileError,
     FdpError,
     PeerError,
     PurityError,
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AgreementError",
     "ArgumentError",
+    "CompileError",
     "FdpError",
     "PeerError",
     "Plan",

@@ -18,11 +18,19 @@ import optree
 import torch
 
 from fdp.axis import current_axis
+from fdp.dynamo import breaks_graph
 from fdp.errors import ArgumentError, build_message
 from fdp.markers import AllReduce
 from fdp.pytree import leaf_names
 
+_BREAK_REASON = (
+    "fdp.value_and_grad differentiates as PyTorch runs; in a step under fdp.data_parallel(compile=True) it becomes "
+    "part of one graph"
+)
+"""What Dynamo tells whoever has it in a function under `torch.compile`."""
 
+
+@breaks_graph(_BREAK_REASON)
 def value_and_grad(
     fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
@@ -69,6 +77,7 @@ def value_and_grad(
             )
         )
 
+    @breaks_graph(_BREAK_REASON)
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         name = getattr(fn, "__name__", type(fn).__name__)
@@ -111,6 +120,7 @@ def value_and_grad(
     return wrapped
 
 
+@breaks_graph(_BREAK_REASON)
 def grad(fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
     """Make a function that returns the gradient of `fn`, averaged across ranks.
 

@@ -29,6 +29,10 @@ class TraceError(FdpError):
     """The step cannot be traced into one graph, or its trace does not compute what the step computes."""
 
 
+class CompileError(FdpError):
+    """The step runs, and its trace is right, but the compiler cannot take it."""
+
+
 class AgreementError(FdpError):
     """Ranks do not have the same communication schedule, or one of them never came to compare."""
 

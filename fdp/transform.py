@@ -6,7 +6,6 @@ step_fn --trace--> Trace --plan--> Plan --emit--> callable
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import os
 import threading
@@ -21,7 +20,17 @@ import torch.distributed as dist
 
 from fdp.autodiff import under_transform
 from fdp.axis import inside_step
-from fdp.emit import Emitted, announce_failure, check_emitted
+from fdp.dynamo import breaks_graph
+from fdp.emit import (
+    BREAK_REASON,
+    Emitted,
+    announce_failure,
+    check_compiled,
+    check_emitted,
+    compile_together,
+    resolve_options,
+    unwrap_compiled,
+)
 from fdp.errors import ArgumentError, FdpError, build_message
 from fdp.group import Group, alone_on, resolve_group
 from fdp.plan import Plan, plan_trace
@@ -32,11 +41,13 @@ from fdp.trace import (
     Roles,
     Summary,
     Trace,
+    by_position,
     describe_change,
     flatten,
     refuse_unhashable,
     resolve_roles,
     set_apart,
+    signature_of,
     summarise,
     trace_step,
 )
@@ -82,9 +93,13 @@ class Step:
         donate_argnums: int | Iterable[int] = (),
         group: Any = None,
         bucket_cap_mb: Any = "auto",
+        compile: Any = False,
         check_replication: bool = True,
         check_trace: bool = True,
     ) -> None:
+        step_fn, asked = unwrap_compiled(step_fn)
+        # What was said here counts; what torch.compile was told, if nothing was.
+        self._options = resolve_options(asked if compile is False and asked is not None else compile)
         functools.update_wrapper(self, step_fn)
         self._step = step_fn
         self._argnums = (batch_argnums, static_argnums, donate_argnums)
@@ -100,7 +115,7 @@ class Step:
         self._calls: RememberedCalls[_Known] = RememberedCalls()
         self._previous: Summary | None = None
         self._prepared = 0
-        self._signature = _signature(step_fn)
+        self._signature = signature_of(step_fn)
         self.traces = 0
 
     def __repr__(self) -> str:
@@ -111,13 +126,14 @@ class Step:
         batch, static, donate = self._argnums
         return functools.partial(
             type(self), self._step, batch_argnums=batch, static_argnums=static, donate_argnums=donate,
-            group=self._group, bucket_cap_mb=self._bucket_cap_mb, check_replication=self._check_replication,
-            check_trace=self._check_trace,
+            group=self._group, bucket_cap_mb=self._bucket_cap_mb, compile=self._options or False,
+            check_replication=self._check_replication, check_trace=self._check_trace,
         ), ()  # fmt: skip
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
+    @breaks_graph(BREAK_REASON)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step; the first call of a signature traces, plans, emits, checks, and agrees with other ranks.
 
@@ -148,7 +164,7 @@ class Step:
                 )
             )
         if kwargs:
-            args = self._positional(args, kwargs)
+            args = by_position(self._name, self._signature, args, kwargs)
         group = resolve_group(self._group)
         if group.size == 1:
             return self._call(args, group)
@@ -171,7 +187,7 @@ class Step:
             ReplicationError: as for a call.
         """
         if kwargs:
-            args = self._positional(args, kwargs)
+            args = by_position(self._name, self._signature, args, kwargs)
         roles = self._roles_for(len(args))
         return self._trace(flatten(args, roles), roles, resolve_group(self._group))
 
@@ -249,6 +265,8 @@ class Step:
             if self._check_trace:
                 with _one_at_a_time:
                     check_emitted(emitted, self._step, flat, roles)
+            if self._options is not None:
+                emitted = self._compile(emitted, flat)
         except Exception as error:
             if group.size > 1 and not self._prepared:
                 announce_failure(group, error)
@@ -259,46 +277,28 @@ class Step:
                 f"fdp: step {self._name!r} was traced for the {_RETRACE_WARNING}th time. What changed last: "
                 f"{describe_change(self._previous, flat, self._name, roles)}. Each trace takes as "
                 "long as several steps: pad batches to few sizes, and pass numbers that change as tensors.",
-                stacklevel=5,
+                stacklevel=6,
             )
         return emitted
+
+    def _compile(self, emitted: Emitted, flat: Flat) -> Emitted:
+        """Compile what was emitted, on all ranks at once if all of them have to."""
+        tensors = [leaf for leaf in flat.leaves if isinstance(leaf, torch.Tensor)]
+
+        def compiled() -> Emitted:
+            with _one_at_a_time:
+                made = Emitted(emitted.plan, emitted.group, self._agreed, self._check_replication, self._options)
+                if self._check_trace:
+                    check_compiled(made, emitted, tensors)
+            return made
+
+        return compile_together(self._name, emitted.group, emitted.agree(tensors), compiled)
 
     def _roles_for(self, count: int) -> Roles:
         roles = self._roles.get(count)
         if roles is None:
             roles = self._roles[count] = resolve_roles(self._step, count, *self._argnums)
         return roles
-
-    def _positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        if self._signature is None:
-            raise ArgumentError(
-                build_message(
-                    f"step {self._name!r} was called with keyword arguments {sorted(kwargs)}, and does not tell its "
-                    "parameter names.",
-                    remedy="pass them by position.",
-                )
-            )
-        bound = self._signature.bind(*args, **kwargs)
-        if bound.kwargs and not all(self._is_positional(name) for name in bound.kwargs):
-            keywords = sorted(name for name in bound.kwargs if not self._is_positional(name))
-            raise ArgumentError(
-                build_message(
-                    f"step {self._name!r} takes {keywords} by keyword only.",
-                    remedy="make them positional: batch_argnums and the like count positions.",
-                )
-            )
-        if bound.kwargs:
-            # An argument before these was left out: its default takes its place, and none behind them.
-            last = max(list(self._signature.parameters).index(name) for name in kwargs)
-            for name, parameter in list(self._signature.parameters.items())[:last]:
-                bound.arguments.setdefault(name, parameter.default)
-            bound.arguments = {n: bound.arguments[n] for n in self._signature.parameters if n in bound.arguments}
-        return bound.args
-
-    def _is_positional(self, name: str) -> bool:
-        assert self._signature is not None
-        parameter = self._signature.parameters.get(name)
-        return parameter is not None and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
 
 
 def data_parallel(
@@ -324,7 +324,9 @@ def data_parallel(
         group: a `ProcessGroup`, a one-dimensional `DeviceMesh`, or None for the default group. With no process
             group initialised it is a world of one.
         bucket_cap_mb: size limit of a bucket in MiB; a list of limits (first bucket, next, ...); or "auto".
-        compile: False runs the emitted program operator by operator; lowering it with a compiler is refused for now.
+        compile: False runs the emitted program operator by operator. True compiles the whole step (forward, backward,
+            messages and updates) with inductor; a dict gives settings of `torch._inductor.config`, and "mode" as in
+            `torch.compile`: {"mode": "max-autotune"}.
         check_replication: whether outputs must be equal on every rank unless declared with `fdp.per_rank`, and
             whether ranks compare the bits of their state before they first communicate.
         check_trace: whether a new trace is compared once with the step itself.
@@ -353,16 +355,10 @@ def data_parallel(
         "donate_argnums": donate_argnums,
         "group": group,
         "bucket_cap_mb": bucket_cap_mb,
+        "compile": compile,
         "check_replication": check_replication,
         "check_trace": check_trace,
     }
-    if compile is not False:
-        raise ArgumentError(
-            build_message(
-                f"compile={compile!r}: lowering a step with a compiler is not built yet.",
-                remedy="leave compile=False; the emitted step runs operator by operator.",
-            )
-        )
     if step_fn is None:
         return lambda fn: data_parallel(fn, **options)
     if not callable(step_fn):
@@ -382,20 +378,13 @@ def data_parallel(
     return Step(step_fn, **options)
 
 
-def _signature(step_fn: Callable[..., Any]) -> inspect.Signature | None:
-    try:
-        return inspect.signature(step_fn)
-    except (TypeError, ValueError):
-        return None
-
-
 def _warn_if_alone_by_mistake(group: Group) -> None:
     launched = os.environ.get("WORLD_SIZE", "1")
     if group.reference is None and launched not in ("", "1"):
         warnings.warn(
             f"fdp: {launched} ranks were launched (WORLD_SIZE), but torch.distributed is not initialised: this process "
             "trains alone. Call torch.distributed.init_process_group() first.",
-            stacklevel=6,
+            stacklevel=7,
         )
 
 

@@ -24,7 +24,7 @@ PACKAGE = ROOT / "fdp"
 FLOORS = (
     ("errors",),
     # helpers
-    ("pytree", "table", "stages", "group", "fingerprint", "skeleton"),
+    ("pytree", "table", "stages", "group", "fingerprint", "skeleton", "dynamo"),
     ("axis",),
     ("markers",),
     ("collectives",),
@@ -48,7 +48,7 @@ PUBLIC_FUNCTIONS = {
     "value_and_grad",
 }  # fmt: skip
 PUBLIC_ERRORS = {
-    "AgreementError", "ArgumentError", "FdpError", "PeerError", "PurityError", "ReplicationError",
+    "AgreementError", "ArgumentError", "CompileError", "FdpError", "PeerError", "PurityError", "ReplicationError",
     "TraceError",
 }  # fmt: skip
 PUBLIC_STAGES = {"Step", "Trace", "Plan"}

@@ -629,9 +629,42 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], str]] = {
     "a word for a cap": (run(step, bucket_cap_mb="big"), f"bucket_cap_mb='big'.\n{CAPS}"),
     "a boolean for a cap": (run(step, bucket_cap_mb=True), f"bucket_cap_mb=True.\n{CAPS}"),
     "compile": (
-        run(step, compile=True),
-        "compile=True: lowering a step with a compiler is not built yet.\n"
-        "Remedy: leave compile=False; the emitted step runs operator by operator.",
+        run(step, compile="max-autotune"),
+        "compile='max-autotune' is neither True nor False nor a dict of options.\n"
+        'Remedy: pass compile=True, or settings of torch._inductor.config: compile={"mode": "max-autotune"}.',
+    ),
+    "an unknown mode": (
+        run(step, compile={"mode": "fast"}),
+        "compile has no mode 'fast'.\n"
+        "Remedy: the modes are 'default', 'lite', 'reduce-overhead', 'max-autotune-no-cudagraphs', 'max-autotune'.",
+    ),
+    "an unknown option": (
+        run(step, compile={"max_autotun": True}),
+        "compile has no option 'max_autotun'.\n"
+        "  near to it: max_autotune, max_autotune_gemm, max_autotune_pointwise\n"
+        "Remedy: torch._inductor.list_options() lists them.",
+    ),
+    "an option of another type": (
+        run(step, compile={"max_autotune": "yes"}),
+        "compile={'max_autotune': 'yes'}: str, where inductor takes bool.\nRemedy: its value now is False.",
+    ),
+    "an option that moves messages": (
+        run(step, compile={"reorder_for_peak_memory": True}),
+        "compile={'reorder_for_peak_memory': True} would let the compiler undo the plan.\n"
+        "  fdp keeps reorder_for_peak_memory=False: starts and waits stay where the plan puts them\n"
+        "Remedy: leave it out; bucket_cap_mb decides what travels together.",
+    ),
+    "an option that is not for steps": (
+        run(step, compile={"freezing": True}),
+        "compile={'freezing': True} is not for a training step: it turns parameters into constants, and a step changes "
+        "them.\n"
+        "Remedy: leave it out.",
+    ),
+    "another backend": (
+        lambda: fdp.data_parallel(torch.compile(step, backend="aot_eager")),
+        "data_parallel was given step 'step' as compiled by a backend other than inductor, and lowers whole steps with "
+        "inductor alone.\n"
+        "Remedy: decorate the plain function with fdp.data_parallel(compile=True).",
     ),
     "no function": (
         lambda: fdp.data_parallel(3),

@@ -1,11 +1,24 @@
 """`Plan` -> callable: write the program, place its results, agree with the other ranks, run.
 
 accesses, views, donation, constants, forms -> places; bindings, layout, lines -> program; arena, agreement -> emitted;
-check
+check; compiled, in place of places and program, for a step that is compiled
 """
 
 from fdp.emit.agreement import announce_failure
 from fdp.emit.check import check_emitted
-from fdp.emit.emitted import Emitted, emit_plan
+from fdp.emit.compiled import resolve_options, unwrap_compiled
+from fdp.emit.compiled.check import check_compiled
+from fdp.emit.compiled.together import compile_together
+from fdp.emit.emitted import BREAK_REASON, Emitted, emit_plan
 
-__all__ = ["Emitted", "announce_failure", "check_emitted", "emit_plan"]
+__all__ = [
+    "BREAK_REASON",
+    "Emitted",
+    "announce_failure",
+    "check_compiled",
+    "check_emitted",
+    "compile_together",
+    "emit_plan",
+    "resolve_options",
+    "unwrap_compiled",
+]

@@ -46,13 +46,13 @@ def check_emitted(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles:
     Raises:
         TraceError: names each output that differs, and by how much; or each input that was changed.
     """
-    _give_back_memory()
+    give_back_memory()
     with recording():
         _compare(emitted, step, flat, roles)
-    _give_back_memory()
+    give_back_memory()
 
 
-def _give_back_memory() -> None:
+def give_back_memory() -> None:
     """Return to the system what is free: glibc keeps freed memory to itself, here more than the steps will ever use.
 
     (This relies on `malloc_trim`, which glibc alone has; elsewhere nothing happens.)
@@ -74,7 +74,7 @@ def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Role
 
     def copies(donated: bool) -> list[Any]:
         return [
-            _copy(tensor) if item.donated is donated else None for item, tensor in zip(inputs, originals, strict=True)
+            copy_of(tensor) if item.donated is donated else None for item, tensor in zip(inputs, originals, strict=True)
         ]
 
     # What was not donated is copied once for all runs, and compared after them.
@@ -85,11 +85,11 @@ def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Role
         values = [(a if b is None else b).requires_grad_(False) for a, b in zip(kept, fresh, strict=True)]
         return _detached(run_untraced(step, flat, roles, emitted.group, values))
 
-    with _forked(devices, generators):
+    with forked(devices, generators):
         before = _other_random_state()
         expected, expected_spec = optree.tree_flatten(untraced())
         drawn = _other_random_state() != before
-    with _forked(devices, generators):
+    with forked(devices, generators):
         values = [a if b is None else b for a, b in zip(kept, copies(donated=True), strict=True)]
         try:
             found, found_spec = optree.tree_flatten(emitted.rehearse(values))
@@ -110,19 +110,19 @@ def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Role
     if not drawn and not devices:
         # No further run will be compared with these: each leaf is let go of as soon as it has been.
         kept.clear()
-        offenders = _differences(names, _taken(found), _taken(expected))
+        offenders = differences(names, _taken(found), _taken(expected))
     else:
-        offenders = _differences(names, found, expected)
+        offenders = differences(names, found, expected)
     if drawn and not offenders:
         # Random numbers that torch does not know of are drawn. They are frozen; does anything depend on them?
-        with _forked(devices, generators):
+        with forked(devices, generators):
             # Two runs of the same code: on a CPU they agree to the bit, so the smallest difference tells.
             again = optree.tree_leaves(untraced())
-            offenders = _differences(names, again, expected, share=1.0 if devices else 1e-3)
+            offenders = differences(names, again, expected, share=1.0 if devices else 1e-3)
     elif offenders and devices:
         # Kernels on the device may be nondeterministic; then the step differs from itself by as much.
-        with _forked(devices, generators):
-            offenders = _differences(names, found, expected, optree.tree_leaves(untraced()))
+        with forked(devices, generators):
+            offenders = differences(names, found, expected, optree.tree_leaves(untraced()))
     if offenders:
         raise TraceError(
             build_message(
@@ -136,7 +136,7 @@ def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Role
 
 
 @contextmanager
-def _forked(devices: Sequence[int], generators: Sequence[torch.Generator]) -> Iterator[None]:
+def forked(devices: Sequence[int], generators: Sequence[torch.Generator]) -> Iterator[None]:
     """Draw random numbers, and then go on as if none had been drawn."""
     states = [generator.get_state() for generator in generators]
     with torch.random.fork_rng(devices=devices):
@@ -163,7 +163,7 @@ def _unrunnable(name: str, error: Exception) -> TraceError:
     )
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with the same geometry, also of a tensor that overlaps itself, has gaps, or begins late in its memory."""
     tensor = tensor.detach()
     offset = tensor.storage_offset()
@@ -209,14 +209,19 @@ def _taken(leaves: list[Any]) -> Iterator[Any]:
         yield leaves.pop()
 
 
-def _differences(
+def differences(
     names: Sequence[str],
     found: Iterable[Any],
     expected: Iterable[Any],
     again: Iterable[Any] | None = None,
     share: float = 1.0,
+    factor: float = 10.0,
+    most: float = 1e-2,
 ) -> list[str]:
-    """Name the outputs that differ by more than a share of the usual tolerance, or than the step from itself."""
+    """Name the outputs that differ by more than a share of the usual tolerance, or than the step from itself.
+
+    The difference from itself excuses one that is larger by `factor`, up to a share `most` of the largest value.
+    """
     offenders = []
     repeated = itertools.repeat(None) if again is None else again
     for name, one, two, three in zip(names, found, expected, repeated, strict=False):
@@ -228,7 +233,7 @@ def _differences(
             offenders.append(f"{name}: {_kind(one)} in the trace, {_kind(two)} by itself")
             continue
         gap, scale = _gap(one, two)
-        noise = 0.0 if three is None else min(10 * _gap(two, three)[0], 1e-2 * scale)
+        noise = 0.0 if three is None else min(factor * _gap(two, three)[0], most * scale)
         tolerance = _RELATIVE.get(two.dtype, _RELATIVE_NARROW if two.is_floating_point() else 0.0) * scale
         if not gap <= max(share * tolerance, noise):
             offenders.append(f"{name}: {_kind(two)} differs by {gap:.3g}, where the largest value is {scale:.3g}")

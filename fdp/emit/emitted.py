@@ -11,8 +11,10 @@ import optree
 import torch
 import torch.distributed as dist
 
+from fdp.dynamo import breaks_graph
 from fdp.emit.agreement import agree, digest
 from fdp.emit.arena import ARENAS, Arena, Buffer, make_buffers, moving, place_values
+from fdp.emit.compiled import Options, compile_program, resolve_options
 from fdp.emit.program import write_program
 from fdp.errors import ArgumentError, FdpError, PeerError, build_message
 from fdp.group import Group, alone_on, leave_behind, resolve_group, why_left_behind
@@ -20,6 +22,13 @@ from fdp.plan import Bucket, Plan
 from fdp.stages import enters
 from fdp.table import format_bytes
 from fdp.trace import sharing
+
+BREAK_REASON = (
+    "an fdp step is one program already, with messages in it that a second compiler must not move. Leave "
+    "fullgraph=True away, and the graph breaks once, around the step; to compile the step itself, say "
+    "fdp.data_parallel(compile=True)."
+)
+"""What Dynamo tells whoever has a step inside of a function under `torch.compile`."""
 
 
 class _Busy(FdpError):
@@ -32,11 +41,17 @@ class Emitted:
     Attributes:
         plan: what it carries out.
         group: the ranks that it runs on.
+        options: how it was compiled; None if it runs operator by operator.
         source: the text of the program that it runs.
     """
 
     def __init__(
-        self, plan: Plan, group: Group, agreed: set[tuple[str, Group]] | None = None, compare_state: bool = True
+        self,
+        plan: Plan,
+        group: Group,
+        agreed: set[tuple[str, Group]] | None = None,
+        compare_state: bool = True,
+        options: Options | None = None,
     ) -> None:
         if group.size != plan.trace.world_size:
             raise ArgumentError(
@@ -51,7 +66,11 @@ class Emitted:
         self._digest = digest(plan)
         self._compare_state = compare_state
         self._communicates = group.size > 1
-        self._program = write_program(plan, group.rank, self._communicates)
+        self.options = options
+        if options is None:
+            self._program = write_program(plan, group.rank, self._communicates)
+        else:
+            self._program = compile_program(plan, group.rank, self._communicates, options)
         self.source, self._function = self._program.source, self._program.function
         self._arena: Arena | None = None
         self._blocks: Mapping[torch.device, torch.Tensor] = {}
@@ -61,6 +80,7 @@ class Emitted:
         self._all_tensors = all(constant is _TENSOR for constant in self._constants)
         self._check_backends()
 
+    @breaks_graph(BREAK_REASON)
     def __call__(self, *args: Any) -> Any:
         """Run the step.
 
@@ -83,9 +103,7 @@ class Emitted:
 
     def run(self, tensors: list[torch.Tensor]) -> Any:
         """Run the step on its input tensors, in the order of `Trace.inputs`; the list is emptied."""
-        if self._communicates and (self._digest, self.group) not in self._agreed:
-            agree(self.plan, self.group, tensors, self._compare_state)
-            self._agreed.add((self._digest, self.group))
+        self.agree(tensors)
         if self._communicates and (why := why_left_behind(self.group)) is not None:
             raise PeerError(
                 build_message(
@@ -118,6 +136,18 @@ class Emitted:
                 text = f"{type(error).__name__}: {error}".splitlines()[0]
                 leave_behind(self.group, f"step {self.plan.trace.name!r} was left in the middle by {text}")
             raise
+
+    def agree(self, tensors: list[torch.Tensor]) -> bool:
+        """Compare the schedule, and the state that it starts from, with those of the other ranks.
+
+        Returns:
+            Whether there was something to compare: the schedule had not been agreed on before.
+        """
+        if not self._communicates or (self._digest, self.group) in self._agreed:
+            return False
+        agree(self.plan, self.group, tensors, self._compare_state)
+        self._agreed.add((self._digest, self.group))
+        return True
 
     def rehearse(self, tensors: list[torch.Tensor]) -> Any:
         """Run the step on this rank alone, as if every other rank held what this one holds; nothing is sent."""
@@ -286,6 +316,6 @@ def _plain_surroundings() -> Any:
 
 
 @enters("emit")
-def emit_plan(plan: Plan, group: Any = None) -> Emitted:
+def emit_plan(plan: Plan, group: Any = None, compile: Any = False) -> Emitted:
     """Make the function that carries a plan out on a group (a `ProcessGroup`, a `DeviceMesh`, or None)."""
-    return Emitted(plan, resolve_group(group))
+    return Emitted(plan, resolve_group(group), options=resolve_options(compile))

@@ -11,6 +11,7 @@ import optree
 import torch
 from torch import Tensor, optim
 
+from fdp.dynamo import breaks_graph
 from fdp.optim.checks import describe, refusal
 from fdp.optim.rule import Rule
 from fdp.pytree import Tree
@@ -30,6 +31,12 @@ _REFUSED: dict[type, tuple[str, str]] = {
         "use torch.optim.AdamW, or write init and update as two functions and make an Optimizer of them.",
     ),
 }
+
+
+_BREAK_REASON = (
+    "the update of an fdp optimizer becomes part of the graph of a step: call it in a step under "
+    "fdp.data_parallel(compile=True)"
+)
 
 
 @dataclass(frozen=True)
@@ -120,12 +127,16 @@ def from_torch(cls: type[optim.Optimizer], **hyperparameters: Any) -> Optimizer:
     rule.refuse_inexact_routes()
     fixed = ", ".join(f"{k}={v!r}" for k, v in hyperparameters.items() if k not in held) or "none"
 
+    # Behind one more function: `torch.compile` looks through the wrapper of what it is given itself.
+    run_init = breaks_graph(_BREAK_REASON)(rule.init)
+    run_update = breaks_graph(_BREAK_REASON)(rule.update)
+
     # Functions, not the bound methods: make_fx counts the arguments of a bound method wrongly.
     def init(params: Tree) -> Tree:
-        return rule.init(params)
+        return run_init(params)
 
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        return rule.update(grads, opt_state, params)
+        return run_update(grads, opt_state, params)
 
     summary = f"Optimizer({cls.__name__}, in the state: {', '.join(held)}, constant: {fixed})"
     return Optimizer(init, update, summary)

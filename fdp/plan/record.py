@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,20 +99,22 @@ class Plan:
                 )
         return "\n".join(lines)
 
-    def emit(self, group: Any = None) -> Callable[..., Any]:
+    def emit(self, group: Any = None, compile: bool | Mapping[str, Any] = False) -> Callable[..., Any]:
         """Make the function that carries the plan out.
 
         Args:
             group: the ranks to run on, as for `data_parallel`; None for the default process group. It must have
                 as many ranks as the step was traced for.
+            compile: as for `data_parallel`.
 
         Returns:
             A function of the step's arguments; its attribute `source` is the program that it runs.
 
         Raises:
-            ArgumentError: the group has another size.
+            ArgumentError: the group has another size, or an option has no meaning.
+            CompileError: the compiler cannot take an operator.
         """
-        return enter("emit", self, group)
+        return enter("emit", self, group, compile)
 
     def __str__(self) -> str:
         caps = ", ".join(f"{cap:g}" for cap in self.bucket_cap_mb)

@@ -1,6 +1,6 @@
 """step + example inputs -> `Trace`: the flat graph, what varies, and the gradients in production order.
 
-arguments -> capture -> checks, variance -> dependencies -> record
+arguments, keywords -> capture -> checks, variance -> dependencies -> record
 """
 
 from fdp.trace.arguments import (
@@ -16,12 +16,14 @@ from fdp.trace.arguments import (
     summarise,
 )
 from fdp.trace.build import run_untraced, trace_step
-from fdp.trace.capture import recording
+from fdp.trace.capture import Geometry, capture_functional, recording
+from fdp.trace.keywords import by_position, signature_of
 from fdp.trace.record import Input, Operation, Output, Reduction, Trace
 from fdp.trace.remembered import RememberedCalls
 
 __all__ = [
     "Flat",
+    "Geometry",
     "Input",
     "Operation",
     "Output",
@@ -30,6 +32,8 @@ __all__ = [
     "Roles",
     "Summary",
     "Trace",
+    "by_position",
+    "capture_functional",
     "describe_change",
     "flatten",
     "recording",
@@ -38,6 +42,7 @@ __all__ = [
     "run_untraced",
     "set_apart",
     "sharing",
+    "signature_of",
     "summarise",
     "trace_step",
 ]

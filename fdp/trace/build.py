@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from fdp.axis import step_axis
+from fdp.dynamo import uncompiled
 from fdp.errors import FdpError, TraceError, build_message
 from fdp.group import Group
 from fdp.pytree import leaf_names
@@ -164,7 +165,7 @@ def run_untraced(
     step: Callable[..., Any], flat: Flat, roles: Roles, group: Group, values: Sequence[torch.Tensor]
 ) -> Any:
     """Run a step as it is, on this rank alone: each collective takes the other ranks to hold what this one holds."""
-    with step_axis("identity", group), recording():
+    with step_axis("identity", group), recording(), uncompiled():
         return call_with(step, flat, roles, values)
 
 

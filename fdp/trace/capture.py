@@ -8,7 +8,7 @@ that somebody is compiling (they then skip checks that would read the value of a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -25,10 +25,14 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from fdp.axis import step_axis
+from fdp.dynamo import uncompiled
 from fdp.errors import FdpError, TraceError, build_message
 from fdp.group import Group
 from fdp.trace.effects import FUSED_OPTIMIZERS, effects_of, is_marker
 from fdp.trace.source import Source, failing_line, source_lines
+
+Geometry = tuple[Sequence[int], Sequence[int], int, torch.dtype, torch.device]
+"""Shape, strides and offset in elements, dtype, device."""
 
 _VALUE_READ = (
     DataDependentOutputException,
@@ -61,15 +65,8 @@ def capture(
     Raises:
         TraceError: the step's control flow, or a shape, depends on the value of a tensor.
     """
-    fake_mode = FakeTensorMode(
-        allow_fallback_kernels=True,
-        # Closed-over tensors are real; they become constants of the graph and are judged later.
-        allow_non_fake_inputs=True,
-        # A number read from a tensor (Tensor.item() in an optimizer) is read anew at every replay. Python cannot branch
-        # on it while it is traced, and no shape may depend on one.
-        shape_env=ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False),
-        static_shapes=True,
-    )
+    # Closed-over tensors are real; they become constants of the graph and are judged later.
+    fake_mode = _fake_mode(allow_non_fake_inputs=True)
     _without_fused_kernels(fake_mode)
     # Each input gets memory of its own: to a pure function it does not matter which of its arguments overlap.
     with fake_mode, recording():
@@ -110,6 +107,46 @@ def capture(
     return graph_module
 
 
+def _fake_mode(**options: Any) -> FakeTensorMode:
+    return FakeTensorMode(
+        allow_fallback_kernels=True,
+        # A number read from a tensor (Tensor.item() in an optimizer) is read anew at every replay. Python cannot branch
+        # on it while it is traced, and no shape may depend on one.
+        shape_env=ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False),
+        static_shapes=True,
+        **options,
+    )
+
+
+def capture_functional(
+    carry_out: Callable[..., Sequence[torch.Tensor]],
+    inputs: Sequence[Geometry],
+    decompositions: Mapping[Any, Callable[..., Any]],
+) -> fx.GraphModule:
+    """Run a flat function on fake tensors and keep what it does as a graph without changes of memory.
+
+    Args:
+        carry_out: takes one tensor for each input, and returns a flat list of tensors; it may change tensors in place.
+        inputs: the geometry of each input.
+        decompositions: for each operator that is not to be in the graph, the function to take it apart with.
+
+    Returns:
+        A graph module. Inputs that the function changed in place are changed at the very end of it, by `copy_`.
+    """
+    with _fake_mode():
+        fakes = [
+            torch.empty(
+                offset + 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if 0 not in shape else offset,
+                dtype=dtype,
+                device=device,
+            ).as_strided(shape, stride, offset)
+            for shape, stride, offset, dtype, device in inputs
+        ]
+    functional = torch.func.functionalize(carry_out, remove="mutations")
+    with torch.no_grad(), _silenced("torch._subclasses.fake_tensor"):
+        return make_fx(functional, decomposition_table=dict(decompositions), tracing_mode="fake")(*fakes)
+
+
 def _without_fused_kernels(fake_mode: FakeTensorMode) -> None:
     """Let a fused optimizer do nothing to fake tensors.
 
@@ -131,12 +168,7 @@ def _without_fused_kernels(fake_mode: FakeTensorMode) -> None:
 @contextmanager
 def compiling() -> Iterator[None]:
     """Tell libraries that values must not be read, and let functions under `torch.compile` be traced through."""
-    import torch._dynamo.config
-
-    with (
-        torch.compiler._compile_session_context(),
-        torch._dynamo.config.patch(error_on_nested_fx_trace=False),
-    ):
+    with torch.compiler._compile_session_context(), uncompiled():
         yield
 
 

@@ -1,0 +1,9 @@
+"""`Plan` -> one compiled program: forward, backward, messages and updates as a single graph, in the order of the plan.
+
+barriers -> graph -> passes -> inductor -> program
+"""
+
+from fdp.emit.compiled.inductor import Options, resolve_options, unwrap_compiled
+from fdp.emit.compiled.program import compile_program
+
+__all__ = ["Options", "compile_program", "resolve_options", "unwrap_compiled"]

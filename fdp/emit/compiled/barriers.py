@@ -1,0 +1,130 @@
+"""Operators that a compiler must leave where they are: they start and await messages, or change memory in place.
+
+Each comes in two forms. The first has a schema without side effects: functionalization, which knows no message and
+turns every change of memory into a new value, leaves such an operator alone. The second says what it really changes;
+`declare_effects` puts it in place of the first when the graph is functional, so that the compiler keeps the order.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+from fdp.trace.effects import FUSED_OPTIMIZERS
+
+_aten = torch.ops.aten
+_library = torch.library.Library("fdp_compiled", "DEF")
+
+DECLARED: dict[Any, Any] = {}
+"""For each operator without declared effects, the one that takes its place."""
+
+
+class _Running(threading.local):
+    """The step that a thread is running: what to call when its program starts a bucket, or waits for one."""
+
+    start: Callable[[int], None] | None = None
+    wait: Callable[[int], None] | None = None
+
+
+_running = _Running()
+
+
+@contextmanager
+def running(start: Callable[[int], None], wait: Callable[[int], None]) -> Iterator[None]:
+    """Say what the operators `start` and `wait` do in this thread.
+
+    Compiled code is cached across processes and shared between steps, so it cannot hold them itself.
+    """
+    before = _running.start, _running.wait
+    _running.start, _running.wait = start, wait
+    try:
+        yield
+    finally:
+        _running.start, _running.wait = before
+
+
+def _start(slots: Sequence[torch.Tensor], bucket: int) -> None:
+    assert _running.start is not None
+    _running.start(bucket)
+
+
+def _wait(slots: Sequence[torch.Tensor], bucket: int) -> None:
+    assert _running.wait is not None
+    _running.wait(bucket)
+
+
+def _copy(target: torch.Tensor, value: torch.Tensor) -> None:
+    target.copy_(value)
+
+
+def _multiply(target: torch.Tensor, one: torch.Tensor, two: torch.Tensor, factor: float) -> None:
+    out = target.view(one.shape[0], two.shape[1])
+    if factor == 1.0:
+        torch.mm(one, two, out=out)
+    else:
+        # The sum with beta=0 does not read what is there: the product is scaled in the pass that writes it.
+        torch.addmm(out, one, two, beta=0, alpha=factor, out=out)
+
+
+def _snapshot(value: torch.Tensor) -> torch.Tensor:
+    return value.clone()
+
+
+def _define(name: str, schema: str, run: Callable[..., Any]) -> Any:
+    # A compiler may lay values out as it likes, but not these: fused optimizers do not look at strides.
+    _library.define(f"{name}{schema}", tags=(torch.Tag.needs_exact_strides,))
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    operator = getattr(torch.ops.fdp_compiled, name).default
+    fake = (lambda value: torch.empty_like(value)) if schema.endswith("Tensor") else (lambda *args, **kwargs: None)
+    torch.library.register_fake(f"fdp_compiled::{name}", fake, lib=_library)
+    # So that no pass takes it for dead code.
+    torch.fx.has_side_effect(operator)
+    return operator
+
+
+start = _define("start", "(Tensor[] slots, int bucket) -> ()", _start)
+wait = _define("wait", "(Tensor[] slots, int bucket) -> ()", _wait)
+copy_into = _define("copy_into", "(Tensor target, Tensor value) -> ()", _copy)
+snapshot = _define("snapshot", "(Tensor value) -> Tensor", _snapshot)
+"""A clone that no pass may replace by what it was made of: that is changed later."""
+
+start_ = _define("start_", "(Tensor(a!)[] slots, int bucket) -> ()", _start)
+wait_ = _define("wait_", "(Tensor(a!)[] slots, int bucket) -> ()", _wait)
+multiply_into = _define("multiply_into", "(Tensor(a!) target, Tensor one, Tensor two, float factor) -> ()", _multiply)
+DECLARED.update({start: start_, wait: wait_, copy_into: _aten.copy_.default})
+
+FUSED: dict[Any, Any] = {}
+"""For each fused optimizer, the same operator without declared effects."""
+
+
+def _define_fused(operator: Any) -> None:
+    stem, arguments = str(operator._schema).removeprefix("aten::").split("(", 1)
+    # Gradients are changed for the sake of a loss scale alone; who gives one is refused.
+    arguments = re.sub(r"\([a-z]+!\)\[\] grads", "[] grads", arguments)
+    stem = stem.strip("_").replace(".", "_")
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        operator(*args, **kwargs)
+
+    hidden = _define(stem, "(" + re.sub(r"\([a-z]+!\)", "", arguments), run)
+    FUSED[operator] = hidden
+    DECLARED[hidden] = _define(f"{stem}_", f"({arguments}", run)
+
+
+for _name in FUSED_OPTIMIZERS:
+    _packet = getattr(_aten, _name)
+    for _overload in _packet.overloads():
+        _define_fused(getattr(_packet, _overload))
+
+
+def declare_effects(graph: fx.Graph) -> None:
+    """Let every operator of a functional graph that changes memory say so."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in DECLARED:
+            node.target = DECLARED[node.target]

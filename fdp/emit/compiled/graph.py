@@ -1,0 +1,262 @@
+"""`Plan` -> one functional graph: everything that a step does, in the order of the plan, decomposed for a compiler.
+
+The plan is carried out once on fake tensors, under a tracer that turns changes of memory into new values. Only what
+must stay where the plan put it is kept as an operator with effects (see `barriers`): starts and waits, gradients that
+are put into their buckets, and updates by fused optimizers.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fdp.emit.accesses import Accesses
+from fdp.emit.compiled.barriers import FUSED, copy_into, start, wait
+from fdp.emit.donation import Placement
+from fdp.emit.places import Place, is_scaled, slot_name
+from fdp.errors import CompileError, build_message
+from fdp.plan import Plan, Run, Start
+from fdp.trace import Geometry, capture_functional
+from fdp.trace.effects import effects_of, is_marker, lanes_of, list_arguments, storages_of
+
+_aten = torch.ops.aten
+
+
+class _Lowering:
+    """Carries a plan out on the values of a tracer."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        placement: Placement,
+        accesses: Accesses,
+        markers: Mapping[int, list[fx.Node]],
+        alone: set[fx.Node],
+    ) -> None:
+        self.plan, self.placement, self.markers, self.alone = plan, placement, markers, alone
+        self.trace, self.accesses = plan.trace, accesses
+        self.nodes = {node.name: node for node in self.trace.graph.graph.nodes}
+        self.values: dict[fx.Node, Any] = {}
+        self.lanes: dict[tuple[fx.Node, int], Any] = {}
+        self.slots: dict[str, torch.Tensor] = {}
+        self.early = _early_members(markers, accesses)
+        self.filled: set[tuple[int, int]] = set()
+
+    def run(self) -> list[torch.Tensor]:
+        self._copy_back(-1)
+        for at, item in enumerate(self.plan.schedule):
+            if isinstance(item, Run):
+                operations = [self.trace.operations[index] for index in item.operations]
+                node = self.nodes[operations[0].node]
+                self._call(node, [o.lane for o in operations if o.lane is not None])
+                for bucket, member, views in self.early.get(node, ()):
+                    for view in views:
+                        self._call(view, [])
+                    self._fill(bucket, member)
+            elif item.bucket not in self.markers:
+                if isinstance(item, Start):
+                    for member in self.plan.buckets[item.bucket].members:
+                        self._call(self._marker(member), [])
+            elif isinstance(item, Start):
+                self._start(item.bucket)
+            else:
+                wait(self._slots_of(item.bucket), item.bucket)
+                for at_, marker in enumerate(self.markers[item.bucket]):
+                    self.values[marker] = self.slots[result_name(self.plan, item.bucket, at_)]
+            self._copy_back(at)
+        outputs = []
+        for position, node in enumerate(self.placement.returned):
+            if node.op == "placeholder" and position not in self.placement.cloned:
+                continue  # it goes back to the caller as the object that it is
+            value = self._value(node)
+            outputs.append(value.clone() if position in self.placement.cloned else value)
+        return outputs
+
+    def _marker(self, member: int) -> fx.Node:
+        return self.nodes[self.trace.operations[self.trace.reductions[member].operation].node]
+
+    def _value(self, node: fx.Node) -> Any:
+        return self.values[self.placement.replaced.get(node, node)]
+
+    def _is_never_changed(self, marker: fx.Node) -> bool:
+        """Whether the result of a reduction over one rank may be its argument itself."""
+        memory = (*storages_of(marker), *storages_of(marker.args[0]))  # type: ignore[arg-type]
+        return not any(storage in self.accesses.writes for storage in memory)
+
+    def _slots_of(self, bucket: int) -> list[torch.Tensor]:
+        """All tensors that a message reads or writes."""
+        names: dict[str, None] = {}
+        for at in range(len(self.markers[bucket])):
+            names[slot_name(bucket, at)] = names[result_name(self.plan, bucket, at)] = None
+        return [self.slots[name] for name in names]
+
+    def _start(self, index: int) -> None:
+        for at in range(len(self.markers[index])):
+            if (index, at) not in self.filled:
+                self._fill(index, at)
+        start(self._slots_of(index), index)
+
+    def _fill(self, index: int, at: int) -> None:
+        """Put a member into its bucket, divided by the number of ranks if a sum is to make the mean."""
+        source: Any = self.markers[index][at].args[0]
+        value = self._value(source)
+        if is_scaled(self.plan.buckets[index], self.trace.world_size):
+            value = value * (1 / self.trace.world_size)
+        copy_into(self.slots[slot_name(index, at)], value)
+        self.filled.add((index, at))
+
+    def _copy_back(self, at: int) -> None:
+        for target, node in self.placement.copies.get(at, ()):
+            self.values[target].copy_(self._value(node))
+
+    def _call(self, node: fx.Node, lanes: list[int]) -> None:
+        if node in self.placement.replaced:
+            return
+        target: Any = node.target
+        if target is operator.getitem:
+            sequence: Any = node.args[0]
+            index: Any = node.args[1]
+            found = self.lanes.get((sequence, index))
+            self.values[node] = self._value(sequence)[index] if found is None else found
+            return
+        if node in self.alone:
+            value = self._value(node.args[0])  # type: ignore[arg-type]
+            self.values[node] = value.contiguous() if self._is_never_changed(node) else _copy(value)
+            return
+        if is_marker(node, "vary"):
+            self.values[node] = _copy(self._value(node.args[0]))  # type: ignore[arg-type]
+            return
+        if is_marker(node, "axis_index"):
+            self.values[node] = self.values[node].clone()
+            return
+        args, kwargs = list(node.args), dict(node.kwargs)
+        count = max((len(value) for _, value in list_arguments(node)), default=0) if lanes else 0
+        if lanes and len(lanes) < count:
+            for argument, value in list_arguments(node):
+                if value:
+                    chosen = [value[lane] for lane in lanes]
+                    if argument.name in kwargs:
+                        kwargs[argument.name] = chosen
+                    else:
+                        args[[a.name for a in target._schema.arguments].index(argument.name)] = chosen
+        args, kwargs = fx.map_arg(args, self._value), fx.map_arg(kwargs, self._value)
+        result = self._run(target, args, kwargs)
+        if lanes and len(lanes) < count:
+            if isinstance(result, (list, tuple)):
+                self.lanes.update(((node, lane), one) for lane, one in zip(lanes, result, strict=True))
+        else:
+            self.values[node] = result
+        if (donated := self.placement.written.get(node)) is not None:
+            self.values[donated].copy_(result)
+            self.values[node] = self.values[donated]
+
+    def _run(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in FUSED:
+            if kwargs.get("grad_scale") is not None:
+                raise CompileError(
+                    build_message(
+                        f"step {self.trace.name!r} calls {target} with grad_scale, which changes gradients in place.",
+                        remedy="divide the gradients before the update; compile=False runs it as it is.",
+                    )
+                )
+            return FUSED[target](*args, **kwargs)
+        if target is _aten.native_batch_norm.default:
+            return _batch_norm(*args, **kwargs)
+        if target is _aten.cudnn_batch_norm.default:
+            found = _batch_norm(*args, **kwargs)
+            return (*found, args[0].new_zeros((0,), dtype=torch.uint8))
+        return target(*args, **kwargs)
+
+
+def _copy(value: torch.Tensor) -> torch.Tensor:
+    return value.clone(memory_format=torch.contiguous_format)
+
+
+def _batch_norm(
+    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, momentum: float, eps: float
+) -> Any:
+    """Normalise with operators whose schemas say that they update the statistics."""
+    if mean is None:
+        return _aten._native_batch_norm_legit.no_stats(x, weight, bias, training, momentum, eps)
+    return _aten._native_batch_norm_legit.default(x, weight, bias, mean, variance, training, momentum, eps)
+
+
+def result_name(plan: Plan, bucket: int, member: int) -> str:
+    """The name of the place where what comes back is: the member's own, but for an all-gather."""
+    gathers = plan.buckets[bucket].op == "all_gather"
+    return f"gathered{bucket}_{member}" if gathers else slot_name(bucket, member)
+
+
+def _early_members(
+    markers: Mapping[int, list[fx.Node]], accesses: Accesses
+) -> dict[fx.Node, list[tuple[int, int, tuple[fx.Node, ...]]]]:
+    """Members that can be put into their buckets as soon as they are there, so that they need no memory of their own.
+
+    Returns:
+        For the operator call that makes each: the bucket, the member, and the views to look through.
+    """
+    found: dict[fx.Node, list[tuple[int, int, tuple[fx.Node, ...]]]] = {}
+    for bucket, nodes in markers.items():
+        for at, marker in enumerate(nodes):
+            maker: Any = marker.args[0]
+            if any(storage in accesses.writes for storage in storages_of(maker)):
+                continue
+            views: list[fx.Node] = []
+            while effects_of(maker).view and maker.op == "call_function":
+                views.insert(0, maker)
+                maker = maker.args[0]
+            if maker.op == "call_function" and not is_marker(maker) and lanes_of(maker) is None:
+                found.setdefault(maker, []).append((bucket, at, tuple(views)))
+    return found
+
+
+def functional_graph(
+    plan: Plan,
+    placement: Placement,
+    accesses: Accesses,
+    markers: Mapping[int, list[fx.Node]],
+    alone: set[fx.Node],
+    constants: Sequence[fx.Node],
+    slots: Mapping[str, Place],
+    decompositions: Mapping[Any, Callable[..., Any]],
+) -> fx.GraphModule:
+    """Carry a plan out on fake tensors, and keep what it does.
+
+    Args:
+        plan: the plan.
+        placement: where outputs live.
+        accesses: what the plan does to memory, and when.
+        markers: for each bucket that is sent, the markers of its members.
+        alone: markers that send nothing.
+        constants: nodes whose values are the same at every call.
+        slots: places of members in their buckets, and of what comes back.
+        decompositions: how the compiler wants operators taken apart.
+
+    Returns:
+        A graph that takes the inputs of the step, constants and slots, and returns those outputs that are no donated
+        input.
+
+    Raises:
+        CompileError: an operator cannot be taken apart; names it.
+    """
+    placeholders = plan.trace.graph.graph.find_nodes(op="placeholder")
+    inputs: list[Geometry] = [(i.shape, i.stride, i.offset, i.dtype, i.device) for i in plan.trace.inputs]
+    for node in constants:
+        value = node.meta["val"]
+        inputs.append((value.shape, value.stride(), value.storage_offset(), value.dtype, value.device))
+    for place in slots.values():
+        device = plan.buckets[place.memory[1]].device
+        inputs.append((place.shape, place.stride, place.offset, place.dtype, device))
+
+    def carry_out(*values: torch.Tensor) -> list[torch.Tensor]:
+        given = (*placeholders, *constants)
+        lowering = _Lowering(plan, placement, accesses, markers, alone)
+        lowering.values.update(zip(given, values, strict=False))
+        lowering.slots.update(zip(slots, values[len(given) :], strict=True))
+        return lowering.run()
+
+    return capture_functional(carry_out, inputs, decompositions)

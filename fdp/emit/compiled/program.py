@@ -1,0 +1,130 @@
+"""Write the program of a plan with the compiler: one graph for the whole step, messages and updates included."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fdp.emit.accesses import Accesses
+from fdp.emit.compiled.barriers import running
+from fdp.emit.compiled.graph import functional_graph, result_name
+from fdp.emit.compiled.inductor import Options, decompositions, lower
+from fdp.emit.compiled.passes import declare
+from fdp.emit.donation import Placement, place_outputs
+from fdp.emit.layout import Layout, Lifetime, lay_out
+from fdp.emit.places import Place, gathered_at_bytes, is_scaled, slot_name
+from fdp.emit.program import Program
+from fdp.emit.views import redundant_views
+from fdp.plan import Bucket, Plan
+from fdp.trace.effects import is_marker
+
+
+def compile_program(plan: Plan, rank: int, communicates: bool, options: Options) -> Program:
+    """Compile the program of a plan.
+
+    Args:
+        plan: the plan.
+        rank: this process's rank, for `fdp.axis_index`.
+        communicates: False in a world of one, where a mean or sum of one value is that value.
+        options: how.
+
+    Returns:
+        The program.
+
+    Raises:
+        CompileError: the compiler cannot take an operator.
+    """
+    trace = plan.trace
+    graph = trace.graph.graph
+    nodes = {node.name: node for node in graph.nodes}
+
+    def marker(member: int) -> fx.Node:
+        return nodes[trace.operations[trace.reductions[member].operation].node]
+
+    accesses = Accesses(plan)
+    placement = place_outputs(plan, redundant_views(graph), accesses)
+    markers = {b.index: [marker(m) for m in b.members] for b in plan.buckets if communicates or b.op == "all_gather"}
+    travelling = {node for members in markers.values() for node in members}
+    alone = {marker(index) for index in range(len(trace.reductions))} - travelling
+    constants, held = _constants(trace.graph, rank)
+    places, layouts = _place_buckets(plan, markers)
+    functional = functional_graph(plan, placement, accesses, markers, alone, constants, places, decompositions(options))
+    declare(functional.graph, options.multiplies)
+    functional.recompile()
+    lowered = lower(trace.name, functional, options)
+    source = _wrapper(plan, placement, len(held), list(places))
+    namespace: dict[str, Any] = {"compiled": lowered.function, "constants": held, "running": running}
+    exec(compile(source, f"<fdp step {trace.name}>", "exec"), namespace)
+    scaled = frozenset(b.index for b in plan.buckets if b.index in markers and is_scaled(b, trace.world_size))
+    return Program(f"{source}\n\n{lowered.source}", namespace["step"], places, layouts, scaled)
+
+
+def _constants(graph: fx.GraphModule, rank: int) -> tuple[list[fx.Node], list[torch.Tensor]]:
+    """Values that are the same at every call: closed-over tensors, and the rank.
+
+    They are inputs of what is compiled: compiled code is kept on disk, and shared by ranks.
+    """
+    nodes, values = [], []
+    for node in graph.graph.nodes:
+        held = getattr(graph, str(node.target), None) if node.op == "get_attr" else None
+        if isinstance(held, torch.Tensor):
+            nodes.append(node)
+            values.append(held.detach())
+        elif is_marker(node, "axis_index"):
+            nodes.append(node)
+            values.append(torch.tensor(rank, dtype=torch.int64, device=node.meta["val"].device))
+    return nodes, values
+
+
+def _place_buckets(
+    plan: Plan, markers: Mapping[int, list[fx.Node]]
+) -> tuple[dict[str, Place], dict[torch.device, Layout]]:
+    """Give every bucket memory of its own, and every member a place in it."""
+    places: dict[str, Place] = {}
+    pieces: dict[torch.device, list[Lifetime]] = {}
+    for index, members in markers.items():
+        bucket = plan.buckets[index]
+        for at, (node, offset) in enumerate(zip(members, bucket.offsets, strict=True)):
+            source: Any = node.args[0]
+            places[slot_name(index, at)] = _place(bucket, offset * bucket.dtype.itemsize, source.meta["val"].shape)
+            if bucket.op == "all_gather":
+                value = node.meta["val"]
+                places[result_name(plan, index, at)] = _place(bucket, gathered_at_bytes(bucket), value.shape)
+        size_bytes = bucket.numel * bucket.dtype.itemsize
+        if bucket.op == "all_gather":
+            size_bytes = gathered_at_bytes(bucket) + plan.trace.world_size * size_bytes
+        pieces.setdefault(bucket.device, []).append(Lifetime(("bucket", index), size_bytes, 0, 1))
+    return places, {device: lay_out(found) for device, found in pieces.items()}
+
+
+def _place(bucket: Bucket, start_bytes: int, shape: Sequence[int]) -> Place:
+    stride = tuple(torch.empty(shape, device="meta").stride())
+    return Place(("bucket", bucket.index), start_bytes, tuple(shape), stride, 0, bucket.dtype)
+
+
+def _wrapper(plan: Plan, placement: Placement, constants: int, slots: Sequence[str]) -> str:
+    """The text of the function that calls what was compiled: it adds slots, and gives donated inputs back."""
+    position = {node: index for index, node in enumerate(plan.trace.graph.graph.find_nodes(op="placeholder"))}
+    outputs: list[str] = []
+    kept: list[int] = []
+    made = 0
+    for index, node in enumerate(placement.returned):
+        if node in position and index not in placement.cloned:
+            outputs.append(f"given[{len(kept)}]")
+            kept.append(position[node])
+        else:
+            outputs.append(f"made[{made}]")
+            made += 1
+    lines = ["def step(inputs, start, wait):"]
+    if kept:
+        lines.append(f"    given = [inputs[index] for index in {kept}]")
+    if constants:
+        lines.append("    inputs += constants")
+    if slots:
+        lines.append(f"    inputs += [{', '.join(slots)}]")
+    lines += ["    with running(start, wait):", "        made = compiled(inputs)"]
+    lines.append(f"    return [{', '.join(outputs)}]")
+    return "\n".join(lines) + "\n"

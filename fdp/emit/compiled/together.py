@@ -1,0 +1,140 @@
+"""Compile on every rank at once: nobody waits for another's cache, and nobody sends before all are ready.
+
+A rank that finds its program in the cache has it in a second, one that does not may take minutes. Messages that the
+first one sends would wait for the second until the process group's time limit. So ranks tell each other when they are
+ready, through the store; those that are not keep giving signs of life, and are waited for as long as they do.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from rich.console import Console
+
+from fdp.emit.agreement import timeout_s
+from fdp.errors import AgreementError, PeerError, build_message
+from fdp.group import Group, next_turn
+
+_BEAT_S = 1.0
+_PATIENCE_S = 60.0
+"""A rank that has given no sign for so long (or for the time limit of an agreement, if that is shorter) is gone."""
+
+_Result = TypeVar("_Result")
+
+
+def compile_together(name: str, group: Group, together: bool, compile: Callable[[], _Result]) -> _Result:
+    """Compile on this rank while others do.
+
+    Args:
+        name: the user's function, for messages.
+        group: the ranks.
+        together: whether all ranks compile now; otherwise this rank alone does, and the others wait in their next
+            message.
+        compile: compiles.
+
+    Returns:
+        What `compile` returns.
+
+    Raises:
+        AgreementError: another rank could not compile the step.
+        PeerError: another rank gave no more signs of life.
+    """
+    if group.size == 1 or not together:
+        with _progress(name, group):
+            return compile()
+    store, turn = group.store(), next_turn(group)
+    try:
+        with _signs_of_life(store, f"{turn}/alive/{group.rank}"), _progress(name, group):
+            result = compile()
+    except Exception as error:
+        store.set(f"{turn}/ready/{group.rank}", f"{type(error).__name__}: {error}")
+        raise
+    store.set(f"{turn}/ready/{group.rank}", "")
+    _wait_for_others(name, group, store, turn)
+    return result
+
+
+@contextmanager
+def _signs_of_life(store: Any, key: str) -> Iterator[None]:
+    """Count up in the store for as long as the block runs."""
+    ended = threading.Event()
+
+    def count_up() -> None:
+        while not ended.wait(_BEAT_S):
+            try:
+                store.add(key, 1)
+            except (RuntimeError, dist.DistError):
+                return  # the store is gone: whoever needs it next says so
+
+    thread = threading.Thread(target=count_up, name="fdp-signs-of-life", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _wait_for_others(name: str, group: Group, store: Any, turn: str) -> None:
+    patience_s = min(_PATIENCE_S, timeout_s())
+    seen: dict[int, tuple[int, float]] = {}
+    missing = [rank for rank in range(group.size) if rank != group.rank]
+    try:
+        while missing:
+            try:
+                store.wait([f"{turn}/ready/{rank}" for rank in missing], timedelta(seconds=min(_BEAT_S, patience_s)))
+            except (RuntimeError, dist.DistError) as error:
+                if "timeout" not in str(error).lower():
+                    raise
+            missing = [rank for rank in missing if not store.check([f"{turn}/ready/{rank}"])]
+            now = time.monotonic()
+            for rank in missing:
+                count = store.add(f"{turn}/alive/{rank}", 0)
+                if rank not in seen or seen[rank][0] != count:
+                    seen[rank] = (count, now)
+            gone = [rank for rank in missing if now - seen[rank][1] > patience_s]
+            if gone:
+                raise PeerError(
+                    build_message(
+                        f"step {name!r} is compiled on rank {group.rank}, and other ranks stopped while they were "
+                        "compiling it.",
+                        [f"rank {rank} gave no sign of life for {patience_s:g} s" for rank in gone],
+                        remedy="look for the first error among the logs of all ranks.",
+                    )
+                )
+    except (RuntimeError, dist.DistError) as error:
+        if isinstance(error, PeerError):
+            raise
+        raise PeerError(
+            build_message(
+                f"step {name!r} on rank {group.rank} could not reach the rendezvous store to hear whether all ranks "
+                "have compiled it.",
+                [f"{type(error).__name__}: {error}".splitlines()[0]],
+                remedy="look for the first error among the logs of all ranks: the process that holds the store has "
+                "ended.",
+            )
+        ) from error
+    failed = {rank: store.get(f"{turn}/ready/{rank}").decode() for rank in range(group.size) if rank != group.rank}
+    offenders = [f"rank {rank}: {text.splitlines()[0]}" for rank, text in failed.items() if text]
+    if offenders:
+        raise AgreementError(
+            build_message(
+                f"step {name!r} was not compiled on every rank, so the ranks cannot run it together.",
+                offenders,
+                remedy="mend the error there; or compile=False on all ranks.",
+            )
+        )
+
+
+def _progress(name: str, group: Group) -> Any:
+    """Show a person at a terminal that something is going on."""
+    console = Console(stderr=True)
+    if group.rank != 0 or not console.is_terminal:
+        return nullcontext()
+    return console.status(f"fdp: compiling step {name!r} (the next start finds it in the cache)")
