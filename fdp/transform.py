@@ -290,6 +290,7 @@ class Step:
                 made = Emitted(emitted.plan, emitted.group, self._agreed, self._check_replication, self._options)
                 if self._check_trace:
                     check_compiled(made, emitted, tensors)
+            made.arm()
             return made
 
         return compile_together(self._name, emitted.group, emitted.agree(tensors), compiled)

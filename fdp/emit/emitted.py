@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from fdp.dynamo import breaks_graph
 from fdp.emit.agreement import agree, digest
 from fdp.emit.arena import ARENAS, Arena, Buffer, make_buffers, moving, place_values
-from fdp.emit.compiled import Options, compile_program, resolve_options
+from fdp.emit.compiled import Options, compile_program, resolve_options, why_not_recorded
 from fdp.emit.program import write_program
 from fdp.errors import ArgumentError, FdpError, PeerError, build_message
 from fdp.group import Group, alone_on, leave_behind, resolve_group, why_left_behind
@@ -70,7 +71,7 @@ class Emitted:
         if options is None:
             self._program = write_program(plan, group.rank, self._communicates)
         else:
-            self._program = compile_program(plan, group.rank, self._communicates, options)
+            self._program = compile_program(plan, group.rank, self._communicates, options, self._may_record())
         self.source, self._function = self._program.source, self._program.function
         self._arena: Arena | None = None
         self._blocks: Mapping[torch.device, torch.Tensor] = {}
@@ -136,6 +137,22 @@ class Emitted:
                 text = f"{type(error).__name__}: {error}".splitlines()[0]
                 leave_behind(self.group, f"step {self.plan.trace.name!r} was left in the middle by {text}")
             raise
+
+    def _may_record(self) -> bool:
+        """Whether the step can be recorded as one CUDA graph, if that was asked for."""
+        if self.options is None or not self.options.records:
+            return False
+        if (why := why_not_recorded(self.plan, self.group)) is not None:
+            warnings.warn(
+                f"fdp: step {self.plan.trace.name!r} is compiled, and not recorded as a CUDA graph: {why}.",
+                stacklevel=2,
+            )
+        return why is None
+
+    def arm(self) -> None:
+        """From now on calls are in earnest: a step that can be recorded as a CUDA graph is, after a few of them."""
+        if self._program.recording is not None:
+            self._program.recording.armed = True
 
     def agree(self, tensors: list[torch.Tensor]) -> bool:
         """Compare the schedule, and the state that it starts from, with those of the other ranks.
@@ -318,4 +335,6 @@ def _plain_surroundings() -> Any:
 @enters("emit")
 def emit_plan(plan: Plan, group: Any = None, compile: Any = False) -> Emitted:
     """Make the function that carries a plan out on a group (a `ProcessGroup`, a `DeviceMesh`, or None)."""
-    return Emitted(plan, resolve_group(group), options=resolve_options(compile))
+    emitted = Emitted(plan, resolve_group(group), options=resolve_options(compile))
+    emitted.arm()
+    return emitted

@@ -41,6 +41,8 @@ class Program:
         places: the names that it expects there.
         layouts: for each device, where the pieces of memory lie that places are in.
         scaled: buckets that it fills with values divided by the number of ranks.
+        recording: what records the program as one piece of work for a device, if it is to be; it begins when its
+            attribute `armed` is set.
     """
 
     source: str
@@ -48,6 +50,7 @@ class Program:
     places: Mapping[str, Place]
     layouts: Mapping[torch.device, Layout]
     scaled: frozenset[int]
+    recording: Any = None
 
 
 def write_program(plan: Plan, rank: int, communicates: bool) -> Program:

@@ -13,16 +13,17 @@ from fdp.emit.compiled.barriers import running
 from fdp.emit.compiled.graph import functional_graph, result_name
 from fdp.emit.compiled.inductor import Options, decompositions, lower
 from fdp.emit.compiled.passes import declare
+from fdp.emit.compiled.recording import Recording
 from fdp.emit.donation import Placement, place_outputs
 from fdp.emit.layout import Layout, Lifetime, lay_out
 from fdp.emit.places import Place, gathered_at_bytes, is_scaled, slot_name
 from fdp.emit.program import Program
 from fdp.emit.views import redundant_views
 from fdp.plan import Bucket, Plan
-from fdp.trace.effects import is_marker
+from fdp.trace.effects import effects_of, is_marker
 
 
-def compile_program(plan: Plan, rank: int, communicates: bool, options: Options) -> Program:
+def compile_program(plan: Plan, rank: int, communicates: bool, options: Options, records: bool) -> Program:
     """Compile the program of a plan.
 
     Args:
@@ -30,6 +31,7 @@ def compile_program(plan: Plan, rank: int, communicates: bool, options: Options)
         rank: this process's rank, for `fdp.axis_index`.
         communicates: False in a world of one, where a mean or sum of one value is that value.
         options: how.
+        records: whether it may become one CUDA graph.
 
     Returns:
         The program.
@@ -56,10 +58,15 @@ def compile_program(plan: Plan, rank: int, communicates: bool, options: Options)
     functional.recompile()
     lowered = lower(trace.name, functional, options)
     source = _wrapper(plan, placement, len(held), list(places))
-    namespace: dict[str, Any] = {"compiled": lowered.function, "constants": held, "running": running}
+    function, recording = lowered.function, None
+    if records:
+        donated = frozenset(index for index, item in enumerate(trace.inputs) if item.donated)
+        draws = any(effects_of(node).random for node in graph.nodes)
+        recording = function = Recording(trace.name, function, len(trace.inputs), donated, compares=not draws)
+    namespace: dict[str, Any] = {"compiled": function, "constants": held, "running": running}
     exec(compile(source, f"<fdp step {trace.name}>", "exec"), namespace)
     scaled = frozenset(b.index for b in plan.buckets if b.index in markers and is_scaled(b, trace.world_size))
-    return Program(f"{source}\n\n{lowered.source}", namespace["step"], places, layouts, scaled)
+    return Program(f"{source}\n\n{lowered.source}", namespace["step"], places, layouts, scaled, recording)
 
 
 def _constants(graph: fx.GraphModule, rank: int) -> tuple[list[fx.Node], list[torch.Tensor]]:

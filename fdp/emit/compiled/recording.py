@@ -1,0 +1,187 @@
+"""A compiled step as one CUDA graph: recorded once, messages and updates included, and then replayed.
+
+Launching a step of many small kernels takes the host longer than the device needs to run them; a replay is one launch.
+A recording holds addresses, not values. So donated state has to stay where it is from call to call, as it does when the
+state that goes in is the one that came out; everything else is copied to a place of its own first, and what the step
+returns is copied out.
+
+References: PyTorch documentation, CUDA semantics, "CUDA Graphs"; Li et al., PyTorch Distributed (VLDB 2020) has no such
+mode: DDP's hooks run on the host.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from fdp.group import Group
+from fdp.plan import Plan
+
+_WARM_UP = 2
+"""Calls that run as they are before one is recorded: kernels are loaded, and memory pools filled."""
+
+_MOST_MOVES = 3
+"""A step whose state was in so many other places is not recorded any more."""
+
+
+class Graph(Protocol):
+    """What records work and replays it."""
+
+    def record(self, work: Callable[[], Any]) -> Any:
+        """Run some work without executing it on the device; returns what the work returns."""
+
+    def replay(self) -> None:
+        """Execute what was recorded."""
+
+
+class CudaGraph:
+    """A CUDA graph of the current device."""
+
+    def __init__(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+
+    def record(self, work: Callable[[], Any]) -> Any:
+        # Other threads, such as the one that watches over NCCL, may go on asking for events meanwhile.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            return work()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class Recording:
+    """A compiled program that is recorded and replayed; it is called like the program.
+
+    Args:
+        name: the user's function, for messages.
+        function: takes one list of inputs, empties it, and returns a sequence of tensors.
+        own: how many inputs are the step's; those behind them (constants, slots) are the program's.
+        donated: positions of inputs that the step writes new values into.
+        compares: whether the first replay is compared with a plain run.
+        graph: makes what records.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
+        own: int,
+        donated: frozenset[int],
+        compares: bool,
+        graph: Callable[[], Graph] = CudaGraph,
+    ) -> None:
+        self.armed = False
+        self._name, self._function, self._own, self._donated = name, function, own, donated
+        self._compares, self._make = compares, graph
+        self._graph: Graph | None = None
+        self._inputs: list[torch.Tensor] = []
+        self._outputs: Sequence[torch.Tensor] = ()
+        self._where: tuple[int, ...] = ()
+        self._calls = self._moves = 0
+
+    def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Run the program: plainly until it is armed and warm, then by replay."""
+        if not self.armed:
+            return self._function(inputs)
+        where = tuple(x.data_ptr() for index, x in enumerate(inputs) if self._stays(index))
+        if where != self._where:
+            self._forget(where)
+            if not self.armed:
+                return self._function(inputs)
+        self._calls += 1
+        if self._calls <= _WARM_UP:
+            return self._function(inputs)
+        if self._graph is None:
+            return self._record(inputs)
+        self._fill(inputs)
+        inputs.clear()
+        self._graph.replay()
+        return [output.clone() for output in self._outputs]
+
+    def _stays(self, index: int) -> bool:
+        return index >= self._own or index in self._donated
+
+    def _fill(self, inputs: Sequence[torch.Tensor]) -> None:
+        for index in range(self._own):
+            if index not in self._donated:
+                self._inputs[index].copy_(inputs[index])
+
+    def _forget(self, where: tuple[int, ...]) -> None:
+        """The state is somewhere else than at the last call: what was recorded for the old place is worth nothing."""
+        self._moves += bool(self._where)
+        self._where, self._graph, self._calls = where, None, 0
+        self._inputs, self._outputs = [], ()
+        if self._moves > _MOST_MOVES:
+            self.armed = False
+            warnings.warn(
+                f"fdp: step {self._name!r} is not recorded as a CUDA graph any more: its donated state was in another "
+                f"place at {self._moves} calls. Pass the state that the step returned.",
+                stacklevel=2,
+            )
+
+    def _record(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        self._inputs = [x if self._stays(index) else x.clone() for index, x in enumerate(inputs)]
+        before = [x.clone() for x in inputs[: self._own]] if self._compares else []
+        graph = self._make()
+        try:
+            self._outputs = graph.record(lambda: self._function(list(self._inputs)))
+        except RuntimeError as error:
+            self.armed, self._inputs = False, []
+            warnings.warn(
+                f"fdp: step {self._name!r} could not be recorded as a CUDA graph and runs without: "
+                f"{str(error).splitlines()[0]}",
+                stacklevel=2,
+            )
+            return self._function(inputs)
+        self._graph = graph
+        graph.replay()
+        outputs = [output.clone() for output in self._outputs]
+        if self._compares:
+            outputs = self._compare(before, inputs, outputs)
+        inputs.clear()
+        return outputs
+
+    def _compare(
+        self, before: list[torch.Tensor], inputs: Sequence[torch.Tensor], outputs: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Run the program plainly on copies; if the replay differs, take these results and record no more."""
+        plain = list(self._function([*before, *inputs[self._own :]]))
+        pairs = list(zip(outputs, plain, strict=True))
+        pairs += [(inputs[index], before[index]) for index in self._donated]
+        if all(torch.allclose(one, two, rtol=1e-3, atol=1e-5, equal_nan=True) for one, two in pairs):
+            return outputs
+        self.armed, self._graph, self._inputs, self._outputs = False, None, [], ()
+        for index in self._donated:
+            inputs[index].copy_(before[index])
+        warnings.warn(
+            f"fdp: the CUDA graph of step {self._name!r} did not compute what the step computes; the step goes on "
+            "without, from the right values.",
+            stacklevel=2,
+        )
+        return plain
+
+
+def why_not_recorded(plan: Plan, group: Group) -> str | None:
+    """Why a step cannot be one CUDA graph; None if it can."""
+    cpu = [item.name for item in plan.trace.inputs if item.device.type != "cuda"]
+    devices = {item.device for item in plan.trace.inputs}
+    if len(cpu) == len(plan.trace.inputs):
+        return "it runs on the CPU, and a CUDA graph holds the work of a CUDA device"
+    if cpu:
+        return f"{', '.join(cpu)} is on the CPU, so its value would be frozen into the graph; move it to the device"
+    if len(devices) > 1:
+        return f"it runs on {len(devices)} devices"
+    for node in plan.trace.graph.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return f"it reads a number from a tensor ({node.meta.get('source') or node.target})"
+        if node.op == "call_function" and isinstance(value, torch.Tensor) and value.device.type != "cuda":
+            return f"it computes on the CPU ({node.meta.get('source') or node.target})"
+    if plan.buckets and group.size > 1:
+        backends = {str(group.backend_for(bucket.device)) for bucket in plan.buckets}
+        if backends != {"nccl"}:
+            return f"its messages travel by {', '.join(sorted(backends))}, which works from the host; NCCL need not"
+    return None
