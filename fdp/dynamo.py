@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from fdp.errors import CompileError, build_message
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -51,3 +53,17 @@ def uncompiled() -> Iterator[None]:
             yield
         finally:
             eval_frame._callback_from_stance = decide
+
+
+def _refuse(graph: Any, inputs: Any, **options: Any) -> Any:
+    raise CompileError(
+        build_message(
+            'torch.compile(step, backend="fdp"): fdp has no front end through Dynamo. A captured graph does not say '
+            "which inputs differ from rank to rank, which are donated, and what leaves are called.",
+            remedy="decorate the step: fdp.data_parallel(step, compile=True).",
+        )
+    )
+
+
+# So that the reason is given, and not that there is no such backend.
+torch._dynamo.register_backend(compiler_fn=_refuse, name="fdp")

@@ -68,9 +68,7 @@ def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Role
     inputs = emitted.plan.trace.inputs
     devices = sorted({t.device.index or 0 for t in originals if t.device.type == "cuda"})
 
-    graph = emitted.plan.trace.graph
-    held = [getattr(graph, str(node.target), None) for node in graph.graph.find_nodes(op="get_attr")]
-    generators = list({id(value): value for value in held if isinstance(value, torch.Generator)}.values())
+    generators = held_generators(emitted)
 
     def copies(donated: bool) -> list[Any]:
         return [
@@ -133,6 +131,13 @@ def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Role
                 "memory behind the dispatcher's back. check_trace=False accepts the trace as it is.",
             )
         )
+
+
+def held_generators(emitted: Emitted) -> list[torch.Generator]:
+    """The generators of random numbers that a step closes over."""
+    graph = emitted.plan.trace.graph
+    held = [getattr(graph, str(node.target), None) for node in graph.graph.find_nodes(op="get_attr")]
+    return list({id(value): value for value in held if isinstance(value, torch.Generator)}.values())
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import optree
 import torch
 
-from fdp.emit.check import copy_of, differences, forked, give_back_memory
+from fdp.emit.check import copy_of, differences, forked, give_back_memory, held_generators
 from fdp.emit.emitted import Emitted
 from fdp.errors import CompileError, FdpError, build_message
 from fdp.pytree import leaf_names
@@ -41,8 +41,9 @@ def check_compiled(compiled: Emitted, emitted: Emitted, originals: Sequence[torc
     name = emitted.plan.trace.name
     assert compiled.options is not None
     devices = sorted({t.device.index or 0 for t in originals if t.device.type == "cuda"})
+    generators = held_generators(emitted)
     give_back_memory()
-    with forked(devices, []):
+    with forked(devices, generators):
         try:
             found = optree.tree_leaves(compiled.rehearse([copy_of(tensor) for tensor in originals]))
         except FdpError:
@@ -56,7 +57,7 @@ def check_compiled(compiled: Emitted, emitted: Emitted, originals: Sequence[torc
                     remedy="compile=False runs it operator by operator.",
                 )
             ) from error
-    with forked(devices, []):
+    with forked(devices, generators):
         expected, spec = optree.tree_flatten(emitted.rehearse([copy_of(tensor) for tensor in originals]))
     names = leaf_names(optree.tree_unflatten(spec, range(len(expected))), "output")
     draws = any(effects_of(node).random for node in emitted.plan.trace.graph.graph.nodes)
@@ -69,7 +70,7 @@ def check_compiled(compiled: Emitted, emitted: Emitted, originals: Sequence[torc
     else:
         offenders = differences(names, found, expected)
         if offenders:
-            with forked(devices, []):
+            with forked(devices, generators):
                 shaken = [_shaken(copy_of(tensor)) for tensor in originals]
                 again = optree.tree_leaves(emitted.rehearse(shaken))
             offenders = differences(names, found, expected, again, factor=_MUCH, most=math.inf)

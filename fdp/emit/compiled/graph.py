@@ -18,7 +18,7 @@ from fdp.emit.accesses import Accesses
 from fdp.emit.compiled.barriers import FUSED, copy_into, start, wait
 from fdp.emit.donation import Placement
 from fdp.emit.places import Place, is_scaled, slot_name
-from fdp.errors import CompileError, build_message
+from fdp.errors import CompileError, FdpError, build_message
 from fdp.plan import Plan, Run, Start
 from fdp.trace import Geometry, capture_functional
 from fdp.trace.effects import effects_of, is_marker, lanes_of, list_arguments, storages_of
@@ -39,8 +39,12 @@ class _Lowering:
     ) -> None:
         self.plan, self.placement, self.markers, self.alone = plan, placement, markers, alone
         self.trace, self.accesses = plan.trace, accesses
-        self.nodes = {node.name: node for node in self.trace.graph.graph.nodes}
-        self.values: dict[fx.Node, Any] = {}
+        graph = self.trace.graph
+        self.nodes = {node.name: node for node in graph.graph.nodes}
+        # Branches of a condition, and generators of random numbers; tensors come in as inputs.
+        self.values: dict[fx.Node, Any] = {
+            node: getattr(graph, str(node.target), None) for node in graph.graph.find_nodes(op="get_attr")
+        }
         self.lanes: dict[tuple[fx.Node, int], Any] = {}
         self.slots: dict[str, torch.Tensor] = {}
         self.early = _early_members(markers, accesses)
@@ -144,7 +148,12 @@ class _Lowering:
                     else:
                         args[[a.name for a in target._schema.arguments].index(argument.name)] = chosen
         args, kwargs = fx.map_arg(args, self._value), fx.map_arg(kwargs, self._value)
-        result = self._run(target, args, kwargs)
+        try:
+            result = self._run(target, args, kwargs)
+        except FdpError:
+            raise
+        except Exception as error:
+            raise self._refusal(node, error) from error
         if lanes and len(lanes) < count:
             if isinstance(result, (list, tuple)):
                 self.lanes.update(((node, lane), one) for lane, one in zip(lanes, result, strict=True))
@@ -153,6 +162,16 @@ class _Lowering:
         if (donated := self.placement.written.get(node)) is not None:
             self.values[donated].copy_(result)
             self.values[node] = self.values[donated]
+
+    def _refusal(self, node: fx.Node, error: Exception) -> CompileError:
+        first = (str(error).strip().splitlines() or [""])[0]
+        return CompileError(
+            build_message(
+                f"step {self.trace.name!r} cannot be compiled: operator {node.target} cannot be taken apart.",
+                [f"{node.meta.get('source') or 'at an unknown line'}: {type(error).__name__}: {first}"],
+                remedy="compile=False runs it operator by operator.",
+            )
+        )
 
     def _run(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target in FUSED:

@@ -15,6 +15,7 @@ What is relied on (torch 2.11 to 2.13):
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -196,8 +197,10 @@ def unwrap_compiled(step_fn: Any) -> tuple[Any, Any]:
 
 def decompositions(options: Options) -> Mapping[Any, Callable[..., Any]]:
     """How operators are taken apart before inductor sees them."""
-    # Some decompositions look into modules that only compile_fx imports.
-    from torch._inductor import compile_fx, config  # noqa: F401
+    with warnings.catch_warnings():
+        # Some decompositions look into modules that only compile_fx imports; it warns of what torch itself does there.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch._inductor import compile_fx, config  # noqa: F401
     from torch._inductor.decomposition import select_decomp_table
 
     with config.patch(_patches(options)):
