@@ -9,12 +9,15 @@ What is relied on (torch 2.11 to 2.13):
 - The scheduler keeps the order of the graph where `KEPT` says so, but for what it fuses.
 - `torch._guards.tracing`, `V.set_fake_mode`: where inductor looks for the mode of example values.
 - `torch._inductor.config`: names, types and values of settings; `config.patch`.
-- `GraphLowering.save_output_code`, `CompiledFxGraph.source_code`: the text of what was generated.
+- `CompiledFxGraph.source_code`: the text of what was generated.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
+import hashlib
+import pathlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -247,8 +250,10 @@ def lower(name: str, graph: fx.GraphModule, options: Options) -> Lowered:
     output: Any = graph.graph.output_node()
     # Results keep the strides that the step gives them; values inside may have others.
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    tag = f"{torch.compiler.config.cache_key_tag} fdp {_own_version()}"
     with (
         config.patch(_patches(options)),
+        torch.compiler.config.patch(cache_key_tag=tag),
         V.set_fake_mode(mode),
         tracing(TracingContext(mode)),
         torch.no_grad(),
@@ -261,6 +266,13 @@ def lower(name: str, graph: fx.GraphModule, options: Options) -> Lowered:
         except Exception as error:
             raise refusal(name, error) from error
     return Lowered(compiled, str(getattr(compiled, "source_code", "")))
+
+
+@functools.cache
+def _own_version() -> str:
+    """Changes with this package: what another version of it had compiled is not taken from the cache."""
+    texts = [path.read_bytes() for path in sorted(pathlib.Path(__file__).parent.glob("*.py"))]
+    return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
 
 
 def refusal(name: str, error: Exception) -> CompileError:
