@@ -253,7 +253,7 @@ def lower(name: str, graph: fx.GraphModule, options: Options) -> Lowered:
     tag = f"{torch.compiler.config.cache_key_tag} fdp {_own_version()}"
     with (
         config.patch(_patches(options)),
-        torch.compiler.config.patch(cache_key_tag=tag),
+        torch.compiler.config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
         V.set_fake_mode(mode),
         tracing(TracingContext(mode)),
         torch.no_grad(),
