@@ -48,10 +48,18 @@ def options(description: str | None, settings: Mapping[str, Setting]) -> argpars
     names = [case.name for setting in settings.values() for case in setting.cases]
     parser.add_argument("--setting", action="append", choices=list(settings), help="only this one; may be repeated")
     parser.add_argument("--case", action="append", choices=list(dict.fromkeys(names)), help="only this one; repeatable")
-    parser.add_argument("--rounds", type=int, help="turns of each contender (default: by case, at least 30)")
+    parser.add_argument("--rounds", type=positive, help="turns of each contender (default: by case, at least 30)")
     parser.add_argument("--no-memory", action="store_true", help="leave memory out")
     parser.add_argument("--json", type=pathlib.Path, help="write every single time to this file")
     return parser
+
+
+def positive(text: str) -> int:
+    """Reads a number of the command line that is at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("has to be at least 1")
+    return number
 
 
 def carry_out(

@@ -19,7 +19,7 @@ from typing import Any
 
 import gpu
 from cases import CASES, COMPILED_CASES
-from command import Begin, carry_out, options
+from command import Begin, carry_out, options, positive
 from contenders import DDP, DDP_COMPILE
 from figures import Figures, Setting, measure
 from launch import Place
@@ -168,7 +168,7 @@ def _named(cell: str, name: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, prints, and writes the figures to a file if asked to."""
     parser = options(__doc__, SETTINGS)
-    parser.add_argument("--starts", type=int, default=1, help="first starts of each contender, and second ones")
+    parser.add_argument("--starts", type=positive, default=1, help="first starts of each contender, and second ones")
     args = parser.parse_args(arguments)
 
     def of_case(setting: Setting, case: str, begin: Begin) -> Row:

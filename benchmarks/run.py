@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import gpu
 from cases import CPU_CASES
-from command import carry_out, options
+from command import Begin, carry_out, options
 from contenders import DDP
 from figures import Figures, Setting, measure
 from launch import Place
@@ -33,13 +33,12 @@ def _tables(setting: Setting, figures: Mapping[str, Figures]) -> list[Table]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, prints, and writes the figures to a file if asked to."""
-    parser = options(__doc__, SETTINGS)
-    args = parser.parse_args(arguments)
-    if args.rounds is not None and args.rounds < 1:
-        parser.error("--rounds has to be at least 1")
-    return carry_out(
-        args, SETTINGS, lambda *what: measure(*what[:2], args.rounds, not args.no_memory, what[2]), _tables
-    )
+    args = options(__doc__, SETTINGS).parse_args(arguments)
+
+    def of_case(setting: Setting, case: str, begin: Begin) -> Figures:
+        return measure(setting, case, args.rounds, not args.no_memory, begin)
+
+    return carry_out(args, SETTINGS, of_case, _tables)
 
 
 if __name__ == "__main__":
