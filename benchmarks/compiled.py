@@ -93,8 +93,9 @@ def _target(setting: Setting, target: float | None) -> float | None:
 
 def _times(setting: Setting, figures: Mapping[str, Figures], clock: str) -> Table:
     peers, peer = PLAIN[setting.name]
+    unit = f"{clock} ms" if setting.place.backend == "nccl" else "ms"
     out = markdown_table(
-        "case", f"{OURS}, ms", f"{setting.peer}, ms", "time ratio (quartiles)", "target", f"{peer}, ms",
+        "case", f"{OURS}, {unit}", f"{setting.peer}, {unit}", "time ratio (quartiles)", "target", f"{peer}, {unit}",
         "time ratio (quartiles)",
     )  # fmt: skip
     for case, row in figures.items():
