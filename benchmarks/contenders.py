@@ -66,6 +66,22 @@ def _module(*wrappers: Callable[[nn.Module], nn.Module]) -> Callable[[Case], Con
     return start
 
 
+class _Whole(nn.Module):
+    """A module whose `forward` is not one of torch's own.
+
+    Under `torch.compile(DDP(module))` the compiler begins anew inside of DDP's forward, at `module.forward`; if that is
+    `nn.Sequential`'s, it is skipped, and of a perceptron nothing is compiled at all.
+    """
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.module(x)
+        return out
+
+
 def _ddp(**options: Any) -> Callable[[nn.Module], nn.Module]:
     return lambda model: DistributedDataParallel(model, **options)
 
@@ -137,10 +153,10 @@ CONTENDERS: dict[str, Callable[[Case], Contender]] = {
     "ddp-views": _module(_ddp(gradient_as_bucket_view=True)),
     "ddp-static": _module(_ddp(static_graph=True)),
     "ddp-static-views": _module(_ddp(static_graph=True, gradient_as_bucket_view=True)),
-    "ddp-compile": _module(_ddp(), _compile()),
-    "ddp-compile-views": _module(_ddp(gradient_as_bucket_view=True), _compile()),
+    "ddp-compile": _module(_Whole, _ddp(), _compile()),
+    "ddp-compile-views": _module(_Whole, _ddp(gradient_as_bucket_view=True), _compile()),
     "ddp-compile-inner": _module(_compile(), _ddp(gradient_as_bucket_view=True)),
-    "ddp-compile-graphs": _module(_ddp(), _compile(mode="reduce-overhead")),
+    "ddp-compile-graphs": _module(_Whole, _ddp(), _compile(mode="reduce-overhead")),
     "fdp": _fdp(),
     "fdp-compile": _fdp(compile=True),
     "fdp-compile-graphs": _fdp(compile={"mode": "reduce-overhead"}),
