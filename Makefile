@@ -6,10 +6,10 @@ RUN := $(VENV)/bin/python -m
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench docs clean
+.PHONY: help demo test lint format bench bench-compiled docs clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # The lock pins the build backend, too; without isolation pip has nothing more to fetch for the package itself.
 $(INSTALLED): requirements.lock pyproject.toml
@@ -36,6 +36,9 @@ format: $(INSTALLED)  ## rewrite the sources as `make lint` wants them
 
 bench: $(INSTALLED)  ## step time and memory beside DistributedDataParallel and plain PyTorch
 	$(VENV)/bin/python benchmarks/run.py $(ARGS)
+
+bench-compiled: $(INSTALLED)  ## compiled steps beside DistributedDataParallel with torch.compile
+	$(VENV)/bin/python benchmarks/compiled.py $(ARGS)
 
 docs: $(INSTALLED)  ## run the code in the documents and docstrings
 	$(RUN) pytest fdp tests/test_docs.py tests/test_architecture.py

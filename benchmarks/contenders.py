@@ -1,4 +1,4 @@
-"""One training step of a case under each contender: DDP in its settings, plain PyTorch, and fdp."""
+"""One training step of a case under each contender: DDP in its settings, plain PyTorch, and fdp, compiled and not."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ import fdp
 ADAMW: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01, "fused": True}
 _UNLIKE = 0.3
 """Two contenders that train the same differ by rounding; without one rank's gradients they differ by about one."""
+_ALIKE = 0.01
+"""Rounding leaves them less apart than this where nothing is drawn; masks of their own move them much further."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,21 +54,43 @@ def _model(case: Case) -> nn.Module:
     return case.model().to(case.device)
 
 
-def eager(case: Case) -> Contender:
-    """A module, `loss.backward()`, and a `torch.optim` optimizer, without any parallelism."""
-    model = _model(case)
-    return _eager(case, model, model)
+def _module(*wrappers: Callable[[nn.Module], nn.Module]) -> Callable[[Case], Contender]:
+    """A module in these wrappers, the innermost first, `loss.backward()`, and a `torch.optim` optimizer."""
 
-
-def _ddp(**options: Any) -> Callable[[Case], Contender]:
     def start(case: Case) -> Contender:
-        model = _model(case)
-        return _eager(case, model, DistributedDataParallel(model, **options))
+        inner = model = _model(case)
+        for wrap in wrappers:
+            model = wrap(model)
+        return _train(case, inner, model)
 
     return start
 
 
-def _eager(case: Case, inner: nn.Module, model: nn.Module) -> Contender:
+class _Whole(nn.Module):
+    """A module whose `forward` is not one of torch's own.
+
+    Under `torch.compile(DDP(module))` the compiler begins anew inside of DDP's forward, at `module.forward`; if that is
+    `nn.Sequential`'s, it is skipped, and of a perceptron nothing is compiled at all.
+    """
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.module(x)
+        return out
+
+
+def _ddp(**options: Any) -> Callable[[nn.Module], nn.Module]:
+    return lambda model: DistributedDataParallel(model, **options)
+
+
+def _compile(**options: Any) -> Callable[[nn.Module], nn.Module]:
+    return lambda model: torch.compile(model, **options)
+
+
+def _train(case: Case, inner: nn.Module, model: nn.Module) -> Contender:
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     batches, count = _batches(case), 0
 
@@ -88,13 +112,17 @@ def _eager(case: Case, inner: nn.Module, model: nn.Module) -> Contender:
     return Contender(step, lambda: dict(inner.named_parameters()), live_bytes)
 
 
-def fdp_step(case: Case) -> Contender:
+def _fdp(compile: bool | dict[str, Any] = False) -> Callable[[Case], Contender]:
+    return lambda case: _fdp_step(case, compile)
+
+
+def _fdp_step(case: Case, compile: bool | dict[str, Any]) -> Contender:
     """The same step under fdp.data_parallel with the state donated; it also averages the loss over ranks."""
     apply, params, buffers = fdp.from_module(_model(case))
     optimizer = fdp.optim.from_torch(torch.optim.AdamW, **ADAMW)
     batches, count = _batches(case), 0
 
-    @fdp.data_parallel(donate_argnums=0)
+    @fdp.data_parallel(donate_argnums=0, compile=compile)
     def train_step(state: Any, batch: Batch) -> Any:
         def loss_fn(params: Any) -> Any:
             with case.precision():
@@ -119,14 +147,22 @@ def fdp_step(case: Case) -> Contender:
 
 
 CONTENDERS: dict[str, Callable[[Case], Contender]] = {
-    "eager": eager,
-    "ddp": _ddp(),
-    "ddp-views": _ddp(gradient_as_bucket_view=True),
-    "ddp-static": _ddp(static_graph=True),
-    "ddp-static-views": _ddp(static_graph=True, gradient_as_bucket_view=True),
-    "fdp": fdp_step,
+    "eager": _module(),
+    "eager-compile": _module(_compile()),
+    "ddp": _module(_ddp()),
+    "ddp-views": _module(_ddp(gradient_as_bucket_view=True)),
+    "ddp-static": _module(_ddp(static_graph=True)),
+    "ddp-static-views": _module(_ddp(static_graph=True, gradient_as_bucket_view=True)),
+    "ddp-compile": _module(_Whole, _ddp(), _compile()),
+    "ddp-compile-views": _module(_Whole, _ddp(gradient_as_bucket_view=True), _compile()),
+    "ddp-compile-inner": _module(_compile(), _ddp(gradient_as_bucket_view=True)),
+    "ddp-compile-graphs": _module(_Whole, _ddp(), _compile(mode="reduce-overhead")),
+    "fdp": _fdp(),
+    "fdp-compile": _fdp(compile=True),
+    "fdp-compile-graphs": _fdp(compile={"mode": "reduce-overhead"}),
 }
 DDP = ("ddp", "ddp-views", "ddp-static", "ddp-static-views")
+DDP_COMPILE = ("ddp-compile", "ddp-compile-views", "ddp-compile-inner")
 
 
 class SamenessCheck:
@@ -154,13 +190,35 @@ class SamenessCheck:
         moved = _difference(params, self._start)
         if self._first is None:
             self._first = (name, moved)
-        first, expected = self._first
-        far, apart = _norm(expected), _norm(a - b for a, b in zip(moved, expected, strict=True))
+        first, far, apart = self._beside_first(moved)
         if not (far > 0 and apart <= _UNLIKE * far):
             raise RuntimeError(
                 f"{name} does not train {self._case.name} as {first} does: after equally many steps its parameters "
                 f"differ by {apart:.3g}, and {first} moved them by {far:.3g}."
             )
+
+    def refuse_alike(self, name: str, params: Mapping[str, torch.Tensor]) -> None:
+        """Make sure that a contender draws dropout masks, once those without have been added.
+
+        Args:
+            name: what to call it.
+            params: its parameters after as many steps, on the CPU.
+
+        Raises:
+            RuntimeError: it trains as if it drew none.
+        """
+        first, far, apart = self._beside_first(_difference(params, self._start))
+        if not apart > _ALIKE * far:
+            raise RuntimeError(
+                f"{name} trains {self._case.name} as {first} does without dropout: its parameters differ by "
+                f"{apart:.3g}, and {first} moved them by {far:.3g}."
+            )
+
+    def _beside_first(self, moved: list[torch.Tensor]) -> tuple[str, float, float]:
+        """The contender that was added first, how far it moved the parameters, and how far from there these are."""
+        assert self._first is not None
+        first, expected = self._first
+        return first, _norm(expected), _norm(a - b for a, b in zip(moved, expected, strict=True))
 
 
 def _difference(now: Mapping[str, torch.Tensor], start: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

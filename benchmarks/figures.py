@@ -14,8 +14,6 @@ from launch import Place, Tell
 from memory import Memory, measure_memory
 from step_time import Quartiles, StepTimes, measure_step_times, paired_ratio
 
-OURS = "fdp"
-
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
@@ -29,6 +27,7 @@ class Setting:
         peers: keys of `contenders.CONTENDERS`; the best of them is what fdp is compared with.
         peer: what to call the best of them.
         also: contenders that are measured as well, and are no peers.
+        ours: the contender that is compared with them.
     """
 
     name: str
@@ -38,6 +37,7 @@ class Setting:
     peers: tuple[str, ...]
     peer: str
     also: tuple[str, ...] = ()
+    ours: str = "fdp"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,7 @@ def measure(
     Returns:
         The figures of every contender.
     """
-    names = [*setting.peers, *setting.also, OURS]
+    names = [*setting.peers, *setting.also, setting.ours]
     tell = begin(f"{case}: step time of {len(names)} contenders, {setting.title}")
     times = measure_step_times(setting.place, case, names, rounds or CASES[case].rounds, tell)
     memory = {}

@@ -2,9 +2,10 @@
 
     python benchmarks/gpu.py
 
-is `python benchmarks/run.py --setting gpu`. There is nobody to talk to, so this shows what each design costs on the
-host and on the device, and not how it communicates: DDP copies gradients into its buckets and starts all-reduces of
-one rank, fdp leaves both away in a world of one.
+is `python benchmarks/run.py --setting gpu`; `python benchmarks/compiled.py --setting gpu` is the one for compiled
+steps. There is nobody to talk to, so this shows what each design costs on the host and on the device, and not how it
+communicates: DDP copies gradients into its buckets and starts all-reduces of one rank, fdp leaves both away in a world
+of one.
 
 - host: wall clock until the step has returned; the device was idle when it began. Where the device is slower, this
   is the time to queue its work, as long as the queue has room.
@@ -14,19 +15,27 @@ one rank, fdp leaves both away in a world of one.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from cases import GPU_CASES
-from contenders import DDP
-from figures import OURS, Figures, Setting
+from contenders import DDP, DDP_COMPILE
+from figures import Figures, Setting
 from launch import Place
 from rich.table import Table
 from tables import markdown_table, mebibytes, milliseconds, quartiles
 
 SETTING = Setting("gpu", "one NCCL rank on a GPU", Place(1, "nccl"), GPU_CASES, DDP, "best DDP", also=("eager",))
+COMPILED = dataclasses.replace(
+    SETTING,
+    peers=(*DDP_COMPILE, "ddp-compile-graphs"),
+    peer="best DDP + compile",
+    also=(*DDP, "fdp", "fdp-compile-graphs"),
+    ours="fdp-compile",
+)
 
 
 def measurable() -> bool:
@@ -44,8 +53,8 @@ def _times(figures: Mapping[str, Figures]) -> Table:
     for case, row in figures.items():
         for clock in ("host", "device"):
             peer = row.fastest(SETTING.peers, clock)
-            ours, theirs = milliseconds(row, OURS, clock), milliseconds(row, peer, clock)
-            out.add_row(case, clock, ours, f"{theirs} ({peer})", quartiles(row.time_ratio(OURS, peer, clock)))
+            ours, theirs = milliseconds(row, SETTING.ours, clock), milliseconds(row, peer, clock)
+            out.add_row(case, clock, ours, f"{theirs} ({peer})", quartiles(row.time_ratio(SETTING.ours, peer, clock)))
     return out
 
 
@@ -53,8 +62,8 @@ def _memory(figures: Mapping[str, Figures]) -> Table:
     out = markdown_table("case", "fdp, MiB above", "best DDP, MiB above", "memory ratio")
     for case, row in figures.items():
         peer = row.leanest(SETTING.peers)
-        ours, theirs = (mebibytes(row.memory[name].tensors_above_bytes) for name in (OURS, peer))
-        out.add_row(case, ours, f"{theirs} ({peer})", f"{row.memory_ratio(OURS, peer):.2f}")
+        ours, theirs = (mebibytes(row.memory[name].tensors_above_bytes) for name in (SETTING.ours, peer))
+        out.add_row(case, ours, f"{theirs} ({peer})", f"{row.memory_ratio(SETTING.ours, peer):.2f}")
     return out
 
 

@@ -32,15 +32,23 @@ class Place:
     Attributes:
         world: number of processes.
         backend: of their process group; None for no process group at all.
+        cache: the folder where the compiler keeps what it has compiled; None for wherever it does by itself.
     """
 
     world: int
     backend: str | None
+    cache: str | None = None
+
+    def apart(self, contender: str) -> Place:
+        """The same place, with a cache of a contender's own if there is one."""
+        return self if self.cache is None else dataclasses.replace(self, cache=os.path.join(self.cache, contender))
 
 
 def _rank_main(place: Place, rank: int, port: int, conn: Any, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
     try:
         torch.set_num_threads(1)
+        if place.cache is not None:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = place.cache  # asked for anew whenever something is compiled
         if place.backend is not None:
             timeout = datetime.timedelta(seconds=120)
             store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
@@ -77,6 +85,8 @@ class Crew:
         # The profiler otherwise reports its start and stop, and memory that is freed which it never saw.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        # The compiler otherwise reports that it leaves DDP's profiler ranges out.
+        os.environ.setdefault("TORCH_LOGS", "-dynamo")
         # Kept, since the ranks meet there, and may do so whenever a group is made.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         # Not forked from here: a rank's memory is measured, and must hold nothing of this process's. The fork server

@@ -71,6 +71,8 @@ def _warm_the_library(contender: str, case: Case) -> None:
     running = CONTENDERS[contender](tiny)
     for _ in range(2):
         running.step()
+    # Or what was compiled for its shapes would make the compiler take those of the case for variable.
+    torch.compiler.reset()
 
 
 def _process(contender: str, case: Case, steps: int) -> int | None:
@@ -135,6 +137,7 @@ def _on_rank(case_name: str, contender: str, steps: int) -> Memory:
     # First, since it needs a process that has done nothing else; the profiler sees new memory only.
     process = _process(contender, case, steps)
     gc.collect()
+    torch.compiler.reset()
     live, above = _tensors(contender, case, steps)
     return Memory(live, above, process)
 
@@ -151,5 +154,5 @@ def measure_memory(place: Place, case_name: str, contender: str, steps: int = 3)
     Returns:
         The figures in bytes.
     """
-    memory: Memory = run_in(place, _on_rank, case_name, contender, steps)[0]
+    memory: Memory = run_in(place.apart(contender), _on_rank, case_name, contender, steps)[0]
     return memory

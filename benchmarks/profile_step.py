@@ -18,9 +18,9 @@ import re
 import sys
 
 import torch
-from cases import CASES, CPU_CASES
+from cases import CASES, COMPILED_CASES, CPU_CASES
 from contenders import CONTENDERS
-from figures import OURS, Figures
+from figures import Figures
 from launch import run_in
 from rich.console import Console
 from run import ONE, RANKS
@@ -93,7 +93,8 @@ def _totals(profile: torch.profiler.profile, steps: int) -> tuple[Totals, Totals
 def main() -> int:
     """Profiles and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", required=True, choices=[case.name for case in CPU_CASES])
+    cases = dict.fromkeys(case.name for case in (*CPU_CASES, *COMPILED_CASES))
+    parser.add_argument("--case", required=True, choices=list(cases))
     parser.add_argument("--setting", choices=[RANKS.name, ONE.name], default=RANKS.name)
     parser.add_argument("--steps", type=int, default=20, help="steps under the profiler, and rounds timed before")
     parser.add_argument("--operators", type=int, default=0, help="also print so many single operators")
@@ -101,11 +102,11 @@ def main() -> int:
     setting = RANKS if args.setting == RANKS.name else ONE
 
     console = Console(width=max(Console().width, 200))
-    times = Figures(measure_step_times(setting.place, args.case, [*setting.peers, OURS], args.steps), {})
+    times = Figures(measure_step_times(setting.place, args.case, [*setting.peers, setting.ours], args.steps), {})
     peer = times.fastest(setting.peers)
-    names = [OURS, peer]
-    ours, theirs = milliseconds(times, OURS), milliseconds(times, peer)
-    ratio = quartiles(times.time_ratio(OURS, peer))
+    names = [setting.ours, peer]
+    ours, theirs = milliseconds(times, setting.ours), milliseconds(times, peer)
+    ratio = quartiles(times.time_ratio(setting.ours, peer))
     console.print(f"{args.case}, {setting.title}: fdp {ours} ms, {peer} {theirs} ms a step, ratio {ratio}")
     console.print("self time on the CPU of rank 0 under the profiler, a step:\n")
     totals = {name: run_in(setting.place, _on_rank, args.case, name, args.steps)[0] for name in names}

@@ -16,11 +16,11 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from cases import CASES
+from cases import CASES, Case
 from contenders import CONTENDERS, SamenessCheck
 from launch import Crew, Place, Tell
 
@@ -80,11 +80,19 @@ def turns(names: Sequence[str], rounds: int) -> list[list[str]]:
     return orders
 
 
+def align(case: Case) -> None:
+    """Waits until all ranks are here, and the device has nothing to do."""
+    if case.device != "cpu":
+        torch.cuda.synchronize()
+    elif dist.is_initialized():
+        dist.barrier()
+
+
 class _Trainer:
     """A contender in a process of its own. Built by all of them at once; whatever is timed, by one at a time."""
 
-    def __init__(self, case_name: str, contender: str):
-        self._case = CASES[case_name]
+    def __init__(self, case_name: str, contender: str, dropout: bool = True):
+        self._case = CASES[case_name] if dropout else CASES[case_name].without_dropout()
         self._running = CONTENDERS[contender](self._case)
 
     def warm_up(self, steps: int, folder: str) -> str:
@@ -104,10 +112,10 @@ class _Trainer:
     def turn(self) -> list[_Step]:
         """Trains the steps of one turn, and says how the timed ones went."""
         for _ in range(self._case.waking):
-            self._align()
+            align(self._case)
             self._running.step()
         steps = [self._timed_step() for _ in range(self._case.burst)]
-        self._align()  # or the first rank to answer would wake the parent while another one is still at its step
+        align(self._case)  # or the first rank to answer would wake the parent while another one is still at its step
         self._rest()
         return steps
 
@@ -120,14 +128,8 @@ class _Trainer:
     def _on_device(self) -> bool:
         return self._case.device != "cpu"
 
-    def _align(self) -> None:
-        if self._on_device:
-            torch.cuda.synchronize()
-        elif dist.is_initialized():
-            dist.barrier()
-
     def _timed_step(self) -> _Step:
-        self._align()
+        align(self._case)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if self._on_device else (None, None)
         if begin is not None:
             begin.record()
@@ -164,8 +166,18 @@ def measure_step_times(
     """
     found: dict[str, list[list[list[_Step]]]] = {name: [] for name in contenders}  # by round, rank, step
     with contextlib.ExitStack() as stack:
-        crews = {name: stack.enter_context(Crew(place, _Trainer, case_name, name)) for name in contenders}
-        _warm_up(case_name, crews)
+        without = SamenessCheck(CASES[case_name])
+        if CASES[case_name].draws:
+            for name in contenders:
+                with Crew(place.apart(name), _Trainer, case_name, name, False) as crew:
+                    _warm_up(f"{name} without dropout", crew, [without.add])
+        crews = {name: stack.enter_context(Crew(place.apart(name), _Trainer, case_name, name)) for name in contenders}
+        for name, crew in crews.items():
+            if CASES[case_name].draws:
+                # Its ranks still have to agree.
+                _warm_up(name, crew, [SamenessCheck(CASES[case_name]).add, without.refuse_alike])
+            else:
+                _warm_up(name, crew, [without.add])
         for i, order in enumerate(turns(contenders, rounds)):
             for name in order:
                 found[name].append(crews[name].ask("turn"))
@@ -174,13 +186,14 @@ def measure_step_times(
     return {name: _of_slowest(by_round) for name, by_round in found.items()}
 
 
-def _warm_up(case_name: str, crews: Mapping[str, Crew]) -> None:
-    check = SamenessCheck(CASES[case_name])
+def _warm_up(name: str, crew: Crew, checks: Sequence[Callable[[str, Mapping[str, torch.Tensor]], None]]) -> None:
+    """Has a crew train some steps, and shows the parameters of each rank to the checks."""
     with tempfile.TemporaryDirectory() as folder:
-        for name, crew in crews.items():
-            for rank, path in enumerate(crew.ask("warm_up", _WARMUP, folder)):
-                check.add(f"rank {rank} of {name}", torch.load(path, map_location="cpu"))
-                pathlib.Path(path).unlink()
+        for rank, path in enumerate(crew.ask("warm_up", _WARMUP, folder)):
+            params = torch.load(path, map_location="cpu")
+            pathlib.Path(path).unlink()
+            for check in checks:
+                check(f"rank {rank} of {name}", params)
 
 
 def _of_slowest(by_round: list[list[list[_Step]]]) -> StepTimes:

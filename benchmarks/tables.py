@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping
 
 from cases import CASES
-from figures import OURS, Figures, Setting
+from figures import Figures, Setting
 from rich import box
 from rich.table import Table
 from step_time import Quartiles
@@ -15,22 +15,22 @@ from step_time import Quartiles
 def comparison(setting: Setting, figures: Mapping[str, Figures]) -> Table:
     """A row a case: fdp beside the best of its peers, and whether the targets are reached."""
     out = markdown_table(
-        "case", "fdp, ms", f"{setting.peer}, ms", "time ratio (quartiles)", "target",
-        "fdp, MiB", f"{setting.peer}, MiB", "memory ratio", "target",
+        "case", f"{setting.ours}, ms", f"{setting.peer}, ms", "time ratio (quartiles)", "target",
+        f"{setting.ours}, MiB", f"{setting.peer}, MiB", "memory ratio", "target",
     )  # fmt: skip
     for name, row in figures.items():
         case = CASES[name]
         peer = row.fastest(setting.peers)
-        ratio = row.time_ratio(OURS, peer)
+        ratio = row.time_ratio(setting.ours, peer)
         cells = [
-            milliseconds(row, OURS), _named(milliseconds(row, peer), peer, setting),
+            milliseconds(row, setting.ours), _named(milliseconds(row, peer), peer, setting),
             quartiles(ratio), verdict(ratio[1], case.time_target),
         ]  # fmt: skip
         if row.memory:
             peer = row.leanest(setting.peers)
-            used = row.memory_ratio(OURS, peer)
+            used = row.memory_ratio(setting.ours, peer)
             cells += [
-                mebibytes(row.memory[OURS].tensors_above_bytes),
+                mebibytes(row.memory[setting.ours].tensors_above_bytes),
                 _named(mebibytes(row.memory[peer].tensors_above_bytes), peer, setting),
                 f"{used:.2f}", verdict(used, case.memory_target),
             ]  # fmt: skip
