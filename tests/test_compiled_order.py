@@ -92,15 +92,16 @@ def sorted_between_messages(found: list[str]) -> list[str]:
 
 
 @pytest.mark.usefixtures("text_only")
-@pytest.mark.parametrize("donate", [True, False])
-@pytest.mark.parametrize("name", list(CAPS))
+@pytest.mark.parametrize(
+    ("name", "donate"), [("mlp", True), ("mlp", False), ("cnn", True), ("cnn", False), ("gpt", True)]
+)
 def test_the_generated_program_keeps_the_plan(name: str, donate: bool) -> None:
     plan = plan_of(name, donate)
     expected = planned_order(plan)
     assert len(plan.buckets) >= 3
     # The marks tell something: there are some between starts, and an update after each wait.
     starts = [at for at, mark in enumerate(expected) if mark.startswith("start")]
-    assert any(two - one > 1 for one, two in zip(starts, starts[1:], strict=False))
+    assert any(two - one > 1 for one, two in itertools.pairwise(starts))
     assert generated_order(generated(plan)) == expected
 
 
