@@ -19,6 +19,7 @@ from __future__ import annotations
 import difflib
 import functools
 import hashlib
+import inspect
 import pathlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -170,7 +171,8 @@ def unwrap_compiled(step_fn: Any) -> tuple[Any, Any]:
     """Take what `torch.compile` made of a function apart.
 
     (`_torchdynamo_orig_callable` is the function; `get_compiler_config()` gives the settings of inductor that hold in
-    it, and None for another backend.)
+    it, and None for another backend, or with fullgraph=True. Then the backend has them, which is found behind the
+    context that `get_compiler_config` is a function of.)
 
     Args:
         step_fn: perhaps the result of `torch.compile`.
@@ -184,7 +186,7 @@ def unwrap_compiled(step_fn: Any) -> tuple[Any, Any]:
     inner = getattr(step_fn, "_torchdynamo_orig_callable", None)
     if inner is None or not getattr(step_fn, "_is_torch_compile", True):
         return step_fn, None
-    wanted = step_fn.get_compiler_config() if hasattr(step_fn, "get_compiler_config") else None
+    wanted = _asked_of_inductor(getattr(step_fn, "get_compiler_config", None))
     if wanted is None:
         raise ArgumentError(
             build_message(
@@ -199,6 +201,16 @@ def unwrap_compiled(step_fn: Any) -> tuple[Any, Any]:
     differing = {name: value for name, value in wanted.items() if name in now and value != now[name]}
     innermost, _ = unwrap_compiled(inner)
     return innermost, differing
+
+
+def _asked_of_inductor(get_config: Any) -> Any:
+    wanted = None if get_config is None else get_config()
+    if wanted is not None or get_config is None:
+        return wanted
+    found = getattr(inspect.getclosurevars(get_config).nonlocals.get("self"), "callback", None)
+    while hasattr(found, "_torchdynamo_orig_backend"):
+        found = found._torchdynamo_orig_backend
+    return found.get_compiler_config() if hasattr(found, "get_compiler_config") else None
 
 
 def decompositions(options: Options) -> Mapping[Any, Callable[..., Any]]:
