@@ -1,4 +1,4 @@
-"""A step that cannot be compiled, or that the compiler gets wrong: an error that says so, and arguments as they were."""
+"""A step that cannot be compiled, or that the compiler gets wrong: an error says so, and arguments are as they were."""
 
 from __future__ import annotations
 
@@ -47,15 +47,14 @@ def test_an_operator_that_cannot_be_lowered_is_named(monkeypatch: pytest.MonkeyP
     check_refused(step, "aten.lgamma.default", "NotImplementedError: no loop for this")
 
 
-def test_a_missing_compiler_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_an_error() -> None:
     from torch._inductor import config
-
-    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
 
     def step(state: Tree, batch: torch.Tensor) -> Tree:
         return {"w": state["w"] * 1.25 - 3, "n": state["n"] + 1}
 
-    check_refused(step, "compiler")
+    with config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        check_refused(step, "InvalidCxxCompiler", "compiler")
 
 
 def corrupted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,8 @@ def test_an_emitted_plan_breaks_the_graph_likewise() -> None:
     assert torch._dynamo.explain(around(emitted))(w, batch).graph_break_count == 1
 
 
+# Dynamo makes an instance of a function of autograd to look at it.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_an_undecorated_step_may_be_compiled() -> None:
     torch.testing.assert_close(torch.compile(regression)(*arguments()), regression(*arguments()))
 
@@ -98,6 +100,7 @@ def test_an_undecorated_step_may_be_compiled() -> None:
         ({}, False, {}),
         ({"options": {"max_fusion_size": 32}}, False, {"max_fusion_size": 32}),
         ({"mode": "max-autotune-no-cudagraphs"}, False, {"max_autotune": True, "coordinate_descent_tuning": True}),
+        ({"fullgraph": True, "options": {"max_fusion_size": 32}}, False, {"max_fusion_size": 32}),
         ({"fullgraph": True}, False, {}),
         # What data_parallel was told counts.
         ({"options": {"max_fusion_size": 32}}, {"max_fusion_size": 8}, {"max_fusion_size": 8}),
