@@ -88,7 +88,7 @@ def test_collectives_and_the_rank() -> None:
 
 def test_a_world_of_one() -> None:
     def step(state: Tree, batch: torch.Tensor) -> Any:
-        return state + fdp.axis_index() + fdp.psum(batch), fdp.per_rank(fdp.all_gather(batch)), fdp.pmax(batch)
+        return state + fdp.psum(batch + fdp.axis_index()), fdp.per_rank(fdp.all_gather(batch)), fdp.pmax(batch)
 
     check_alike(step, torch.ones(3), torch.arange(3.0), torch.ones(3))
 
@@ -97,7 +97,7 @@ def test_a_closed_over_tensor_holds_what_it_holds_at_the_call() -> None:
     scale = torch.ones(3)
 
     def step(state: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
-        return state * scale + batch
+        return state * scale + fdp.pmean(batch)
 
     compiled, plain = fdp.data_parallel(step, compile=True), fdp.data_parallel(step)
     for factor in (1.0, 5.0):
