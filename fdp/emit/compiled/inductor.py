@@ -207,7 +207,7 @@ def _asked_of_inductor(get_config: Any) -> Any:
     wanted = None if get_config is None else get_config()
     if wanted is not None or get_config is None:
         return wanted
-    found = getattr(inspect.getclosurevars(get_config).nonlocals.get("self"), "callback", None)
+    found: Any = getattr(inspect.getclosurevars(get_config).nonlocals.get("self"), "callback", None)
     while hasattr(found, "_torchdynamo_orig_backend"):
         found = found._torchdynamo_orig_backend
     return found.get_compiler_config() if hasattr(found, "get_compiler_config") else None
