@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import time
@@ -11,6 +12,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 import fdp
 
@@ -37,14 +39,23 @@ def meanwhile(act: Any) -> None:
     def emitted(*args: Any) -> Any:
         if len(args) > 4 and args[4] is not None and dist.get_rank() == 1:
             act()
-        return compile(*args)
+        made = compile(*args)
+        if len(args) > 4 and args[4] is not None and dist.get_rank() == 0:
+            _get_default_store().set("rank 0 has compiled", "")
+        return made
 
     transform.Emitted = emitted  # type: ignore[misc, assignment]
 
 
 def one_is_slow() -> tuple[torch.Tensor, float]:
     begun = time.monotonic()
-    meanwhile(lambda: time.sleep(SLOW_S))
+
+    def sleep() -> None:
+        # Not before the other rank is waiting: how long it takes itself must not count.
+        _get_default_store().wait(["rank 0 has compiled"], datetime.timedelta(seconds=60))
+        time.sleep(SLOW_S)
+
+    meanwhile(sleep)
     return call_step(), time.monotonic() - begun
 
 
