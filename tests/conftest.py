@@ -10,6 +10,14 @@ import torch
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _nothing_compiled_before(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of compiled programs of this run's own; ranks start later and inherit it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _ranks_end_with_the_session() -> Iterator[None]:
     # One thread: results do not depend on the machine, and ranks do not fight over its cores.
     torch.set_num_threads(1)

@@ -6,7 +6,9 @@ What is relied on (torch 2.11 to 2.13):
 - `compile_fx._recursive_joint_graph_passes(graph)`, `compile_fx.compile_fx_inner(graph, inputs, is_inference=True)`:
   what `torch.compile` itself calls for a graph without gradients. The second is the only entry that takes operators
   that change their arguments; what it returns takes one list of inputs, empties it, and returns a flat sequence.
-- The scheduler keeps the order of the graph where `KEPT` says so, but for what it fuses.
+- The scheduler keeps the order of the graph where `KEPT` says so, but for what it fuses: that stands where the first
+  of it stood. `V.set_choices_handler(InductorChoices)` has a say in each fusion; `min_order` of a scheduler's node is
+  its place in the graph, `ancestors` are the names of all that it needs.
 - `torch._guards.tracing`, `V.set_fake_mode`: where inductor looks for the mode of example values.
 - `torch._inductor.config`: names, types and values of settings; `config.patch`.
 - `CompiledFxGraph.source_code`: the text of what was generated.
@@ -17,6 +19,7 @@ from __future__ import annotations
 import difflib
 import functools
 import hashlib
+import inspect
 import pathlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +29,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fdp.emit.compiled.barriers import start_, wait_
 from fdp.errors import ArgumentError, CompileError, FdpError, build_message
 
 KEPT: Mapping[str, Any] = {
@@ -167,7 +171,8 @@ def unwrap_compiled(step_fn: Any) -> tuple[Any, Any]:
     """Take what `torch.compile` made of a function apart.
 
     (`_torchdynamo_orig_callable` is the function; `get_compiler_config()` gives the settings of inductor that hold in
-    it, and None for another backend.)
+    it, and None for another backend, or with fullgraph=True. Then the backend has them, which is found behind the
+    context that `get_compiler_config` is a function of.)
 
     Args:
         step_fn: perhaps the result of `torch.compile`.
@@ -181,7 +186,7 @@ def unwrap_compiled(step_fn: Any) -> tuple[Any, Any]:
     inner = getattr(step_fn, "_torchdynamo_orig_callable", None)
     if inner is None or not getattr(step_fn, "_is_torch_compile", True):
         return step_fn, None
-    wanted = step_fn.get_compiler_config() if hasattr(step_fn, "get_compiler_config") else None
+    wanted = _asked_of_inductor(getattr(step_fn, "get_compiler_config", None))
     if wanted is None:
         raise ArgumentError(
             build_message(
@@ -196,6 +201,16 @@ def unwrap_compiled(step_fn: Any) -> tuple[Any, Any]:
     differing = {name: value for name, value in wanted.items() if name in now and value != now[name]}
     innermost, _ = unwrap_compiled(inner)
     return innermost, differing
+
+
+def _asked_of_inductor(get_config: Any) -> Any:
+    wanted = None if get_config is None else get_config()
+    if wanted is not None or get_config is None:
+        return wanted
+    found: Any = getattr(inspect.getclosurevars(get_config).nonlocals.get("self"), "callback", None)
+    while hasattr(found, "_torchdynamo_orig_backend"):
+        found = found._torchdynamo_orig_backend
+    return found.get_compiler_config() if hasattr(found, "get_compiler_config") else None
 
 
 def decompositions(options: Options) -> Mapping[Any, Callable[..., Any]]:
@@ -255,6 +270,7 @@ def lower(name: str, graph: fx.GraphModule, options: Options) -> Lowered:
         config.patch(_patches(options)),
         torch.compiler.config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
         V.set_fake_mode(mode),
+        V.set_choices_handler(_keeping(V.choices)),
         tracing(TracingContext(mode)),
         torch.no_grad(),
     ):
@@ -273,6 +289,50 @@ def _own_version() -> str:
     """Changes with this package: what another version of it had compiled is not taken from the cache."""
     texts = [path.read_bytes() for path in sorted(pathlib.Path(__file__).parent.glob("*.py"))]
     return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
+
+
+def _keeping(choices: Any) -> Any:
+    """Inductor's choices, but for loops that would move a message.
+
+    What is fused stands where the first part stood, and all that any part needs is moved before it. A gradient that is
+    fused with another one from further back in the backward pass would put off the start of its bucket until then; an
+    update that is fused with one of the next bucket would wait for that as well.
+    """
+    allowed = choices.can_fuse
+    messages: dict[Any, list[int]] = {}
+
+    class Keeping(type(choices)):  # type: ignore[misc]
+        @staticmethod
+        def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+            if not allowed(scheduler, node1, node2, shared_data_score):
+                return False
+            parts = {part.get_name(): part.min_order for node in (node1, node2) for part in node.get_nodes()}
+            first, last = min(parts.values()), max(parts.values())
+            if scheduler not in messages:
+                messages[scheduler] = _messages(scheduler)
+            crossed = [order for order in messages[scheduler] if first < order < last]
+            if not crossed:
+                return True
+            # What needs nothing that comes after a message may be computed before it.
+            known = scheduler.name_to_node
+            return not any(
+                parts[part.get_name()] > crossed[0] <= known[need].min_order
+                for node in (node1, node2)
+                for part in node.get_nodes()
+                for need in part.ancestors
+                if need not in parts
+            )
+
+    return Keeping()
+
+
+def _messages(scheduler: Any) -> list[int]:
+    """The places of all starts and waits in a graph, in order."""
+    return sorted(
+        node.min_order
+        for node in scheduler.name_to_node.values()
+        if getattr(node.node, "op_overload", None) in (start_, wait_)
+    )
 
 
 def refusal(name: str, error: Exception) -> CompileError:

@@ -1,0 +1,109 @@
+"""A step that cannot be compiled, or that the compiler gets wrong: an error says so, and arguments are as they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import models
+import pytest
+import torch
+
+import fdp
+from fdp.emit.compiled import program
+
+Tree = dict[str, torch.Tensor]
+
+
+def new_state() -> Tree:
+    return {"w": torch.linspace(-1, 1, 6).reshape(3, 2), "n": torch.zeros(())}
+
+
+def check_refused(step: Any, *texts: str) -> None:
+    """The step is refused, its donated state is as it was, and compile=False runs it."""
+    state, batch = new_state(), torch.ones(4, 3)
+    before = models.digest(state)
+    with pytest.raises(fdp.CompileError) as caught:
+        fdp.data_parallel(step, donate_argnums=0, compile=True)(state, batch)
+    message = str(caught.value)
+    for text in ("'step'", *texts):
+        assert text in message, message
+    assert message.splitlines()[-1].startswith("Remedy: ") and "compile=False" in message.splitlines()[-1]
+    assert models.digest(state) == before
+    new = fdp.data_parallel(step, donate_argnums=0)(state, batch)
+    assert new["w"] is state["w"] and models.digest(state) != before
+
+
+def test_an_operator_that_cannot_be_lowered_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import lowering
+
+    def fail(*args: Any) -> Any:
+        raise NotImplementedError("no loop for this")
+
+    monkeypatch.setitem(lowering.lowerings, torch.ops.aten.lgamma.default, fail)
+
+    def step(state: Tree, batch: torch.Tensor) -> Tree:
+        return {"w": state["w"] + torch.lgamma(state["w"] + 3), "n": state["n"] + 1}
+
+    check_refused(step, "aten.lgamma.default", "NotImplementedError: no loop for this")
+
+
+def test_a_missing_compiler_is_an_error() -> None:
+    from torch._inductor import config
+
+    def step(state: Tree, batch: torch.Tensor) -> Tree:
+        return {"w": state["w"] * 1.25 - 3, "n": state["n"] + 1}
+
+    with config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        check_refused(step, "InvalidCxxCompiler", "compiler")
+
+
+def corrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on the compiler takes a cosine for a sine."""
+    declare = program.declare
+
+    def corrupt(graph: torch.fx.Graph, multiply: bool) -> None:
+        declare(graph, multiply)
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.cos.default):
+            node.target = torch.ops.aten.sin.default
+
+    monkeypatch.setattr(program, "declare", corrupt)
+
+
+def wavy(state: Tree, batch: torch.Tensor) -> Tree:
+    return {"w": state["w"].cos(), "n": state["n"] + 1}
+
+
+def test_a_program_that_computes_something_else_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    corrupted(monkeypatch)
+
+    def step(state: Tree, batch: torch.Tensor) -> Tree:
+        return wavy(state, batch)
+
+    check_refused(step, "output['w']: [3, 2] torch.float32 differs by", "does not compute")
+    with pytest.raises(fdp.CompileError) as caught:
+        fdp.data_parallel(step, compile=True)(new_state(), torch.ones(1))
+    assert "output['n']" not in str(caught.value)
+
+
+def test_check_trace_is_what_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    corrupted(monkeypatch)
+    state = new_state()
+    new = fdp.data_parallel(wavy, compile=True, check_trace=False)(state, torch.ones(1))
+    torch.testing.assert_close(new["w"], state["w"].sin())
+
+
+def test_a_program_that_does_not_run_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    lower = program.lower
+
+    def broken(*args: Any) -> Any:
+        def function(inputs: list[Any]) -> Any:
+            raise ZeroDivisionError("by nothing")
+
+        return type(lower(*args))(function, "")
+
+    monkeypatch.setattr(program, "lower", broken)
+
+    def step(state: Tree, batch: torch.Tensor) -> Tree:
+        return wavy(state, batch)
+
+    check_refused(step, "does not run", "ZeroDivisionError: by nothing")
