@@ -1,0 +1,89 @@
+"""Ways to get a wrong number out of a compiled step that were found by trying; each is right now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from graphs import fake_group
+
+import fdp
+from fdp.emit.compiled import resolve_options
+from fdp.emit.emitted import Emitted
+
+# Modules of inductor use what torch has deprecated.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+Tree = Any
+_aten = torch.ops.aten
+
+
+def update(params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+    """Change parameters in place by an operator that a compiler knows nothing about."""
+    _aten._fused_sgd_(
+        params, grads, [], weight_decay=0.0, momentum=0.0, lr=0.1, dampening=0.0, nesterov=False, maximize=False,
+        is_first_step=False,
+    )  # fmt: skip
+
+
+def compare(step: Callable[..., Any], world: int = 1, donate: Any = 0) -> None:
+    """Run a step twice, compiled and operator by operator: the same results, and the same in the inputs afterwards."""
+    state, batch = {"w": torch.randn(4, 4), "other": torch.randn(4, 4)}, torch.randn(4, 4)
+    group = fake_group(world)
+    step = fdp.data_parallel(step, group=group, donate_argnums=donate, check_replication=False)
+    plan = step.plan(state, batch)
+    runs = []
+    for options in (None, resolve_options(True)):
+        emitted = Emitted(plan, group, options=options)
+        given: Tree = optree.tree_map(torch.clone, (state, batch))
+        results = [emitted.rehearse(optree.tree_leaves(given)) for _ in range(2)]
+        runs.append((results, given))
+    torch.testing.assert_close(runs[1], runs[0])
+
+
+# --- a new value that is changed in place before it becomes the state ---------------------------------------
+
+
+def test_state_that_is_decayed_in_place_before_its_update() -> None:
+    def step(state: Tree, batch: Tree) -> Tree:
+        w = state["w"].clone()
+        w.mul_(0.9)
+        update([w], [fdp.pmean(batch)])
+        return {"w": w, "other": state["other"]}
+
+    compare(step)
+
+
+# --- operators that copy and do nothing else -----------------------------------------------------------------
+
+COPIES = {
+    "copy": lambda w: torch.empty_like(w).copy_(w),
+    "sum with zeros": lambda w: w + torch.zeros_like(w),
+    "quotient by ones": lambda w: w / torch.ones(4, 4),
+    "there and back": lambda w: w.double().float(),
+    "repeat": lambda w: w.repeat(1, 1),
+    "first power": lambda w: w**1,
+    "padding": lambda w: _aten.constant_pad_nd(w, [0, 0]),
+    "one piece": lambda w: torch.cat([w]),
+    "slice": lambda w: torch.slice_scatter(torch.zeros(4, 4), w),
+    "clone": torch.clone,
+}
+
+
+@pytest.mark.parametrize("kind", COPIES)
+def test_a_copy_is_not_its_original(kind: str) -> None:
+    copy = COPIES[kind]
+
+    def step(state: Tree, batch: Tree) -> Tree:
+        old, w, other = copy(state["w"]), state["w"].clone(), copy(state["other"])
+        update([w, other], [batch, batch])
+        return {"w": w, "other": state["other"]}, (w - old).norm(), other
+
+    compare(step, donate=())
+    compare(step)
