@@ -87,3 +87,35 @@ def test_a_copy_is_not_its_original(kind: str) -> None:
 
     compare(step, donate=())
     compare(step)
+
+
+# --- what comes back from a message, and what a message of one rank leaves as it is --------------------------
+
+
+def test_the_mean_over_one_rank_of_state_that_is_updated() -> None:
+    def step(state: Tree, batch: Tree) -> Tree:
+        old, w = fdp.pmean(state["w"]), state["w"].clone()
+        update([w], [batch])
+        return {"w": w, "other": state["other"]}, (w - old).norm(), old
+
+    compare(step)
+
+
+def test_a_mean_that_is_read_again_after_another_was_made_from_it() -> None:
+    def step(state: Tree, batch: Tree) -> Tree:
+        mean = fdp.pmean(batch)
+        holes = mean.index_put((torch.tensor([0, 2]),), torch.zeros(()))
+        return {"w": state["w"] + holes, "other": state["other"] + mean}, mean.sum()
+
+    compare(step, world=2)
+
+
+def test_a_mean_that_is_changed_in_place() -> None:
+    def step(state: Tree, batch: Tree) -> Tree:
+        mean = fdp.pmean(batch)
+        before = mean * 1
+        mean[0] += 1
+        mean[:, 1].mul_(2)
+        return {"w": state["w"] + before, "other": state["other"] + mean}, fdp.pmean(mean)
+
+    compare(step, world=2)
