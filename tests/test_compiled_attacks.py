@@ -119,3 +119,20 @@ def test_a_mean_that_is_changed_in_place() -> None:
         return {"w": state["w"] + before, "other": state["other"] + mean}, fdp.pmean(mean)
 
     compare(step, world=2)
+
+
+# --- arithmetic that a compiler puts off ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "early",
+    [lambda w: w * 2, lambda w: w.t().contiguous().t(), lambda w: torch.nn.functional.avg_pool1d(w, 1)],
+    ids=["product", "transposed copy", "pool"],
+)
+def test_what_was_made_of_old_state_and_is_read_after_its_update(early: Callable[..., Any]) -> None:
+    def step(state: Tree, batch: Tree) -> Tree:
+        made, w = early(state["w"]), state["w"].clone()
+        update([w], [batch])
+        return {"w": w, "other": state["other"]}, (made - w).norm()
+
+    compare(step)

@@ -8,6 +8,8 @@ What is relied on (torch 2.11 to 2.13):
   that change their arguments; what it returns takes one list of inputs, empties it, and returns a flat sequence.
 - The scheduler keeps the order of the graph where `KEPT` says so, but for what it fuses.
 - `torch._guards.tracing`, `V.set_fake_mode`: where inductor looks for the mode of example values.
+- `torch._inductor.lowering.lowerings`, `make_fallback`: from operators to the functions that lower them;
+  `V.graph.mark_buffer_mutated(name)`: lets all that reads a buffer, and has only been noted down, come before.
 - `torch._inductor.config`: names, types and values of settings; `config.patch`.
 - `GraphLowering.save_output_code`, `CompiledFxGraph.source_code`: the text of what was generated.
 """
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fdp.emit.compiled.barriers import CHANGING
 from fdp.errors import ArgumentError, CompileError, FdpError, build_message
 
 KEPT: Mapping[str, Any] = {
@@ -251,6 +254,7 @@ def lower(name: str, graph: fx.GraphModule, options: Options) -> Lowered:
         torch.no_grad(),
     ):
         try:
+            _let_readers_come_first()
             graph = compile_fx._recursive_joint_graph_passes(graph)
             compiled: Any = compile_fx.compile_fx_inner(graph, examples, is_inference=True)
         except FdpError:
@@ -258,6 +262,35 @@ def lower(name: str, graph: fx.GraphModule, options: Options) -> Lowered:
         except Exception as error:
             raise refusal(name, error) from error
     return Lowered(compiled, str(getattr(compiled, "source_code", "")))
+
+
+def _let_readers_come_first() -> None:
+    """Let inductor compute what reads the old value of a tensor before the operator that changes it.
+
+    It notes pointwise arithmetic down until somebody needs the result. Of an operator that it does not know it computes
+    what still reads changed tensors as well, but puts that behind the operator.
+    """
+    from torch._inductor import ir, lowering
+    from torch._inductor.virtualized import V
+
+    def lowered(operator: Any, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+        arguments = operator._schema.arguments
+
+        def lower_changing(*args: Any, **kwargs: Any) -> Any:
+            for argument, value in zip(arguments, args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                        assert isinstance(tensor, ir.TensorBox)
+                        tensor.realize()
+                        V.graph.mark_buffer_mutated(tensor.get_name())
+            return otherwise(*args, **kwargs)
+
+        return lower_changing
+
+    for operator in CHANGING:
+        if operator not in lowering.lowerings:
+            lowering.make_fallback(operator, warn=False)
+            lowering.lowerings[operator] = lowered(operator, lowering.lowerings[operator])
 
 
 def refusal(name: str, error: Exception) -> CompileError:
