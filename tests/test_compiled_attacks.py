@@ -136,3 +136,36 @@ def test_what_was_made_of_old_state_and_is_read_after_its_update(early: Callable
         return {"w": w, "other": state["other"]}, (made - w).norm()
 
     compare(step)
+
+
+# --- what is no tensor among an operator's arguments, and operators that cannot be taken apart ----------------
+
+
+def test_a_choice_between_two_functions() -> None:
+    def step(state: Tree, batch: Tree) -> Tree:
+        w = torch.cond(state["w"].sum() > 0, torch.sin, torch.cos, (state["w"],))
+        return {"w": w, "other": state["other"] + fdp.pmean(batch)}
+
+    compare(step)
+
+
+def test_a_generator_of_the_users_is_refused() -> None:
+    generator = torch.Generator().manual_seed(1)
+    step = fdp.data_parallel(lambda w, b: fdp.pmean(w + b * torch.rand(2, generator=generator)), compile=True)
+    with pytest.raises(fdp.CompileError, match=r"(?s)torch.Generator of its own.*Remedy: "):
+        step(torch.ones(2), torch.ones(2))
+
+
+@torch.library.custom_op("fdp_test::grow", mutates_args=("x",))
+def grow(x: torch.Tensor) -> None:
+    x.add_(1)
+
+
+def test_an_operator_that_changes_its_argument_is_refused_by_name() -> None:
+    def step(w: Tree, batch: Tree) -> Tree:
+        w = w.clone()
+        grow(w)
+        return w + fdp.pmean(batch)
+
+    with pytest.raises(fdp.CompileError, match=r"(?s)fdp_test\.grow\.default.*test_compiled_attacks.py.*Remedy: "):
+        fdp.data_parallel(step, compile=True)(torch.ones(2), torch.ones(2))

@@ -18,7 +18,7 @@ from fdp.emit.accesses import Accesses
 from fdp.emit.compiled.barriers import FUSED, copy_into, start, wait
 from fdp.emit.donation import Placement
 from fdp.emit.places import Place, is_scaled, slot_name
-from fdp.errors import CompileError, build_message
+from fdp.errors import CompileError, FdpError, build_message
 from fdp.plan import Plan, Run, Start
 from fdp.trace import Geometry, capture_functional
 from fdp.trace.effects import effects_of, is_marker, lanes_of, list_arguments, storages_of
@@ -80,7 +80,22 @@ class _Lowering:
         return self.nodes[self.trace.operations[self.trace.reductions[member].operation].node]
 
     def _value(self, node: fx.Node) -> Any:
+        if node.op == "get_attr" and node not in self.values:
+            return self._held(node)
         return self.values[self.placement.replaced.get(node, node)]
+
+    def _held(self, node: fx.Node) -> Any:
+        """What a node stands for that is no tensor: the branches of a torch.cond."""
+        held = getattr(self.trace.graph, str(node.target))
+        if isinstance(held, torch.Generator):
+            raise CompileError(
+                build_message(
+                    f"step {self.trace.name!r} draws from a torch.Generator of its own, which a compiled step cannot.",
+                    remedy="use the default generator (torch.manual_seed before the call); compile=False runs it as "
+                    "it is.",
+                )
+            )
+        return held
 
     def _is_never_changed(self, marker: fx.Node) -> bool:
         """Whether the result of a reduction over one rank may be its argument itself."""
@@ -147,7 +162,20 @@ class _Lowering:
                     else:
                         args[[a.name for a in target._schema.arguments].index(argument.name)] = chosen
         args, kwargs = fx.map_arg(args, self._value), fx.map_arg(kwargs, self._value)
-        result = self._run(target, args, kwargs)
+        try:
+            result = self._run(target, args, kwargs)
+        except FdpError:
+            raise
+        except Exception as error:
+            first = str(error).strip().split("\n")[0].split(". ")[0]
+            raise CompileError(
+                build_message(
+                    f"step {self.trace.name!r} cannot be compiled: operator {target} cannot be taken apart.",
+                    [f"{node.meta.get('source', 'at an unknown line')}: {type(error).__name__}: {first}"],
+                    remedy="an operator of one's own must return new tensors, and change none; compile=False runs it "
+                    "as it is.",
+                )
+            ) from error
         if lanes and len(lanes) < count:
             if isinstance(result, (list, tuple)):
                 self.lanes.update(((node, lane), one) for lane, one in zip(lanes, result, strict=True))
