@@ -67,11 +67,11 @@ class Emitted:
         self._digest = digest(plan)
         self._compare_state = compare_state
         self._communicates = group.size > 1
-        self.options = options
-        if options is None:
+        self.options = None if options is None else options.settled(_devices(plan))
+        if self.options is None:
             self._program = write_program(plan, group.rank, self._communicates)
         else:
-            self._program = compile_program(plan, group.rank, self._communicates, options, self._may_record())
+            self._program = compile_program(plan, group.rank, self._communicates, self.options, self._may_record())
         self.source, self._function = self._program.source, self._program.function
         self._arena: Arena | None = None
         self._blocks: Mapping[torch.device, torch.Tensor] = {}
@@ -306,6 +306,12 @@ class Emitted:
                         remedy='initialise it with one for each device: init_process_group("cpu:gloo,cuda:nccl").',
                     )
                 )
+
+
+def _devices(plan: Plan) -> set[torch.device]:
+    """The devices that a plan computes on."""
+    values = (node.meta.get("val") for node in plan.trace.graph.graph.nodes)
+    return {value.device for value in values if isinstance(value, torch.Tensor)}
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:

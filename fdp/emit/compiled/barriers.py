@@ -123,6 +123,10 @@ for _name in FUSED_OPTIMIZERS:
         _define_fused(getattr(_packet, _overload))
 
 
+CHANGING = (multiply_into, *(operator for operator in DECLARED.values() if operator is not _aten.copy_.default))
+"""The operators of this file that say that they change their arguments."""
+
+
 def declare_effects(graph: fx.Graph) -> None:
     """Let every operator of a functional graph that changes memory say so."""
     for node in graph.nodes:

@@ -88,7 +88,10 @@ class _Lowering:
 
     def _is_never_changed(self, marker: fx.Node) -> bool:
         """Whether the result of a reduction over one rank may be its argument itself."""
-        memory = (*storages_of(marker), *storages_of(marker.args[0]))  # type: ignore[arg-type]
+        memory = {*storages_of(marker), *storages_of(marker.args[0])}  # type: ignore[arg-type]
+        for clone, donated in self.placement.replaced.items():
+            if memory.intersection(storages_of(donated)):
+                memory.update(storages_of(clone))  # it is changed when the clone of it is
         return not any(storage in self.accesses.writes for storage in memory)
 
     def _slots_of(self, bucket: int) -> list[torch.Tensor]:
@@ -164,12 +167,13 @@ class _Lowering:
             self.values[node] = self.values[donated]
 
     def _refusal(self, node: fx.Node, error: Exception) -> CompileError:
-        first = (str(error).strip().splitlines() or [""])[0]
+        first = (str(error).strip().splitlines() or [""])[0].split(". ")[0]
         return CompileError(
             build_message(
                 f"step {self.trace.name!r} cannot be compiled: operator {node.target} cannot be taken apart.",
                 [f"{node.meta.get('source') or 'at an unknown line'}: {type(error).__name__}: {first}"],
-                remedy="compile=False runs it operator by operator.",
+                remedy="an operator of one's own must return new tensors, and change none; compile=False runs it as "
+                "it is.",
             )
         )
 
@@ -205,9 +209,12 @@ def _batch_norm(
 
 
 def result_name(plan: Plan, bucket: int, member: int) -> str:
-    """The name of the place where what comes back is: the member's own, but for an all-gather."""
+    """The name of the place where what comes back is: but for an all-gather it is the member's own, by another name.
+
+    A compiler may use the memory that it filled itself again, if it sees nobody read it as it was then.
+    """
     gathers = plan.buckets[bucket].op == "all_gather"
-    return f"gathered{bucket}_{member}" if gathers else slot_name(bucket, member)
+    return f"{'gathered' if gathers else 'received'}{bucket}_{member}"
 
 
 def _early_members(

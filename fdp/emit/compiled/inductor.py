@@ -10,6 +10,8 @@ What is relied on (torch 2.11 to 2.13):
   of it stood. `V.set_choices_handler(InductorChoices)` has a say in each fusion; `min_order` of a scheduler's node is
   its place in the graph, `ancestors` are the names of all that it needs.
 - `torch._guards.tracing`, `V.set_fake_mode`: where inductor looks for the mode of example values.
+- `torch._inductor.lowering.lowerings`, `make_fallback`: from operators to the functions that lower them;
+  `V.graph.mark_buffer_mutated(name)`: lets all that reads a buffer, and has only been noted down, come before.
 - `torch._inductor.config`: names, types and values of settings; `config.patch`.
 - `CompiledFxGraph.source_code`: the text of what was generated.
 """
@@ -22,14 +24,14 @@ import hashlib
 import inspect
 import pathlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from fdp.emit.compiled.barriers import start_, wait_
+from fdp.emit.compiled.barriers import CHANGING, start_, wait_
 from fdp.errors import ArgumentError, CompileError, FdpError, build_message
 
 KEPT: Mapping[str, Any] = {
@@ -70,6 +72,16 @@ class Options:
 
     settings: tuple[tuple[str, Any], ...] = ()
     records: bool = False
+
+    def settled(self, devices: Iterable[torch.device]) -> Options:
+        """The options with what follows from the devices of a step.
+
+        On a CPU it draws the random numbers that it would draw without a compiler. Inductor's own take longer there:
+        their generator is made for a device that draws thousands at once.
+        """
+        if {device.type for device in devices} - {"cpu"} or "fallback_random" in dict(self.settings):
+            return self
+        return Options(tuple(sorted((*self.settings, ("fallback_random", True)))), self.records)
 
     @property
     def draws_alike(self) -> bool:
@@ -275,6 +287,7 @@ def lower(name: str, graph: fx.GraphModule, options: Options) -> Lowered:
         torch.no_grad(),
     ):
         try:
+            _let_readers_come_first()
             graph = compile_fx._recursive_joint_graph_passes(graph)
             compiled: Any = compile_fx.compile_fx_inner(graph, examples, is_inference=True)
         except FdpError:
@@ -333,6 +346,35 @@ def _messages(scheduler: Any) -> list[int]:
         for node in scheduler.name_to_node.values()
         if getattr(node.node, "op_overload", None) in (start_, wait_)
     )
+
+
+def _let_readers_come_first() -> None:
+    """Let inductor compute what reads the old value of a tensor before the operator that changes it.
+
+    It notes pointwise arithmetic down until somebody needs the result. Of an operator that it does not know it computes
+    what still reads changed tensors as well, but puts that behind the operator.
+    """
+    from torch._inductor import ir, lowering
+    from torch._inductor.virtualized import V
+
+    def lowered(operator: Any, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+        arguments = operator._schema.arguments
+
+        def lower_changing(*args: Any, **kwargs: Any) -> Any:
+            for argument, value in zip(arguments, args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                        assert isinstance(tensor, ir.TensorBox)
+                        tensor.realize()
+                        V.graph.mark_buffer_mutated(tensor.get_name())
+            return otherwise(*args, **kwargs)
+
+        return lower_changing
+
+    for operator in CHANGING:
+        if operator not in lowering.lowerings:
+            lowering.make_fallback(operator, warn=False)
+            lowering.lowerings[operator] = lowered(operator, lowering.lowerings[operator])
 
 
 def refusal(name: str, error: Exception) -> CompileError:

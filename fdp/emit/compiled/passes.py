@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
-from fdp.emit.compiled.barriers import DECLARED, FUSED, copy_into, declare_effects, multiply_into, snapshot
+from fdp.emit.compiled.barriers import DECLARED, copy_into, declare_effects, multiply_into, snapshot
 from fdp.emit.views import geometry
 from fdp.trace.effects import bound_arguments, storages_of
 
 _aten = torch.ops.aten
-_HIDDEN = frozenset(FUSED.values())
 
 
 def declare(graph: fx.Graph, multiply: bool) -> None:
@@ -30,28 +30,91 @@ def declare(graph: fx.Graph, multiply: bool) -> None:
     declare_effects(graph)
 
 
-def _changed(graph: fx.Graph) -> set[int]:
-    """Memory that is changed while the graph runs."""
-    found: set[int] = set()
-    for node in graph.nodes:
-        if node.target in _HIDDEN:
-            declared = DECLARED[node.target]._schema.arguments
-            for argument, (_, value) in zip(declared, bound_arguments(node), strict=False):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    found.update(number for item in value for number in storages_of(item))
-        elif node.target in (copy_into, _aten.copy_.default):
-            found.update(storages_of(node.args[0]))
-    return found
+def _written_by(node: fx.Node) -> Iterator[int]:
+    """Memory that a node changes, whether its schema says so or the one that will take its place."""
+    if node.target in (copy_into, _aten.copy_.default):
+        yield from storages_of(node.args[0])  # type: ignore[arg-type]
+    elif node.target in DECLARED:
+        declared = DECLARED[node.target]._schema.arguments
+        for argument, (_, value) in zip(declared, bound_arguments(node), strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for item in value:
+                    yield from storages_of(item)
 
 
 def _keep_snapshots(graph: fx.Graph) -> None:
-    """Make copies of what is changed for good: a compiler takes a copy with the same strides for its original."""
-    changed = _changed(graph)
-    for node in graph.find_nodes(op="call_function", target=_aten.clone.default):
-        source: Any = node.args[0]
-        same = geometry(source.meta["val"])[:2] == geometry(node.meta["val"])[:2]
-        if same and changed.intersection((*storages_of(node), *storages_of(source))):
-            node.target, node.args, node.kwargs = snapshot, (source,), {}
+    """Make copies of what is changed for good: a compiler takes a copy with the same strides for its original.
+
+    It knows other operators that may copy and do nothing else: a sum with zeros, a cast to the same type and back.
+    """
+    changes: dict[int, int] = {}
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for node in order:
+        changes.update(dict.fromkeys(_written_by(node), order[node]))
+    constants: set[fx.Node] = set()
+    for node in order:
+        if node.op == "call_function" and all(argument in constants for argument in node.all_input_nodes):
+            constants.add(node)
+        source = _copied(node, constants)
+        if source is None or _laid_out(source) != _laid_out(node):
+            continue
+        last = max(changes.get(number, -1) for number in (*storages_of(node), *storages_of(source)))
+        if node.target is _aten.clone.default:
+            if last >= 0:
+                node.target, node.args, node.kwargs = snapshot, (source,), {}
+        elif last > order[node]:
+            with graph.inserting_after(node):
+                kept = graph.call_function(snapshot, (node,))
+            kept.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(kept, delete_user_cb=kept.__ne__)
+
+
+def _laid_out(node: fx.Node) -> Any:
+    value = node.meta["val"]
+    return geometry(value)[:2], value.dtype
+
+
+def _copied(node: fx.Node, constants: set[fx.Node]) -> fx.Node | None:
+    """What a compiler may put in place of a node that is no view, if the two are laid out alike.
+
+    Args:
+        node: any node.
+        constants: nodes that are made of numbers alone; they may turn out to be all zeros, or all ones.
+    """
+    target, args = node.target, node.args
+    found: Any = None
+    if target in _ARITHMETIC:
+        varying = [argument for argument in args[:2] if argument not in constants]
+        found = varying[0] if len(varying) == 1 and all(isinstance(each, fx.Node) for each in args[:2]) else None
+    elif target in _COPIED:
+        found = args[_COPIED[target]]
+    elif target is _aten.cat.default:
+        pieces: Any = args[0]
+        found = pieces[0] if len(pieces) == 1 else None
+    elif target in _OF_INTEGERS:
+        first: Any = args[0]
+        found = None if first.meta["val"].is_floating_point() else first
+    elif target is _aten.pow.Tensor_Scalar:
+        found = args[0] if args[1] == 1 else None
+    elif target is _convert:
+        found = args[0]
+        while isinstance(found, fx.Node) and found.target is _convert:
+            found = found.args[0]
+    return found if isinstance(found, fx.Node) and isinstance(found.meta.get("val"), torch.Tensor) else None
+
+
+_convert = torch.ops.prims.convert_element_type.default
+_ARITHMETIC = frozenset({_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor})
+_OF_INTEGERS = frozenset({_aten.ceil.default, _aten.floor.default, _aten.round.default, _aten.trunc.default})
+_COPIED: dict[Any, int] = {
+    _aten.clone.default: 0,
+    _aten.copy.default: 1,
+    _aten.slice_scatter.default: 1,
+    _aten.repeat.default: 0,
+    _aten.constant_pad_nd.default: 0,
+    torch.ops.prims.device_put.default: 0,
+}
+"""Operators whose result may be one of their arguments, and its position."""
 
 
 def _multiply_into_slots(graph: fx.Graph) -> None:
@@ -92,6 +155,7 @@ def _copy_early(graph: fx.Graph) -> None:
     """
     order = {node: index for index, node in enumerate(graph.nodes)}
     readers: dict[int, fx.Node] = {}
+    writers: dict[int, fx.Node] = {}
     copies = []
     for node in graph.nodes:
         if node.op == "output":
@@ -102,9 +166,12 @@ def _copy_early(graph: fx.Graph) -> None:
         for argument in node.all_input_nodes:
             for number in storages_of(argument):
                 readers[number] = node
+        writers.update(dict.fromkeys(_written_by(node), node))
     for node in copies:
         target, value = node.args
         behind = [value, *(readers[number] for number in storages_of(target) if number in readers)]
+        # A message or a fused optimizer may still change the new value, in place.
+        behind += [writers[number] for number in storages_of(value) if number in writers]
         last = max(behind, key=order.__getitem__)
         if last.op == "placeholder":
             continue

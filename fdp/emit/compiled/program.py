@@ -97,9 +97,8 @@ def _place_buckets(
         for at, (node, offset) in enumerate(zip(members, bucket.offsets, strict=True)):
             source: Any = node.args[0]
             places[slot_name(index, at)] = _place(bucket, offset * bucket.dtype.itemsize, source.meta["val"].shape)
-            if bucket.op == "all_gather":
-                value = node.meta["val"]
-                places[result_name(plan, index, at)] = _place(bucket, gathered_at_bytes(bucket), value.shape)
+            received_at = gathered_at_bytes(bucket) if bucket.op == "all_gather" else offset * bucket.dtype.itemsize
+            places[result_name(plan, index, at)] = _place(bucket, received_at, node.meta["val"].shape)
         size_bytes = bucket.numel * bucket.dtype.itemsize
         if bucket.op == "all_gather":
             size_bytes = gathered_at_bytes(bucket) + plan.trace.world_size * size_bytes

@@ -1,0 +1,176 @@
+"""Ways to get a wrong number out of a compiled step that were found by trying; each is right now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from graphs import fake_group
+
+import fdp
+from fdp.emit.compiled import resolve_options
+from fdp.emit.emitted import Emitted
+
+# Modules of inductor use what torch has deprecated.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+Tree = Any
+_aten = torch.ops.aten
+
+
+def update(params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+    """Change parameters in place by an operator that a compiler knows nothing about."""
+    _aten._fused_sgd_(
+        params, grads, [], weight_decay=0.0, momentum=0.0, lr=0.1, dampening=0.0, nesterov=False, maximize=False,
+        is_first_step=False,
+    )  # fmt: skip
+
+
+def compare(step: Callable[..., Any], world: int = 1, donate: Any = 0) -> None:
+    """Run a step twice, compiled and operator by operator: the same results, and the same in the inputs afterwards."""
+    state, batch = {"w": torch.randn(4, 4), "other": torch.randn(4, 4)}, torch.randn(4, 4)
+    group = fake_group(world)
+    step = fdp.data_parallel(step, group=group, donate_argnums=donate, check_replication=False)
+    plan = step.plan(state, batch)
+    runs = []
+    for options in (None, resolve_options(True)):
+        emitted = Emitted(plan, group, options=options)
+        given: Tree = optree.tree_map(torch.clone, (state, batch))
+        results = [emitted.rehearse(optree.tree_leaves(given)) for _ in range(2)]
+        runs.append((results, given))
+    torch.testing.assert_close(runs[1], runs[0])
+
+
+# --- a new value that is changed in place before it becomes the state ---------------------------------------
+
+
+def test_state_that_is_decayed_in_place_before_its_update() -> None:
+    def step(state: Tree, batch: Tree) -> Tree:
+        w = state["w"].clone()
+        w.mul_(0.9)
+        update([w], [fdp.pmean(batch)])
+        return {"w": w, "other": state["other"]}
+
+    compare(step)
+
+
+# --- operators that copy and do nothing else -----------------------------------------------------------------
+
+COPIES = {
+    "copy": lambda w: torch.empty_like(w).copy_(w),
+    "sum with zeros": lambda w: w + torch.zeros_like(w),
+    "quotient by ones": lambda w: w / torch.ones(4, 4),
+    "there and back": lambda w: w.double().float(),
+    "repeat": lambda w: w.repeat(1, 1),
+    "first power": lambda w: w**1,
+    "padding": lambda w: _aten.constant_pad_nd(w, [0, 0]),
+    "one piece": lambda w: torch.cat([w]),
+    "slice": lambda w: torch.slice_scatter(torch.zeros(4, 4), w),
+    "clone": torch.clone,
+}
+
+
+@pytest.mark.parametrize("kind", COPIES)
+def test_a_copy_is_not_its_original(kind: str) -> None:
+    copy = COPIES[kind]
+
+    def step(state: Tree, batch: Tree) -> Tree:
+        old, w, other = copy(state["w"]), state["w"].clone(), copy(state["other"])
+        update([w, other], [batch, batch])
+        return {"w": w, "other": state["other"]}, (w - old).norm(), other
+
+    compare(step, donate=())
+    compare(step)
+
+
+# --- what comes back from a message, and what a message of one rank leaves as it is --------------------------
+
+
+def test_the_mean_over_one_rank_of_state_that_is_updated() -> None:
+    def step(state: Tree, batch: Tree) -> Tree:
+        old, w = fdp.pmean(state["w"]), state["w"].clone()
+        update([w], [batch])
+        return {"w": w, "other": state["other"]}, (w - old).norm(), old
+
+    compare(step)
+
+
+def test_a_mean_that_is_read_again_after_another_was_made_from_it() -> None:
+    def step(state: Tree, batch: Tree) -> Tree:
+        mean = fdp.pmean(batch)
+        holes = mean.index_put((torch.tensor([0, 2]),), torch.zeros(()))
+        return {"w": state["w"] + holes, "other": state["other"] + mean}, mean.sum()
+
+    compare(step, world=2)
+
+
+def test_a_mean_that_is_changed_in_place() -> None:
+    def step(state: Tree, batch: Tree) -> Tree:
+        mean = fdp.pmean(batch)
+        before = mean * 1
+        mean[0] += 1
+        mean[:, 1].mul_(2)
+        return {"w": state["w"] + before, "other": state["other"] + mean}, fdp.pmean(mean)
+
+    compare(step, world=2)
+
+
+# --- arithmetic that a compiler puts off ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "early",
+    [lambda w: w * 2, lambda w: w.t().contiguous().t(), lambda w: torch.nn.functional.avg_pool1d(w, 1)],
+    ids=["product", "transposed copy", "pool"],
+)
+def test_what_was_made_of_old_state_and_is_read_after_its_update(early: Callable[..., Any]) -> None:
+    def step(state: Tree, batch: Tree) -> Tree:
+        made, w = early(state["w"]), state["w"].clone()
+        update([w], [batch])
+        return {"w": w, "other": state["other"]}, (made - w).norm()
+
+    compare(step)
+
+
+# --- what is no tensor among an operator's arguments, and operators that cannot be taken apart ----------------
+
+
+def test_a_choice_between_two_functions() -> None:
+    def step(state: Tree, batch: Tree) -> Tree:
+        w = torch.cond(state["w"].sum() > 0, torch.sin, torch.cos, (state["w"],))
+        return {"w": w, "other": state["other"] + fdp.pmean(batch)}
+
+    compare(step)
+
+
+def test_a_generator_of_the_users_is_drawn_from() -> None:
+    generator = torch.Generator()
+    ends = []
+    for compile in (False, True):
+        step = fdp.data_parallel(lambda w, b: fdp.per_rank(w + b * torch.rand(2, generator=generator)), compile=compile)
+        generator.manual_seed(1)
+        ends.append([step(torch.ones(2), torch.ones(2)) for _ in range(2)])
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert torch.equal(ends[0][1], ends[1][1])
+    assert not torch.equal(ends[0][0], ends[0][1])
+
+
+@torch.library.custom_op("fdp_test::grow", mutates_args=("x",))
+def grow(x: torch.Tensor) -> None:
+    x.add_(1)
+
+
+def test_an_operator_that_changes_its_argument_is_refused_by_name() -> None:
+    def step(w: Tree, batch: Tree) -> Tree:
+        w = w.clone()
+        grow(w)
+        return w + fdp.pmean(batch)
+
+    with pytest.raises(fdp.CompileError, match=r"(?s)fdp_test\.grow\.default.*test_compiled_attacks.py.*Remedy: "):
+        fdp.data_parallel(step, compile=True)(torch.ones(2), torch.ones(2))
