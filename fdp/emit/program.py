@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,19 @@ _aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
+class OwnMessages:
+    """Messages that a program sends by itself, without `start` and `wait`.
+
+    Attributes:
+        pretended: makes a context in which nothing is sent, as if every other rank held what this one holds.
+        caused: whether an error that the program raised comes from one of its messages.
+    """
+
+    pretended: Callable[[], AbstractContextManager[Any]]
+    caused: Callable[[Exception], bool]
+
+
+@dataclass(frozen=True)
 class Program:
     """A generated step.
 
@@ -41,6 +55,7 @@ class Program:
         places: the names that it expects there.
         layouts: for each device, where the pieces of memory lie that places are in.
         scaled: buckets that it fills with values divided by the number of ranks.
+        own_messages: what it sends by itself, if it does.
     """
 
     source: str
@@ -48,6 +63,7 @@ class Program:
     places: Mapping[str, Place]
     layouts: Mapping[torch.device, Layout]
     scaled: frozenset[int]
+    own_messages: OwnMessages | None = None
 
 
 def write_program(plan: Plan, rank: int, communicates: bool) -> Program:

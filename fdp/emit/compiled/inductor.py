@@ -9,13 +9,17 @@ What is relied on (torch 2.11 to 2.13):
 - The scheduler keeps the order of the graph where `KEPT` says so, but for what it fuses.
 - `torch._guards.tracing`, `V.set_fake_mode`: where inductor looks for the mode of example values.
 - `torch._inductor.config`: names, types and values of settings; `config.patch`.
-- `GraphLowering.save_output_code`, `CompiledFxGraph.source_code`: the text of what was generated.
+- `CompiledFxGraph._boxed_call`, `CompiledFxGraph.source_code`: that it takes one list, and its text.
+
+Where another torch has none of that, or other arguments to it, `Unusable` is raised, and the step is compiled by
+`torch._inductor.compile`, which is public (see `public`).
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,12 +200,26 @@ def unwrap_compiled(step_fn: Any) -> tuple[Any, Any]:
 
 def decompositions(options: Options) -> Mapping[Any, Callable[..., Any]]:
     """How operators are taken apart before inductor sees them."""
-    # Some decompositions look into modules that only compile_fx imports.
-    from torch._inductor import compile_fx, config  # noqa: F401
-    from torch._inductor.decomposition import select_decomp_table
+    with _as_expected():
+        # Some decompositions look into modules that only compile_fx imports.
+        from torch._inductor import compile_fx, config  # noqa: F401
+        from torch._inductor.decomposition import select_decomp_table
 
-    with config.patch(_patches(options)):
-        return dict(select_decomp_table())
+        with config.patch(_patches(options)):
+            return dict(select_decomp_table())
+
+
+class Unusable(Exception):
+    """The private parts of inductor are not what this file takes them for."""
+
+
+@contextmanager
+def _as_expected() -> Iterator[None]:
+    # Inductor wraps what goes wrong with an operator in an error of its own.
+    try:
+        yield
+    except (ImportError, AttributeError, TypeError) as error:
+        raise Unusable(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from error
 
 
 def _patches(options: Options) -> dict[str, Any]:
@@ -234,30 +252,69 @@ def lower(name: str, graph: fx.GraphModule, options: Options) -> Lowered:
 
     Raises:
         CompileError: inductor cannot compile it; names the operator.
+        Unusable: this is another inductor.
     """
-    from torch._guards import TracingContext, tracing
-    from torch._inductor import compile_fx, config
-    from torch._inductor.virtualized import V
+    with _as_expected():
+        from torch._guards import TracingContext, tracing
+        from torch._inductor import compile_fx, config
+        from torch._inductor.virtualized import V
+
+        examples = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+        mode = examples[0].fake_mode
+        output: Any = graph.graph.output_node()
+        # Results keep the strides that the step gives them; values inside may have others.
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+        with (
+            config.patch(_patches(options)),
+            V.set_fake_mode(mode),
+            tracing(TracingContext(mode)),
+            torch.no_grad(),
+        ):
+            try:
+                graph = compile_fx._recursive_joint_graph_passes(graph)
+                compiled: Any = compile_fx.compile_fx_inner(graph, examples, is_inference=True)
+            except (FdpError, ImportError, AttributeError, TypeError):
+                raise
+            except Exception as error:
+                raise refusal(name, error) from error
+    if not getattr(compiled, "_boxed_call", False):
+        raise Unusable("what compile_fx_inner returns does not take one list of inputs")
+    return Lowered(compiled, str(getattr(compiled, "source_code", "")))
+
+
+def lower_publicly(name: str, graph: fx.GraphModule, options: Options) -> Lowered:
+    """Compile a graph without effects, but for copies into inputs, by inductor's public entry.
+
+    Args:
+        name: the user's function, for messages.
+        graph: of any operators.
+        options: how; what keeps the plan is asked for as far as this torch knows it.
+
+    Returns:
+        The compiled graph; its source is the text of the graph, since the public entry does not give the program.
+
+    Raises:
+        CompileError: inductor cannot compile it; names the operator.
+    """
+    import torch._inductor
 
     examples = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
-    mode = examples[0].fake_mode
-    output: Any = graph.graph.output_node()
-    # Results keep the strides that the step gives them; values inside may have others.
-    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-    with (
-        config.patch(_patches(options)),
-        V.set_fake_mode(mode),
-        tracing(TracingContext(mode)),
-        torch.no_grad(),
-    ):
+    known = set(torch._inductor.list_options())
+    settings = {key: value for key, value in _patches(options).items() if key in known}
+    with torch.no_grad():
         try:
-            graph = compile_fx._recursive_joint_graph_passes(graph)
-            compiled: Any = compile_fx.compile_fx_inner(graph, examples, is_inference=True)
+            compiled = torch._inductor.compile(graph, examples, options=settings)
         except FdpError:
             raise
         except Exception as error:
             raise refusal(name, error) from error
-    return Lowered(compiled, str(getattr(compiled, "source_code", "")))
+
+    def function(inputs: list[Any]) -> Sequence[torch.Tensor]:
+        values = tuple(inputs)
+        inputs.clear()
+        return compiled(*values)
+
+    return Lowered(function, graph.code)
 
 
 def refusal(name: str, error: Exception) -> CompileError:
