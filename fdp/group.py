@@ -1,7 +1,7 @@
 """The process group: its size, its ranks' names for each other, its store, and one all-reduce.
 
 Everything that fdp needs from torch.distributed beyond its documented interface is in this file:
-`_world.pg_map` (the store that a group was made with) and `_get_default_group`.
+`_world.pg_map` (the store that a group was made with), `_world.pg_backend_config`, and `_resolve_process_group`.
 """
 
 from __future__ import annotations
@@ -147,18 +147,11 @@ def start_all_reduce(buffer: torch.Tensor, op: str, group: Group) -> Callable[[]
     """
     if group.process_group is None:
         return _nothing
-    divide = False
-    if op == "mean" and buffer.dtype == torch.float16:
-        # Two large values of sixteen bits have no sum, but a mean.
+    name, divide = way_to_reduce(op, buffer.dtype, buffer.device, group)
+    if divide == "before":
         buffer.div_(group.size)
-        reduce_op = dist.ReduceOp.SUM
-    elif op == "mean":
-        divide = group.backend_for(buffer.device) not in _AVERAGING_BACKENDS
-        reduce_op = dist.ReduceOp.SUM if divide else dist.ReduceOp.AVG
-    else:
-        reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
-    work = dist.all_reduce(buffer, reduce_op, group=group.process_group, async_op=True)
-    if not divide:
+    work = dist.all_reduce(buffer, getattr(dist.ReduceOp, name.upper()), group=group.process_group, async_op=True)
+    if divide != "after":
         return work.wait
 
     def wait() -> None:
@@ -166,6 +159,30 @@ def start_all_reduce(buffer: torch.Tensor, op: str, group: Group) -> Callable[[]
         buffer.div_(group.size)
 
     return wait
+
+
+def way_to_reduce(op: str, dtype: torch.dtype, device: torch.device, group: Group) -> tuple[str, str | None]:
+    """How the backend of a group reduces: by which operation ("avg", "sum", "max", "min"), and whether the values have
+    to be divided by the number of ranks "before" or "after" it."""
+    if op != "mean":
+        return op, None
+    if dtype == torch.float16:
+        # Two large values of sixteen bits have no sum, but a mean.
+        return "sum", "before"
+    return ("avg", None) if group.backend_for(device) in _AVERAGING_BACKENDS else ("sum", "after")
+
+
+def registered_name(group: Group) -> str | None:
+    """The name under which operators of torch find a group, None if they do not."""
+    from torch.distributed import distributed_c10d as c10d
+
+    resolve: Any = getattr(c10d, "_resolve_process_group", None)
+    try:
+        name = str(group.process_group.group_name)  # type: ignore[union-attr]
+        found = resolve(name)
+    except (AttributeError, RuntimeError, ValueError, TypeError, LookupError):
+        return None  # groups of one's own need not have a name, nor be known by it
+    return name if found is group.process_group else None
 
 
 def start_broadcast(buffer: torch.Tensor, root: int, group: Group) -> Callable[[], None]:

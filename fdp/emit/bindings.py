@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from fdp.emit.dispatch import TorchDispatchMode
 
 _known: dict[Any, Callable[..., Any]] = {}
 """What was found, for the rest of the process: it depends on the operator and the kinds of its arguments, not on their

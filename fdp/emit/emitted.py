@@ -71,7 +71,7 @@ class Emitted:
         if self.options is None:
             self._program = write_program(plan, group.rank, self._communicates)
         else:
-            self._program = compile_program(plan, group.rank, self._communicates, self.options, self._may_record())
+            self._program = compile_program(plan, group, self._communicates, self.options, self._may_record())
         self.source, self._function = self._program.source, self._program.function
         self._arena: Arena | None = None
         self._blocks: Mapping[torch.device, torch.Tensor] = {}
@@ -131,7 +131,13 @@ class Emitted:
                 raise self._peer_error(index, error) from error
 
         try:
-            return self._execute(tensors, start, wait)
+            try:
+                return self._execute(tensors, start, wait)
+            except (RuntimeError, dist.DistError) as error:
+                own = self._program.own_messages
+                if own is None or not own.caused(error):
+                    raise
+                raise self._peer_error(None, error) from error
         except BaseException as error:
             if self._communicates and not isinstance(error, _Busy):
                 text = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -172,7 +178,9 @@ class Emitted:
         def start(index: int) -> None:
             self._buffers[index].pretend(self.group)
 
-        return self._execute(tensors, start, lambda index: None)
+        own = self._program.own_messages
+        with nullcontext() if own is None else own.pretended():
+            return self._execute(tensors, start, lambda index: None)
 
     def _execute(self, tensors: list[torch.Tensor], start: Callable[[int], None], wait: Callable[[int], None]) -> Any:
         if not self._busy.acquire(blocking=False):
@@ -242,14 +250,17 @@ class Emitted:
         it = iter(outputs)
         return [next(it) if constant is _TENSOR else constant for constant in self._constants]
 
-    def _peer_error(self, index: int, error: Exception) -> PeerError:
-        bucket = self.plan.buckets[index]
+    def _peer_error(self, index: int | None, error: Exception) -> PeerError:
+        where = "in one of its messages"
+        if index is not None:
+            bucket = self.plan.buckets[index]
+            where = f"in the {bucket.op} of bucket {index}: {self._members(bucket)}"
         others = [rank for rank in range(self.group.size) if rank != self.group.rank]
         return PeerError(
             build_message(
                 f"step {self.plan.trace.name!r} on rank {self.group.rank} lost contact with the other ranks.",
                 [
-                    f"in the {bucket.op} of bucket {index}: {self._members(bucket)}",
+                    where,
                     f"one of ranks {others} died, stopped, or left the step",
                     f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}",
                 ],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,19 @@ _aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
+class OwnMessages:
+    """Messages that a program sends by itself, without `start` and `wait`.
+
+    Attributes:
+        pretended: makes a context in which nothing is sent, as if every other rank held what this one holds.
+        caused: whether an error that the program raised comes from one of its messages.
+    """
+
+    pretended: Callable[[], AbstractContextManager[Any]]
+    caused: Callable[[Exception], bool]
+
+
+@dataclass(frozen=True)
 class Program:
     """A generated step.
 
@@ -43,6 +57,7 @@ class Program:
         scaled: buckets that it fills with values divided by the number of ranks.
         recording: what records the program as one piece of work for a device, if it is to be; it begins when its
             attribute `armed` is set.
+        own_messages: what it sends by itself, if it does.
     """
 
     source: str
@@ -51,6 +66,7 @@ class Program:
     layouts: Mapping[torch.device, Layout]
     scaled: frozenset[int]
     recording: Any = None
+    own_messages: OwnMessages | None = None
 
 
 def write_program(plan: Plan, rank: int, communicates: bool) -> Program:

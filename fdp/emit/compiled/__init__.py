@@ -1,9 +1,10 @@
 """`Plan` -> one compiled program: forward, backward, messages and updates as a single graph, in the order of the plan.
 
-barriers -> graph -> passes -> inductor -> recording -> program; check, together
+options; barriers -> graph -> passes -> inductor -> recording -> program; updates -> public, where another torch has
+another inductor; check, together
 """
 
-from fdp.emit.compiled.inductor import Options, resolve_options, unwrap_compiled
+from fdp.emit.compiled.options import Options, resolve_options, unwrap_compiled
 from fdp.emit.compiled.program import compile_program
 from fdp.emit.compiled.recording import why_not_recorded
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,24 +11,27 @@ from torch import fx
 from fdp.emit.accesses import Accesses
 from fdp.emit.compiled.barriers import running
 from fdp.emit.compiled.graph import functional_graph, result_name
-from fdp.emit.compiled.inductor import Options, decompositions, lower
+from fdp.emit.compiled.inductor import Lowered, Unusable, decompositions, lower
+from fdp.emit.compiled.options import Options
 from fdp.emit.compiled.passes import declare
+from fdp.emit.compiled.public import asks_for_public, compile_publicly, warn_of_public
 from fdp.emit.compiled.recording import Recording
 from fdp.emit.donation import Placement, place_outputs
 from fdp.emit.layout import Layout, Lifetime, lay_out
 from fdp.emit.places import Place, gathered_at_bytes, is_scaled, slot_name
 from fdp.emit.program import Program
 from fdp.emit.views import redundant_views
+from fdp.group import Group
 from fdp.plan import Bucket, Plan
 from fdp.trace.effects import effects_of, is_marker
 
 
-def compile_program(plan: Plan, rank: int, communicates: bool, options: Options, records: bool) -> Program:
+def compile_program(plan: Plan, group: Group, communicates: bool, options: Options, records: bool) -> Program:
     """Compile the program of a plan.
 
     Args:
         plan: the plan.
-        rank: this process's rank, for `fdp.axis_index`.
+        group: the ranks that it is for.
         communicates: False in a world of one, where a mean or sum of one value is that value.
         options: how.
         records: whether it may become one CUDA graph.
@@ -51,12 +54,18 @@ def compile_program(plan: Plan, rank: int, communicates: bool, options: Options,
     markers = {b.index: [marker(m) for m in b.members] for b in plan.buckets if communicates or b.op == "all_gather"}
     travelling = {node for members in markers.values() for node in members}
     alone = {marker(index) for index in range(len(trace.reductions))} - travelling
-    constants, held = _constants(trace.graph, rank)
+    constants, held = _constants(trace.graph, group.rank)
     places, layouts = _place_buckets(plan, markers)
-    functional = functional_graph(plan, placement, accesses, markers, alone, constants, places, decompositions(options))
-    declare(functional.graph, options.multiplies)
-    functional.recompile()
-    lowered = lower(trace.name, functional, options)
+
+    def functional(decomposed: Mapping[Any, Callable[..., Any]]) -> fx.GraphModule:
+        return functional_graph(plan, placement, accesses, markers, alone, constants, places, decomposed)
+
+    own_messages = None
+    lowered = None if asks_for_public() else _lower(trace.name, functional, options)
+    if lowered is None:
+        # Taken apart by inductor itself: how it wants that is private, too.
+        lowered, own_messages = compile_publicly(functional({}), plan, group, list(places), options)
+        places, layouts = {}, {}
     source = _wrapper(plan, placement, len(held), list(places))
     function, recording = lowered.function, None
     if records:
@@ -66,7 +75,19 @@ def compile_program(plan: Plan, rank: int, communicates: bool, options: Options,
     namespace: dict[str, Any] = {"compiled": function, "constants": held, "running": running}
     exec(compile(source, f"<fdp step {trace.name}>", "exec"), namespace)
     scaled = frozenset(b.index for b in plan.buckets if b.index in markers and is_scaled(b, trace.world_size))
-    return Program(f"{source}\n\n{lowered.source}", namespace["step"], places, layouts, scaled, recording)
+    return Program(f"{source}\n\n{lowered.source}", namespace["step"], places, layouts, scaled, recording, own_messages)
+
+
+def _lower(name: str, functional: Callable[..., fx.GraphModule], options: Options) -> Lowered | None:
+    """Compile by the private entry, which keeps the plan; None if this torch has none that fdp knows."""
+    try:
+        graph = functional(decompositions(dict(options.settings)))
+        declare(graph.graph, options.multiplies)
+        graph.recompile()
+        return lower(name, graph, dict(options.settings))
+    except Unusable as error:
+        warn_of_public(str(error))
+        return None
 
 
 def _constants(graph: fx.GraphModule, rank: int) -> tuple[list[fx.Node], list[torch.Tensor]]:
