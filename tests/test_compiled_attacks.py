@@ -174,3 +174,12 @@ def test_an_operator_that_changes_its_argument_is_refused_by_name() -> None:
 
     with pytest.raises(fdp.CompileError, match=r"(?s)fdp_test\.grow\.default.*test_compiled_attacks.py.*Remedy: "):
         fdp.data_parallel(step, compile=True)(torch.ones(2), torch.ones(2))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_state_that_requires_gradients_in_inference_mode(compiled: bool) -> None:
+    step = fdp.data_parallel(lambda st, b: {"w": st["w"] * 0.5 + fdp.pmean(b)}, compile=compiled)
+    state = {"w": torch.ones(4, requires_grad=True)}
+    with torch.inference_mode():
+        w = step(state, torch.ones(4))["w"]
+    assert w.tolist() == [1.5] * 4 and not w.requires_grad and not w.is_inference()

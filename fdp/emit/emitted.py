@@ -193,7 +193,8 @@ class Emitted:
             )
         arena = None
         try:
-            with torch.no_grad(), _plain_surroundings():
+            # In this order: to leave inference mode switches gradients on.
+            with _plain_surroundings(), torch.no_grad():
                 arena = ARENAS.borrow(self._arena)
                 self._settle_in(arena)
                 outputs = self._function(tensors, start, wait)
