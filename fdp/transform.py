@@ -293,7 +293,8 @@ class Step:
             made.arm()
             return made
 
-        return compile_together(self._name, emitted.group, emitted.agree(tensors), compiled)
+        together = emitted.agree(tensors)
+        return compile_together(self._name, emitted.group, together, compiled, lambda made: made.entry)
 
     def _roles_for(self, count: int) -> Roles:
         roles = self._roles.get(count)

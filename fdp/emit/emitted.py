@@ -155,6 +155,11 @@ class Emitted:
             )
         return why is None
 
+    @property
+    def entry(self) -> str:
+        """By which entry to the compiler it was compiled."""
+        return "inductor's own entry" if self._program.own_messages is None else "inductor's public entry"
+
     def arm(self) -> None:
         """From now on calls are in earnest: a step that can be recorded as a CUDA graph is, after a few of them."""
         if self._program.recording is not None:

@@ -103,7 +103,8 @@ def _read_effects(node: fx.Node) -> Effects:
         if not written or not (overwrites or argument.is_out):
             reads.extend(nodes)
     return Effects(
-        reads=() if view or name in _UNINITIALISED else tuple(reads),
+        # bernoulli(x, p) takes x for its shape alone.
+        reads=() if view or name in _UNINITIALISED or target is _aten.bernoulli.p else tuple(reads),
         writes=tuple(writes),
         overwrites=overwrites,
         view=view and not writes,

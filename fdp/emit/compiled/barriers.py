@@ -132,3 +132,6 @@ def declare_effects(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and node.target in DECLARED:
             node.target = DECLARED[node.target]
+        if node.op == "call_function" and getattr(node.target, "namespace", "") == "fdp_compiled":
+            # Strides are exact only where it is said which they are.
+            node.meta["eager_input_vals"] = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])

@@ -192,6 +192,9 @@ class _Lowering:
         if target is _aten.cudnn_batch_norm.default:
             found = _batch_norm(*args, **kwargs)
             return (*found, args[0].new_zeros((0,), dtype=torch.uint8))
+        if target is _aten.native_dropout.default and args[2] is False:
+            # Its decomposition hands the argument back, which somebody may change; the operator makes a tensor.
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         return target(*args, **kwargs)
 
 

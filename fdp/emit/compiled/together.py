@@ -28,7 +28,9 @@ _PATIENCE_S = 60.0
 _Result = TypeVar("_Result")
 
 
-def compile_together(name: str, group: Group, together: bool, compile: Callable[[], _Result]) -> _Result:
+def compile_together(
+    name: str, group: Group, together: bool, compile: Callable[[], _Result], entry: Callable[[_Result], str]
+) -> _Result:
     """Compile on this rank while others do.
 
     Args:
@@ -37,12 +39,13 @@ def compile_together(name: str, group: Group, together: bool, compile: Callable[
         together: whether all ranks compile now; otherwise this rank alone does, and the others wait in their next
             message.
         compile: compiles.
+        entry: says by which entry to the compiler; it must be the same on all ranks, which decides on the messages.
 
     Returns:
         What `compile` returns.
 
     Raises:
-        AgreementError: another rank could not compile the step.
+        AgreementError: another rank could not compile the step, or did so by another entry.
         PeerError: another rank gave no more signs of life.
     """
     if group.size == 1 or not together:
@@ -53,9 +56,9 @@ def compile_together(name: str, group: Group, together: bool, compile: Callable[
         with _signs_of_life(store, f"{turn}/alive/{group.rank}"), _progress(name, group):
             result = compile()
     except Exception as error:
-        store.set(f"{turn}/ready/{group.rank}", f"{type(error).__name__}: {error}")
+        store.set(f"{turn}/ready/{group.rank}", f"failed\n{type(error).__name__}: {error}")
         raise
-    store.set(f"{turn}/ready/{group.rank}", "")
+    store.set(f"{turn}/ready/{group.rank}", f"ready\n{entry(result)}")
     _wait_for_others(name, group, store, turn)
     return result
 
@@ -120,8 +123,10 @@ def _wait_for_others(name: str, group: Group, store: Any, turn: str) -> None:
                 "ended.",
             )
         ) from error
-    failed = {rank: store.get(f"{turn}/ready/{rank}").decode() for rank in range(group.size) if rank != group.rank}
-    offenders = [f"rank {rank}: {text.splitlines()[0]}" for rank, text in failed.items() if text]
+    said = [store.get(f"{turn}/ready/{rank}").decode().splitlines() for rank in range(group.size)]
+    offenders = [f"rank {rank}: {lines[1]}" for rank, lines in enumerate(said) if lines[0] == "failed"]
+    if not offenders and len({lines[1] for lines in said}) > 1:
+        offenders = [f"rank {rank}: compiled by {lines[1]}" for rank, lines in enumerate(said)]
     if offenders:
         raise AgreementError(
             build_message(
