@@ -78,8 +78,7 @@ CASES = [
     ("mlp", "sgd", True, torch.float32),
     ("mlp", "fused adamw", False, torch.float64),
     ("cnn", "sgd", True, torch.float32),
-    ("gpt", "fused adamw", True, torch.float64),
-    ("gpt_dropout", "sgd", False, torch.float32),
+    ("gpt_dropout", "fused adamw", True, torch.float64),
 ]
 
 
@@ -96,7 +95,8 @@ def drop_out() -> dict[str, Any]:
     """What one rank draws: three calls by a seed of its own, the same again, and one by a seed that all ranks share."""
     rank = dist.get_rank()
 
-    @fdp.data_parallel(compile=True)
+    # On a CPU it would draw as without a compiler.
+    @fdp.data_parallel(compile={"fallback_random": False})
     def step(weight: torch.Tensor, batch: torch.Tensor) -> Any:
         def loss_fn(w: torch.Tensor) -> Any:
             y = F.dropout(w * batch, 0.25)

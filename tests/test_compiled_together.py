@@ -18,7 +18,7 @@ import fdp
 
 # Both shorter than what the slow rank takes, so that waiting by either of them would fail; and long enough for a rank
 # on a slow machine to come.
-AGREE_S, TIMEOUT_S, SLOW_S = 3.0, 6.0, 10.0
+AGREE_S, TIMEOUT_S, SLOW_S = 3.0, 5.0, 7.0
 ENV = {"FDP_AGREE_TIMEOUT_S": str(AGREE_S), "RANKS_TIMEOUT_S": str(TIMEOUT_S)}
 
 

