@@ -122,8 +122,8 @@ def test_a_compiled_step_is_unwrapped_and_its_options_hold(
     assert step.__name__ == "regression"
     with pytest.raises(fdp.CompileError, match="far enough"):
         step(*arguments())
-    # On a CPU random numbers are drawn as without a compiler.
-    assert seen == [{"fallback_random": True, **settings}]
+    # On a CPU random numbers are drawn, and pictures laid out, as without a compiler.
+    assert seen == [{"fallback_random": True, "layout_optimization": False, **settings}]
     assert graphs() == 0
     assert config.max_fusion_size not in settings.values()
 

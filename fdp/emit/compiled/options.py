@@ -35,12 +35,14 @@ class Options:
     def settled(self, devices: Iterable[torch.device]) -> Options:
         """The options with what follows from the devices of a step.
 
-        On a CPU it draws the random numbers that it would draw without a compiler. Inductor's own take longer there:
-        their generator is made for a device that draws thousands at once.
+        On a CPU it draws the random numbers that it would draw without a compiler; inductor's own take longer there,
+        since their generator is made for a device that draws thousands at once. And pictures stay laid out as they
+        are: inductor would have convolutions take channels last, and turn weights and gradients around at every step.
         """
-        if {device.type for device in devices} - {"cpu"} or "fallback_random" in dict(self.settings):
+        if {device.type for device in devices} - {"cpu"}:
             return self
-        return Options(tuple(sorted((*self.settings, ("fallback_random", True)))), self.records)
+        wanted = {"fallback_random": True, "layout_optimization": False, **dict(self.settings)}
+        return Options(tuple(sorted(wanted.items())), self.records)
 
     @property
     def draws_alike(self) -> bool:
