@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -34,6 +35,8 @@ def breaks_graph(reason: str) -> Callable[[_Function], _Function]:
 def uncompiled() -> Iterator[None]:
     """Run what is under `torch.compile` as plain Python: inside of a step it is part of the step's graph.
 
+    It holds for the whole process: whoever calls this keeps others from doing so meanwhile.
+
     Not by `torch.compiler.set_stance("force_eager")` alone, which would stop `torch.cond` and its like as well: they
     have their branches traced by Dynamo. (This relies on `eval_frame._callback_from_stance`, through which each
     function under `torch.compile` asks at its call whether to compile, and on `_in_hop_compile`, which is true inside
@@ -53,6 +56,33 @@ def uncompiled() -> Iterator[None]:
             yield
         finally:
             eval_frame._callback_from_stance = decide
+
+
+def taken_apart(step_fn: Any) -> tuple[Any, Mapping[str, Any] | None] | None:
+    """Take what `torch.compile` made of a function apart.
+
+    (This relies on `_torchdynamo_orig_callable`, which is the function, and on `_is_torch_compile`, which says that it
+    was not merely disabled. `get_compiler_config()` gives inductor's settings, but not with fullgraph=True: then its
+    backend has them, which is found behind the context that `get_compiler_config` is a function of.)
+
+    Args:
+        step_fn: anything.
+
+    Returns:
+        The function, and the settings of inductor that hold in it, None for another backend; None if `torch.compile`
+        has nothing to do with it.
+    """
+    inner = getattr(step_fn, "_torchdynamo_orig_callable", None)
+    if inner is None or not getattr(step_fn, "_is_torch_compile", True):
+        return None
+    get_config = getattr(step_fn, "get_compiler_config", None)
+    wanted = None if get_config is None else get_config()
+    if wanted is None and get_config is not None:
+        found: Any = getattr(inspect.getclosurevars(get_config).nonlocals.get("self"), "callback", None)
+        while hasattr(found, "_torchdynamo_orig_backend"):
+            found = found._torchdynamo_orig_backend
+        wanted = found.get_compiler_config() if hasattr(found, "get_compiler_config") else None
+    return inner, wanted
 
 
 def _refuse(graph: Any, inputs: Any, **options: Any) -> Any:

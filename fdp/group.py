@@ -7,11 +7,11 @@ Everything that fdp needs from torch.distributed beyond its documented interface
 from __future__ import annotations
 
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -234,11 +234,31 @@ def exchange(group: Group, key: str, payload: bytes, timeout_s: float | None) ->
     store = group.store()
     store.set(f"{key}/{group.rank}", payload)
     names = [f"{key}/{rank}" for rank in range(group.size)]
-    try:
-        store.wait(names, timedelta(seconds=timeout_s))
-    except (RuntimeError, dist.DistError):
+    if not wait_for_keys(store, names, timeout_s):
         return [store.get(name) if store.check([name]) else None for name in names]
     return [store.get(name) for name in names]
+
+
+def wait_for_keys(store: Any, names: Sequence[str], timeout_s: float) -> bool:
+    """Wait until all of some keys are in a store; whether they came in time.
+
+    By asking again and again: `store.wait` would keep other threads from the store of the process meanwhile, and they
+    may be what other ranks are waiting for.
+    """
+    end, pause_s = time.monotonic() + timeout_s, 0.001
+    while not store.check(list(names)):
+        if time.monotonic() >= end:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)
+    return True
+
+
+def all_say(group: Group, yes: bool, timeout_s: float = 300.0) -> bool:
+    """Ask all ranks of a group for a yes or no, through the store; whether all said yes, in time."""
+    if group.process_group is None or group.size == 1:
+        return yes
+    return exchange(group, next_turn(group), b"yes" if yes else b"no", timeout_s) == [b"yes"] * group.size
 
 
 _left_behind: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()

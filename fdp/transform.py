@@ -59,7 +59,9 @@ _MOST_SIGNATURES = 64
 """So many signatures a step keeps, those that were called last; each has a program and bucket memory of its own."""
 
 _one_at_a_time = threading.RLock()
-"""Held while a step is traced or checked: both set switches of torch that hold for the whole process."""
+"""Held while a step is traced, checked or compiled: all set switches of torch that hold for the whole process.
+
+Nobody waits for another rank while he holds it."""
 
 _Place = tuple[int, Group, Any]
 """Where a call happens: its number of arguments, the group, and what `_surroundings` says."""
@@ -98,7 +100,7 @@ class Step:
         check_trace: bool = True,
     ) -> None:
         step_fn, asked = unwrap_compiled(step_fn)
-        # What was said here counts; what torch.compile was told, if nothing was.
+        # compile=False is what nobody says: then what torch.compile was told counts.
         self._options = resolve_options(asked if compile is False and asked is not None else compile)
         functools.update_wrapper(self, step_fn)
         self._step = step_fn
@@ -115,6 +117,7 @@ class Step:
         self._calls: RememberedCalls[_Known] = RememberedCalls()
         self._previous: Summary | None = None
         self._prepared = 0
+        self._preparing = threading.RLock()
         self._signature = signature_of(step_fn)
         self.traces = 0
 
@@ -149,6 +152,7 @@ class Step:
             PurityError: it changes an argument in place, or uses parameters that are not among its arguments.
             ReplicationError: it returns values that may differ between ranks; or ranks start from different state.
             AgreementError: ranks' schedules differ.
+            CompileError: the compiler cannot take the step, or its program computes something else.
             PeerError: another rank died or stopped answering.
         """
         if inside_step():
@@ -234,7 +238,8 @@ class Step:
         key = (flat.key, place)
         known = self._find(key)
         if known is None:
-            with _one_at_a_time:
+            # Of this step, not of the process: ranks may wait for each other here, each with another step of a thread.
+            with self._preparing:
                 known = self._find(key)  # another thread may have been faster
                 if known is None:
                     known = _Known(self._prepare(flat, roles, place))
@@ -293,8 +298,12 @@ class Step:
             made.arm()
             return made
 
-        together = emitted.agree(tensors)
-        return compile_together(self._name, emitted.group, together, compiled, lambda made: made.entry)
+        together = emitted.agree(tensors, self._options)
+        try:
+            return compile_together(self._name, emitted.group, together, compiled, lambda made: made.entry)
+        except Exception:
+            emitted.disagree(self._options)  # a rank that tries again does so with all others
+            raise
 
     def _roles_for(self, count: int) -> Roles:
         roles = self._roles.get(count)
@@ -331,7 +340,7 @@ def data_parallel(
             `torch.compile`: {"mode": "max-autotune"}.
         check_replication: whether outputs must be equal on every rank unless declared with `fdp.per_rank`, and
             whether ranks compare the bits of their state before they first communicate.
-        check_trace: whether a new trace is compared once with the step itself.
+        check_trace: whether a new trace is compared once with the step itself, and what was compiled with the trace.
 
     Returns:
         A `Step`, or a decorator that makes one.

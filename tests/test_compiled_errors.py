@@ -85,6 +85,49 @@ def test_a_program_that_computes_something_else_is_found(monkeypatch: pytest.Mon
     assert "output['n']" not in str(caught.value)
 
 
+def without_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on the compiler loses every fused optimizer."""
+    declare = program.declare
+
+    def corrupt(graph: torch.fx.Graph, multiply: bool) -> None:
+        declare(graph, multiply)
+        for node in list(graph.nodes):
+            if "fused_adamw" in str(node.target):
+                graph.erase_node(node)
+
+    monkeypatch.setattr(program, "declare", corrupt)
+
+
+def test_a_lost_update_is_found_where_rounding_decides_on_signs(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The bias before a normalisation has a gradient of rounding alone, of which Adam makes a step to either side.
+    torch.manual_seed(0)
+    layers = [torch.nn.Conv2d(1, 3, 3), torch.nn.BatchNorm2d(3, track_running_stats=False), torch.nn.Flatten()]
+    apply, params, buffers = fdp.from_module(torch.nn.Sequential(*layers))
+    optimizer = fdp.optim.from_torch(torch.optim.AdamW, lr=0.01, fused=True)
+
+    def step(state: Any, batch: torch.Tensor) -> Any:
+        grads = fdp.grad(lambda p: apply(p, buffers, batch)[0].sin().square().mean())(state["params"])
+        params, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": params, "opt": opt}
+
+    state, batch = {"params": params, "opt": optimizer.init(params)}, torch.randn(4, 1, 6, 6)
+    fdp.data_parallel(step, compile=True)(state, batch)
+    without_updates(monkeypatch)
+    with pytest.raises(fdp.CompileError, match="does not compute what its operators compute") as caught:
+        fdp.data_parallel(step, compile=True)(state, batch)
+    assert "output['params']['0.weight']" in str(caught.value)
+
+
+def test_a_wrong_program_is_found_behind_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    corrupted(monkeypatch)
+
+    def step(state: Tree, batch: torch.Tensor) -> Any:
+        return fdp.per_rank({"w": torch.nn.functional.dropout(state["w"], 0.5).cos()})
+
+    with pytest.raises(fdp.CompileError, match=r"output\['w'\]: \[3, 2\] torch.float32 differs by"):
+        fdp.data_parallel(step, compile=True)(new_state(), torch.ones(1))
+
+
 def test_check_trace_is_what_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     corrupted(monkeypatch)
     state = new_state()

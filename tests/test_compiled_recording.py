@@ -91,20 +91,32 @@ def test_what_a_replay_returns_is_not_overwritten_by_the_next(recording: Recordi
     assert torch.equal(one, kept)
 
 
-def test_state_in_another_place_is_recorded_anew(recording: Recording) -> None:
-    run(recording, torch.zeros(3), torch.zeros(3), 4)
-    run(recording, torch.ones(3), torch.zeros(3), 4)
-    assert len(Tape.made) == 2
+def test_state_in_another_place_runs_without_the_graph(recording: Recording) -> None:
+    state, slot = torch.zeros(3), torch.zeros(3)
+    run(recording, state, slot, 4)
+    with pytest.warns(UserWarning, match="its donated state is in another place than when it was recorded, so it runs"):
+        run(recording, torch.ones(3), slot, 2)
+    run(recording, state, slot, 2)
+    (tape,) = Tape.made
+    assert tape.replays == 4
 
 
 def test_state_that_moves_at_every_call_is_not_recorded(recording: Recording) -> None:
     slot, kept = torch.zeros(3), [torch.zeros(3) for _ in range(6)]
-    with pytest.warns(UserWarning, match="its donated state was in another place at 4 calls. Pass the state that"):
+    with pytest.warns(UserWarning, match="its donated state was in another place at each call; pass the state that"):
         for state in kept:
             recording([state, torch.ones(3), slot])
-    assert Tape.made == []
     run(recording, torch.zeros(3), slot, 4)
     assert Tape.made == []
+
+
+@pytest.mark.parametrize("answers", [[False], [True, False]])
+def test_no_rank_records_unless_all_do(recording: Recording, answers: list[bool]) -> None:
+    left = list(answers)
+    recording._all_say = lambda yes: left.pop(0) and yes
+    with pytest.warns(UserWarning, match="another rank could not" if len(answers) > 1 else "in another place"):
+        run(recording, torch.zeros(3), torch.zeros(3), 6)
+    assert [tape.replays for tape in Tape.made] == [0] * (len(answers) - 1)
 
 
 def test_a_program_that_is_not_armed_runs_as_it_is(recording: Recording) -> None:

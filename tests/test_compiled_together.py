@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -70,6 +71,54 @@ def one_fails() -> tuple[str, str, float]:
     return type(caught.value).__name__, str(caught.value), time.monotonic() - begun
 
 
+def one_fails_at_first() -> torch.Tensor:
+    """Both call again after rank 1 could not compile."""
+    left = ["no disk space left"]
+
+    def fail_once() -> None:
+        if left:
+            raise fdp.CompileError(left.pop())
+
+    from fdp import transform
+
+    kept = transform.Emitted
+    meanwhile(fail_once)
+    try:
+        called = fdp.data_parallel(step, compile=True)
+        arguments = torch.ones(3, 2), torch.ones(4, 3) * (1 + dist.get_rank())
+        with pytest.raises(fdp.FdpError):
+            called(*arguments)
+        return called(*arguments)
+    finally:
+        transform.Emitted = kept  # type: ignore[misc]
+
+
+def one_does_not_compile() -> tuple[str, str]:
+    called = fdp.data_parallel(step, compile=dist.get_rank() == 0)
+    with pytest.raises(fdp.FdpError) as caught:
+        called(torch.ones(3, 2), torch.ones(4, 3))
+    return type(caught.value).__name__, str(caught.value)
+
+
+def two_threads() -> list[torch.Tensor]:
+    """Each thread has a group and a step of its own; ranks come to them in another order."""
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    results: dict[int, torch.Tensor] = {}
+
+    def train(number: int) -> None:
+        called = fdp.data_parallel(step, compile=True, group=groups[number])
+        results[number] = called(torch.ones(3, 2), torch.ones(4, 3) * (1 + dist.get_rank()))
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(2)]
+    order = threads if dist.get_rank() == 0 else threads[::-1]
+    for thread in order:
+        thread.start()
+        time.sleep(0.5)  # so that each rank is preparing another step first
+    for thread in threads:
+        thread.join(60)
+    return [results[number] for number in range(2)]
+
+
 def one_is_killed() -> tuple[str, str, float]:
     meanwhile(lambda: os.kill(os.getpid(), signal.SIGKILL))
     begun = time.monotonic()
@@ -96,6 +145,22 @@ def test_a_rank_that_fails_to_compile_is_named_by_the_others() -> None:
     assert "rank 1: CompileError: no compiler here." in message
     assert "'step'" in message and "compile=False" in message.splitlines()[-1]
     assert waited_s < 50
+
+
+def test_ranks_that_try_again_do_it_together() -> None:
+    first, second = ranks.run(2, one_fails_at_first)
+    assert torch.equal(first, second)
+
+
+def test_ranks_that_compile_otherwise_are_told() -> None:
+    for name, message in ranks.run(2, one_does_not_compile):
+        assert name == "AgreementError"
+        assert "rank 0: compiled with Options(" in message and "rank 1: nothing of the kind" in message
+
+
+def test_threads_that_prepare_steps_of_two_groups_do_not_wait_for_each_other() -> None:
+    for one, two in zip(*ranks.run(2, two_threads), strict=True):
+        assert torch.equal(one, two)
 
 
 def test_a_rank_that_is_killed_while_it_compiles_is_missed() -> None:

@@ -31,9 +31,9 @@ def timeout_s() -> float:
     return float(os.environ.get("FDP_AGREE_TIMEOUT_S", _DEFAULT_TIMEOUT_S))
 
 
-def schedule_text(plan: Plan) -> str:
-    """Everything about a plan that must be equal on all ranks."""
-    lines = [f"step {plan.trace.name}"]
+def schedule_text(plan: Plan, how: str = "") -> str:
+    """Everything about a plan, and about how it is compiled if it is, that must be equal on all ranks."""
+    lines = [f"step {plan.trace.name}", *([f"compiled with {how}"] if how else [])]
     lines += [
         f"state {item.name} {list(item.shape)} {item.dtype}" for item in plan.trace.inputs if item.role == "state"
     ]
@@ -48,12 +48,12 @@ def schedule_text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def digest(plan: Plan) -> str:
+def digest(plan: Plan, how: str = "") -> str:
     """A short name for a schedule: plans with one name need not be compared again."""
-    return hashlib.sha256(schedule_text(plan).encode()).hexdigest()
+    return hashlib.sha256(schedule_text(plan, how).encode()).hexdigest()
 
 
-def agree(plan: Plan, group: Group, tensors: Sequence[torch.Tensor], compare_state: bool) -> None:
+def agree(plan: Plan, group: Group, tensors: Sequence[torch.Tensor], compare_state: bool, how: str = "") -> None:
     """Compare a plan, and the state that it starts from, with those of the other ranks.
 
     Args:
@@ -61,13 +61,14 @@ def agree(plan: Plan, group: Group, tensors: Sequence[torch.Tensor], compare_sta
         group: the ranks.
         tensors: the inputs of the call, in the order of `Trace.inputs`.
         compare_state: whether replicated inputs and closed-over tensors are compared bit for bit.
+        how: how it is compiled, as text; empty if it is not.
 
     Raises:
         AgreementError: schedules differ, another rank could not make its plan, or one did not come in time.
         ReplicationError: ranks start from different values of what should be replicated.
     """
     marks = _marks(plan, tensors) if compare_state else {}
-    own = {"schedule": schedule_text(plan), "marks": marks}
+    own = {"schedule": schedule_text(plan, how), "marks": marks}
     found = _exchange(group, own, plan.trace.name)
     name = plan.trace.name
     for rank, other in enumerate(found):
@@ -169,7 +170,7 @@ def _disagreement(name: str, rank: int, difference: list[str]) -> AgreementError
             f"ranks 0 and {rank} have different communication schedules for step {name!r}. The first difference:",
             difference,
             remedy="call the step with state of the same structure, shapes and dtypes on every rank, under "
-            "the same static arguments and bucket_cap_mb.",
+            "the same static arguments, bucket_cap_mb and compile.",
         )
     )
 

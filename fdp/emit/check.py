@@ -220,12 +220,10 @@ def differences(
     expected: Iterable[Any],
     again: Iterable[Any] | None = None,
     share: float = 1.0,
-    factor: float = 10.0,
-    most: float = 1e-2,
 ) -> list[str]:
     """Name the outputs that differ by more than a share of the usual tolerance, or than the step from itself.
 
-    The difference from itself excuses one that is larger by `factor`, up to a share `most` of the largest value.
+    The difference from itself excuses one that is ten times as large, up to a hundredth of the largest value.
     """
     offenders = []
     repeated = itertools.repeat(None) if again is None else again
@@ -238,11 +236,16 @@ def differences(
             offenders.append(f"{name}: {_kind(one)} in the trace, {_kind(two)} by itself")
             continue
         gap, scale = _gap(one, two)
-        noise = 0.0 if three is None else min(factor * _gap(two, three)[0], most * scale)
-        tolerance = _RELATIVE.get(two.dtype, _RELATIVE_NARROW if two.is_floating_point() else 0.0) * scale
+        noise = 0.0 if three is None else min(10 * _gap(two, three)[0], 1e-2 * scale)
+        tolerance = relative_tolerance(two.dtype) * scale
         if not gap <= max(share * tolerance, noise):
             offenders.append(f"{name}: {_kind(two)} differs by {gap:.3g}, where the largest value is {scale:.3g}")
     return offenders
+
+
+def relative_tolerance(dtype: torch.dtype) -> float:
+    """By what share of its largest value a result may differ."""
+    return _RELATIVE.get(dtype, _RELATIVE_NARROW if dtype.is_floating_point else 0.0)
 
 
 def _gap(one: torch.Tensor, two: torch.Tensor) -> tuple[float, float]:

@@ -64,10 +64,10 @@ class Emitted:
             )
         self.plan, self.group = plan, group
         self._agreed: set[tuple[str, Group]] = set() if agreed is None else agreed
-        self._digest = digest(plan)
         self._compare_state = compare_state
         self._communicates = group.size > 1
         self.options = None if options is None else options.settled(_devices(plan))
+        self._digest = digest(plan, self._how(None))
         if self.options is None:
             self._program = write_program(plan, group.rank, self._communicates)
         else:
@@ -165,17 +165,34 @@ class Emitted:
         if self._program.recording is not None:
             self._program.recording.armed = True
 
-    def agree(self, tensors: list[torch.Tensor]) -> bool:
+    def agree(self, tensors: list[torch.Tensor], options: Options | None = None) -> bool:
         """Compare the schedule, and the state that it starts from, with those of the other ranks.
+
+        Args:
+            tensors: the inputs of the call.
+            options: how it is about to be compiled, if it is.
 
         Returns:
             Whether there was something to compare: the schedule had not been agreed on before.
         """
-        if not self._communicates or (self._digest, self.group) in self._agreed:
+        if not self._communicates or (key := self._agreement(options)) in self._agreed:
             return False
-        agree(self.plan, self.group, tensors, self._compare_state)
-        self._agreed.add((self._digest, self.group))
+        agree(self.plan, self.group, tensors, self._compare_state, self._how(options))
+        self._agreed.add(key)
         return True
+
+    def disagree(self, options: Options | None = None) -> None:
+        """Forget that ranks agreed, so that they do it again: something came between."""
+        self._agreed.discard(self._agreement(options))
+
+    def _how(self, options: Options | None) -> str:
+        settled = self.options if options is None else options.settled(_devices(self.plan))
+        return "" if settled is None else str(settled)
+
+    def _agreement(self, options: Options | None) -> tuple[str, Group]:
+        if options is None:
+            return self._digest, self.group
+        return digest(self.plan, self._how(options)), self.group
 
     def rehearse(self, tensors: list[torch.Tensor]) -> Any:
         """Run the step on this rank alone, as if every other rank held what this one holds; nothing is sent."""

@@ -105,7 +105,8 @@ class Plan:
         Args:
             group: the ranks to run on, as for `data_parallel`; None for the default process group. It must have
                 as many ranks as the step was traced for.
-            compile: as for `data_parallel`.
+            compile: as for `data_parallel`. What is compiled here is not compared with anything, and other ranks do
+                not wait for it: their first call may.
 
         Returns:
             A function of the step's arguments; its attribute `source` is the program that it runs.

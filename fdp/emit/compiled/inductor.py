@@ -14,6 +14,9 @@ What is relied on (torch 2.11 to 2.13):
   `V.graph.mark_buffer_mutated(name)`: lets all that reads a buffer, and has only been noted down, come before.
 - `torch._inductor.config`: names, types and values of settings; `config.patch`.
 - `CompiledFxGraph._boxed_call`, `CompiledFxGraph.source_code`: that it takes one list, and its text.
+- `meta["user_visible_output_idxs"]` of the output, `meta["eager_input_vals"]` of an operator (set in `barriers`): whose
+  strides are to be what they are in the graph. That copies which change nothing are taken for their originals: `passes`
+  lists the operators.
 
 Where another torch has none of that, or other arguments to it, `Unusable` is raised, and the step is compiled by
 `torch._inductor.compile`, which is public (see `public`).
@@ -25,9 +28,10 @@ import functools
 import hashlib
 import inspect
 import pathlib
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,9 +46,13 @@ KEPT: Mapping[str, Any] = {
     "reorder_for_peak_memory": False,
     "reorder_for_locality": False,
     "reorder_for_compute_comm_overlap": False,
-    # Others put all-reduces together by a plan of their own.
+    # Others put messages together by a plan of their own.
     "bucket_all_reduces_fx": "none",
+    "bucket_all_gathers_fx": "none",
+    "bucket_reduce_scatters_fx": "none",
     "_fuse_ddp_communication": False,
+    # Puts loops that have nothing to do with each other into one kernel: updates of one bucket into the next one's.
+    "combo_kernels": False,
 }
 """Settings that keep the plan; a user cannot change them."""
 
@@ -81,22 +89,6 @@ def modes() -> dict[str, dict[str, Any]]:
     return dict(list_mode_options())
 
 
-def asked_of_inductor(get_config: Any) -> Any:
-    """The settings that a function under `torch.compile` was to be compiled with, None for another backend.
-
-    Args:
-        get_config: its attribute `get_compiler_config`, None if it has none. With fullgraph=True that gives None as
-            well; then the backend has the settings, which is found behind the context that it is a function of.
-    """
-    wanted = None if get_config is None else get_config()
-    if wanted is not None or get_config is None:
-        return wanted
-    found: Any = getattr(inspect.getclosurevars(get_config).nonlocals.get("self"), "callback", None)
-    while hasattr(found, "_torchdynamo_orig_backend"):
-        found = found._torchdynamo_orig_backend
-    return found.get_compiler_config() if hasattr(found, "get_compiler_config") else None
-
-
 def decompositions(settings: Settings) -> Mapping[Any, Callable[..., Any]]:
     """How operators are taken apart before inductor sees them."""
     with _as_expected():
@@ -110,13 +102,16 @@ def decompositions(settings: Settings) -> Mapping[Any, Callable[..., Any]]:
             return dict(select_decomp_table())
 
 
+_lowering = threading.RLock()
+"""Held while inductor is at work: its settings, and how it lowers operators, hold for the whole process."""
+
+
 class Unusable(Exception):
     """The private parts of inductor are not what this file takes them for."""
 
 
 @contextmanager
 def _as_expected() -> Iterator[None]:
-    # Inductor wraps what goes wrong with an operator in an error of its own.
     try:
         yield
     except (ImportError, AttributeError, TypeError) as error:
@@ -155,36 +150,37 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
         CompileError: inductor cannot compile it; names the operator.
         Unusable: this is another inductor.
     """
-    with _as_expected():
-        from torch._guards import TracingContext, tracing
-        from torch._inductor import compile_fx, config
-        from torch._inductor.virtualized import V
+    examples = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+    with _lowering, ExitStack() as stack:
+        with _as_expected():
+            from torch._guards import TracingContext, tracing
+            from torch._inductor import compile_fx, config
+            from torch._inductor.virtualized import V
 
-        examples = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
-        mode = examples[0].fake_mode
-        output: Any = graph.graph.output_node()
-        # Results keep the strides that the step gives them; values inside may have others.
-        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-        tag = f"{torch.compiler.config.cache_key_tag} fdp {_own_version()}"
-        with (
-            config.patch(_patches(settings)),
-            torch.compiler.config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
-            V.set_fake_mode(mode),
-            V.set_choices_handler(_keeping(V.choices)),
-            tracing(TracingContext(mode)),
-            torch.no_grad(),
-        ):
-            try:
-                _let_readers_come_first()
-                graph = compile_fx._recursive_joint_graph_passes(graph)
-                compiled: Any = compile_fx.compile_fx_inner(graph, examples, is_inference=True)
-            except (FdpError, ImportError, AttributeError, TypeError):
-                raise
-            except Exception as error:
-                raise refusal(name, error) from error
-    if not getattr(compiled, "_boxed_call", False):
-        raise Unusable("what compile_fx_inner returns does not take one list of inputs")
-    return Lowered(compiled, str(getattr(compiled, "source_code", "")))
+            mode = examples[0].fake_mode
+            output: Any = graph.graph.output_node()
+            # Results keep the strides that the step gives them; values inside may have others.
+            output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+            tag = f"{torch.compiler.config.cache_key_tag} fdp {_own_version()}"
+            stack.enter_context(config.patch(_patches(settings)))
+            stack.enter_context(torch.compiler.config.patch(cache_key_tag=tag))  # type: ignore[attr-defined]
+            stack.enter_context(V.set_fake_mode(mode))
+            stack.enter_context(V.set_choices_handler(_keeping(V.choices)))
+            stack.enter_context(tracing(TracingContext(mode)))
+            stack.enter_context(torch.no_grad())
+            _let_readers_come_first()
+            prepare, compile_inner = compile_fx._recursive_joint_graph_passes, compile_fx.compile_fx_inner
+            inspect.signature(prepare).bind(graph)
+            inspect.signature(compile_inner).bind(graph, examples, is_inference=True)
+        try:
+            compiled: Any = compile_inner(prepare(graph), examples, is_inference=True)
+        except FdpError:
+            raise
+        except Exception as error:
+            raise refusal(name, error) from error
+    if not getattr(compiled, "_boxed_call", False) or not hasattr(compiled, "source_code"):
+        raise Unusable("what compile_fx_inner returns does not take one list of inputs, or has no text")
+    return Lowered(compiled, str(compiled.source_code))
 
 
 def lower_publicly(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
@@ -273,6 +269,10 @@ def _messages(scheduler: Any) -> list[int]:
     )
 
 
+_comes_last: set[Any] = set()
+"""Operators that inductor lowers behind all that reads what they change."""
+
+
 def _let_readers_come_first() -> None:
     """Let inductor compute what reads the old value of a tensor before the operator that changes it.
 
@@ -297,9 +297,10 @@ def _let_readers_come_first() -> None:
         return lower_changing
 
     for operator in CHANGING:
-        if operator not in lowering.lowerings:
+        if operator not in _comes_last:
             lowering.make_fallback(operator, warn=False)
             lowering.lowerings[operator] = lowered(operator, lowering.lowerings[operator])
+            _comes_last.add(operator)
 
 
 def refusal(name: str, error: Exception) -> CompileError:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from fdp.emit.compiled.inductor import KEPT, asked_of_inductor, modes, settings_now, type_of
+from fdp.dynamo import taken_apart
+from fdp.emit.compiled.inductor import KEPT, modes, settings_now, type_of
 from fdp.errors import ArgumentError, build_message
 
 _NOT_FOR_STEPS: Mapping[str, str] = {
@@ -135,8 +136,6 @@ def _check(name: str, value: Any) -> None:
 def unwrap_compiled(step_fn: Any) -> tuple[Any, Any]:
     """Take what `torch.compile` made of a function apart.
 
-    (`_torchdynamo_orig_callable` is the function, `_is_torch_compile` says that it was not merely disabled.)
-
     Args:
         step_fn: perhaps the result of `torch.compile`.
 
@@ -146,10 +145,10 @@ def unwrap_compiled(step_fn: Any) -> tuple[Any, Any]:
     Raises:
         ArgumentError: it was to be compiled by another backend.
     """
-    inner = getattr(step_fn, "_torchdynamo_orig_callable", None)
-    if inner is None or not getattr(step_fn, "_is_torch_compile", True):
+    parts = taken_apart(step_fn)
+    if parts is None:
         return step_fn, None
-    wanted = asked_of_inductor(getattr(step_fn, "get_compiler_config", None))
+    inner, wanted = parts
     if wanted is None:
         raise ArgumentError(
             build_message(

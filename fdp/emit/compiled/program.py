@@ -21,7 +21,7 @@ from fdp.emit.layout import Layout, Lifetime, lay_out
 from fdp.emit.places import Place, gathered_at_bytes, is_scaled, slot_name
 from fdp.emit.program import Program
 from fdp.emit.views import redundant_views
-from fdp.group import Group
+from fdp.group import Group, all_say
 from fdp.plan import Bucket, Plan
 from fdp.trace.effects import effects_of, is_marker
 
@@ -70,8 +70,11 @@ def compile_program(plan: Plan, group: Group, communicates: bool, options: Optio
     function, recording = lowered.function, None
     if records:
         donated = frozenset(index for index, item in enumerate(trace.inputs) if item.donated)
-        draws = any(effects_of(node).random for node in graph.nodes)
-        recording = function = Recording(trace.name, function, len(trace.inputs), donated, compares=not draws)
+        # What draws random numbers draws others the second time; what sends messages would send them twice.
+        compares = not markers and not any(effects_of(node).random for node in graph.nodes)
+        recording = function = Recording(
+            trace.name, function, len(trace.inputs), donated, compares, lambda yes: all_say(group, yes)
+        )
     namespace: dict[str, Any] = {"compiled": function, "constants": held, "running": running}
     exec(compile(source, f"<fdp step {trace.name}>", "exec"), namespace)
     scaled = frozenset(b.index for b in plan.buckets if b.index in markers and is_scaled(b, trace.world_size))

@@ -5,8 +5,7 @@ A recording holds addresses, not values. So donated state has to stay where it i
 state that goes in is the one that came out; everything else is copied to a place of its own first, and what the step
 returns is copied out.
 
-References: PyTorch documentation, CUDA semantics, "CUDA Graphs"; Li et al., PyTorch Distributed (VLDB 2020) has no such
-mode: DDP's hooks run on the host.
+References: PyTorch documentation, CUDA semantics, "CUDA Graphs".
 """
 
 from __future__ import annotations
@@ -22,9 +21,6 @@ from fdp.plan import Plan
 
 _WARM_UP = 2
 """Calls that run as they are before one is recorded: kernels are loaded, and memory pools filled."""
-
-_MOST_MOVES = 3
-"""A step whose state was in so many other places is not recorded any more."""
 
 
 class Graph(Protocol):
@@ -55,12 +51,17 @@ class CudaGraph:
 class Recording:
     """A compiled program that is recorded and replayed; it is called like the program.
 
+    All ranks record at the same call or none does: ranks that replay and ranks that run plainly send the same messages,
+    but whether to record is found out together.
+
     Args:
         name: the user's function, for messages.
         function: takes one list of inputs, empties it, and returns a sequence of tensors.
         own: how many inputs are the step's; those behind them (constants, slots) are the program's.
         donated: positions of inputs that the step writes new values into.
-        compares: whether the first replay is compared with a plain run.
+        compares: whether the first replay is compared with a plain run; not where the step sends messages, which it
+            would send twice.
+        all_say: asks all ranks for a yes or no, and says whether all said yes.
         graph: makes what records.
     """
 
@@ -71,68 +72,70 @@ class Recording:
         own: int,
         donated: frozenset[int],
         compares: bool,
+        all_say: Callable[[bool], bool] = bool,
         graph: Callable[[], Graph] = CudaGraph,
     ) -> None:
         self.armed = False
         self._name, self._function, self._own, self._donated = name, function, own, donated
-        self._compares, self._make = compares, graph
+        self._compares, self._all_say, self._make = compares, all_say, graph
         self._graph: Graph | None = None
         self._inputs: list[torch.Tensor] = []
         self._outputs: Sequence[torch.Tensor] = ()
         self._where: tuple[int, ...] = ()
-        self._calls = self._moves = 0
+        self._calls = 0
+        self._told = False
 
     def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run the program: plainly until it is armed and warm, then by replay."""
         if not self.armed:
             return self._function(inputs)
         where = tuple(x.data_ptr() for index, x in enumerate(inputs) if self._stays(index))
-        if where != self._where:
-            self._forget(where)
-            if not self.armed:
-                return self._function(inputs)
+        if self._graph is not None:
+            if where == self._where:
+                return self._replay(inputs)
+            if not self._told:
+                self._told = True
+                self._warn("is in another place than when it was recorded, so it runs without; pass the state that the "
+                           "step returned")  # fmt: skip
+            return self._function(inputs)
         self._calls += 1
         if self._calls <= _WARM_UP:
+            self._where = where
             return self._function(inputs)
-        if self._graph is None:
-            return self._record(inputs)
-        self._fill(inputs)
-        inputs.clear()
-        self._graph.replay()
-        return [output.clone() for output in self._outputs]
+        if not self._all_say(where == self._where):
+            self.armed = False
+            self._warn("was in another place at each call; pass the state that the step returned")
+            return self._function(inputs)
+        return self._record(inputs)
+
+    def _warn(self, what: str) -> None:
+        warnings.warn(f"fdp: step {self._name!r} is not run as a CUDA graph: its donated state {what}.", stacklevel=3)
 
     def _stays(self, index: int) -> bool:
         return index >= self._own or index in self._donated
 
-    def _fill(self, inputs: Sequence[torch.Tensor]) -> None:
+    def _replay(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        assert self._graph is not None
         for index in range(self._own):
             if index not in self._donated:
                 self._inputs[index].copy_(inputs[index])
-
-    def _forget(self, where: tuple[int, ...]) -> None:
-        """The state is somewhere else than at the last call: what was recorded for the old place is worth nothing."""
-        self._moves += bool(self._where)
-        self._where, self._graph, self._calls = where, None, 0
-        self._inputs, self._outputs = [], ()
-        if self._moves > _MOST_MOVES:
-            self.armed = False
-            warnings.warn(
-                f"fdp: step {self._name!r} is not recorded as a CUDA graph any more: its donated state was in another "
-                f"place at {self._moves} calls. Pass the state that the step returned.",
-                stacklevel=2,
-            )
+        inputs.clear()
+        self._graph.replay()
+        return [output.clone() for output in self._outputs]
 
     def _record(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         self._inputs = [x if self._stays(index) else x.clone() for index, x in enumerate(inputs)]
         before = [x.clone() for x in inputs[: self._own]] if self._compares else []
-        graph = self._make()
+        graph, why = self._make(), ""
         try:
             self._outputs = graph.record(lambda: self._function(list(self._inputs)))
         except RuntimeError as error:
-            self.armed, self._inputs = False, []
+            why = str(error).splitlines()[0]
+        if not self._all_say(not why):
+            self.armed, self._inputs, self._outputs = False, [], ()
             warnings.warn(
                 f"fdp: step {self._name!r} could not be recorded as a CUDA graph and runs without: "
-                f"{str(error).splitlines()[0]}",
+                f"{why or 'another rank could not'}",
                 stacklevel=2,
             )
             return self._function(inputs)

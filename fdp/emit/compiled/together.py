@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from datetime import timedelta
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -19,11 +19,14 @@ from rich.console import Console
 
 from fdp.emit.agreement import timeout_s
 from fdp.errors import AgreementError, PeerError, build_message
-from fdp.group import Group, next_turn
+from fdp.group import Group, next_turn, wait_for_keys
 
 _BEAT_S = 1.0
 _PATIENCE_S = 60.0
 """A rank that has given no sign for so long (or for the time limit of an agreement, if that is shorter) is gone."""
+
+_LONG_S = 300.0
+"""After so long a rank that waits for others says so."""
 
 _Result = TypeVar("_Result")
 
@@ -56,7 +59,8 @@ def compile_together(
         with _signs_of_life(store, f"{turn}/alive/{group.rank}"), _progress(name, group):
             result = compile()
     except Exception as error:
-        store.set(f"{turn}/ready/{group.rank}", f"failed\n{type(error).__name__}: {error}")
+        with suppress(RuntimeError, dist.DistError):  # the error that is being announced is the one to report
+            store.set(f"{turn}/ready/{group.rank}", f"failed\n{type(error).__name__}: {error}")
         raise
     store.set(f"{turn}/ready/{group.rank}", f"ready\n{entry(result)}")
     _wait_for_others(name, group, store, turn)
@@ -81,26 +85,30 @@ def _signs_of_life(store: Any, key: str) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        thread.join()
+        thread.join(_BEAT_S)  # it may be waiting for the store; it ends with the process at the latest
 
 
 def _wait_for_others(name: str, group: Group, store: Any, turn: str) -> None:
     patience_s = min(_PATIENCE_S, timeout_s())
+    begun, warned = time.monotonic(), False
     seen: dict[int, tuple[int, float]] = {}
     missing = [rank for rank in range(group.size) if rank != group.rank]
     try:
         while missing:
-            try:
-                store.wait([f"{turn}/ready/{rank}" for rank in missing], timedelta(seconds=min(_BEAT_S, patience_s)))
-            except (RuntimeError, dist.DistError) as error:
-                if "timeout" not in str(error).lower():
-                    raise
+            wait_for_keys(store, [f"{turn}/ready/{rank}" for rank in missing], min(_BEAT_S, patience_s))
             missing = [rank for rank in missing if not store.check([f"{turn}/ready/{rank}"])]
             now = time.monotonic()
             for rank in missing:
                 count = store.add(f"{turn}/alive/{rank}", 0)
                 if rank not in seen or seen[rank][0] != count:
                     seen[rank] = (count, now)
+            if now - begun > _LONG_S and missing and not warned:
+                warned = True
+                warnings.warn(
+                    f"fdp: step {name!r} is compiled on rank {group.rank}, which has waited {_LONG_S:g} s for ranks "
+                    f"{missing}; they are still compiling it.",
+                    stacklevel=2,
+                )
             gone = [rank for rank in missing if now - seen[rank][1] > patience_s]
             if gone:
                 raise PeerError(
