@@ -295,6 +295,9 @@ class Step:
                 made = Emitted(emitted.plan, emitted.group, self._agreed, self._check_replication, self._options)
                 if self._check_trace:
                     check_compiled(made, emitted, tensors)
+                    # What they shared was large enough for the other one, whose values all have places in it.
+                    emitted.leave_memory()
+                    made.leave_memory()
             made.arm()
             return made
 

@@ -243,6 +243,10 @@ class Emitted:
             self._arena, self._blocks = arena, blocks
             arena.tenants.add(self)
 
+    def leave_memory(self) -> None:
+        """Let go of the memory of the last call; the next call takes what it needs."""
+        self.leave(self._arena)
+
     def leave(self, arena: Arena | None) -> None:
         """Let go of an arena, if it is the one that the last call used; the next call takes one again."""
         with moving:
