@@ -235,10 +235,3 @@ def test_a_front_end_through_dynamo_is_refused_with_the_reason(fullgraph: bool) 
         front(torch.ones(2), torch.ones(2))
     assert "fdp has no front end through Dynamo. A captured graph does not say which inputs differ" in str(caught.value)
     assert "fdp.data_parallel(step, compile=True)" in str(caught.value)
-
-
-def test_objects_that_are_optimizers_are_refused_by_torch_itself() -> None:
-    module = torch.nn.Linear(2, 2)
-    for thing in (torch.optim.AdamW(module.parameters()), fdp.optim.from_torch(torch.optim.AdamW, lr=0.1)):
-        with pytest.raises(AssertionError, match="A callable function is expected"):
-            torch.compile(thing)
