@@ -22,6 +22,9 @@ _SHAKES = 2
 _SHARE = 0.02
 """So much of its change a result may miss: rounding turns a comparison here and there, and what depends on it."""
 
+_SHARE_OF_SIGNS = 0.3
+"""Likewise where nothing but signs is left of gradients."""
+
 _MUCH = 1e3
 """Where rounding alone changes a result by a tenth, fused arithmetic may by so much more: nothing in it is more than
 rounding, as in the moments of a gradient that is zero; long sums round by more, and second moments square it."""
@@ -136,11 +139,17 @@ def _is_rounding(
         return False
     two = expected[finite].double()
     change = two if before is None else two - before.detach()[finite].double()
-    size = float(change.norm())
+    size, count = float(change.norm()), change.numel()
+    if not count:
+        return True
+    share = _SHARE
+    if float(change.abs().max()) <= 2 * size / math.sqrt(count):
+        # All elements change by about as much, as by Adam at first: of a gradient it leaves the sign. Of one in fifty,
+        # or of one at least, rounding may turn it.
+        share = max(_SHARE_OF_SIGNS, 2 * math.sqrt(math.ceil(count / 50) / count))
     noise = max(float((other[finite].double() - two).nan_to_num(math.inf).norm()) for other in shaken)
-    return float((found[finite].double() - two).norm()) <= max(
-        _SHARE * size, _MUCH * noise if noise > size / 10 else 3 * noise
-    )
+    excused = _MUCH * noise if noise > size / 10 else 3 * noise
+    return float((found[finite].double() - two).norm()) <= max(share * size, excused)
 
 
 def _shaken(tensor: torch.Tensor, seed: int) -> torch.Tensor:
