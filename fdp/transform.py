@@ -270,12 +270,12 @@ class Step:
             if self._check_trace:
                 with _one_at_a_time:
                     check_emitted(emitted, self._step, flat, roles)
-            if self._options is not None:
-                emitted = self._compile(emitted, flat)
         except Exception as error:
             if group.size > 1 and not self._prepared:
                 announce_failure(group, error)
             raise
+        if self._options is not None:
+            emitted = self._compile(emitted, flat)  # from here on ranks hear of each other's failures
         self._prepared += 1
         if self._prepared == _RETRACE_WARNING and self._previous is not None:
             warnings.warn(

@@ -346,7 +346,7 @@ class _Author:
                 "torch.rand_like({})",
                 "F.dropout({}, 0.5)",
                 "{} + torch.randn({}.shape)",
-                "torch.bernoulli({}.sigmoid())",
+                "torch.bernoulli({}.sigmoid().nan_to_num(0.5))",
                 "{}.clone().uniform_()",
             ]
         )
