@@ -184,8 +184,8 @@ def _write_operator(writer: Writer, node: fx.Node, lanes: list[int]) -> None:
     """Call an operator that takes new memory for its results, if it needs any."""
     uses: set[str] = set()
     target: Any = node.target
-    split = bool(lanes) and len(lanes) < _lane_count(node)
-    args, kwargs = _arguments_of(node, lanes) if split else (list(node.args), dict(node.kwargs))
+    split = bool(lanes) and len(lanes) < lane_count(node)
+    args, kwargs = arguments_of(node, lanes) if split else (list(node.args), dict(node.kwargs))
     if (shorter := counted_up(target, args, kwargs)) is not None:
         target, args, kwargs = shorter
     parts = [literal(writer, value, uses) for value in args]
@@ -205,7 +205,7 @@ def _write_operator(writer: Writer, node: fx.Node, lanes: list[int]) -> None:
         emit(writer, call, uses, node)
 
 
-def _arguments_of(node: fx.Node, lanes: list[int]) -> tuple[list[Any], dict[str, Any]]:
+def arguments_of(node: fx.Node, lanes: list[int]) -> tuple[list[Any], dict[str, Any]]:
     """The arguments of a call, of their lists only some lanes."""
     args, kwargs = list(node.args), dict(node.kwargs)
     for argument, value in list_arguments(node):
@@ -315,7 +315,8 @@ def _replaceable(writer: Writer, node: fx.Node) -> tuple[str, ...]:
     return tuple(same)
 
 
-def _lane_count(node: fx.Node) -> int:
+def lane_count(node: fx.Node) -> int:
+    """How many lanes a call has."""
     return max(len(value) for _, value in list_arguments(node))
 
 

@@ -18,10 +18,11 @@ from fdp.emit.accesses import Accesses
 from fdp.emit.compiled.barriers import FUSED, copy_into, start, wait
 from fdp.emit.donation import Placement
 from fdp.emit.places import Place, is_scaled, slot_name
+from fdp.emit.program import arguments_of, lane_count
 from fdp.errors import CompileError, FdpError, build_message
 from fdp.plan import Plan, Run, Start
 from fdp.trace import Geometry, capture_functional
-from fdp.trace.effects import effects_of, is_marker, lanes_of, list_arguments, storages_of
+from fdp.trace.effects import effects_of, is_marker, lanes_of, storages_of
 
 _aten = torch.ops.aten
 
@@ -140,16 +141,8 @@ class _Lowering:
         if is_marker(node, "axis_index"):
             self.values[node] = self.values[node].clone()
             return
-        args, kwargs = list(node.args), dict(node.kwargs)
-        count = max((len(value) for _, value in list_arguments(node)), default=0) if lanes else 0
-        if lanes and len(lanes) < count:
-            for argument, value in list_arguments(node):
-                if value:
-                    chosen = [value[lane] for lane in lanes]
-                    if argument.name in kwargs:
-                        kwargs[argument.name] = chosen
-                    else:
-                        args[[a.name for a in target._schema.arguments].index(argument.name)] = chosen
+        split = bool(lanes) and len(lanes) < lane_count(node)
+        args, kwargs = arguments_of(node, lanes) if split else (list(node.args), dict(node.kwargs))
         args, kwargs = fx.map_arg(args, self._value), fx.map_arg(kwargs, self._value)
         try:
             result = self._run(target, args, kwargs)
@@ -157,7 +150,7 @@ class _Lowering:
             raise
         except Exception as error:
             raise self._refusal(node, error) from error
-        if lanes and len(lanes) < count:
+        if split:
             if isinstance(result, (list, tuple)):
                 self.lanes.update(((node, lane), one) for lane, one in zip(lanes, result, strict=True))
         else:
