@@ -267,7 +267,7 @@ class Step:
             refuse_unhashable(self._name, flat, roles)
             plan = plan_trace(self._trace(flat, roles, group), self._bucket_cap_mb)
             emitted = Emitted(plan, group, self._agreed, self._check_replication)
-            if self._check_trace:
+            if self._check_trace and self._options is None:
                 with _one_at_a_time:
                     check_emitted(emitted, self._step, flat, roles)
         except Exception as error:
@@ -275,7 +275,7 @@ class Step:
                 announce_failure(group, error)
             raise
         if self._options is not None:
-            emitted = self._compile(emitted, flat)  # from here on ranks hear of each other's failures
+            emitted = self._compile(emitted, flat, roles)  # from here on ranks hear of each other's failures
         self._prepared += 1
         if self._prepared == _RETRACE_WARNING and self._previous is not None:
             warnings.warn(
@@ -286,7 +286,7 @@ class Step:
             )
         return emitted
 
-    def _compile(self, emitted: Emitted, flat: Flat) -> Emitted:
+    def _compile(self, emitted: Emitted, flat: Flat, roles: Roles) -> Emitted:
         """Compile what was emitted, on all ranks at once if all of them have to."""
         tensors = [leaf for leaf in flat.leaves if isinstance(leaf, torch.Tensor)]
 
@@ -294,7 +294,7 @@ class Step:
             with _one_at_a_time:
                 made = Emitted(emitted.plan, emitted.group, self._agreed, self._check_replication, self._options)
                 if self._check_trace:
-                    check_compiled(made, emitted, tensors)
+                    check_compiled(made, emitted, self._step, flat, roles)
                     # What they shared was large enough for the other one, whose values all have places in it.
                     emitted.leave_memory()
                     made.leave_memory()
