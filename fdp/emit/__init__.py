@@ -1,6 +1,7 @@
 """`Plan` -> callable: write the program, place its results, agree with the other ranks, run.
 
-accesses, views, donation, constants, forms -> places; bindings, layout, lines -> program; arena, agreement -> emitted;
+accesses, views, donation, constants, forms -> places; bindings, layout, lines -> program; arena, agreement and
+signature -> emitted;
 check; compiled, in place of places and program, for a step that is compiled
 """
 
