@@ -33,6 +33,7 @@ FLOORS = (
     ("trace",),
     ("plan",),
     ("emit",),
+    ("measure",),
     ("transform",),
     ("__init__",),
 )

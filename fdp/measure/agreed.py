@@ -6,13 +6,14 @@ They travel as whole numbers of picoseconds: sums of integers do not depend on t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
 from fdp.errors import PeerError, build_message
-from fdp.group import Group, leave_behind, start_all_reduce
+from fdp.group import Group, leave_behind, start_all_reduce, why_left_behind
 from fdp.plan.costs import Costs
 
 _A_SECOND = 10**12
@@ -25,7 +26,7 @@ def agreed_seconds(group: Group, device: torch.device, seconds: Sequence[float],
         group: the ranks; all of them call this together.
         device: that the group's backend carries tensors of.
         seconds: as many on every rank.
-        op: "mean" or "max".
+        op: "mean", "max" or "min".
 
     Returns:
         The same numbers on every rank, to the bit.
@@ -37,9 +38,10 @@ def agreed_seconds(group: Group, device: torch.device, seconds: Sequence[float],
         return list(seconds)
     own = torch.tensor([round(second * _A_SECOND) for second in seconds], dtype=torch.int64, device=device)
     with talking(group):
-        start_all_reduce(own, "max" if op == "max" else "sum", group)()
+        start_all_reduce(own, "sum" if op == "mean" else op, group)()
         found = own.tolist()
-    return [number / (_A_SECOND if op == "max" else _A_SECOND * group.size) for number in found]
+    share = _A_SECOND * group.size if op == "mean" else _A_SECOND
+    return [number / share for number in found]
 
 
 def agreed_costs(group: Group, device: torch.device, costs: Costs) -> Costs:
@@ -61,35 +63,34 @@ def agreed_costs(group: Group, device: torch.device, costs: Costs) -> Costs:
     # Seconds a byte are too small for picoseconds; seconds a GiB are not.
     own = [*costs.operations_s, costs.start_s, costs.pack_s_per_byte * 2**30]
     *operations, start_s, pack_s = agreed_seconds(group, device, own, "mean")
-    return dataclasses.replace(
-        costs, operations_s=tuple(operations), start_s=start_s, pack_s_per_byte=pack_s / 2**30
-    )
+    return dataclasses.replace(costs, operations_s=tuple(operations), start_s=start_s, pack_s_per_byte=pack_s / 2**30)
 
 
-class talking:
-    """Around messages of a measurement: an error in them is told as what it is, and the group is given up.
+@contextmanager
+def talking(group: Group) -> Iterator[None]:
+    """Send the messages of a measurement: what goes wrong is told as what it is, and the group counts as left.
 
     Raises:
-        PeerError: in place of what the backend raised.
+        PeerError: another rank died or stopped answering; or this rank has left the others before.
     """
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            return
+    if (why := why_left_behind(group)) is not None:
+        raise _lost(group, why)
+    try:
+        yield
+    except BaseException as error:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
-        leave_behind(self._group, f"a measurement was left in the middle by {text}")
+        leave_behind(group, f"a measurement was left in the middle by {text}")
         if isinstance(error, (RuntimeError, dist.DistError)):
-            others = [rank for rank in range(self._group.size) if rank != self._group.rank]
-            raise PeerError(
-                build_message(
-                    f"rank {self._group.rank} lost contact with the other ranks while they measured together.",
-                    [f"one of ranks {others} died, stopped, or did not come", text],
-                    remedy="look for the first error among the logs of all ranks; start the job again.",
-                )
-            ) from error
+            raise _lost(group, text) from error
+        raise
+
+
+def _lost(group: Group, why: str) -> PeerError:
+    others = [rank for rank in range(group.size) if rank != group.rank]
+    return PeerError(
+        build_message(
+            f"rank {group.rank} lost contact with the other ranks, with which it was to measure.",
+            [f"one of ranks {others} died, stopped, or did not come", why],
+            remedy="look for the first error among the logs of all ranks; start the job again.",
+        )
+    )

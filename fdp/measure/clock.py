@@ -6,6 +6,7 @@ its time is that at which the device came to it.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Iterable, Sequence
@@ -71,4 +72,4 @@ def cost_of_a_stamp(clock: Clock, count: int = 1000) -> float:
     for _ in range(count):
         append(stamp())
     seconds = clock.seconds(stamps[0], stamps)
-    return statistics.median(after - before for before, after in zip(seconds, seconds[1:], strict=False))
+    return statistics.median(after - before for before, after in itertools.pairwise(seconds))

@@ -13,11 +13,11 @@ MOST_IN_FLIGHT = 8
 
 
 def fit_line(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    """Fit seconds = base + slope * bytes with the least sum of relative deviations.
+    """Fit seconds = base + slope * bytes: of the lines through two of the points the one that is off by least.
 
-    Relative, so that a small message, which tells the latency, counts as much as a large one, which tells the
-    bandwidth; absolute and not squared, so that one message that was held up does not bend the line. The best such
-    line goes through two of the points, or through one of them with no base.
+    What counts is by which factor it is off, so that a small message, which tells the latency, counts as much as a
+    large one, which tells the bandwidth; and logarithms of factors are summed, not squared, so that one message that
+    was held up does not bend the line. Lines through one point with no base take part, too.
 
     Args:
         sizes_bytes: of the messages; two different ones at least.
@@ -51,7 +51,9 @@ def fit_line(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[floa
 
     def deviation(line: tuple[float, float]) -> tuple[float, tuple[float, float]]:
         base, slope = line
-        return sum(abs(base + slope * size - second) / second for size, second in points), line
+        if base == 0 and any(size == 0 for size, _ in points):
+            return math.inf, line
+        return sum(abs(math.log((base + slope * size) / second)) for size, second in points), line
 
     return min(lines, key=deviation)
 
@@ -74,7 +76,8 @@ def ring_numbers(base_s: float, slope_s_per_byte: float, world_size: int) -> tup
         (0.001, 1000000000.0)
 
     References:
-        Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH (2005), section 4.5.
+        Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH (IJHPCA 2005),
+        section 4.5.
     """
     rounds = 2 * (world_size - 1)
     return base_s / rounds, rounds / (world_size * slope_s_per_byte)
