@@ -25,7 +25,7 @@ FLOORS = (
     ("errors",),
     # helpers
     ("pytree", "table", "stages", "group", "fingerprint", "skeleton", "dynamo"),
-    ("axis",),
+    ("axis", "surroundings"),
     ("markers",),
     ("collectives",),
     ("autodiff", "optim", "modules", "state", "checkpoint"),

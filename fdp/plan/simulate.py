@@ -122,7 +122,7 @@ def simulate(plan: Plan, costs: Costs, network: Network, world_size: int | None 
             clock.compute(sum(clock.ticks.operations[index] for index in item.operations))
             behind = waited if kinds[first] == "optimizer" else None
             if clock.now > begin:
-                name = _described(trace.operations[first], len(item.operations))
+                name = described(trace.operations[first], len(item.operations))
                 intervals.append(_interval("compute", kinds[first], name, begin, clock.now, behind))
         elif isinstance(item, Wait):
             waited = item.bucket
@@ -133,12 +133,11 @@ def simulate(plan: Plan, costs: Costs, network: Network, world_size: int | None 
             bucket = plan.buckets[item.bucket]
             clock.compute(filling(clock.ticks, bucket))
             size_bytes = message_bytes(trace, bucket)
-            names = [trace.reductions[member].name for member in bucket.members]
-            name = f"{bucket.op} of " + (names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}")
             if clock.now > begin:
                 intervals.append(_interval("compute", "pack", f"fill bucket {bucket.index}", begin, clock.now,
                                            bucket.index))  # fmt: skip
             sent = clock.start(bucket.index, bucket.op, size_bytes)
+            name = message_name(trace, bucket)
             messages.append(_interval("communication", "message", name, sent, clock.done[bucket.index], bucket.index,
                                       size_bytes))  # fmt: skip
     return Timeline(
@@ -151,10 +150,17 @@ def simulate(plan: Plan, costs: Costs, network: Network, world_size: int | None 
     )
 
 
-def _described(operation: Operation, lanes: int) -> str:
+def described(operation: Operation, lanes: int) -> str:
+    """What an interval of an operation is called."""
     name = operation.target.removeprefix("aten.").rsplit(".", 1)[0]
     many = f" of {lanes}" if operation.lane is not None else ""
     return f"{name}{many}" + (f" ({operation.source})" if operation.source else "")
+
+
+def message_name(trace: Trace, bucket: Bucket) -> str:
+    """What the message of a bucket is called."""
+    names = [trace.reductions[member].name for member in bucket.members]
+    return f"{bucket.op} of " + (names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}")
 
 
 def _interval(
