@@ -5,7 +5,6 @@ This is what the first call of a signature does, and nothing of it is done again
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from fdp.emit import Emitted, announce_failure, check_compiled, check_emitted, c
 from fdp.emit.compiled import Options
 from fdp.group import Group
 from fdp.plan import plan_trace
+from fdp.surroundings import warn_if_alone_by_mistake
 from fdp.trace import Flat, Roles, Summary, Trace, describe_change, refuse_unhashable, summarise, trace_step
 
 _RETRACE_WARNING = 8
@@ -75,7 +75,7 @@ class Preparation:
 
     def prepare(self, flat: Flat, roles: Roles, group: Group) -> Emitted:
         """Make what runs the step for the signature of some arguments; where ranks have to agree, all of them do."""
-        _warn_if_alone_by_mistake(group)
+        warn_if_alone_by_mistake(group)
         settings = self._settings
         try:
             refuse_unhashable(self._name, flat, roles)
@@ -123,13 +123,3 @@ class Preparation:
         except Exception:
             emitted.disagree(settings.options)  # a rank that tries again does so with all others
             raise
-
-
-def _warn_if_alone_by_mistake(group: Group) -> None:
-    launched = os.environ.get("WORLD_SIZE", "1")
-    if group.reference is None and launched not in ("", "1"):
-        warnings.warn(
-            f"fdp: {launched} ranks were launched (WORLD_SIZE), but torch.distributed is not initialised: this process "
-            "trains alone. Call torch.distributed.init_process_group() first.",
-            stacklevel=7,
-        )

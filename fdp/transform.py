@@ -27,9 +27,11 @@ from fdp.emit import (
 )
 from fdp.errors import ArgumentError, FdpError, build_message
 from fdp.group import Group, alone_on, resolve_group
-from fdp.plan import Plan, plan_trace
+from fdp.measure import profile_step
+from fdp.plan import Plan, Timeline, plan_trace
 from fdp.plan.buckets import resolve_caps
 from fdp.preparation import Preparation, Settings
+from fdp.surroundings import surroundings
 from fdp.trace import (
     Flat,
     RememberedCalls,
@@ -46,7 +48,7 @@ _MOST_SIGNATURES = 64
 """So many signatures a step keeps, those that were called last; each has a program and bucket memory of its own."""
 
 _Place = tuple[int, Group, Any]
-"""Where a call happens: its number of arguments, the group, and what `_surroundings` says."""
+"""Where a call happens: its number of arguments, the group, and what `surroundings` says."""
 
 _clock = itertools.count()
 """Counts calls, so that it can be told which signature was called last."""
@@ -191,12 +193,36 @@ class Step:
         """
         return plan_trace(self.trace(*args, **kwargs), self._settings.bucket_cap_mb)
 
+    def profile(self, *args: Any, repeats: int = 3, **kwargs: Any) -> Timeline:
+        """Run the step for real, messages and all, and tell what happened when; nothing is changed, nothing returned.
+
+        Args:
+            *args: as for a call; donated arguments are copied, so that they stay as they are.
+            repeats: runs that are timed, after one that is not; the usual one is told.
+            **kwargs: arguments by name.
+
+        Returns:
+            The timeline of this rank, in seconds. All ranks call this together, and tell of the same run.
+
+        Raises:
+            ArgumentError: `repeats` is not a positive number.
+            CompileError: messages are sent out of fdp's sight: by the compiler's public entry, or a CUDA graph.
+            AgreementError: another rank does something else, or did not come in time.
+            PeerError: another rank died or stopped answering.
+        """
+        if kwargs:
+            args = by_position(self._name, self._signature, args, kwargs)
+        group, roles = resolve_group(self._group), self._roles_for(len(args))
+        with alone_on(group, self._name):
+            known, tensors = self._look_up(flatten(args, roles), roles, (len(args), group, surroundings()))
+            return profile_step(known.emitted, tensors, repeats)
+
     @property
     def _name(self) -> str:
         return getattr(self._step, "__name__", type(self._step).__name__)
 
     def _call(self, args: tuple[Any, ...], group: Group) -> Any:
-        place = (len(args), group, _surroundings())
+        place = (len(args), group, surroundings())
         roles = self._roles_for(len(args))
         recognised = self._calls.recognise(place, *set_apart(args, roles))
         if recognised is None:
@@ -313,11 +339,3 @@ def data_parallel(
             )
         )
     return Step(step_fn, **options)
-
-
-def _surroundings() -> Any:
-    """What besides its arguments decides what a step traces to: autocast around the call, and the default dtype."""
-    if not torch._C._is_any_autocast_enabled():  # private to torch: one call that asks for all devices
-        return torch.get_default_dtype()
-    kinds = [device for device in ("cpu", "cuda", "xpu") if torch.is_autocast_enabled(device)]
-    return torch.get_default_dtype(), tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
