@@ -51,6 +51,7 @@ from fdp.trace import (
     summarise,
     trace_step,
 )
+from fdp.wire import Wire, resolve_wire
 
 _RETRACE_WARNING = 8
 """After so many traces a step is told that it keeps retracing, once."""
@@ -98,6 +99,7 @@ class Step:
         compile: Any = False,
         check_replication: bool = True,
         check_trace: bool = True,
+        wire: Wire | None = None,
     ) -> None:
         step_fn, asked = unwrap_compiled(step_fn)
         # compile=False is what nobody says: then what torch.compile was told counts.
@@ -111,6 +113,7 @@ class Step:
         resolve_caps(bucket_cap_mb)
         self._check_replication = check_replication
         self._check_trace = check_trace
+        self._wire = wire
         self._known: dict[Any, _Known] = {}
         self._roles: dict[int, Roles] = {}
         self._agreed: set[tuple[str, Group]] = set()
@@ -130,7 +133,7 @@ class Step:
         return functools.partial(
             type(self), self._step, batch_argnums=batch, static_argnums=static, donate_argnums=donate,
             group=self._group, bucket_cap_mb=self._bucket_cap_mb, compile=self._options or False,
-            check_replication=self._check_replication, check_trace=self._check_trace,
+            check_replication=self._check_replication, check_trace=self._check_trace, wire=self._wire,
         ), ()  # fmt: skip
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -231,7 +234,7 @@ class Step:
         # Nothing is drawn while tracing; but a step that seeds a generator does it to the real one.
         with _one_at_a_time, torch.random.fork_rng(devices=devices):
             self.traces += 1
-            return trace_step(self._step, flat, roles, group, self._check_replication)
+            return trace_step(self._step, flat, roles, group, self._check_replication, self._wire)
 
     def _look_up(self, flat: Flat, roles: Roles, place: _Place) -> tuple[_Known, list[torch.Tensor]]:
         """Find a call by its signature worked out in full, or prepare that signature."""
@@ -326,6 +329,8 @@ def data_parallel(
     compile: bool | dict[str, Any] = False,
     check_replication: bool = True,
     check_trace: bool = True,
+    wire_dtype: torch.dtype | None = None,
+    accumulate_dtype: torch.dtype | None = None,
 ) -> Any:
     """Make a step run on many ranks: trace it, plan its communication, and emit a step that overlaps the two.
 
@@ -344,6 +349,9 @@ def data_parallel(
         check_replication: whether outputs must be equal on every rank unless declared with `fdp.per_rank`, and
             whether ranks compare the bits of their state before they first communicate.
         check_trace: whether a new trace is compared once with the step itself, and what was compiled with the trace.
+        wire_dtype: torch.bfloat16 or torch.float16, in which wider gradients of `value_and_grad` and `grad` travel;
+            None sends them as they are.
+        accumulate_dtype: torch.float32, to add them up in; None adds them up in the type that they travel in.
 
     Returns:
         A `Step`, or a decorator that makes one.
@@ -372,6 +380,7 @@ def data_parallel(
         "compile": compile,
         "check_replication": check_replication,
         "check_trace": check_trace,
+        "wire": resolve_wire(wire_dtype, accumulate_dtype),
     }
     if step_fn is None:
         return lambda fn: data_parallel(fn, **options)

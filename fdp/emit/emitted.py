@@ -16,6 +16,7 @@ from fdp.dynamo import breaks_graph
 from fdp.emit.agreement import agree, digest
 from fdp.emit.arena import ARENAS, Arena, Buffer, make_buffers, moving, place_values
 from fdp.emit.compiled import Options, compile_program, resolve_options, why_not_recorded
+from fdp.emit.in_flight import InFlight
 from fdp.emit.program import write_program
 from fdp.errors import ArgumentError, FdpError, PeerError, build_message
 from fdp.group import Group, alone_on, leave_behind, resolve_group, why_left_behind
@@ -114,19 +115,21 @@ class Emitted:
                     "job again from its last checkpoint.",
                 )
             )
-        waits: dict[int, Callable[[], None]] = {}
+        flying: list[InFlight] = []
 
         def start(index: int) -> None:
             try:
                 with self._range("starts", index):
-                    waits[index] = self._buffers[index].start(self.group)
+                    if not flying:
+                        flying.append(InFlight(self._buffers, self.group))
+                    flying[0].start(index)
             except (RuntimeError, dist.DistError) as error:
                 raise self._peer_error(index, error) from error
 
         def wait(index: int) -> None:
             try:
                 with self._range("is waited for", index):
-                    waits.pop(index)()
+                    flying[0].wait(index)
             except (RuntimeError, dist.DistError) as error:
                 raise self._peer_error(index, error) from error
 
