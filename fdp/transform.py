@@ -380,10 +380,9 @@ def data_parallel(
         "compile": compile,
         "check_replication": check_replication,
         "check_trace": check_trace,
-        "wire": resolve_wire(wire_dtype, accumulate_dtype),
     }
     if step_fn is None:
-        return lambda fn: data_parallel(fn, **options)
+        return lambda fn: data_parallel(fn, wire_dtype=wire_dtype, accumulate_dtype=accumulate_dtype, **options)
     if not callable(step_fn):
         raise ArgumentError(
             build_message(
@@ -398,7 +397,7 @@ def data_parallel(
                 remedy="apply, params, buffers = fdp.from_module(module), and decorate a step that calls apply.",
             )
         )
-    return Step(step_fn, **options)
+    return Step(step_fn, wire=resolve_wire(wire_dtype, accumulate_dtype), **options)
 
 
 def _warn_if_alone_by_mistake(group: Group) -> None:
