@@ -17,10 +17,10 @@ from typing import Any
 import optree
 import torch
 
-from fdp.axis import current_axis
+from fdp.axis import Axis, current_axis
 from fdp.dynamo import breaks_graph
 from fdp.errors import ArgumentError, build_message
-from fdp.markers import AllReduce
+from fdp.markers import AllReduce, NarrowMean
 from fdp.pytree import leaf_names
 
 _BREAK_REASON = (
@@ -288,12 +288,17 @@ def _average(grad: torch.Tensor, source: torch.Tensor, label: str) -> torch.Tens
     order = _memory_order(source)
     if grad.is_complex():
         pairs = torch.view_as_real(grad.resolve_conj())
-        out = AllReduce.apply(pairs, "mean", axis.name, "gradient", label)
-        return torch.view_as_complex(out)
+        return torch.view_as_complex(_mean(pairs, axis, label))
     if order is None:
-        return AllReduce.apply(grad, "mean", axis.name, "gradient", label)
+        return _mean(grad, axis, label)
     back = sorted(range(len(order)), key=order.__getitem__)
-    return AllReduce.apply(grad.permute(order), "mean", axis.name, "gradient", label).permute(back)
+    return _mean(grad.permute(order), axis, label).permute(back)
+
+
+def _mean(grad: torch.Tensor, axis: Axis, label: str) -> torch.Tensor:
+    if axis.wire is None:
+        return AllReduce.apply(grad, "mean", axis.name, "gradient", label)
+    return NarrowMean.apply(grad, axis.name, "gradient", label, axis.wire, axis.size == 1)
 
 
 def _memory_order(x: torch.Tensor) -> list[int] | None:

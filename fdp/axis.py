@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from fdp.errors import FdpError, build_message
 from fdp.group import Group, resolve_group
+from fdp.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,14 @@ class Axis:
         size: number of ranks.
         rank: this process's rank.
         group: the group that an "eager" axis talks to.
+        wire: how gradients travel; None if they do as they are.
     """
 
     name: str
     size: int
     rank: int
     group: Group
+    wire: Wire | None = None
 
 
 _local = threading.local()
@@ -62,10 +65,10 @@ def refuse_inside(name: str) -> None:
 
 
 @contextmanager
-def step_axis(name: str, group: Group) -> Iterator[None]:
+def step_axis(name: str, group: Group, wire: Wire | None = None) -> Iterator[None]:
     """Make collectives on this thread belong to a step on `group`, under the axis name "traced" or "identity"."""
     stack = _local.__dict__.setdefault("stack", [])
-    stack.append(Axis(name, group.size, group.rank, group))
+    stack.append(Axis(name, group.size, group.rank, group, wire))
     try:
         yield
     finally:

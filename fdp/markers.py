@@ -14,12 +14,14 @@ import torch
 from fdp.axis import current_axis
 from fdp.errors import FdpError, build_message
 from fdp.group import start_all_gather, start_all_reduce, start_broadcast
+from fdp.wire import Wire
 
 _library = torch.library.Library("fdp", "DEF")
 # The tag keeps the fake-tensor mode from running a marker on a constant, which it does for any operator that it
 # believes to be a plain function of its inputs: the result would then be one rank's own value.
 for _schema in (
-    "all_reduce(Tensor x, str op, str axis, str kind, str label) -> Tensor",
+    "all_reduce(Tensor x, str op, str axis, str kind, str label, ScalarType? wire=None, ScalarType? accumulate=None) "
+    "-> Tensor",
     "all_gather(Tensor x, int size, str axis, str label) -> Tensor",
     "broadcast(Tensor x, int root, str axis, str label) -> Tensor",
     "vary(Tensor x, str kind) -> Tensor",
@@ -42,7 +44,9 @@ def _refuse_traced(axis: str) -> None:
         )
 
 
-def _all_reduce(x: torch.Tensor, op: str, axis: str, kind: str, label: str) -> torch.Tensor:
+def _all_reduce(
+    x: torch.Tensor, op: str, axis: str, kind: str, label: str, wire: Any = None, accumulate: Any = None
+) -> torch.Tensor:
     _refuse_traced(axis)
     out = _contiguous_copy(x)
     if axis == "eager" and out.numel():
@@ -113,6 +117,30 @@ class AllReduce(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *rest: str) -> tuple[torch.Tensor, Any]:
         return AllReduce.apply(x, *rest), in_dims[0]
+
+
+class NarrowMean(torch.autograd.Function):
+    """Mean over ranks of what travels in a narrow dtype and comes back in its own; its transpose travels as it is."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, axis: str, kind: str, label: str, wire: Wire, alone: bool) -> torch.Tensor:
+        narrow, accumulate = wire.carries(x.dtype), wire.adds_in(x.dtype)
+        # Alone, nothing travels, so nothing is rounded: the marker only says what would travel.
+        sent = x if alone or narrow == x.dtype else x.to(narrow, memory_format=torch.contiguous_format)
+        out = torch.ops.fdp.all_reduce.default(sent, "mean", axis, kind, label, narrow, accumulate)
+        return out.to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, ctx.axis, _, ctx.label, _, _ = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return AllReduce.apply(grad, "mean", ctx.axis, "transpose", ctx.label), None, None, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, Any]:
+        return NarrowMean.apply(x, *rest), in_dims[0]
 
 
 class AllGather(torch.autograd.Function):

@@ -19,6 +19,7 @@ from fdp.group import Group
 from fdp.plan import plan_trace
 from fdp.surroundings import warn_if_alone_by_mistake
 from fdp.trace import Flat, Roles, Summary, Trace, describe_change, refuse_unhashable, summarise, trace_step
+from fdp.wire import Wire
 
 _RETRACE_WARNING = 8
 """After so many traces a step is told that it keeps retracing, once."""
@@ -38,12 +39,14 @@ class Settings:
         options: how to compile the step; None to run it operator by operator.
         check_replication: as for `data_parallel`.
         check_trace: as for `data_parallel`.
+        wire: how gradients travel, None for as they are.
     """
 
     bucket_cap_mb: Any
     options: Options | None
     check_replication: bool
     check_trace: bool
+    wire: Wire | None
 
 
 class Preparation:
@@ -71,7 +74,7 @@ class Preparation:
         # Nothing is drawn while tracing; but a step that seeds a generator does it to the real one.
         with _one_at_a_time, torch.random.fork_rng(devices=devices):
             self.traces += 1
-            return trace_step(self._step, flat, roles, group, self._settings.check_replication)
+            return trace_step(self._step, flat, roles, group, self._settings.check_replication, self._settings.wire)
 
     def prepare(self, flat: Flat, roles: Roles, group: Group) -> Emitted:
         """Make what runs the step for the signature of some arguments; where ranks have to agree, all of them do."""

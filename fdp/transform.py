@@ -43,6 +43,7 @@ from fdp.trace import (
     set_apart,
     signature_of,
 )
+from fdp.wire import Wire, resolve_wire
 
 _MOST_SIGNATURES = 64
 """So many signatures a step keeps, those that were called last; each has a program and bucket memory of its own."""
@@ -78,6 +79,7 @@ class Step:
         compile: Any = False,
         check_replication: bool = True,
         check_trace: bool = True,
+        wire: Wire | None = None,
     ) -> None:
         step_fn, asked = unwrap_compiled(step_fn)
         # compile=False is what nobody says: then what torch.compile was told counts.
@@ -88,7 +90,7 @@ class Step:
         self._argnums = (batch_argnums, static_argnums, donate_argnums)
         # As a Group, which does not keep a process group alive.
         self._group = resolve_group(group) if isinstance(group, dist.ProcessGroup) else group
-        self._settings = Settings(bucket_cap_mb, options, check_replication, check_trace)
+        self._settings = Settings(bucket_cap_mb, options, check_replication, check_trace, wire)
         self._preparation = Preparation(step_fn, self._name, self._settings)
         self._known: dict[Any, _Known] = {}
         self._roles: dict[int, Roles] = {}
@@ -111,7 +113,7 @@ class Step:
         return functools.partial(
             type(self), self._step, batch_argnums=batch, static_argnums=static, donate_argnums=donate,
             group=self._group, bucket_cap_mb=settings.bucket_cap_mb, compile=settings.options or False,
-            check_replication=settings.check_replication, check_trace=settings.check_trace,
+            check_replication=settings.check_replication, check_trace=settings.check_trace, wire=settings.wire,
         ), ()  # fmt: skip
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -275,6 +277,8 @@ def data_parallel(
     compile: bool | dict[str, Any] = False,
     check_replication: bool = True,
     check_trace: bool = True,
+    wire_dtype: torch.dtype | None = None,
+    accumulate_dtype: torch.dtype | None = None,
 ) -> Any:
     """Make a step run on many ranks: trace it, plan its communication, and emit a step that overlaps the two.
 
@@ -293,6 +297,9 @@ def data_parallel(
         check_replication: whether outputs must be equal on every rank unless declared with `fdp.per_rank`, and
             whether ranks compare the bits of their state before they first communicate.
         check_trace: whether a new trace is compared once with the step itself, and what was compiled with the trace.
+        wire_dtype: torch.bfloat16 or torch.float16, in which wider gradients of `value_and_grad` and `grad` travel;
+            None sends them as they are.
+        accumulate_dtype: torch.float32, to add them up in; None adds them up in the type that they travel in.
 
     Returns:
         A `Step`, or a decorator that makes one.
@@ -323,7 +330,7 @@ def data_parallel(
         "check_trace": check_trace,
     }
     if step_fn is None:
-        return lambda fn: data_parallel(fn, **options)
+        return lambda fn: data_parallel(fn, wire_dtype=wire_dtype, accumulate_dtype=accumulate_dtype, **options)
     if not callable(step_fn):
         raise ArgumentError(
             build_message(
@@ -338,4 +345,4 @@ def data_parallel(
                 remedy="apply, params, buffers = fdp.from_module(module), and decorate a step that calls apply.",
             )
         )
-    return Step(step_fn, **options)
+    return Step(step_fn, wire=resolve_wire(wire_dtype, accumulate_dtype), **options)

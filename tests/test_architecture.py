@@ -24,7 +24,7 @@ PACKAGE = ROOT / "fdp"
 FLOORS = (
     ("errors",),
     # helpers
-    ("pytree", "table", "stages", "group", "fingerprint", "skeleton", "dynamo"),
+    ("pytree", "table", "stages", "group", "fingerprint", "skeleton", "dynamo", "wire"),
     ("axis", "surroundings"),
     ("markers",),
     ("collectives",),

@@ -196,7 +196,7 @@ def _disagreement(name: str, rank: int, difference: list[str]) -> AgreementError
             f"ranks 0 and {rank} have different communication schedules for step {name!r}. The first difference:",
             difference,
             remedy="call the step with state of the same structure, shapes and dtypes on every rank, under "
-            "the same static arguments, bucket_cap_mb and compile.",
+            "the same static arguments, bucket_cap_mb, compile, wire_dtype and accumulate_dtype.",
         )
     )
 

@@ -11,8 +11,9 @@ from typing import Protocol
 import torch
 
 from fdp.emit.layout import Layout
-from fdp.emit.places import Place, gathered_at_bytes
+from fdp.emit.places import Place, gathered_at_bytes, received_at_bytes, shared_numel
 from fdp.emit.program import Program
+from fdp.emit.wide_mean import WideMean
 from fdp.group import Arrived, Group, start_all_gather, start_all_reduce, start_broadcast
 from fdp.plan import Bucket, Plan
 
@@ -115,12 +116,14 @@ class Buffer:
         own: what this rank contributes, flat; for all but an all-gather the result is in the same place.
         gathered: [ranks, numel] for an all-gather, else None.
         scaled: it is filled with values divided by the number of ranks: their sum is the mean.
+        received: [own elements], pieces of all ranks on their way, if it is added up in a wider dtype, else None.
     """
 
     bucket: Bucket
     own: torch.Tensor
     gathered: torch.Tensor | None
     scaled: bool
+    received: torch.Tensor | None = None
 
     def start(self, group: Group, arrived: Arrived | None = None) -> Callable[[], None]:
         """Start the collective; returns the function that waits for it."""
@@ -129,6 +132,11 @@ class Buffer:
         if self.bucket.op == "broadcast":
             return start_broadcast(self.own, self.bucket.root, group, arrived)
         return start_all_reduce(self.own, "sum" if self.scaled else self.bucket.op, group, arrived)
+
+    def start_wide(self, group: Group, arrived: Arrived | None = None) -> WideMean:
+        """Start the mean that is added up in a wider dtype."""
+        assert self.received is not None and self.bucket.accumulate_dtype is not None
+        return WideMean(self.own, self.received, self.bucket.accumulate_dtype, group, arrived)
 
     def pretend(self, group: Group) -> None:
         """Do what the collective would do if every rank held what this one holds, and a mean or sum were a pick."""
@@ -176,12 +184,16 @@ def make_buffers(plan: Plan, program: Program, blocks: Mapping[torch.device, tor
         if start is None:
             continue
         block = blocks[bucket.device]
-        own = _flat(block, start, bucket.numel, bucket.dtype)
-        gathered = None
+        wide = bucket.accumulate_dtype is not None
+        numel = shared_numel(bucket, size) if wide else bucket.numel
+        own = _flat(block, start, numel, bucket.dtype)
+        gathered = received = None
         if bucket.op == "all_gather":
             all_pieces = _flat(block, start + gathered_at_bytes(bucket), size * bucket.numel, bucket.dtype)
             gathered = all_pieces.view(size, bucket.numel)
-        buffers[bucket.index] = Buffer(bucket, own, gathered, bucket.index in program.scaled)
+        if wide:
+            received = _flat(block, start + received_at_bytes(bucket, size), numel, bucket.dtype)
+        buffers[bucket.index] = Buffer(bucket, own, gathered, bucket.index in program.scaled, received)
     return buffers
 
 

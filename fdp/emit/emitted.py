@@ -17,6 +17,7 @@ from fdp.dynamo import breaks_graph
 from fdp.emit.agreement import agree, digest
 from fdp.emit.arena import ARENAS, Arena, Buffer, make_buffers, moving, place_values
 from fdp.emit.compiled import Options, compile_program, resolve_options, why_not_recorded
+from fdp.emit.in_flight import InFlight
 from fdp.emit.lines import Part
 from fdp.emit.program import write_program
 from fdp.emit.signature import check_signature
@@ -160,20 +161,22 @@ class Emitted:
                     "job again from its last checkpoint.",
                 )
             )
-        waits: dict[int, Callable[[], None]] = {}
+        flying: list[InFlight] = []
 
         def start(index: int) -> None:
             try:
                 with self._range("starts", index):
+                    if not flying:
+                        flying.append(InFlight(self._buffers, self.group))
                     arrived = None if observer is None else functools.partial(observer.arrived, index)
-                    waits[index] = self._buffers[index].start(self.group, arrived)
+                    flying[0].start(index, arrived)
             except (RuntimeError, dist.DistError) as error:
                 raise self._peer_error(index, error) from error
 
         def wait(index: int) -> None:
             try:
                 with self._range("is waited for", index):
-                    waits.pop(index)()
+                    flying[0].wait(index)
             except (RuntimeError, dist.DistError) as error:
                 raise self._peer_error(index, error) from error
 

@@ -83,7 +83,8 @@ def is_scaled(bucket: Bucket, world_size: int) -> bool:
     fits = bucket.dtype.is_floating_point or bucket.dtype.is_complex
     # Two large values of sixteen bits have no sum, but a mean.
     large = bucket.size_bytes >= _SCALED_WHEN_FILLED_BYTES or bucket.dtype == torch.float16
-    return world_size > 1 and bucket.op == "mean" and fits and large
+    # What is added up in a wider dtype is divided in it.
+    return world_size > 1 and bucket.op == "mean" and fits and large and bucket.accumulate_dtype is None
 
 
 def find_places(
@@ -215,10 +216,9 @@ class _Builder:
     def place_bucket(self, bucket: Bucket, markers: list[fx.Node]) -> None:
         """Put the results of a bucket into it, and the arguments as well where they can be computed there."""
         key, size, itemsize = ("bucket", bucket.index), self.plan.trace.world_size, bucket.dtype.itemsize
-        own_bytes = bucket.numel * itemsize
         gathers = bucket.op == "all_gather"
         behind = gathered_at_bytes(bucket)
-        self.places.sizes[key] = (bucket.device, behind + size * own_bytes if gathers else own_bytes)
+        self.places.sizes[key] = (bucket.device, memory_bytes(bucket, size))
         if is_scaled(bucket, size):
             self.places.scaled.add(bucket.index)
         for at, (marker, offset) in enumerate(zip(markers, bucket.offsets, strict=True)):
@@ -330,6 +330,25 @@ RESHAPES_IN_PLACE = frozenset({"squeeze_", "unsqueeze_", "t_", "transpose_", "sw
 def gathered_at_bytes(bucket: Bucket) -> int:
     """Where, in the memory of an all-gather's bucket, the pieces of all ranks begin: behind this rank's own."""
     return round_up(bucket.numel * bucket.dtype.itemsize)
+
+
+def shared_numel(bucket: Bucket, world_size: int) -> int:
+    """Elements of a bucket, filled up so that all ranks can share them evenly."""
+    return -(-bucket.numel // world_size) * world_size
+
+
+def received_at_bytes(bucket: Bucket, world_size: int) -> int:
+    """Where, in the memory of a bucket that is added up piece by piece, the pieces of all ranks begin."""
+    return round_up(shared_numel(bucket, world_size) * bucket.dtype.itemsize)
+
+
+def memory_bytes(bucket: Bucket, world_size: int) -> int:
+    """The memory that a bucket needs in all."""
+    if bucket.op == "all_gather":
+        return gathered_at_bytes(bucket) + world_size * bucket.numel * bucket.dtype.itemsize
+    if bucket.accumulate_dtype is not None:
+        return 2 * received_at_bytes(bucket, world_size)
+    return bucket.numel * bucket.dtype.itemsize
 
 
 def slot_name(bucket: int, member: int) -> str:

@@ -49,10 +49,10 @@ def partition(
 ) -> list[tuple[int, ...]]:
     """Decide which reductions share a message.
 
-    A bucket takes reductions of one operation, dtype and device in the order in which they are produced, until the
-    next one would carry it over its cap. A reduction that is computed from the result of another one never joins
-    a bucket that is still open when that other one is in it, or it would wait for itself; nor does it join those that
-    need no other, which would then have to wait with it.
+    A bucket takes reductions of one operation, device and dtype (to travel in and to add in), in the order in which
+    they are produced, until the next one would carry it over its cap. A reduction that is computed from the result of
+    another one never joins a bucket that is still open when that other one is in it, or it would wait for itself; nor
+    does it join those that need no other, which would then have to wait with it.
 
     Args:
         reductions: in production order.
@@ -80,7 +80,10 @@ def partition(
             continue
         for needed in [k for k, bits in open_bits.items() if upstream[index] & bits]:
             close(needed)
-        kind: Any = (reduction.op, reduction.root, reduction.dtype, str(reduction.device), bool(upstream[index]))
+        kind: Any = (
+            reduction.op, reduction.root, reduction.dtype, reduction.accumulate_dtype, str(reduction.device),
+            bool(upstream[index]),
+        )  # fmt: skip
         if reduction.op == "all_gather":
             kind = (*kind, index)  # every rank's piece lies apart from the others': it travels alone
         cap = caps_mb[min(closed_count[kind], len(caps_mb) - 1)] * _MIB
@@ -120,6 +123,7 @@ def make_buckets(reductions: Sequence[Reduction], groups: Sequence[Sequence[int]
                 tuple(offsets),
                 numel,
                 size_bytes,
+                first.accumulate_dtype,
             )
         )
     return tuple(buckets)

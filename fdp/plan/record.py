@@ -25,12 +25,14 @@ class Bucket:
         index: position among the buckets, which is the order in which they start on every rank.
         op: "mean", "sum", "max", "min", "all_gather" or "broadcast".
         root: the root rank of a broadcast, else 0.
-        dtype: dtype of all of it.
+        dtype: the dtype that all of it travels in.
         device: device of all of it.
         members: indices of its reductions in `Trace.reductions`, in production order.
         offsets: where each member begins, in elements.
         numel: elements that this rank contributes, with what lies between members so that each begins aligned.
-        size_bytes: bytes of its members on this rank.
+        size_bytes: bytes of its members on this rank, as they travel.
+        accumulate_dtype: the dtype that it is added up in, if that is not the one that it travels in: then its members
+            go to the ranks that add them up, and the means come back, in two messages of the bucket's size.
     """
 
     index: int
@@ -42,6 +44,7 @@ class Bucket:
     offsets: tuple[int, ...]
     numel: int
     size_bytes: int
+    accumulate_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -99,9 +102,18 @@ class Plan:
                 reduction = self.trace.reductions[member]
                 lines.append(
                     f"bucket {bucket.index}, {op}: {reduction.name} {list(reduction.shape)} {bucket.dtype} on "
-                    f"{bucket.device.type}"
+                    f"{bucket.device.type}" + self._added_in(bucket)
                 )
+        if any(bucket.accumulate_dtype is not None for bucket in self.buckets):
+            # Their second messages are sent between others: at which, the order of starts and waits says.
+            order = (str(item) for item in self.schedule if isinstance(item, (Start, Wait)))
+            lines.append(f"order: {', '.join(order)}")
         return "\n".join(lines)
+
+    def _added_in(self, bucket: Bucket) -> str:
+        if bucket.accumulate_dtype is None:
+            return ""
+        return f", added in {str(bucket.accumulate_dtype).removeprefix('torch.')}"
 
     def emit(self, group: Any = None, compile: bool | Mapping[str, Any] = False) -> Callable[..., Any]:
         """Make the function that carries the plan out.
@@ -158,7 +170,8 @@ class Plan:
         starts, waits = self._neighbours()
         for bucket in self.buckets:
             table.add(
-                bucket.index, bucket.op, str(bucket.dtype).removeprefix("torch."), self._contents(bucket),
+                bucket.index, bucket.op, str(bucket.dtype).removeprefix("torch.") + self._added_in(bucket),
+                self._contents(bucket),
                 bucket.size_bytes, starts[bucket.index], waits[bucket.index],
             )  # fmt: skip
         return str(table)

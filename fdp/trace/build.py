@@ -32,13 +32,20 @@ from fdp.trace.checks import (
 from fdp.trace.closure import closed_over_names, untouched
 from fdp.trace.dependencies import operations_of
 from fdp.trace.effects import is_marker
+from fdp.trace.narrowing import is_rounded, round_early
 from fdp.trace.record import Input, Operation, Output, Reduction, Trace
 from fdp.trace.replicated import closed_over, replicated_calls
 from fdp.trace.variance import varying_nodes
+from fdp.wire import Wire
 
 
 def trace_step(
-    step: Callable[..., Any], flat: Flat, roles: Roles, group: Group, check_replication: bool = True
+    step: Callable[..., Any],
+    flat: Flat,
+    roles: Roles,
+    group: Group,
+    check_replication: bool = True,
+    wire: Wire | None = None,
 ) -> Trace:
     """Trace a step on the shapes of example arguments; nothing is run and nothing is sent.
 
@@ -48,6 +55,7 @@ def trace_step(
         roles: what each argument is to it.
         group: the ranks that it is to run on.
         check_replication: whether outputs must be equal on every rank unless declared.
+        wire: how gradients travel; None if they do as they are.
 
     Returns:
         The trace.
@@ -69,7 +77,7 @@ def trace_step(
 
     try:
         with untouched(step):
-            graph_module = capture(name, flat_step, tensors, group)
+            graph_module = capture(name, flat_step, tensors, group, wire)
     except FdpError:
         raise
     except Exception as error:
@@ -78,6 +86,7 @@ def trace_step(
             raise untraceable(name, error) from error
         raise
     graph = graph_module.graph
+    round_early(graph)
     closure = closed_over_names(step)
     check_closure(name, graph_module, closure)
     check_writes(name, graph_module, inputs, closure)
@@ -118,6 +127,7 @@ def trace_step(
         graph=graph_module,
         in_spec=flat.spec,
         out_spec=out_spec,
+        wire=wire,
     )
 
 
@@ -162,10 +172,18 @@ def call_with(step: Callable[..., Any], flat: Flat, roles: Roles, values: Sequen
 
 
 def run_untraced(
-    step: Callable[..., Any], flat: Flat, roles: Roles, group: Group, values: Sequence[torch.Tensor]
+    step: Callable[..., Any],
+    flat: Flat,
+    roles: Roles,
+    group: Group,
+    values: Sequence[torch.Tensor],
+    wire: Wire | None = None,
 ) -> Any:
-    """Run a step as it is, on this rank alone: each collective takes the other ranks to hold what this one holds."""
-    with step_axis("identity", group), recording(), uncompiled():
+    """Run a step as it is, on this rank alone: each collective takes the other ranks to hold what this one holds.
+
+    With a wire, gradients are rounded to what travels.
+    """
+    with step_axis("identity", group, wire), recording(), uncompiled():
         return call_with(step, flat, roles, values)
 
 
@@ -207,11 +225,14 @@ def _reductions(
             continue
         source: Any = node.args[0]
         value = source.meta["val"]
-        position = produced[node]
-        kind, label = "value", str(node.args[-1])
+        position = maker = produced[node]
+        kind, label, dtype, accumulate = "value", str(node.args[-1]), value.dtype, None
         op = str(node.target._schema.name).removeprefix("fdp::")  # type: ignore[union-attr]
         if op == "all_reduce":
-            op, kind = str(node.args[1]), str(node.args[3])
+            op, kind, label = str(node.args[1]), str(node.args[3]), str(node.args[4])
+            if len(node.args) > 5:
+                dtype, accumulate = _wire_of(node)
+                maker = _behind_cast(operations, position) if is_rounded(node) else position
         found.append(
             Reduction(
                 name=label,
@@ -219,16 +240,32 @@ def _reductions(
                 op=op,
                 root=int(node.args[1]) if op == "broadcast" else 0,  # type: ignore[arg-type]
                 shape=tuple(value.shape),
-                dtype=value.dtype,
+                dtype=dtype,
                 device=value.device,
-                size_bytes=value.numel() * value.element_size(),
-                produced_by=operations[position].target if position >= 0 else "an input",
+                size_bytes=value.numel() * dtype.itemsize,
+                produced_by=operations[maker].target if maker >= 0 else "an input",
                 position=position,
                 operation=operation,
-                source=operations[position].source if position >= 0 else "",
+                source=operations[maker].source if maker >= 0 else "",
+                accumulate_dtype=accumulate,
             )
         )
     return sorted(found, key=lambda reduction: (reduction.position, reduction.operation))
+
+
+def _wire_of(node: fx.Node) -> tuple[torch.dtype, torch.dtype | None]:
+    """In which dtype a gradient travels, and in which it is added up. (One rank alone keeps the gradient's own.)"""
+    wire: Any = node.args[5]
+    accumulate: Any = node.args[6] if len(node.args) > 6 else None
+    return wire, accumulate
+
+
+def _behind_cast(operations: Sequence[Operation], position: int) -> int:
+    """The operation that makes what is cast for the wire, which is the one that a reader of a trace looks for."""
+    position = max(operations[position].needs, default=-1)
+    while position >= 0 and operations[position].view:
+        position = max(operations[position].needs, default=-1)
+    return position
 
 
 def _outputs(

@@ -30,6 +30,7 @@ from fdp.errors import FdpError, TraceError, build_message
 from fdp.group import Group
 from fdp.trace.effects import FUSED_OPTIMIZERS, effects_of, is_marker
 from fdp.trace.source import Source, failing_line, source_lines
+from fdp.wire import Wire
 
 Geometry = tuple[Sequence[int], Sequence[int], int, torch.dtype, torch.device]
 """Shape, strides and offset in elements, dtype, device."""
@@ -48,7 +49,11 @@ _VALUE_READ_TEXTS = (
 
 
 def capture(
-    name: str, flat_step: Callable[..., Sequence[Any]], tensors: Sequence[torch.Tensor], group: Group
+    name: str,
+    flat_step: Callable[..., Sequence[Any]],
+    tensors: Sequence[torch.Tensor],
+    group: Group,
+    wire: Wire | None = None,
 ) -> fx.GraphModule:
     """Trace a step into a flat graph of operators; no operator runs and no memory is taken.
 
@@ -57,6 +62,7 @@ def capture(
         flat_step: takes fake tensors, one for each of `tensors`, and returns a flat list of tensors.
         tensors: the inputs, of which only shape, dtype, strides, device and shared memory matter.
         group: the ranks that the step runs on.
+        wire: how gradients travel; None if they do as they are.
 
     Returns:
         A graph module with a placeholder for each tensor. Every node has an example value (`meta["val"]`, a fake
@@ -82,7 +88,7 @@ def capture(
             return flat_step(*inputs)
 
     with ExitStack() as stack:
-        stack.enter_context(step_axis("traced", group))
+        stack.enter_context(step_axis("traced", group, wire))
         stack.enter_context(compiling())
         stack.enter_context(recording())
         # The fused recurrent layers of oneDNN cannot be replayed (their backward takes a tensor that the trace does

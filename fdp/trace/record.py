@@ -11,6 +11,7 @@ from torch import fx
 
 from fdp.stages import enter
 from fdp.table import Table, count, format_bytes
+from fdp.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -101,9 +102,10 @@ class Reduction:
         op: "mean", "sum", "max", "min", "all_gather" or "broadcast".
         root: the root rank of a broadcast, else 0.
         shape: shape on one rank.
-        dtype: its dtype.
+        dtype: the dtype that it travels in.
         device: its device.
-        size_bytes: bytes on one rank.
+        size_bytes: bytes that one rank contributes; those of the wire, if it travels in a narrower dtype than its own.
+        accumulate_dtype: the dtype that it is added up in, if that is not the one that it travels in.
         produced_by: the operator that makes it.
         position: index of the operation that makes it; reductions are sorted by it.
         operation: index of the operation that it is.
@@ -122,6 +124,7 @@ class Reduction:
     position: int
     operation: int
     source: str
+    accumulate_dtype: torch.dtype | None = None
 
     @property
     def numel(self) -> int:
@@ -147,6 +150,7 @@ class Trace:
         graph: the graph itself, of operators on example values. Read it; do not change it.
         in_spec: tree structure of the arguments.
         out_spec: tree structure of what the step returns.
+        wire: how gradients travel; None if they do as they are.
     """
 
     name: str
@@ -162,6 +166,7 @@ class Trace:
     graph: fx.GraphModule = field(compare=False, repr=False)
     in_spec: optree.PyTreeSpec = field(compare=False, repr=False)
     out_spec: optree.PyTreeSpec = field(compare=False, repr=False)
+    wire: Wire | None = None
 
     @property
     def gradients(self) -> tuple[Reduction, ...]:

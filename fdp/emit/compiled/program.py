@@ -18,7 +18,7 @@ from fdp.emit.compiled.public import asks_for_public, compile_publicly, warn_of_
 from fdp.emit.compiled.recording import Recording
 from fdp.emit.donation import Placement, place_outputs
 from fdp.emit.layout import Layout, Lifetime, lay_out
-from fdp.emit.places import Place, gathered_at_bytes, is_scaled, slot_name
+from fdp.emit.places import Place, gathered_at_bytes, is_scaled, memory_bytes, slot_name
 from fdp.emit.program import Program
 from fdp.emit.views import redundant_views
 from fdp.group import Group, all_say
@@ -123,9 +123,7 @@ def _place_buckets(
             places[slot_name(index, at)] = _place(bucket, offset * bucket.dtype.itemsize, source.meta["val"].shape)
             received_at = gathered_at_bytes(bucket) if bucket.op == "all_gather" else offset * bucket.dtype.itemsize
             places[result_name(plan, index, at)] = _place(bucket, received_at, node.meta["val"].shape)
-        size_bytes = bucket.numel * bucket.dtype.itemsize
-        if bucket.op == "all_gather":
-            size_bytes = gathered_at_bytes(bucket) + plan.trace.world_size * size_bytes
+        size_bytes = memory_bytes(bucket, plan.trace.world_size)
         pieces.setdefault(bucket.device, []).append(Lifetime(("bucket", index), size_bytes, 0, 1))
     return places, {device: lay_out(found) for device, found in pieces.items()}
 

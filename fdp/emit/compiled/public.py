@@ -77,9 +77,19 @@ def compile_publicly(
         The compiled graph, and what can be known of its messages; None if it sends none.
 
     Raises:
-        CompileError: the group is not one that torch's operators can name, or inductor cannot take an operator.
+        CompileError: the group is not one that torch's operators can name, or inductor cannot take an operator; or
+            gradients are added up in another dtype than they travel in, by two messages, which no compiler may reorder.
     """
     sends = group.size > 1 and bool(plan.buckets)
+    wide = next((bucket.accumulate_dtype for bucket in plan.buckets if bucket.accumulate_dtype is not None), None)
+    if sends and wide is not None:
+        raise CompileError(
+            build_message(
+                f"step {plan.trace.name!r} has accumulate_dtype={wide} and compile=True, which the public entry of "
+                "inductor does not take together.",
+                remedy="leave accumulate_dtype out, or compile=False; or install a torch whose own entry fdp knows.",
+            )
+        )
     name = registered_name(group) if sends else ""
     if name is None:
         raise CompileError(
