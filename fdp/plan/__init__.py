@@ -3,7 +3,8 @@
 buckets -> schedule -> record
 """
 
+from fdp.plan import perfetto, pictures, report  # methods of `Timeline` enter there
 from fdp.plan.build import plan_trace
 from fdp.plan.record import Bucket, Item, Plan, Run, Start, Wait
 
-__all__ = ["Bucket", "Item", "Plan", "Run", "Start", "Wait", "plan_trace"]
+__all__ = ["Bucket", "Item", "Plan", "Run", "Start", "Wait", "perfetto", "pictures", "plan_trace", "report"]

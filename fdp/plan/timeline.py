@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from typing import Any
+
+from fdp.stages import enter
 
 LANES = ("compute", "communication")
 KINDS = ("forward", "backward", "pack", "optimizer", "message")
@@ -52,3 +56,29 @@ class Timeline:
     origin: str
     intervals: tuple[Interval, ...]
     step_s: float
+
+    def draw(self, path: str | os.PathLike[str] | None = None, *, beside: Timeline | None = None) -> Any:
+        """Draw both lanes: buckets in colours, what computes named, what nobody hides hatched.
+
+        Args:
+            path: the file to write, whose suffix says how: .png, .svg or .pdf; None writes nothing.
+            beside: another timeline to draw below this one, on the same axis of time.
+
+        Returns:
+            The figure, of matplotlib.
+
+        Raises:
+            ArgumentError: matplotlib is not installed, or the suffix names no kind of picture.
+        """
+        return enter("draw", self, path, beside)
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open, with arrows from messages to waits.
+
+        Args:
+            path: the file to write, JSON of Chrome's Trace Event Format; times are in microseconds.
+        """
+        enter("save_trace", self, path)
+
+    def __str__(self) -> str:
+        return str(enter("print_timeline", self))
