@@ -36,25 +36,20 @@ class Block:
         return self.end_s - self.start_s
 
 
-def lane(timeline: Timeline, name: str) -> tuple[Interval, ...]:
-    """The intervals of one lane, as the timeline sorts them."""
-    return tuple(interval for interval in timeline.intervals if interval.lane == name)
-
-
 def waits(timeline: Timeline) -> tuple[Block, ...]:
     """Where the compute lane waits, and for which bucket: the one whose message ends last before computing goes on.
 
     Example:
         >>> work = Interval("compute", "backward", "mm", 0.0, 2.0)
-        >>> sent = Interval("communication", "message", "w", 1.0, 5.0, bucket=0, size_bytes=8)
+        >>> sent = Interval("communication", "message", "w", 1.0, 5.0, bucket=0)
         >>> waits(Timeline("step", 2, "simulated", (work, sent), 5.0))
         (Block(kind='wait', bucket=0, start_s=2.0, end_s=5.0),)
     """
-    messages = sorted(lane(timeline, "communication"), key=lambda message: message.end_s)
+    messages = sorted(timeline.messages, key=lambda message: message.end_s)
     ends = [message.end_s for message in messages]
     found = []
     at = 0.0
-    for start_s, end_s in [*((i.start_s, i.end_s) for i in lane(timeline, "compute")), (timeline.step_s,) * 2]:
+    for start_s, end_s in [*((i.start_s, i.end_s) for i in timeline.compute), (timeline.step_s,) * 2]:
         if start_s > at:
             # A measured wait returns a little after the message is done; a simulated one in the same moment, save
             # for rounding.
@@ -105,21 +100,6 @@ def rows(messages: Sequence[Interval], most: int) -> tuple[int, ...]:
             row = heapq.heappop(free)[1]
         heapq.heappush(free, (message.end_s, row))
         found.append(row)
-    return tuple(found)
-
-
-def union(messages: Iterable[Interval]) -> tuple[Block, ...]:
-    """The stretches in which any message is under way.
-
-    Args:
-        messages: sorted by start.
-    """
-    found: list[Block] = []
-    for m in messages:
-        if found and m.start_s <= found[-1].end_s:
-            found[-1] = Block(m.kind, None, found[-1].start_s, max(found[-1].end_s, m.end_s))
-        else:
-            found.append(Block(m.kind, None, m.start_s, m.end_s))
     return tuple(found)
 
 

@@ -11,7 +11,7 @@ import os
 import pathlib
 from typing import Any
 
-from fdp.plan.lanes import lane, rows, waits
+from fdp.plan.lanes import rows, waits
 from fdp.plan.timeline import Timeline
 from fdp.stages import enters
 
@@ -36,14 +36,14 @@ def save_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
 
 
 def _events(timeline: Timeline) -> list[dict[str, Any]]:
-    messages = lane(timeline, "communication")
+    messages = timeline.messages
     # Slices of one thread must nest or lie apart, or viewers drop some: messages that overlap get threads of their own.
     rows_of = rows(messages, _MOST_ROWS)
     events = [_metadata("process_name", 0, f"{timeline.name}, {timeline.world_size} ranks, {timeline.origin}")]
     events.append(_metadata("thread_name", _COMPUTE, "compute"))
     for row in range(max(rows_of, default=-1) + 1):
         events.append(_metadata("thread_name", _FIRST_MESSAGE_ROW + row, "messages" if not row else f"messages {row}"))
-    for interval in lane(timeline, "compute"):
+    for interval in timeline.compute:
         args: dict[str, Any] = {} if interval.bucket is None else {"bucket": interval.bucket}
         events.append(_slice(interval.name, interval.kind, _COMPUTE, interval.start_s, interval.end_s, args))
     for message, row in zip(messages, rows_of, strict=True):
@@ -55,7 +55,7 @@ def _events(timeline: Timeline) -> list[dict[str, Any]]:
         args = {"bucket": block.bucket}
         events.append(_slice(f"wait for bucket {block.bucket}", "wait", _COMPUTE, block.start_s, block.end_s, args))
     # Where the compute lane takes up a bucket: in its wait, or in its first update if it was there in time.
-    taken = {i.bucket: i.start_s for i in reversed(lane(timeline, "compute")) if i.kind == "optimizer"}
+    taken = {i.bucket: i.start_s for i in reversed(timeline.compute) if i.kind == "optimizer"}
     taken |= {block.bucket: block.start_s for block in reversed(idle)}
     for message, row in zip(messages, rows_of, strict=True):
         if message.bucket is None or message.bucket not in taken:

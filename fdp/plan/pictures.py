@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fdp.errors import ArgumentError, build_message
-from fdp.plan.lanes import Block, blocks, lane, rows, shared_s, waits
+from fdp.plan.lanes import Block, blocks, rows, shared_s, waits
 from fdp.plan.timeline import Timeline
 from fdp.stages import enters
 from fdp.table import count, format_bytes
@@ -120,12 +120,11 @@ class _Panel:
             axes.spines[side].set_visible(False)
         if last:
             axes.set_xlabel("ms since the step began", fontsize=_FONT)
-        exposed = sum(block.seconds for block in self._waits)
+        exposed = timeline.exposed_s
         share = f" ({exposed / timeline.step_s:.0%})" if timeline.step_s else ""
-        title = (
-            f"{timeline.name} on {count(timeline.world_size, 'rank')}, {timeline.origin}: "
-            f"{_ms(timeline.step_s)} a step, " + (f"{_ms(exposed)} of it exposed{share}" if exposed else "all hidden")
-        )
+        hidden = f"{_ms(exposed)} of it exposed{share}" if self._waits else "all hidden"
+        where = f"{timeline.name} on {count(timeline.world_size, 'rank')}, {timeline.origin}"
+        title = f"{where}: {_ms(timeline.step_s)} a step, {hidden}"
         axes.set_title(title, loc="left", fontsize=_FONT + 2, pad=21, color=_INK)
         self._compute()
         self._messages()
@@ -135,7 +134,7 @@ class _Panel:
         axes.text(ends, _HIGH / 2, f"end\n{_ms(timeline.step_s)}", fontsize=_FONT, va="center", color=_INK)
 
     def _compute(self) -> None:
-        intervals = lane(self._timeline, "compute")
+        intervals = self._timeline.compute
         # Filling a bucket takes little time, and would cut what it interrupts to ribbons: the bar goes on behind it,
         # and the bucket is a foot in front.
         flow, kind = [], "backward"
@@ -170,14 +169,14 @@ class _Panel:
                     break
 
     def _messages(self) -> None:
-        messages = lane(self._timeline, "communication")
+        messages = self._timeline.messages
         rows_of = rows(messages, _MOST_ROWS)
         high = 1.0 / (max(rows_of, default=0) + 1)
         bars = [Block(m.kind, m.bucket, m.start_s, m.end_s) for m in messages]
         for row in range(max(rows_of, default=-1) + 1):
             own = [bar for bar, its in zip(bars, rows_of, strict=True) if its == row]
             self._bars(own, _MESSAGES_Y + 1.0 - (row + 1) * high, high, lambda b: colour_of(b.bucket))
-        taken = {i.bucket: i.start_s for i in reversed(lane(self._timeline, "compute")) if i.kind == "optimizer"}
+        taken = {i.bucket: i.start_s for i in reversed(self._timeline.compute) if i.kind == "optimizer"}
         for message, bar, row in zip(messages, bars, rows_of, strict=True):
             top = _MESSAGES_Y + 1.0 - row * high
             size = "" if message.size_bytes is None else f", {format_bytes(message.size_bytes)}"
@@ -190,15 +189,16 @@ class _Panel:
                 self._axes.plot(*line, color=colour_of(bar.bucket), linewidth=1.2, zorder=0.5)
 
     def _phases(self) -> None:
-        """Brackets above the compute lane, with what is computed and for how long, waits left out."""
-        working = [i for i in lane(self._timeline, "compute") if i.kind != "pack"]
+        """Brackets above the compute with what is computed and for how long."""
+        working = [i for i in self._timeline.compute if i.kind != "pack"]
+        other = [*self._waits, *(b for b in blocks(self._timeline.compute) if b.kind == "pack")]
         y = _COMPUTE_Y + 1.1
         free_s = 0.0
         for block in blocks(working, self._end_s, by_bucket=False):
             if block.seconds > 2 * self._pixel_s:
                 span = ([block.start_s * 1e3, (block.end_s - self._pixel_s) * 1e3], [y, y])
                 self._axes.plot(*span, color=_INK, linewidth=1, clip_on=False, solid_capstyle="butt")
-            text = f"{block.kind} {_ms(block.seconds - shared_s(block, self._waits))}"
+            text = f"{block.kind} {_ms(block.seconds - shared_s(block, other))}"
             half = self._width_s(text) / 2
             middle = min(max((block.start_s + block.end_s) / 2, half), self._end_s - half)
             # A step with many short phases has room for the names of some.

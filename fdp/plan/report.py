@@ -1,49 +1,43 @@
-"""Print a timeline: the totals, a row for each bucket, and what the end of the step waits for."""
+"""Print a timeline: the totals, a row for each bucket, and the path that the step takes as long as."""
 
 from __future__ import annotations
 
-from fdp.plan.lanes import Block, hidden_s, lane, shared_s, union, waits
-from fdp.plan.timeline import Interval, Timeline
+from fdp.plan.lanes import hidden_s, waits
+from fdp.plan.timeline import Timeline
 from fdp.stages import enters
 from fdp.table import Table, count, format_bytes
 
-_MOST_STRETCHES = 12
+_MOST_STRETCHES = 14
 
 
 @enters("print_timeline")
 def print_timeline(timeline: Timeline) -> str:
     """Lay out the text of `print(timeline)`."""
     parts = [_totals(timeline)]
-    messages = lane(timeline, "communication")
-    if messages:
-        parts.append(str(_buckets(timeline, messages)))
-    return "\n\n".join([*parts, str(_course(timeline))])
+    if timeline.messages:
+        parts.append(str(_buckets(timeline)))
+    return "\n\n".join([*parts, str(_path(timeline))])
 
 
 def _totals(timeline: Timeline) -> str:
-    messages = lane(timeline, "communication")
-    idle, busy = waits(timeline), union(messages)
-    compute_s = sum(i.end_s - i.start_s for i in lane(timeline, "compute"))
-    exposed_s = sum(block.seconds for block in idle)
-    busy_s = sum(block.seconds for block in busy)
-    hidden = busy_s - sum(shared_s(block, idle) for block in busy)
-    efficiency = compute_s / timeline.step_s if timeline.step_s else 1.0
-    share = f" ({hidden / busy_s:.0%})" if busy_s else ""
+    whole_s, hidden = timeline.communication_s, timeline.hidden_s
+    share = f" ({hidden / whole_s:.0%})" if whole_s else ""
     return (
         f"Timeline of {timeline.name}, {count(timeline.world_size, 'rank')}, {timeline.origin}: "
-        f"{_ms(timeline.step_s)} ms a step\n"
-        f"compute {_ms(compute_s)} ms, exposed {_ms(exposed_s)} ms: efficiency {efficiency:.1%}\n"
-        f"communication {_ms(busy_s)} ms in {count(len(messages), 'message')}, "
-        f"hidden {_ms(hidden)} ms{share}"
+        f"{_ms(timeline.step_s)} ms a step, efficiency {timeline.efficiency:.1%}\n"
+        f"compute lane: {_ms(timeline.compute_s)} ms of computing, {_ms(timeline.pack_s)} ms of filling buckets, "
+        f"{_ms(sum(block.seconds for block in waits(timeline)))} ms of waiting\n"
+        f"communication lane: {_ms(whole_s)} ms in {count(len(timeline.messages), 'message')}, "
+        f"{_ms(hidden)} ms hidden{share}, {_ms(timeline.exposed_s)} ms exposed"
     )
 
 
-def _buckets(timeline: Timeline, messages: tuple[Interval, ...]) -> Table:
+def _buckets(timeline: Timeline) -> Table:
     idle = waits(timeline)
-    taken = {i.bucket: i.start_s for i in reversed(lane(timeline, "compute")) if i.kind == "optimizer"}
+    taken = {i.bucket: i.start_s for i in reversed(timeline.compute) if i.kind == "optimizer"}
     columns = ("bucket", "bytes", "starts, ms", "done, ms", "used, ms", "waited for, ms", "hidden")
     table = Table("messages", columns)
-    for message in messages:
+    for message in timeline.messages:
         own = [block for block in idle if message.bucket is not None and block.bucket == message.bucket]
         seconds = message.end_s - message.start_s
         table.add(
@@ -58,24 +52,27 @@ def _buckets(timeline: Timeline, messages: tuple[Interval, ...]) -> Table:
     return table
 
 
-def _course(timeline: Timeline) -> Table:
-    """What the compute lane does, stretch by stretch: its waits are what could be won."""
-    working = [Block(i.kind, None, i.start_s, i.end_s) for i in lane(timeline, "compute") if i.kind != "pack"]
-    stretches: list[Block] = []
-    for block in sorted([*working, *waits(timeline)], key=lambda block: block.start_s):
-        last = stretches[-1] if stretches else None
-        if last and block.kind != "wait" and last.kind == block.kind:
-            stretches[-1] = Block(block.kind, None, last.start_s, block.end_s)
+def _path(timeline: Timeline) -> Table:
+    """The critical path, one row for a stretch of one kind: what has to get shorter for the step to."""
+    stretches: list[tuple[str, float, float]] = []
+    for i in timeline.critical_path:
+        last = stretches[-1] if stretches else ("", 0.0, 0.0)
+        if i.kind == "message":
+            what = f"message of bucket {i.bucket}"
+        elif i.kind == "pack":  # a moment within the backward pass
+            what = last[0] if last[0] in ("forward", "backward") else f"filling bucket {i.bucket}"
         else:
-            stretches.append(block)
-    longest = sorted(stretches, key=lambda block: -block.seconds)[:_MOST_STRETCHES]
-    table = Table("the compute lane", ("from, ms", "to, ms", "the rank"))
-    for block in sorted(longest, key=lambda block: block.start_s):
-        of = "" if block.bucket is None else f" for bucket {block.bucket}"
-        doing = f"waits{of}" if block.kind == "wait" else f"computes, {block.kind}"
-        table.add(_ms(block.start_s), _ms(block.end_s), doing)
+            what = i.kind
+        if what == last[0]:
+            stretches[-1] = (what, last[1], i.end_s)
+        else:
+            stretches.append((what, i.start_s, i.end_s))
+    longest = sorted(stretches, key=lambda stretch: stretch[1] - stretch[2])[:_MOST_STRETCHES]
+    table = Table("critical path", ("from, ms", "to, ms", "the step waits for"))
+    for what, start_s, end_s in sorted(longest, key=lambda stretch: stretch[1:]):
+        table.add(_ms(start_s), _ms(end_s), what)
     if len(longest) < len(stretches):
-        table.add("", "", f"shorter ones: {len(stretches) - len(longest)}")
+        table.add("", "", f"shorter stretches: {len(stretches) - len(longest)}")
     return table
 
 
