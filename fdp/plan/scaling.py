@@ -143,7 +143,7 @@ def scaling(
     scales = []
     for size in sizes:
         planned = simulate(plan, costs, network, size)
-        replanned = _replan(plan.trace, costs, network, size)
+        replanned = plan_trace(plan.trace, "auto", costs, network, size)
         scales.append(
             Scale(
                 size,
@@ -176,8 +176,3 @@ def _described(network: Network) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f}"
-
-
-def _replan(trace: Any, costs: Costs, network: Network, size: int) -> Plan:  # TEMPORARY until the planner is merged
-    plans = [plan_trace(trace, cap) for cap in (1, 5, 25, 100, [1, 25], 1e6)]
-    return min(plans, key=lambda plan: simulate(plan, costs, network, size).step_s)
