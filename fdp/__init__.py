@@ -25,7 +25,7 @@ from fdp.errors import (
     TraceError,
 )
 from fdp.modules import from_module
-from fdp.plan import Network, Plan
+from fdp.plan import Network, Plan, Scaling, Timeline, scaling
 from fdp.state import assert_replicated, replicate
 from fdp.trace import Trace
 from fdp.transform import Step, data_parallel
@@ -42,7 +42,9 @@ __all__ = [
     "Plan",
     "PurityError",
     "ReplicationError",
+    "Scaling",
     "Step",
+    "Timeline",
     "Trace",
     "TraceError",
     "all_gather",
@@ -62,5 +64,6 @@ __all__ = [
     "psum",
     "replicate",
     "save",
+    "scaling",
     "value_and_grad",
 ]

@@ -47,14 +47,14 @@ NAMES_THAT_SAY_NOTHING = {"utils", "util", "common", "misc", "helpers", "tools"}
 PUBLIC_FUNCTIONS = {
     "accumulate", "all_gather", "assert_replicated", "axis_index", "axis_size", "broadcast", "data_parallel",
     "from_module", "grad", "load", "per_rank", "pmax", "pmean", "pmin", "psum", "replicate", "save",
-    "value_and_grad",
+    "scaling", "value_and_grad",
 }  # fmt: skip
 PUBLIC_ERRORS = {
     "AgreementError", "ArgumentError", "CompileError", "FdpError", "PeerError", "PurityError", "ReplicationError",
     "TraceError",
 }  # fmt: skip
 PUBLIC_STAGES = {"Step", "Trace", "Plan"}
-PUBLIC_VALUES = {"Network"}
+PUBLIC_VALUES = {"Network", "Scaling", "Timeline"}
 PUBLIC = PUBLIC_FUNCTIONS | PUBLIC_ERRORS | PUBLIC_STAGES | PUBLIC_VALUES | {"optim"}
 NOT_YET = {"accumulate"}
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import bisect
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
+
+from fdp.stages import enter
 
 LANES = ("compute", "communication")
 KINDS = ("forward", "backward", "pack", "optimizer", "message")
@@ -150,6 +154,32 @@ class Timeline:
                 continue
             now = max((i.end_s for i in self.intervals if i.end_s < now - _TOLERANCE_S), default=0.0)
         return tuple(reversed(path))
+
+    def draw(self, path: str | os.PathLike[str] | None = None, *, beside: Timeline | None = None) -> Any:
+        """Draw both lanes: buckets in colours, what computes named, what nobody hides hatched.
+
+        Args:
+            path: the file to write, whose suffix says how: .png, .svg or .pdf; None writes nothing.
+            beside: another timeline to draw below this one, on the same axis of time.
+
+        Returns:
+            The figure, of matplotlib.
+
+        Raises:
+            ArgumentError: matplotlib is not installed, or the suffix names no kind of picture.
+        """
+        return enter("draw", self, path, beside)
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open, with arrows from messages to waits.
+
+        Args:
+            path: the file to write, JSON of Chrome's Trace Event Format; times are in microseconds.
+        """
+        enter("save_trace", self, path)
+
+    def __str__(self) -> str:
+        return str(enter("print_timeline", self))
 
 
 def _take(path: list[Interval], interval: Interval, until_s: float) -> float:

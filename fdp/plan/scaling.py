@@ -1,0 +1,178 @@
+"""What a step would do on other numbers of ranks, before anyone rents them: beside DDP, on one cost model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fdp.errors import ArgumentError, build_message
+from fdp.plan.build import plan_trace
+from fdp.plan.costs import Costs
+from fdp.plan.ddp import plan_as_ddp
+from fdp.plan.estimate import estimate
+from fdp.plan.network import Network
+from fdp.plan.record import Plan
+from fdp.plan.simulate import simulate
+from fdp.stages import enter
+from fdp.table import Table, count
+
+WORLD_SIZES = tuple(2**k for k in range(11))
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A step on one number of ranks.
+
+    Attributes:
+        world_size: number of ranks.
+        planned_s: seconds of a step with the buckets of the plan.
+        replanned_s: seconds of a step with buckets that were planned for this number of ranks.
+        replanned_buckets: how many those are.
+        ddp_s: seconds of a step of DDP as it is by default.
+    """
+
+    world_size: int
+    planned_s: float
+    replanned_s: float
+    replanned_buckets: int
+    ddp_s: float
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """A step on several numbers of ranks, each of which has the batch that it was planned with (weak scaling).
+
+    Attributes:
+        name: the user's function.
+        alone_s: seconds that a rank computes when there is no other: what efficiency is measured by.
+        network: between the ranks.
+        origin: of the costs, "measured" or "estimated".
+        buckets: how many the plan has.
+        ddp_buckets: how many DDP has.
+        scales: one for each number of ranks.
+    """
+
+    name: str
+    alone_s: float
+    network: Network
+    origin: str
+    buckets: int
+    ddp_buckets: int
+    scales: tuple[Scale, ...]
+
+    def efficiency(self, step_s: float) -> float:
+        """Tell what a rank gets done in a step, as a share of what it would get done alone.
+
+        Args:
+            step_s: seconds of the step.
+
+        Returns:
+            The share: 1 is perfect.
+        """
+        return self.alone_s / step_s if step_s else 1.0
+
+    def draw(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """Draw the time of a step, and the efficiency, against the number of ranks.
+
+        Args:
+            path: the file to write, whose suffix says how: .png, .svg or .pdf; None writes nothing.
+
+        Returns:
+            The figure, of matplotlib.
+
+        Raises:
+            ArgumentError: matplotlib is not installed, or the suffix names no kind of picture.
+        """
+        return enter("draw_scaling", self, path)
+
+    def __str__(self) -> str:
+        title = (
+            f"Scaling of {self.name}, {self.origin} costs: a rank alone computes {_ms(self.alone_s)} ms; "
+            f"{count(self.buckets, 'bucket')} as planned, {self.ddp_buckets} of DDP\n{_described(self.network)}"
+        )
+        steps = ("as planned, ms", "replanned, ms", "DDP, ms")
+        shares = ("efficiency", "replanned", "DDP")
+        table = Table(title, ("ranks", *steps, "buckets replanned", *shares))
+        for scale in self.scales:
+            seconds = (scale.planned_s, scale.replanned_s, scale.ddp_s)
+            table.add(
+                scale.world_size, *map(_ms, seconds), scale.replanned_buckets,
+                *(f"{self.efficiency(step_s):.1%}" for step_s in seconds),
+            )  # fmt: skip
+        return str(table)
+
+
+def scaling(
+    plan: Plan, *, network: Network, world_sizes: Sequence[int] = WORLD_SIZES, costs: Costs | None = None
+) -> Scaling:
+    """Foretell the step on other numbers of ranks, for fdp and for DDP's default, on one model of costs.
+
+    Each rank keeps its batch. fdp is shown twice: with the buckets of `plan`, and with those that "auto" chooses for
+    each number of ranks. DDP has a first bucket of 1 MiB and then 25 MiB, copies gradients into its buckets and out
+    of them, and runs the optimizer after the last wait. There are no stragglers, and nobody else is on the network.
+
+    Args:
+        plan: of the step; it may be traced for any number of ranks.
+        network: between the ranks.
+        world_sizes: numbers of ranks.
+        costs: seconds of its operations; None estimates them for the default `Machine`.
+
+    Returns:
+        The figures, to print and to draw.
+
+    Raises:
+        ArgumentError: there is no such number of ranks, or the costs are those of another trace.
+
+    Example:
+        >>> import torch, fdp
+        >>> step = fdp.data_parallel(lambda w, x: fdp.grad(lambda w: (x @ w).square().mean())(w))
+        >>> plan = step.plan(torch.ones(1024, 1024), torch.ones(64, 1024))
+        >>> network = fdp.Network(latency_s=5e-6, bandwidth_bytes_per_s=12.5e9)
+        >>> [scale.world_size for scale in fdp.scaling(plan, network=network, world_sizes=[1, 8, 64]).scales]
+        [1, 8, 64]
+    """
+    sizes = list(world_sizes)
+    if not sizes:
+        raise ArgumentError(
+            build_message("fdp.scaling() with no world_sizes.", remedy="pass at least one number of ranks.")
+        )
+    costs = estimate(plan.trace) if costs is None else costs
+    ddp, ddp_costs = plan_as_ddp(plan.trace, costs)
+    scales = []
+    for size in sizes:
+        planned = simulate(plan, costs, network, size)
+        replanned = plan_trace(plan.trace, "auto", costs, network, size)
+        scales.append(
+            Scale(
+                size,
+                planned.step_s,
+                simulate(replanned, costs, network, size).step_s,
+                len(replanned.buckets),
+                simulate(ddp, ddp_costs, network, size).step_s if size > 1 else planned.step_s,
+            )
+        )
+    return Scaling(
+        name=plan.trace.name,
+        alone_s=simulate(plan, costs, network, 1).step_s,
+        network=network,
+        origin=costs.origin,
+        buckets=len(plan.buckets),
+        ddp_buckets=len(ddp.buckets),
+        scales=tuple(scales),
+    )
+
+
+def _described(network: Network) -> str:
+    text = f"{network.algorithm}: {network.latency_s * 1e6:g} us and {network.bandwidth_bytes_per_s / 1e9:g} GB/s"
+    if network.inner_latency_s is not None and network.inner_bandwidth_bytes_per_s is not None:
+        inner = f"{network.inner_latency_s * 1e6:g} us and {network.inner_bandwidth_bytes_per_s / 1e9:g} GB/s"
+        text += f" between hosts of {count(network.ranks_per_host, 'rank')}, {inner} within"
+    if network.in_flight > 1:
+        text += f"; {network.in_flight} messages in flight"
+    return text + (f"; computing {network.compute_slowdown:.0%} slower" if network.compute_slowdown else "")
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f}"
