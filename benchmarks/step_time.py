@@ -247,7 +247,8 @@ def _take_turns(crews: Mapping[str, Crew], rounds: int, tell: Tell | None) -> di
 def _warm_up(name: str, crew: Crew, checks: Sequence[Callable[[str, Mapping[str, torch.Tensor]], None]]) -> None:
     """Has a crew train some steps, and shows the parameters of each rank to the checks."""
     with tempfile.TemporaryDirectory() as folder:
-        for rank, path in enumerate(crew.ask("warm_up", WARMUP, folder)):
+        paths = crew.ask("warm_up", WARMUP, folder)
+        for rank, path in enumerate(paths if checks else ()):
             params = torch.load(path, map_location="cpu")
             pathlib.Path(path).unlink()
             for check in checks:
