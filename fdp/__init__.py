@@ -25,7 +25,7 @@ from fdp.errors import (
     TraceError,
 )
 from fdp.modules import from_module
-from fdp.plan import Plan
+from fdp.plan import Network, Plan
 from fdp.state import assert_replicated, replicate
 from fdp.trace import Trace
 from fdp.transform import Step, data_parallel
@@ -37,6 +37,7 @@ __all__ = [
     "ArgumentError",
     "CompileError",
     "FdpError",
+    "Network",
     "PeerError",
     "Plan",
     "PurityError",

@@ -134,13 +134,18 @@ def resolve_group(group: Any = None) -> Group:
     return Group(weakref.ref(group), dist.get_world_size(group), rank)
 
 
-def start_all_reduce(buffer: torch.Tensor, op: str, group: Group) -> Callable[[], None]:
+Arrived = Callable[[], None]
+"""Called once when a message has arrived, perhaps by another thread."""
+
+
+def start_all_reduce(buffer: torch.Tensor, op: str, group: Group, arrived: Arrived | None = None) -> Callable[[], None]:
     """Start reducing a buffer in place over the ranks of a group.
 
     Args:
         buffer: contiguous tensor; holds the result once the returned function has returned.
         op: "mean", "sum", "max" or "min".
         group: the ranks; with a world of one nothing is sent.
+        arrived: what to call when the message has arrived, if the backend says so.
 
     Returns:
         A function that waits for the result.
@@ -151,6 +156,7 @@ def start_all_reduce(buffer: torch.Tensor, op: str, group: Group) -> Callable[[]
     if divide == "before":
         buffer.div_(group.size)
     work = dist.all_reduce(buffer, getattr(dist.ReduceOp, name.upper()), group=group.process_group, async_op=True)
+    _call_back(work, arrived)
     if divide != "after":
         return work.wait
 
@@ -185,20 +191,39 @@ def registered_name(group: Group) -> str | None:
     return name if found is group.process_group else None
 
 
-def start_broadcast(buffer: torch.Tensor, root: int, group: Group) -> Callable[[], None]:
+def start_broadcast(
+    buffer: torch.Tensor, root: int, group: Group, arrived: Arrived | None = None
+) -> Callable[[], None]:
     """Start overwriting a buffer with the one of rank `root` of the group; returns the function that waits."""
     if group.process_group is None:
         return _nothing
-    return dist.broadcast(_as_bytes(buffer), group=group.process_group, group_src=root, async_op=True).wait
+    work = dist.broadcast(_as_bytes(buffer), group=group.process_group, group_src=root, async_op=True)
+    _call_back(work, arrived)
+    return work.wait
 
 
-def start_all_gather(out: torch.Tensor, own: torch.Tensor, group: Group) -> Callable[[], None]:
+def start_all_gather(
+    out: torch.Tensor, own: torch.Tensor, group: Group, arrived: Arrived | None = None
+) -> Callable[[], None]:
     """Start filling `out` ([size, *own.shape]) with every rank's `own`; returns the function that waits."""
     if group.process_group is None:
         out[0].copy_(own)
         return _nothing
     parts = list(_as_bytes(out).view(group.size, -1).unbind(0))
-    return dist.all_gather(parts, _as_bytes(own), group=group.process_group, async_op=True).wait
+    work = dist.all_gather(parts, _as_bytes(own), group=group.process_group, async_op=True)
+    _call_back(work, arrived)
+    return work.wait
+
+
+def _call_back(work: Any, arrived: Arrived | None) -> None:
+    """Have the end of a message told; a backend whose work has no future tells nothing."""
+    if arrived is None:
+        return
+    try:
+        future = work.get_future()
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return
+    future.add_done_callback(lambda _: arrived())
 
 
 def _as_bytes(buffer: torch.Tensor) -> torch.Tensor:

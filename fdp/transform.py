@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import threading
 import types
 import warnings
@@ -33,8 +32,10 @@ from fdp.emit import (
 )
 from fdp.errors import ArgumentError, FdpError, build_message
 from fdp.group import Group, alone_on, resolve_group
-from fdp.plan import Plan, plan_trace
+from fdp.measure import profile_step
+from fdp.plan import Plan, Timeline, plan_trace
 from fdp.plan.buckets import resolve_caps
+from fdp.surroundings import surroundings, warn_if_alone_by_mistake
 from fdp.trace import (
     Flat,
     RememberedCalls,
@@ -64,7 +65,7 @@ _one_at_a_time = threading.RLock()
 Nobody waits for another rank while he holds it."""
 
 _Place = tuple[int, Group, Any]
-"""Where a call happens: its number of arguments, the group, and what `_surroundings` says."""
+"""Where a call happens: its number of arguments, the group, and what `surroundings` says."""
 
 _clock = itertools.count()
 """Counts calls, so that it can be told which signature was called last."""
@@ -212,12 +213,36 @@ class Step:
         """
         return plan_trace(self.trace(*args, **kwargs), self._bucket_cap_mb)
 
+    def profile(self, *args: Any, repeats: int = 3, **kwargs: Any) -> Timeline:
+        """Run the step for real, messages and all, and tell what happened when; nothing is changed, nothing returned.
+
+        Args:
+            *args: as for a call; donated arguments are copied, so that they stay as they are.
+            repeats: runs that are timed, after one that is not; the usual one is told.
+            **kwargs: arguments by name.
+
+        Returns:
+            The timeline of this rank, in seconds. All ranks call this together, and tell of the same run.
+
+        Raises:
+            ArgumentError: `repeats` is not a positive number.
+            CompileError: messages are sent out of fdp's sight: by the compiler's public entry, or a CUDA graph.
+            AgreementError: another rank does something else, or did not come in time.
+            PeerError: another rank died or stopped answering.
+        """
+        if kwargs:
+            args = by_position(self._name, self._signature, args, kwargs)
+        group, roles = resolve_group(self._group), self._roles_for(len(args))
+        with alone_on(group, self._name):
+            known, tensors = self._look_up(flatten(args, roles), roles, (len(args), group, surroundings()))
+            return profile_step(known.emitted, tensors, repeats)
+
     @property
     def _name(self) -> str:
         return getattr(self._step, "__name__", type(self._step).__name__)
 
     def _call(self, args: tuple[Any, ...], group: Group) -> Any:
-        place = (len(args), group, _surroundings())
+        place = (len(args), group, surroundings())
         roles = self._roles_for(len(args))
         recognised = self._calls.recognise(place, *set_apart(args, roles))
         if recognised is None:
@@ -262,7 +287,7 @@ class Step:
 
     def _prepare(self, flat: Flat, roles: Roles, place: _Place) -> Emitted:
         group = place[1]
-        _warn_if_alone_by_mistake(group)
+        warn_if_alone_by_mistake(group)
         try:
             refuse_unhashable(self._name, flat, roles)
             plan = plan_trace(self._trace(flat, roles, group), self._bucket_cap_mb)
@@ -390,21 +415,3 @@ def data_parallel(
             )
         )
     return Step(step_fn, **options)
-
-
-def _warn_if_alone_by_mistake(group: Group) -> None:
-    launched = os.environ.get("WORLD_SIZE", "1")
-    if group.reference is None and launched not in ("", "1"):
-        warnings.warn(
-            f"fdp: {launched} ranks were launched (WORLD_SIZE), but torch.distributed is not initialised: this process "
-            "trains alone. Call torch.distributed.init_process_group() first.",
-            stacklevel=7,
-        )
-
-
-def _surroundings() -> Any:
-    """What besides its arguments decides what a step traces to: autocast around the call, and the default dtype."""
-    if not torch._C._is_any_autocast_enabled():  # private to torch: one call that asks for all devices
-        return torch.get_default_dtype()
-    kinds = [device for device in ("cpu", "cuda", "xpu") if torch.is_autocast_enabled(device)]
-    return torch.get_default_dtype(), tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)

@@ -25,7 +25,7 @@ FLOORS = (
     ("errors",),
     # helpers
     ("pytree", "table", "stages", "group", "fingerprint", "skeleton", "dynamo"),
-    ("axis",),
+    ("axis", "surroundings"),
     ("markers",),
     ("collectives",),
     ("autodiff", "optim", "modules", "state", "checkpoint"),
@@ -33,6 +33,7 @@ FLOORS = (
     ("trace",),
     ("plan",),
     ("emit",),
+    ("measure",),
     ("transform",),
     ("__init__",),
 )
@@ -52,7 +53,8 @@ PUBLIC_ERRORS = {
     "TraceError",
 }  # fmt: skip
 PUBLIC_STAGES = {"Step", "Trace", "Plan"}
-PUBLIC = PUBLIC_FUNCTIONS | PUBLIC_ERRORS | PUBLIC_STAGES | {"optim"}
+PUBLIC_VALUES = {"Network"}
+PUBLIC = PUBLIC_FUNCTIONS | PUBLIC_ERRORS | PUBLIC_STAGES | PUBLIC_VALUES | {"optim"}
 NOT_YET = {"accumulate"}
 
 
@@ -254,7 +256,7 @@ def test_public_function_is_documented(name: str) -> None:
     assert docstring_gaps(name, getattr(fdp, name), needs_example=True) == []
 
 
-@pytest.mark.parametrize("name", sorted(PUBLIC_STAGES))
+@pytest.mark.parametrize("name", sorted(PUBLIC_STAGES | PUBLIC_VALUES))
 def test_stage_and_its_methods_are_documented(name: str) -> None:
     stage = getattr(fdp, name)
     assert (stage.__doc__ or "").split("\n\n")[0].strip().endswith(".")

@@ -1,10 +1,11 @@
 """`Plan` -> callable: write the program, place its results, agree with the other ranks, run.
 
-accesses, views, donation, constants, forms -> places; bindings, layout, lines -> program; arena, agreement -> emitted;
+accesses, views, donation, constants, forms -> places; bindings, layout, lines -> program; arena, agreement and
+signature -> emitted;
 check; compiled, in place of places and program, for a step that is compiled
 """
 
-from fdp.emit.agreement import announce_failure
+from fdp.emit.agreement import announce_failure, come_together
 from fdp.emit.check import check_emitted
 from fdp.emit.compiled import resolve_options, unwrap_compiled
 from fdp.emit.compiled.check import check_compiled
@@ -17,6 +18,7 @@ __all__ = [
     "announce_failure",
     "check_compiled",
     "check_emitted",
+    "come_together",
     "compile_together",
     "emit_plan",
     "resolve_options",

@@ -69,8 +69,8 @@ def agree(plan: Plan, group: Group, tensors: Sequence[torch.Tensor], compare_sta
     """
     marks = _marks(plan, tensors) if compare_state else {}
     own = {"schedule": schedule_text(plan, how), "marks": marks}
-    found = _exchange(group, own, plan.trace.name)
     name = plan.trace.name
+    found = _exchange(group, own, f"step {name!r}", "has a new communication schedule")
     for rank, other in enumerate(found):
         if "failed" in other:
             raise AgreementError(
@@ -114,14 +114,40 @@ def announce_failure(group: Group, error: Exception) -> None:
         return
 
 
-def _exchange(group: Group, own: dict[str, Any], name: str) -> list[dict[str, Any]]:
+def come_together(group: Group, subject: str, news: str) -> None:
+    """Wait until all ranks are about to do the same thing, before messages are sent that only belong to it.
+
+    Args:
+        group: the ranks.
+        subject: what it is about, the same on every rank, such as "step 'train'".
+        news: what is to happen to it, likewise, such as "is to be profiled".
+
+    Raises:
+        AgreementError: another rank does something else, or did not come in time.
+        PeerError: the store cannot be reached.
+    """
+    own = f"{subject} {news}"
+    found = _exchange(group, {"schedule": own, "marks": {}}, subject, news)
+    others = [other.get("failed") or other["schedule"].splitlines()[0] for other in found]
+    offenders = [f"rank {rank}: {other}" for rank, other in enumerate(others) if other != own]
+    if offenders:
+        raise AgreementError(
+            build_message(
+                f"{own} on rank {group.rank}, and other ranks are about to do something else.",
+                offenders,
+                remedy="call the same functions in the same order on every rank.",
+            )
+        )
+
+
+def _exchange(group: Group, own: dict[str, Any], subject: str, news: str) -> list[dict[str, Any]]:
     limit = timeout_s()
     try:
         found = exchange(group, next_turn(group), json.dumps(own).encode(), limit)
     except (RuntimeError, dist.DistError) as error:
         raise PeerError(
             build_message(
-                f"step {name!r} on rank {group.rank} could not reach the rendezvous store to compare schedules.",
+                f"{subject} on rank {group.rank} could not reach the rendezvous store to compare schedules.",
                 [f"{type(error).__name__}: {error}".splitlines()[0]],
                 remedy="look for the first error among the logs of all ranks: the process that holds the store "
                 "(without torchrun that is rank 0) has ended.",
@@ -131,8 +157,8 @@ def _exchange(group: Group, own: dict[str, Any], name: str) -> list[dict[str, An
     if missing:
         raise AgreementError(
             build_message(
-                f"step {name!r} has a new communication schedule on rank {group.rank}, and other ranks did not come to "
-                f"compare theirs within {limit:g} s.",
+                f"{subject} {news} on rank {group.rank}, and other ranks did not come to compare theirs within "
+                f"{limit:g} s.",
                 [f"rank {rank} did not come" for rank in missing],
                 remedy="call the step the same number of times on every rank, with arguments of the same structure; "
                 "if tracing takes that long, raise FDP_AGREE_TIMEOUT_S.",

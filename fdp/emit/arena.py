@@ -13,7 +13,7 @@ import torch
 from fdp.emit.layout import Layout
 from fdp.emit.places import Place, gathered_at_bytes
 from fdp.emit.program import Program
-from fdp.group import Group, start_all_gather, start_all_reduce, start_broadcast
+from fdp.group import Arrived, Group, start_all_gather, start_all_reduce, start_broadcast
 from fdp.plan import Bucket, Plan
 
 
@@ -122,13 +122,13 @@ class Buffer:
     gathered: torch.Tensor | None
     scaled: bool
 
-    def start(self, group: Group) -> Callable[[], None]:
+    def start(self, group: Group, arrived: Arrived | None = None) -> Callable[[], None]:
         """Start the collective; returns the function that waits for it."""
         if self.gathered is not None:
-            return start_all_gather(self.gathered, self.own, group)
+            return start_all_gather(self.gathered, self.own, group, arrived)
         if self.bucket.op == "broadcast":
-            return start_broadcast(self.own, self.bucket.root, group)
-        return start_all_reduce(self.own, "sum" if self.scaled else self.bucket.op, group)
+            return start_broadcast(self.own, self.bucket.root, group, arrived)
+        return start_all_reduce(self.own, "sum" if self.scaled else self.bucket.op, group, arrived)
 
     def pretend(self, group: Group) -> None:
         """Do what the collective would do if every rank held what this one holds, and a mean or sum were a pick."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import optree
 import torch
@@ -16,13 +17,14 @@ from fdp.dynamo import breaks_graph
 from fdp.emit.agreement import agree, digest
 from fdp.emit.arena import ARENAS, Arena, Buffer, make_buffers, moving, place_values
 from fdp.emit.compiled import Options, compile_program, resolve_options, why_not_recorded
+from fdp.emit.lines import Part
 from fdp.emit.program import write_program
+from fdp.emit.signature import check_signature
 from fdp.errors import ArgumentError, FdpError, PeerError, build_message
 from fdp.group import Group, alone_on, leave_behind, resolve_group, why_left_behind
 from fdp.plan import Bucket, Plan
 from fdp.stages import enters
 from fdp.table import format_bytes
-from fdp.trace import sharing
 
 BREAK_REASON = (
     "an fdp step is one program already, with messages in it that a second compiler must not move. Leave "
@@ -30,6 +32,19 @@ BREAK_REASON = (
     "fdp.data_parallel(compile=True)."
 )
 """What Dynamo tells whoever has a step inside of a function under `torch.compile`."""
+
+
+class Observer(Protocol):
+    """Who is told about the messages of a run."""
+
+    def around_start(self, start: Callable[[int], None]) -> Callable[[int], None]:
+        """What is called in place of `start`, with the index of a bucket."""
+
+    def around_wait(self, wait: Callable[[int], None]) -> Callable[[int], None]:
+        """What is called in place of `wait`, with the index of a bucket."""
+
+    def arrived(self, index: int) -> None:
+        """The message of a bucket is there. Called by any thread; never, if the backend does not tell."""
 
 
 class _Busy(FdpError):
@@ -53,6 +68,8 @@ class Emitted:
         agreed: set[tuple[str, Group]] | None = None,
         compare_state: bool = True,
         options: Options | None = None,
+        tick: Callable[[], None] | None = None,
+        apart: bool = False,
     ) -> None:
         if group.size != plan.trace.world_size:
             raise ArgumentError(
@@ -65,11 +82,11 @@ class Emitted:
         self.plan, self.group = plan, group
         self._agreed: set[tuple[str, Group]] = set() if agreed is None else agreed
         self._compare_state = compare_state
-        self._communicates = group.size > 1
+        self._communicates = group.size > 1 or apart
         self.options = None if options is None else options.settled(_devices(plan))
         self._digest = digest(plan, self._how(None))
         if self.options is None:
-            self._program = write_program(plan, group.rank, self._communicates)
+            self._program = write_program(plan, group.rank, self._communicates, tick)
         else:
             self._program = compile_program(plan, group, self._communicates, self.options, self._may_record())
         self.source, self._function = self._program.source, self._program.function
@@ -98,12 +115,41 @@ class Emitted:
             PeerError: another rank died or stopped answering.
         """
         leaves, spec = optree.tree_flatten(args)
-        self._check_signature(leaves, spec)
+        check_signature(self.plan.trace, leaves, spec)
         with alone_on(self.group, self.plan.trace.name):
             return self.run([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
 
-    def run(self, tensors: list[torch.Tensor]) -> Any:
-        """Run the step on its input tensors, in the order of `Trace.inputs`; the list is emptied."""
+    def timed(self, tick: Callable[[], None], apart: bool = False) -> Emitted:
+        """The same step operator by operator, in a program that can be timed.
+
+        Args:
+            tick: called at the beginning of the program and at the end of each of its `parts`.
+            apart: whether buckets are filled in a world of one, too, where nothing is sent. What is made then is for
+                `rehearse` alone.
+
+        Returns:
+            Another step, of the same plan and group.
+        """
+        return Emitted(self.plan, self.group, self._agreed, self._compare_state, tick=tick, apart=apart)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What lies between one tick and the next, of a step that is timed."""
+        return self._program.parts
+
+    @property
+    def hides_messages(self) -> bool:
+        """Whether its messages start and are waited for out of fdp's sight: compiled code, or a recording, does it."""
+        recording = self._program.recording
+        return self._program.own_messages is not None or (recording is not None and recording.armed)
+
+    def run(self, tensors: list[torch.Tensor], observer: Observer | None = None) -> Any:
+        """Run the step on its input tensors, in the order of `Trace.inputs`; the list is emptied.
+
+        Args:
+            tensors: the inputs.
+            observer: who is told when messages start, arrive and are waited for, if anybody is.
+        """
         self.agree(tensors)
         if self._communicates and (why := why_left_behind(self.group)) is not None:
             raise PeerError(
@@ -119,7 +165,8 @@ class Emitted:
         def start(index: int) -> None:
             try:
                 with self._range("starts", index):
-                    waits[index] = self._buffers[index].start(self.group)
+                    arrived = None if observer is None else functools.partial(observer.arrived, index)
+                    waits[index] = self._buffers[index].start(self.group, arrived)
             except (RuntimeError, dist.DistError) as error:
                 raise self._peer_error(index, error) from error
 
@@ -130,9 +177,10 @@ class Emitted:
             except (RuntimeError, dist.DistError) as error:
                 raise self._peer_error(index, error) from error
 
+        seen = (start, wait) if observer is None else (observer.around_start(start), observer.around_wait(wait))
         try:
             try:
-                return self._execute(tensors, start, wait)
+                return self._execute(tensors, *seen)
             except (RuntimeError, dist.DistError) as error:
                 own = self._program.own_messages
                 if own is None or not own.caused(error):
@@ -296,44 +344,6 @@ class Emitted:
             )
         )
 
-    def _check_signature(self, leaves: Sequence[Any], spec: optree.PyTreeSpec) -> None:
-        trace = self.plan.trace
-        if spec != trace.in_spec:
-            raise ArgumentError(
-                build_message(
-                    f"the plan of step {trace.name!r} is for arguments of another structure.",
-                    [f"planned: {trace.in_spec}", f"given: {spec}"],
-                    remedy="call the Step itself, which traces again, or pass arguments of the planned structure.",
-                )
-            )
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        offenders = [
-            f"{item.name}: planned {list(item.shape)} {item.dtype} {item.device} strides {list(item.stride)} offset "
-            f"{item.offset}, given {list(tensor.shape)} {tensor.dtype} {tensor.device} strides {list(tensor.stride())} "
-            f"offset {tensor.storage_offset()}"
-            for item, tensor in zip(trace.inputs, tensors, strict=False)
-            if (item.shape, item.dtype, item.device, item.stride, item.offset, False, False)
-            != (*_geometry(tensor), tensor.is_conj(), tensor.is_neg())
-        ]
-        if any(item.donated for item in trace.inputs):
-            offenders += [
-                f"{item.name}: shares memory with another argument or with itself, which was not planned"
-                for item, shared in zip(trace.inputs, sharing(tensors), strict=False)
-                if shared and not item.shares_memory
-            ]
-        plain = [repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-        planned = [value for _, value in trace.replicated_constants][: len(plain)]
-        if plain != planned or len(tensors) != len(trace.inputs):
-            offenders.append(f"constants: planned {planned}, given {plain}")
-        if offenders:
-            raise ArgumentError(
-                build_message(
-                    f"the plan of step {trace.name!r} is for other arguments.",
-                    offenders,
-                    remedy="call the Step itself, which traces again, or pass arguments of the planned signature.",
-                )
-            )
-
     def _check_backends(self) -> None:
         for bucket in self.plan.buckets:
             if self.group.backend_for(bucket.device) is None:
@@ -350,10 +360,6 @@ def _devices(plan: Plan) -> set[torch.device]:
     """The devices that a plan computes on."""
     values = (node.meta.get("val") for node in plan.trace.graph.graph.nodes)
     return {value.device for value in values if isinstance(value, torch.Tensor)}
-
-
-def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tensor.dtype, tensor.device, tensor.stride(), tensor.storage_offset()
 
 
 _TENSOR = object()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp.emit.lines import Line
+from fdp.emit.lines import Line, Part
 from fdp.emit.places import slot_name
 from fdp.emit.writer import Writer, bind_operator, bucket_name, literal
 from fdp.plan import Bucket
@@ -61,22 +61,22 @@ def early_fillings(writer: Writer) -> dict[fx.Node, list[Filling]]:
 
 def write_copy(writer: Writer, filling: Filling) -> None:
     """Copy a member into its bucket, and divide it on the way if that is due."""
-    uses, source = {filling.slot}, filling.source
+    uses, source, part = {filling.slot}, filling.source, Part("pack", filling.bucket)
     text = literal(writer, source, uses)
     if filling.bucket in writer.places.scaled:
         share = 1 / writer.plan.trace.world_size
         call = bind_operator(writer, _aten.mul.out, (source, share), {"out": source})
-        writer.lines.append(Line(f"{call}({text}, {share!r}, out={filling.slot})", uses))
+        writer.lines.append(Line(f"{call}({text}, {share!r}, out={filling.slot})", uses, part=part))
     else:
         call = bind_operator(writer, _aten.copy_.default, (source, source))
-        writer.lines.append(Line(f"{call}({filling.slot}, {text})", uses))
+        writer.lines.append(Line(f"{call}({filling.slot}, {text})", uses, part=part))
 
 
-def write_division(writer: Writer, marker: fx.Node, name: str) -> None:
+def write_division(writer: Writer, marker: fx.Node, name: str, part: Part | None = None) -> None:
     """Divide what was computed for a marker in its bucket, where it has a name."""
     share = 1 / writer.plan.trace.world_size
     call = bind_operator(writer, _aten.mul_.Tensor, (marker.args[0], share))
-    writer.lines.append(Line(f"{call}({name}, {share!r})", {name}))
+    writer.lines.append(Line(f"{call}({name}, {share!r})", {name}, part=part))
 
 
 def write_start(writer: Writer, bucket: Bucket, filled: AbstractSet[str]) -> None:
@@ -90,7 +90,7 @@ def write_start(writer: Writer, bucket: Bucket, filled: AbstractSet[str]) -> Non
             if slot not in filled:
                 missing.append(Filling(bucket.index, slot, source, ()))
         elif bucket.index in writer.places.scaled and marker not in divided:
-            write_division(writer, marker, slot)
+            write_division(writer, marker, slot, Part("pack", bucket.index))
     if bucket.index in writer.places.scaled or len(missing) == 1:
         for filling in missing:
             write_copy(writer, filling)
@@ -100,5 +100,6 @@ def write_start(writer: Writer, bucket: Bucket, filled: AbstractSet[str]) -> Non
         sources = [filling.source for filling in missing]
         call = bind_operator(writer, _aten._foreach_copy_.default, (sources, sources))
         slots = ", ".join(filling.slot for filling in missing)
-        writer.lines.append(Line(f"{call}([{slots}], [{pieces}])", uses))
-    writer.lines.append(Line(f"{writer.reserved['start']}({bucket.index})", {bucket_name(bucket.index)}))
+        writer.lines.append(Line(f"{call}([{slots}], [{pieces}])", uses, part=Part("pack", bucket.index)))
+    text = f"{writer.reserved['start']}({bucket.index})"
+    writer.lines.append(Line(text, {bucket_name(bucket.index)}, part=Part("start", bucket.index)))

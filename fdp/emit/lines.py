@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -11,6 +12,22 @@ import torch
 
 from fdp.emit.layout import Layout, Lifetime, lay_out
 from fdp.table import format_bytes
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a line of a program is there for.
+
+    Attributes:
+        kind: "run" (an operation), "pack" (filling a bucket), "start" or "wait".
+        index: for "run" the position in `Plan.schedule` (-1 before all of it), else the bucket.
+    """
+
+    kind: str
+    index: int
+
+
+BEFORE = Part("run", -1)
 
 
 @dataclass
@@ -23,6 +40,7 @@ class Line:
         defines: local names that it gives.
         pure: it does nothing but give its names values: without a reader it can be left out.
         may_replace: names of values whose place its result may take.
+        part: what it is there for, if that is known.
     """
 
     text: str
@@ -30,6 +48,7 @@ class Line:
     defines: tuple[str, ...] = ()
     pure: bool = False
     may_replace: tuple[str, ...] = ()
+    part: Part | None = None
 
 
 def drop_unused(lines: Sequence[Line], outputs: Iterable[str]) -> list[Line]:
@@ -76,6 +95,17 @@ def lay_out_lines(
     return {device: lay_out(found) for device, found in pieces.items()}
 
 
+def belongs(lines: Iterable[Line], part: Part) -> None:
+    """Say what lines are there for, unless it has been said."""
+    for line in lines:
+        line.part = line.part or part
+
+
+def parts_of(lines: Iterable[Line]) -> tuple[Part, ...]:
+    """The parts of a program, in order; each once where its lines follow each other."""
+    return tuple(part or BEFORE for part, _ in itertools.groupby(line.part for line in lines))
+
+
 def assemble(
     lines: Sequence[Line],
     inputs: Sequence[str],
@@ -84,6 +114,7 @@ def assemble(
     fixed: AbstractSet[str],
     layouts: Mapping[torch.device, Layout],
     reserved: Mapping[str, str],
+    tick: str | None = None,
 ) -> str:
     """Put a program together, and after each line the names that nobody needs any more.
 
@@ -95,6 +126,7 @@ def assemble(
         fixed: names of values at fixed places, which are never dropped.
         layouts: of their memory.
         reserved: what it calls its parameters "inputs", "start" and "wait".
+        tick: what it calls at its beginning and at the end of each part, to have them timed; None for nothing.
 
     Returns:
         The text of a function `step`.
@@ -115,11 +147,15 @@ def assemble(
         unused = [name for name in inputs if name not in last and name not in keep]
         if unused:
             body.append("del " + ", ".join(unused))
+    if tick is not None:
+        body.append(f"{tick}()")
     for index, line in enumerate(lines):
         body.append(line.text)
         dead = sorted(n for n in line.uses.union(line.defines) if last[n] == index and n not in keep)
         if dead:
             body.append("del " + ", ".join(dead))
+        if tick is not None and (index + 1 == len(lines) or lines[index + 1].part != line.part):
+            body.append(f"{tick}()")
     body.append(f"return [{', '.join(outputs)}]")
     # Operators as default values: a local name is the cheapest thing to look up.
     defaults = ", ".join(f"{name}={name}" for name in bound)

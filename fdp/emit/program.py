@@ -20,7 +20,7 @@ from fdp.emit.donation import place_outputs
 from fdp.emit.fill import early_fillings, write_copy, write_division, write_start
 from fdp.emit.forms import Form, form_of
 from fdp.emit.layout import Layout
-from fdp.emit.lines import Line, assemble, drop_unused, lay_out_lines
+from fdp.emit.lines import BEFORE, Line, Part, assemble, belongs, drop_unused, lay_out_lines, parts_of
 from fdp.emit.places import RESHAPES_IN_PLACE, Place, find_places, result_name
 from fdp.emit.shortcuts import counted_up, transposed_weight
 from fdp.emit.views import redundant_views
@@ -58,6 +58,7 @@ class Program:
         recording: what records the program as one piece of work for a device, if it is to be; it begins when its
             attribute `armed` is set.
         own_messages: what it sends by itself, if it does.
+        parts: of a program that is timed, what lies between one tick and the next.
     """
 
     source: str
@@ -67,15 +68,17 @@ class Program:
     scaled: frozenset[int]
     recording: Any = None
     own_messages: OwnMessages | None = None
+    parts: tuple[Part, ...] = ()
 
 
-def write_program(plan: Plan, rank: int, communicates: bool) -> Program:
+def write_program(plan: Plan, rank: int, communicates: bool, tick: Callable[[], None] | None = None) -> Program:
     """Generate the program of a plan.
 
     Args:
         plan: the plan.
         rank: this process's rank, for `fdp.axis_index`.
         communicates: False in a world of one, where a mean or sum of one value is that value.
+        tick: called at the beginning of the program and at the end of each of its parts, to have them timed.
 
     Returns:
         The program.
@@ -106,7 +109,9 @@ def write_program(plan: Plan, rank: int, communicates: bool) -> Program:
             writer.local[node] = node.name
     fillings, filled = early_fillings(writer), set[str]()
     _copy_back(writer, -1)
+    belongs(writer.lines, BEFORE)
     for at, item in enumerate(plan.schedule):
+        first = len(writer.lines)
         if isinstance(item, Run):
             operations = [plan.trace.operations[index] for index in item.operations]
             node = nodes[operations[0].node]
@@ -126,22 +131,26 @@ def write_program(plan: Plan, rank: int, communicates: bool) -> Program:
                 write_start(writer, plan.buckets[item.bucket], filled)
             else:
                 text = f"{writer.reserved['wait']}({item.bucket})"
-                writer.lines.append(Line(text, {bucket_name(item.bucket)}))
+                writer.lines.append(Line(text, {bucket_name(item.bucket)}, part=Part("wait", item.bucket)))
                 writer.local.update((node, node.name) for node in markers[item.bucket])
         elif isinstance(item, Start):
             for member in plan.buckets[item.bucket].members:
                 _write_alone(writer, marker(member))
         _copy_back(writer, at)
+        belongs(writer.lines[first:], Part("run", at))
     outputs = _write_outputs(writer)
+    belongs(writer.lines, Part("run", len(plan.schedule) - 1))
     writer.lines = drop_unused(writer.lines, outputs)
     memory_of = places.memory | {bucket_name(index): ("bucket", index) for index in markers}
     layouts = lay_out_lines(writer.lines, memory_of, places.sizes)
     inputs = [writer.local[node] for node in placeholders]
     fixed = places.named.keys() | {bucket_name(index) for index in markers}
-    source = assemble(writer.lines, inputs, outputs, writer.bound, fixed, layouts, writer.reserved)
+    ticks = None if tick is None else bind_object(writer, tick, "tick")
+    source = assemble(writer.lines, inputs, outputs, writer.bound, fixed, layouts, writer.reserved, ticks)
     namespace = dict(writer.bound)
     exec(compile(source, f"<fdp step {plan.trace.name}>", "exec"), namespace)
-    return Program(source, namespace["step"], places.named, layouts, frozenset(places.scaled))
+    scaled, parts = frozenset(places.scaled), parts_of(writer.lines)
+    return Program(source, namespace["step"], places.named, layouts, scaled, parts=parts)
 
 
 def _write_call(writer: Writer, node: fx.Node, lanes: list[int]) -> None:

@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 
+from fdp.errors import ArgumentError, build_message
+from fdp.plan.costs import Costs
+from fdp.plan.network import Network
+from fdp.plan.timeline import Timeline
 from fdp.stages import enter
 from fdp.table import Table, count, format_bytes
 from fdp.trace.record import Trace
@@ -116,6 +120,32 @@ class Plan:
             CompileError: the compiler cannot take an operator.
         """
         return enter("emit", self, group, compile)
+
+    def timeline(
+        self, network: Network | None = None, world_size: int | None = None, costs: Costs | None = None
+    ) -> Timeline:
+        """Foretell when everything happens, without running it.
+
+        Args:
+            network: between the ranks.
+            world_size: number of ranks; None for as many as the step was traced for. Another number asks what the same
+                plan would do on so many ranks with the same batch on each.
+            costs: seconds of every operation; None for an estimate on the default `Machine`, a data-centre accelerator.
+
+        Returns:
+            The `Timeline`: what computes and what is under way at any time.
+
+        Raises:
+            ArgumentError: there is no network; or the costs are those of another trace.
+        """
+        if network is None:
+            raise ArgumentError(
+                build_message(
+                    f"the timeline of step {self.trace.name!r} without a network.",
+                    remedy="pass network=fdp.Network(latency_s=..., bandwidth_bytes_per_s=...).",
+                )
+            )
+        return enter("timeline", self, costs or enter("estimate", self.trace), network, world_size)
 
     def __str__(self) -> str:
         caps = ", ".join(f"{cap:g}" for cap in self.bucket_cap_mb)

@@ -1,0 +1,18 @@
+"""What things take, in seconds, on this machine and between these ranks.
+
+clock, fit -> agreed -> network; rehearsal -> operations; lanes -> profile
+"""
+
+from fdp.measure.agreed import agreed_costs
+from fdp.measure.network import measure_link, measure_network
+from fdp.measure.operations import measure_agreed_costs, measure_costs
+from fdp.measure.profile import profile_step
+
+__all__ = [
+    "agreed_costs",
+    "measure_agreed_costs",
+    "measure_costs",
+    "measure_link",
+    "measure_network",
+    "profile_step",
+]

@@ -1,0 +1,173 @@
+"""Seconds for each operation of a step, from runs of the program that carries out a plan of it.
+
+Not from an interpreter of the graph: the program writes results into their places, joins calls and drops views, so that
+its operations take other times than one by one. It runs on this rank alone; nothing is sent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fdp.emit import Emitted
+from fdp.emit.check import give_back_memory
+from fdp.emit.lines import Part
+from fdp.measure.agreed import agreed_costs
+from fdp.measure.clock import Clock, clock_for, cost_of_a_stamp
+from fdp.measure.network import measure_link
+from fdp.measure.rehearsal import fresh, undisturbed
+from fdp.plan import Plan, Run
+from fdp.plan.costs import Costs
+from fdp.trace.effects import list_arguments
+
+REPEATS = 3
+
+
+def measure_costs(emitted: Emitted, tensors: Sequence[torch.Tensor], start_s: float) -> Costs:
+    """Measure what the operations of a step take on this rank, by running it a few times on copies of its inputs.
+
+    The program of the plan runs with a stamp between one operation and the next. What a stamp takes is subtracted, and
+    then all is scaled so that the sum is what the step takes without stamps, and without messages; if it is compiled,
+    what the compiled step takes. Lanes of one call share its seconds by their bytes.
+
+    Args:
+        emitted: the step. Its buckets do not matter much: which results are written straight into them does not depend
+            on how they are cut.
+        tensors: its inputs, in the order of `Trace.inputs`; they are not changed. Random numbers go on afterwards as if
+            none had been drawn.
+        start_s: seconds that it takes to start a message, which nothing that runs alone can tell.
+
+    Returns:
+        The costs, of this rank; see `agreed_costs`.
+    """
+    plan, clock = emitted.plan, clock_for(item.device for item in emitted.plan.trace.inputs)
+    stamps: list[Any] = []
+
+    def tick() -> None:
+        stamps.append(clock.stamp())
+
+    timed = emitted.timed(tick, apart=True)
+    runs, totals = [], []
+    with undisturbed(emitted):
+        timed.rehearse(fresh(plan, tensors))  # kernels are chosen, memory is taken
+        for _ in range(REPEATS):
+            inputs = fresh(plan, tensors)
+            stamps.clear()
+            timed.rehearse(inputs)
+            seconds = clock.seconds(stamps[0], stamps)
+            runs.append([after - before for before, after in itertools.pairwise(seconds)])
+            totals.append(_time(clock, emitted, fresh(plan, tensors)))
+    timed.leave_memory()
+    give_back_memory()
+    stamp_s = cost_of_a_stamp(clock)
+    usual = [max(statistics.median(seconds) - stamp_s, 0.0) for seconds in zip(*runs, strict=True)]
+    sends = emitted.group.size > 1
+    return _costs(plan, timed.parts, usual, statistics.median(totals), sends, start_s)
+
+
+def measure_agreed_costs(emitted: Emitted, tensors: Sequence[torch.Tensor]) -> Costs:
+    """As `measure_costs`, for all ranks of the step's group together: the same on every rank, to the bit.
+
+    Args:
+        emitted: the step, on two ranks or more.
+        tensors: its inputs on this rank.
+
+    Returns:
+        The costs, averaged over ranks.
+
+    Raises:
+        AgreementError: another rank does something else, or did not come in time.
+        PeerError: another rank died or stopped answering.
+    """
+    device = device_of_messages(emitted.plan)
+    link = measure_link(emitted.group, device)
+    return agreed_costs(emitted.group, device, measure_costs(emitted, tensors, link.start_s))
+
+
+def device_of_messages(plan: Plan) -> torch.device:
+    """The device that most bytes of a plan's messages come from; the CPU if there are none."""
+    sizes: defaultdict[torch.device, int] = defaultdict(int)
+    for bucket in plan.buckets:
+        sizes[bucket.device] += bucket.size_bytes
+    return max(sizes, key=lambda device: (sizes[device], str(device)), default=torch.device("cpu"))
+
+
+def _time(clock: Clock, step: Emitted, inputs: list[torch.Tensor]) -> float:
+    clock.settle()
+    first = clock.stamp()
+    step.rehearse(inputs)
+    (second,) = clock.seconds(first, [clock.stamp()])
+    return second
+
+
+def _costs(
+    plan: Plan, parts: Sequence[Part], seconds: Sequence[float], total_s: float, sends: bool, start_s: float
+) -> Costs:
+    """Share seconds of the parts of a program among operations.
+
+    Args:
+        plan: that the program carries out.
+        parts: of the program.
+        seconds: of each part.
+        total_s: seconds of the whole step without stamps.
+        sends: whether that step fills buckets, too.
+        start_s: passed on.
+
+    Returns:
+        The costs.
+    """
+    by_kind: defaultdict[str, float] = defaultdict(float)
+    for part, second in zip(parts, seconds, strict=True):
+        by_kind[part.kind] += second
+    counted_s = sum(by_kind.values()) if sends else by_kind["run"]
+    scale = total_s / counted_s if counted_s > 0 else 1.0
+    operations_s = [0.0] * len(plan.trace.operations)
+    owners, shares = _owners(plan), _shares(plan)
+    for part, second in zip(parts, seconds, strict=True):
+        if part.kind == "run" and (owner := owners[max(part.index, 0)]) is not None:
+            weights = [shares[operation] for operation in owner.operations]
+            for operation, weight in zip(owner.operations, weights, strict=True):
+                operations_s[operation] += scale * second * weight / sum(weights)
+    packed_bytes = sum(bucket.size_bytes for bucket in plan.buckets)
+    pack_s_per_byte = scale * by_kind["pack"] / packed_bytes if packed_bytes else 0.0
+    return Costs(tuple(operations_s), start_s, pack_s_per_byte, "measured")
+
+
+def _owners(plan: Plan) -> list[Run | None]:
+    """For each position of a schedule, whom what happens there is charged to: the operation itself, or for views and
+    copies around messages, which cost nothing in a plan, the one before (at the beginning the one behind)."""
+    operations = plan.trace.operations
+    owners: list[Run | None] = []
+    last: Run | None = None
+    for item in plan.schedule:
+        if isinstance(item, Run) and not operations[item.operations[0]].view:
+            last = item
+        owners.append(last)
+    first = next((owner for owner in owners if owner is not None), None)
+    return [first if owner is None else owner for owner in owners]
+
+
+def _shares(plan: Plan) -> list[float]:
+    """How the lanes of a call share its seconds: by their bytes."""
+    nodes = {node.name: node for node in plan.trace.graph.graph.nodes}
+    return [
+        1.0 if operation.lane is None else _lane_bytes(nodes[operation.node], operation.lane)
+        for operation in plan.trace.operations
+    ]
+
+
+def _lane_bytes(node: fx.Node, lane: int) -> float:
+    values = [
+        value[lane].meta["val"] for _, value in list_arguments(node) if len(value) > lane and _is_node(value[lane])
+    ]
+    return max(float(sum(value.numel() * value.itemsize for value in values)), 1.0)
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, fx.Node)

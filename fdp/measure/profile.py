@@ -1,0 +1,87 @@
+"""A real step on two lanes: what computed when, which messages were under way, and what nobody hid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fdp.emit import Emitted, come_together
+from fdp.errors import ArgumentError, CompileError, build_message
+from fdp.measure.agreed import agreed_seconds
+from fdp.measure.clock import clock_for
+from fdp.measure.lanes import Told, blocks, messages, operations
+from fdp.measure.operations import device_of_messages
+from fdp.measure.rehearsal import fresh, undisturbed
+from fdp.plan.timeline import Timeline
+
+
+def profile_step(emitted: Emitted, tensors: Sequence[torch.Tensor], repeats: int = 3) -> Timeline:
+    """Run a step for real, messages and all, and note what happened when; its results are thrown away.
+
+    A step that runs operator by operator is timed operation by operation, by a variant of its program with a stamp
+    between one and the next. A compiled one is timed from one start or wait to the next.
+
+    Args:
+        emitted: the step; all ranks of its group call this together.
+        tensors: its inputs, in the order of `Trace.inputs`; they are not changed. Random numbers go on afterwards as if
+            none had been drawn.
+        repeats: runs that are timed, after one that is not. The usual one of them is told.
+
+    Returns:
+        The timeline of this rank, in seconds from when it began; all ranks tell of the same run. A message lasts from
+        its start until it has arrived; where the backend does not tell that, until the wait for it is over.
+
+    Raises:
+        ArgumentError: `repeats` is not a positive number.
+        CompileError: the messages are sent by compiled code or by a recording, out of sight.
+        AgreementError: another rank does something else, or did not come in time.
+        PeerError: another rank died or stopped answering.
+    """
+    plan, group = emitted.plan, emitted.group
+    name = plan.trace.name
+    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+        raise ArgumentError(
+            build_message(
+                f"step {name!r} was to be profiled with repeats={repeats!r}.",
+                remedy="say how many runs are to be timed: 1 or more.",
+            )
+        )
+    if emitted.hides_messages:
+        raise CompileError(
+            build_message(
+                f"step {name!r} cannot be profiled: its messages are sent inside of what was compiled or recorded, "
+                "where fdp does not see them.",
+                remedy="profile the step with compile=False, or without CUDA graphs.",
+            )
+        )
+    if group.size > 1:
+        come_together(group, f"step {name!r}", "is to be profiled")
+    device = device_of_messages(plan)
+    clock = clock_for(item.device for item in plan.trace.inputs)
+    stamps: list[Any] = []
+    step = emitted.timed(lambda: stamps.append(clock.stamp())) if emitted.options is None else emitted
+    runs: list[Timeline] = []
+    with undisturbed(emitted):
+        for _ in range(1 + repeats):
+            inputs = fresh(plan, tensors)
+            # All begin at once, as in training, where the last wait of one step holds ranks together for the next.
+            agreed_seconds(group, device, [0.0], "max")
+            clock.settle()
+            stamps.clear()
+            told = Told(clock)
+            first = clock.stamp()
+            step.run(inputs, told)
+            last = clock.stamp()
+            clock.settle()
+            seconds = clock.seconds(first, [*stamps, last])
+            if emitted.options is None:
+                compute = operations(plan, step.parts, seconds)
+            else:
+                compute = blocks(plan, told.events(first), seconds[-1])
+            intervals = (*compute, *messages(plan, told.events(first)))
+            runs.append(Timeline(name, group.size, "measured", intervals, seconds[-1]))
+    del runs[0]
+    steps_s = agreed_seconds(group, device, [run.step_s for run in runs], "max")
+    return runs[sorted(range(repeats), key=steps_s.__getitem__)[repeats // 2]]

@@ -1,0 +1,169 @@
+"""Walk a plan's schedule with a clock: what happens when, on the compute lane and on the link.
+
+References: Li et al., PyTorch Distributed (VLDB 2020), section 3.2.3; Shi, Chu and Li, MG-WFBP (INFOCOM 2019),
+section III, for the model of messages that begin when their gradients exist and the link is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fdp.plan.costs import Costs
+from fdp.plan.network import Network
+from fdp.plan.record import Bucket, Plan, Run, Start, Wait
+from fdp.plan.ticks import TICKS_PER_S, Ticks, ticks_of, travelling_bytes
+from fdp.plan.timeline import Interval, Timeline
+from fdp.stages import enters
+from fdp.trace.record import Operation, Trace
+
+
+@dataclass
+class Clock:
+    """The two lanes while a schedule is walked, in nanoseconds.
+
+    Attributes:
+        ticks: what everything takes.
+        now: until when the compute lane is busy.
+        free: when the link takes the next message.
+        busy: until when a message is under way.
+        done: when each message that was started is done, by bucket.
+    """
+
+    ticks: Ticks
+    now: float = 0.0
+    free: float = 0.0
+    busy: float = 0.0
+    done: dict[int, float] = field(default_factory=dict)
+
+    def compute(self, work: float) -> None:
+        """Let the compute lane work, slower while a message is under way."""
+        # Messages that were started are under way without a gap, from now at the latest.
+        speed = 1 - self.ticks.slowdown
+        slow = min(max(self.busy - self.now, 0.0), work / speed)
+        self.now += slow + (work - slow * speed)
+
+    def start(self, bucket: int, op: str, size_bytes: int) -> float:
+        """Start a message, which begins when the link is free; returns when that is."""
+        whole, occupied = self.ticks.message(op, size_bytes)
+        begin = max(self.now, self.free)
+        self.free = begin + occupied
+        self.done[bucket] = begin + whole
+        self.busy = max(self.busy, self.done[bucket])
+        return begin
+
+    def wait(self, bucket: int) -> None:
+        """Let the compute lane wait until a message is done."""
+        self.now = max(self.now, self.done[bucket])
+
+
+def filling(ticks: Ticks, bucket: Bucket) -> float:
+    """What the compute lane does to fill a bucket and start its message, in nanoseconds."""
+    return ticks.start + sum(ticks.pack[member] for member in bucket.members)
+
+
+def message_bytes(trace: Trace, bucket: Bucket) -> int:
+    """How many bytes of a bucket travel."""
+    return sum(travelling_bytes(trace.reductions[member]) for member in bucket.members)
+
+
+def phases(operations: Sequence[Operation]) -> list[str]:
+    """Tell what each operation is part of: "forward", "backward" or "optimizer".
+
+    "backward" is what autograd called; "optimizer" is what needs the result of a reduction, and which no backward pass
+    needs (batch normalisation across ranks waits for messages, and is forward all the same).
+    """
+    leads_back = [operation.backward for operation in operations]
+    for index in range(len(operations) - 1, -1, -1):
+        if leads_back[index]:
+            for need in operations[index].needs:
+                leads_back[need] = True
+    reduced: list[bool] = []
+    found = []
+    for index, operation in enumerate(operations):
+        waits = any(reduced[need] for need in operation.needs)
+        reduced.append(waits or operation.reduction is not None)
+        late = waits and not leads_back[index]
+        found.append("backward" if operation.backward else "optimizer" if late else "forward")
+    return found
+
+
+@enters("timeline")
+def simulate(plan: Plan, costs: Costs, network: Network, world_size: int | None = None) -> Timeline:
+    """Foretell what happens when in a step, without running it.
+
+    The compute lane runs the schedule. To start a bucket it fills it, and pays for the start; the message then waits
+    for the link. To wait for a bucket it stands still until the message is done. A single rank fills no buckets and
+    sends nothing.
+
+    Args:
+        plan: of the step.
+        costs: of its operations, in seconds.
+        network: between its ranks.
+        world_size: number of ranks; None for as many as the step was traced for.
+
+    Returns:
+        The timeline, in steps of a nanosecond unless messages slow computing down.
+
+    Raises:
+        ArgumentError: the costs are those of another trace, or there is no such number of ranks.
+    """
+    trace = plan.trace
+    size = trace.world_size if world_size is None else world_size
+    clock = Clock(ticks_of(trace, costs, network, size))
+    kinds = phases(trace.operations)
+    intervals: list[Interval] = []
+    messages: list[Interval] = []
+    waited: int | None = None
+    for item in plan.schedule:
+        begin = clock.now
+        if isinstance(item, Run):
+            first = item.operations[0]
+            clock.compute(sum(clock.ticks.operations[index] for index in item.operations))
+            behind = waited if kinds[first] == "optimizer" else None
+            if clock.now > begin:
+                name = described(trace.operations[first], len(item.operations))
+                intervals.append(_interval("compute", kinds[first], name, begin, clock.now, behind))
+        elif isinstance(item, Wait):
+            waited = item.bucket
+            if not clock.ticks.silent:
+                clock.wait(item.bucket)
+        elif not clock.ticks.silent:
+            assert isinstance(item, Start)
+            bucket = plan.buckets[item.bucket]
+            clock.compute(filling(clock.ticks, bucket))
+            size_bytes = message_bytes(trace, bucket)
+            if clock.now > begin:
+                intervals.append(_interval("compute", "pack", f"fill bucket {bucket.index}", begin, clock.now,
+                                           bucket.index))  # fmt: skip
+            sent = clock.start(bucket.index, bucket.op, size_bytes)
+            name = message_name(trace, bucket)
+            messages.append(_interval("communication", "message", name, sent, clock.done[bucket.index], bucket.index,
+                                      size_bytes))  # fmt: skip
+    return Timeline(
+        name=trace.name,
+        world_size=size,
+        origin="simulated",
+        intervals=(*intervals, *messages),
+        step_s=clock.now / TICKS_PER_S,
+        alone_s=sum(clock.ticks.operations) / TICKS_PER_S,
+    )
+
+
+def described(operation: Operation, lanes: int) -> str:
+    """What an interval of an operation is called."""
+    name = operation.target.removeprefix("aten.").rsplit(".", 1)[0]
+    many = f" of {lanes}" if operation.lane is not None else ""
+    return f"{name}{many}" + (f" ({operation.source})" if operation.source else "")
+
+
+def message_name(trace: Trace, bucket: Bucket) -> str:
+    """What the message of a bucket is called."""
+    names = [trace.reductions[member].name for member in bucket.members]
+    return f"{bucket.op} of " + (names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}")
+
+
+def _interval(
+    lane: str, kind: str, name: str, begin: float, end: float, bucket: int | None, size_bytes: int | None = None
+) -> Interval:
+    return Interval(lane, kind, name, begin / TICKS_PER_S, end / TICKS_PER_S, bucket, size_bytes)

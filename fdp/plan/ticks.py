@@ -1,0 +1,107 @@
+"""Costs and messages in whole nanoseconds, so that sums do not depend on the order in which they are made.
+
+The simulator and the planner add up the same seconds in different orders. In whole numbers they come to the same end,
+and so a planner can say that no other plan ends earlier. (Where messages slow computing down, times are not whole.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fdp.errors import ArgumentError, build_message
+from fdp.plan.costs import Costs
+from fdp.plan.network import OPERATIONS, Network
+from fdp.trace.record import Reduction, Trace
+
+TICKS_PER_S = 1e9
+
+
+@dataclass(frozen=True)
+class Ticks:
+    """What everything in a step takes on a network, in nanoseconds: whole numbers, as floats.
+
+    Attributes:
+        operations: for each of `Trace.operations`.
+        start: to start a message, on the compute lane.
+        pack: to copy each of `Trace.reductions` into its bucket, on the compute lane.
+        latency: for each operation of a message, what it takes without its bytes.
+        per_byte: for each operation of a message, what each of its bytes takes (not whole).
+        in_flight: as in `Network`.
+        slowdown: as `compute_slowdown` in `Network`.
+        silent: there is one rank: no bucket is filled, and no message sent.
+    """
+
+    operations: tuple[float, ...]
+    start: float
+    pack: tuple[float, ...]
+    latency: dict[str, float]
+    per_byte: dict[str, float]
+    in_flight: int
+    slowdown: float
+    silent: bool
+
+    def message(self, op: str, size_bytes: int) -> tuple[float, float]:
+        """How long a message takes, and how long it keeps the link."""
+        by_bytes = float(round(self.per_byte[op] * size_bytes))
+        whole = self.latency[op] + by_bytes
+        return whole, max(by_bytes, float(round(whole / self.in_flight)))
+
+
+def travelling_bytes(reduction: Reduction) -> int:
+    """How many bytes of a reduction go into its message."""
+    return reduction.size_bytes
+
+
+def ticks_of(trace: Trace, costs: Costs, network: Network, world_size: int) -> Ticks:
+    """Round what a step costs.
+
+    Args:
+        trace: of the step.
+        costs: of its operations.
+        network: between its ranks.
+        world_size: number of ranks.
+
+    Returns:
+        The same in nanoseconds.
+
+    Raises:
+        ArgumentError: the costs are those of another trace, or below zero.
+    """
+    if len(costs.operations_s) != len(trace.operations):
+        raise ArgumentError(
+            build_message(
+                f"costs of {len(costs.operations_s)} operations for step {trace.name!r}, which has "
+                f"{len(trace.operations)}.",
+                remedy="pass costs that were estimated or measured for this trace.",
+            )
+        )
+    numbers = {"start_s": costs.start_s, "pack_s_per_byte": costs.pack_s_per_byte}
+    numbers |= {f"operations_s[{index}]": seconds for index, seconds in enumerate(costs.operations_s)}
+    wrong = [f"{name}: {value!r}" for name, value in numbers.items() if not 0 <= value < math.inf]
+    if wrong:
+        raise ArgumentError(
+            build_message(
+                f"costs for step {trace.name!r} that have no meaning.", wrong, remedy="pass seconds, 0 or more."
+            )
+        )
+    parts = {op: network.parts(op, world_size) for op in OPERATIONS}
+    silent = world_size == 1
+    return Ticks(
+        operations=tuple(_rounded(costs.operations_s)),
+        start=0.0 if silent else float(round(costs.start_s * TICKS_PER_S)),
+        pack=tuple(
+            0.0 if silent else float(round(costs.pack_s_per_byte * travelling_bytes(reduction) * TICKS_PER_S))
+            for reduction in trace.reductions
+        ),
+        latency={op: float(round(latency_s * TICKS_PER_S)) for op, (latency_s, _) in parts.items()},
+        per_byte={op: s_per_byte * TICKS_PER_S for op, (_, s_per_byte) in parts.items()},
+        in_flight=network.in_flight,
+        slowdown=network.compute_slowdown,
+        silent=silent,
+    )
+
+
+def _rounded(seconds: Sequence[float]) -> list[float]:
+    return [float(round(value * TICKS_PER_S)) for value in seconds]
