@@ -34,11 +34,14 @@ class Contender:
         params: the parameters as they are now, by the module's names.
         live_bytes: the size of what has to live from one step to the next: parameters, buffers, the optimizer's
             state and the batches, each tensor counted once.
+        planned: the plan of the next step, and the tensors that it gets, in the order of the plan's inputs; None of a
+            contender that has no plan.
     """
 
     step: Callable[[], None]
     params: Callable[[], Mapping[str, torch.Tensor]]
     live_bytes: Callable[[], int]
+    planned: Callable[[], tuple[fdp.Plan, list[torch.Tensor]]] | None = None
 
 
 def _size_bytes(tree: Any) -> int:
@@ -146,7 +149,11 @@ def _fdp_step(case: Case, **options: Any) -> Contender:
         count += 1
         state, _ = train_step(state, batch)
 
-    return Contender(step, lambda: state["params"], lambda: _size_bytes([state, batches]))
+    def planned() -> tuple[fdp.Plan, list[torch.Tensor]]:
+        args = (state, batches[count % len(batches)])
+        return train_step.plan(*args), [leaf for leaf in optree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+
+    return Contender(step, lambda: state["params"], lambda: _size_bytes([state, batches]), planned)
 
 
 def _forward(case: Case) -> Contender:

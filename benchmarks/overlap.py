@@ -17,6 +17,9 @@ bucket_cap_mb="auto" (which is its default) and with the same caps. So do, to kn
 The bound of a round is max(compute, forward + comm): all of compute has to be done, and no gradient can travel before
 the forward pass is over. No schedule reaches it quite: the first gradient comes after some of the backward pass, and
 the update of the last one after its message.
+
+What is foretold of fdp's steps is `Plan.timeline` with operations and network as fdp measures them once all times are
+taken; nothing of what the card claims is told to it.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from contenders import DDP_CAPS, FDP_CAPS, Contender, gradient_bytes
 from figures import Setting
 from lab import lab_place
 from launch import Crew, Place, run_in
+from prediction import Prediction, foretell
 from rich.table import Table
 from step_time import Entry, Quartiles, StepTimes, measure_entries, paired_ratio
 from tables import markdown_table, quartiles, verdict
@@ -76,12 +80,14 @@ class Overlap:
         comm_s: seconds of communication alone, where they are not among the times.
         late_s: contender to by how many seconds each of its messages was completed late by the card.
         idle: all-reduces of an idle card: bytes, seconds that they should take, seconds that they took.
+        foretold: contender to what fdp foretells of its step.
     """
 
     times: dict[str, StepTimes]
     comm_s: float | None
     late_s: dict[str, list[float]]
     idle: list[tuple[int, float, float]]
+    foretold: dict[str, Prediction | None]
 
     def seconds(self, name: str) -> list[float]:
         """The median step of each round."""
@@ -138,16 +144,18 @@ def measure(setting: Setting, case: str, rounds: int, begin: Begin) -> Overlap:
     if link is None:
         entries.append(Entry("comm", "communication", place, False))
     late_s: dict[str, list[float]] = {}
+    foretold: dict[str, Prediction | None] = {}
 
     def afterwards(name: str, crew: Crew) -> None:
         late_s[name] = crew.ask("tell", _lateness)[0]
+        foretold[name] = crew.ask("tell", foretell)[0]
 
     tell = begin(f"{case}: {len(entries)} contenders, {setting.title}")
     times = measure_entries(case, entries, rounds, tell, afterwards)
     if link is None:
-        return Overlap(times, None, late_s, [])
+        return Overlap(times, None, late_s, [], foretold)
     comm_s = link.all_reduce_s(gradient_bytes(CASES[case]))
-    return Overlap(times, comm_s, late_s, _idle(place, link))
+    return Overlap(times, comm_s, late_s, _idle(place, link), foretold)
 
 
 def _lateness(running: Contender) -> list[float]:
@@ -198,15 +206,24 @@ def everybody(setting: Setting, rows: Mapping[str, Overlap]) -> Table:
     """A row a case and contender."""
     out = markdown_table(
         "case", "contender", "step, ms", "of best DDP's (quartiles)", "of the bound (quartiles)",
-        "messages late by, us: median, 99%, most",
+        "foretold, ms", "of measured", "exposed", "buckets", "messages late by, us: median, 99%, most",
     )  # fmt: skip
     for case, row in rows.items():
         best = row.fastest(setting.peers)
         for name in (*setting.peers, *setting.also, setting.ours):
             ratio = "1" if name == best else quartiles(row.ratio(name, best))
-            cells = [f"{row.median(name) * 1e3:.1f}", ratio, quartiles(row.of_bound(name)), _late(row.late_s[name])]
-            out.add_row(case, name, *cells)
+            cells = [f"{row.median(name) * 1e3:.1f}", ratio, quartiles(row.of_bound(name))]
+            out.add_row(case, name, *cells, *_foretold(row, name), _late(row.late_s[name]))
     return out
+
+
+def _foretold(row: Overlap, name: str) -> list[str]:
+    found = row.foretold[name]
+    if found is None:
+        return ["-"] * 4
+    step, exposed = found.step_s, found.exposed_s
+    of_measured = f"{step / row.median(name):.2f}"
+    return [f"{step * 1e3:.1f}", of_measured, f"{exposed * 1e3:.1f}", str(len(found.buckets_mib))]
 
 
 def _late(late_s: Sequence[float]) -> str:
@@ -215,6 +232,22 @@ def _late(late_s: Sequence[float]) -> str:
     shares = torch.tensor([0.5, 0.99, 1.0], dtype=torch.float64)
     found = torch.tensor(late_s, dtype=torch.float64).quantile(shares) * 1e6
     return ", ".join(f"{us:.0f}" for us in found.tolist())
+
+
+def networks(setting: Setting, rows: Mapping[str, Overlap]) -> Table:
+    """A row a case: the network as it was measured for the prediction of fdp's default."""
+    columns = ("latency, us", "bandwidth, MB/s", "in flight", "computing slows down by")
+    out = markdown_table("case", *columns)
+    for case, row in rows.items():
+        found = row.foretold[setting.ours]
+        assert found is not None
+        n = found.network
+        rate = f"{n.bandwidth_bytes_per_s / 1e6:.1f}"
+        out.add_row(case, f"{n.latency_s * 1e6:.1f}", rate, str(n.in_flight), f"{n.compute_slowdown:.2f}")
+    link: Link | None = getattr(setting.place, "link", None)
+    if link is not None:
+        out.add_row("as claimed", f"{link.latency_s * 1e6:.1f}", f"{link.bandwidth_bytes_per_s / 1e6:.1f}", "1", "0.00")
+    return out
 
 
 def idle_card(rows: Mapping[str, Overlap]) -> Table:
@@ -226,7 +259,7 @@ def idle_card(rows: Mapping[str, Overlap]) -> Table:
 
 
 def _tables(setting: Setting, rows: Mapping[str, Overlap]) -> list[Table]:
-    tables = [limits(rows), summary(setting, rows), everybody(setting, rows)]
+    tables = [limits(rows), summary(setting, rows), everybody(setting, rows), networks(setting, rows)]
     return [*tables, idle_card(rows)] if setting.place.backend == "card" else tables
 
 
