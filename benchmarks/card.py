@@ -73,6 +73,10 @@ class Link:
         return (self.world_size - 1) * (self.latency_s + size_bytes / self.bandwidth_bytes_per_s)
 
 
+def _nothing() -> None:
+    """There is nothing to do."""
+
+
 class _Wire:
     """The thread that completes messages: it sleeps until one is due."""
 
@@ -80,6 +84,7 @@ class _Wire:
         self._messages: queue.SimpleQueue[tuple[float, Callable[[], None], torch.futures.Future[Any], Any] | None]
         self._messages = queue.SimpleQueue()
         self.late_s: list[float] = []
+        self.error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="card", daemon=True)
         self._thread.start()
 
@@ -100,7 +105,8 @@ class _Wire:
             due, work, future, result = message
             try:
                 work()
-            except Exception as error:  # of whoever waits, and not of this thread
+            except Exception as error:  # whoever waits in C++ does not see it; whoever sends next will
+                self.error = error
                 future.set_exception(error)
                 continue
             left = due - time.perf_counter()
@@ -150,11 +156,8 @@ class CardGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> dist.Work:
         """The reduction of as many copies of each tensor as there are ranks."""
-        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        return self._send(
-            "all_reduce", _bytes(tensors), self.link.all_reduce_s(_bytes(tensors)), list(tensors),
-            lambda: self._reduce(tensors, op),
-        )  # fmt: skip
+        seconds, reduce = self.link.all_reduce_s(_bytes(tensors)), self._reduction(tensors, opts)
+        return self._send("all_reduce", _bytes(tensors), seconds, list(tensors), reduce)
 
     allreduce_coalesced = allreduce
 
@@ -184,11 +187,11 @@ class CardGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None) -> dist.Work:
         """This rank's part of a reduction."""
-        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        reduce = self._reduction([output], opts)
 
         def part() -> None:
             output.view(-1).copy_(whole.reshape(self.size(), -1)[self._rank])
-            self._reduce([output], op)
+            reduce()
 
         return self._send("reduce_scatter", _bytes([whole]), self.link.scatter_s(_bytes([whole])), [output], part)
 
@@ -213,8 +216,10 @@ class CardGroup(dist.ProcessGroup):
         return self._send("barrier", 0, 0.0, None)
 
     def _send(
-        self, kind: str, size_bytes: int, seconds: float, result: Any, work: Callable[[], None] = lambda: None
+        self, kind: str, size_bytes: int, seconds: float, result: Any, work: Callable[[], None] = _nothing
     ) -> dist.Work:
+        if self._wire.error is not None:
+            raise RuntimeError("an earlier message failed") from self._wire.error
         self._free = max(self._free, time.perf_counter()) + seconds
         if kind != "barrier":
             self.messages.append((kind, size_bytes, seconds))
@@ -222,14 +227,21 @@ class CardGroup(dist.ProcessGroup):
         self._wire.send(self._free, work, future, result)
         return _create_work_from_future(future)
 
-    def _reduce(self, tensors: Sequence[torch.Tensor], op: Any) -> None:
-        # On the card's own thread: networks that add need no processor time of the one that computes.
-        if op == dist.ReduceOp.SUM:
+    def _reduction(self, tensors: Sequence[torch.Tensor], opts: Any) -> Callable[[], None]:
+        """What is left to do with tensors that hold one rank's values, to reduce them over all."""
+        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        if any(op == same for same in (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)):
+            return _nothing
+        if op != dist.ReduceOp.SUM:
+            raise NotImplementedError(f"the card does not reduce by {op}")
+
+        def multiply() -> None:
+            # On the card's own thread: a network that adds needs no time of the processor that computes.
             with torch.no_grad():
                 for tensor in tensors:
                     tensor.mul_(self.size())
-        elif not any(op == same for same in (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)):
-            raise NotImplementedError(f"the card does not reduce by {op}")
+
+        return multiply
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:
