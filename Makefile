@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python -m
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench bench-compiled docs clean
+.PHONY: help demo test lint format bench bench-overlap bench-compiled docs clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,8 +34,12 @@ format: $(INSTALLED)  ## rewrite the sources as `make lint` wants them
 	$(RUN) ruff check --fix .
 	$(RUN) ruff format .
 
-bench: $(INSTALLED)  ## step time and memory beside DistributedDataParallel and plain PyTorch
+bench: $(INSTALLED)  ## step time and memory beside DDP and plain PyTorch; without ARGS also a short bench-overlap
 	$(VENV)/bin/python benchmarks/run.py $(ARGS)
+	$(if $(ARGS),,$(VENV)/bin/python benchmarks/overlap.py --short)
+
+bench-overlap: $(INSTALLED)  ## communication behind computation: a simulated card, and a shaped network
+	$(VENV)/bin/python benchmarks/overlap.py $(ARGS)
 
 bench-compiled: $(INSTALLED)  ## compiled steps beside DistributedDataParallel with torch.compile
 	$(VENV)/bin/python benchmarks/compiled.py $(ARGS)

@@ -34,12 +34,19 @@ class Row(Protocol):
 RowT = TypeVar("RowT", bound=Row)
 
 
-def options(description: str | None, settings: Mapping[str, Setting]) -> argparse.ArgumentParser:
+def options(
+    description: str | None,
+    settings: Mapping[str, Setting],
+    memory: bool = True,
+    rounds: str = "turns of each contender (default: by case, at least 30)",
+) -> argparse.ArgumentParser:
     """A parser of the options that every command has.
 
     Args:
         description: the command's docstring.
         settings: what can be measured, by name.
+        memory: whether the command measures memory.
+        rounds: what to say about the number of rounds.
 
     Returns:
         The parser, to which more can be added.
@@ -48,8 +55,9 @@ def options(description: str | None, settings: Mapping[str, Setting]) -> argpars
     names = [case.name for setting in settings.values() for case in setting.cases]
     parser.add_argument("--setting", action="append", choices=list(settings), help="only this one; may be repeated")
     parser.add_argument("--case", action="append", choices=list(dict.fromkeys(names)), help="only this one; repeatable")
-    parser.add_argument("--rounds", type=positive, help="turns of each contender (default: by case, at least 30)")
-    parser.add_argument("--no-memory", action="store_true", help="leave memory out")
+    parser.add_argument("--rounds", type=positive, help=rounds)
+    if memory:
+        parser.add_argument("--no-memory", action="store_true", help="leave memory out")
     parser.add_argument("--json", type=pathlib.Path, help="write every single time to this file")
     return parser
 
@@ -91,7 +99,11 @@ def carry_out(
         if setting.place.backend == "nccl" and not gpu.measurable():
             console.print("GPU: not measured (no CUDA device, or no NCCL, here).\n")
             continue
-        with _progress(console) as begin:
+        why_not = setting.place.why_not()
+        if why_not is not None:
+            console.print(f"{setting.title}: not measured ({why_not}).\n")
+            continue
+        with setting.place.opened(), _progress(console) as begin:
             found[name] = {case: measure(setting, case, begin) for case in cases}
         console.print(f"{setting.title}, one thread each, fused AdamW; {setting.ours} beside {setting.peer}\n")
         for table in tables(setting, found[name]):

@@ -1,4 +1,4 @@
-"""One training step of a case under each contender: DDP in its settings, plain PyTorch, and fdp, compiled and not."""
+"""One training step of a case under each contender: DDP, plain PyTorch, fdp, compiled and not; and parts of it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 import fdp
 
 ADAMW: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01, "fused": True}
+CAPS_MB = (1, 5, 25, 100)
+"""Bucket sizes that somebody may try by hand; with 25 DDP differs from its default, whose first bucket has 1 MiB."""
+
 _UNLIKE = 0.3
 """Two contenders that train the same differ by rounding; without one rank's gradients they differ by about one."""
 _ALIKE = 0.01
@@ -31,11 +34,14 @@ class Contender:
         params: the parameters as they are now, by the module's names.
         live_bytes: the size of what has to live from one step to the next: parameters, buffers, the optimizer's
             state and the batches, each tensor counted once.
+        planned: the plan of the next step, and the tensors that it gets, in the order of the plan's inputs; None of a
+            contender that has no plan.
     """
 
     step: Callable[[], None]
     params: Callable[[], Mapping[str, torch.Tensor]]
     live_bytes: Callable[[], int]
+    planned: Callable[[], tuple[fdp.Plan, list[torch.Tensor]]] | None = None
 
 
 def _size_bytes(tree: Any) -> int:
@@ -112,17 +118,17 @@ def _train(case: Case, inner: nn.Module, model: nn.Module) -> Contender:
     return Contender(step, lambda: dict(inner.named_parameters()), live_bytes)
 
 
-def _fdp(compile: bool | dict[str, Any] = False) -> Callable[[Case], Contender]:
-    return lambda case: _fdp_step(case, compile)
+def _fdp(**options: Any) -> Callable[[Case], Contender]:
+    return lambda case: _fdp_step(case, **options)
 
 
-def _fdp_step(case: Case, compile: bool | dict[str, Any]) -> Contender:
+def _fdp_step(case: Case, **options: Any) -> Contender:
     """The same step under fdp.data_parallel with the state donated; it also averages the loss over ranks."""
     apply, params, buffers = fdp.from_module(_model(case))
     optimizer = fdp.optim.from_torch(torch.optim.AdamW, **ADAMW)
     batches, count = _batches(case), 0
 
-    @fdp.data_parallel(donate_argnums=0, compile=compile)
+    @fdp.data_parallel(donate_argnums=0, **options)
     def train_step(state: Any, batch: Batch) -> Any:
         def loss_fn(params: Any) -> Any:
             with case.precision():
@@ -143,7 +149,36 @@ def _fdp_step(case: Case, compile: bool | dict[str, Any]) -> Contender:
         count += 1
         state, _ = train_step(state, batch)
 
-    return Contender(step, lambda: state["params"], lambda: _size_bytes([state, batches]))
+    def planned() -> tuple[fdp.Plan, list[torch.Tensor]]:
+        args = (state, batches[count % len(batches)])
+        return train_step.plan(*args), [leaf for leaf in optree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+
+    return Contender(step, lambda: state["params"], lambda: _size_bytes([state, batches]), planned)
+
+
+def _forward(case: Case) -> Contender:
+    """The part of a step before its first gradient; trains nothing."""
+    model, batches, count = _model(case), _batches(case), 0
+
+    def step() -> None:
+        nonlocal count
+        batch = batches[count % len(batches)]
+        count += 1
+        with case.precision():
+            case.loss(model(batch["x"]), batch)
+
+    return Contender(step, lambda: dict(model.named_parameters()), lambda: _size_bytes(list(model.parameters())))
+
+
+def _communication(case: Case) -> Contender:
+    """One all-reduce of as many bytes as there are gradients, and nothing else; trains nothing."""
+    message = torch.zeros(gradient_bytes(case) // 4, device=case.device)
+    return Contender(lambda: dist.all_reduce(message), lambda: {}, lambda: _size_bytes(message))
+
+
+def gradient_bytes(case: Case) -> int:
+    """The size of all gradients of a case."""
+    return sum(4 * parameter.numel() for parameter in case.model().parameters())
 
 
 CONTENDERS: dict[str, Callable[[Case], Contender]] = {
@@ -157,11 +192,17 @@ CONTENDERS: dict[str, Callable[[Case], Contender]] = {
     "ddp-compile-views": _module(_Whole, _ddp(gradient_as_bucket_view=True), _compile()),
     "ddp-compile-inner": _module(_compile(), _ddp(gradient_as_bucket_view=True)),
     "ddp-compile-graphs": _module(_Whole, _ddp(), _compile(mode="reduce-overhead")),
+    **{f"ddp-cap-{cap}": _module(_ddp(bucket_cap_mb=cap)) for cap in CAPS_MB},
+    "forward": _forward,
+    "communication": _communication,
     "fdp": _fdp(),
+    **{f"fdp-cap-{cap}": _fdp(bucket_cap_mb=cap) for cap in CAPS_MB},
     "fdp-compile": _fdp(compile=True),
     "fdp-compile-graphs": _fdp(compile={"mode": "reduce-overhead"}),
 }
 DDP = ("ddp", "ddp-views", "ddp-static", "ddp-static-views")
+DDP_CAPS = ("ddp", *(f"ddp-cap-{cap}" for cap in CAPS_MB))
+FDP_CAPS = tuple(f"fdp-cap-{cap}" for cap in CAPS_MB)
 DDP_COMPILE = ("ddp-compile", "ddp-compile-views", "ddp-compile-inner")
 
 

@@ -43,19 +43,41 @@ class Place:
         """The same place, with a cache of a contender's own if there is one."""
         return self if self.cache is None else dataclasses.replace(self, cache=os.path.join(self.cache, contender))
 
+    def without_group(self) -> Place:
+        """As many processes that compute at the same time, and have nobody to talk to."""
+        return Place(self.world, None, self.cache)
+
+    def why_not(self) -> str | None:
+        """Why nothing can run there; None if something can."""
+        return None
+
+    def opened(self) -> contextlib.AbstractContextManager[None]:
+        """A context inside of which the place exists."""
+        return contextlib.nullcontext()
+
+    def join(self, rank: int, port: int) -> None:
+        """Makes this process a rank of the default process group, if there is to be one.
+
+        Args:
+            rank: of this process.
+            port: of the starter's store, on this machine's loopback.
+        """
+        if self.backend is None:
+            return
+        timeout = datetime.timedelta(seconds=120)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+        device = torch.device("cuda", rank) if self.backend == "nccl" else None
+        dist.init_process_group(
+            self.backend, store=store, rank=rank, world_size=self.world, timeout=timeout, device_id=device
+        )
+
 
 def _rank_main(place: Place, rank: int, port: int, conn: Any, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
     try:
         torch.set_num_threads(1)
         if place.cache is not None:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = place.cache  # asked for anew whenever something is compiled
-        if place.backend is not None:
-            timeout = datetime.timedelta(seconds=120)
-            store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-            device = torch.device("cuda", rank) if place.backend == "nccl" else None
-            dist.init_process_group(
-                place.backend, store=store, rank=rank, world_size=place.world, timeout=timeout, device_id=device
-            )
+        place.join(rank, port)
         worker = make(*args)
         while True:
             try:

@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,25 @@ from cases import CASES, Case
 from contenders import CONTENDERS, SamenessCheck
 from launch import Crew, Place, Tell
 
-_WARMUP = 5
+WARMUP = 5
+"""Steps before any that are timed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Who takes turns.
+
+    Attributes:
+        name: what to call it.
+        contender: a key of `contenders.CONTENDERS`.
+        place: where its processes run.
+        trains: whether it has to train as all others do that have to.
+    """
+
+    name: str
+    contender: str
+    place: Place
+    trains: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +107,7 @@ def align(case: Case) -> None:
         dist.barrier()
 
 
-class _Trainer:
+class Trainer:
     """A contender in a process of its own. Built by all of them at once; whatever is timed, by one at a time."""
 
     def __init__(self, case_name: str, contender: str, dropout: bool = True):
@@ -118,6 +137,10 @@ class _Trainer:
         align(self._case)  # or the first rank to answer would wake the parent while another one is still at its step
         self._rest()
         return steps
+
+    def tell(self, what: Callable[..., Any], *args: Any) -> Any:
+        """Calls a module-level function with the contender, and whatever else it wants."""
+        return what(self._running, *args)
 
     def _rest(self) -> None:
         gc.collect()
@@ -164,32 +187,68 @@ def measure_step_times(
     Raises:
         RuntimeError: the contenders do not train the same.
     """
-    found: dict[str, list[list[list[_Step]]]] = {name: [] for name in contenders}  # by round, rank, step
     with contextlib.ExitStack() as stack:
         without = SamenessCheck(CASES[case_name])
         if CASES[case_name].draws:
             for name in contenders:
-                with Crew(place.apart(name), _Trainer, case_name, name, False) as crew:
+                with Crew(place.apart(name), Trainer, case_name, name, False) as crew:
                     _warm_up(f"{name} without dropout", crew, [without.add])
-        crews = {name: stack.enter_context(Crew(place.apart(name), _Trainer, case_name, name)) for name in contenders}
+        crews = {name: stack.enter_context(Crew(place.apart(name), Trainer, case_name, name)) for name in contenders}
         for name, crew in crews.items():
             if CASES[case_name].draws:
                 # Its ranks still have to agree.
                 _warm_up(name, crew, [SamenessCheck(CASES[case_name]).add, without.refuse_alike])
             else:
                 _warm_up(name, crew, [without.add])
-        for i, order in enumerate(turns(contenders, rounds)):
-            for name in order:
-                found[name].append(crews[name].ask("turn"))
-            if tell is not None:  # between two turns, so that it takes the processor from nobody who is timed
-                tell(i + 1, rounds)
+        return _take_turns(crews, rounds, tell)
+
+
+def measure_entries(
+    case: str, entries: Sequence[Entry], rounds: int, tell: Tell, afterwards: Callable[[str, Crew], None]
+) -> dict[str, StepTimes]:
+    """Times contenders that do not all run in the same place, nor all train, in fresh processes.
+
+    Args:
+        case: a key of `cases.CASES` that draws no random numbers.
+        entries: who takes turns.
+        rounds: turns of each.
+        tell: told how many rounds are done.
+        afterwards: called with each name and its processes once all times are taken.
+
+    Returns:
+        Name to times.
+
+    Raises:
+        RuntimeError: those that have to do not train the same.
+    """
+    with contextlib.ExitStack() as stack:
+        same = SamenessCheck(CASES[case])
+        crews = {}
+        for entry in entries:
+            crew = Crew(entry.place, Trainer, case, entry.contender)
+            crews[entry.name] = stack.enter_context(crew)
+            _warm_up(entry.name, crew, [same.add] if entry.trains else [])
+        times = _take_turns(crews, rounds, tell)
+        for name, crew in crews.items():
+            afterwards(name, crew)
+    return times
+
+
+def _take_turns(crews: Mapping[str, Crew], rounds: int, tell: Tell | None) -> dict[str, StepTimes]:
+    found: dict[str, list[list[list[_Step]]]] = {name: [] for name in crews}  # by round, rank, step
+    for i, order in enumerate(turns(list(crews), rounds)):
+        for name in order:
+            found[name].append(crews[name].ask("turn"))
+        if tell is not None:  # between two turns, so that it takes the processor from nobody who is timed
+            tell(i + 1, rounds)
     return {name: _of_slowest(by_round) for name, by_round in found.items()}
 
 
 def _warm_up(name: str, crew: Crew, checks: Sequence[Callable[[str, Mapping[str, torch.Tensor]], None]]) -> None:
     """Has a crew train some steps, and shows the parameters of each rank to the checks."""
     with tempfile.TemporaryDirectory() as folder:
-        for rank, path in enumerate(crew.ask("warm_up", _WARMUP, folder)):
+        paths = crew.ask("warm_up", WARMUP, folder)
+        for rank, path in enumerate(paths if checks else ()):
             params = torch.load(path, map_location="cpu")
             pathlib.Path(path).unlink()
             for check in checks:

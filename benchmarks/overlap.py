@@ -1,0 +1,282 @@
+"""How well communication hides behind computation: fdp beside DDP on a simulated card, and on a shaped network.
+
+    python benchmarks/overlap.py [--setting NAME]... [--case NAME]... [--rounds N] [--short] [--json FILE]
+
+Settings: "card-10gbit-16" is one process whose simulated network card (see card.py) claims 16 ranks in a ring, at
+10 Gbit/s and 5 us from one to the next; likewise 100 Gbit/s, and 256 ranks. "lab-1gbit" and "lab-200mbit" are two
+hosts with gloo between them, namespaces of this machine with shaped links (see lab.py); they need root, ip and tc.
+
+Everybody trains with the fused AdamW on one thread a rank, in turns: DDP at its default and with fixed caps, fdp with
+bucket_cap_mb="auto" (which is its default) and with the same caps. So do, to know what is possible,
+
+- compute: fdp's step without a process group, all of it: forward, backward, optimizer. In the lab as many processes
+  as there are hosts do so at the same time. eager is the same in plain PyTorch.
+- forward: forward pass and loss in plain PyTorch.
+- comm: one all-reduce of as many bytes as there are gradients. On a card it is not measured but computed.
+
+The bound of a round is max(compute, forward + comm): all of compute has to be done, and no gradient can travel before
+the forward pass is over. No schedule reaches it quite: the first gradient comes after some of the backward pass, and
+the update of the last one after its message.
+
+What is foretold of fdp's steps is `Plan.timeline` with operations and network as fdp measures them once all times are
+taken; nothing of what the card claims is told to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from card import Link, card_place, idle_times, lateness
+from cases import CASES, CPU_CASES
+from command import Begin, carry_out, options
+from contenders import DDP_CAPS, FDP_CAPS, Contender, gradient_bytes
+from figures import Setting
+from lab import lab_place
+from launch import Crew, Place, run_in
+from prediction import Prediction, foretell
+from rich.table import Table
+from step_time import Entry, Quartiles, StepTimes, measure_entries, paired_ratio
+from tables import markdown_table, quartiles, verdict
+
+_CASES = tuple(case for case in CPU_CASES if case.name in ("mlp-20m", "resnet18", "gpt-10m"))
+_HOP_S = 5e-6
+_ALONE = {"compute": "fdp", "eager": "eager", "forward": "forward"}
+_BEST_DDP, _BEST_CAP = "best DDP", "best cap"
+
+
+def _card(gbit: int, ranks: int) -> Setting:
+    place = card_place(Link(ranks, _HOP_S, gbit * 1e9 / 8))
+    title = f"simulated card, {ranks} ranks in a ring, {gbit} Gbit/s, {_HOP_S * 1e6:g} us a hop"
+    return Setting(f"card-{gbit}gbit-{ranks}", title, place, _CASES, DDP_CAPS, _BEST_DDP, FDP_CAPS)
+
+
+def _lab(mbit: int, name: str) -> Setting:
+    place = lab_place(mbit * 1e6)
+    return Setting(f"lab-{name}", f"two hosts, gloo, {mbit} Mbit/s", place, _CASES, DDP_CAPS, _BEST_DDP, FDP_CAPS)
+
+
+SETTINGS = {
+    setting.name: setting
+    for setting in (
+        *(_card(gbit, ranks) for gbit in (10, 100) for ranks in (16, 256)),
+        _lab(1000, "1gbit"),
+        _lab(200, "200mbit"),
+    )
+}
+SHORT = ("card-10gbit-16", "lab-1gbit")
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlap:
+    """What was measured of one case in one setting.
+
+    Attributes:
+        times: contenders, and what bounds them, to their times.
+        comm_s: seconds of communication alone, where they are not among the times.
+        late_s: contender to by how many seconds each of its messages was completed late by the card.
+        idle: all-reduces of an idle card: bytes, seconds that they should take, seconds that they took.
+        foretold: contender to what fdp foretells of its step.
+    """
+
+    times: dict[str, StepTimes]
+    comm_s: float | None
+    late_s: dict[str, list[float]]
+    idle: list[tuple[int, float, float]]
+    foretold: dict[str, Prediction | None]
+
+    def seconds(self, name: str) -> list[float]:
+        """The median step of each round."""
+        return [statistics.median(turn) for turn in self.times[name].host_s]
+
+    def median(self, name: str) -> float:
+        """The median of the rounds."""
+        return statistics.median(self.seconds(name))
+
+    def comm(self) -> list[float]:
+        """Seconds of communication alone in each round."""
+        if self.comm_s is None:
+            return self.seconds("comm")
+        return [self.comm_s] * len(self.seconds("compute"))
+
+    def bound(self) -> list[float]:
+        """The bound of each round, in seconds."""
+        rounds = zip(self.seconds("compute"), self.seconds("forward"), self.comm(), strict=True)
+        return [max(compute, forward + comm) for compute, forward, comm in rounds]
+
+    def fastest(self, names: Sequence[str]) -> str:
+        """The one whose median step takes the least time."""
+        return min(names, key=self.median)
+
+    def ratio(self, name: str, peer: str) -> Quartiles:
+        """Quartiles of one's time divided by another's in the same round."""
+        return paired_ratio(self.seconds(name), self.seconds(peer))
+
+    def of_bound(self, name: str) -> Quartiles:
+        """Quartiles of one's time divided by the bound of the same round."""
+        return paired_ratio(self.seconds(name), self.bound())
+
+    def as_json(self) -> dict[str, Any]:
+        """All that was measured, as plain dicts and lists."""
+        return dataclasses.asdict(self)
+
+
+def measure(setting: Setting, case: str, rounds: int, begin: Begin) -> Overlap:
+    """Measures one case in one setting.
+
+    Args:
+        setting: where; its place is open.
+        case: a key of `cases.CASES`.
+        rounds: turns of each contender.
+        begin: given what is measured next; returns whom to tell how far that is.
+
+    Returns:
+        The figures.
+    """
+    place = setting.place
+    link: Link | None = getattr(place, "link", None)
+    entries = [Entry(name, name, place) for name in (*setting.peers, *setting.also, setting.ours)]
+    entries += [Entry(name, contender, place.without_group(), False) for name, contender in _ALONE.items()]
+    if link is None:
+        entries.append(Entry("comm", "communication", place, False))
+    late_s: dict[str, list[float]] = {}
+    foretold: dict[str, Prediction | None] = {}
+
+    def afterwards(name: str, crew: Crew) -> None:
+        late_s[name] = crew.ask("tell", _lateness)[0]
+        foretold[name] = crew.ask("tell", foretell)[0]
+
+    tell = begin(f"{case}: {len(entries)} contenders, {setting.title}")
+    times = measure_entries(case, entries, rounds, tell, afterwards)
+    if link is None:
+        return Overlap(times, None, late_s, [], foretold)
+    comm_s = link.all_reduce_s(gradient_bytes(CASES[case]))
+    return Overlap(times, comm_s, late_s, _idle(place, link), foretold)
+
+
+def _lateness(running: Contender) -> list[float]:
+    return lateness()
+
+
+def _idle(place: Place, link: Link) -> list[tuple[int, float, float]]:
+    found: list[tuple[int, float, float]] = run_in(place, idle_times, link, [4, 2**20, 25 * 2**20])[0]
+    return found
+
+
+def targets(setting: Setting, case: str) -> tuple[float | None, float | None, float | None, float]:
+    """What fdp's time is to be at most: of the best DDP's, of DDP's default, of the best fixed cap's, of the bound."""
+    if setting.place.backend == "card":
+        return None, None, 1.02, 1.03
+    of_default = 0.80 if (setting.name, case) == ("lab-1gbit", "gpt-10m") else None
+    return 1.00, of_default, None, 1.05
+
+
+def limits(rows: Mapping[str, Overlap]) -> Table:
+    """A row a case: what bounds it."""
+    out = markdown_table("case", "eager, ms", "compute, ms", "forward, ms", "comm, ms", "bound, ms")
+    for case, row in rows.items():
+        seconds = [row.median(name) for name in ("eager", "compute", "forward")]
+        seconds += [statistics.median(row.comm()), statistics.median(row.bound())]
+        out.add_row(case, *(f"{s * 1e3:.1f}" for s in seconds))
+    return out
+
+
+def summary(setting: Setting, rows: Mapping[str, Overlap]) -> Table:
+    """Rows for each case: fdp's default beside the best of DDP, DDP's default, the best fixed cap, and the bound."""
+    out = markdown_table("case", "fdp auto, ms", "beside", "ms", "ratio (quartiles)", "target")
+    for case, row in rows.items():
+        best, cap = row.fastest(setting.peers), row.fastest(setting.also)
+        ours = f"{row.median(setting.ours) * 1e3:.1f}"
+        beside = [
+            (f"best DDP ({best})", row.median(best), row.ratio(setting.ours, best)),
+            ("DDP's default", row.median("ddp"), row.ratio(setting.ours, "ddp")),
+            (f"best fixed cap ({cap})", row.median(cap), row.ratio(setting.ours, cap)),
+            ("the bound", statistics.median(row.bound()), row.of_bound(setting.ours)),
+        ]
+        for (name, seconds, ratio), target in zip(beside, targets(setting, case), strict=True):
+            out.add_row(case, ours, name, f"{seconds * 1e3:.1f}", quartiles(ratio), verdict(ratio[1], target))
+    return out
+
+
+def everybody(setting: Setting, rows: Mapping[str, Overlap]) -> Table:
+    """A row a case and contender."""
+    out = markdown_table(
+        "case", "contender", "step, ms", "of best DDP's (quartiles)", "of the bound (quartiles)",
+        "foretold, ms", "of measured", "exposed", "buckets", "messages late by, us: median, 99%, most",
+    )  # fmt: skip
+    for case, row in rows.items():
+        best = row.fastest(setting.peers)
+        for name in (*setting.peers, *setting.also, setting.ours):
+            ratio = "1" if name == best else quartiles(row.ratio(name, best))
+            cells = [f"{row.median(name) * 1e3:.1f}", ratio, quartiles(row.of_bound(name))]
+            out.add_row(case, name, *cells, *_foretold(row, name), _late(row.late_s[name]))
+    return out
+
+
+def _foretold(row: Overlap, name: str) -> list[str]:
+    found = row.foretold[name]
+    if found is None:
+        return ["-"] * 4
+    step, exposed = found.step_s, found.exposed_s
+    of_measured = f"{step / row.median(name):.2f}"
+    return [f"{step * 1e3:.1f}", of_measured, f"{exposed * 1e3:.1f}", str(len(found.buckets_mib))]
+
+
+def _late(late_s: Sequence[float]) -> str:
+    if not late_s:
+        return "-"
+    shares = torch.tensor([0.5, 0.99, 1.0], dtype=torch.float64)
+    found = torch.tensor(late_s, dtype=torch.float64).quantile(shares) * 1e6
+    return ", ".join(f"{us:.0f}" for us in found.tolist())
+
+
+def networks(setting: Setting, rows: Mapping[str, Overlap]) -> Table:
+    """A row a case: the network as it was measured for the prediction of fdp's default."""
+    columns = ("latency, us", "bandwidth, MB/s", "in flight", "computing slows down by")
+    out = markdown_table("case", *columns)
+    for case, row in rows.items():
+        found = row.foretold[setting.ours]
+        assert found is not None
+        n = found.network
+        rate = f"{n.bandwidth_bytes_per_s / 1e6:.1f}"
+        out.add_row(case, f"{n.latency_s * 1e6:.1f}", rate, str(n.in_flight), f"{n.compute_slowdown:.2f}")
+    link: Link | None = getattr(setting.place, "link", None)
+    if link is not None:
+        out.add_row("as claimed", f"{link.latency_s * 1e6:.1f}", f"{link.bandwidth_bytes_per_s / 1e6:.1f}", "1", "0.00")
+    return out
+
+
+def idle_card(rows: Mapping[str, Overlap]) -> Table:
+    """A row a size of message: how exact a card is that has nothing else to do."""
+    out = markdown_table("all-reduce on an idle card, bytes", "due, ms", "took, ms")
+    for size, due, took in next(iter(rows.values())).idle:
+        out.add_row(str(size), f"{due * 1e3:.3f}", f"{took * 1e3:.3f}")
+    return out
+
+
+def _tables(setting: Setting, rows: Mapping[str, Overlap]) -> list[Table]:
+    tables = [limits(rows), summary(setting, rows), everybody(setting, rows), networks(setting, rows)]
+    return [*tables, idle_card(rows)] if setting.place.backend == "card" else tables
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures, prints, and writes the figures to a file if asked to."""
+    parser = options(__doc__, SETTINGS, memory=False, rounds="turns of each contender (default: 9; 3 with --short)")
+    parser.add_argument("--short", action="store_true", help=f"fewer rounds, and only {' and '.join(SHORT)}")
+    args = parser.parse_args(arguments)
+    if args.short and not args.setting:
+        args.setting = list(SHORT)
+    rounds = args.rounds or (3 if args.short else 9)
+
+    def of_case(setting: Setting, case: str, begin: Begin) -> Overlap:
+        return measure(setting, case, rounds, begin)
+
+    return carry_out(args, SETTINGS, of_case, _tables)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

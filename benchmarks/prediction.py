@@ -1,0 +1,50 @@
+"""What fdp foretells of a contender's step, from what it measures by itself: its operations, and the network."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+from contenders import Contender
+
+from fdp.group import resolve_group
+from fdp.measure import measure_agreed_costs, measure_network
+from fdp.plan import Network
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """A foretold step.
+
+    Attributes:
+        step_s: seconds of the step.
+        exposed_s: seconds of it in which nothing is computed.
+        buckets_mib: the size of each bucket of its plan.
+        network: as it was measured.
+    """
+
+    step_s: float
+    exposed_s: float
+    buckets_mib: list[float]
+    network: Network
+
+
+def foretell(running: Contender) -> Prediction | None:
+    """Foretells the step of a contender on all ranks of its group, which call this together.
+
+    Args:
+        running: the contender.
+
+    Returns:
+        The prediction; None of a contender that has no plan, or nobody to talk to.
+    """
+    if running.planned is None or not dist.is_initialized():
+        return None
+    plan, tensors = running.planned()
+    network = measure_network(resolve_group(None), torch.device("cpu"))
+    costs = measure_agreed_costs(plan.emit(), tensors)
+    timeline = plan.timeline(network, costs=costs)
+    computed = sum(interval.end_s - interval.start_s for interval in timeline.intervals if interval.lane == "compute")
+    sizes = [bucket.size_bytes / 2**20 for bucket in plan.buckets]
+    return Prediction(timeline.step_s, timeline.step_s - computed, sizes, network)
