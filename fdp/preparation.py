@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from fdp.automatic import Automatic
 from fdp.emit import Emitted, announce_failure, check_compiled, check_emitted, compile_together
 from fdp.emit.compiled import Options
 from fdp.group import Group
-from fdp.plan import plan_trace
+from fdp.plan import Network, Plan, plan_trace
 from fdp.surroundings import warn_if_alone_by_mistake
 from fdp.trace import Flat, Roles, Summary, Trace, describe_change, refuse_unhashable, summarise, trace_step
 from fdp.wire import Wire
@@ -40,6 +41,7 @@ class Settings:
         check_replication: as for `data_parallel`.
         check_trace: as for `data_parallel`.
         wire: how gradients travel, None for as they are.
+        network: between the ranks, if the user gave it.
     """
 
     bucket_cap_mb: Any
@@ -47,6 +49,7 @@ class Settings:
     check_replication: bool
     check_trace: bool
     wire: Wire | None
+    network: Network | None
 
 
 class Preparation:
@@ -64,6 +67,7 @@ class Preparation:
     def __init__(self, step: Callable[..., Any], name: str, settings: Settings) -> None:
         self._step, self._name, self._settings = step, name, settings
         self._agreed: set[tuple[str, Group]] = set()
+        self._automatic = Automatic(settings.network)
         self._previous: Summary | None = None
         self._prepared = 0
         self.traces = 0
@@ -76,13 +80,18 @@ class Preparation:
             self.traces += 1
             return trace_step(self._step, flat, roles, group, self._settings.check_replication, self._settings.wire)
 
+    def plan(self, flat: Flat, roles: Roles, group: Group) -> Plan:
+        """Trace and plan the step, without running it and without the other ranks."""
+        trace = self.trace(flat, roles, group)
+        return self._automatic.plan_ahead(trace, group) if self._chooses else self._by_caps(trace)
+
     def prepare(self, flat: Flat, roles: Roles, group: Group) -> Emitted:
         """Make what runs the step for the signature of some arguments; where ranks have to agree, all of them do."""
         warn_if_alone_by_mistake(group)
         settings = self._settings
         try:
             refuse_unhashable(self._name, flat, roles)
-            plan = plan_trace(self.trace(flat, roles, group), settings.bucket_cap_mb)
+            plan = self._planned(flat, roles, group)
             emitted = Emitted(plan, group, self._agreed, settings.check_replication)
             if settings.check_trace and settings.options is None:
                 with _one_at_a_time:
@@ -103,6 +112,24 @@ class Preparation:
             )
         self._previous = summarise(flat)
         return emitted
+
+    @property
+    def _chooses(self) -> bool:
+        return isinstance(self._settings.bucket_cap_mb, str)
+
+    def _by_caps(self, trace: Trace) -> Plan:
+        return plan_trace(trace, self._settings.bucket_cap_mb, network=self._settings.network)
+
+    def _planned(self, flat: Flat, roles: Roles, group: Group) -> Plan:
+        trace = self.trace(flat, roles, group)
+        if not self._chooses:
+            return self._by_caps(trace)
+        plan = self._automatic.remembered(trace, group)
+        if plan is None:
+            emitted = Emitted(plan_trace(trace), group, self._agreed, self._settings.check_replication)
+            plan = self._automatic.choose(emitted, [leaf for leaf in flat.leaves if isinstance(leaf, torch.Tensor)])
+            emitted.leave_memory()
+        return plan
 
     def _compile(self, emitted: Emitted, flat: Flat, roles: Roles) -> Emitted:
         """Compile what was emitted, on all ranks at once if all of them have to."""

@@ -28,7 +28,7 @@ from fdp.emit import (
 from fdp.errors import ArgumentError, FdpError, build_message
 from fdp.group import Group, alone_on, resolve_group
 from fdp.measure import profile_step
-from fdp.plan import Plan, Timeline, plan_trace
+from fdp.plan import Network, Plan, Timeline
 from fdp.plan.buckets import resolve_caps
 from fdp.preparation import Preparation, Settings
 from fdp.surroundings import surroundings
@@ -80,17 +80,25 @@ class Step:
         check_replication: bool = True,
         check_trace: bool = True,
         wire: Wire | None = None,
+        network: Network | None = None,
     ) -> None:
         step_fn, asked = unwrap_compiled(step_fn)
         # compile=False is what nobody says: then what torch.compile was told counts.
         options = resolve_options(asked if compile is False and asked is not None else compile)
         resolve_caps(bucket_cap_mb)
+        if network is not None and not isinstance(network, Network):
+            raise ArgumentError(
+                build_message(
+                    f"network={network!r}.",
+                    remedy="pass fdp.Network(latency_s=..., bandwidth_bytes_per_s=...), or None to have it measured.",
+                )
+            )
         functools.update_wrapper(self, step_fn)
         self._step = step_fn
         self._argnums = (batch_argnums, static_argnums, donate_argnums)
         # As a Group, which does not keep a process group alive.
         self._group = resolve_group(group) if isinstance(group, dist.ProcessGroup) else group
-        self._settings = Settings(bucket_cap_mb, options, check_replication, check_trace, wire)
+        self._settings = Settings(bucket_cap_mb, options, check_replication, check_trace, wire, network)
         self._preparation = Preparation(step_fn, self._name, self._settings)
         self._known: dict[Any, _Known] = {}
         self._roles: dict[int, Roles] = {}
@@ -114,6 +122,7 @@ class Step:
             type(self), self._step, batch_argnums=batch, static_argnums=static, donate_argnums=donate,
             group=self._group, bucket_cap_mb=settings.bucket_cap_mb, compile=settings.options or False,
             check_replication=settings.check_replication, check_trace=settings.check_trace, wire=settings.wire,
+            network=settings.network,
         ), ()  # fmt: skip
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -193,7 +202,10 @@ class Step:
             PurityError: as for a call.
             ReplicationError: as for a call.
         """
-        return plan_trace(self.trace(*args, **kwargs), self._settings.bucket_cap_mb)
+        if kwargs:
+            args = by_position(self._name, self._signature, args, kwargs)
+        roles = self._roles_for(len(args))
+        return self._preparation.plan(flatten(args, roles), roles, resolve_group(self._group))
 
     def profile(self, *args: Any, repeats: int = 3, **kwargs: Any) -> Timeline:
         """Run the step for real, messages and all, and tell what happened when; nothing is changed, nothing returned.
@@ -279,6 +291,7 @@ def data_parallel(
     check_trace: bool = True,
     wire_dtype: torch.dtype | None = None,
     accumulate_dtype: torch.dtype | None = None,
+    network: Network | None = None,
 ) -> Any:
     """Make a step run on many ranks: trace it, plan its communication, and emit a step that overlaps the two.
 
@@ -290,7 +303,8 @@ def data_parallel(
             were passed hold the new values afterwards.
         group: a `ProcessGroup`, a one-dimensional `DeviceMesh`, or None for the default group. With no process
             group initialised it is a world of one.
-        bucket_cap_mb: size limit of a bucket in MiB; a list of limits (first bucket, next, ...); or "auto".
+        bucket_cap_mb: size limit of a bucket in MiB; a list of limits (first bucket, next, ...); or "auto": the first
+            call measures the step and the network, and chooses the buckets with which the step ends earliest.
         compile: False runs the emitted program operator by operator. True compiles the whole step (forward, backward,
             messages and updates) with inductor; a dict gives settings of `torch._inductor.config`, and "mode" as in
             `torch.compile`: {"mode": "max-autotune"}.
@@ -300,6 +314,7 @@ def data_parallel(
         wire_dtype: torch.bfloat16 or torch.float16, in which wider gradients of `value_and_grad` and `grad` travel;
             None sends them as they are.
         accumulate_dtype: torch.float32, to add them up in; None adds them up in the type that they travel in.
+        network: an `fdp.Network` to choose buckets for; None measures the group's, where "auto" needs it.
 
     Returns:
         A `Step`, or a decorator that makes one.
@@ -328,6 +343,7 @@ def data_parallel(
         "compile": compile,
         "check_replication": check_replication,
         "check_trace": check_trace,
+        "network": network,
     }
     if step_fn is None:
         return lambda fn: data_parallel(fn, wire_dtype=wire_dtype, accumulate_dtype=accumulate_dtype, **options)

@@ -34,6 +34,7 @@ FLOORS = (
     ("plan",),
     ("emit",),
     ("measure",),
+    ("automatic",),
     ("preparation",),
     ("transform",),
     ("__init__",),

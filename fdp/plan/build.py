@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fdp.errors import ArgumentError, build_message
 from fdp.plan.buckets import make_buckets, partition, resolve_caps
 from fdp.plan.costs import Costs
 from fdp.plan.estimate import estimate
+from fdp.plan.forecast import Forecast
 from fdp.plan.network import Network
 from fdp.plan.planner import choose, consider
 from fdp.plan.record import Plan
@@ -62,5 +64,22 @@ def plan_trace(
             caps = ()
         else:
             groups, forecast = consider(trace, caps, costs, network, size)
+    return plan_groups(trace, groups, caps, forecast)
+
+
+def plan_groups(
+    trace: Trace, groups: Sequence[Sequence[int]], caps: tuple[float, ...] = (), forecast: Forecast | None = None
+) -> Plan:
+    """Plan a step whose reductions are in buckets already.
+
+    Args:
+        trace: of the step.
+        groups: the members of each bucket, in the order in which they can start.
+        caps: that they were made by; none if they were chosen by what they cost.
+        forecast: what the plan rests on.
+
+    Returns:
+        The plan.
+    """
     buckets = make_buckets(trace.reductions, groups)
     return Plan(trace, buckets, order(trace.operations, trace.reductions, buckets), caps, forecast)

@@ -1,0 +1,99 @@
+"""`bucket_cap_mb="auto"`: ranks measure a step and their network together, and choose buckets by what they cost.
+
+What is chosen is remembered by what travels. A rank that alone gets another signature with the same gradients (a
+shorter last batch) cuts them as before: it needs nobody, and the schedule stays what all ranks have agreed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fdp.emit import Emitted
+from fdp.errors import AgreementError, build_message
+from fdp.group import Group, all_say
+from fdp.measure import agreed_costs, measure_costs, measure_link
+from fdp.measure.operations import device_of_messages
+from fdp.plan import Machine, Network, Plan, plan_trace
+from fdp.plan.build import plan_groups
+from fdp.trace import Reduction, Trace
+
+LEAST_BYTES = 2**20
+"""Steps that send less are not measured: they have one small bucket, and send it at once."""
+
+
+class Automatic:
+    """Chooses the buckets of one step.
+
+    Args:
+        network: between the ranks, if the user gave it; None to measure it.
+    """
+
+    def __init__(self, network: Network | None) -> None:
+        self._network = network
+        self._chosen: dict[Any, tuple[tuple[int, ...], ...]] = {}
+
+    def plan_ahead(self, trace: Trace, group: Group) -> Plan:
+        """Plan without the other ranks: as chosen before, or by estimated costs if there is a network, or by caps."""
+        return self.remembered(trace, group) or plan_trace(trace, "auto", network=self._network)
+
+    def remembered(self, trace: Trace, group: Group) -> Plan | None:
+        """The plan of a trace that nothing need be measured for; None if ranks have to."""
+        sent = sum(reduction.size_bytes for reduction in trace.reductions)
+        if group.size == 1 or sent < LEAST_BYTES or len(trace.reductions) < 2:
+            return plan_trace(trace, "auto")
+        groups = self._chosen.get(_key(trace.reductions, group))
+        return None if groups is None else plan_groups(trace, groups)
+
+    def choose(self, emitted: Emitted, tensors: list[torch.Tensor]) -> Plan:
+        """Choose buckets, on all ranks together.
+
+        Args:
+            emitted: the step, with any buckets.
+            tensors: its inputs, which are not changed.
+
+        Returns:
+            The same buckets on every rank.
+
+        Raises:
+            AgreementError: another rank does something else, or could not measure the step.
+            PeerError: another rank died or stopped answering.
+        """
+        trace, group = emitted.plan.trace, emitted.group
+        emitted.agree(tensors)
+        device = device_of_messages(emitted.plan)
+        if self._network is None:
+            link = measure_link(group, device, _dtype_of_messages(emitted.plan))
+            network, start_s = link.network, link.start_s
+        else:
+            network, start_s = self._network, Machine().start_s
+        # A rank that fails must not leave the others waiting in a message.
+        failure: Exception | None = None
+        try:
+            costs = measure_costs(emitted, tensors, start_s)
+        except Exception as error:
+            failure = error
+        if not all_say(group, failure is None):
+            if failure is not None:
+                raise failure
+            raise AgreementError(
+                build_message(
+                    f"step {trace.name!r} could not be measured on another rank, so ranks cannot choose its buckets.",
+                    remedy="look for the first error among the logs of all ranks; a number as bucket_cap_mb measures "
+                    "nothing.",
+                )
+            )
+        plan = plan_trace(trace, "auto", agreed_costs(group, device, costs), network)
+        self._chosen[_key(trace.reductions, group)] = tuple(bucket.members for bucket in plan.buckets)
+        return plan
+
+
+def _key(reductions: Sequence[Reduction], group: Group) -> Any:
+    return group, tuple((r.name, r.op, r.root, r.shape, r.dtype, r.accumulate_dtype, str(r.device)) for r in reductions)
+
+
+def _dtype_of_messages(plan: Plan) -> torch.dtype:
+    """The dtype of the largest bucket."""
+    return max(plan.buckets, key=lambda bucket: bucket.size_bytes).dtype

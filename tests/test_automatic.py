@@ -1,0 +1,148 @@
+"""`bucket_cap_mb="auto"` on real ranks: they measure together, choose alike, and remember what they chose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+import fdp
+import fdp.automatic
+import fdp.measure.network
+
+LAYERS, WIDTH = 8, 256
+NETWORK = fdp.Network(latency_s=1e-4, bandwidth_bytes_per_s=1e8)
+
+
+def update(ws: list[torch.Tensor], batch: torch.Tensor) -> Any:
+    """A step that sends 2 MiB."""
+
+    def loss_fn(ws: list[torch.Tensor]) -> torch.Tensor:
+        x = batch
+        for w in ws:
+            x = torch.tanh(x @ w)
+        return x.square().mean()
+
+    loss, grads = fdp.value_and_grad(loss_fn)(ws)
+    return [w - 0.1 * grad for w, grad in zip(ws, grads, strict=True)], fdp.pmean(loss)
+
+
+def start() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5 for _ in range(LAYERS)]
+
+
+def batch_of(rows: int) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1 + dist.get_rank()))
+
+
+def plan_of(step: Any) -> fdp.Plan:
+    return list(step._known.values())[-1].emitted.plan
+
+
+def call_auto() -> tuple[Any, ...]:
+    step, fixed = fdp.data_parallel(update), fdp.data_parallel(update, bucket_cap_mb=100)
+    found, expected = step(start(), batch_of(16)), fixed(start(), batch_of(16))
+    same = all(torch.equal(a, b) for a, b in zip(found[0], expected[0], strict=True))
+    forecast = plan_of(step).forecast
+    assert forecast is not None
+    return plan_of(step).messages, forecast, same, plan_of(fixed).forecast, str(plan_of(step))
+
+
+def test_ranks_measure_and_choose_alike() -> None:
+    (messages, forecast, same, fixed, text), other = ranks.run(2, call_auto)
+    assert (messages, forecast) == other[:2]  # to the bit: networks and costs are floats
+    assert same and other[2]
+    assert fixed is None
+    assert forecast.costs.origin == "measured" and min(forecast.costs.operations_s) >= 0
+    assert forecast.chosen.step_s <= min(alternative.step_s for alternative in forecast.alternatives)
+    assert "chosen by cost" in text and "Expected with measured costs" in text
+
+
+def one_has_a_short_batch() -> tuple[Any, ...]:
+    step = fdp.data_parallel(update)
+    ws, _ = step(start(), batch_of(16))
+    before = plan_of(step)
+    ws, _ = step(ws, batch_of(16 if dist.get_rank() == 0 else 5))
+    ahead = step.plan(ws, batch_of(9))
+    return before.messages, plan_of(step).messages, ahead.messages, step.traces, ws
+
+
+def test_a_rank_that_alone_gets_a_new_signature_cuts_as_before() -> None:
+    found = ranks.run(2, one_has_a_short_batch)
+    assert len({messages for rank in found for messages in rank[:3]}) == 1
+    assert [rank[3] for rank in found] == [2, 3]  # the last one is step.plan's
+    assert all(torch.equal(a, b) for a, b in zip(found[0][4], found[1][4], strict=True))
+
+
+def call_with_network(compile: bool = False) -> Any:
+    def refuse(*args: Any) -> Any:
+        raise AssertionError("the network was given")
+
+    fdp.automatic.measure_link, kept = refuse, fdp.automatic.measure_link
+    try:
+        step = fdp.data_parallel(update, network=NETWORK, compile=compile)
+        ws, loss = step(start(), batch_of(16))
+    finally:
+        fdp.automatic.measure_link = kept
+    return plan_of(step).forecast, plan_of(step).messages, ws
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_network_that_is_given_is_not_measured(compile: bool) -> None:
+    (forecast, messages, ws), other = ranks.run(2, call_with_network, compile)
+    assert forecast.network == NETWORK and forecast.costs.origin == "measured"
+    assert forecast == other[0] and messages == other[1]
+    assert all(torch.equal(a, b) for a, b in zip(ws, other[2], strict=True))
+
+
+def call_small() -> Any:
+    def refuse(*args: Any) -> Any:
+        raise AssertionError("measured")
+
+    fdp.automatic.measure_costs, kept = refuse, fdp.automatic.measure_costs
+    try:
+        step = fdp.data_parallel(lambda w, x: w - fdp.grad(lambda w: (x @ w).square().mean())(w))
+        step(torch.ones(64), torch.ones(3, 64))
+    finally:
+        fdp.automatic.measure_costs = kept
+    return plan_of(step).forecast
+
+
+def test_small_steps_are_not_measured() -> None:
+    assert ranks.run(2, call_small) == [None, None]
+
+
+def one_cannot_measure() -> None:
+    if dist.get_rank() == 1:
+
+        def fail(*args: Any) -> Any:
+            raise MemoryError("no memory left for a rehearsal")
+
+        fdp.automatic.measure_costs = fail
+    fdp.data_parallel(update)(start(), batch_of(16))
+
+
+def test_a_rank_that_cannot_measure_leaves_nobody_waiting() -> None:
+    outcomes = ranks.run_fresh(2, one_cannot_measure)
+    assert outcomes[1].error is not None and outcomes[1].error.name == "MemoryError"
+    assert outcomes[0].error is not None and outcomes[0].error.name == "AgreementError"
+    assert "step 'update' could not be measured on another rank" in outcomes[0].error.message
+    assert "a number as bucket_cap_mb measures nothing" in outcomes[0].error.message
+
+
+def test_plans_ahead_rest_on_estimates_where_there_is_a_network() -> None:
+    batch = torch.ones(16, WIDTH)
+    assert fdp.data_parallel(update).plan(start(), batch).forecast is None
+    capped = fdp.data_parallel(update, bucket_cap_mb=1, network=NETWORK).plan(start(), batch)
+    assert capped.forecast is not None and capped.forecast.costs.origin == "estimated"
+    assert capped.forecast.chosen.name == "1" and capped.bucket_cap_mb == (1.0,)
+
+
+def test_what_is_no_network_is_refused() -> None:
+    with pytest.raises(fdp.ArgumentError, match="network='fast'") as error:
+        fdp.data_parallel(update, network="fast")
+    assert "pass fdp.Network(latency_s=..., bandwidth_bytes_per_s=...)" in str(error.value)
