@@ -63,7 +63,7 @@ def partition(
         The members of each bucket, by index; buckets in the order in which they can start. A reduction of no
         elements is in none.
     """
-    upstream = _upstream(reductions, operations)
+    upstream = upstream_of(reductions, operations)
     open_members: dict[Any, list[int]] = {}
     open_bytes: dict[Any, int] = {}
     open_bits: dict[Any, int] = {}
@@ -80,9 +80,7 @@ def partition(
             continue
         for needed in [k for k, bits in open_bits.items() if upstream[index] & bits]:
             close(needed)
-        kind: Any = (reduction.op, reduction.root, reduction.dtype, str(reduction.device), bool(upstream[index]))
-        if reduction.op == "all_gather":
-            kind = (*kind, index)  # every rank's piece lies apart from the others': it travels alone
+        kind = kind_of(reductions, upstream, index)
         cap = caps_mb[min(closed_count[kind], len(caps_mb) - 1)] * _MIB
         if kind in open_members and open_bytes[kind] + reduction.size_bytes > cap:
             close(kind)
@@ -93,7 +91,17 @@ def partition(
         open_bits[kind] |= 1 << index
     for kind in list(open_members):
         close(kind)
-    return _in_starting_order(buckets, upstream)
+    return arrange(buckets, upstream)
+
+
+def kind_of(reductions: Sequence[Reduction], upstream: Sequence[int], index: int) -> tuple[Any, ...]:
+    """What two reductions have to have in common to share a bucket."""
+    reduction = reductions[index]
+    kind: tuple[Any, ...] = (
+        reduction.op, reduction.root, str(reduction.dtype), str(reduction.device), bool(upstream[index]),
+    )  # fmt: skip
+    # Of an all-gather every rank's piece lies apart from the others': it travels alone.
+    return (*kind, index) if reduction.op == "all_gather" else kind
 
 
 def make_buckets(reductions: Sequence[Reduction], groups: Sequence[Sequence[int]]) -> tuple[Bucket, ...]:
@@ -125,8 +133,11 @@ def make_buckets(reductions: Sequence[Reduction], groups: Sequence[Sequence[int]
     return tuple(buckets)
 
 
-def _in_starting_order(buckets: Sequence[tuple[int, ...]], upstream: Sequence[int]) -> list[tuple[int, ...]]:
-    """Sort buckets by the last bucket that they have to wait for, and then by when their last member is produced."""
+def arrange(buckets: Sequence[tuple[int, ...]], upstream: Sequence[int]) -> list[tuple[int, ...]]:
+    """Sort buckets by the last bucket that they have to wait for, and then by when their last member is produced.
+
+    Buckets that wait for each other, or for themselves, are left out.
+    """
     home = {member: index for index, members in enumerate(buckets) for member in members}
     needs = [
         {home[other] for member in members for other in _members_of(upstream[member]) if other in home}
@@ -157,7 +168,7 @@ def _members_of(bits: int) -> Iterator[int]:
         bits ^= lowest
 
 
-def _upstream(reductions: Sequence[Reduction], operations: Sequence[Operation]) -> list[int]:
+def upstream_of(reductions: Sequence[Reduction], operations: Sequence[Operation]) -> list[int]:
     """For each reduction, the set (as bits) of those whose results it is computed from."""
     at = {reduction.operation: index for index, reduction in enumerate(reductions)}
     reach = [0] * len(operations)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from fdp.errors import ArgumentError, build_message
 from fdp.plan.buckets import make_buckets, partition, resolve_caps
+from fdp.plan.costs import Costs
+from fdp.plan.estimate import estimate
+from fdp.plan.network import Network
+from fdp.plan.planner import choose, consider
 from fdp.plan.record import Plan
 from fdp.plan.schedule import order
 from fdp.stages import enters
@@ -12,19 +17,50 @@ from fdp.trace import Trace
 
 
 @enters("plan")
-def plan_trace(trace: Trace, bucket_cap_mb: Any = "auto") -> Plan:
+def plan_trace(
+    trace: Trace,
+    bucket_cap_mb: Any = "auto",
+    costs: Costs | None = None,
+    network: Network | None = None,
+    world_size: int | None = None,
+) -> Plan:
     """Decide which reductions travel together, and when everything happens.
 
     Args:
         trace: of a step.
         bucket_cap_mb: a number of MiB, a list of them (first bucket, next, ...), or "auto".
+        costs: seconds of every operation; None for an estimate, where there is a network.
+        network: between the ranks; without one, "auto" is a first bucket of 1 MiB, and 25 MiB for those that follow.
+        world_size: number of ranks to plan for; None for as many as the step was traced for.
 
     Returns:
-        The plan: a function of the trace and the caps alone, so that equal ranks make equal plans.
+        The plan: a function of the arguments alone, so that equal ranks make equal plans.
 
     Raises:
-        ArgumentError: `bucket_cap_mb` has no meaning.
+        ArgumentError: `bucket_cap_mb` has no meaning; the costs are those of another trace; or there are costs, or a
+            world size, but no network.
     """
     caps = resolve_caps(bucket_cap_mb)
-    buckets = make_buckets(trace.reductions, partition(trace.reductions, trace.operations, caps))
-    return Plan(trace, buckets, order(trace.operations, trace.reductions, buckets), caps)
+    if network is None:
+        given = [
+            f"{name}={value!r}" for name, value in (("costs", costs), ("world_size", world_size)) if value is not None
+        ]
+        if given:
+            raise ArgumentError(
+                build_message(
+                    f"step {trace.name!r} is to be planned by cost, without a network.",
+                    [text if len(text) < 80 else f"{text[:80]}..." for text in given],
+                    remedy="pass network=fdp.Network(latency_s=..., bandwidth_bytes_per_s=...) as well.",
+                )
+            )
+        groups, forecast = partition(trace.reductions, trace.operations, caps), None
+    else:
+        size = trace.world_size if world_size is None else world_size
+        costs = costs or estimate(trace)
+        if isinstance(bucket_cap_mb, str):
+            groups, forecast = choose(trace, costs, network, size)
+            caps = ()
+        else:
+            groups, forecast = consider(trace, caps, costs, network, size)
+    buckets = make_buckets(trace.reductions, groups)
+    return Plan(trace, buckets, order(trace.operations, trace.reductions, buckets), caps, forecast)

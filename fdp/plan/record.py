@@ -10,6 +10,7 @@ import torch
 
 from fdp.errors import ArgumentError, build_message
 from fdp.plan.costs import Costs
+from fdp.plan.forecast import Forecast
 from fdp.plan.network import Network
 from fdp.plan.timeline import Timeline
 from fdp.stages import enter
@@ -81,13 +82,16 @@ class Plan:
         buckets: the messages, in the order in which they start.
         schedule: every operation, start and wait, in order.
         bucket_cap_mb: the caps that it was planned for, in MiB: of the first bucket, the next, ...; the last
-            one holds for all that follow.
+            one holds for all that follow. Empty if buckets were chosen by what they cost.
+        forecast: the network and the costs that it was planned for, and what it is expected to take; None if it was
+            planned without.
     """
 
     trace: Trace
     buckets: tuple[Bucket, ...]
     schedule: tuple[Item, ...]
     bucket_cap_mb: tuple[float, ...]
+    forecast: Forecast | None = None
 
     @property
     def messages(self) -> str:
@@ -127,10 +131,11 @@ class Plan:
         """Foretell when everything happens, without running it.
 
         Args:
-            network: between the ranks.
-            world_size: number of ranks; None for as many as the step was traced for. Another number asks what the same
-                plan would do on so many ranks with the same batch on each.
-            costs: seconds of every operation; None for an estimate on the default `Machine`, a data-centre accelerator.
+            network: between the ranks; None for the one that was planned for.
+            world_size: number of ranks; None for as many as were planned for. Another number asks what the same plan
+                would do on so many ranks with the same batch on each.
+            costs: seconds of every operation; None for those that were planned with, or without any for an estimate on
+                the default `Machine`, a data-centre accelerator.
 
         Returns:
             The `Timeline`: what computes and what is under way at any time.
@@ -138,6 +143,9 @@ class Plan:
         Raises:
             ArgumentError: there is no network; or the costs are those of another trace.
         """
+        if self.forecast is not None:
+            network, costs = network or self.forecast.network, costs or self.forecast.costs
+            world_size = self.forecast.world_size if world_size is None else world_size
         if network is None:
             raise ArgumentError(
                 build_message(
@@ -149,10 +157,11 @@ class Plan:
 
     def __str__(self) -> str:
         caps = ", ".join(f"{cap:g}" for cap in self.bucket_cap_mb)
+        caps = f"caps {caps} MiB" if caps else "chosen by cost"
         total = sum(bucket.size_bytes for bucket in self.buckets)
         title = (
             f"Plan of {self.trace.name} ({self.trace.source}), {count(self.trace.world_size, 'rank')}: "
-            f"{count(len(self.buckets), 'bucket')}, {format_bytes(total)}, caps {caps} MiB"
+            f"{count(len(self.buckets), 'bucket')}, {format_bytes(total)}, {caps}"
         )
         table = Table(title, ("bucket", "op", "dtype", "gradients", "bytes", "starts after", "waited for before"))
         starts, waits = self._neighbours()
@@ -161,7 +170,7 @@ class Plan:
                 bucket.index, bucket.op, str(bucket.dtype).removeprefix("torch."), self._contents(bucket),
                 bucket.size_bytes, starts[bucket.index], waits[bucket.index],
             )  # fmt: skip
-        return str(table)
+        return str(table) if self.forecast is None else f"{table}\n{self.forecast}"
 
     def _contents(self, bucket: Bucket) -> str:
         parts = []

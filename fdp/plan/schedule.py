@@ -36,7 +36,7 @@ def order(
     # A bucket can start when all that its members are computed from has run. Views cost nothing: they are run when
     # they are first asked for, so that none holds back a bucket or keeps a value alive.
     missing = [
-        _real_needs(operations, [reductions[member].operation for member in bucket.members], bucket_of)
+        real_needs(operations, [reductions[member].operation for member in bucket.members], bucket_of)
         for bucket in buckets
     ]
     behind = [
@@ -84,7 +84,7 @@ def order(
 
     todo = [i for i, operation in enumerate(operations) if not operation.view and i not in bucket_of]
     todo.sort(key=lambda i: (levels[i], i))
-    for call in _calls(operations, levels, todo):
+    for call in calls(operations, levels, todo):
         start_ready(levels[call[0]])
         for index in call:
             run_views(index)
@@ -117,7 +117,7 @@ def _levels(operations: Sequence[Operation], bucket_of: dict[int, int]) -> list[
     return levels
 
 
-def _real_needs(operations: Sequence[Operation], roots: Sequence[int], bucket_of: dict[int, int]) -> set[int]:
+def real_needs(operations: Sequence[Operation], roots: Sequence[int], bucket_of: dict[int, int]) -> set[int]:
     """What has to run before some operations can, looking through views; earlier buckets are not run but waited for."""
     found: set[int] = set()
     seen: set[int] = set()
@@ -134,7 +134,7 @@ def _real_needs(operations: Sequence[Operation], roots: Sequence[int], bucket_of
     return found
 
 
-def _calls(operations: Sequence[Operation], levels: Sequence[int], todo: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def calls(operations: Sequence[Operation], levels: Sequence[int], todo: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Join the lanes of one operator call that wait for the same bucket; any other operation is a call of its own."""
 
     def call_of(index: int) -> tuple[int, str | int]:

@@ -6,12 +6,12 @@ section III, for the model of messages that begin when their gradients exist and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fdp.plan.costs import Costs
 from fdp.plan.network import Network
-from fdp.plan.record import Bucket, Plan, Run, Start, Wait
+from fdp.plan.record import Bucket, Item, Plan, Run, Wait
 from fdp.plan.ticks import TICKS_PER_S, Ticks, ticks_of, travelling_bytes
 from fdp.plan.timeline import Interval, Timeline
 from fdp.stages import enters
@@ -27,14 +27,14 @@ class Clock:
         now: until when the compute lane is busy.
         free: when the link takes the next message.
         busy: until when a message is under way.
-        done: when each message that was started is done, by bucket.
+        messages: from when to when each message is under way that was started, by bucket.
     """
 
     ticks: Ticks
     now: float = 0.0
     free: float = 0.0
     busy: float = 0.0
-    done: dict[int, float] = field(default_factory=dict)
+    messages: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def compute(self, work: float) -> None:
         """Let the compute lane work, slower while a message is under way."""
@@ -43,23 +43,56 @@ class Clock:
         slow = min(max(self.busy - self.now, 0.0), work / speed)
         self.now += slow + (work - slow * speed)
 
-    def start(self, bucket: int, op: str, size_bytes: int) -> float:
-        """Start a message, which begins when the link is free; returns when that is."""
+    def start(self, bucket: int, op: str, size_bytes: int) -> None:
+        """Start a message, which begins when the link is free."""
         whole, occupied = self.ticks.message(op, size_bytes)
         begin = max(self.now, self.free)
         self.free = begin + occupied
-        self.done[bucket] = begin + whole
-        self.busy = max(self.busy, self.done[bucket])
-        return begin
+        self.messages[bucket] = begin, begin + whole
+        self.busy = max(self.busy, begin + whole)
 
     def wait(self, bucket: int) -> None:
         """Let the compute lane wait until a message is done."""
-        self.now = max(self.now, self.done[bucket])
+        self.now = max(self.now, self.messages[bucket][1])
 
 
-def filling(ticks: Ticks, bucket: Bucket) -> float:
-    """What the compute lane does to fill a bucket and start its message, in nanoseconds."""
-    return ticks.start + sum(ticks.pack[member] for member in bucket.members)
+def walk(
+    trace: Trace, buckets: Sequence[Bucket], schedule: Sequence[Item], clock: Clock
+) -> Iterator[tuple[Item, float, float]]:
+    """Move a clock along a schedule.
+
+    Args:
+        trace: of the step.
+        buckets: of the plan.
+        schedule: of the plan.
+        clock: at zero.
+
+    Yields:
+        Each entry, from when to when the compute lane is busy with it or waits.
+    """
+    ticks = clock.ticks
+    for item in schedule:
+        begin = clock.now
+        if isinstance(item, Run):
+            clock.compute(sum(ticks.operations[index] for index in item.operations))
+        elif ticks.silent:
+            pass
+        elif isinstance(item, Wait):
+            clock.wait(item.bucket)
+        else:
+            bucket = buckets[item.bucket]
+            clock.compute(ticks.start + sum(ticks.pack[member] for member in bucket.members))
+            clock.start(bucket.index, bucket.op, message_bytes(trace, bucket))
+        yield item, begin, clock.now
+
+
+def outcome(trace: Trace, buckets: Sequence[Bucket], schedule: Sequence[Item], ticks: Ticks) -> tuple[float, float]:
+    """Tell when a schedule ends, and how much of that the compute lane waits, in nanoseconds."""
+    clock, exposed = Clock(ticks), 0.0
+    for item, begin, end in walk(trace, buckets, schedule, clock):
+        if isinstance(item, Wait):
+            exposed += end - begin
+    return clock.now, exposed
 
 
 def message_bytes(trace: Trace, bucket: Bucket) -> int:
@@ -115,31 +148,23 @@ def simulate(plan: Plan, costs: Costs, network: Network, world_size: int | None 
     intervals: list[Interval] = []
     messages: list[Interval] = []
     waited: int | None = None
-    for item in plan.schedule:
-        begin = clock.now
-        if isinstance(item, Run):
-            first = item.operations[0]
-            clock.compute(sum(clock.ticks.operations[index] for index in item.operations))
-            behind = waited if kinds[first] == "optimizer" else None
-            if clock.now > begin:
-                name = described(trace.operations[first], len(item.operations))
-                intervals.append(_interval("compute", kinds[first], name, begin, clock.now, behind))
-        elif isinstance(item, Wait):
+    for item, begin, end in walk(trace, plan.buckets, plan.schedule, clock):
+        if isinstance(item, Wait):
             waited = item.bucket
-            if not clock.ticks.silent:
-                clock.wait(item.bucket)
+        elif isinstance(item, Run):
+            first = item.operations[0]
+            if end > begin:
+                name = described(trace.operations[first], len(item.operations))
+                behind = waited if kinds[first] == "optimizer" else None
+                intervals.append(_interval("compute", kinds[first], name, begin, end, behind))
         elif not clock.ticks.silent:
-            assert isinstance(item, Start)
             bucket = plan.buckets[item.bucket]
-            clock.compute(filling(clock.ticks, bucket))
-            size_bytes = message_bytes(trace, bucket)
-            if clock.now > begin:
-                intervals.append(_interval("compute", "pack", f"fill bucket {bucket.index}", begin, clock.now,
-                                           bucket.index))  # fmt: skip
-            sent = clock.start(bucket.index, bucket.op, size_bytes)
+            if end > begin:
+                intervals.append(_interval("compute", "pack", f"fill bucket {bucket.index}", begin, end, bucket.index))
             name = message_name(trace, bucket)
-            messages.append(_interval("communication", "message", name, sent, clock.done[bucket.index], bucket.index,
-                                      size_bytes))  # fmt: skip
+            sent, done = clock.messages[bucket.index]
+            size_bytes = message_bytes(trace, bucket)
+            messages.append(_interval("communication", "message", name, sent, done, bucket.index, size_bytes))
     return Timeline(
         name=trace.name,
         world_size=size,

@@ -7,7 +7,6 @@ and so a planner can say that no other plan ends earlier. (Where messages slow c
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fdp.errors import ArgumentError, build_message
@@ -23,7 +22,7 @@ class Ticks:
     """What everything in a step takes on a network, in nanoseconds: whole numbers, as floats.
 
     Attributes:
-        operations: for each of `Trace.operations`.
+        operations: for each of `Trace.operations`; nothing for views and reductions.
         start: to start a message, on the compute lane.
         pack: to copy each of `Trace.reductions` into its bucket, on the compute lane.
         latency: for each operation of a message, what it takes without its bytes.
@@ -89,7 +88,10 @@ def ticks_of(trace: Trace, costs: Costs, network: Network, world_size: int) -> T
     parts = {op: network.parts(op, world_size) for op in OPERATIONS}
     silent = world_size == 1
     return Ticks(
-        operations=tuple(_rounded(costs.operations_s)),
+        operations=tuple(
+            0.0 if operation.view or operation.reduction is not None else float(round(seconds * TICKS_PER_S))
+            for operation, seconds in zip(trace.operations, costs.operations_s, strict=True)
+        ),
         start=0.0 if silent else float(round(costs.start_s * TICKS_PER_S)),
         pack=tuple(
             0.0 if silent else float(round(costs.pack_s_per_byte * travelling_bytes(reduction) * TICKS_PER_S))
@@ -101,7 +103,3 @@ def ticks_of(trace: Trace, costs: Costs, network: Network, world_size: int) -> T
         slowdown=network.compute_slowdown,
         silent=silent,
     )
-
-
-def _rounded(seconds: Sequence[float]) -> list[float]:
-    return [float(round(value * TICKS_PER_S)) for value in seconds]

@@ -168,19 +168,26 @@ class Trace:
         """The gradients in the order in which the backward pass produces them."""
         return tuple(reduction for reduction in self.reductions if reduction.kind == "gradient")
 
-    def plan(self, bucket_cap_mb: Any = "auto") -> Any:
+    def plan(
+        self, bucket_cap_mb: Any = "auto", costs: Any = None, network: Any = None, world_size: int | None = None
+    ) -> Any:
         """Decide on buckets and on the order of everything; no process group is needed.
 
         Args:
-            bucket_cap_mb: as for `data_parallel`.
+            bucket_cap_mb: as for `data_parallel`; with a network, "auto" finds the buckets with which the simulated
+                step ends earliest.
+            costs: seconds of every operation; None for an estimate, where there is a network.
+            network: an `fdp.Network` between the ranks; None for none, and "auto" is then a first bucket of 1 MiB, and
+                25 MiB for those that follow.
+            world_size: number of ranks to plan for; None for as many as the step was traced for.
 
         Returns:
             The `Plan`.
 
         Raises:
-            ArgumentError: `bucket_cap_mb` has no meaning.
+            ArgumentError: `bucket_cap_mb` has no meaning; or there are costs, or a world size, but no network.
         """
-        return enter("plan", self, bucket_cap_mb)
+        return enter("plan", self, bucket_cap_mb, costs, network, world_size)
 
     def __str__(self) -> str:
         total = sum(reduction.size_bytes for reduction in self.gradients)

@@ -1,0 +1,67 @@
+"""What a plan was made for, and what it is expected to take, as a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fdp.plan.costs import Costs
+from fdp.plan.network import Network
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Buckets that were considered.
+
+    Attributes:
+        name: the caps, as one would pass them to `bucket_cap_mb`; or "auto".
+        buckets: their number.
+        step_s: seconds of a step, simulated.
+        exposed_s: seconds of it in which messages are under way and nothing is computed.
+    """
+
+    name: str
+    buckets: int
+    step_s: float
+    exposed_s: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The simulation that a plan rests on.
+
+    Attributes:
+        network: between the ranks.
+        world_size: number of ranks.
+        costs: of the step's operations.
+        chosen: the plan itself.
+        alternatives: what fixed caps would have given; empty if the caps were the user's.
+        optimal: whether no way to cut the gradients into buckets gives an earlier end under these costs.
+    """
+
+    network: Network
+    world_size: int
+    costs: Costs
+    chosen: Alternative
+    alternatives: tuple[Alternative, ...] = ()
+    optimal: bool = False
+
+    def __str__(self) -> str:
+        compute_s = sum(self.costs.operations_s)
+        lines = [
+            f"Expected with {self.costs.origin} costs ({_ms(compute_s)} of computing) on {self.world_size} ranks, "
+            f"{self.network.algorithm}, {self.network.latency_s * 1e6:g} us, "
+            f"{self.network.bandwidth_bytes_per_s / 1e9:g} GB/s: a step of {_ms(self.chosen.step_s)}, "
+            f"{_ms(self.chosen.exposed_s)} of it exposed"
+        ]
+        if self.optimal:
+            lines[0] += "; no other buckets end earlier"
+        for other in self.alternatives:
+            lines.append(
+                f"  caps {other.name} MiB: {_ms(other.step_s)}, {_ms(other.exposed_s)} exposed, "
+                f"{other.buckets} bucket{'s' if other.buckets != 1 else ''}"
+            )
+        return "\n".join(lines)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"

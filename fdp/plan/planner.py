@@ -1,0 +1,131 @@
+"""Choose buckets by what they cost: the best cuts that can be found, against every fixed cap in the same simulation.
+
+References: Shi, Chu and Li, MG-WFBP (INFOCOM 2019); Li et al., PyTorch Distributed (VLDB 2020), section 6.2, which
+recommends to sweep bucket sizes by hand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from fdp.plan.buckets import AUTO_CAP_MB, arrange, kind_of, make_buckets, partition, upstream_of
+from fdp.plan.chain import chain_of
+from fdp.plan.costs import Costs
+from fdp.plan.forecast import Alternative, Forecast
+from fdp.plan.network import Network
+from fdp.plan.optimum import best_cuts
+from fdp.plan.schedule import order
+from fdp.plan.simulate import outcome
+from fdp.plan.ticks import TICKS_PER_S, Ticks, ticks_of
+from fdp.trace.record import Trace
+
+FIXED_CAPS_MB: tuple[tuple[float, ...], ...] = (AUTO_CAP_MB, (1.0,), (5.0,), (25.0,), (100.0,), (math.inf,))
+"""What "auto" is compared with, and never worse than: what people pass by hand, DDP's default among it."""
+
+_MOST_KINDS = 4
+"""Kinds of reductions whose cuts are chosen; what is left after the largest ones is small."""
+
+Groups = list[tuple[int, ...]]
+
+
+def consider(
+    trace: Trace, caps_mb: Sequence[float], costs: Costs, network: Network, world_size: int
+) -> tuple[Groups, Forecast]:
+    """Make the buckets of given caps, and foretell what they take.
+
+    Args:
+        trace: of the step.
+        caps_mb: of the first bucket, the next, ..., in MiB.
+        costs: of its operations.
+        network: between its ranks.
+        world_size: their number.
+
+    Returns:
+        The members of each bucket, and the forecast.
+
+    Raises:
+        ArgumentError: the costs are those of another trace, or there is no such number of ranks.
+    """
+    groups = partition(trace.reductions, trace.operations, caps_mb)
+    end, exposed = _outcome(trace, groups, ticks_of(trace, costs, network, world_size))
+    return groups, Forecast(network, world_size, costs, _alternative(_caps_name(caps_mb), groups, end, exposed))
+
+
+def choose(trace: Trace, costs: Costs, network: Network, world_size: int) -> tuple[Groups, Forecast]:
+    """Find the buckets with which the simulated step ends earliest.
+
+    Where all reductions are of one kind (operation, dtype and device) and none is computed from another's result, no
+    other buckets of neighbours end earlier; `Forecast.optimal` says so. Of several kinds the largest is cut first, with
+    the others as the best fixed caps have them, and then the others in turn. Where a reduction is computed from
+    another's result, cuts are chosen as if nothing waited for that other one. Where messages slow computing down, a
+    beam takes the place of the full search. In each case the result is simulated in full, and is taken only if it ends
+    before every fixed cap does.
+
+    Args:
+        trace: of the step.
+        costs: of its operations.
+        network: between its ranks.
+        world_size: their number.
+
+    Returns:
+        The members of each bucket, and the forecast: a function of the arguments alone.
+
+    Raises:
+        ArgumentError: the costs are those of another trace, or there is no such number of ranks.
+    """
+    ticks = ticks_of(trace, costs, network, world_size)
+    known: dict[Any, tuple[float, float]] = {}
+    alternatives = []
+    best: Groups | None = None
+
+    def end_of(groups: Groups) -> tuple[float, float]:
+        if tuple(groups) not in known:
+            known[tuple(groups)] = _outcome(trace, groups, ticks)
+        return known[tuple(groups)]
+
+    for caps_mb in FIXED_CAPS_MB:
+        groups = partition(trace.reductions, trace.operations, caps_mb)
+        alternatives.append(_alternative(_caps_name(caps_mb), groups, *end_of(groups)))
+        if best is None or end_of(groups) < end_of(best):
+            best = groups
+    assert best is not None
+    proven = False
+    upstream = upstream_of(trace.reductions, trace.operations)
+    kinds = _kinds(trace, upstream)
+    for members in kinds[:_MOST_KINDS] if not ticks.silent else ():
+        others = [group for group in best if group[0] not in members]
+        chain = chain_of(trace, sorted(members), others, ticks)
+        cuts = best_cuts(chain, ticks, end_of(best)[0] if chain.exact else math.inf)
+        proven = chain.exact and cuts.proven and len(kinds) == 1
+        own = [tuple(chain.members[a:b]) for a, b in zip((0, *cuts.ends), cuts.ends, strict=False)]
+        groups = arrange([*others, *own], upstream)
+        if own and len(groups) == len(others) + len(own) and end_of(groups) < end_of(best):
+            best = groups
+    chosen = _alternative("auto", best, *end_of(best))
+    return best, Forecast(network, world_size, costs, chosen, tuple(alternatives), proven or ticks.silent)
+
+
+def _kinds(trace: Trace, upstream: Sequence[int]) -> list[set[int]]:
+    """Reductions that may share buckets, those with the most bytes first."""
+    found: defaultdict[Any, set[int]] = defaultdict(set)
+    for index, reduction in enumerate(trace.reductions):
+        if reduction.numel:
+            found[kind_of(trace.reductions, upstream, index)].add(index)
+    sizes = {kind: sum(trace.reductions[member].size_bytes for member in found[kind]) for kind in found}
+    return [found[kind] for kind in sorted(found, key=lambda kind: -sizes[kind])]
+
+
+def _outcome(trace: Trace, groups: Groups, ticks: Ticks) -> tuple[float, float]:
+    buckets = make_buckets(trace.reductions, groups)
+    return outcome(trace, buckets, order(trace.operations, trace.reductions, buckets), ticks)
+
+
+def _alternative(name: str, groups: Groups, end: float, exposed: float) -> Alternative:
+    return Alternative(name, len(groups), end / TICKS_PER_S, exposed / TICKS_PER_S)
+
+
+def _caps_name(caps_mb: Sequence[float]) -> str:
+    return ", ".join(f"{cap:g}" for cap in caps_mb)
