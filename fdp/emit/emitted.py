@@ -141,8 +141,8 @@ class Emitted:
     @property
     def hides_messages(self) -> bool:
         """Whether its messages start and are waited for out of fdp's sight: compiled code, or a recording, does it."""
-        recording = self._program.recording
-        return self._program.own_messages is not None or (recording is not None and recording.armed)
+        own, recording = self._program.own_messages, self._program.recording
+        return (own is not None and self._communicates) or (recording is not None and recording.armed)
 
     def run(self, tensors: list[torch.Tensor], observer: Observer | None = None) -> Any:
         """Run the step on its input tensors, in the order of `Trace.inputs`; the list is emptied.

@@ -66,6 +66,16 @@ def agreed_costs(group: Group, device: torch.device, costs: Costs) -> Costs:
     return dataclasses.replace(costs, operations_s=tuple(operations), start_s=start_s, pack_s_per_byte=pack_s / 2**30)
 
 
+def refuse_left(group: Group) -> None:
+    """Refuse to measure on a group that this rank has left in the middle of something.
+
+    Raises:
+        PeerError: it has.
+    """
+    if (why := why_left_behind(group)) is not None:
+        raise _lost(group, why)
+
+
 @contextmanager
 def talking(group: Group) -> Iterator[None]:
     """Send the messages of a measurement: what goes wrong is told as what it is, and the group counts as left.
@@ -73,8 +83,7 @@ def talking(group: Group) -> Iterator[None]:
     Raises:
         PeerError: another rank died or stopped answering; or this rank has left the others before.
     """
-    if (why := why_left_behind(group)) is not None:
-        raise _lost(group, why)
+    refuse_left(group)
     try:
         yield
     except BaseException as error:

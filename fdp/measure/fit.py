@@ -27,20 +27,20 @@ def fit_line(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[floa
         Base in seconds, and slope in seconds a byte, which is positive; the base is not negative.
 
     Raises:
-        ArgumentError: there are fewer than two sizes, or larger messages did not take longer.
+        ArgumentError: there are fewer than two sizes, or none took less time than the largest.
 
     Example:
         >>> fit_line([0, 1000, 2000, 3000], [1.0, 2.0, 3.0, 40.0])
         (1.0, 0.001)
     """
-    points = [(float(size), second) for size, second in zip(sizes_bytes, seconds, strict=True)]
+    points = sorted((float(size), second) for size, second in zip(sizes_bytes, seconds, strict=True))
     lines = [(0.0, second / size) for size, second in points if size > 0]
     for (x1, y1), (x2, y2) in itertools.combinations(points, 2):
         if x1 != x2:
             slope = (y2 - y1) / (x2 - x1)
             lines.append((y1 - slope * x1, slope))
     lines = [(base, slope) for base, slope in lines if base >= 0 and slope > 0]
-    if len(set(sizes_bytes)) < 2 or not lines:
+    if len(set(sizes_bytes)) < 2 or points[-1][1] <= min(seconds):
         raise ArgumentError(
             build_message(
                 "latency and bandwidth cannot be told from the messages that were timed.",

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from fdp.emit import come_together
 from fdp.errors import ArgumentError, build_message
 from fdp.group import Group, start_all_reduce
-from fdp.measure.agreed import agreed_seconds, talking
+from fdp.measure.agreed import agreed_seconds, refuse_left, talking
 from fdp.measure.clock import Clock, clock_for
 from fdp.measure.fit import MOST_IN_FLIGHT, fit_line, in_flight_of, ring_numbers, slowdown_of
 from fdp.plan.network import Network
@@ -91,6 +91,7 @@ def measure_link(group: Group, device: torch.device, dtype: torch.dtype = torch.
     known = _known.setdefault(group.process_group, {})
     key = (device.type, dtype)
     if key not in known:
+        refuse_left(group)
         come_together(group, f"the network for {dtype} on {device.type}", "is to be measured")
         with talking(group), torch.no_grad():
             known[key] = _measure(group, device, dtype)

@@ -9,7 +9,7 @@ import torch
 
 from fdp.emit import Emitted, come_together
 from fdp.errors import ArgumentError, CompileError, build_message
-from fdp.measure.agreed import agreed_seconds
+from fdp.measure.agreed import agreed_seconds, refuse_left
 from fdp.measure.clock import clock_for
 from fdp.measure.lanes import Told, blocks, messages, operations
 from fdp.measure.operations import device_of_messages
@@ -57,6 +57,7 @@ def profile_step(emitted: Emitted, tensors: Sequence[torch.Tensor], repeats: int
             )
         )
     if group.size > 1:
+        refuse_left(group)
         come_together(group, f"step {name!r}", "is to be profiled")
     device = device_of_messages(plan)
     clock = clock_for(item.device for item in plan.trace.inputs)
