@@ -37,6 +37,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=100, help="digits in a step, over all ranks")
     parser.add_argument("--lr", type=float, default=0.008, help="highest learning rate of the schedule")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, order and dropout")
+    parser.add_argument("--wire", choices=["bfloat16", "float16"], help="send gradients in sixteen bits")
     args = parser.parse_args()
     if args.epochs < 1 or not 1 <= args.batch_size <= TRAIN_SIZE:
         parser.error(f"--epochs must be at least 1, --batch-size between 1 and {TRAIN_SIZE}")
@@ -107,7 +108,7 @@ def main() -> None:
     torch.manual_seed(args.seed + rank + 1)  # and from here on each rank drops other units
 
     # Donated: the new state takes the old one's memory, so the state exists once.
-    @fdp.data_parallel(donate_argnums=0)
+    @fdp.data_parallel(donate_argnums=0, wire_dtype=getattr(torch, args.wire) if args.wire else None)
     def train_step(state: Any, batch: Any) -> Any:
         def loss_fn(params: Any) -> Any:
             logits, buffers = apply(params, state["buffers"], batch["image"])
