@@ -85,7 +85,7 @@ def call_with_network(compile: bool = False) -> Any:
     fdp.automatic.measure_link, kept = refuse, fdp.automatic.measure_link
     try:
         step = fdp.data_parallel(update, network=NETWORK, compile=compile)
-        ws, loss = step(start(), batch_of(16))
+        ws, _ = step(start(), batch_of(16))
     finally:
         fdp.automatic.measure_link = kept
     return plan_of(step).forecast, plan_of(step).messages, ws

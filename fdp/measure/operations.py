@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +27,8 @@ from fdp.plan import Plan, Run
 from fdp.plan.costs import Costs
 from fdp.trace.effects import list_arguments
 
-REPEATS = 3
+_REPEATS, _BUDGET_S = 3, 0.5
+"""So many runs are timed, or fewer once they have taken so long: noise is small beside what long steps take."""
 
 
 def measure_costs(emitted: Emitted, tensors: Sequence[torch.Tensor], start_s: float) -> Costs:
@@ -56,7 +58,10 @@ def measure_costs(emitted: Emitted, tensors: Sequence[torch.Tensor], start_s: fl
     runs, totals = [], []
     with undisturbed(emitted):
         timed.rehearse(fresh(plan, tensors))  # kernels are chosen, memory is taken
-        for _ in range(REPEATS):
+        begun = time.perf_counter()
+        for _ in range(_REPEATS):
+            if runs and time.perf_counter() - begun > _BUDGET_S:
+                break
             inputs = fresh(plan, tensors)
             stamps.clear()
             timed.rehearse(inputs)
