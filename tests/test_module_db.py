@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import traceback
 from collections import Counter
 from typing import Any
@@ -24,8 +25,9 @@ import torch
 import torch.distributed as dist
 
 CHUNKS = 12
-# Samples of this module are a product of every option with every other (857 of them), so each 17th is taken.
-EVERY_NTH_SAMPLE = {"nn.LinearCrossEntropyLoss": 17}
+# Samples of some modules are a product of every option with every other (857 in one case): about so many are taken,
+# at a distance that is odd, so that no option of two values is always the same. FDP_ALL_SAMPLES=1 takes all.
+MOST_SAMPLES = 16
 
 RIGHT, REFUSED, WRONG = "right", "refused", "wrong"
 # Of a sample that is right: its gradients are not all zero or NaN, and the two calls have different losses.
@@ -42,7 +44,9 @@ def module_names() -> list[str]:
 def samples(info: Any, seed: int) -> list[Any]:
     torch.manual_seed(seed)
     options = {"device": "cpu", "dtype": torch.float32, "requires_grad": False, "training": True}
-    return list(info.module_inputs_func(info, **options))[:: EVERY_NTH_SAMPLE.get(info.name, 1)]
+    found = list(info.module_inputs_func(info, **options))
+    distance = 1 if os.environ.get("FDP_ALL_SAMPLES") else -(-len(found) // MOST_SAMPLES)
+    return found[:: distance | 1]
 
 
 def floats(tree: Any) -> list[torch.Tensor]:
