@@ -298,7 +298,7 @@ def _average(grad: torch.Tensor, source: torch.Tensor, label: str) -> torch.Tens
 def _mean(grad: torch.Tensor, axis: Axis, label: str) -> torch.Tensor:
     if axis.wire is None:
         return AllReduce.apply(grad, "mean", axis.name, "gradient", label)
-    return NarrowMean.apply(grad, axis.name, "gradient", label, axis.wire, axis.size == 1)
+    return NarrowMean.apply(grad, axis.name, axis.size, label, axis.wire)
 
 
 def _memory_order(x: torch.Tensor) -> list[int] | None:

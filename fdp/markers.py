@@ -123,20 +123,22 @@ class NarrowMean(torch.autograd.Function):
     """Mean over ranks of what travels in a narrow dtype and comes back in its own; its transpose travels as it is."""
 
     @staticmethod
-    def forward(x: torch.Tensor, axis: str, kind: str, label: str, wire: Wire, alone: bool) -> torch.Tensor:
+    def forward(x: torch.Tensor, axis: str, size: int, label: str, wire: Wire) -> torch.Tensor:
         narrow, accumulate = wire.carries(x.dtype), wire.adds_in(x.dtype)
         # Alone, nothing travels, so nothing is rounded: the marker only says what would travel.
-        sent = x if alone or narrow == x.dtype else x.to(narrow, memory_format=torch.contiguous_format)
-        out = torch.ops.fdp.all_reduce.default(sent, "mean", axis, kind, label, narrow, accumulate)
+        sent = x if size == 1 or narrow == x.dtype else x.to(narrow, memory_format=torch.contiguous_format)
+        out = torch.ops.fdp.all_reduce.default(sent, "mean", axis, "gradient", label, narrow, accumulate)
+        if axis == "identity" and size > 1:
+            out = wire.rehearsed(out, size)
         return out.to(x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        _, ctx.axis, _, ctx.label, _, _ = inputs
+        _, ctx.axis, _, ctx.label, _ = inputs
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return AllReduce.apply(grad, "mean", ctx.axis, "transpose", ctx.label), None, None, None, None, None
+        return AllReduce.apply(grad, "mean", ctx.axis, "transpose", ctx.label), None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, Any]:

@@ -277,3 +277,22 @@ def test_copies_of_a_step_keep_its_wire() -> None:
 
 def named(p: Tree, x: torch.Tensor) -> Any:
     return sgd(p, x)
+
+
+@pytest.mark.parametrize("size", [3, 64])
+@pytest.mark.parametrize(("wire", "accumulate"), WAYS)
+@pytest.mark.parametrize("scale", [1.0, 1e-6])
+def test_tiny_and_large_gradients_pass_the_check(wire: Any, accumulate: Any, size: int, scale: float) -> None:
+    """Float16 has no room for the last bits of small values, nor for all of them divided by the number of ranks."""
+
+    def adam(p: Tree, x: torch.Tensor) -> Any:
+        def loss(p: Tree) -> torch.Tensor:
+            return scale * (layers({k: p[k] for k in p if k != "large"}, x) + torch.tanh(p["large"] @ x.T).sum())
+
+        grads = fdp.grad(loss)(p)
+        rule = fdp.optim.from_torch(torch.optim.Adam, lr=1e-3)
+        return rule.update(grads, rule.init(p), p), grads
+
+    group, p = fake_group(size), {**params(), "large": torch.randn(40000, 16) / 100}
+    plan = fdp.data_parallel(adam, group=group, wire_dtype=wire, accumulate_dtype=accumulate).plan(p, X)
+    check_emitted(Emitted(plan, group), adam, *roles_and_flat(adam, p, X))
