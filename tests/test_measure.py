@@ -218,7 +218,7 @@ def test_a_program_with_ticks_is_the_program() -> None:
     apart = emitted.timed(lambda: None, apart=True)
     for kind in ("start", "wait"):
         assert sorted(part.index for part in apart.parts if part.kind == kind) == list(range(len(emitted.plan.buckets)))
-    between = apart.source.split("const_tick()")[2:]
+    between = apart.source.split("const_tick()")[1:-1]
     assert [(part.kind == "start", part.kind == "wait") for part in apart.parts] == [
         ("start(" in text, "wait(" in text) for text in between
     ]
