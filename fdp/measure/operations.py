@@ -55,7 +55,8 @@ def measure_costs(emitted: Emitted, tensors: Sequence[torch.Tensor], start_s: fl
         stamps.append(clock.stamp())
 
     timed = emitted.timed(tick, apart=True)
-    runs, totals = [], []
+    runs: list[list[float]] = []
+    totals: list[float] = []
     with undisturbed(emitted):
         timed.rehearse(fresh(plan, tensors))  # kernels are chosen, memory is taken
         begun = time.perf_counter()
