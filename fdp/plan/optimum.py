@@ -12,6 +12,8 @@ lane, may overlap, may slow computing down, and the optimizer runs between waits
 
 from __future__ import annotations
 
+import bisect
+import heapq
 import itertools
 import math
 from dataclasses import dataclass
@@ -25,6 +27,12 @@ _MOST_WAYS = 256
 _SLOWED_WAYS = 8
 """The same where messages slow computing down. Then every message that is sent earlier or later leaves another time
 behind, and hardly any way beats another in everything."""
+
+_DIVES = 64
+"""Ways that are followed first, the most promising each time, for an end by which to judge all others."""
+
+_PATIENCE, _MOST_OPEN = 100_000, 64
+"""After so many buckets tried, the search goes on from so many ways only, those that promise most, and says so."""
 
 _FEW_FIXED = 8
 """With no more buckets of other kinds than these, what they wait for is looked at in full."""
@@ -87,8 +95,15 @@ def best_cuts(chain: Chain, ticks: Ticks, bound: float) -> Cuts:
         The cuts, a function of the arguments alone.
     """
     search = _Search(chain, ticks, bound)
-    ends, end = search.run() or ((), bound)
-    return Cuts(ends, end, search.tried, not search.dropped)
+    best = search.dive()
+    best = search.run() or best
+    if best is None:
+        return Cuts((), bound, search.tried, not search.dropped)
+    ends, way = list[int](), best
+    while way.before is not None:
+        ends.append(way.cut)
+        way = way.before
+    return Cuts(tuple(reversed(ends)), search.bound, search.tried, not search.dropped)
 
 
 class _Search:
@@ -110,7 +125,9 @@ class _Search:
         self.latency = ticks.latency[chain.op]
         self.travel = list(itertools.accumulate(chain.travel, initial=0.0))
         self.packed = list(itertools.accumulate(chain.pack, initial=0.0))
-        self.filling_left = sum(fixed.filling for fixed in chain.fixed)
+        self.after = [fixed.after for fixed in chain.fixed]
+        filling = [fixed.filling for fixed in reversed(chain.fixed)]
+        self.filling_left = list(itertools.accumulate(filling, initial=0.0))[::-1]
         # The first link from which on some work waits, counted from each: a bucket that ends before is waited for last.
         count = len(chain.ready)
         self.next_read = [count] * (count + 1)
@@ -122,45 +139,77 @@ class _Search:
             self.latest[link] = max(self.latest[link + 1], chain.ready[link] + left)
         self.last_behind = self.total - chain.tail[-2][-1] if chain.read[-1] else 0.0
 
-    def run(self) -> tuple[tuple[int, ...], float] | None:
-        """Search; returns the ends of buckets and of the step, None if nothing ends before the bound."""
+    def dive(self) -> _Way | None:
+        """Follow the most promising ways to the end, some of them; lowers the bound."""
         chain, count = self.chain, len(self.chain.ready)
-        opened = [_Way(0, None, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)]
+        best: _Way | None = None
+        number = itertools.count()  # ties are broken by what comes first
+        heap: list[tuple[float, int, int, _Way]] = [(0.0, 0, next(number), self._nothing())]
+        for _ in range(_DIVES):
+            if not heap or heap[0][0] >= self.bound:
+                break
+            way = heapq.heappop(heap)[-1]
+            events = bisect.bisect_left(self.after, way.cut)
+            for end in range(way.cut + 1, count + 1):
+                while events < len(chain.fixed) and chain.fixed[events].after < end:
+                    way = self._pass(way, events)
+                    events += 1
+                if way.cut < chain.not_with[end - 1]:
+                    break
+                longer = self._extend(way, end, events)
+                if way.least >= self.bound:
+                    break
+                if end == count:
+                    best = self._finish(longer, events) or best
+                elif longer.least < self.bound:
+                    heapq.heappush(heap, (longer.least, -end, next(number), longer))
+        return best
+
+    def run(self) -> _Way | None:
+        """Search among all; lowers the bound. None if nothing ends before it."""
+        chain, count = self.chain, len(self.chain.ready)
+        opened = [self._nothing()]
         events = 0
         for end in range(1, count + 1):
             while events < len(chain.fixed) and chain.fixed[events].after < end:
-                self._pass(opened, events)
+                opened = [self._pass(way, events) for way in opened]
                 events += 1
-            allowed = chain.not_with[end - 1]
-            extended = []
-            going = []
+            extended, going = [], []
             for way in opened:
-                if way.cut < allowed:
+                if way.cut < chain.not_with[end - 1]:
                     continue
-                self.tried += 1
                 longer = self._extend(way, end, events)
                 if way.least < self.bound:
                     going.append(way)
                     if longer.least < self.bound:
                         extended.append(longer)
-            kept = self._unbeaten(extended, end, events)
-            opened = [way for way in going if not any(self._overtakes(k, way, events) for k in kept)] + kept
+            kept = self._unbeaten(extended, events)
+            going = [way for way in going if not any(self._overtakes(k, way, events) for k in kept)]
+            if len(going) > _MOST_OPEN and (self.tried > _PATIENCE or self.loose):
+                self.dropped = True
+                going = sorted(going, key=lambda way: (way.least, -way.cut))[:_MOST_OPEN]
+            opened = going + kept
             if not opened:
                 return None
-        opened = [way for way in opened if way.cut == count]
-        for number in range(events, len(chain.fixed)):
-            self._pass(opened, number)
-        ends = [
-            self._end(self._advance(way.now, chain.body - way.work, way.busy), way.busy, way.worst) for way in opened
-        ]
-        best = min(range(len(ends)), key=ends.__getitem__, default=None)
-        if best is None or ends[best] >= self.bound:
+        best: _Way | None = None
+        for way in opened:
+            if way.cut == count:
+                best = self._finish(way, events) or best
+        return best
+
+    def _nothing(self) -> _Way:
+        return _Way(0, None, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+    def _finish(self, way: _Way, events: int) -> _Way | None:
+        """Take a way to cut the whole chain to the end of the step; lowers the bound, or is None."""
+        last = way
+        for number in range(events, len(self.chain.fixed)):
+            last = self._pass(last, number)
+        end = self._end(self._advance(last.now, self.chain.body - last.work, last.busy), last.busy, last.worst)
+        if end >= self.bound:
             return None
-        cuts, way = list[int](), opened[best]
-        while way.before is not None:
-            cuts.append(way.cut)
-            way = way.before
-        return tuple(reversed(cuts)), ends[best]
+        self.bound = end
+        return way
 
     def _advance(self, now: float, work: float, busy: float) -> float:
         """When the compute lane has done some work."""
@@ -173,23 +222,21 @@ class _Search:
         """When a step ends whose body ends at `now`."""
         return max(self.speed * now + self.total, worst) + self.ticks.slowdown * max(now, busy)
 
-    def _pass(self, ways: list[_Way], number: int) -> None:
-        """Let a bucket of another kind start, in every way."""
+    def _pass(self, way: _Way, number: int) -> _Way:
+        """Let a bucket of another kind start."""
         fixed: Fixed = self.chain.fixed[number]
-        self.filling_left -= fixed.filling
-        for index, way in enumerate(ways):
-            now = self._advance(way.now, fixed.ready - way.work, way.busy)
-            now = self._advance(now, fixed.filling, way.busy)
-            begin = max(now, way.free)
-            done = begin + fixed.whole
-            behind = self.total - self.chain.tail[way.cut][number] if fixed.read else 0.0
-            worst = max(way.worst, self.speed * done + behind)
-            ways[index] = _Way(
-                way.cut, way.before, now, fixed.ready, begin + fixed.occupied, max(way.busy, done), worst, way.least
-            )
+        now = self._advance(way.now, fixed.ready - way.work, way.busy)
+        now = self._advance(now, fixed.filling, way.busy)
+        begin = max(now, way.free)
+        done = begin + fixed.whole
+        behind = self.total - self.chain.tail[way.cut][number] if fixed.read else 0.0
+        worst = max(way.worst, self.speed * done + behind)
+        free, busy = begin + fixed.occupied, max(way.busy, done)
+        return _Way(way.cut, way.before, now, fixed.ready, free, busy, worst, way.least)
 
     def _extend(self, way: _Way, end: int, events: int) -> _Way:
         """Close a bucket at `end`, and see how early the way before it can still end with that end or a later one."""
+        self.tried += 1
         chain, cut = self.chain, way.cut
         ready = chain.ready[end - 1]
         now = self._advance(way.now, ready - way.work, way.busy)
@@ -205,15 +252,19 @@ class _Search:
         certain = self.total - chain.tail[cut][-1] if read else 0.0
         way.least = max(way.least, least, self.speed * done + certain + self.ticks.slowdown * done)
         # So much is left of this one.
-        left = self.packed[-1] - self.packed[end] + self.filling_left
-        least, last = way.least, busy
+        left = self.packed[-1] - self.packed[end] + self.filling_left[events]
+        least, last, slow = way.least, busy, max(busy - now, 0.0)
         if end < len(chain.ready):
             left += self.ticks.start
+            slow = max(slow, max(free - now, 0.0) + self.latency + self.travel[-1] - self.travel[end])
             own = max(free + self.travel[-1] - self.travel[end], now + self.latest[end] - ready + self.ticks.start)
             own += self.latency
             least = max(least, own + self.last_behind)
             last = max(last, own)
-        least = max(least, self._end(now + chain.body - ready + left, last, worst))
+        over = now + chain.body - ready + left
+        least = max(least, self._end(over, last, worst))
+        if self.ticks.slowdown:  # every message is done before the step is, and slows something down
+            least = max(least, over + self.total + self.ticks.slowdown * slow)
         return _Way(end, way, now, ready, free, busy, worst, least)
 
     def _soonest(self, way: _Way, events: int) -> float:
@@ -226,7 +277,7 @@ class _Search:
             return way.now + chain.ready[end] - way.work + self.ticks.start + chain.pack[end]
         return math.inf
 
-    def _unbeaten(self, ways: list[_Way], end: int, events: int) -> list[_Way]:
+    def _unbeaten(self, ways: list[_Way], events: int) -> list[_Way]:
         """Keep ways to cut one prefix that no other one beats whatever follows."""
         slowed = bool(self.ticks.slowdown)
         # It does not matter since when the link is free, before the next message can be filled.
