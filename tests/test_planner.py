@@ -101,7 +101,7 @@ def earliest_s(trace: Trace, costs: Costs, network: fdp.Network, size: int) -> f
         edges = [0, *(k for k, cut in enumerate(cuts, 1) if cut), count]
         buckets = make_buckets(trace.reductions, [tuple(range(a, b)) for a, b in itertools.pairwise(edges)])
         schedule = order(trace.operations, trace.reductions, buckets)
-        found = min(found, outcome(trace, buckets, schedule, ticks)[0])
+        found = min(found, outcome(buckets, schedule, ticks)[0])
     return found / TICKS_PER_S
 
 

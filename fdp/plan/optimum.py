@@ -1,9 +1,9 @@
 """Cut a chain of gradients into buckets such that the step ends as early as it can: dynamic programming, exactly.
 
-A way to cut the first gradients is known by four numbers: when the compute lane has filled the last bucket, when the
-link is free again, until when messages are under way, and how late the optimizer ends because of what has been sent so
-far. One way that is no worse in all four is no worse whatever follows; so of each prefix only the ways that no other
-one beats are kept, and of them only those that can still beat the best plan known.
+A way to cut the first gradients is known by a few numbers: when the compute lane has filled the last bucket, when the
+link is free again, and how late the optimizer ends because of what was sent. One way that is no worse in all of them
+is no worse whatever follows; so of each prefix only ways are kept that no other one beats, and only those that can
+still beat the best plan known. A way also beats ways to cut a shorter prefix, if it has done more by then at no cost.
 
 References: Shi, Chu and Li, MG-WFBP: Efficient Data Communication for Distributed Synchronous SGD Algorithms
 (INFOCOM 2019), section IV, merges gradients under latency and bandwidth. Here messages also cost time on the compute
@@ -12,10 +12,11 @@ lane, may overlap, may slow computing down, and the optimizer runs between waits
 
 from __future__ import annotations
 
+import bisect
+import heapq
 import itertools
+import math
 from dataclasses import dataclass
-
-import torch
 
 from fdp.plan.chain import Chain, Fixed
 from fdp.plan.ticks import Ticks
@@ -23,12 +24,18 @@ from fdp.plan.ticks import Ticks
 _MOST_WAYS = 256
 """Ways to cut a prefix that are kept. Were there more, those that promise least would be dropped, and that be said."""
 
-_SLOWED_WAYS = 16
+_SLOWED_WAYS = 8
 """The same where messages slow computing down. Then every message that is sent earlier or later leaves another time
 behind, and hardly any way beats another in everything."""
 
-# Rows of a table of ways, one column a way.
-_NOW, _FREE, _BUSY, _WORST, _DONE_WORK, _CUT, _ID = range(7)
+_DIVES = 64
+"""Ways that are followed first, the most promising each time, for an end by which to judge all others."""
+
+_PATIENCE, _MOST_OPEN = 100_000, 64
+"""After so many buckets tried, the search goes on from so many ways only, those that promise most, and says so."""
+
+_FEW_FIXED = 8
+"""With no more buckets of other kinds than these, what they wait for is looked at in full."""
 
 
 @dataclass(frozen=True)
@@ -38,21 +45,46 @@ class Cuts:
     Attributes:
         ends: for each bucket, how many links come before its end; empty if nothing ends before the bound.
         end: when the step ends, in nanoseconds.
-        ways: the most ways to cut one prefix that were kept.
+        tried: how many buckets were tried, as the end of some way to cut what comes before.
         proven: whether nothing ends earlier.
     """
 
     ends: tuple[int, ...]
     end: float
-    ways: int
+    tried: int
     proven: bool
+
+
+@dataclass(slots=True)
+class _Way:
+    """A way to cut a prefix.
+
+    Attributes:
+        cut: how many links the prefix has.
+        before: the way that it goes on from.
+        now: until when the compute lane is busy.
+        work: of the body, done by then.
+        free: when the link takes the next message.
+        busy: until when messages are under way.
+        worst: how much work the step ends behind, because of the messages so far.
+        least: the earliest end of the step that is still possible.
+    """
+
+    cut: int
+    before: _Way | None
+    now: float
+    work: float
+    free: float
+    busy: float
+    worst: float
+    least: float
 
 
 def best_cuts(chain: Chain, ticks: Ticks, bound: float) -> Cuts:
     """Find the buckets with which a step ends earliest.
 
-    The time that it takes is quadratic in the number of links, times the ways that are kept of a prefix (few, and at
-    most 256).
+    The time that it takes is at most quadratic in the number of links, times the ways that are kept of a prefix (few,
+    and at most 256); in practice most shorter prefixes are beaten, and it is nearly linear.
 
     Args:
         chain: of gradients.
@@ -62,9 +94,16 @@ def best_cuts(chain: Chain, ticks: Ticks, bound: float) -> Cuts:
     Returns:
         The cuts, a function of the arguments alone.
     """
-    search = _Search(chain, ticks, bound, _SLOWED_WAYS if ticks.slowdown else _MOST_WAYS)
-    ends, end = search.run() or ((), bound)
-    return Cuts(ends, end, search.count, not search.dropped)
+    search = _Search(chain, ticks, bound)
+    best = search.dive()
+    best = search.run() or best
+    if best is None:
+        return Cuts((), bound, search.tried, not search.dropped)
+    ends, way = list[int](), best
+    while way.before is not None:
+        ends.append(way.cut)
+        way = way.before
+    return Cuts(tuple(reversed(ends)), search.bound, search.tried, not search.dropped)
 
 
 class _Search:
@@ -75,165 +114,215 @@ class _Search:
     until the last message is done, and not after.
     """
 
-    def __init__(self, chain: Chain, ticks: Ticks, bound: float, most: int) -> None:
-        self.chain, self.ticks, self.bound, self.most = chain, ticks, bound, most
+    def __init__(self, chain: Chain, ticks: Ticks, bound: float) -> None:
+        self.chain, self.ticks, self.bound = chain, ticks, bound
         self.speed = 1 - ticks.slowdown
+        self.most = _SLOWED_WAYS if ticks.slowdown else _MOST_WAYS
+        self.loose = bool(ticks.slowdown) or len(chain.fixed) > _FEW_FIXED
         self.dropped = False
-        self.count = 0
-        self.history: list[tuple[int, int]] = [(0, -1)]  # of each way: where it ends, and the way that it goes on from
-        self.latency, self.per_byte = ticks.latency[chain.op], ticks.per_byte[chain.op]
-        self.tail = torch.tensor(chain.tail, dtype=torch.float64, device="cpu")
+        self.tried = 0
         self.total = chain.tail[-1][-1]
-        self.bytes = _numbers(itertools.accumulate(chain.size_bytes, initial=0))
-        self.pack = list(itertools.accumulate(chain.pack, initial=0.0))
-        self.packed = _numbers(self.pack)
+        self.latency = ticks.latency[chain.op]
+        self.travel = list(itertools.accumulate(chain.travel, initial=0.0))
+        self.packed = list(itertools.accumulate(chain.pack, initial=0.0))
+        self.after = [fixed.after for fixed in chain.fixed]
+        filling = [fixed.filling for fixed in reversed(chain.fixed)]
+        self.filling_left = list(itertools.accumulate(filling, initial=0.0))[::-1]
         # The first link from which on some work waits, counted from each: a bucket that ends before is waited for last.
-        self.next_read = [len(chain.read)] * (len(chain.read) + 1)
-        for link in range(len(chain.read) - 1, -1, -1):
-            self.next_read[link] = link if chain.read[link] else self.next_read[link + 1]
-        self.unread_until = _numbers(self.next_read)
-        # No plan is faster than its bytes: those from link p on leave only when p is ready.
-        count, all_bytes = len(chain.ready), float(self.bytes[-1])
-        self.bytes_left = [0.0] * (count + 1)
-        self.latest_bytes = [-float("inf")] * (count + 1)
+        count = len(chain.ready)
+        self.next_read = [count] * (count + 1)
+        # No plan is faster than its bytes: those from some link on leave only when that link is ready.
+        self.latest = [-math.inf] * (count + 1)
         for link in range(count - 1, -1, -1):
-            self.bytes_left[link] = self.per_byte * (all_bytes - float(self.bytes[link])) - (count - link)
-            self.latest_bytes[link] = max(self.latest_bytes[link + 1], chain.ready[link] + self.bytes_left[link])
-        self.after_cut = _numbers(self.bytes_left)
+            self.next_read[link] = link if chain.read[link] else self.next_read[link + 1]
+            left = self.travel[-1] - self.travel[link]
+            self.latest[link] = max(self.latest[link + 1], chain.ready[link] + left)
+        self.last_behind = self.total - chain.tail[-2][-1] if chain.read[-1] else 0.0
 
-    def run(self) -> tuple[tuple[int, ...], float] | None:
-        """Search; returns the ends of buckets and of the step, None if nothing ends before the bound."""
-        chain = self.chain
-        opened = torch.zeros(7, 1, dtype=torch.float64, device="cpu")
+    def dive(self) -> _Way | None:
+        """Follow the most promising ways to the end, some of them; lowers the bound."""
+        chain, count = self.chain, len(self.chain.ready)
+        best: _Way | None = None
+        number = itertools.count()  # ties are broken by what comes first
+        heap: list[tuple[float, int, int, _Way]] = [(0.0, 0, next(number), self._nothing())]
+        for _ in range(_DIVES):
+            if not heap or heap[0][0] >= self.bound:
+                break
+            way = heapq.heappop(heap)[-1]
+            events = bisect.bisect_left(self.after, way.cut)
+            for end in range(way.cut + 1, count + 1):
+                while events < len(chain.fixed) and chain.fixed[events].after < end:
+                    way = self._pass(way, events)
+                    events += 1
+                if way.cut < chain.not_with[end - 1]:
+                    break
+                longer = self._extend(way, end, events)
+                if way.least >= self.bound:
+                    break
+                if end == count:
+                    best = self._finish(longer, events) or best
+                elif longer.least < self.bound:
+                    heapq.heappush(heap, (longer.least, -end, next(number), longer))
+        return best
+
+    def run(self) -> _Way | None:
+        """Search among all; lowers the bound. None if nothing ends before it."""
+        chain, count = self.chain, len(self.chain.ready)
+        opened = [self._nothing()]
         events = 0
-        for end in range(1, len(chain.ready) + 1):
+        for end in range(1, count + 1):
             while events < len(chain.fixed) and chain.fixed[events].after < end:
-                opened = self._pass(opened, chain.fixed[events], events)
+                opened = [self._pass(way, events) for way in opened]
                 events += 1
-            opened = opened[:, opened[_CUT] >= chain.not_with[end - 1]]
-            extended, hopeless = self._extend(opened, end, events)
-            opened = torch.cat([opened[:, ~hopeless], self._keep(extended, end, events)], dim=1)
-            if not opened.shape[1]:
+            extended, going = [], []
+            for way in opened:
+                if way.cut < chain.not_with[end - 1]:
+                    continue
+                longer = self._extend(way, end, events)
+                if way.least < self.bound:
+                    going.append(way)
+                    if longer.least < self.bound:
+                        extended.append(longer)
+            kept = self._unbeaten(extended, events)
+            going = [way for way in going if not any(self._overtakes(k, way, events) for k in kept)]
+            if len(going) > _MOST_OPEN and (self.tried > _PATIENCE or self.loose):
+                self.dropped = True
+                going = sorted(going, key=lambda way: (way.least, -way.cut))[:_MOST_OPEN]
+            opened = going + kept
+            if not opened:
                 return None
-        opened = opened[:, opened[_CUT] == len(chain.ready)]
-        for number in range(events, len(chain.fixed)):
-            opened = self._pass(opened, chain.fixed[number], number)
-        if not opened.shape[1]:
-            return None
-        now = self._advance(opened[_NOW], chain.body - opened[_DONE_WORK], opened[_BUSY])
-        ends = self._end(now, opened[_BUSY], opened[_WORST])
-        best = int(ends.argmin())
-        if float(ends[best]) >= self.bound:
-            return None
-        way, cuts = int(opened[_ID, best]), list[int]()
-        while way > 0:
-            cuts.append(self.history[way][0])
-            way = self.history[way][1]
-        return tuple(reversed(cuts)), float(ends[best])
+        best: _Way | None = None
+        for way in opened:
+            if way.cut == count:
+                best = self._finish(way, events) or best
+        return best
 
-    def _advance(self, now: torch.Tensor, work: torch.Tensor, busy: torch.Tensor) -> torch.Tensor:
+    def _nothing(self) -> _Way:
+        return _Way(0, None, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+    def _finish(self, way: _Way, events: int) -> _Way | None:
+        """Take a way to cut the whole chain to the end of the step; lowers the bound, or is None."""
+        last = way
+        for number in range(events, len(self.chain.fixed)):
+            last = self._pass(last, number)
+        end = self._end(self._advance(last.now, self.chain.body - last.work, last.busy), last.busy, last.worst)
+        if end >= self.bound:
+            return None
+        self.bound = end
+        return way
+
+    def _advance(self, now: float, work: float, busy: float) -> float:
         """When the compute lane has done some work."""
         if self.speed == 1:
             return now + work
-        slow = torch.minimum((busy - now).clamp(min=0), work / self.speed)
+        slow = min(max(busy - now, 0.0), work / self.speed)
         return now + (slow + (work - slow * self.speed))
 
-    def _end(self, now: torch.Tensor, busy: torch.Tensor, worst: torch.Tensor) -> torch.Tensor:
+    def _end(self, now: float, busy: float, worst: float) -> float:
         """When a step ends whose body ends at `now`."""
-        last = torch.maximum(now, busy)
-        return torch.maximum(self.speed * now + self.total, worst) + self.ticks.slowdown * last
+        return max(self.speed * now + self.total, worst) + self.ticks.slowdown * max(now, busy)
 
-    def _pass(self, ways: torch.Tensor, fixed: Fixed, number: int) -> torch.Tensor:
-        """Let a bucket of another kind start, in every way."""
-        now = self._advance(ways[_NOW], fixed.ready - ways[_DONE_WORK], ways[_BUSY])
-        now = self._advance(now, torch.full_like(now, fixed.filling), ways[_BUSY])
-        begin = torch.maximum(now, ways[_FREE])
+    def _pass(self, way: _Way, number: int) -> _Way:
+        """Let a bucket of another kind start."""
+        fixed: Fixed = self.chain.fixed[number]
+        now = self._advance(way.now, fixed.ready - way.work, way.busy)
+        now = self._advance(now, fixed.filling, way.busy)
+        begin = max(now, way.free)
         done = begin + fixed.whole
-        before = self.tail[ways[_CUT].long(), number] if fixed.read else torch.full_like(now, self.total)
-        worst = torch.maximum(ways[_WORST], self.speed * done + (self.total - before))
-        busy = torch.maximum(ways[_BUSY], done)
-        ready = torch.full_like(now, fixed.ready)
-        return torch.stack([now, begin + fixed.occupied, busy, worst, ready, ways[_CUT], ways[_ID]])
+        behind = self.total - self.chain.tail[way.cut][number] if fixed.read else 0.0
+        worst = max(way.worst, self.speed * done + behind)
+        free, busy = begin + fixed.occupied, max(way.busy, done)
+        return _Way(way.cut, way.before, now, fixed.ready, free, busy, worst, way.least)
 
-    def _extend(self, ways: torch.Tensor, end: int, events: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Close a bucket at `end` in every way; and tell which ways need not be tried with a later end."""
-        chain, cut = self.chain, ways[_CUT].long()
+    def _extend(self, way: _Way, end: int, events: int) -> _Way:
+        """Close a bucket at `end`, and see how early the way before it can still end with that end or a later one."""
+        self.tried += 1
+        chain, cut = self.chain, way.cut
         ready = chain.ready[end - 1]
-        now = self._advance(ways[_NOW], ready - ways[_DONE_WORK], ways[_BUSY])
-        now = self._advance(now, self.ticks.start + (self.packed[end] - self.packed[cut]), ways[_BUSY])
-        begin = torch.maximum(now, ways[_FREE])
-        by_bytes = (self.per_byte * (self.bytes[end] - self.bytes[cut])).round()
-        whole = by_bytes + self.latency
-        occupied = torch.maximum(by_bytes, (whole / self.ticks.in_flight).round())
+        now = self._advance(way.now, ready - way.work, way.busy)
+        now = self._advance(now, self.ticks.start + (self.packed[end] - self.packed[cut]), way.busy)
+        begin = max(now, way.free)
+        whole, occupied = self.ticks.message(chain.op, self.travel[end] - self.travel[cut])
         done = begin + whole
-        behind = self.total - self.tail[cut, events]
-        behind = torch.where(self.unread_until[cut] < end, behind, 0.0)
-        busy = torch.maximum(ways[_BUSY], done)
-        worst = torch.maximum(ways[_WORST], self.speed * done + behind)
-        number = torch.full_like(now, ready)
-        extended = torch.stack([now, begin + occupied, busy, worst, number, torch.full_like(now, end), ways[_ID]])
+        free, busy = begin + occupied, max(way.busy, done)
+        read = self.next_read[cut] < end
+        worst = max(way.worst, self.speed * done + (self.total - chain.tail[cut][events] if read else 0.0))
         # With a later end this bucket is done no earlier, and all bytes from its first on come after `begin`.
-        least = torch.where(self.unread_until[cut] < end, self.total - self.tail[cut, -1], 0.0)
-        last = begin + (self.after_cut[cut] + self.latency)
-        hopeless = self.speed * done + least + self.ticks.slowdown * done >= self.bound
-        hopeless |= self._least_end(last) >= self.bound
-        return extended, hopeless
-
-    def _least_end(self, last: torch.Tensor) -> torch.Tensor:
-        """The earliest end of a step whose last bucket of the chain is done at `last`."""
-        behind = self.total - self.chain.tail[-2][-1] if self.chain.read[-1] else 0.0
-        return last + behind
-
-    def _keep(self, ways: torch.Tensor, end: int, events: int) -> torch.Tensor:
-        """Drop ways that cannot beat the bound, or that another way beats whatever follows."""
-        chain, ticks = self.chain, self.ticks
-        now, free, busy = ways[_NOW], ways[_FREE], ways[_BUSY]
-        more = chain.fixed[events:]
-        fill = self.pack[-1] - self.pack[end] + sum(fixed.filling for fixed in more)
-        least = torch.zeros_like(now)
-        last = busy
+        least = begin + self.travel[-1] - self.travel[cut] + self.latency + self.last_behind
+        certain = self.total - chain.tail[cut][-1] if read else 0.0
+        way.least = max(way.least, least, self.speed * done + certain + self.ticks.slowdown * done)
+        # So much is left of this one.
+        left = self.packed[-1] - self.packed[end] + self.filling_left[events]
+        least, last, slow = way.least, busy, max(busy - now, 0.0)
         if end < len(chain.ready):
-            fill += ticks.start
-            own = torch.maximum(
-                free + self.bytes_left[end], now + (self.latest_bytes[end] - chain.ready[end - 1] + ticks.start)
-            )
-            least = self._least_end(own + self.latency)
-            last = torch.maximum(last, own + self.latency)
-        over = now + (chain.body - chain.ready[end - 1] + fill)
-        least = torch.maximum(least, self._end(over, last, ways[_WORST]))
-        # What a way promises at best is as good as certain: differences below that never matter.
-        worst = ways[_WORST] if ticks.slowdown else torch.maximum(ways[_WORST], least)
-        # Nor does it matter since when the link is free, before the next message can be filled.
-        if more and more[0].after == end:
-            soonest = now + (more[0].ready - chain.ready[end - 1] + more[0].filling)
-        elif end < len(chain.ready):
-            soonest = now + (chain.ready[end] - chain.ready[end - 1] + ticks.start + chain.pack[end])
-        else:
-            free = soonest = torch.zeros_like(now)
-        free = torch.maximum(free, soonest)
-        busy = torch.maximum(busy, now) if ticks.slowdown else torch.zeros_like(now)
-        order = torch.stack([now, free, busy, worst])
-        promising = least < self.bound
-        ways, order, least = ways[:, promising], order[:, promising], least[promising]
-        kept: list[torch.Tensor] = []
-        score = order.sum(0)
-        left = torch.arange(order.shape[1], device="cpu")
-        while len(left) and len(kept) < self.most:
-            # Nothing beats the one that promises most, or if several do, the one of them with the least sum.
-            best = left[torch.where(least[left] == least[left].min(), score[left], torch.inf).argmin()]
-            kept.append(best)
-            left = left[(order[:, left] < order[:, best, None]).any(0)]
-        self.dropped |= len(left) > 0
-        if not kept:
-            return ways[:, :0]
-        chosen = torch.stack(kept)
-        found = ways[:, chosen].clone()
-        first = len(self.history)
-        self.history.extend((end, int(way)) for way in found[_ID].tolist())
-        found[_ID] = torch.arange(first, first + len(chosen), dtype=torch.float64, device="cpu")
-        self.count = max(self.count, len(chosen))
-        return found
+            left += self.ticks.start
+            slow = max(slow, max(free - now, 0.0) + self.latency + self.travel[-1] - self.travel[end])
+            own = max(free + self.travel[-1] - self.travel[end], now + self.latest[end] - ready + self.ticks.start)
+            own += self.latency
+            least = max(least, own + self.last_behind)
+            last = max(last, own)
+        over = now + chain.body - ready + left
+        least = max(least, self._end(over, last, worst))
+        if self.ticks.slowdown:  # every message is done before the step is, and slows something down
+            least = max(least, over + self.total + self.ticks.slowdown * slow)
+        return _Way(end, way, now, ready, free, busy, worst, least)
 
+    def _soonest(self, way: _Way, events: int) -> float:
+        """When the next message can begin, at the earliest, on a link that is free."""
+        chain, end = self.chain, way.cut
+        if events < len(chain.fixed) and chain.fixed[events].after == end:
+            following = chain.fixed[events]
+            return way.now + following.ready - way.work + following.filling
+        if end < len(chain.ready):
+            return way.now + chain.ready[end] - way.work + self.ticks.start + chain.pack[end]
+        return math.inf
 
-def _numbers(values: object) -> torch.Tensor:
-    return torch.tensor(list(values), dtype=torch.float64, device="cpu")  # type: ignore[call-overload]
+    def _unbeaten(self, ways: list[_Way], events: int) -> list[_Way]:
+        """Keep ways to cut one prefix that no other one beats whatever follows."""
+        slowed = bool(self.ticks.slowdown)
+        # It does not matter since when the link is free, before the next message can be filled.
+        free = {id(way): max(way.free, self._soonest(way, events)) for way in ways}
+        kept: list[_Way] = []
+        # A way that promises more, and is ahead on both lanes, ends no later: what its messages so far hold up is
+        # within what it promises, and that the other one does not end before.
+        for way in sorted(ways, key=lambda way: (way.least, way.now, free[id(way)])):
+            if any(
+                other.now <= way.now
+                and free[id(other)] <= free[id(way)]
+                and (not slowed or (other.busy <= max(way.busy, way.now) and other.worst <= way.worst))
+                for other in kept
+            ):
+                continue
+            if len(kept) == self.most:
+                self.dropped = True
+                break
+            kept.append(way)
+        return kept
+
+    def _overtakes(self, way: _Way, other: _Way, events: int) -> bool:
+        """Whether a way beats one to cut a shorter prefix, whatever follows."""
+        end, chain = way.cut, self.chain
+        if end == len(chain.ready) or way.least > other.least:
+            return False
+        # Both lanes, when any bucket that ends later has been filled: it takes this way fewer bytes.
+        delay = way.now - way.work - self.packed[end]
+        if self.ticks.slowdown:
+            # Not certain: as if every byte that was sent had slowed computing down already.
+            delay -= self.ticks.slowdown * self.travel[end]
+            if delay > other.now - other.work - self.packed[other.cut] - self.ticks.slowdown * self.travel[other.cut]:
+                return False
+        elif delay > other.now - other.work - self.packed[other.cut]:
+            return False
+        if not self.loose and events < len(chain.fixed) and way.now > other.now + way.work - other.work:
+            return False  # a bucket of another kind would start later
+        if way.free > self._soonest(way, events):
+            # Messages of more bytes differ by no less than messages of few, by which these two are compared.
+            _, mine = self.ticks.message(chain.op, chain.travel[end])
+            _, theirs = self.ticks.message(chain.op, self.travel[end + 1] - self.travel[other.cut])
+            rounding = 0.0 if self.ticks.in_flight == 1 or mine == chain.travel[end] else 1.0
+            if way.free + mine + rounding > other.free + theirs:
+                return False
+            if not self.loose and events < len(chain.fixed) and way.free > other.free:
+                return False
+        self.dropped |= self.loose
+        return True

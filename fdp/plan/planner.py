@@ -120,7 +120,7 @@ def _kinds(trace: Trace, upstream: Sequence[int]) -> list[set[int]]:
 
 def _outcome(trace: Trace, groups: Groups, ticks: Ticks) -> tuple[float, float]:
     buckets = make_buckets(trace.reductions, groups)
-    return outcome(trace, buckets, order(trace.operations, trace.reductions, buckets), ticks)
+    return outcome(buckets, order(trace.operations, trace.reductions, buckets), ticks)
 
 
 def _alternative(name: str, groups: Groups, end: float, exposed: float) -> Alternative:

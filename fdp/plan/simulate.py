@@ -15,7 +15,7 @@ from fdp.plan.record import Bucket, Item, Plan, Run, Wait
 from fdp.plan.ticks import TICKS_PER_S, Ticks, ticks_of, travelling_bytes
 from fdp.plan.timeline import Interval, Timeline
 from fdp.stages import enters
-from fdp.trace.record import Operation, Trace
+from fdp.trace.record import Operation
 
 
 @dataclass
@@ -43,12 +43,12 @@ class Clock:
         slow = min(max(self.busy - self.now, 0.0), work / speed)
         self.now += slow + (work - slow * speed)
 
-    def start(self, bucket: int, op: str, size_bytes: int) -> None:
-        """Start a message, which begins when the link is free."""
-        whole, occupied = self.ticks.message(op, size_bytes)
+    def start(self, bucket: Bucket) -> None:
+        """Start a bucket's message, which begins when the link is free."""
+        whole, occupied = self.ticks.message(bucket.op, sum(self.ticks.travel[member] for member in bucket.members))
         begin = max(self.now, self.free)
         self.free = begin + occupied
-        self.messages[bucket] = begin, begin + whole
+        self.messages[bucket.index] = begin, begin + whole
         self.busy = max(self.busy, begin + whole)
 
     def wait(self, bucket: int) -> None:
@@ -56,15 +56,12 @@ class Clock:
         self.now = max(self.now, self.messages[bucket][1])
 
 
-def walk(
-    trace: Trace, buckets: Sequence[Bucket], schedule: Sequence[Item], clock: Clock
-) -> Iterator[tuple[Item, float, float]]:
+def walk(buckets: Sequence[Bucket], schedule: Sequence[Item], clock: Clock) -> Iterator[tuple[Item, float, float]]:
     """Move a clock along a schedule.
 
     Args:
-        trace: of the step.
-        buckets: of the plan.
-        schedule: of the plan.
+        buckets: of a plan.
+        schedule: of that plan.
         clock: at zero.
 
     Yields:
@@ -82,22 +79,17 @@ def walk(
         else:
             bucket = buckets[item.bucket]
             clock.compute(ticks.start + sum(ticks.pack[member] for member in bucket.members))
-            clock.start(bucket.index, bucket.op, message_bytes(trace, bucket))
+            clock.start(bucket)
         yield item, begin, clock.now
 
 
-def outcome(trace: Trace, buckets: Sequence[Bucket], schedule: Sequence[Item], ticks: Ticks) -> tuple[float, float]:
+def outcome(buckets: Sequence[Bucket], schedule: Sequence[Item], ticks: Ticks) -> tuple[float, float]:
     """Tell when a schedule ends, and how much of that the compute lane waits, in nanoseconds."""
     clock, exposed = Clock(ticks), 0.0
-    for item, begin, end in walk(trace, buckets, schedule, clock):
+    for item, begin, end in walk(buckets, schedule, clock):
         if isinstance(item, Wait):
             exposed += end - begin
     return clock.now, exposed
-
-
-def message_bytes(trace: Trace, bucket: Bucket) -> int:
-    """How many bytes of a bucket travel."""
-    return sum(travelling_bytes(trace.reductions[member]) for member in bucket.members)
 
 
 def phases(operations: Sequence[Operation]) -> list[str]:
@@ -148,7 +140,7 @@ def simulate(plan: Plan, costs: Costs, network: Network, world_size: int | None 
     intervals: list[Interval] = []
     messages: list[Interval] = []
     waited: int | None = None
-    for item, begin, end in walk(trace, plan.buckets, plan.schedule, clock):
+    for item, begin, end in walk(plan.buckets, plan.schedule, clock):
         if isinstance(item, Wait):
             waited = item.bucket
         elif isinstance(item, Run):
@@ -163,7 +155,7 @@ def simulate(plan: Plan, costs: Costs, network: Network, world_size: int | None 
                 intervals.append(_interval("compute", "pack", f"fill bucket {bucket.index}", begin, end, bucket.index))
             name = message_name(trace, bucket)
             sent, done = clock.messages[bucket.index]
-            size_bytes = message_bytes(trace, bucket)
+            size_bytes = sum(travelling_bytes(trace.reductions[member]) for member in bucket.members)
             messages.append(_interval("communication", "message", name, sent, done, bucket.index, size_bytes))
     return Timeline(
         name=trace.name,

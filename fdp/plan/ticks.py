@@ -25,8 +25,8 @@ class Ticks:
         operations: for each of `Trace.operations`; nothing for views and reductions.
         start: to start a message, on the compute lane.
         pack: to copy each of `Trace.reductions` into its bucket, on the compute lane.
+        travel: what the bytes of each of `Trace.reductions` take on the link.
         latency: for each operation of a message, what it takes without its bytes.
-        per_byte: for each operation of a message, what each of its bytes takes (not whole).
         in_flight: as in `Network`.
         slowdown: as `compute_slowdown` in `Network`.
         silent: there is one rank: no bucket is filled, and no message sent.
@@ -35,17 +35,16 @@ class Ticks:
     operations: tuple[float, ...]
     start: float
     pack: tuple[float, ...]
+    travel: tuple[float, ...]
     latency: dict[str, float]
-    per_byte: dict[str, float]
     in_flight: int
     slowdown: float
     silent: bool
 
-    def message(self, op: str, size_bytes: int) -> tuple[float, float]:
-        """How long a message takes, and how long it keeps the link."""
-        by_bytes = float(round(self.per_byte[op] * size_bytes))
-        whole = self.latency[op] + by_bytes
-        return whole, max(by_bytes, float(round(whole / self.in_flight)))
+    def message(self, op: str, travel: float) -> tuple[float, float]:
+        """How long a message takes whose bytes take `travel`, and how long it keeps the link."""
+        whole = self.latency[op] + travel
+        return whole, whole if self.in_flight == 1 else max(travel, float(round(whole / self.in_flight)))
 
 
 def travelling_bytes(reduction: Reduction) -> int:
@@ -97,8 +96,11 @@ def ticks_of(trace: Trace, costs: Costs, network: Network, world_size: int) -> T
             0.0 if silent else float(round(costs.pack_s_per_byte * travelling_bytes(reduction) * TICKS_PER_S))
             for reduction in trace.reductions
         ),
+        travel=tuple(
+            float(round(parts[reduction.op][1] * travelling_bytes(reduction) * TICKS_PER_S))
+            for reduction in trace.reductions
+        ),
         latency={op: float(round(latency_s * TICKS_PER_S)) for op, (latency_s, _) in parts.items()},
-        per_byte={op: s_per_byte * TICKS_PER_S for op, (_, s_per_byte) in parts.items()},
         in_flight=network.in_flight,
         slowdown=network.compute_slowdown,
         silent=silent,
