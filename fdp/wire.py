@@ -5,7 +5,7 @@ References: Li et al., PyTorch Distributed (VLDB 2020), section 6.2.3 (gradient 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class Wire:
 
     dtype: torch.dtype
     accumulate: torch.dtype | None = None
-    shaken: bool = False
+    shaken: bool = field(default=False, repr=False)
 
     def carries(self, own: torch.dtype) -> torch.dtype:
         """The dtype that a gradient travels in: the wire's, if its own is wider."""
