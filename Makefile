@@ -22,8 +22,9 @@ $(INSTALLED): requirements.lock pyproject.toml
 demo: $(INSTALLED)  ## train a digit classifier on two ranks of this machine
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node 2 examples/digits.py
 
+# Two files at a time: most tests take one processor, and those that wait for time limits take none.
 test: $(INSTALLED)  ## every test and doctest; one file or test: make test ARGS="tests/test_x.py -k word"
-	$(RUN) pytest $(ARGS)
+	$(RUN) pytest $(or $(ARGS),--numprocesses 2 --dist loadfile)
 
 lint: $(INSTALLED)  ## ruff (rules and format) and mypy
 	$(RUN) ruff check .

@@ -25,9 +25,9 @@ from hypothesis import strategies as st
 import fdp
 import fdp.transform
 from fdp.group import resolve_group
+from fdp.surroundings import surroundings
 from fdp.trace import arguments, guards, remembered
 from fdp.trace.structure import Structure
-from fdp.transform import _surroundings
 
 Tree = Any
 
@@ -212,7 +212,7 @@ def test_any_change_between_calls_is_noticed(fn: Callable[..., Any], donate: Any
         alive.append((optree.tree_leaves(state), batch))
         args = (state, options, batch)
         copies = (apart(state), Options(options.scale), apart(batch))
-        place = (3, resolve_group(None), _surroundings())
+        place = (3, resolve_group(None), surroundings())
         found = step._calls.recognise(place, *arguments.set_apart(args, roles))
         if found is not None:
             assert found[0] is step._known[arguments.flatten(args, roles).key, place]
@@ -242,7 +242,7 @@ def same_bits_of_all(one: Tree, two: Tree) -> bool:
 
 def recognised(step: Any, *args: Any) -> bool:
     roles = step._roles_for(len(args))
-    place = (len(args), resolve_group(None), _surroundings())
+    place = (len(args), resolve_group(None), surroundings())
     return step._calls.recognise(place, *arguments.set_apart(args, roles)) is not None
 
 

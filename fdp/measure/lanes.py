@@ -10,7 +10,7 @@ from typing import Any
 from fdp.emit.lines import Part
 from fdp.measure.clock import Clock
 from fdp.plan import Plan, Run, Start, Wait
-from fdp.plan.simulate import described, message_bytes, message_name, phases
+from fdp.plan.simulate import described, message_name, phases
 from fdp.plan.timeline import Interval
 
 
@@ -165,7 +165,7 @@ def messages(plan: Plan, events: Sequence[Event]) -> list[Interval]:
     found = [
         Interval(
             "communication", "message", message_name(plan.trace, plan.buckets[bucket]),
-            min(second, ended[bucket]), ended[bucket], bucket, message_bytes(plan.trace, plan.buckets[bucket]),
+            min(second, ended[bucket]), ended[bucket], bucket, plan.buckets[bucket].size_bytes,
         )
         for bucket, second in started.items()
     ]  # fmt: skip

@@ -15,7 +15,7 @@ from fdp.plan.record import Bucket, Item, Plan, Run, Wait
 from fdp.plan.ticks import TICKS_PER_S, Ticks, ticks_of, travelling_bytes
 from fdp.plan.timeline import Interval, Timeline
 from fdp.stages import enters
-from fdp.trace.record import Operation
+from fdp.trace.record import Operation, Trace
 
 
 @dataclass
