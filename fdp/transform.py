@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import threading
 import types
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -24,10 +22,6 @@ from fdp.dynamo import breaks_graph
 from fdp.emit import (
     BREAK_REASON,
     Emitted,
-    announce_failure,
-    check_compiled,
-    check_emitted,
-    compile_together,
     resolve_options,
     unwrap_compiled,
 )
@@ -35,34 +29,22 @@ from fdp.errors import ArgumentError, FdpError, build_message
 from fdp.group import Group, alone_on, resolve_group
 from fdp.plan import Plan, plan_trace
 from fdp.plan.buckets import resolve_caps
+from fdp.preparation import Preparation, Settings
 from fdp.trace import (
     Flat,
     RememberedCalls,
     Roles,
-    Summary,
     Trace,
     by_position,
-    describe_change,
     flatten,
-    refuse_unhashable,
     resolve_roles,
     set_apart,
     signature_of,
-    summarise,
-    trace_step,
 )
 from fdp.wire import Wire, resolve_wire
 
-_RETRACE_WARNING = 8
-"""After so many traces a step is told that it keeps retracing, once."""
-
 _MOST_SIGNATURES = 64
 """So many signatures a step keeps, those that were called last; each has a program and bucket memory of its own."""
-
-_one_at_a_time = threading.RLock()
-"""Held while a step is traced, checked or compiled: all set switches of torch that hold for the whole process.
-
-Nobody waits for another rank while he holds it."""
 
 _Place = tuple[int, Group, Any]
 """Where a call happens: its number of arguments, the group, and what `_surroundings` says."""
@@ -81,11 +63,7 @@ class _Known:
 
 
 class Step:
-    """A data-parallel step: call it like the function that it was made from.
-
-    Attributes:
-        traces: how many times it has been traced so far.
-    """
+    """A data-parallel step: call it like the function that it was made from."""
 
     def __init__(
         self,
@@ -103,26 +81,25 @@ class Step:
     ) -> None:
         step_fn, asked = unwrap_compiled(step_fn)
         # compile=False is what nobody says: then what torch.compile was told counts.
-        self._options = resolve_options(asked if compile is False and asked is not None else compile)
+        options = resolve_options(asked if compile is False and asked is not None else compile)
+        resolve_caps(bucket_cap_mb)
         functools.update_wrapper(self, step_fn)
         self._step = step_fn
         self._argnums = (batch_argnums, static_argnums, donate_argnums)
         # As a Group, which does not keep a process group alive.
         self._group = resolve_group(group) if isinstance(group, dist.ProcessGroup) else group
-        self._bucket_cap_mb = bucket_cap_mb
-        resolve_caps(bucket_cap_mb)
-        self._check_replication = check_replication
-        self._check_trace = check_trace
-        self._wire = wire
+        self._settings = Settings(bucket_cap_mb, options, check_replication, check_trace, wire)
+        self._preparation = Preparation(step_fn, self._name, self._settings)
         self._known: dict[Any, _Known] = {}
         self._roles: dict[int, Roles] = {}
-        self._agreed: set[tuple[str, Group]] = set()
         self._calls: RememberedCalls[_Known] = RememberedCalls()
-        self._previous: Summary | None = None
-        self._prepared = 0
         self._preparing = threading.RLock()
         self._signature = signature_of(step_fn)
-        self.traces = 0
+
+    @property
+    def traces(self) -> int:
+        """How many times it has been traced so far."""
+        return self._preparation.traces
 
     def __repr__(self) -> str:
         return f"<fdp.Step {self._name}, traced {self.traces} times>"
@@ -130,10 +107,11 @@ class Step:
     def __reduce__(self) -> Any:
         """A copy, and what is unpickled, is a new step of the same function and settings; nothing is traced yet."""
         batch, static, donate = self._argnums
+        settings = self._settings
         return functools.partial(
             type(self), self._step, batch_argnums=batch, static_argnums=static, donate_argnums=donate,
-            group=self._group, bucket_cap_mb=self._bucket_cap_mb, compile=self._options or False,
-            check_replication=self._check_replication, check_trace=self._check_trace, wire=self._wire,
+            group=self._group, bucket_cap_mb=settings.bucket_cap_mb, compile=settings.options or False,
+            check_replication=settings.check_replication, check_trace=settings.check_trace, wire=settings.wire,
         ), ()  # fmt: skip
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -196,7 +174,7 @@ class Step:
         if kwargs:
             args = by_position(self._name, self._signature, args, kwargs)
         roles = self._roles_for(len(args))
-        return self._trace(flatten(args, roles), roles, resolve_group(self._group))
+        return self._preparation.trace(flatten(args, roles), roles, resolve_group(self._group))
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """Trace and plan the step on example arguments, without running it.
@@ -213,7 +191,7 @@ class Step:
             PurityError: as for a call.
             ReplicationError: as for a call.
         """
-        return plan_trace(self.trace(*args, **kwargs), self._bucket_cap_mb)
+        return plan_trace(self.trace(*args, **kwargs), self._settings.bucket_cap_mb)
 
     @property
     def _name(self) -> str:
@@ -229,13 +207,6 @@ class Step:
         known.last_call = next(_clock)
         return known.emitted.run(tensors)
 
-    def _trace(self, flat: Flat, roles: Roles, group: Group) -> Trace:
-        devices = sorted({x.device.index for x in flat.leaves if isinstance(x, torch.Tensor) and x.is_cuda})
-        # Nothing is drawn while tracing; but a step that seeds a generator does it to the real one.
-        with _one_at_a_time, torch.random.fork_rng(devices=devices):
-            self.traces += 1
-            return trace_step(self._step, flat, roles, group, self._check_replication, self._wire)
-
     def _look_up(self, flat: Flat, roles: Roles, place: _Place) -> tuple[_Known, list[torch.Tensor]]:
         """Find a call by its signature worked out in full, or prepare that signature."""
         key = (flat.key, place)
@@ -245,9 +216,8 @@ class Step:
             with self._preparing:
                 known = self._find(key)  # another thread may have been faster
                 if known is None:
-                    known = _Known(self._prepare(flat, roles, place))
+                    known = _Known(self._preparation.prepare(flat, roles, place[1]))
                     self._keep(key, known)
-                    self._previous = summarise(flat)
         known.remembered = self._calls.remember(place, flat, known.emitted.plan.trace, known, known.remembered)
         return known, [leaf for leaf in flat.leaves if isinstance(leaf, torch.Tensor)]
 
@@ -262,54 +232,6 @@ class Step:
         if len(self._known) >= _MOST_SIGNATURES:
             del self._known[min(self._known, key=lambda other: self._known[other].last_call)]
         self._known[key] = known
-
-    def _prepare(self, flat: Flat, roles: Roles, place: _Place) -> Emitted:
-        group = place[1]
-        _warn_if_alone_by_mistake(group)
-        try:
-            refuse_unhashable(self._name, flat, roles)
-            plan = plan_trace(self._trace(flat, roles, group), self._bucket_cap_mb)
-            emitted = Emitted(plan, group, self._agreed, self._check_replication)
-            if self._check_trace:
-                with _one_at_a_time:
-                    check_emitted(emitted, self._step, flat, roles)
-        except Exception as error:
-            if group.size > 1 and not self._prepared:
-                announce_failure(group, error)
-            raise
-        if self._options is not None:
-            emitted = self._compile(emitted, flat)  # from here on ranks hear of each other's failures
-        self._prepared += 1
-        if self._prepared == _RETRACE_WARNING and self._previous is not None:
-            warnings.warn(
-                f"fdp: step {self._name!r} was traced for the {_RETRACE_WARNING}th time. What changed last: "
-                f"{describe_change(self._previous, flat, self._name, roles)}. Each trace takes as "
-                "long as several steps: pad batches to few sizes, and pass numbers that change as tensors.",
-                stacklevel=6,
-            )
-        return emitted
-
-    def _compile(self, emitted: Emitted, flat: Flat) -> Emitted:
-        """Compile what was emitted, on all ranks at once if all of them have to."""
-        tensors = [leaf for leaf in flat.leaves if isinstance(leaf, torch.Tensor)]
-
-        def compiled() -> Emitted:
-            with _one_at_a_time:
-                made = Emitted(emitted.plan, emitted.group, self._agreed, self._check_replication, self._options)
-                if self._check_trace:
-                    check_compiled(made, emitted, tensors)
-                    # What they shared was large enough for the other one, whose values all have places in it.
-                    emitted.leave_memory()
-                    made.leave_memory()
-            made.arm()
-            return made
-
-        together = emitted.agree(tensors, self._options)
-        try:
-            return compile_together(self._name, emitted.group, together, compiled, lambda made: made.entry)
-        except Exception:
-            emitted.disagree(self._options)  # a rank that tries again does so with all others
-            raise
 
     def _roles_for(self, count: int) -> Roles:
         roles = self._roles.get(count)
@@ -398,16 +320,6 @@ def data_parallel(
             )
         )
     return Step(step_fn, wire=resolve_wire(wire_dtype, accumulate_dtype), **options)
-
-
-def _warn_if_alone_by_mistake(group: Group) -> None:
-    launched = os.environ.get("WORLD_SIZE", "1")
-    if group.reference is None and launched not in ("", "1"):
-        warnings.warn(
-            f"fdp: {launched} ranks were launched (WORLD_SIZE), but torch.distributed is not initialised: this process "
-            "trains alone. Call torch.distributed.init_process_group() first.",
-            stacklevel=7,
-        )
 
 
 def _surroundings() -> Any:

@@ -33,6 +33,7 @@ FLOORS = (
     ("trace",),
     ("plan",),
     ("emit",),
+    ("preparation",),
     ("transform",),
     ("__init__",),
 )

@@ -322,7 +322,7 @@ def test_a_copy_is_a_new_step_of_the_same_function_and_settings(again: Callable[
     other = again(step)
     assert (step.traces, other.traces) == (2, 0) and not other._known
     assert other.__wrapped__ is shifted and other.__name__ == "shifted"
-    for name in ("_argnums", "_group", "_bucket_cap_mb", "_check_replication", "_check_trace"):
+    for name in ("_argnums", "_group", "_settings"):
         assert getattr(other, name) == getattr(step, name), name
     state = torch.ones(2)
     assert other(state, torch.ones(3)) is state

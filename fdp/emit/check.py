@@ -19,7 +19,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import optree
@@ -38,7 +38,34 @@ _UNITS = 4.0
 """So many units in the last place of what travels a gradient may be off, where it travels in a narrow dtype."""
 
 
-def check_emitted(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Roles) -> None:
+@dataclass(frozen=True)
+class Difference:
+    """A result that is not what it should be.
+
+    Attributes:
+        index: which leaf of the results it is.
+        text: its key path, and how it differs.
+        found: the result.
+        expected: what the step itself returns.
+    """
+
+    index: int
+    text: str
+    found: Any
+    expected: Any
+
+
+class NotRunnable(Exception):
+    """What was emitted raised an error of its own, which is the cause of this one."""
+
+
+Excuse = Callable[[list[Difference]], None]
+"""Looks at the results that differ; returns if all of them are for reasons that are known, and raises otherwise."""
+
+
+def check_emitted(
+    emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Roles, excuse: Excuse | None = None
+) -> None:
     """Run a step and what was emitted for it side by side.
 
     Args:
@@ -46,13 +73,15 @@ def check_emitted(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles:
         step: the user's function.
         flat: the arguments of the first call; they are not changed.
         roles: what each argument is.
+        excuse: asked, if there is one, before results that differ are an error.
 
     Raises:
         TraceError: names each output that differs, and by how much; or each input that was changed.
+        NotRunnable: where there is an `excuse`: what was emitted cannot be run.
     """
     give_back_memory()
     with recording():
-        _compare(emitted, step, flat, roles)
+        _compare(emitted, step, flat, roles, excuse)
     give_back_memory()
 
 
@@ -66,10 +95,10 @@ def give_back_memory() -> None:
         trim(0)
 
 
-def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Roles) -> None:
+def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Roles, excuse: Excuse | None) -> None:
     name = emitted.plan.trace.name
     originals = [leaf for leaf in flat.leaves if isinstance(leaf, torch.Tensor)]
-    inputs = emitted.plan.trace.inputs
+    inputs, wire = emitted.plan.trace.inputs, emitted.plan.trace.wire
     devices = sorted({t.device.index or 0 for t in originals if t.device.type == "cuda"})
 
     generators = held_generators(emitted)
@@ -82,7 +111,7 @@ def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Role
     # What was not donated is copied once for all runs, and compared after them.
     kept = copies(donated=False)
 
-    def untraced(wire: Wire | None = emitted.plan.trace.wire) -> Any:
+    def untraced(wire: Wire | None = wire) -> Any:
         fresh = copies(donated=True)
         values = [(a if b is None else b).requires_grad_(False) for a, b in zip(kept, fresh, strict=True)]
         return _detached(run_untraced(step, flat, roles, emitted.group, values, wire))
@@ -98,6 +127,8 @@ def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Role
         except FdpError:
             raise
         except Exception as error:
+            if excuse is not None:
+                raise NotRunnable from error
             raise _unrunnable(name, error) from error
     _check_untouched(name, inputs, originals, kept)
     if expected_spec != found_spec:
@@ -109,39 +140,33 @@ def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Role
             )
         )
     names = leaf_names(optree.tree_unflatten(expected_spec, range(len(expected))), "output")
-    if not drawn and not devices and emitted.plan.trace.wire is None:
+    if not drawn and not devices and wire is None:
         # No further run will be compared with these: each leaf is let go of as soon as it has been.
         kept.clear()
-        offenders = differences(names, _taken(found), _taken(expected))
+        offenders = different(names, _taken(found), _taken(expected))
     else:
-        offenders = differences(names, found, expected)
+        offenders = different(names, found, expected)
+    if offenders and wire is not None:
+        # The last digit of a gradient decides to which side it is rounded for the wire, and its division may round it
+        # again. What that can do to each output shows where every gradient is moved by one unit in its last place.
+        with forked(devices, generators):
+            again = optree.tree_leaves(untraced(replace(wire, shaken=True)))
+            offenders = different(names, found, expected, again, excused=_UNITS, most=math.inf)
+    if offenders and excuse is not None:
+        excuse(offenders)
+        offenders = []
     if drawn and not offenders:
         # Random numbers that torch does not know of are drawn. They are frozen; does anything depend on them?
         with forked(devices, generators):
             # Two runs of the same code: on a CPU they agree to the bit, so the smallest difference tells.
             again = optree.tree_leaves(untraced())
-            offenders = differences(names, again, expected, share=1.0 if devices else 1e-3)
+            offenders = different(names, again, expected, share=1.0 if devices else 1e-3)
     elif offenders and devices:
         # Kernels on the device may be nondeterministic; then the step differs from itself by as much.
         with forked(devices, generators):
-            offenders = differences(names, found, expected, optree.tree_leaves(untraced()))
-    if offenders and emitted.plan.trace.wire is not None:
-        # The last digit of a gradient decides to which side it is rounded for the wire, and its division may round it
-        # again. What that can do to each output shows where every gradient is moved by one unit in its last place.
-        shaken = replace(emitted.plan.trace.wire, shaken=True)
-        with forked(devices, generators):
-            again = optree.tree_leaves(untraced(shaken))
-            offenders = differences(names, found, expected, again, excused=_UNITS, most=math.inf)
+            offenders = different(names, found, expected, optree.tree_leaves(untraced()))
     if offenders:
-        raise TraceError(
-            build_message(
-                f"the trace of step {name!r} does not compute what the step computes on the same inputs.",
-                offenders,
-                remedy="look for values that are frozen when the step is traced: Python or NumPy random numbers, "
-                "torch.manual_seed inside the step, tensors made from Python numbers that change, operators that read "
-                "memory behind the dispatcher's back. check_trace=False accepts the trace as it is.",
-            )
-        )
+        raise wrong_trace(name, [offender.text for offender in offenders])
 
 
 def held_generators(emitted: Emitted) -> list[torch.Generator]:
@@ -165,6 +190,19 @@ def _other_random_state() -> tuple[Any, ...]:
     """The state of Python's random numbers, and of NumPy's if it is in use."""
     numpy = sys.modules.get("numpy")
     return random.getstate(), None if numpy is None else str(numpy.random.get_state())
+
+
+def wrong_trace(name: str, offenders: Sequence[str]) -> TraceError:
+    """The refusal for a trace that computes something else; `offenders` are the results, in words."""
+    return TraceError(
+        build_message(
+            f"the trace of step {name!r} does not compute what the step computes on the same inputs.",
+            offenders,
+            remedy="look for values that are frozen when the step is traced: Python or NumPy random numbers, "
+            "torch.manual_seed inside the step, tensors made from Python numbers that change, operators that read "
+            "memory behind the dispatcher's back. check_trace=False accepts the trace as it is.",
+        )
+    )
 
 
 def _unrunnable(name: str, error: Exception) -> TraceError:
@@ -225,7 +263,7 @@ def _taken(leaves: list[Any]) -> Iterator[Any]:
         yield leaves.pop()
 
 
-def differences(
+def different(
     names: Sequence[str],
     found: Iterable[Any],
     expected: Iterable[Any],
@@ -233,26 +271,28 @@ def differences(
     share: float = 1.0,
     excused: float = 10,
     most: float = 1e-2,
-) -> list[str]:
-    """Name the outputs that differ by more than a share of the usual tolerance, or than the step from itself.
+) -> list[Difference]:
+    """The outputs that differ by more than a share of the usual tolerance, or than the step from itself.
 
     The difference from itself excuses one that is some times as large, up to a share of the largest value.
     """
     offenders = []
     repeated = itertools.repeat(None) if again is None else again
-    for name, one, two, three in zip(names, found, expected, repeated, strict=False):
+    for index, (name, one, two, three) in enumerate(zip(names, found, expected, repeated, strict=False)):
+        text = None
         if not isinstance(two, torch.Tensor):
             if not _equal_constants(one, two):
-                offenders.append(f"{name}: {one!r} in the trace, {two!r} by itself")
-            continue
-        if not isinstance(one, torch.Tensor) or (one.shape, one.dtype) != (two.shape, two.dtype):
-            offenders.append(f"{name}: {_kind(one)} in the trace, {_kind(two)} by itself")
-            continue
-        gap, scale = _gap(one, two)
-        noise = 0.0 if three is None else min(excused * _gap(two, three)[0], most * scale)
-        tolerance = relative_tolerance(two.dtype) * scale
-        if not gap <= max(share * tolerance, noise):
-            offenders.append(f"{name}: {_kind(two)} differs by {gap:.3g}, where the largest value is {scale:.3g}")
+                text = f"{one!r} in the trace, {two!r} by itself"
+        elif not isinstance(one, torch.Tensor) or (one.shape, one.dtype) != (two.shape, two.dtype):
+            text = f"{_kind(one)} in the trace, {_kind(two)} by itself"
+        else:
+            gap, scale = _gap(one, two)
+            noise = 0.0 if three is None else min(excused * _gap(two, three)[0], most * scale)
+            tolerance = relative_tolerance(two.dtype) * scale
+            if not gap <= max(share * tolerance, noise):
+                text = f"{_kind(two)} differs by {gap:.3g}, where the largest value is {scale:.3g}"
+        if text is not None:
+            offenders.append(Difference(index, f"{name}: {text}", one, two))
     return offenders
 
 

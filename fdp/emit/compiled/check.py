@@ -1,18 +1,30 @@
-"""Compare a newly compiled program with the one that runs operator by operator, once, on the same inputs."""
+"""Compare a newly compiled program with the step itself, once, on the same inputs and random numbers."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import optree
 import torch
 
-from fdp.emit.check import copy_of, differences, forked, give_back_memory, held_generators
+from fdp.emit.check import (
+    Difference,
+    NotRunnable,
+    check_emitted,
+    copy_of,
+    different,
+    forked,
+    give_back_memory,
+    held_generators,
+    wrong_trace,
+)
 from fdp.emit.emitted import Emitted
 from fdp.errors import CompileError, FdpError, build_message
 from fdp.pytree import leaf_names
+from fdp.trace import Flat, Roles
 from fdp.trace.effects import effects_of
 
 _ROUNDING = 4
@@ -32,26 +44,100 @@ rounding, as in the moments of a gradient that is zero; long sums round by more,
 _PREFIX = re.compile(r"^output(\[\d+\])?")
 
 
-def check_compiled(compiled: Emitted, emitted: Emitted, originals: Sequence[torch.Tensor]) -> None:
-    """Run both programs of a plan side by side, on this rank alone.
+def check_compiled(compiled: Emitted, emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Roles) -> None:
+    """Run what was compiled beside the step itself, on this rank alone.
 
-    Fused arithmetic rounds in other places, and a step may make much of that: where a gradient is zero but for
-    rounding, Adam takes a whole step to one side or the other. So where results differ the program that is trusted runs
-    on inputs that differ by rounding, to see which elements that changes and by how much. Random numbers that the
-    compiler draws in its own way leave values that cannot be compared; then only shapes, dtypes and the run are.
+    Where both draw the same random numbers that is all, mostly: what compiles a trace that is wrong is wrong, too.
+    But fused arithmetic rounds in other places, and a step may make much of that: where a gradient is zero but for
+    rounding, Adam takes a whole step to one side or the other. So where results differ, the plan runs operator by
+    operator as well. It has to compute what the step does; and if that is not enough, it runs on inputs that differ by
+    rounding, to see how much that can do. Random numbers that the compiler draws in its own way leave values that
+    cannot be compared; then only shapes, dtypes and the run are.
 
     Args:
         compiled: what the compiler made.
         emitted: the same plan, operator by operator.
-        originals: the inputs of the first call; they are not changed.
+        step: the user's function.
+        flat: the arguments of the first call; they are not changed.
+        roles: what each argument is.
 
     Raises:
         CompileError: names each output that differs, and by how much.
+        TraceError: likewise; it is the trace that is wrong.
     """
-    name = emitted.plan.trace.name
     assert compiled.options is not None
-    devices = sorted({t.device.index or 0 for t in originals if t.device.type == "cuda"})
-    generators = held_generators(emitted)
+    draws = any(effects_of(node).random for node in emitted.plan.trace.graph.graph.nodes)
+    if draws and not compiled.options.draws_alike:
+        check_emitted(emitted, step, flat, roles)
+        _check_shapes(compiled, emitted, flat)
+        return
+
+    def excuse(differences: list[Difference]) -> None:
+        _excuse_rounding(differences, emitted, step, flat, roles)
+
+    try:
+        check_emitted(compiled, step, flat, roles, excuse)
+    except NotRunnable as error:
+        check_emitted(emitted, step, flat, roles)  # or it is the trace that cannot be run
+        assert isinstance(error.__cause__, Exception)
+        raise _not_runnable(emitted.plan.trace.name, error.__cause__) from error.__cause__
+
+
+def _excuse_rounding(
+    offenders: list[Difference], emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Roles
+) -> None:
+    """Raise an error unless what was compiled differs from the step by rounding alone."""
+    originals, devices, generators = _surroundings(emitted, flat)
+    uncertain = devices or emitted.plan.trace.wire is not None
+    if uncertain:  # kernels need not repeat themselves, nor round to one side: the check knows how to deal with that
+        check_emitted(emitted, step, flat, roles)
+    with forked(devices, generators):
+        leaves, spec = optree.tree_flatten(emitted.rehearse([copy_of(tensor) for tensor in originals]))
+    names = leaf_names(optree.tree_unflatten(spec, range(len(leaves))), "output")
+    trusted = {offender.index: leaves[offender.index] for offender in offenders}
+    if not uncertain:
+        wrong = [
+            Difference(o.index, f"{names[o.index]}: {text}", trusted[o.index], o.expected)
+            for o in offenders
+            for text in [each.text.partition(": ")[2] for each in different([""], [trusted[o.index]], [o.expected])]
+        ]
+        if wrong:
+            raise wrong_trace(emitted.plan.trace.name, [difference.text for difference in wrong])
+    del leaves
+
+    def left(shaken: Sequence[Sequence[Any]]) -> list[Difference]:
+        return [
+            o
+            for o in offenders
+            if isinstance(o.expected, torch.Tensor)
+            and not _is_rounding(
+                o.found,
+                trusted[o.index],
+                [values[o.index] for values in shaken],
+                _before(names[o.index], trusted[o.index], emitted, originals),
+            )
+        ]
+
+    offenders = left([])
+    if offenders:
+        shaken = []
+        for seed in range(_SHAKES):
+            inputs = [_shaken(copy_of(tensor), seed) for tensor in originals]
+            with forked(devices, generators):
+                shaken.append(optree.tree_leaves(emitted.rehearse(inputs)))
+        offenders = left(shaken)
+    if offenders:
+        texts = [
+            f"{names[o.index]}: {list(two.shape)} {two.dtype} differs by {_largest(o.found, two):.3g}"
+            for o in offenders
+            for two in [trusted[o.index]]
+        ]
+        raise _not_the_same(emitted.plan.trace.name, texts)
+
+
+def _check_shapes(compiled: Emitted, emitted: Emitted, flat: Flat) -> None:
+    """Run what was compiled, and look at the shapes and dtypes of what it returns."""
+    originals, devices, generators = _surroundings(emitted, flat)
     give_back_memory()
     with forked(devices, generators):
         try:
@@ -59,47 +145,43 @@ def check_compiled(compiled: Emitted, emitted: Emitted, originals: Sequence[torc
         except FdpError:
             raise
         except Exception as error:
-            first = (str(error).strip().splitlines() or [""])[0]
-            raise CompileError(
-                build_message(
-                    f"what was compiled for step {name!r} does not run.",
-                    [f"{type(error).__name__}: {first}"],
-                    remedy="compile=False runs it operator by operator.",
-                )
-            ) from error
-    with forked(devices, generators):
-        expected, spec = optree.tree_flatten(emitted.rehearse([copy_of(tensor) for tensor in originals]))
-    names = leaf_names(optree.tree_unflatten(spec, range(len(expected))), "output")
-    draws = any(effects_of(node).random for node in emitted.plan.trace.graph.graph.nodes)
-    if draws and not compiled.options.draws_alike:
-        offenders = [
-            f"{key}: {list(one.shape)} {one.dtype} where {list(two.shape)} {two.dtype} is due"
-            for key, one, two in zip(names, found, expected, strict=True)
-            if isinstance(two, torch.Tensor) and (one.shape, one.dtype) != (two.shape, two.dtype)
-        ]
-    else:
-        offenders = differences(names, found, expected)
-        if offenders:
-            shaken = []
-            for seed in range(_SHAKES):
-                inputs = [_shaken(copy_of(tensor), seed) for tensor in originals]
-                with forked(devices, generators):
-                    shaken.append(optree.tree_leaves(emitted.rehearse(inputs)))
-            offenders = [
-                f"{key}: {list(two.shape)} {two.dtype} differs by {_largest(one, two):.3g}"
-                for key, one, two, *others in zip(names, found, expected, *shaken, strict=True)
-                if isinstance(two, torch.Tensor)
-                and not _is_rounding(one, two, others, _before(key, two, emitted, originals))
-            ]
+            raise _not_runnable(emitted.plan.trace.name, error) from error
+    offenders = [
+        f"{due.name}: {list(one.shape)} {one.dtype} where {list(due.shape)} {due.dtype} is due"
+        for due, one in zip(emitted.plan.trace.outputs, found, strict=True)
+        if due.shape is not None and (tuple(one.shape), one.dtype) != (due.shape, due.dtype)
+    ]
     give_back_memory()
     if offenders:
-        raise CompileError(
-            build_message(
-                f"the compiled step {name!r} does not compute what its operators compute on the same inputs.",
-                offenders,
-                remedy="compile=False runs it operator by operator; please report the step.",
-            )
+        raise _not_the_same(emitted.plan.trace.name, offenders)
+
+
+def _surroundings(emitted: Emitted, flat: Flat) -> tuple[list[torch.Tensor], list[int], Sequence[torch.Generator]]:
+    """The inputs of the first call, the devices among them, and the generators that the step draws from."""
+    originals = [leaf for leaf in flat.leaves if isinstance(leaf, torch.Tensor)]
+    devices = sorted({t.device.index or 0 for t in originals if t.device.type == "cuda"})
+    return originals, devices, held_generators(emitted)
+
+
+def _not_runnable(name: str, error: Exception) -> CompileError:
+    first = (str(error).strip().splitlines() or [""])[0]
+    return CompileError(
+        build_message(
+            f"what was compiled for step {name!r} does not run.",
+            [f"{type(error).__name__}: {first}"],
+            remedy="compile=False runs it operator by operator.",
         )
+    )
+
+
+def _not_the_same(name: str, offenders: Sequence[str]) -> CompileError:
+    return CompileError(
+        build_message(
+            f"the compiled step {name!r} does not compute what its operators compute on the same inputs.",
+            offenders,
+            remedy="compile=False runs it operator by operator; please report the step.",
+        )
+    )
 
 
 def _largest(one: torch.Tensor, two: torch.Tensor) -> float:
@@ -127,19 +209,30 @@ def _is_rounding(
     Args:
         found: the result.
         expected: what the trusted program makes of the same inputs.
-        shaken: what it makes of inputs that differ by rounding.
+        shaken: what it makes of inputs that differ by rounding; none if the change alone is to excuse the result.
         before: the old value.
     """
-    if not differences([""], [found], [expected]):
+    if not different([""], [found], [expected]):
         return True
-    if not expected.is_floating_point() or found.shape != expected.shape or found.dtype != expected.dtype:
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    if expected.is_complex():
+        parts = [torch.view_as_real(each.resolve_conj()) for each in (found, expected, *shaken)]
+        return _is_rounding(parts[0], parts[1], parts[2:], before if before is None else torch.view_as_real(before))
+    if not expected.is_floating_point():
         return False
     finite = expected.isfinite()
-    if not torch.equal(finite, found.isfinite()):
+    if not finite.all():
+        if not torch.equal(finite, found.isfinite()) or not torch.equal(
+            found[~finite].nan_to_num(), expected[~finite].nan_to_num()
+        ):
+            return False
+        found, expected, *shaken = (each[finite] for each in (found, expected, *shaken))
+        before = None if before is None else before[finite]
+    elif not found.isfinite().all():
         return False
-    two = expected[finite].double()
-    change = two if before is None else two - before.detach()[finite].double()
-    size, count = float(change.norm()), change.numel()
+    change = expected.detach() if before is None else _wide(expected) - _wide(before)
+    size, count = _norm(change), change.numel()
     if not count:
         return True
     share = _SHARE
@@ -147,9 +240,18 @@ def _is_rounding(
         # All elements change by about as much, as by Adam at first: of a gradient it leaves the sign. Of one in fifty,
         # or of one at least, rounding may turn it.
         share = max(_SHARE_OF_SIGNS, 2 * math.sqrt(math.ceil(count / 50) / count))
-    noise = max(float((other[finite].double() - two).nan_to_num(math.inf).norm()) for other in shaken)
+    noise = max((_norm((_wide(other) - _wide(expected)).nan_to_num(math.inf)) for other in shaken), default=0.0)
     excused = _MUCH * noise if noise > size / 10 else 3 * noise
-    return float((found[finite].double() - two).norm()) <= max(share * size, excused)
+    return _norm(_wide(found) - _wide(expected)) <= max(share * size, excused)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """In a type in which differences of such values are exact enough."""
+    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
 
 
 def _shaken(tensor: torch.Tensor, seed: int) -> torch.Tensor:

@@ -1,0 +1,138 @@
+"""Prepare a step for a new signature: trace, plan, emit, check, and compile if that was asked for.
+
+This is what the first call of a signature does, and nothing of it is done again.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fdp.emit import Emitted, announce_failure, check_compiled, check_emitted, compile_together
+from fdp.emit.compiled import Options
+from fdp.group import Group
+from fdp.plan import plan_trace
+from fdp.trace import Flat, Roles, Summary, Trace, describe_change, refuse_unhashable, summarise, trace_step
+from fdp.wire import Wire
+
+_RETRACE_WARNING = 8
+"""After so many traces a step is told that it keeps retracing, once."""
+
+_one_at_a_time = threading.RLock()
+"""Held while a step is traced, checked or compiled: all set switches of torch that hold for the whole process.
+
+Nobody waits for another rank while he holds it."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user asked for, as far as it decides on how a signature is prepared.
+
+    Attributes:
+        bucket_cap_mb: as for `data_parallel`.
+        options: how to compile the step; None to run it operator by operator.
+        check_replication: as for `data_parallel`.
+        check_trace: as for `data_parallel`.
+        wire: how gradients travel; None if they do as they are.
+    """
+
+    bucket_cap_mb: Any
+    options: Options | None
+    check_replication: bool
+    check_trace: bool
+    wire: Wire | None = None
+
+
+class Preparation:
+    """Prepares one step, signature by signature.
+
+    Args:
+        step: the user's function.
+        name: what to call it in messages.
+        settings: how.
+
+    Attributes:
+        traces: how many times the step has been traced.
+    """
+
+    def __init__(self, step: Callable[..., Any], name: str, settings: Settings) -> None:
+        self._step, self._name, self._settings = step, name, settings
+        self._agreed: set[tuple[str, Group]] = set()
+        self._previous: Summary | None = None
+        self._prepared = 0
+        self.traces = 0
+
+    def trace(self, flat: Flat, roles: Roles, group: Group) -> Trace:
+        """Trace the step, without running it."""
+        devices = sorted({x.device.index for x in flat.leaves if isinstance(x, torch.Tensor) and x.is_cuda})
+        # Nothing is drawn while tracing; but a step that seeds a generator does it to the real one.
+        with _one_at_a_time, torch.random.fork_rng(devices=devices):
+            self.traces += 1
+            return trace_step(self._step, flat, roles, group, self._settings.check_replication, self._settings.wire)
+
+    def prepare(self, flat: Flat, roles: Roles, group: Group) -> Emitted:
+        """Make what runs the step for the signature of some arguments; where ranks have to agree, all of them do."""
+        _warn_if_alone_by_mistake(group)
+        settings = self._settings
+        try:
+            refuse_unhashable(self._name, flat, roles)
+            plan = plan_trace(self.trace(flat, roles, group), settings.bucket_cap_mb)
+            emitted = Emitted(plan, group, self._agreed, settings.check_replication)
+            if settings.check_trace and settings.options is None:
+                with _one_at_a_time:
+                    check_emitted(emitted, self._step, flat, roles)
+        except Exception as error:
+            if group.size > 1 and not self._prepared:
+                announce_failure(group, error)
+            raise
+        if settings.options is not None:
+            emitted = self._compile(emitted, flat, roles)  # from here on ranks hear of each other's failures
+        self._prepared += 1
+        if self._prepared == _RETRACE_WARNING and self._previous is not None:
+            warnings.warn(
+                f"fdp: step {self._name!r} was traced for the {_RETRACE_WARNING}th time. What changed last: "
+                f"{describe_change(self._previous, flat, self._name, roles)}. Each trace takes as "
+                "long as several steps: pad batches to few sizes, and pass numbers that change as tensors.",
+                stacklevel=6,
+            )
+        self._previous = summarise(flat)
+        return emitted
+
+    def _compile(self, emitted: Emitted, flat: Flat, roles: Roles) -> Emitted:
+        """Compile what was emitted, on all ranks at once if all of them have to."""
+        settings = self._settings
+
+        def compiled() -> Emitted:
+            with _one_at_a_time:
+                made = Emitted(emitted.plan, emitted.group, self._agreed, settings.check_replication, settings.options)
+                if settings.check_trace:
+                    check_compiled(made, emitted, self._step, flat, roles)
+                    # What they shared was large enough for the other one, whose values all have places in it.
+                    emitted.leave_memory()
+                    made.leave_memory()
+            made.arm()
+            return made
+
+        tensors = [leaf for leaf in flat.leaves if isinstance(leaf, torch.Tensor)]
+        together = emitted.agree(tensors, settings.options)
+        try:
+            return compile_together(self._name, emitted.group, together, compiled, lambda made: made.entry)
+        except Exception:
+            emitted.disagree(settings.options)  # a rank that tries again does so with all others
+            raise
+
+
+def _warn_if_alone_by_mistake(group: Group) -> None:
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if group.reference is None and launched not in ("", "1"):
+        warnings.warn(
+            f"fdp: {launched} ranks were launched (WORLD_SIZE), but torch.distributed is not initialised: this process "
+            "trains alone. Call torch.distributed.init_process_group() first.",
+            stacklevel=7,
+        )
