@@ -197,12 +197,15 @@ CONTENDERS: dict[str, Callable[[Case], Contender]] = {
     "communication": _communication,
     "fdp": _fdp(),
     **{f"fdp-cap-{cap}": _fdp(bucket_cap_mb=cap) for cap in CAPS_MB},
+    "fdp-bf16": _fdp(wire_dtype=torch.bfloat16),
+    "fdp-bf16-in-f32": _fdp(wire_dtype=torch.bfloat16, accumulate_dtype=torch.float32),
     "fdp-compile": _fdp(compile=True),
     "fdp-compile-graphs": _fdp(compile={"mode": "reduce-overhead"}),
 }
 DDP = ("ddp", "ddp-views", "ddp-static", "ddp-static-views")
 DDP_CAPS = ("ddp", *(f"ddp-cap-{cap}" for cap in CAPS_MB))
 FDP_CAPS = tuple(f"fdp-cap-{cap}" for cap in CAPS_MB)
+FDP_WIRE = ("fdp-bf16", "fdp-bf16-in-f32")
 DDP_COMPILE = ("ddp-compile", "ddp-compile-views", "ddp-compile-inner")
 
 

@@ -15,6 +15,9 @@ MOST_IN_FLIGHT = 8
 def fit_line(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
     """Fit seconds = base + slope * bytes: of the lines through two of the points the one that is off by least.
 
+    One of the two is among the two largest messages. Most bytes of a step are in large ones, and small ones may be
+    quicker than their bytes, where there is memory on the way.
+
     What counts is by which factor it is off, so that a small message, which tells the latency, counts as much as a
     large one, which tells the bandwidth; and logarithms of factors are summed, not squared, so that one message that
     was held up does not bend the line. Lines through one point with no base take part, too.
@@ -34,9 +37,9 @@ def fit_line(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[floa
         (1.0, 0.001)
     """
     points = sorted((float(size), second) for size, second in zip(sizes_bytes, seconds, strict=True))
-    lines = [(0.0, second / size) for size, second in points if size > 0]
+    lines = [(0.0, second / size) for size, second in points[-2:] if size > 0]
     for (x1, y1), (x2, y2) in itertools.combinations(points, 2):
-        if x1 != x2:
+        if x1 != x2 and x2 >= points[-2][0]:
             slope = (y2 - y1) / (x2 - x1)
             lines.append((y1 - slope * x1, slope))
     lines = [(base, slope) for base, slope in lines if base >= 0 and slope > 0]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fdp.emit import come_together
 from fdp.errors import ArgumentError, build_message
-from fdp.group import Group, start_all_reduce
+from fdp.group import Arrived, Group, start_all_reduce
 from fdp.measure.agreed import agreed_seconds, refuse_left, talking
 from fdp.measure.clock import Clock, clock_for
 from fdp.measure.fit import MOST_IN_FLIGHT, fit_line, in_flight_of, ring_numbers, slowdown_of
@@ -38,6 +38,9 @@ at most, but on links on which the three smallest sizes take longer."""
 
 _BESIDE_S = 5e-3
 """So long computing goes on beside messages, to see how much slower it is."""
+
+_LONGEST_BESIDE_S = 10.0
+"""So long it is computed beside a message, at most; what has not arrived then is waited for."""
 
 _PIECE = {"cpu": 128, "cuda": 1024}
 """Rows of the matrices that are multiplied meanwhile: one product takes a tenth of a millisecond or so."""
@@ -155,19 +158,31 @@ class _Messages:
         self.starts_s: list[float] = []
         self._memory = torch.zeros(max(_SIZES_BYTES) // dtype.itemsize, dtype=dtype, device=device)
         self._clock: Clock = clock_for([device])
+        self._compute = self.computing() if device.type == "cpu" and self._tells() else None
 
-    def start(self, sizes_bytes: Sequence[int]) -> list[Callable[[], None]]:
-        """Start messages of some sizes at once."""
+    def start(self, sizes_bytes: Sequence[int], arrived: Arrived | None = None) -> list[Callable[[], None]]:
+        """Start messages of some sizes at once; `arrived` is called for each that has, if the backend says so."""
         waits, begin = [], 0
         for size_bytes in sizes_bytes:
             numel = max(1, size_bytes // self.dtype.itemsize)
             if begin + numel > self._memory.numel():
                 begin = 0  # messages of zeros may lie in the same memory
             before = time.perf_counter()
-            waits.append(start_all_reduce(self._memory[begin : begin + numel], "sum", self.group))
+            waits.append(start_all_reduce(self._memory[begin : begin + numel], "sum", self.group, arrived))
             self.starts_s.append(time.perf_counter() - before)
             begin += numel
         return waits
+
+    def _tells(self) -> bool:
+        """Whether the backend says when a message has arrived."""
+        told: list[bool] = []
+        self.finish(self.start([_SIZES_BYTES[0]], lambda: told.append(True)))
+        # The one who tells may be a thread that comes after.
+        end = time.perf_counter() + 0.1
+        while not told and time.perf_counter() < end:
+            time.sleep(1e-3)
+        (late,) = agreed_seconds(self.group, self.device, [0.0 if told else 1.0], "max")
+        return late == 0
 
     def finish(self, waits: Sequence[Callable[[], None]]) -> None:
         """Wait until all of some messages are there."""
@@ -180,12 +195,21 @@ class _Messages:
 
         The first run is not counted. Of each of the others it is counted from when the last rank came: the rank that
         waited least for the others came last. The usual run is taken.
+
+        On CPUs ranks compute meanwhile, as they do in a step: the threads of the backend want the same cores, and a
+        message that is alone may take a fraction of that time.
         """
         runs = []
         for _ in range(1 + repeats):
             before = time.perf_counter()
-            self.finish(self.start(sizes_bytes))
-            runs.append(time.perf_counter() - before)
+            ended: list[float] = []
+            waits = self.start(sizes_bytes, lambda ended=ended: ended.append(time.perf_counter()))  # type: ignore[misc]
+            if self._compute is not None:
+                while len(ended) < len(waits) and time.perf_counter() - before < _LONGEST_BESIDE_S:
+                    self._compute(1)
+            self.finish(waits)
+            # By the time it is told that they arrived; not when computing came to an end.
+            runs.append((max(ended) if len(ended) == len(waits) else time.perf_counter()) - before)
         return max(statistics.median(agreed_seconds(self.group, self.device, runs[1:], "min")), 1e-9)
 
     def computing(self) -> Callable[[int], float]:
