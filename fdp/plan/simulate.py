@@ -95,9 +95,11 @@ def outcome(buckets: Sequence[Bucket], schedule: Sequence[Item], ticks: Ticks) -
 def phases(operations: Sequence[Operation]) -> list[str]:
     """Tell what each operation is part of: "forward", "backward" or "optimizer".
 
-    "backward" is what autograd called; "optimizer" is what needs the result of a reduction, and which no backward pass
-    needs (batch normalisation across ranks waits for messages, and is forward all the same).
+    "backward" is what autograd called; "optimizer" is what needs the result of a reduction or comes behind the last
+    backward pass (counters, copies of the learning rate), and which no backward pass needs (batch normalisation across
+    ranks waits for messages, and is forward all the same).
     """
+    last = max((index for index, operation in enumerate(operations) if operation.backward), default=len(operations))
     leads_back = [operation.backward for operation in operations]
     for index in range(len(operations) - 1, -1, -1):
         if leads_back[index]:
@@ -108,7 +110,7 @@ def phases(operations: Sequence[Operation]) -> list[str]:
     for index, operation in enumerate(operations):
         waits = any(reduced[need] for need in operation.needs)
         reduced.append(waits or operation.reduction is not None)
-        late = waits and not leads_back[index]
+        late = (waits or index > last) and not leads_back[index]
         found.append("backward" if operation.backward else "optimizer" if late else "forward")
     return found
 
