@@ -55,7 +55,8 @@ class Chain:
         body: work that waits for no message of the chain.
         tail: work that does; `tail[j][e]` is that which needs at most the first j links and the first e other buckets.
         exact: whether this is all that there is to the step. It is not where a bucket is filled with what another
-            bucket has to be waited for: the chain then has no such wait.
+            bucket has to be waited for: the chain then has no such wait. Nor where something is read only together with
+            what comes later: the chain then has it waited for too early.
     """
 
     members: tuple[int, ...]
@@ -145,6 +146,8 @@ def chain_of(trace: Trace, members: Sequence[int], others: Sequence[tuple[int, .
             row[column] += above[column]
 
     inexact = any(upstream[member] for group in (members, *others) for member in group)
+    alone = {links[k] for k in todo if not fixes[k] or after[fixes[k] - 1] < links[k]}
+    fixed_alone = {fixes[k] for k in todo if not links[k]}
     position = {member: number for number, member in enumerate(members, 1)}
     return Chain(
         members=tuple(members),
@@ -161,7 +164,9 @@ def chain_of(trace: Trace, members: Sequence[int], others: Sequence[tuple[int, .
         fixed=tuple(fixed),
         body=body,
         tail=tuple(tuple(row) for row in table),
-        exact=not inexact,
+        exact=not inexact
+        and all(reductions[member].operation not in read or number in alone for number, member in enumerate(members, 1))
+        and all(not known.read or number in fixed_alone for number, known in enumerate(fixed, 1)),
     )
 
 

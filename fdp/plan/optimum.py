@@ -21,18 +21,19 @@ from dataclasses import dataclass
 from fdp.plan.chain import Chain, Fixed
 from fdp.plan.ticks import Ticks
 
-_MOST_WAYS = 256
+_MOST_WAYS = 32
 """Ways to cut a prefix that are kept. Were there more, those that promise least would be dropped, and that be said."""
 
-_SLOWED_WAYS = 8
-"""The same where messages slow computing down. Then every message that is sent earlier or later leaves another time
-behind, and hardly any way beats another in everything."""
+_QUICK_WAYS, _QUICK_OPEN = 8, 32
+"""The same in a quick search, and how many shorter prefixes it goes on from. It finds an end by which to judge all
+others; and where messages slow computing down it is all there is. Then every message that is sent earlier or later
+leaves another time behind, and hardly any way beats another in everything."""
 
-_DIVES = 64
-"""Ways that are followed first, the most promising each time, for an end by which to judge all others."""
+_DIVES = 16
+"""Ways that are followed before, the most promising each time, for a first such end."""
 
-_PATIENCE, _MOST_OPEN = 100_000, 64
-"""After so many buckets tried, the search goes on from so many ways only, those that promise most, and says so."""
+_PATIENCE = 50_000
+"""After so many buckets tried, the full search gives up, and that is said."""
 
 _FEW_FIXED = 8
 """With no more buckets of other kinds than these, what they wait for is looked at in full."""
@@ -83,8 +84,10 @@ class _Way:
 def best_cuts(chain: Chain, ticks: Ticks, bound: float) -> Cuts:
     """Find the buckets with which a step ends earliest.
 
-    The time that it takes is at most quadratic in the number of links, times the ways that are kept of a prefix (few,
-    and at most 256); in practice most shorter prefixes are beaten, and it is nearly linear.
+    A quick search, linear in the number of links, looks for a good end; a full one then looks for a better one, or
+    shows that there is none. It is at most quadratic; in practice most ways are beaten, and it is nearly linear.
+    Where hundreds of gradients can be cut in many ways that differ by next to nothing, it gives up, and what was found
+    is not proven to be the best.
 
     Args:
         chain: of gradients.
@@ -96,7 +99,9 @@ def best_cuts(chain: Chain, ticks: Ticks, bound: float) -> Cuts:
     """
     search = _Search(chain, ticks, bound)
     best = search.dive()
-    best = search.run() or best
+    best = search.run(quick=True) or best
+    if search.dropped and not ticks.slowdown:
+        best = search.run(quick=False) or best
     if best is None:
         return Cuts((), bound, search.tried, not search.dropped)
     ends, way = list[int](), best
@@ -117,7 +122,6 @@ class _Search:
     def __init__(self, chain: Chain, ticks: Ticks, bound: float) -> None:
         self.chain, self.ticks, self.bound = chain, ticks, bound
         self.speed = 1 - ticks.slowdown
-        self.most = _SLOWED_WAYS if ticks.slowdown else _MOST_WAYS
         self.loose = bool(ticks.slowdown) or len(chain.fixed) > _FEW_FIXED
         self.dropped = False
         self.tried = 0
@@ -165,9 +169,11 @@ class _Search:
                     heapq.heappush(heap, (longer.least, -end, next(number), longer))
         return best
 
-    def run(self) -> _Way | None:
-        """Search among all; lowers the bound. None if nothing ends before it."""
+    def run(self, quick: bool) -> _Way | None:
+        """Search among all, or most; lowers the bound. None if nothing ends before it."""
         chain, count = self.chain, len(self.chain.ready)
+        self.dropped = False
+        last = self.tried + _PATIENCE
         opened = [self._nothing()]
         events = 0
         for end in range(1, count + 1):
@@ -183,11 +189,14 @@ class _Search:
                     going.append(way)
                     if longer.least < self.bound:
                         extended.append(longer)
-            kept = self._unbeaten(extended, events)
+            kept = self._unbeaten(extended, events, _QUICK_WAYS if quick else _MOST_WAYS)
             going = [way for way in going if not any(self._overtakes(k, way, events) for k in kept)]
-            if len(going) > _MOST_OPEN and (self.tried > _PATIENCE or self.loose):
+            if quick and len(going) > _QUICK_OPEN:
                 self.dropped = True
-                going = sorted(going, key=lambda way: (way.least, -way.cut))[:_MOST_OPEN]
+                going = sorted(going, key=lambda way: (way.least, -way.cut))[:_QUICK_OPEN]
+            if not quick and self.tried > last:
+                self.dropped = True
+                return None
             opened = going + kept
             if not opened:
                 return None
@@ -277,7 +286,7 @@ class _Search:
             return way.now + chain.ready[end] - way.work + self.ticks.start + chain.pack[end]
         return math.inf
 
-    def _unbeaten(self, ways: list[_Way], events: int) -> list[_Way]:
+    def _unbeaten(self, ways: list[_Way], events: int, most: int) -> list[_Way]:
         """Keep ways to cut one prefix that no other one beats whatever follows."""
         slowed = bool(self.ticks.slowdown)
         # It does not matter since when the link is free, before the next message can be filled.
@@ -293,7 +302,7 @@ class _Search:
                 for other in kept
             ):
                 continue
-            if len(kept) == self.most:
+            if len(kept) == most:
                 self.dropped = True
                 break
             kept.append(way)

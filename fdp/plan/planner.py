@@ -57,12 +57,14 @@ def consider(
 def choose(trace: Trace, costs: Costs, network: Network, world_size: int) -> tuple[Groups, Forecast]:
     """Find the buckets with which the simulated step ends earliest.
 
-    Where all reductions are of one kind (operation, dtype and device) and none is computed from another's result, no
-    other buckets of neighbours end earlier; `Forecast.optimal` says so. Of several kinds the largest is cut first, with
-    the others as the best fixed caps have them, and then the others in turn. Where a reduction is computed from
-    another's result, cuts are chosen as if nothing waited for that other one. Where messages slow computing down, a
-    beam takes the place of the full search. In each case the result is simulated in full, and is taken only if it ends
-    before every fixed cap does.
+    Where all reductions are of one kind (operation, dtype and device) and none is computed from another's result, the
+    search is exact: `Forecast.optimal` says that no other buckets of neighbours end earlier, or, where many hundreds of
+    gradients leave too many ways that differ by next to nothing, that this is not shown. Of several kinds the largest
+    is cut first, with the others as the best fixed caps have them, and then the others in turn. Where a reduction is
+    computed from another's result, cuts are chosen as if nothing waited for that other one. Where messages slow
+    computing down, a beam takes the place of the full search. A gradient that is read only together with a later one is
+    taken to be waited for too early. In each case the result is simulated in full, and is taken only if it
+    ends before every fixed cap does.
 
     Args:
         trace: of the step.
