@@ -31,10 +31,10 @@ _SIZES_BYTES = (64, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24)
 
 _FEWEST_SIZES = 3
 _SMALL_BYTES = 2**18
-_REPEATS_OF_SMALL, _REPEATS_OF_LARGE = 9, 3
-_BUDGET_S = 0.6
-"""So long messages of growing sizes are sent; larger ones are left out then. Everything together takes about a second
-at most, but on links on which the three smallest sizes take longer."""
+_REPEATS_OF_SMALL, _REPEATS_OF_LARGE = 9, 5
+_BUDGET_S = 1.2
+"""So long messages of growing sizes are sent; larger ones are left out then. Everything together takes about two
+seconds at most, but on links on which the three smallest sizes take longer."""
 
 _BESIDE_S = 5e-3
 """So long computing goes on beside messages, to see how much slower it is."""
