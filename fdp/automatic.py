@@ -6,18 +6,20 @@ shorter last batch) cuts them as before: it needs nobody, and the schedule stays
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from fdp.emit import Emitted
+from fdp.emit import Emitted, tell_all
 from fdp.errors import AgreementError, build_message
 from fdp.group import Group, all_say
 from fdp.measure import agreed_costs, measure_costs, measure_link
 from fdp.measure.operations import device_of_messages
 from fdp.plan import Machine, Network, Plan, plan_trace
 from fdp.plan.build import plan_groups
+from fdp.plans_on_disk import Groups, find_groups, keep_groups, name_of
 from fdp.trace import Reduction, Trace
 
 LEAST_BYTES = 2**20
@@ -29,10 +31,11 @@ class Automatic:
 
     Args:
         network: between the ranks, if the user gave it; None to measure it.
+        keeps: whether to choose at the next start of the program what was chosen at this one: the step is compiled.
     """
 
-    def __init__(self, network: Network | None) -> None:
-        self._network = network
+    def __init__(self, network: Network | None, keeps: bool = False) -> None:
+        self._network, self._keeps = network, keeps
         self._chosen: dict[Any, tuple[tuple[int, ...], ...]] = {}
 
     def plan_ahead(self, trace: Trace, group: Group) -> Plan:
@@ -63,6 +66,10 @@ class Automatic:
         """
         trace, group = emitted.plan.trace, emitted.group
         emitted.agree(tensors)
+        kept, where = self._kept(emitted) if self._keeps else (None, "")
+        if kept is not None:
+            self._chosen[_key(trace.reductions, group)] = kept
+            return plan_groups(trace, kept)
         device = device_of_messages(emitted.plan)
         if self._network is None:
             link = measure_link(group, device, _dtype_of_messages(emitted.plan))
@@ -86,8 +93,35 @@ class Automatic:
                 )
             )
         plan = plan_trace(trace, "auto", agreed_costs(group, device, costs), network)
-        self._chosen[_key(trace.reductions, group)] = tuple(bucket.members for bucket in plan.buckets)
+        groups = tuple(bucket.members for bucket in plan.buckets)
+        self._chosen[_key(trace.reductions, group)] = groups
+        if self._keeps and group.rank == 0:
+            keep_groups(where, groups)
         return plan
+
+    def _kept(self, emitted: Emitted) -> tuple[Groups | None, str]:
+        """What rank 0 has kept, for all ranks alike, and where it is kept."""
+        trace, group = emitted.plan.trace, emitted.group
+        backend = group.backend_for(device_of_messages(emitted.plan))
+
+        def tell(own: dict[str, Any]) -> list[Any]:
+            found = tell_all(group, own, f"step {trace.name!r}", "is to be planned")
+            failed = [f"rank {rank}: {other['failed']}" for rank, other in enumerate(found) if "failed" in other]
+            if failed:
+                raise AgreementError(
+                    build_message(
+                        f"step {trace.name!r} could not be planned on every rank.",
+                        failed,
+                        remedy="mend the error there; the other ranks wait for it in vain.",
+                    )
+                )
+            return found
+
+        hosts = [str(other["host"]) for other in tell({"host": socket.gethostname()})]
+        where = name_of(trace, backend, hosts, repr(self._network))
+        groups = find_groups(where, len(trace.reductions)) if group.rank == 0 else None
+        told = tell({"groups": groups})[0]["groups"]
+        return None if told is None else tuple(tuple(members) for members in told), where
 
 
 def _key(reductions: Sequence[Reduction], group: Group) -> Any:

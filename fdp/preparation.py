@@ -67,7 +67,7 @@ class Preparation:
     def __init__(self, step: Callable[..., Any], name: str, settings: Settings) -> None:
         self._step, self._name, self._settings = step, name, settings
         self._agreed: set[tuple[str, Group]] = set()
-        self._automatic = Automatic(settings.network)
+        self._automatic = Automatic(settings.network, keeps=settings.options is not None)
         self._previous: Summary | None = None
         self._prepared = 0
         self.traces = 0

@@ -34,6 +34,7 @@ FLOORS = (
     ("plan",),
     ("emit",),
     ("measure",),
+    ("plans_on_disk",),
     ("automatic",),
     ("preparation",),
     ("transform",),

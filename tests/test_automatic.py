@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any
 
 import pytest
@@ -97,6 +98,37 @@ def test_a_network_that_is_given_is_not_measured(compile: bool) -> None:
     assert forecast.network == NETWORK and forecast.costs.origin == "measured"
     assert forecast == other[0] and messages == other[1]
     assert all(torch.equal(a, b) for a, b in zip(ws, other[2], strict=True))
+
+
+def call_compiled(measures: bool) -> Any:
+    def refuse(*args: Any) -> Any:
+        raise AssertionError("measured")
+
+    if not measures:
+        fdp.automatic.measure_costs = refuse
+    step = fdp.data_parallel(update, compile=True)
+    step(start(), batch_of(16))
+    step(start(), batch_of(7))
+    return [known.emitted.plan.messages for known in step._known.values()]
+
+
+def test_a_compiled_step_has_the_same_buckets_at_the_next_start(tmp_path: pathlib.Path) -> None:
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+
+    def messages(measures: bool) -> Any:
+        outcomes = ranks.run_fresh(2, call_compiled, measures, env=env)
+        assert all(outcome.ok for outcome in outcomes), [outcome.describe() for outcome in outcomes]
+        return [outcome.value for outcome in outcomes]
+
+    first = messages(True)
+    assert first[0] == first[1] and len(set(first[0])) == 1
+    assert messages(False) == first
+    again = ranks.run_fresh(2, call_compiled, False, env={**env, "FDP_MEASURE_AGAIN": "1"})
+    assert all(outcome.error is not None and "measured" in outcome.error.message for outcome in again)
+    (kept,) = (tmp_path / "fdp-plans").iterdir()
+    kept.write_text("[[0, 0]]")  # no buckets at all
+    assert len(messages(True)[0]) == 2
+    assert kept.read_text() != "[[0, 0]]"
 
 
 def call_small() -> Any:

@@ -5,7 +5,7 @@ signature -> emitted;
 check; compiled, in place of places and program, for a step that is compiled
 """
 
-from fdp.emit.agreement import announce_failure, come_together
+from fdp.emit.agreement import announce_failure, come_together, tell_all
 from fdp.emit.check import check_emitted
 from fdp.emit.compiled import resolve_options, unwrap_compiled
 from fdp.emit.compiled.check import check_compiled
@@ -22,5 +22,6 @@ __all__ = [
     "compile_together",
     "emit_plan",
     "resolve_options",
+    "tell_all",
     "unwrap_compiled",
 ]

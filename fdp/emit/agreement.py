@@ -70,7 +70,7 @@ def agree(plan: Plan, group: Group, tensors: Sequence[torch.Tensor], compare_sta
     marks = _marks(plan, tensors) if compare_state else {}
     own = {"schedule": schedule_text(plan, how), "marks": marks}
     name = plan.trace.name
-    found = _exchange(group, own, f"step {name!r}", "has a new communication schedule")
+    found = tell_all(group, own, f"step {name!r}", "has a new communication schedule")
     for rank, other in enumerate(found):
         if "failed" in other:
             raise AgreementError(
@@ -127,7 +127,7 @@ def come_together(group: Group, subject: str, news: str) -> None:
         PeerError: the store cannot be reached.
     """
     own = f"{subject} {news}"
-    found = _exchange(group, {"schedule": own, "marks": {}}, subject, news)
+    found = tell_all(group, {"schedule": own, "marks": {}}, subject, news)
     others = [other.get("failed") or other["schedule"].splitlines()[0] for other in found]
     offenders = [f"rank {rank}: {other}" for rank, other in enumerate(others) if other != own]
     if offenders:
@@ -140,7 +140,21 @@ def come_together(group: Group, subject: str, news: str) -> None:
         )
 
 
-def _exchange(group: Group, own: dict[str, Any], subject: str, news: str) -> list[dict[str, Any]]:
+def tell_all(group: Group, own: dict[str, Any], subject: str, news: str) -> list[dict[str, Any]]:
+    """Tell every rank something, and hear what every rank has to tell, in rank order; through the store.
+
+    A rank that could not get so far has only "failed" to tell, and why.
+
+    Args:
+        group: the ranks.
+        own: what this rank tells; made of what JSON knows.
+        subject: what it is about, such as "step 'train'".
+        news: what is the matter with it.
+
+    Raises:
+        AgreementError: another rank did not come in time.
+        PeerError: the store cannot be reached.
+    """
     limit = timeout_s()
     try:
         found = exchange(group, next_turn(group), json.dumps(own).encode(), limit)

@@ -1,0 +1,78 @@
+"""Buckets that were chosen for compiled steps, kept beside the compiled code from one start of a program to the next.
+
+What is compiled is found again only if it is the same to the letter, and buckets that are chosen by measurement would
+be others at the next start: each start would compile anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import tempfile
+from collections.abc import Sequence
+
+from fdp.trace import Trace
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+def find_groups(name: str, reductions: int) -> Groups | None:
+    """Find the buckets that were kept under a name.
+
+    Args:
+        name: from `name_of`.
+        reductions: how many reductions there are to put in buckets.
+
+    Returns:
+        The members of each bucket; None if none were kept, or what was kept cannot be read.
+    """
+    if os.environ.get("FDP_MEASURE_AGAIN"):
+        return None
+    try:
+        groups = tuple(tuple(int(member) for member in group) for group in json.loads((_folder() / name).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+    members = [member for group in groups for member in group]
+    whole = all(groups) and len(members) == len(set(members)) and set(members) <= set(range(reductions))
+    return groups if whole else None
+
+
+def keep_groups(name: str, groups: Groups) -> None:
+    """Keep buckets under a name; where that cannot be, they are chosen anew at the next start."""
+    with contextlib.suppress(OSError):
+        _folder().mkdir(parents=True, exist_ok=True)
+        handle, path = tempfile.mkstemp(dir=_folder())
+        with os.fdopen(handle, "w") as file:
+            json.dump(groups, file)
+        os.replace(path, _folder() / name)  # whole, or not at all: other programs may be reading
+
+
+def name_of(trace: Trace, backend: str | None, hosts: Sequence[str], network: str) -> str:
+    """Name what buckets depend on, but for how fast everything is.
+
+    Args:
+        trace: of the step.
+        backend: that its messages go through.
+        hosts: the names of the hosts that the ranks run on.
+        network: that the user gave, in words.
+
+    Returns:
+        A name for a file.
+    """
+    text = [
+        f"{trace.world_size} {backend} {sorted(hosts)} {trace.wire} {network}",
+        *(f"{r.name} {r.op} {r.root} {r.shape} {r.dtype} {r.device} {r.operation}" for r in trace.reductions),
+        *(f"{o.target} {o.needs} {o.lane}" for o in trace.operations),
+        *(f"{i.shape} {i.dtype} {i.device}" for i in trace.inputs),
+    ]
+    return hashlib.sha256("\n".join(text).encode()).hexdigest()[:32] + ".json"
+
+
+def _folder() -> pathlib.Path:
+    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if compiled:
+        return pathlib.Path(compiled) / "fdp-plans"
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "fdp" / "plans"
