@@ -257,7 +257,7 @@ def ways_to_cut(count: int) -> list[tuple[int, ...]]:
     ]
 
 
-@examples(2000)
+@examples(4000)
 @given(st.integers(0, 2**32), st.integers(1, 8))
 def test_the_search_finds_the_earliest_end(seed: int, count: int) -> None:
     chain, ticks = drawn_chain(random.Random(seed), count, 0.0)
