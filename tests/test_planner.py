@@ -163,7 +163,7 @@ def check_against_caps(trace: Trace, rng: random.Random, slowdown: float) -> Non
         assert sorted(i.bucket for i in plan.schedule if isinstance(i, kind)) == list(range(len(plan.buckets)))
 
 
-@examples(150)
+@examples(400)
 @given(traces(), st.integers(0, 2**32), st.sampled_from([0.0, 0.0, 0.4]))
 def test_no_fixed_cap_ends_earlier_on_any_trace(trace: Trace, seed: int, slowdown: float) -> None:
     """Several kinds, reductions of reductions, all-gathers, broadcasts."""
@@ -257,7 +257,7 @@ def ways_to_cut(count: int) -> list[tuple[int, ...]]:
     ]
 
 
-@examples(400)
+@examples(4000)
 @given(st.integers(0, 2**32), st.integers(1, 8))
 def test_the_search_finds_the_earliest_end(seed: int, count: int) -> None:
     chain, ticks = drawn_chain(random.Random(seed), count, 0.0)
@@ -310,7 +310,7 @@ def test_a_thousand_gradients_are_few_ways(work: float, latency: float) -> None:
     chain, ticks = long_chain(1000, random.Random(3), work, 1.0, latency)
     found = best_cuts(chain, ticks, math.inf)
     # Trying every end for every begin would be 500,000 buckets, for one way to come to each.
-    assert found.tried < 120_000
+    assert found.tried < 65_000
     # Where computing takes far longer than messages, many plans differ by a few starts only: then it gives up.
     assert found.proven or work == 4e6
     assert found.end == end_of_chain(chain, ticks, found.ends)

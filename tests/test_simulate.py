@@ -116,6 +116,8 @@ def check_timeline(trace: Trace, rng: random.Random, slowdown: float) -> None:
     assert (path[-1].end_s if path else 0.0) == pytest.approx(timeline.step_s, abs=1e-9)
     for one, two in itertools.pairwise(path):
         assert one.end_s == pytest.approx(two.start_s, abs=1e-9)
+        if one.lane == "communication" and two.lane == "compute":
+            assert one in messages  # all of it, and not a part of one that takes longer
     assert sum(i.end_s - i.start_s for i in path) == pytest.approx(timeline.step_s, abs=1e-8)
     whole = {(i.lane, i.name, i.start_s) for i in timeline.intervals}
     assert {(i.lane, i.name, i.start_s) for i in path} <= whole

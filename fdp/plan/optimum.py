@@ -24,16 +24,16 @@ from fdp.plan.ticks import Ticks
 _MOST_WAYS = 32
 """Ways to cut a prefix that are kept. Were there more, those that promise least would be dropped, and that be said."""
 
-_QUICK_WAYS, _QUICK_OPEN = 8, 32
+_QUICK_WAYS, _QUICK_OPEN = 8, 24
 """The same in a quick search, and how many shorter prefixes it goes on from. It finds an end by which to judge all
 others; and where messages slow computing down it is all there is. Then every message that is sent earlier or later
 leaves another time behind, and hardly any way beats another in everything."""
 
-_DIVES = 16
+_DIVES = 8
 """Ways that are followed before, the most promising each time, for a first such end."""
 
-_PATIENCE = 50_000
-"""After so many buckets tried, the full search gives up, and that is said."""
+_PATIENCE = 60_000
+"""After so many buckets tried in all, the full search gives up, and that is said."""
 
 _FEW_FIXED = 8
 """With no more buckets of other kinds than these, what they wait for is looked at in full."""
@@ -173,7 +173,6 @@ class _Search:
         """Search among all, or most; lowers the bound. None if nothing ends before it."""
         chain, count = self.chain, len(self.chain.ready)
         self.dropped = False
-        last = self.tried + _PATIENCE
         opened = [self._nothing()]
         events = 0
         for end in range(1, count + 1):
@@ -194,7 +193,7 @@ class _Search:
             if quick and len(going) > _QUICK_OPEN:
                 self.dropped = True
                 going = sorted(going, key=lambda way: (way.least, -way.cut))[:_QUICK_OPEN]
-            if not quick and self.tried > last:
+            if not quick and self.tried > _PATIENCE:
                 self.dropped = True
                 return None
             opened = going + kept
