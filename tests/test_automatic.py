@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import fdp
 import fdp.automatic
-import fdp.measure.network
+import fdp.plans_on_disk
 
 LAYERS, WIDTH = 8, 256
 NETWORK = fdp.Network(latency_s=1e-4, bandwidth_bytes_per_s=1e8)
@@ -108,8 +108,7 @@ def call_compiled(measures: bool) -> Any:
         fdp.automatic.measure_costs = refuse
     step = fdp.data_parallel(update, compile=True)
     step(start(), batch_of(16))
-    step(start(), batch_of(7))
-    return [known.emitted.plan.messages for known in step._known.values()]
+    return plan_of(step).messages
 
 
 def test_a_compiled_step_has_the_same_buckets_at_the_next_start(tmp_path: pathlib.Path) -> None:
@@ -121,14 +120,25 @@ def test_a_compiled_step_has_the_same_buckets_at_the_next_start(tmp_path: pathli
         return [outcome.value for outcome in outcomes]
 
     first = messages(True)
-    assert first[0] == first[1] and len(set(first[0])) == 1
+    assert first[0] == first[1]
+    (kept,) = (tmp_path / "fdp-plans").iterdir()
     assert messages(False) == first
     again = ranks.run_fresh(2, call_compiled, False, env={**env, "FDP_MEASURE_AGAIN": "1"})
     assert all(outcome.error is not None and "measured" in outcome.error.message for outcome in again)
-    (kept,) = (tmp_path / "fdp-plans").iterdir()
-    kept.write_text("[[0, 0]]")  # no buckets at all
-    assert len(messages(True)[0]) == 2
-    assert kept.read_text() != "[[0, 0]]"
+    assert kept.exists()
+
+
+def test_what_is_no_plan_is_not_taken(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    fdp.plans_on_disk.keep_groups("x", ((0, 2), (1,)))
+    assert fdp.plans_on_disk.find_groups("x", 3) == ((0, 2), (1,))
+    assert fdp.plans_on_disk.find_groups("y", 3) is None
+    for text in ("", "[[0, 0]]", "[[3]]", "[[]]", "{}7", "[1]"):
+        (tmp_path / "fdp-plans" / "x").write_text(text)
+        assert fdp.plans_on_disk.find_groups("x", 3) is None, text
+    monkeypatch.setenv("FDP_MEASURE_AGAIN", "1")
+    fdp.plans_on_disk.keep_groups("x", ((0, 2), (1,)))
+    assert fdp.plans_on_disk.find_groups("x", 3) is None
 
 
 def call_small() -> Any:

@@ -23,7 +23,7 @@ class Interval:
 
     Attributes:
         lane: "compute" or "communication".
-        kind: "forward", "backward", "pack" (filling buckets and starting messages), "optimizer" (whatever follows a
+        kind: "forward", "backward", "pack" (filling buckets and starting messages), "optimizer" (what follows a
             wait), or "message".
         name: an operator with its source line, or what travels.
         start_s: seconds from the beginning of the step.
