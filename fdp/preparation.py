@@ -74,7 +74,7 @@ class Preparation:
 
     def trace(self, flat: Flat, roles: Roles, group: Group) -> Trace:
         """Trace the step, without running it."""
-        devices = sorted({x.device.index for x in flat.leaves if isinstance(x, torch.Tensor) and x.is_cuda})
+        devices = sorted({x.device.index for x in flat.tensors if x.is_cuda})
         # Nothing is drawn while tracing; but a step that seeds a generator does it to the real one.
         with _one_at_a_time, torch.random.fork_rng(devices=devices):
             self.traces += 1
@@ -127,7 +127,7 @@ class Preparation:
         plan = self._automatic.remembered(trace, group)
         if plan is None:
             emitted = Emitted(plan_trace(trace), group, self._agreed, self._settings.check_replication)
-            plan = self._automatic.choose(emitted, [leaf for leaf in flat.leaves if isinstance(leaf, torch.Tensor)])
+            plan = self._automatic.choose(emitted, flat.tensors)
             emitted.leave_memory()
         return plan
 
@@ -146,8 +146,7 @@ class Preparation:
             made.arm()
             return made
 
-        tensors = [leaf for leaf in flat.leaves if isinstance(leaf, torch.Tensor)]
-        together = emitted.agree(tensors, settings.options)
+        together = emitted.agree(flat.tensors, settings.options)
         try:
             return compile_together(self._name, emitted.group, together, compiled, lambda made: made.entry)
         except Exception:

@@ -182,10 +182,8 @@ class Step:
             PurityError: as for a call.
             ReplicationError: as for a call.
         """
-        if kwargs:
-            args = by_position(self._name, self._signature, args, kwargs)
-        roles = self._roles_for(len(args))
-        return self._preparation.trace(flatten(args, roles), roles, resolve_group(self._group))
+        flat, roles, (_, group, _) = self._resolve(args, kwargs)
+        return self._preparation.trace(flat, roles, group)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """Trace and plan the step on example arguments, without running it.
@@ -202,10 +200,8 @@ class Step:
             PurityError: as for a call.
             ReplicationError: as for a call.
         """
-        if kwargs:
-            args = by_position(self._name, self._signature, args, kwargs)
-        roles = self._roles_for(len(args))
-        return self._preparation.plan(flatten(args, roles), roles, resolve_group(self._group))
+        flat, roles, (_, group, _) = self._resolve(args, kwargs)
+        return self._preparation.plan(flat, roles, group)
 
     def profile(self, *args: Any, repeats: int = 3, **kwargs: Any) -> Timeline:
         """Run the step for real, messages and all, and tell what happened when; nothing is changed, nothing returned.
@@ -224,11 +220,9 @@ class Step:
             AgreementError: another rank does something else, or did not come in time.
             PeerError: another rank died or stopped answering.
         """
-        if kwargs:
-            args = by_position(self._name, self._signature, args, kwargs)
-        group, roles = resolve_group(self._group), self._roles_for(len(args))
-        with alone_on(group, self._name):
-            known, tensors = self._look_up(flatten(args, roles), roles, (len(args), group, surroundings()))
+        flat, roles, place = self._resolve(args, kwargs)
+        with alone_on(place[1], self._name):
+            known, tensors = self._look_up(flat, roles, place)
             return profile_step(known.emitted, tensors, repeats)
 
     @property
@@ -257,7 +251,7 @@ class Step:
                     known = _Known(self._preparation.prepare(flat, roles, place[1]))
                     self._keep(key, known)
         known.remembered = self._calls.remember(place, flat, known.emitted.plan.trace, known, known.remembered)
-        return known, [leaf for leaf in flat.leaves if isinstance(leaf, torch.Tensor)]
+        return known, flat.tensors
 
     def _find(self, key: Any) -> _Known | None:
         try:
@@ -270,6 +264,13 @@ class Step:
         if len(self._known) >= _MOST_SIGNATURES:
             del self._known[min(self._known, key=lambda other: self._known[other].last_call)]
         self._known[key] = known
+
+    def _resolve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Flat, Roles, _Place]:
+        """What is known of the arguments of a method that does not have to be quick."""
+        if kwargs:
+            args = by_position(self._name, self._signature, args, kwargs)
+        roles = self._roles_for(len(args))
+        return flatten(args, roles), roles, (len(args), resolve_group(self._group), surroundings())
 
     def _roles_for(self, count: int) -> Roles:
         roles = self._roles.get(count)
@@ -310,7 +311,7 @@ def data_parallel(
             `torch.compile`: {"mode": "max-autotune"}.
         check_replication: whether outputs must be equal on every rank unless declared with `fdp.per_rank`, and
             whether ranks compare the bits of their state before they first communicate.
-        check_trace: whether a new trace is compared once with the step itself, and what was compiled with the trace.
+        check_trace: whether a new trace is compared once with the step itself, and what was compiled likewise.
         wire_dtype: torch.bfloat16 or torch.float16, in which wider gradients of `value_and_grad` and `grad` travel;
             None sends them as they are.
         accumulate_dtype: torch.float32, to add them up in; None adds them up in the type that they travel in.

@@ -121,11 +121,10 @@ def test_a_compiled_step_has_the_same_buckets_at_the_next_start(tmp_path: pathli
 
     first = messages(True)
     assert first[0] == first[1]
-    (kept,) = (tmp_path / "fdp-plans").iterdir()
+    assert len(list((tmp_path / "fdp-plans").iterdir())) == 1
     assert messages(False) == first
     again = ranks.run_fresh(2, call_compiled, False, env={**env, "FDP_MEASURE_AGAIN": "1"})
     assert all(outcome.error is not None and "measured" in outcome.error.message for outcome in again)
-    assert kept.exists()
 
 
 def test_what_is_no_plan_is_not_taken(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,11 +97,9 @@ def give_back_memory() -> None:
 
 def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Roles, excuse: Excuse | None) -> None:
     name = emitted.plan.trace.name
-    originals = [leaf for leaf in flat.leaves if isinstance(leaf, torch.Tensor)]
+    originals = flat.tensors
     inputs = emitted.plan.trace.inputs
-    devices = sorted({t.device.index or 0 for t in originals if t.device.type == "cuda"})
-
-    generators = held_generators(emitted)
+    on_accelerator = bool(accelerators(emitted))
 
     def copies(donated: bool) -> list[Any]:
         return [
@@ -116,11 +114,11 @@ def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Role
         values = [(a if b is None else b).requires_grad_(False) for a, b in zip(kept, fresh, strict=True)]
         return _detached(run_untraced(step, flat, roles, emitted.group, values, wire))
 
-    with forked(devices, generators):
+    with undisturbed(emitted):
         before = _other_random_state()
         expected, expected_spec = optree.tree_flatten(untraced())
         drawn = _other_random_state() != before
-    with forked(devices, generators):
+    with undisturbed(emitted):
         values = [a if b is None else b for a, b in zip(kept, copies(donated=True), strict=True)]
         try:
             found, found_spec = optree.tree_flatten(emitted.rehearse(values))
@@ -140,7 +138,7 @@ def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Role
             )
         )
     names = leaf_names(optree.tree_unflatten(expected_spec, range(len(expected))), "output")
-    if not drawn and not devices and emitted.plan.trace.wire is None:
+    if not drawn and not on_accelerator and emitted.plan.trace.wire is None:
         # No further run will be compared with these: each leaf is let go of as soon as it has been.
         kept.clear()
         offenders = different(names, _taken(found), _taken(expected))
@@ -150,7 +148,7 @@ def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Role
         # The last digit of a gradient decides to which side it is rounded for the wire, and its division may round it
         # again. What that can do to each output shows where every gradient is moved by one unit in its last place.
         shaken = replace(emitted.plan.trace.wire, shaken=True)
-        with forked(devices, generators):
+        with undisturbed(emitted):
             again = optree.tree_leaves(untraced(shaken))
             offenders = different(names, found, expected, again, excused=_UNITS, most=math.inf)
     if offenders and excuse is not None:
@@ -158,19 +156,24 @@ def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Role
         offenders = []
     if drawn and not offenders:
         # Random numbers that torch does not know of are drawn. They are frozen; does anything depend on them?
-        with forked(devices, generators):
+        with undisturbed(emitted):
             # Two runs of the same code: on a CPU they agree to the bit, so the smallest difference tells.
             again = optree.tree_leaves(untraced())
-            offenders = different(names, again, expected, share=1.0 if devices else 1e-3)
-    elif offenders and devices:
+            offenders = different(names, again, expected, share=1.0 if on_accelerator else 1e-3)
+    elif offenders and on_accelerator:
         # Kernels on the device may be nondeterministic; then the step differs from itself by as much.
-        with forked(devices, generators):
+        with undisturbed(emitted):
             offenders = different(names, found, expected, optree.tree_leaves(untraced()))
     if offenders:
         raise wrong_trace(name, [offender.text for offender in offenders])
 
 
-def held_generators(emitted: Emitted) -> list[torch.Generator]:
+def accelerators(emitted: Emitted) -> list[int]:
+    """The accelerators that the inputs of a step lie on."""
+    return sorted({item.device.index or 0 for item in emitted.plan.trace.inputs if item.device.type == "cuda"})
+
+
+def _held_generators(emitted: Emitted) -> list[torch.Generator]:
     """The generators of random numbers that a step closes over."""
     graph = emitted.plan.trace.graph
     held = [getattr(graph, str(node.target), None) for node in graph.graph.find_nodes(op="get_attr")]
@@ -178,10 +181,11 @@ def held_generators(emitted: Emitted) -> list[torch.Generator]:
 
 
 @contextmanager
-def forked(devices: Sequence[int], generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """Draw random numbers, and then go on as if none had been drawn."""
+def undisturbed(emitted: Emitted) -> Iterator[None]:
+    """Draw random numbers as a step does, and then go on as if none had been drawn."""
+    generators = _held_generators(emitted)
     states = [generator.get_state() for generator in generators]
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=accelerators(emitted)):
         yield
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)

@@ -17,12 +17,12 @@ import torch
 from torch import fx
 
 from fdp.emit import Emitted
-from fdp.emit.check import give_back_memory
+from fdp.emit.check import give_back_memory, undisturbed
 from fdp.emit.lines import Part
 from fdp.measure.agreed import agreed_costs
 from fdp.measure.clock import Clock, clock_for, cost_of_a_stamp
 from fdp.measure.network import measure_link
-from fdp.measure.rehearsal import fresh, undisturbed
+from fdp.measure.rehearsal import fresh
 from fdp.plan import Plan, Run
 from fdp.plan.costs import Costs
 from fdp.trace.effects import list_arguments

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from fdp.emit import Emitted, come_together
+from fdp.emit.check import undisturbed
 from fdp.errors import ArgumentError, CompileError, build_message
 from fdp.measure.agreed import agreed_seconds, refuse_left
 from fdp.measure.clock import clock_for
 from fdp.measure.lanes import Told, blocks, messages, operations
 from fdp.measure.operations import device_of_messages
-from fdp.measure.rehearsal import fresh, undisturbed
+from fdp.measure.rehearsal import fresh
 from fdp.plan.timeline import Timeline
 
 

@@ -1,14 +1,12 @@
-"""Runs that are there to be measured: on copies of what a step would change, and without a trace in random numbers."""
+"""The inputs of runs that are there to be measured: copies of what a step would change."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 
-from fdp.emit import Emitted
-from fdp.emit.check import copy_of, forked, held_generators
+from fdp.emit.check import copy_of
 from fdp.plan import Plan
 
 
@@ -17,12 +15,3 @@ def fresh(plan: Plan, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [
         copy_of(tensor) if item.donated else tensor for item, tensor in zip(plan.trace.inputs, tensors, strict=True)
     ]
-
-
-@contextmanager
-def undisturbed(emitted: Emitted) -> Iterator[None]:
-    """Draw random numbers as a step does, and then go on as if none had been drawn."""
-    inputs = emitted.plan.trace.inputs
-    devices = sorted({item.device.index or 0 for item in inputs if item.device.type == "cuda"})
-    with forked(devices, held_generators(emitted)):
-        yield

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from fdp.plan.costs import Costs
 from fdp.plan.network import Network
 from fdp.plan.record import Bucket, Item, Plan, Run, Wait
-from fdp.plan.ticks import TICKS_PER_S, Ticks, ticks_of, travelling_bytes
+from fdp.plan.ticks import TICKS_PER_S, Ticks, ticks_of
 from fdp.plan.timeline import Interval, Timeline
 from fdp.stages import enters
 from fdp.trace.record import Operation, Trace
@@ -157,7 +157,7 @@ def simulate(plan: Plan, costs: Costs, network: Network, world_size: int | None 
                 intervals.append(_interval("compute", "pack", f"fill bucket {bucket.index}", begin, end, bucket.index))
             name = message_name(trace, bucket)
             sent, done = clock.messages[bucket.index]
-            size_bytes = sum(travelling_bytes(trace.reductions[member]) for member in bucket.members)
+            size_bytes = bucket.size_bytes
             messages.append(_interval("communication", "message", name, sent, done, bucket.index, size_bytes))
     return Timeline(
         name=trace.name,

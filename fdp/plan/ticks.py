@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fdp.errors import ArgumentError, build_message
 from fdp.plan.costs import Costs
 from fdp.plan.network import OPERATIONS, Network
-from fdp.trace.record import Reduction, Trace
+from fdp.trace.record import Trace
 
 TICKS_PER_S = 1e9
 
@@ -45,11 +45,6 @@ class Ticks:
         """How long a message takes whose bytes take `travel`, and how long it keeps the link."""
         whole = self.latency[op] + travel
         return whole, whole if self.in_flight == 1 else max(travel, float(round(whole / self.in_flight)))
-
-
-def travelling_bytes(reduction: Reduction) -> int:
-    """How many bytes of a reduction go into its message."""
-    return reduction.size_bytes
 
 
 def ticks_of(trace: Trace, costs: Costs, network: Network, world_size: int) -> Ticks:
@@ -93,12 +88,11 @@ def ticks_of(trace: Trace, costs: Costs, network: Network, world_size: int) -> T
         ),
         start=0.0 if silent else float(round(costs.start_s * TICKS_PER_S)),
         pack=tuple(
-            0.0 if silent else float(round(costs.pack_s_per_byte * travelling_bytes(reduction) * TICKS_PER_S))
+            0.0 if silent else float(round(costs.pack_s_per_byte * reduction.size_bytes * TICKS_PER_S))
             for reduction in trace.reductions
         ),
         travel=tuple(
-            float(round(parts[reduction.op][1] * travelling_bytes(reduction) * TICKS_PER_S))
-            for reduction in trace.reductions
+            float(round(parts[reduction.op][1] * reduction.size_bytes * TICKS_PER_S)) for reduction in trace.reductions
         ),
         latency={op: float(round(latency_s * TICKS_PER_S)) for op, (latency_s, _) in parts.items()},
         in_flight=network.in_flight,

@@ -10,7 +10,6 @@ from typing import Any
 
 from fdp.stages import enter
 
-LANES = ("compute", "communication")
 KINDS = ("forward", "backward", "pack", "optimizer", "message")
 
 _TOLERANCE_S = 1e-10
@@ -23,8 +22,8 @@ class Interval:
 
     Attributes:
         lane: "compute" or "communication".
-        kind: "forward", "backward", "pack" (filling buckets and starting messages), "optimizer" (what follows a
-            wait), or "message".
+        kind: "forward", "backward", "pack" (filling buckets and starting messages), "optimizer" (what needs
+            a message, or comes behind the last backward pass, and no backward pass needs), or "message".
         name: an operator with its source line, or what travels.
         start_s: seconds from the beginning of the step.
         end_s: likewise.

@@ -58,6 +58,11 @@ class Flat:
     shared: tuple[tuple[int, int], ...] | None
     key: tuple[Any, ...]
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The leaves that are tensors."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
 
 def resolve_roles(
     step: Callable[..., Any],

@@ -67,7 +67,7 @@ def trace_step(
     """
     name = getattr(step, "__name__", type(step).__name__)
     names, inputs = describe_inputs(name, flat, roles)
-    tensors = [leaf for leaf in flat.leaves if isinstance(leaf, torch.Tensor)]
+    tensors = flat.tensors
     returned: list[Any] = []
 
     def flat_step(*values: torch.Tensor) -> list[torch.Tensor]:
@@ -188,7 +188,7 @@ def run_untraced(
 
 
 def _runs_by_itself(step: Callable[..., Any], flat: Flat, roles: Roles, group: Group) -> bool:
-    values = [leaf.detach().clone() for leaf in flat.leaves if isinstance(leaf, torch.Tensor)]
+    values = [tensor.detach().clone() for tensor in flat.tensors]
     try:
         with torch.random.fork_rng():
             run_untraced(step, flat, roles, group, values)

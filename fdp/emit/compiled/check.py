@@ -13,12 +13,12 @@ import torch
 from fdp.emit.check import (
     Difference,
     NotRunnable,
+    accelerators,
     check_emitted,
     copy_of,
     different,
-    forked,
     give_back_memory,
-    held_generators,
+    undisturbed,
     wrong_trace,
 )
 from fdp.emit.emitted import Emitted
@@ -87,22 +87,19 @@ def _excuse_rounding(
     offenders: list[Difference], emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Roles
 ) -> None:
     """Raise an error unless what was compiled differs from the step by rounding alone."""
-    originals, devices, generators = _surroundings(emitted, flat)
+    originals = flat.tensors
     # Kernels of a device need not repeat themselves, and what is rounded for the wire turns on a last digit: the check
     # knows how to deal with that.
-    noisy = bool(devices) or emitted.plan.trace.wire is not None
+    noisy = bool(accelerators(emitted)) or emitted.plan.trace.wire is not None
     if noisy:
         check_emitted(emitted, step, flat, roles)
-    with forked(devices, generators):
+    with undisturbed(emitted):
         leaves, spec = optree.tree_flatten(emitted.rehearse([copy_of(tensor) for tensor in originals]))
     names = leaf_names(optree.tree_unflatten(spec, range(len(leaves))), "output")
     trusted = {offender.index: leaves[offender.index] for offender in offenders}
     if not noisy:
-        wrong = [
-            Difference(o.index, f"{names[o.index]}: {text}", trusted[o.index], o.expected)
-            for o in offenders
-            for text in [each.text.partition(": ")[2] for each in different([""], [trusted[o.index]], [o.expected])]
-        ]
+        named = [names[offender.index] for offender in offenders]
+        wrong = different(named, trusted.values(), [offender.expected for offender in offenders])
         if wrong:
             raise wrong_trace(emitted.plan.trace.name, [difference.text for difference in wrong])
     del leaves
@@ -125,7 +122,7 @@ def _excuse_rounding(
         shaken = []
         for seed in range(_SHAKES):
             inputs = [_shaken(copy_of(tensor), seed) for tensor in originals]
-            with forked(devices, generators):
+            with undisturbed(emitted):
                 shaken.append(optree.tree_leaves(emitted.rehearse(inputs)))
         offenders = left(shaken)
     if offenders:
@@ -139,11 +136,10 @@ def _excuse_rounding(
 
 def _check_shapes(compiled: Emitted, emitted: Emitted, flat: Flat) -> None:
     """Run what was compiled, and look at the shapes and dtypes of what it returns."""
-    originals, devices, generators = _surroundings(emitted, flat)
     give_back_memory()
-    with forked(devices, generators):
+    with undisturbed(emitted):
         try:
-            found = optree.tree_leaves(compiled.rehearse([copy_of(tensor) for tensor in originals]))
+            found = optree.tree_leaves(compiled.rehearse([copy_of(tensor) for tensor in flat.tensors]))
         except FdpError:
             raise
         except Exception as error:
@@ -156,13 +152,6 @@ def _check_shapes(compiled: Emitted, emitted: Emitted, flat: Flat) -> None:
     give_back_memory()
     if offenders:
         raise _not_the_same(emitted.plan.trace.name, offenders)
-
-
-def _surroundings(emitted: Emitted, flat: Flat) -> tuple[list[torch.Tensor], list[int], Sequence[torch.Generator]]:
-    """The inputs of the first call, the devices among them, and the generators that the step draws from."""
-    originals = [leaf for leaf in flat.leaves if isinstance(leaf, torch.Tensor)]
-    devices = sorted({t.device.index or 0 for t in originals if t.device.type == "cuda"})
-    return originals, devices, held_generators(emitted)
 
 
 def _not_runnable(name: str, error: Exception) -> CompileError:
