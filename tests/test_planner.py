@@ -183,6 +183,51 @@ def test_no_fixed_cap_ends_earlier_in_training(seed: int, joint: bool, slowdown:
 # --- the search itself -------------------------------------------------------------------------------
 
 
+def mean_end_s(plan: Plan, network: fdp.Network, spread: float) -> float:
+    """The average end of a plan on a network, a faster and a slower one."""
+    bandwidths = [network.bandwidth_bytes_per_s * factor for factor in (1, 1 + spread, 1 / (1 + spread))]
+    ends = [
+        plan.timeline(dataclasses.replace(network, bandwidth_bytes_per_s=bandwidth)).step_s for bandwidth in bandwidths
+    ]
+    return sum(ends) / len(ends)
+
+
+@examples(100)
+@given(st.integers(0, 2**32), st.sampled_from([0.0, 0.1]), st.sampled_from([0.1, 0.5]))
+def test_among_near_ties_those_are_taken_that_last_on_other_networks(seed: int, slowdown: float, spread: float) -> None:
+    rng = random.Random(seed)
+    trace = drawn_training(rng, 12, False, all_read=True)
+    costs, network = drawn_costs(trace, rng), drawn_network(rng, slowdown)
+    steady = plan_trace(trace, "auto", costs, network, spread=spread)
+    sharp = plan_trace(trace, "auto", costs, network)
+    fixed = [plan_trace(trace, list(caps), costs, network) for caps in FIXED_CAPS_MB]
+    assert end_s(steady) <= min(end_s(sharp) * 1.01, *map(end_s, fixed)) * (1 + 1e-12)
+    for other in (sharp, *fixed):
+        if end_s(other) <= min(end_s(sharp) * 1.01, *map(end_s, fixed)):
+            assert mean_end_s(steady, network, spread) <= mean_end_s(other, network, spread) * (1 + 1e-9)
+    assert steady.forecast is not None and sharp.forecast is not None
+    names = [other.name for other in steady.forecast.alternatives]
+    if steady.buckets == sharp.buckets:
+        assert steady.forecast == sharp.forecast
+    else:
+        assert names[0] == "auto, on this network alone"
+        assert steady.forecast.alternatives[0].step_s == sharp.forecast.chosen.step_s
+        assert not steady.forecast.optimal or end_s(steady) == end_s(sharp)
+
+
+def test_a_message_that_only_just_hides_is_cut() -> None:
+    trace = training([1000] * 3, [True] * 3)
+    costs = Costs(tuple(1e-3 if o.backward else 1e-6 for o in trace.operations), 2e-6, 0.0, "given")
+    # Two gradients together hide behind the last millisecond of the backward pass; on a slower link they would not.
+    network = fdp.Network(latency_s=1e-6, bandwidth_bytes_per_s=4000 / 0.45e-3)
+    sharp = plan_trace(trace, "auto", costs, network)
+    steady = plan_trace(trace, "auto", costs, network, spread=1.0)
+    assert (len(sharp.buckets), len(steady.buckets)) == (2, 3)
+    assert sharp.forecast is not None and sharp.forecast.optimal
+    assert steady.forecast is not None and not steady.forecast.optimal
+    assert "\n  auto, on this network alone: 4.008 ms, 0.000 ms exposed, 2 buckets\n" in str(steady.forecast)
+
+
 def drawn_chain(rng: random.Random, count: int, slowdown: float) -> tuple[Chain, Ticks]:
     """A chain with up to two buckets of other kinds, all in small whole numbers, in which everything happens."""
     most = rng.choice([10, 100, 1000, 10000])

@@ -25,6 +25,7 @@ def plan_trace(
     costs: Costs | None = None,
     network: Network | None = None,
     world_size: int | None = None,
+    spread: float = 0.0,
 ) -> Plan:
     """Decide which reductions travel together, and when everything happens.
 
@@ -34,6 +35,7 @@ def plan_trace(
         costs: seconds of every operation; None for an estimate, where there is a network.
         network: between the ranks; without one, "auto" is a first bucket of 1 MiB, and 25 MiB for those that follow.
         world_size: number of ranks to plan for; None for as many as the step was traced for.
+        spread: as for `choose`: by what share messages may turn out faster or slower than on that network.
 
     Returns:
         The plan: a function of the arguments alone, so that equal ranks make equal plans.
@@ -45,7 +47,9 @@ def plan_trace(
     caps = resolve_caps(bucket_cap_mb)
     if network is None:
         given = [
-            f"{name}={value!r}" for name, value in (("costs", costs), ("world_size", world_size)) if value is not None
+            f"{name}={value!r}"
+            for name, value in (("costs", costs), ("world_size", world_size), ("spread", spread or None))
+            if value is not None
         ]
         if given:
             raise ArgumentError(
@@ -60,7 +64,7 @@ def plan_trace(
         size = trace.world_size if world_size is None else world_size
         costs = costs or estimate(trace)
         if isinstance(bucket_cap_mb, str):
-            groups, forecast = choose(trace, costs, network, size)
+            groups, forecast = choose(trace, costs, network, size, spread)
             caps = ()
         else:
             groups, forecast = consider(trace, caps, costs, network, size)

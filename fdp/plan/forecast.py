@@ -13,7 +13,7 @@ class Alternative:
     """Buckets that were considered.
 
     Attributes:
-        name: the caps, as one would pass them to `bucket_cap_mb`; or "auto".
+        name: the caps, as one would pass them to `bucket_cap_mb`; or how else they were chosen.
         buckets: their number.
         step_s: seconds of a step, simulated.
         exposed_s: seconds of it in which messages are under way and nothing is computed.
@@ -35,7 +35,8 @@ class Forecast:
         costs: of the step's operations.
         chosen: the plan itself.
         alternatives: what fixed caps would have given; empty if the caps were the user's.
-        optimal: whether no way to cut the gradients into buckets gives an earlier end under these costs.
+        optimal: whether it is proven that no way to cut the gradients into buckets gives an earlier end under these
+            costs, on this network.
     """
 
     network: Network
@@ -56,8 +57,9 @@ class Forecast:
         if self.optimal:
             lines[0] += "; no other buckets end earlier"
         for other in self.alternatives:
+            name = other.name if other.name.startswith("auto") else f"caps {other.name} MiB"
             lines.append(
-                f"  caps {other.name} MiB: {_ms(other.step_s)}, {_ms(other.exposed_s)} exposed, "
+                f"  {name}: {_ms(other.step_s)}, {_ms(other.exposed_s)} exposed, "
                 f"{other.buckets} bucket{'s' if other.buckets != 1 else ''}"
             )
         return "\n".join(lines)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fdp.plan.buckets import AUTO_CAP_MB, arrange, kind_of, make_buckets, partition, upstream_of
@@ -27,6 +28,11 @@ FIXED_CAPS_MB: tuple[tuple[float, ...], ...] = (AUTO_CAP_MB, (1.0,), (5.0,), (25
 
 _MOST_KINDS = 4
 """Kinds of reductions whose cuts are chosen; what is left after the largest ones is small."""
+
+_NEARLY = 0.01
+"""Ends that differ by less than this share are as good as equal: nobody measures a step more exactly."""
+
+_EARLIEST = "auto, on this network alone"
 
 Groups = list[tuple[int, ...]]
 
@@ -54,8 +60,16 @@ def consider(
     return groups, Forecast(network, world_size, costs, _alternative(_caps_name(caps_mb), groups, end, exposed))
 
 
-def choose(trace: Trace, costs: Costs, network: Network, world_size: int) -> tuple[Groups, Forecast]:
+def choose(
+    trace: Trace, costs: Costs, network: Network, world_size: int, spread: float = 0.0
+) -> tuple[Groups, Forecast]:
     """Find the buckets with which the simulated step ends earliest.
+
+    Buckets that end at nearly the same time may differ in what becomes of them on a network that is a little faster or
+    slower: a large bucket that is full just when the link is free leaves it idle if the link is free sooner. So where
+    a `spread` is given, those are taken whose ends, on the network, a faster and a slower one, come earliest on
+    average; among those that the searches on the three have found and the fixed caps, as far as they end no later than
+    every fixed cap and at most a hundredth later than the best.
 
     Where all reductions are of one kind (operation, dtype and device) and none is computed from another's result, the
     search is exact: `Forecast.optimal` says that no other buckets of neighbours end earlier, or, where many hundreds of
@@ -71,6 +85,7 @@ def choose(trace: Trace, costs: Costs, network: Network, world_size: int) -> tup
         costs: of its operations.
         network: between its ranks.
         world_size: their number.
+        spread: by what share messages may turn out faster or slower than on that network; 0 for not at all.
 
     Returns:
         The members of each bucket, and the forecast: a function of the arguments alone.
@@ -78,36 +93,78 @@ def choose(trace: Trace, costs: Costs, network: Network, world_size: int) -> tup
     Raises:
         ArgumentError: the costs are those of another trace, or there is no such number of ranks.
     """
-    ticks = ticks_of(trace, costs, network, world_size)
-    known: dict[Any, tuple[float, float]] = {}
-    alternatives = []
-    best: Groups | None = None
+    judge = _Judge(trace, ticks_of(trace, costs, network, world_size))
+    by_caps = {_caps_name(caps): partition(trace.reductions, trace.operations, caps) for caps in FIXED_CAPS_MB}
+    best, proven = _earliest(judge, by_caps.values())
+    chosen = _steadiest(judge, best, by_caps.values(), costs, network, world_size, spread) if spread else best
+    others = dict(by_caps) if chosen == best else {_EARLIEST: best, **by_caps}
+    return chosen, Forecast(
+        network,
+        world_size,
+        costs,
+        _alternative("auto", chosen, *judge.end_of(chosen)),
+        tuple(_alternative(name, groups, *judge.end_of(groups)) for name, groups in others.items()),
+        (proven or judge.ticks.silent) and judge.end_of(chosen)[0] == judge.end_of(best)[0],
+    )
 
-    def end_of(groups: Groups) -> tuple[float, float]:
-        if tuple(groups) not in known:
-            known[tuple(groups)] = _outcome(trace, groups, ticks)
-        return known[tuple(groups)]
 
-    for caps_mb in FIXED_CAPS_MB:
-        groups = partition(trace.reductions, trace.operations, caps_mb)
-        alternatives.append(_alternative(_caps_name(caps_mb), groups, *end_of(groups)))
-        if best is None or end_of(groups) < end_of(best):
-            best = groups
-    assert best is not None
-    proven = False
+class _Judge:
+    """Simulates buckets in full, each once.
+
+    Args:
+        trace: of the step.
+        ticks: what everything takes.
+    """
+
+    def __init__(self, trace: Trace, ticks: Ticks) -> None:
+        self.trace, self.ticks = trace, ticks
+        self._known: dict[Any, tuple[float, float]] = {}
+
+    def end_of(self, groups: Groups) -> tuple[float, float]:
+        """When the step ends, and how much of that nothing is computed, in nanoseconds."""
+        key = tuple(groups)
+        if key not in self._known:
+            self._known[key] = _outcome(self.trace, groups, self.ticks)
+        return self._known[key]
+
+
+def _earliest(judge: _Judge, start: Iterable[Groups]) -> tuple[Groups, bool]:
+    """The buckets with the earliest end that are found, from some to start with; and whether it is proven."""
+    trace, ticks = judge.trace, judge.ticks
+    best, proven = min(start, key=judge.end_of), False
     upstream = upstream_of(trace.reductions, trace.operations)
     kinds = _kinds(trace, upstream)
     for members in kinds[:_MOST_KINDS] if not ticks.silent else ():
         others = [group for group in best if group[0] not in members]
         chain = chain_of(trace, sorted(members), others, ticks)
-        cuts = best_cuts(chain, ticks, end_of(best)[0] if chain.exact else math.inf)
+        cuts = best_cuts(chain, ticks, judge.end_of(best)[0] if chain.exact else math.inf)
         proven = chain.exact and cuts.proven and len(kinds) == 1
         own = [tuple(chain.members[a:b]) for a, b in zip((0, *cuts.ends), cuts.ends, strict=False)]
         groups = arrange([*others, *own], upstream)
-        if own and len(groups) == len(others) + len(own) and end_of(groups) < end_of(best):
+        if own and len(groups) == len(others) + len(own) and judge.end_of(groups) < judge.end_of(best):
             best = groups
-    chosen = _alternative("auto", best, *end_of(best))
-    return best, Forecast(network, world_size, costs, chosen, tuple(alternatives), proven or ticks.silent)
+    return best, proven
+
+
+def _steadiest(
+    judge: _Judge,
+    best: Groups,
+    by_caps: Iterable[Groups],
+    costs: Costs,
+    network: Network,
+    world_size: int,
+    spread: float,
+) -> Groups:
+    """Of buckets that end as early as any, or nearly, those that end earliest on average if the network differs."""
+    by_caps = list(by_caps)
+    judges = [judge]
+    for factor in (1 + spread, 1 / (1 + spread)):
+        other = replace(network, bandwidth_bytes_per_s=network.bandwidth_bytes_per_s * factor)
+        judges.append(_Judge(judge.trace, ticks_of(judge.trace, costs, other, world_size)))
+    found = [best, *by_caps, *(_earliest(other, [best, *by_caps])[0] for other in judges[1:])]
+    latest = min(judge.end_of(best)[0] * (1 + _NEARLY), *(judge.end_of(groups)[0] for groups in by_caps))
+    good = [groups for groups in found if judge.end_of(groups)[0] <= latest]
+    return min(good, key=lambda groups: (sum(each.end_of(groups)[0] for each in judges), judge.end_of(groups)))
 
 
 def _kinds(trace: Trace, upstream: Sequence[int]) -> list[set[int]]:
