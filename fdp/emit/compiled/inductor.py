@@ -12,6 +12,8 @@ What is relied on (torch 2.11 to 2.13):
 - `torch._guards.tracing`, `V.set_fake_mode`: where inductor looks for the mode of example values.
 - `torch._inductor.lowering.lowerings`, `make_fallback`: from operators to the functions that lower them;
   `V.graph.mark_buffer_mutated(name)`: lets all that reads a buffer, and has only been noted down, come before.
+- `cpu_vec_isa`: `supported_vec_isa_list`, the best first, of which each is tried with the C++ compiler by `bool()`;
+  `x86_isa_checker()`, the names of those that the processor has; `valid_vec_isa_list()` keeps what it found.
 - `torch._inductor.config`: names, types and values of settings; `config.patch`.
 - `CompiledFxGraph._boxed_call`, `CompiledFxGraph.source_code`: that it takes one list, and its text.
 - `meta["user_visible_output_idxs"]` of the output, `meta["eager_input_vals"]` of an operator (set in `barriers`): whose
@@ -169,6 +171,8 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
             stack.enter_context(tracing(TracingContext(mode)))
             stack.enter_context(torch.no_grad())
             _let_readers_come_first()
+            if any(example.device.type == "cpu" for example in examples):
+                _try_the_best_vectors()
             prepare, compile_inner = compile_fx._recursive_joint_graph_passes, compile_fx.compile_fx_inner
             inspect.signature(prepare).bind(graph)
             inspect.signature(compile_inner).bind(graph, examples, is_inference=True)
@@ -267,6 +271,28 @@ def _messages(scheduler: Any) -> list[int]:
         for node in scheduler.name_to_node.values()
         if getattr(node.node, "op_overload", None) in (start_, wait_)
     )
+
+
+@functools.cache
+def _try_the_best_vectors() -> None:
+    """Try the C++ compiler with the best vector instructions of this processor, and not with all the others as well.
+
+    Inductor tries each kind, which takes seconds where nothing is cached, and then takes the best that works. A
+    compiler that knows the best of an x86 processor knows the others, which are older. Where anything is not as
+    expected, inductor is left to try all.
+    """
+    try:
+        from torch._inductor import config, cpu_vec_isa
+
+        if config.cpp.vec_isa_ok is not None:
+            return  # somebody has said it already
+        names = cpu_vec_isa.x86_isa_checker()
+        known = [isa for isa in cpu_vec_isa.supported_vec_isa_list if set(str(isa).split()) <= set(names)]
+        if names and known and bool(known[0]):
+            with config.patch({"cpp.vec_isa_ok": True}):
+                cpu_vec_isa.valid_vec_isa_list()
+    except (ImportError, AttributeError, TypeError):
+        return
 
 
 _comes_last: set[Any] = set()
