@@ -19,6 +19,7 @@ import math
 from dataclasses import dataclass
 
 from fdp.plan.chain import Chain, Fixed
+from fdp.plan.layers import Layers
 from fdp.plan.ticks import Ticks
 
 _MOST_WAYS = 32
@@ -85,9 +86,9 @@ def best_cuts(chain: Chain, ticks: Ticks, bound: float) -> Cuts:
     """Find the buckets with which a step ends earliest.
 
     A quick search, linear in the number of links, looks for a good end; a full one then looks for a better one, or
-    shows that there is none. It is at most quadratic; in practice most ways are beaten, and it is nearly linear.
-    Where hundreds of gradients can be cut in many ways that differ by next to nothing, it gives up, and what was found
-    is not proven to be the best.
+    shows that there is none. Where buckets of other kinds are in between, that one looks at all ways that no other
+    one beats, and gives up where there are too many. Where there are none it goes by the number of buckets, and
+    takes hardly more time for each than there are links (see `layers`): at most quadratic in all.
 
     Args:
         chain: of gradients.
@@ -100,15 +101,19 @@ def best_cuts(chain: Chain, ticks: Ticks, bound: float) -> Cuts:
     search = _Search(chain, ticks, bound)
     best = search.dive()
     best = search.run(quick=True) or best
-    if search.dropped and not ticks.slowdown:
+    if search.dropped and not ticks.slowdown and (chain.fixed or any(chain.not_with)):
         best = search.run(quick=False) or best
-    if best is None:
-        return Cuts((), bound, search.tried, not search.dropped)
     ends, way = list[int](), best
-    while way.before is not None:
+    while way is not None and way.before is not None:
         ends.append(way.cut)
         way = way.before
-    return Cuts(tuple(reversed(ends)), search.bound, search.tried, not search.dropped)
+    found = Cuts(tuple(reversed(ends)), search.bound, search.tried, not search.dropped)
+    if not search.dropped or ticks.slowdown or chain.fixed or any(chain.not_with):
+        return found
+    layers = Layers(chain, ticks)
+    while (better := layers.before(found.end)) is not None:
+        found = Cuts(*better, found.tried, False)
+    return Cuts(found.ends, found.end, found.tried + layers.steps, not layers.gave_up)
 
 
 class _Search:
