@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import socket
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fdp.emit import Emitted, tell_all
-from fdp.errors import AgreementError, build_message
+from fdp.errors import AgreementError, ArgumentError, build_message
 from fdp.group import Group
 from fdp.measure import agreed_costs, measure_costs, measure_link
 from fdp.measure.operations import device_of_messages
@@ -75,7 +76,18 @@ class Automatic:
             return plan_groups(trace, kept)
         device = device_of_messages(emitted.plan)
         if self._network is None:
-            link = measure_link(group, device, _dtype_of_messages(emitted.plan))
+            try:
+                link = measure_link(group, device, _dtype_of_messages(emitted.plan))
+            except ArgumentError as error:
+                # Of numbers that all ranks share: all come here, and a step that could run must not fail for them.
+                reason = str(error).splitlines()[0]
+                warnings.warn(
+                    f"fdp: buckets of step {trace.name!r} have caps of 1 and 25 MiB, as the network could not be "
+                    f"measured: {reason} To choose them by cost give network=fdp.Network(...).",
+                    stacklevel=7,
+                )
+                self._chosen[_key(trace, group)] = tuple(bucket.members for bucket in emitted.plan.buckets)
+                return emitted.plan
             network, start_s = link.network, link.start_s
         else:
             network, start_s = self._network, Machine().start_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import warnings
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 import fdp
 import fdp.automatic
+import fdp.measure.network
 import fdp.plans_on_disk
 
 LAYERS, WIDTH = 8, 256
@@ -253,6 +255,29 @@ def test_a_rank_that_cannot_measure_leaves_nobody_waiting() -> None:
     assert outcomes[0].error is not None and outcomes[0].error.name == "AgreementError"
     assert "step 'update' could not be measured on another rank" in outcomes[0].error.message
     assert "a number as bucket_cap_mb measures nothing" in outcomes[0].error.message
+
+
+def call_where_nothing_can_be_told() -> Any:
+    """The latency is so large that what a few bytes more take is lost in its noise."""
+    fdp.measure.network._Messages.seconds = lambda *args: 0.1
+    step = fdp.data_parallel(update)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for rows in (16, 16, 9):
+            found = step(start(), batch_of(rows))
+    text = "".join(str(warning.message) for warning in warned)
+    expected = fdp.data_parallel(update, bucket_cap_mb=[1, 25])(start(), batch_of(9))
+    same = all(torch.equal(one, two) for one, two in zip(found[0], expected[0], strict=True))
+    return text, same, len(plan_of(step).buckets)
+
+
+def test_a_network_that_cannot_be_measured_leaves_the_caps() -> None:
+    for outcome in ranks.run_fresh(2, call_where_nothing_can_be_told):
+        assert outcome.ok, outcome.describe()
+        text, same, buckets = outcome.value
+        assert text.count("fdp: buckets of step 'update' have caps of 1 and 25 MiB") == 1
+        assert "latency and bandwidth cannot be told" in text
+        assert same and buckets == 2
 
 
 def test_plans_ahead_rest_on_estimates_where_there_is_a_network() -> None:
