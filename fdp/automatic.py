@@ -6,21 +6,25 @@ shorter last batch) cuts them as before: it needs nobody, and the schedule stays
 
 from __future__ import annotations
 
+import hashlib
 import socket
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fdp.emit import Emitted, tell_all
-from fdp.errors import AgreementError, build_message
-from fdp.group import Group, all_say
+from fdp.errors import AgreementError, ArgumentError, build_message
+from fdp.group import Group
 from fdp.measure import agreed_costs, measure_costs, measure_link
 from fdp.measure.operations import device_of_messages
 from fdp.plan import Machine, Network, Plan, plan_trace
+from fdp.plan.buckets import upstream_of
 from fdp.plan.build import plan_groups
+from fdp.plan.costs import Costs
 from fdp.plans_on_disk import Groups, find_groups, keep_groups, name_of
-from fdp.trace import Reduction, Trace
+from fdp.trace import Trace
 
 LEAST_BYTES = 2**20
 """Steps that send less are not measured: they have one small bucket, and send it at once."""
@@ -51,7 +55,7 @@ class Automatic:
         sent = sum(reduction.size_bytes for reduction in trace.reductions)
         if group.size == 1 or sent < LEAST_BYTES or len(trace.reductions) < 2:
             return plan_trace(trace, "auto")
-        groups = self._chosen.get(_key(trace.reductions, group))
+        groups = self._chosen.get(_key(trace, group))
         return None if groups is None else plan_groups(trace, groups)
 
     def choose(self, emitted: Emitted, tensors: list[torch.Tensor]) -> Plan:
@@ -72,23 +76,37 @@ class Automatic:
         emitted.agree(tensors)
         kept, where = self._kept(emitted) if self._keeps else (None, "")
         if kept is not None:
-            self._chosen[_key(trace.reductions, group)] = kept
+            self._chosen[_key(trace, group)] = kept
             return plan_groups(trace, kept)
         device = device_of_messages(emitted.plan)
         if self._network is None:
-            link = measure_link(group, device, _dtype_of_messages(emitted.plan))
+            try:
+                link = measure_link(group, device, _dtype_of_messages(emitted.plan))
+            except ArgumentError as error:
+                # Of numbers that all ranks share: all come here, and a step that could run must not fail for them.
+                reason = str(error).splitlines()[0]
+                warnings.warn(
+                    f"fdp: buckets of step {trace.name!r} have caps of 1 and 25 MiB, as the network could not be "
+                    f"measured: {reason} To choose them by cost give network=fdp.Network(...).",
+                    stacklevel=7,
+                )
+                self._chosen[_key(trace, group)] = tuple(bucket.members for bucket in emitted.plan.buckets)
+                return emitted.plan
             network, start_s = link.network, link.start_s
         else:
             network, start_s = self._network, Machine().start_s
         # A rank that fails must not leave the others waiting in a message.
+        costs: Costs | None = None
         failure: Exception | None = None
         try:
             costs = measure_costs(emitted, tensors, start_s)
         except Exception as error:
             failure = error
-        if not all_say(group, failure is None):
-            if failure is not None:
-                raise failure
+        told = {"measured": failure is None, "operations": _digest(_planned_by(trace)), "chain": _digest(_chain(trace))}
+        found = tell_all(group, told, f"step {trace.name!r}", "is to be planned")
+        if failure is not None:
+            raise failure
+        if not all(other.get("measured") for other in found):
             raise AgreementError(
                 build_message(
                     f"step {trace.name!r} could not be measured on another rank, so ranks cannot choose its buckets.",
@@ -96,13 +114,32 @@ class Automatic:
                     "nothing.",
                 )
             )
-        spread = _SPREAD if self._network is None else 0.0
-        plan = plan_trace(trace, "auto", agreed_costs(group, device, costs), network, spread=spread)
+        assert costs is not None
+        plan = self._by_costs(emitted, costs, network, found)
         groups = tuple(bucket.members for bucket in plan.buckets)
-        self._chosen[_key(trace.reductions, group)] = groups
+        self._chosen[_key(trace, group)] = groups
         if self._keeps and group.rank == 0:
             keep_groups(where, groups)
         return plan
+
+    def _by_costs(self, emitted: Emitted, costs: Costs, network: Network, found: Sequence[dict[str, Any]]) -> Plan:
+        """The plan of all ranks, by what each has measured of its own trace.
+
+        Ranks send the same messages, but need not run the same operators: one unrolls a longer sequence. Then there are
+        no costs to average, and all take the buckets of rank 0; or if those could make a circle on another rank, as
+        reductions depend on each other in another way there, the ones that all have agreed on.
+        """
+        trace, group = emitted.plan.trace, emitted.group
+        if len({other["operations"] for other in found}) == 1:
+            device = device_of_messages(emitted.plan)
+            spread = _SPREAD if self._network is None else 0.0
+            return plan_trace(trace, "auto", agreed_costs(group, device, costs), network, spread=spread)
+        if len({other["chain"] for other in found}) > 1:
+            return emitted.plan
+        plan = plan_trace(trace, "auto", costs, network) if group.rank == 0 else emitted.plan
+        own = {"groups": [bucket.members for bucket in plan.buckets]}
+        told = tell_all(group, own, f"step {trace.name!r}", "is to be planned")[0]["groups"]
+        return plan if group.rank == 0 else plan_groups(trace, [tuple(members) for members in told])
 
     def _kept(self, emitted: Emitted) -> tuple[Groups | None, str]:
         """What rank 0 has kept, for all ranks alike, and where it is kept."""
@@ -122,15 +159,35 @@ class Automatic:
                 )
             return found
 
-        hosts = [str(other["host"]) for other in tell({"host": socket.gethostname()})]
-        where = name_of(trace, backend, hosts, repr(self._network))
-        groups = find_groups(where, len(trace.reductions)) if group.rank == 0 else None
+        others = tell({"host": socket.gethostname(), "chain": _digest(_chain(trace))})
+        where = name_of(trace, backend, [str(other["host"]) for other in others], repr(self._network))
+        groups = None
+        if group.rank == 0 and len({other["chain"] for other in others}) == 1:
+            groups = find_groups(where, {index for index, reduction in enumerate(trace.reductions) if reduction.numel})
         told = tell({"groups": groups})[0]["groups"]
         return None if told is None else tuple(tuple(members) for members in told), where
 
 
-def _key(reductions: Sequence[Reduction], group: Group) -> Any:
-    return group, tuple((r.name, r.op, r.root, r.shape, r.dtype, r.accumulate_dtype, str(r.device)) for r in reductions)
+def _key(trace: Trace, group: Group) -> Any:
+    return group, tuple(
+        (r.name, r.op, r.root, r.shape, r.dtype, r.accumulate_dtype, str(r.device), upstream)
+        for r, upstream in zip(trace.reductions, _chain(trace), strict=True)
+    )
+
+
+def _chain(trace: Trace) -> list[int]:
+    """Which reductions are computed from the results of which: buckets of one such trace may be a circle in another."""
+    return upstream_of(trace.reductions, trace.operations)
+
+
+def _planned_by(trace: Trace) -> Any:
+    """What a plan is made by, besides costs and what ranks compare anyway."""
+    operations = [(o.node, o.target, o.needs, o.lane, o.reduction, o.view, o.backward) for o in trace.operations]
+    return operations, [(reduction.position, reduction.operation) for reduction in trace.reductions]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 def _dtype_of_messages(plan: Plan) -> torch.dtype:

@@ -12,19 +12,19 @@ import json
 import os
 import pathlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from fdp.trace import Trace
 
 Groups = tuple[tuple[int, ...], ...]
 
 
-def find_groups(name: str, reductions: int) -> Groups | None:
+def find_groups(name: str, reductions: Set[int]) -> Groups | None:
     """Find the buckets that were kept under a name.
 
     Args:
         name: from `name_of`.
-        reductions: how many reductions there are to put in buckets.
+        reductions: the indices of those that have to be in a bucket.
 
     Returns:
         The members of each bucket; None if none were kept, or what was kept cannot be read.
@@ -36,7 +36,7 @@ def find_groups(name: str, reductions: int) -> Groups | None:
     except (OSError, ValueError, TypeError):
         return None
     members = [member for group in groups for member in group]
-    whole = all(groups) and len(members) == len(set(members)) and set(members) <= set(range(reductions))
+    whole = all(groups) and len(members) == len(set(members)) and set(members) == reductions
     return groups if whole else None
 
 

@@ -129,6 +129,8 @@ class Preparation:
             emitted = Emitted(plan_trace(trace), group, self._agreed, self._settings.check_replication)
             plan = self._automatic.choose(emitted, flat.tensors)
             emitted.leave_memory()
+            # Should these buckets be the chosen ones, ranks still have to hear whether all could prepare the step.
+            emitted.disagree()
         return plan
 
     def _compile(self, emitted: Emitted, flat: Flat, roles: Roles) -> Emitted:

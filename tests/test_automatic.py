@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import warnings
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 import fdp
 import fdp.automatic
+import fdp.measure.network
 import fdp.plans_on_disk
 
 LAYERS, WIDTH = 8, 256
@@ -79,6 +81,84 @@ def test_a_rank_that_alone_gets_a_new_signature_cuts_as_before() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found[0][4], found[1][4], strict=True))
 
 
+def unroll(ws: list[torch.Tensor], batch: torch.Tensor) -> Any:
+    """A step with as many operators as its batch is long."""
+
+    def loss_fn(ws: list[torch.Tensor]) -> torch.Tensor:
+        x = torch.zeros(WIDTH)
+        for row in batch:
+            x = torch.tanh((x + row) @ ws[0])
+        for w in ws[1:]:
+            x = torch.tanh(x @ w)
+        return x.square().mean()
+
+    grads = fdp.grad(loss_fn)(ws)
+    return [w - 0.1 * grad for w, grad in zip(ws, grads, strict=True)]
+
+
+def call_unequal(network: fdp.Network | None) -> tuple[Any, ...]:
+    step, fixed = fdp.data_parallel(unroll, network=network), fdp.data_parallel(unroll, bucket_cap_mb=100)
+    batch = batch_of(5 - 2 * dist.get_rank())
+    found, expected = step(start(), batch), fixed(start(), batch)
+    same = all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
+    return plan_of(step).messages, same, len(plan_of(step).trace.operations), plan_of(step).forecast
+
+
+@pytest.mark.parametrize("network", [NETWORK, None])
+def test_ranks_that_run_different_operators_choose_alike(network: fdp.Network | None) -> None:
+    first, second = ranks.run(2, call_unequal, network)
+    assert first[0] == second[0]
+    assert first[1] and second[1]
+    assert first[2] > second[2]
+    assert first[3] is not None  # of the one whose buckets all take
+
+
+def average(ws: list[torch.Tensor], chained: bool, batch: torch.Tensor) -> Any:
+    """The same two reductions in both ways, of which one has the second computed from the first."""
+    one, two = ws[0] + batch.mean(), ws[1] + batch.sum()
+    mean = fdp.pmean(one)
+    return mean, fdp.pmean(two * mean.square() if chained else two)
+
+
+def call_chained_second() -> list[Any]:
+    slow_start = fdp.Network(latency_s=0.1, bandwidth_bytes_per_s=1e9)  # one message is best
+    options = {"static_argnums": 1, "check_replication": False, "check_trace": False}
+    step = fdp.data_parallel(average, network=slow_start, **options)
+    fixed = fdp.data_parallel(average, bucket_cap_mb=0.1, **options)
+    ws = [torch.cat(start()[at : at + 4]) for at in (0, 4)]
+    found = []
+    for chained in (False, True):
+        out, expected = step(ws, chained, batch_of(3)), fixed(ws, chained, batch_of(3))
+        same = all(torch.equal(one, two) for one, two in zip(out, expected, strict=True))
+        found.append((len(plan_of(step).buckets), same))
+    return found
+
+
+def test_buckets_are_not_remembered_for_reductions_that_depend_on_each_other() -> None:
+    assert ranks.run(2, call_chained_second) == [[(1, True), (2, True)]] * 2
+
+
+def one_fails_after_choosing() -> None:
+    """What is chosen is what ranks have agreed on before they measured."""
+    numbers = iter(range(100))
+
+    def fn(ws: list[torch.Tensor], batch: torch.Tensor) -> Any:
+        factor = float(next(numbers)) if dist.get_rank() == 1 else 1.0  # frozen: the check finds that
+        grads = fdp.grad(lambda ws: sum((factor * batch @ w.T).square().mean() for w in ws))(ws)
+        return [w - grad for w, grad in zip(ws, grads, strict=True)]
+
+    fast_start = fdp.Network(latency_s=0, bandwidth_bytes_per_s=1e6)
+    step = fdp.data_parallel(fn, network=fast_start, check_replication=False)
+    step([torch.cat(start()[at : at + 4]) for at in (0, 4)], batch_of(3))
+
+
+def test_a_rank_that_fails_after_choosing_leaves_nobody_waiting() -> None:
+    first, second = ranks.run_fresh(2, one_fails_after_choosing)
+    assert second.error is not None and second.error.name == "TraceError"
+    assert first.error is not None and first.error.name == "AgreementError", first.describe()
+    assert "rank 1 could not prepare step 'fn'" in first.error.message
+
+
 def call_with_network(compile: bool = False) -> Any:
     def refuse(*args: Any) -> Any:
         raise AssertionError("the network was given")
@@ -130,14 +210,15 @@ def test_a_compiled_step_has_the_same_buckets_at_the_next_start(tmp_path: pathli
 def test_what_is_no_plan_is_not_taken(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     fdp.plans_on_disk.keep_groups("x", ((0, 2), (1,)))
-    assert fdp.plans_on_disk.find_groups("x", 3) == ((0, 2), (1,))
-    assert fdp.plans_on_disk.find_groups("y", 3) is None
-    for text in ("", "[[0, 0]]", "[[3]]", "[[]]", "{}7", "[1]"):
+    members = {0, 1, 2}
+    assert fdp.plans_on_disk.find_groups("x", members) == ((0, 2), (1,))
+    assert fdp.plans_on_disk.find_groups("y", members) is None
+    for text in ("", "[[0, 0], [1, 2]]", "[[0, 1, 2, 3]]", "[[0, 1, 2], []]", "{}7", "[1]", "[[0, 2]]"):
         (tmp_path / "fdp-plans" / "x").write_text(text)
-        assert fdp.plans_on_disk.find_groups("x", 3) is None, text
+        assert fdp.plans_on_disk.find_groups("x", members) is None, text
     monkeypatch.setenv("FDP_MEASURE_AGAIN", "1")
     fdp.plans_on_disk.keep_groups("x", ((0, 2), (1,)))
-    assert fdp.plans_on_disk.find_groups("x", 3) is None
+    assert fdp.plans_on_disk.find_groups("x", members) is None
 
 
 def call_small() -> Any:
@@ -173,6 +254,29 @@ def test_a_rank_that_cannot_measure_leaves_nobody_waiting() -> None:
     assert outcomes[0].error is not None and outcomes[0].error.name == "AgreementError"
     assert "step 'update' could not be measured on another rank" in outcomes[0].error.message
     assert "a number as bucket_cap_mb measures nothing" in outcomes[0].error.message
+
+
+def call_where_nothing_can_be_told() -> Any:
+    """The latency is so large that what a few bytes more take is lost in its noise."""
+    fdp.measure.network._Messages.seconds = lambda *args: 0.1
+    step = fdp.data_parallel(update)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for rows in (16, 16, 9):
+            found = step(start(), batch_of(rows))
+    text = "".join(str(warning.message) for warning in warned)
+    expected = fdp.data_parallel(update, bucket_cap_mb=[1, 25])(start(), batch_of(9))
+    same = all(torch.equal(one, two) for one, two in zip(found[0], expected[0], strict=True))
+    return text, same, len(plan_of(step).buckets)
+
+
+def test_a_network_that_cannot_be_measured_leaves_the_caps() -> None:
+    for outcome in ranks.run_fresh(2, call_where_nothing_can_be_told):
+        assert outcome.ok, outcome.describe()
+        text, same, buckets = outcome.value
+        assert text.count("fdp: buckets of step 'update' have caps of 1 and 25 MiB") == 1
+        assert "latency and bandwidth cannot be told" in text
+        assert same and buckets == 2
 
 
 def test_plans_ahead_rest_on_estimates_where_there_is_a_network() -> None:

@@ -235,4 +235,25 @@ def one_profiles() -> str:
 def test_a_rank_that_profiles_alone_is_told_so() -> None:
     outcomes = ranks.run_fresh(2, one_profiles, env={"FDP_AGREE_TIMEOUT_S": "3"}, deadline_s=60)
     assert all(outcome.ok for outcome in outcomes), outcomes[0].describe()
-    check_message(outcomes[0].value, "step 'train' is to be profiled on rank 0", "rank 1 did not come")
+    check_message(outcomes[0].value, "step 'train' is to be profiled (schedule ", ") on rank 0", "rank 1 did not come")
+
+
+def profile_unlike(what: str) -> None:
+    step = fdp.data_parallel(train, bucket_cap_mb=0.05)
+    args = make_state(SIZES), torch.randn(8, SIZES[0])
+    other = make_state((16, 64, 4)), torch.randn(8, 16)
+    step(*args)
+    step(*other)
+    odd = dist.get_rank() == 1
+    if what == "repeats":
+        step.profile(*args, repeats=5 if odd else 2)
+    else:
+        step.profile(*(other if odd else args))
+
+
+@pytest.mark.parametrize("what", ["repeats", "signature"])
+def test_ranks_that_profile_different_things_are_told(what: str) -> None:
+    for outcome in ranks.run_fresh(2, profile_unlike, what):
+        assert outcome.error is not None and outcome.error.name == "AgreementError", outcome.describe()
+        assert "step 'train' is to be profiled (schedule " in outcome.error.message
+        assert ("repeats=5" in outcome.error.message) is (what == "repeats")

@@ -60,6 +60,7 @@ class Emitted:
         group: the ranks that it runs on.
         options: how it was compiled; None if it runs operator by operator.
         source: the text of the program that it runs.
+        digest: a short name for its schedule: the same on ranks whose messages fit together.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Emitted:
         self._compare_state = compare_state
         self._communicates = group.size > 1 or apart
         self.options = None if options is None else options.settled(_devices(plan))
-        self._digest = digest(plan, self._how(None))
+        self.digest = digest(plan, self._how(None))
         if self.options is None:
             self._program = write_program(plan, group.rank, self._communicates, tick)
         else:
@@ -242,7 +243,7 @@ class Emitted:
 
     def _agreement(self, options: Options | None) -> tuple[str, Group]:
         if options is None:
-            return self._digest, self.group
+            return self.digest, self.group
         return digest(self.plan, self._how(options)), self.group
 
     def rehearse(self, tensors: list[torch.Tensor]) -> Any:

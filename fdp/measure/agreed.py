@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from fdp.errors import PeerError, build_message
+from fdp.errors import ArgumentError, PeerError, build_message
 from fdp.group import Group, leave_behind, start_all_reduce, why_left_behind
 from fdp.plan.costs import Costs
 
@@ -86,6 +86,8 @@ def talking(group: Group) -> Iterator[None]:
     refuse_left(group)
     try:
         yield
+    except ArgumentError:
+        raise  # of numbers that all ranks share: they leave together, and nothing is under way
     except BaseException as error:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         leave_behind(group, f"a measurement was left in the middle by {text}")

@@ -59,7 +59,9 @@ def profile_step(emitted: Emitted, tensors: Sequence[torch.Tensor], repeats: int
         )
     if group.size > 1:
         refuse_left(group)
-        come_together(group, f"step {name!r}", "is to be profiled")
+        # Equal names are not enough: it may be another signature there, whose messages would meet those of this one.
+        what = f"is to be profiled (schedule {emitted.digest[:12]}, repeats={repeats})"
+        come_together(group, f"step {name!r}", what)
     device = device_of_messages(plan)
     clock = clock_for(item.device for item in plan.trace.inputs)
     stamps: list[Any] = []
