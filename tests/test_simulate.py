@@ -182,6 +182,20 @@ def test_costs_of_another_step_are_refused() -> None:
         simulate(plan_trace(trace), below, fdp.Network(0, 1e9))
 
 
+def test_what_is_no_network_and_what_are_no_costs_is_refused() -> None:
+    step: Any = fdp.data_parallel(lambda w, x: fdp.grad(lambda w: (w * x).sum())(w))
+    plan = step.plan(torch.ones(3), torch.ones(3))
+    refused = {
+        "network='fast'": lambda: plan.timeline(network="fast"),
+        r"costs=\[1.0\]": lambda: plan.timeline(network=fdp.Network(0, 1e9), costs=[1.0]),
+        "network=None": lambda: fdp.scaling(plan, network=None),  # type: ignore[arg-type]
+        "network={'latency_s': 0}": lambda: plan.trace.plan(network={"latency_s": 0}),
+    }
+    for text, ask in refused.items():
+        with pytest.raises(fdp.ArgumentError, match=rf"(?s){text}.*Remedy: pass network=fdp.Network\("):
+            ask()
+
+
 def test_a_timeline_needs_a_network() -> None:
     with pytest.raises(fdp.FdpError, match=r"without a network(?s:.)*Remedy: pass network="):
         plan_trace(training([10], [True])).timeline()
