@@ -7,7 +7,6 @@ shorter last batch) cuts them as before: it needs nobody, and the schedule stays
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,9 +17,11 @@ from fdp.group import Group, all_say
 from fdp.measure import agreed_costs, measure_costs, measure_link
 from fdp.measure.operations import device_of_messages
 from fdp.plan import Machine, Network, Plan, plan_trace
+from fdp.plan.buckets import AUTO_CAP_MB, upstream_of
 from fdp.plan.build import plan_groups
+from fdp.plan.forecast import Forecast
 from fdp.plans_on_disk import Groups, find_groups, keep_groups, name_of
-from fdp.trace import Reduction, Trace
+from fdp.trace import Trace
 
 LEAST_BYTES = 2**20
 """Steps that send less are not measured: they have one small bucket, and send it at once."""
@@ -36,7 +37,8 @@ class Automatic:
 
     def __init__(self, network: Network | None, keeps: bool = False) -> None:
         self._network, self._keeps = network, keeps
-        self._chosen: dict[Any, tuple[tuple[int, ...], ...]] = {}
+        self._chosen: dict[Any, Groups] = {}
+        self._forecasts: dict[Any, tuple[Any, Forecast | None]] = {}
 
     def plan_ahead(self, trace: Trace, group: Group) -> Plan:
         """Plan without the other ranks: as chosen before, or by estimated costs if there is a network, or by caps."""
@@ -46,9 +48,13 @@ class Automatic:
         """The plan of a trace that nothing need be measured for; None if ranks have to."""
         sent = sum(reduction.size_bytes for reduction in trace.reductions)
         if group.size == 1 or sent < LEAST_BYTES or len(trace.reductions) < 2:
-            return plan_trace(trace, "auto")
-        groups = self._chosen.get(_key(trace.reductions, group))
-        return None if groups is None else plan_groups(trace, groups)
+            return plan_trace(trace, AUTO_CAP_MB, network=self._network)
+        key = _key(trace, group)
+        if key not in self._chosen:
+            return None
+        measured, forecast = self._forecasts.get(key, (None, None))
+        # Another signature with the same gradients has other costs.
+        return plan_groups(trace, self._chosen[key], forecast=forecast if measured == _work(trace) else None)
 
     def choose(self, emitted: Emitted, tensors: list[torch.Tensor]) -> Plan:
         """Choose buckets, on all ranks together.
@@ -68,7 +74,7 @@ class Automatic:
         emitted.agree(tensors)
         kept, where = self._kept(emitted) if self._keeps else (None, "")
         if kept is not None:
-            self._chosen[_key(trace.reductions, group)] = kept
+            self._chosen[_key(trace, group)] = kept
             return plan_groups(trace, kept)
         device = device_of_messages(emitted.plan)
         if self._network is None:
@@ -94,7 +100,8 @@ class Automatic:
             )
         plan = plan_trace(trace, "auto", agreed_costs(group, device, costs), network)
         groups = tuple(bucket.members for bucket in plan.buckets)
-        self._chosen[_key(trace.reductions, group)] = groups
+        self._chosen[_key(trace, group)] = groups
+        self._forecasts[_key(trace, group)] = _work(trace), plan.forecast
         if self._keeps and group.rank == 0:
             keep_groups(where, groups)
         return plan
@@ -124,8 +131,16 @@ class Automatic:
         return None if told is None else tuple(tuple(members) for members in told), where
 
 
-def _key(reductions: Sequence[Reduction], group: Group) -> Any:
-    return group, tuple((r.name, r.op, r.root, r.shape, r.dtype, r.accumulate_dtype, str(r.device)) for r in reductions)
+def _key(trace: Trace, group: Group) -> Any:
+    """What travels, and which of it is computed from the result of which: buckets may not join those."""
+    reductions = trace.reductions
+    travels = ((r.name, r.op, r.root, r.shape, r.dtype, r.accumulate_dtype, str(r.device)) for r in reductions)
+    return group, tuple(travels), tuple(upstream_of(reductions, trace.operations))
+
+
+def _work(trace: Trace) -> Any:
+    """What costs depend on, but for the machine."""
+    return trace.operations, trace.inputs
 
 
 def _dtype_of_messages(plan: Plan) -> torch.dtype:

@@ -79,6 +79,47 @@ def test_a_rank_that_alone_gets_a_new_signature_cuts_as_before() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found[0][4], found[1][4], strict=True))
 
 
+def look_back() -> tuple[Any, ...]:
+    step = fdp.data_parallel(update)
+    ws, _ = step(start(), batch_of(16))
+    used, same, other = plan_of(step), step.plan(ws, batch_of(16)), step.plan(ws, batch_of(5))
+    scaling = fdp.scaling(same, network=NETWORK, world_sizes=[1])
+    assert same.forecast is not None
+    known = same.forecast == used.forecast, other.forecast is None, scaling.origin
+    return *known, same.timeline().step_s == same.forecast.chosen.step_s
+
+
+def test_what_was_measured_can_be_asked_for_after_the_first_call() -> None:
+    first, second = ranks.run(2, look_back)
+    assert first == second == (True, True, "measured", True)
+
+
+def update_in_two_ways(ws: list[torch.Tensor], batch: torch.Tensor, chained: bool) -> Any:
+    first = fdp.grad(lambda w: (batch @ w).square().mean())(ws[0])
+    moved = ws[0] - first if chained else ws[0]
+    second = fdp.grad(lambda w: (batch @ (w + moved)).square().mean())(ws[1])
+    return [ws[0] - first, ws[1] - second]
+
+
+def call_in_two_ways() -> Any:
+    network = fdp.Network(latency_s=1e-2, bandwidth_bytes_per_s=1e9)  # all in one bucket
+    step = fdp.data_parallel(update_in_two_ways, static_argnums=2, network=network)
+    fixed = fdp.data_parallel(update_in_two_ways, static_argnums=2, bucket_cap_mb=1)
+    generator = torch.Generator().manual_seed(0)
+    ws, batch = [torch.randn(600, 600, generator=generator) / 30 for _ in range(2)], torch.ones(4, 600)
+    same, sizes = [], []
+    for chained in (False, True):
+        found, expected = step(ws, batch, chained), fixed(ws, batch, chained)
+        same.append(all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)))
+        sizes.append([bucket.members for bucket in plan_of(step).buckets])
+    return same, sizes
+
+
+def test_gradients_that_come_to_depend_on_each_other_are_cut_anew() -> None:
+    for same, members in ranks.run(2, call_in_two_ways):
+        assert same == [True, True] and members == [[(0, 1)], [(0,), (1,)]]
+
+
 def call_with_network(compile: bool = False) -> Any:
     def refuse(*args: Any) -> Any:
         raise AssertionError("the network was given")
@@ -182,6 +223,8 @@ def test_plans_ahead_rest_on_estimates_where_there_is_a_network() -> None:
     capped = fdp.data_parallel(update, bucket_cap_mb=1, network=NETWORK).plan(start(), batch)
     assert capped.forecast is not None and capped.forecast.costs.origin == "estimated"
     assert capped.forecast.chosen.name == "1" and capped.bucket_cap_mb == (1.0,)
+    alone = fdp.data_parallel(update, network=NETWORK).plan(start(), batch)
+    assert alone.bucket_cap_mb == (1.0, 25.0) and alone.timeline(world_size=8).exposed_s > 0
 
 
 def test_what_is_no_network_is_refused() -> None:

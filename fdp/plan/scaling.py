@@ -117,7 +117,8 @@ def scaling(
         plan: of the step; it may be traced for any number of ranks.
         network: between the ranks.
         world_sizes: numbers of ranks.
-        costs: seconds of its operations; None estimates them for the default `Machine`.
+        costs: seconds of its operations; None for those that the plan was made with, or without any for an estimate on
+            the default `Machine`.
 
     Returns:
         The figures, to print and to draw.
@@ -138,7 +139,8 @@ def scaling(
         raise ArgumentError(
             build_message("fdp.scaling() with no world_sizes.", remedy="pass at least one number of ranks.")
         )
-    costs = estimate(plan.trace) if costs is None else costs
+    if costs is None:
+        costs = estimate(plan.trace) if plan.forecast is None else plan.forecast.costs
     ddp, ddp_costs = plan_as_ddp(plan.trace, costs)
     scales = []
     for size in sizes:
