@@ -16,7 +16,7 @@ from typing import Any
 
 from contenders import CAPS_MB
 
-_DDP, _FDP, _GREY = "#d55e00", "#0072b2", "#666666"
+_DDP, _FDP = "#d55e00", "#0072b2"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

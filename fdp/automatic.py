@@ -20,15 +20,15 @@ from fdp.group import Group
 from fdp.measure import agreed_costs, measure_costs, measure_link
 from fdp.measure.operations import device_of_messages
 from fdp.plan import Machine, Network, Plan, plan_trace
-from fdp.plan.buckets import upstream_of
+from fdp.plan.buckets import AUTO_CAP_MB, upstream_of
 from fdp.plan.build import plan_groups
 from fdp.plan.costs import Costs
+from fdp.plan.forecast import Forecast
 from fdp.plans_on_disk import Groups, find_groups, keep_groups, name_of
 from fdp.trace import Trace
 
 LEAST_BYTES = 2**20
 """Steps that send less are not measured: they have one small bucket, and send it at once."""
-
 
 _SPREAD = 0.2
 """Messages beside a real backward pass were seen to take up to a fifth more or less than those that are measured."""
@@ -45,6 +45,7 @@ class Automatic:
     def __init__(self, network: Network | None, keeps: bool = False) -> None:
         self._network, self._keeps = network, keeps
         self._chosen: dict[Any, Groups] = {}
+        self._forecasts: dict[Any, tuple[Any, Forecast | None]] = {}
 
     def plan_ahead(self, trace: Trace, group: Group) -> Plan:
         """Plan without the other ranks: as chosen before, or by estimated costs if there is a network, or by caps."""
@@ -54,9 +55,13 @@ class Automatic:
         """The plan of a trace that nothing need be measured for; None if ranks have to."""
         sent = sum(reduction.size_bytes for reduction in trace.reductions)
         if group.size == 1 or sent < LEAST_BYTES or len(trace.reductions) < 2:
-            return plan_trace(trace, "auto")
-        groups = self._chosen.get(_key(trace, group))
-        return None if groups is None else plan_groups(trace, groups)
+            return plan_trace(trace, AUTO_CAP_MB, network=self._network)
+        key = _key(trace, group)
+        if key not in self._chosen:
+            return None
+        measured, forecast = self._forecasts.get(key, (None, None))
+        # Another signature with the same gradients has other costs.
+        return plan_groups(trace, self._chosen[key], forecast=forecast if measured == _work(trace) else None)
 
     def choose(self, emitted: Emitted, tensors: list[torch.Tensor]) -> Plan:
         """Choose buckets, on all ranks together.
@@ -118,6 +123,7 @@ class Automatic:
         plan = self._by_costs(emitted, costs, network, found)
         groups = tuple(bucket.members for bucket in plan.buckets)
         self._chosen[_key(trace, group)] = groups
+        self._forecasts[_key(trace, group)] = _work(trace), plan.forecast
         if self._keeps and group.rank == 0:
             keep_groups(where, groups)
         return plan
@@ -169,15 +175,19 @@ class Automatic:
 
 
 def _key(trace: Trace, group: Group) -> Any:
-    return group, tuple(
-        (r.name, r.op, r.root, r.shape, r.dtype, r.accumulate_dtype, str(r.device), upstream)
-        for r, upstream in zip(trace.reductions, _chain(trace), strict=True)
-    )
+    """What travels, and which of it is computed from the result of which: buckets may not join those."""
+    travels = ((r.name, r.op, r.root, r.shape, r.dtype, r.accumulate_dtype, str(r.device)) for r in trace.reductions)
+    return group, tuple(travels), tuple(_chain(trace))
 
 
 def _chain(trace: Trace) -> list[int]:
     """Which reductions are computed from the results of which: buckets of one such trace may be a circle in another."""
     return upstream_of(trace.reductions, trace.operations)
+
+
+def _work(trace: Trace) -> Any:
+    """What costs depend on, but for the machine."""
+    return trace.operations, trace.inputs
 
 
 def _planned_by(trace: Trace) -> Any:

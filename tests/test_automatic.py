@@ -113,31 +113,6 @@ def test_ranks_that_run_different_operators_choose_alike(network: fdp.Network | 
     assert first[3] is not None  # of the one whose buckets all take
 
 
-def average(ws: list[torch.Tensor], chained: bool, batch: torch.Tensor) -> Any:
-    """The same two reductions in both ways, of which one has the second computed from the first."""
-    one, two = ws[0] + batch.mean(), ws[1] + batch.sum()
-    mean = fdp.pmean(one)
-    return mean, fdp.pmean(two * mean.square() if chained else two)
-
-
-def call_chained_second() -> list[Any]:
-    slow_start = fdp.Network(latency_s=0.1, bandwidth_bytes_per_s=1e9)  # one message is best
-    options = {"static_argnums": 1, "check_replication": False, "check_trace": False}
-    step = fdp.data_parallel(average, network=slow_start, **options)
-    fixed = fdp.data_parallel(average, bucket_cap_mb=0.1, **options)
-    ws = [torch.cat(start()[at : at + 4]) for at in (0, 4)]
-    found = []
-    for chained in (False, True):
-        out, expected = step(ws, chained, batch_of(3)), fixed(ws, chained, batch_of(3))
-        same = all(torch.equal(one, two) for one, two in zip(out, expected, strict=True))
-        found.append((len(plan_of(step).buckets), same))
-    return found
-
-
-def test_buckets_are_not_remembered_for_reductions_that_depend_on_each_other() -> None:
-    assert ranks.run(2, call_chained_second) == [[(1, True), (2, True)]] * 2
-
-
 def one_fails_after_choosing() -> None:
     """What is chosen is what ranks have agreed on before they measured."""
     numbers = iter(range(100))
@@ -157,6 +132,47 @@ def test_a_rank_that_fails_after_choosing_leaves_nobody_waiting() -> None:
     assert second.error is not None and second.error.name == "TraceError"
     assert first.error is not None and first.error.name == "AgreementError", first.describe()
     assert "rank 1 could not prepare step 'fn'" in first.error.message
+
+
+def look_back() -> tuple[Any, ...]:
+    step = fdp.data_parallel(update)
+    ws, _ = step(start(), batch_of(16))
+    used, same, other = plan_of(step), step.plan(ws, batch_of(16)), step.plan(ws, batch_of(5))
+    scaling = fdp.scaling(same, network=NETWORK, world_sizes=[1])
+    assert same.forecast is not None
+    known = same.forecast == used.forecast, other.forecast is None, scaling.origin
+    return *known, same.timeline().step_s == same.forecast.chosen.step_s
+
+
+def test_what_was_measured_can_be_asked_for_after_the_first_call() -> None:
+    first, second = ranks.run(2, look_back)
+    assert first == second == (True, True, "measured", True)
+
+
+def update_in_two_ways(ws: list[torch.Tensor], batch: torch.Tensor, chained: bool) -> Any:
+    first = fdp.grad(lambda w: (batch @ w).square().mean())(ws[0])
+    moved = ws[0] - first if chained else ws[0]
+    second = fdp.grad(lambda w: (batch @ (w + moved)).square().mean())(ws[1])
+    return [ws[0] - first, ws[1] - second]
+
+
+def call_in_two_ways() -> Any:
+    network = fdp.Network(latency_s=1e-2, bandwidth_bytes_per_s=1e9)  # all in one bucket
+    step = fdp.data_parallel(update_in_two_ways, static_argnums=2, network=network)
+    fixed = fdp.data_parallel(update_in_two_ways, static_argnums=2, bucket_cap_mb=1)
+    generator = torch.Generator().manual_seed(0)
+    ws, batch = [torch.randn(600, 600, generator=generator) / 30 for _ in range(2)], torch.ones(4, 600)
+    same, sizes = [], []
+    for chained in (False, True):
+        found, expected = step(ws, batch, chained), fixed(ws, batch, chained)
+        same.append(all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)))
+        sizes.append([bucket.members for bucket in plan_of(step).buckets])
+    return same, sizes
+
+
+def test_gradients_that_come_to_depend_on_each_other_are_cut_anew() -> None:
+    for same, members in ranks.run(2, call_in_two_ways):
+        assert same == [True, True] and members == [[(0, 1)], [(0,), (1,)]]
 
 
 def call_with_network(compile: bool = False) -> Any:
@@ -285,6 +301,8 @@ def test_plans_ahead_rest_on_estimates_where_there_is_a_network() -> None:
     capped = fdp.data_parallel(update, bucket_cap_mb=1, network=NETWORK).plan(start(), batch)
     assert capped.forecast is not None and capped.forecast.costs.origin == "estimated"
     assert capped.forecast.chosen.name == "1" and capped.bucket_cap_mb == (1.0,)
+    alone = fdp.data_parallel(update, network=NETWORK).plan(start(), batch)
+    assert alone.bucket_cap_mb == (1.0, 25.0) and alone.timeline(world_size=8).exposed_s > 0
 
 
 def test_what_is_no_network_is_refused() -> None:

@@ -118,6 +118,18 @@ def test_slow_links_are_not_held_up_for_long(base: float, slope: float) -> None:
     assert fit_line(sizes, seconds)[1] == pytest.approx(slope, rel=1e-2) or slope * sizes[-1] < 1e-3 * base
 
 
+def test_a_latency_that_varies_is_not_taken_for_bandwidth() -> None:
+    rng = random.Random(0)
+
+    class Jittery(Made):
+        def seconds(self, sizes: list[int], repeats: int) -> float:
+            return super().seconds(sizes, repeats) * rng.uniform(0.97, 1.03)
+
+    for _ in range(50):
+        sizes, seconds = network._time_sizes(Jittery(0.03, 8e-9))  # type: ignore[arg-type]
+        assert fit_line(sizes, seconds)[1] == pytest.approx(8e-9, rel=0.3)
+
+
 # --- costs -------------------------------------------------------------------------------------------------
 
 OPTIMIZER = fdp.optim.from_torch(torch.optim.AdamW, lr=1e-3, fused=True)

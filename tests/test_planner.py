@@ -397,7 +397,12 @@ def test_a_plan_says_what_it_was_made_for() -> None:
     assert (plan.forecast.network, plan.forecast.world_size, plan.forecast.costs) == (NETWORK, 8, costs)
     text = str(plan)
     assert "chosen by cost" in text
-    assert "Expected with measured costs" in text and "on 8 ranks, ring, 10 us, 0.1 GB/s" in text
+    assert "Expected with measured costs" in text and "on 8 ranks (ring: 10 us and 0.1 GB/s): a step" in text
+    shared = fdp.Network(
+        1e-5, 1e8, "hierarchical", ranks_per_host=4, inner_latency_s=2e-6, inner_bandwidth_bytes_per_s=5e10, in_flight=2
+    )
+    words = str(trace.plan("auto", costs=costs, network=shared, world_size=8).forecast)
+    assert "between hosts of 4 ranks, 2 us and 50 GB/s within; 2 messages in flight" in words
     assert f"a step of {plan.timeline().step_s * 1e3:.3f} ms" in text
     assert "caps 1, 25 MiB: " in text and "caps inf MiB: " in text
     # A timeline of a plan is by what it was planned for, unless one asks.

@@ -182,6 +182,46 @@ def test_costs_of_another_step_are_refused() -> None:
         simulate(plan_trace(trace), below, fdp.Network(0, 1e9))
 
 
+def test_a_message_is_used_by_whatever_goes_on_with_it() -> None:
+    def joined(ws: list[torch.Tensor], x: torch.Tensor) -> Any:
+        """All gradients are read by one operator, and a statistic by the forward pass."""
+
+        def loss_fn(ws: list[torch.Tensor]) -> torch.Tensor:
+            hidden = x @ ws[0]
+            return torch.tanh((hidden - fdp.pmean(hidden.mean(0))) @ ws[1]).square().mean()
+
+        loss, grads = fdp.value_and_grad(loss_fn)(ws)
+        norm = torch.cat([grad.flatten() for grad in grads]).norm()
+        return [w - grad / norm for w, grad in zip(ws, grads, strict=True)], fdp.pmean(loss)
+
+    step: Any = fdp.data_parallel(joined, bucket_cap_mb=1e-4)
+    plan = step.plan([torch.ones(8, 8), torch.ones(8, 8)], torch.ones(2, 8))
+    timeline = plan.timeline(network=fdp.Network(1e-3, 1e9), world_size=4)
+    kinds = [plan.trace.reductions[bucket.members[0]].kind for bucket in plan.buckets]
+
+    def of(kind: str) -> list[Interval]:
+        return [m for m in timeline.messages if m.bucket is not None and kinds[m.bucket] == kind]
+
+    assert [m.used_s for m in of("gradient")] == [max(m.end_s for m in of("gradient"))] * 2
+    statistic, loss = of("value")
+    assert statistic.used_s == statistic.end_s and loss.used_s is None
+    assert str(timeline).count("the end") == 1
+
+
+def test_what_is_no_network_and_what_are_no_costs_is_refused() -> None:
+    step: Any = fdp.data_parallel(lambda w, x: fdp.grad(lambda w: (w * x).sum())(w))
+    plan = step.plan(torch.ones(3), torch.ones(3))
+    refused = {
+        "network='fast'": lambda: plan.timeline(network="fast"),
+        r"costs=\[1.0\]": lambda: plan.timeline(network=fdp.Network(0, 1e9), costs=[1.0]),
+        "network=None": lambda: fdp.scaling(plan, network=None),  # type: ignore[arg-type]
+        "network={'latency_s': 0}": lambda: plan.trace.plan(network={"latency_s": 0}),
+    }
+    for text, ask in refused.items():
+        with pytest.raises(fdp.ArgumentError, match=rf"(?s){text}.*Remedy: pass network=fdp.Network\("):
+            ask()
+
+
 def test_a_timeline_needs_a_network() -> None:
     with pytest.raises(fdp.FdpError, match=r"without a network(?s:.)*Remedy: pass network="):
         plan_trace(training([10], [True])).timeline()

@@ -10,7 +10,7 @@ from typing import Any
 from fdp.emit.lines import Part
 from fdp.measure.clock import Clock
 from fdp.plan import Plan, Run, Start, Wait
-from fdp.plan.simulate import described, message_name, phases
+from fdp.plan.simulate import described, let_on, message_name, phases
 from fdp.plan.timeline import Interval
 
 
@@ -162,10 +162,13 @@ def messages(plan: Plan, events: Sequence[Event]) -> list[Interval]:
         if event.what in ("arrived", "was waited for"):
             # Whichever was seen first: a thread that tells of an arrival may have to wait for its turn.
             ended.setdefault(event.bucket, event.second)
+    over = {event.bucket: event.second for event in events if event.what == "was waited for"}
+    used = {bucket: over[last] for last, let in let_on(plan).items() if last in over for bucket in let}
     found = [
         Interval(
             "communication", "message", message_name(plan.trace, plan.buckets[bucket]),
             min(second, ended[bucket]), ended[bucket], bucket, plan.buckets[bucket].size_bytes,
+            used.get(bucket),
         )
         for bucket, second in started.items()
     ]  # fmt: skip

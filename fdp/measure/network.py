@@ -34,7 +34,11 @@ _SMALL_BYTES = 2**18
 _REPEATS_OF_SMALL, _REPEATS_OF_LARGE = 9, 5
 _BUDGET_S = 1.2
 """So long messages of growing sizes are sent; larger ones are left out then. Everything together takes about two
-seconds at most, but on links on which the three smallest sizes take longer."""
+seconds at most, but on links on which the three smallest sizes take longer, or no longer than each other."""
+
+_TELLS_BANDWIDTH = 2.0
+"""By so many times the largest message has to be slower than the fastest one; else more bytes are sent whatever the
+budget: jitter of the latency would be all that there is to tell the bandwidth from."""
 
 _BESIDE_S = 5e-3
 """So long computing goes on beside messages, to see how much slower it is."""
@@ -122,7 +126,7 @@ def _time_sizes(messages: _Messages) -> tuple[list[int], list[float]]:
         repeats = _REPEATS_OF_SMALL if size_bytes <= _SMALL_BYTES else _REPEATS_OF_LARGE
         if len(sizes) >= _FEWEST_SIZES:
             ahead_s = seconds[-1] * size_bytes / sizes[-1] * (1 + repeats)
-            if spent_s + ahead_s > _BUDGET_S:
+            if spent_s + ahead_s > _BUDGET_S and seconds[-1] >= _TELLS_BANDWIDTH * min(seconds):
                 break
         sizes.append(size_bytes)
         seconds.append(messages.seconds([size_bytes], repeats))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fdp.plan.costs import Costs
-from fdp.plan.network import Network
+from fdp.plan.network import Network, described
+from fdp.table import count
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,8 @@ class Forecast:
     def __str__(self) -> str:
         compute_s = sum(self.costs.operations_s)
         lines = [
-            f"Expected with {self.costs.origin} costs ({_ms(compute_s)} of computing) on {self.world_size} ranks, "
-            f"{self.network.algorithm}, {self.network.latency_s * 1e6:g} us, "
-            f"{self.network.bandwidth_bytes_per_s / 1e9:g} GB/s: a step of {_ms(self.chosen.step_s)}, "
+            f"Expected with {self.costs.origin} costs ({_ms(compute_s)} of computing) on "
+            f"{count(self.world_size, 'rank')} ({described(self.network)}): a step of {_ms(self.chosen.step_s)}, "
             f"{_ms(self.chosen.exposed_s)} of it exposed"
         ]
         if self.optimal:
@@ -59,8 +59,7 @@ class Forecast:
         for other in self.alternatives:
             name = other.name if other.name.startswith("auto") else f"caps {other.name} MiB"
             lines.append(
-                f"  {name}: {_ms(other.step_s)}, {_ms(other.exposed_s)} exposed, "
-                f"{other.buckets} bucket{'s' if other.buckets != 1 else ''}"
+                f"  {name}: {_ms(other.step_s)}, {_ms(other.exposed_s)} exposed, {count(other.buckets, 'bucket')}"
             )
         return "\n".join(lines)
 

@@ -59,6 +59,15 @@ def waits(timeline: Timeline) -> tuple[Block, ...]:
     return tuple(found)
 
 
+def used(timeline: Timeline) -> dict[int | None, float]:
+    """When the compute lane takes up each bucket that anybody reads.
+
+    A timeline that does not tell has the first interval of the optimizer that a bucket leads to.
+    """
+    found = {i.bucket: i.start_s for i in reversed(timeline.compute) if i.kind == "optimizer"}
+    return found | {m.bucket: m.used_s for m in timeline.messages if m.used_s is not None}
+
+
 def blocks(intervals: Iterable[Interval], finest_s: float = 0.0, by_bucket: bool = True) -> tuple[Block, ...]:
     """Join neighbours of one kind.
 

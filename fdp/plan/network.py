@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fdp.errors import ArgumentError, build_message
+from fdp.table import count
 
 ALGORITHMS = ("ring", "tree", "hierarchical")
 REDUCING = ("mean", "sum", "max", "min")
@@ -204,6 +205,17 @@ def _hierarchical(op: str, hosts: int, within: int, outer: _Link, inner: _Link) 
     # The reduce-scatter and the all-gather within a host are the two halves of a ring's all-reduce; between hosts each
     # rank sends its share, and together they send all.
     return between[0] + inside[0], between[1] + inside[1]
+
+
+def described(network: Network) -> str:
+    """A network in words."""
+    text = f"{network.algorithm}: {network.latency_s * 1e6:g} us and {network.bandwidth_bytes_per_s / 1e9:g} GB/s"
+    if network.inner_latency_s is not None and network.inner_bandwidth_bytes_per_s is not None:
+        inner = f"{network.inner_latency_s * 1e6:g} us and {network.inner_bandwidth_bytes_per_s / 1e9:g} GB/s"
+        text += f" between hosts of {count(network.ranks_per_host, 'rank')}, {inner} within"
+    if network.in_flight > 1:
+        text += f"; {network.in_flight} messages in flight"
+    return text + (f"; computing {network.compute_slowdown:.0%} slower" if network.compute_slowdown else "")
 
 
 def _is_latency(value: Any) -> bool:

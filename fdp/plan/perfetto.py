@@ -11,7 +11,7 @@ import os
 import pathlib
 from typing import Any
 
-from fdp.plan.lanes import rows, waits
+from fdp.plan.lanes import rows, used, waits
 from fdp.plan.timeline import Timeline
 from fdp.stages import enters
 
@@ -54,8 +54,8 @@ def _events(timeline: Timeline) -> list[dict[str, Any]]:
     for block in idle:
         args = {"bucket": block.bucket}
         events.append(_slice(f"wait for bucket {block.bucket}", "wait", _COMPUTE, block.start_s, block.end_s, args))
-    # Where the compute lane takes up a bucket: in its wait, or in its first update if it was there in time.
-    taken = {i.bucket: i.start_s for i in reversed(timeline.compute) if i.kind == "optimizer"}
+    # Where the compute lane takes up a bucket: in its wait, or in what reads it if it was there in time.
+    taken = used(timeline)
     taken |= {block.bucket: block.start_s for block in reversed(idle)}
     for message, row in zip(messages, rows_of, strict=True):
         if message.bucket is None or message.bucket not in taken:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fdp.errors import ArgumentError, build_message
-from fdp.plan.lanes import Block, blocks, rows, shared_s, waits
+from fdp.plan.lanes import Block, blocks, rows, shared_s, used, waits
 from fdp.plan.timeline import Timeline
 from fdp.stages import enters
 from fdp.table import count, format_bytes
@@ -176,7 +176,7 @@ class _Panel:
         for row in range(max(rows_of, default=-1) + 1):
             own = [bar for bar, its in zip(bars, rows_of, strict=True) if its == row]
             self._bars(own, _MESSAGES_Y + 1.0 - (row + 1) * high, high, lambda b: colour_of(b.bucket))
-        taken = {i.bucket: i.start_s for i in reversed(self._timeline.compute) if i.kind == "optimizer"}
+        taken = used(self._timeline)
         for message, bar, row in zip(messages, bars, rows_of, strict=True):
             top = _MESSAGES_Y + 1.0 - row * high
             size = "" if message.size_bytes is None else f", {format_bytes(message.size_bytes)}"
@@ -184,7 +184,7 @@ class _Panel:
             if bar.bucket is not None and high * _LANE_IN > _FONT / 72:
                 self._label(bar, top - high / 2, texts)
             if bar.bucket in taken and len(messages) <= _MOST_LINKS:
-                # From the end of the message to the first update that it lets go on.
+                # From the end of the message to what goes on with it.
                 line = ([bar.end_s * 1e3, taken[bar.bucket] * 1e3], [top, _COMPUTE_Y])
                 self._axes.plot(*line, color=colour_of(bar.bucket), linewidth=1.2, zorder=0.5)
 

@@ -72,12 +72,12 @@ def choose(
     every fixed cap and at most a hundredth later than the best.
 
     Where all reductions are of one kind (operation, dtype and device) and none is computed from another's result, the
-    search is exact: `Forecast.optimal` says that no other buckets of neighbours end earlier. Of several kinds the largest
-    is cut first, with the others as the best fixed caps have them, and then the others in turn. Where a reduction is
-    computed from another's result, cuts are chosen as if nothing waited for that other one. Where messages slow
-    computing down, a beam takes the place of the full search. A gradient that is read only together with a later one is
-    taken to be waited for too early. In each case the result is simulated in full, and is taken only if it
-    ends before every fixed cap does.
+    search is exact: `Forecast.optimal` says that no other buckets of neighbours end earlier. Of several kinds the
+    largest is cut first, with the others as the best fixed caps have them, and then the others in turn. Where a
+    reduction is computed from another's result, cuts are chosen as if nothing waited for that other one. Where messages
+    slow computing down, a beam takes the place of the full search. A gradient that is read only together with a later
+    one is taken to be waited for too early. In each case the result is simulated in full, and is taken only if it ends
+    before every fixed cap does.
 
     Args:
         trace: of the step.

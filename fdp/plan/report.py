@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fdp.plan.lanes import hidden_s, waits
+from fdp.plan.lanes import hidden_s, used, waits
 from fdp.plan.timeline import Timeline
 from fdp.stages import enters
 from fdp.table import Table, count, format_bytes
@@ -34,7 +34,7 @@ def _totals(timeline: Timeline) -> str:
 
 def _buckets(timeline: Timeline) -> Table:
     idle = waits(timeline)
-    taken = {i.bucket: i.start_s for i in reversed(timeline.compute) if i.kind == "optimizer"}
+    taken = used(timeline)
     columns = ("bucket", "bytes", "starts, ms", "done, ms", "used, ms", "waited for, ms", "hidden")
     table = Table("messages", columns)
     for message in timeline.messages:

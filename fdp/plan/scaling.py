@@ -12,7 +12,7 @@ from fdp.plan.build import plan_trace
 from fdp.plan.costs import Costs
 from fdp.plan.ddp import plan_as_ddp
 from fdp.plan.estimate import estimate
-from fdp.plan.network import Network
+from fdp.plan.network import Network, described
 from fdp.plan.record import Plan
 from fdp.plan.simulate import simulate
 from fdp.stages import enter
@@ -90,7 +90,7 @@ class Scaling:
     def __str__(self) -> str:
         title = (
             f"Scaling of {self.name}, {self.origin} costs: a rank alone computes {_ms(self.alone_s)} ms; "
-            f"{count(self.buckets, 'bucket')} as planned, {self.ddp_buckets} of DDP\n{_described(self.network)}"
+            f"{count(self.buckets, 'bucket')} as planned, {self.ddp_buckets} of DDP\n{described(self.network)}"
         )
         steps = ("as planned, ms", "replanned, ms", "DDP, ms")
         shares = ("efficiency", "replanned", "DDP")
@@ -117,7 +117,8 @@ def scaling(
         plan: of the step; it may be traced for any number of ranks.
         network: between the ranks.
         world_sizes: numbers of ranks.
-        costs: seconds of its operations; None estimates them for the default `Machine`.
+        costs: seconds of its operations; None for those that the plan was made with, or without any for an estimate on
+            the default `Machine`.
 
     Returns:
         The figures, to print and to draw.
@@ -138,7 +139,8 @@ def scaling(
         raise ArgumentError(
             build_message("fdp.scaling() with no world_sizes.", remedy="pass at least one number of ranks.")
         )
-    costs = estimate(plan.trace) if costs is None else costs
+    if costs is None:
+        costs = estimate(plan.trace) if plan.forecast is None else plan.forecast.costs
     ddp, ddp_costs = plan_as_ddp(plan.trace, costs)
     scales = []
     for size in sizes:
@@ -162,16 +164,6 @@ def scaling(
         ddp_buckets=len(ddp.buckets),
         scales=tuple(scales),
     )
-
-
-def _described(network: Network) -> str:
-    text = f"{network.algorithm}: {network.latency_s * 1e6:g} us and {network.bandwidth_bytes_per_s / 1e9:g} GB/s"
-    if network.inner_latency_s is not None and network.inner_bandwidth_bytes_per_s is not None:
-        inner = f"{network.inner_latency_s * 1e6:g} us and {network.inner_bandwidth_bytes_per_s / 1e9:g} GB/s"
-        text += f" between hosts of {count(network.ranks_per_host, 'rank')}, {inner} within"
-    if network.in_flight > 1:
-        text += f"; {network.in_flight} messages in flight"
-    return text + (f"; computing {network.compute_slowdown:.0%} slower" if network.compute_slowdown else "")
 
 
 def _ms(seconds: float) -> str:

@@ -6,6 +6,7 @@ section III, for the model of messages that begin when their gradients exist and
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -142,9 +143,12 @@ def simulate(plan: Plan, costs: Costs, network: Network, world_size: int | None 
     intervals: list[Interval] = []
     messages: list[Interval] = []
     waited: int | None = None
+    lets = let_on(plan)
+    used: dict[int, float] = {}
     for item, begin, end in walk(plan.buckets, plan.schedule, clock):
         if isinstance(item, Wait):
             waited = item.bucket
+            used.update(dict.fromkeys(lets.get(waited, ()), end))
         elif isinstance(item, Run):
             first = item.operations[0]
             if end > begin:
@@ -159,14 +163,31 @@ def simulate(plan: Plan, costs: Costs, network: Network, world_size: int | None 
             sent, done = clock.messages[bucket.index]
             size_bytes = bucket.size_bytes
             messages.append(_interval("communication", "message", name, sent, done, bucket.index, size_bytes))
+    told = (
+        m if m.bucket not in used else dataclasses.replace(m, used_s=used[m.bucket] / TICKS_PER_S) for m in messages
+    )
     return Timeline(
         name=trace.name,
         world_size=size,
         origin="simulated",
-        intervals=(*intervals, *messages),
+        intervals=(*intervals, *told),
         step_s=clock.now / TICKS_PER_S,
         alone_s=sum(clock.ticks.operations) / TICKS_PER_S,
     )
+
+
+def let_on(plan: Plan) -> dict[int, tuple[int, ...]]:
+    """For each bucket whose wait is the last one before some operation, all buckets that were waited for since the
+    operation before: they are taken up together. What nobody reads is in none."""
+    found: dict[int, tuple[int, ...]] = {}
+    asking: list[int] = []
+    for item in plan.schedule:
+        if isinstance(item, Wait):
+            asking.append(item.bucket)
+        elif asking and isinstance(item, Run) and not plan.trace.operations[item.operations[0]].view:
+            found[asking[-1]] = tuple(asking)
+            asking.clear()
+    return found
 
 
 def described(operation: Operation, lanes: int) -> str:

@@ -60,8 +60,18 @@ def ticks_of(trace: Trace, costs: Costs, network: Network, world_size: int) -> T
         The same in nanoseconds.
 
     Raises:
-        ArgumentError: the costs are those of another trace, or below zero.
+        ArgumentError: the costs are those of another trace, or below zero; or what is given is of another type.
     """
+    given = {"network": (network, Network), "costs": (costs, Costs)}
+    if other := [f"{name}={value!r:.80}" for name, (value, kind) in given.items() if not isinstance(value, kind)]:
+        raise ArgumentError(
+            build_message(
+                f"step {trace.name!r} cannot be simulated with what was given.",
+                other,
+                remedy="pass network=fdp.Network(latency_s=..., bandwidth_bytes_per_s=...), and costs of fdp's own or "
+                "none.",
+            )
+        )
     if len(costs.operations_s) != len(trace.operations):
         raise ArgumentError(
             build_message(

@@ -29,6 +29,8 @@ class Interval:
         end_s: likewise.
         bucket: index of the bucket that it is, fills or waits for; None if there is none.
         size_bytes: bytes that travel, of a message; else None.
+        used_s: of a message, when the compute lane goes on with what it brought; None if nobody reads that, or nobody
+            knows.
     """
 
     lane: str
@@ -38,6 +40,7 @@ class Interval:
     end_s: float
     bucket: int | None = None
     size_bytes: int | None = None
+    used_s: float | None = None
 
 
 @dataclass(frozen=True)
