@@ -50,21 +50,25 @@ class LabPlace(Place):
         if missing:
             return f"needs the command {' and '.join(missing)}, of iproute2"
         try:
-            with _namespaces([f"{self._name}-try"]):
+            with self._built(f"{self._name}-try"):
                 return None
         except subprocess.CalledProcessError as error:
-            return f"network namespaces cannot be made here: {error.stderr.strip()}"
+            return f"hosts cannot be made here: {' '.join(error.cmd)}: {error.stderr.strip()}"
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """The hosts exist inside of this context."""
         _remove_left_over()
-        switch = f"{self._name}-sw"
-        with _namespaces([switch, *map(self._host, range(self.world))]):
+        with self._built(self._name):
+            yield
+
+    @contextlib.contextmanager
+    def _built(self, name: str) -> Iterator[None]:
+        switch, hosts = f"{name}-sw", [f"{name}-h{rank}" for rank in range(self.world)]
+        with _namespaces([switch, *hosts]):
             _ip(f"-n {switch} link add br0 type bridge stp_state 0 forward_delay 0")
             _ip(f"-n {switch} link set br0 up")
-            for rank in range(self.world):
-                host = self._host(rank)
+            for rank, host in enumerate(hosts):
                 _ip(f"-n {host} link set lo up")
                 _ip(f"-n {host} link add {_DEVICE} type veth peer name p{rank} netns {switch}")
                 _ip(f"-n {switch} link set p{rank} master br0 up")
@@ -153,7 +157,7 @@ def _remove(name: str) -> None:
 
 def _remove_left_over() -> None:
     for path in _FOLDER.glob("fdplab-*"):
-        found = re.fullmatch(r"fdplab-(\d+)-\w+", path.name)
+        found = re.fullmatch(r"fdplab-(\d+)-[\w-]+", path.name)
         if found and not pathlib.Path("/proc", found[1]).exists():
             _remove(path.name)
 

@@ -1,6 +1,9 @@
 """How well communication hides behind computation: fdp beside DDP on a simulated card, and on a shaped network.
 
     python benchmarks/overlap.py [--setting NAME]... [--case NAME]... [--rounds N] [--short] [--json FILE]
+    python benchmarks/overlap.py --tables FILE [FILE ...]
+
+The second prints the tables of figures that --json has written, of several runs together.
 
 Settings: "card-10gbit-16" is one process whose simulated network card (see card.py) claims 16 ranks in a ring, at
 10 Gbit/s and 5 us from one to the next; likewise 100 Gbit/s, and 256 ranks. "lab-1gbit" and "lab-200mbit" are two
@@ -25,6 +28,10 @@ taken; nothing of what the card claims is told to it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
+import math
+import pathlib
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -39,9 +46,12 @@ from figures import Setting
 from lab import lab_place
 from launch import Crew, Place, run_in
 from prediction import Prediction, foretell
+from rich.console import Console
 from rich.table import Table
 from step_time import Entry, Quartiles, StepTimes, measure_entries, paired_ratio
 from tables import markdown_table, quartiles, verdict
+
+import fdp
 
 _CASES = tuple(case for case in CPU_CASES if case.name in ("mlp-20m", "resnet18", "gpt-10m"))
 _HOP_S = 5e-6
@@ -123,6 +133,16 @@ class Overlap:
     def as_json(self) -> dict[str, Any]:
         """All that was measured, as plain dicts and lists."""
         return dataclasses.asdict(self)
+
+    @classmethod
+    def of_json(cls, kept: Mapping[str, Any]) -> Overlap:
+        """What `as_json` was made of."""
+        times = {name: StepTimes(**given) for name, given in kept["times"].items()}
+        foretold: dict[str, Prediction | None] = {}
+        for name, given in kept["foretold"].items():
+            foretold[name] = given and Prediction(**{**given, "network": fdp.Network(**given["network"])})
+        idle = [(size, due, took) for size, due, took in kept["idle"]]
+        return cls(times, kept["comm_s"], kept["late_s"], idle, foretold)
 
 
 def measure(setting: Setting, case: str, rounds: int, begin: Begin) -> Overlap:
@@ -234,6 +254,31 @@ def _late(late_s: Sequence[float]) -> str:
     return ", ".join(f"{us:.0f}" for us in found.tolist())
 
 
+def predictions(setting: Setting, rows: Mapping[str, Overlap]) -> Table:
+    """A row a case: by how much what was foretold is off, and whether it has the fixed caps in the right order.
+
+    Two caps have an order where one was faster than the other in three quarters of the rounds or more.
+    """
+    columns = ("foretold of measured, least and most", "target", "caps told apart", "foretold in that order", "target")
+    out = markdown_table("case", *columns)
+    for case, row in rows.items():
+        found = {name: row.foretold[name] for name in (*setting.also, setting.ours)}
+        steps = {name: prediction.step_s for name, prediction in found.items() if prediction is not None}
+        shares = [step_s / row.median(name) for name, step_s in steps.items()]
+        off = max(abs(share - 1) for share in shares)
+        apart = []
+        for one, two in itertools.combinations(setting.also, 2):
+            low, _, high = row.ratio(one, two)
+            if low > 1 or high < 1:
+                apart.append((steps[one] > steps[two]) == (low > 1))
+        right = "reached" if all(apart) else "missed"
+        out.add_row(
+            case, f"{min(shares):.2f} to {max(shares):.2f}", f"within 15% {'reached' if off <= 0.15 else 'missed'}",
+            f"{len(apart)} of {math.comb(len(setting.also), 2)} pairs", str(sum(apart)), f"all {right}",
+        )  # fmt: skip
+    return out
+
+
 def networks(setting: Setting, rows: Mapping[str, Overlap]) -> Table:
     """A row a case: the network as it was measured for the prediction of fdp's default."""
     columns = ("latency, us", "bandwidth, MB/s", "in flight", "computing slows down by")
@@ -259,15 +304,35 @@ def idle_card(rows: Mapping[str, Overlap]) -> Table:
 
 
 def _tables(setting: Setting, rows: Mapping[str, Overlap]) -> list[Table]:
-    tables = [limits(rows), summary(setting, rows), everybody(setting, rows), networks(setting, rows)]
+    tables = [limits(rows), summary(setting, rows), predictions(setting, rows), everybody(setting, rows)]
+    tables.append(networks(setting, rows))
     return [*tables, idle_card(rows)] if setting.place.backend == "card" else tables
+
+
+def print_kept(paths: Sequence[pathlib.Path]) -> int:
+    """Prints figures that were written to files; of a case that is in several, those of the last."""
+    console = Console(width=240)
+    found: dict[str, dict[str, Overlap]] = {}
+    for path in paths:
+        kept = json.loads(path.read_text())
+        console.print(f"{path.name}: {', '.join(f'{k} {v}' for k, v in kept['machine'].items())}")
+        for setting, rows in kept["figures"].items():
+            found.setdefault(setting, {}).update((case, Overlap.of_json(row)) for case, row in rows.items())
+    for setting, measured in found.items():
+        console.print(f"\n{SETTINGS[setting].title}\n")
+        for table in _tables(SETTINGS[setting], measured):
+            console.print(table)
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, prints, and writes the figures to a file if asked to."""
     parser = options(__doc__, SETTINGS, memory=False, rounds="turns of each contender (default: 9; 3 with --short)")
     parser.add_argument("--short", action="store_true", help=f"fewer rounds, and only {' and '.join(SHORT)}")
+    parser.add_argument("--tables", nargs="+", type=pathlib.Path, metavar="FILE", help="print kept figures")
     args = parser.parse_args(arguments)
+    if args.tables:
+        return print_kept(args.tables)
     if args.short and not args.setting:
         args.setting = list(SHORT)
     rounds = args.rounds or (3 if args.short else 9)

@@ -19,7 +19,7 @@ class Prediction:
 
     Attributes:
         step_s: seconds of the step.
-        exposed_s: seconds of it in which nothing is computed.
+        exposed_s: seconds of it in which messages are under way and nothing is computed.
         buckets_mib: the size of each bucket of its plan.
         network: as it was measured.
     """
@@ -45,6 +45,5 @@ def foretell(running: Contender) -> Prediction | None:
     network = measure_network(resolve_group(None), torch.device("cpu"))
     costs = measure_agreed_costs(plan.emit(), tensors)
     timeline = plan.timeline(network, costs=costs)
-    computed = sum(interval.end_s - interval.start_s for interval in timeline.intervals if interval.lane == "compute")
     sizes = [bucket.size_bytes / 2**20 for bucket in plan.buckets]
-    return Prediction(timeline.step_s, timeline.step_s - computed, sizes, network)
+    return Prediction(timeline.step_s, timeline.exposed_s, sizes, network)

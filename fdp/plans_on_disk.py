@@ -7,12 +7,15 @@ be others at the next start: each start would compile anew.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import pathlib
 import tempfile
 from collections.abc import Sequence, Set
+
+import torch
 
 from fdp.trace import Trace
 
@@ -29,7 +32,7 @@ def find_groups(name: str, reductions: Set[int]) -> Groups | None:
     Returns:
         The members of each bucket; None if none were kept, or what was kept cannot be read.
     """
-    if os.environ.get("FDP_MEASURE_AGAIN"):
+    if os.environ.get("FDP_MEASURE_AGAIN", "0") not in ("", "0"):
         return None
     try:
         groups = tuple(tuple(int(member) for member in group) for group in json.loads((_folder() / name).read_text()))
@@ -63,12 +66,19 @@ def name_of(trace: Trace, backend: str | None, hosts: Sequence[str], network: st
         A name for a file.
     """
     text = [
-        f"{trace.world_size} {backend} {sorted(hosts)} {trace.wire} {network}",
+        f"{torch.__version__} {_version()} {trace.world_size} {backend} {sorted(hosts)} {trace.wire} {network}",
         *(f"{r.name} {r.op} {r.root} {r.shape} {r.dtype} {r.device} {r.operation}" for r in trace.reductions),
         *(f"{o.target} {o.needs} {o.lane}" for o in trace.operations),
         *(f"{i.shape} {i.dtype} {i.device}" for i in trace.inputs),
     ]
     return hashlib.sha256("\n".join(text).encode()).hexdigest()[:32] + ".json"
+
+
+@functools.cache
+def _version() -> str:
+    """Changes with the planner: what another one chose is not taken."""
+    texts = [path.read_bytes() for path in sorted((pathlib.Path(__file__).parent / "plan").glob("*.py"))]
+    return hashlib.sha256(b"".join(texts)).hexdigest()
 
 
 def _folder() -> pathlib.Path:

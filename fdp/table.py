@@ -60,6 +60,16 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def ms(seconds: float) -> str:
+    """Write seconds as milliseconds, to the microsecond.
+
+    Example:
+        >>> ms(0.0123456)
+        '12.346'
+    """
+    return f"{seconds * 1e3:.3f}"
+
+
 def format_bytes(size_bytes: float) -> str:
     """Write a number of bytes as a person reads it.
 

@@ -98,20 +98,23 @@ def test_what_holds_on_every_network(network: fdp.Network, op: str, size: int, s
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"latency_s": -1}, "latency_s=-1: seconds, 0 or more"),
-        ({"latency_s": math.nan}, "latency_s=nan: seconds, 0 or more"),
+        ({"latency_s": -1}, "latency_s=-1: seconds, 0 to 1e6"),
+        ({"latency_s": math.nan}, "latency_s=nan: seconds, 0 to 1e6"),
         ({"latency_s": math.inf}, "latency_s=inf"),
         ({"latency_s": "1"}, "latency_s='1'"),
-        ({"bandwidth_bytes_per_s": 0}, "bandwidth_bytes_per_s=0: bytes a second, more than 0"),
+        ({"latency_s": 10**400}, "latency_s=1000"),
+        ({"bandwidth_bytes_per_s": 1e-300}, "bandwidth_bytes_per_s=1e-300"),
+        ({"in_flight": 10**400}, "in_flight=1000"),
+        ({"bandwidth_bytes_per_s": 0}, "bandwidth_bytes_per_s=0: bytes a second, 0.001 or more"),
         ({"bandwidth_bytes_per_s": math.nan}, "bandwidth_bytes_per_s=nan"),
         ({"algorithm": "star"}, "algorithm='star': one of 'ring', 'tree', 'hierarchical'"),
-        ({"ranks_per_host": 0}, "ranks_per_host=0: a whole number, 1 or more"),
+        ({"ranks_per_host": 0}, "ranks_per_host=0: a whole number, 1 to 2**31"),
         ({"ranks_per_host": True}, "ranks_per_host=True"),
-        ({"ranks_per_host": 2}, "inner_latency_s=None: seconds, 0 or more, as ranks share hosts"),
+        ({"ranks_per_host": 2}, "inner_latency_s=None: seconds, 0 to 1e6, as ranks share hosts"),
         ({"ranks_per_host": 2, "inner_latency_s": 0}, "inner_bandwidth_bytes_per_s=None: bytes a second"),
         ({"inner_latency_s": 1e-6}, "inner_latency_s=1e-06: None, as ranks_per_host is 1"),
         ({"inner_bandwidth_bytes_per_s": 1e6}, "inner_bandwidth_bytes_per_s=1000000.0: None"),
-        ({"in_flight": 0}, "in_flight=0: a whole number, 1 or more"),
+        ({"in_flight": 0}, "in_flight=0: a whole number, 1 to 2**31"),
         ({"in_flight": 1.5}, "in_flight=1.5"),
         ({"compute_slowdown": 1.0}, "compute_slowdown=1.0: a share, 0 up to but not including 1"),
         ({"compute_slowdown": -0.1}, "compute_slowdown=-0.1"),
@@ -132,7 +135,18 @@ def test_all_wrong_numbers_are_listed() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("op", "size"), [("min_max", 2), ("sum", 0), ("sum", 2.0)])
-def test_messages_without_meaning_are_refused(op: str, size: Any) -> None:
-    with pytest.raises(fdp.FdpError, match="Remedy: the operation is one of 'mean'"):
-        fdp.Network(1e-5, 1e9).message_s(op, 1, size)
+def test_messages_without_meaning_are_refused() -> None:
+    with pytest.raises(fdp.ArgumentError, match=r"a message 'min_max'\.\nRemedy: the operation is one of 'mean'"):
+        fdp.Network(1e-5, 1e9).message_s("min_max", 1, 2)
+
+
+@pytest.mark.parametrize("size", [0, 2.0, True, None, "2", 10**400])
+def test_what_is_no_number_of_ranks_is_refused(size: Any) -> None:
+    with pytest.raises(fdp.ArgumentError, match=r"world_size=.* is no number of ranks"):
+        fdp.Network(1e-5, 1e9).message_s("sum", 1, size)
+
+
+def test_a_number_of_ranks_may_be_of_numpy() -> None:
+    numpy = pytest.importorskip("numpy")
+    network = fdp.Network(1e-5, 1e9)
+    assert network.message_s("sum", 100, numpy.int64(4)) == network.message_s("sum", 100, 4)

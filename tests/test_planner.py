@@ -124,8 +124,17 @@ def test_no_way_to_cut_ends_earlier(seed: int, joint: bool) -> None:
     best = earliest_s(trace, costs, network, size)
     assert end_s(plan) == best
     # (Of gradients that are only read together it does not claim so.)
-    assert plan.forecast is not None and (plan.forecast.optimal or joint)
+    assert plan.forecast is not None
+    assert plan.forecast.optimal is not (joint and len(trace.reductions) > 1)
     assert plan.timeline().step_s == best
+
+
+def test_of_several_kinds_nothing_is_proven() -> None:
+    network = fdp.Network(1e-5, 1e8)
+    for others, proven in (((), True), ((1, 3), False)):
+        trace = training([5000] * 5, [True] * 5, others=others)
+        plan = plan_trace(trace, "auto", Costs((1e-4,) * len(trace.operations), 1e-5, 0.0, "given"), network)
+        assert plan.forecast is not None and plan.forecast.optimal is proven
 
 
 @examples(60)

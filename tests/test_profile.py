@@ -43,8 +43,8 @@ def check_lanes(timeline: Timeline) -> None:
     for message in timeline.messages:
         assert message.size_bytes
         assert message.start_s <= message.end_s <= timeline.step_s
-        # It starts when its bucket is full, and not before.
-        assert message.start_s == pytest.approx(filled[message.bucket], abs=2e-3)
+        # It starts when its bucket is full, and not before; the machine may have something else to do in between.
+        assert message.start_s == pytest.approx(filled[message.bucket], abs=2e-2)
 
 
 def profile_alone(compile: bool) -> tuple[Timeline, list[bool]]:

@@ -223,6 +223,7 @@ def test_scaling_draws(plan: Plan, tmp_path: pathlib.Path) -> None:
         found.draw("scaling.gif")
 
 
-def test_no_sizes_is_an_error(plan: Plan) -> None:
-    with pytest.raises(fdp.ArgumentError, match="no world_sizes"):
-        fdp.scaling(plan, network=NETWORK, world_sizes=[])
+@pytest.mark.parametrize("sizes", [[], 8, None, [2, 0], [None], ["2"]])
+def test_what_are_no_sizes_is_an_error(plan: Plan, sizes: Any) -> None:
+    with pytest.raises(fdp.ArgumentError, match="world_size"):
+        fdp.scaling(plan, network=NETWORK, world_sizes=sizes)

@@ -31,7 +31,7 @@ _SIZES_BYTES = (64, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24)
 
 _FEWEST_SIZES = 3
 _SMALL_BYTES = 2**18
-_REPEATS_OF_SMALL, _REPEATS_OF_LARGE = 9, 5
+_REPEATS_OF_SMALL, _REPEATS_OF_LARGE, _REPEATS_BESIDE = 15, 3, 5
 _BUDGET_S = 1.2
 """So long messages of growing sizes are sent; larger ones are left out then. Everything together takes about two
 seconds at most, but on links on which the three smallest sizes take longer, or no longer than each other."""
@@ -109,6 +109,8 @@ def _measure(group: Group, device: torch.device, dtype: torch.dtype) -> Link:
     messages = _Messages(group, device, dtype)
     sizes, seconds = _time_sizes(messages)
     base_s, slope = fit_line(sizes, seconds)
+    # Logarithms may differ in a last bit from one host to another, and so might the line that is taken.
+    base_s, slope = agreed_seconds(group, device, [base_s, slope], "max")
     latency_s, bandwidth = ring_numbers(base_s, slope, group.size)
     many_s = messages.seconds([sizes[0]] * MOST_IN_FLIGHT, _REPEATS_OF_SMALL)
     in_flight = in_flight_of(seconds[0], many_s, MOST_IN_FLIGHT)
@@ -139,13 +141,13 @@ def _time_beside(messages: _Messages, sizes: Sequence[int], seconds: Sequence[fl
     at = next((at for at, second in enumerate(seconds) if second >= _BESIDE_S), len(seconds) - 1)
     count = min(math.ceil(_BESIDE_S / seconds[at]), MOST_IN_FLIGHT)
     together = [sizes[at]] * count
-    under_way_s = messages.seconds(together, _REPEATS_OF_LARGE)
+    under_way_s = messages.seconds(together, _REPEATS_BESIDE)
     compute = messages.computing()
     compute(4)
     (piece_s,) = agreed_seconds(messages.group, messages.device, [compute(16) / 16], "mean")
     pieces = max(1, int(0.5 * under_way_s / piece_s))
     alone, beside = [], []
-    for _ in range(_REPEATS_OF_LARGE):
+    for _ in range(_REPEATS_BESIDE):
         alone.append(compute(pieces))
         waits = messages.start(together)
         beside.append(compute(pieces))
@@ -198,7 +200,8 @@ class _Messages:
         """Seconds until messages that are started at once are all there; the same on every rank.
 
         The first run is not counted. Of each of the others it is counted from when the last rank came: the rank that
-        waited least for the others came last. The usual run is taken.
+        waited least for the others came last. The lower quartile of the runs is taken: now and then a message waits for
+        its turn on a processor, several times as long as it travels.
 
         On CPUs ranks compute meanwhile, as they do in a step: the threads of the backend want the same cores, and a
         message that is alone may take a fraction of that time.
@@ -214,7 +217,8 @@ class _Messages:
             self.finish(waits)
             # By the time it is told that they arrived; not when computing came to an end.
             runs.append((max(ended) if len(ended) == len(waits) else time.perf_counter()) - before)
-        return max(statistics.median(agreed_seconds(self.group, self.device, runs[1:], "min")), 1e-9)
+        agreed = agreed_seconds(self.group, self.device, runs[1:], "min")
+        return max(statistics.quantiles(agreed, n=4, method="inclusive")[0], 1e-9)
 
     def computing(self) -> Callable[[int], float]:
         """A function that computes so many equal pieces, and says how many seconds that took."""

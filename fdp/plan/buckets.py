@@ -14,7 +14,7 @@ from fdp.errors import ArgumentError, build_message
 from fdp.plan.record import Bucket
 from fdp.trace.record import Operation, Reduction
 
-_MIB = 2**20
+MIB = 2**20
 _ALIGNMENT_BYTES = 64
 AUTO_CAP_MB = (1.0, 25.0)
 """What "auto" means: a small first bucket, so that communication begins early, then DDP's usual size."""
@@ -81,7 +81,7 @@ def partition(
         for needed in [k for k, bits in open_bits.items() if upstream[index] & bits]:
             close(needed)
         kind = kind_of(reductions, upstream, index)
-        cap = caps_mb[min(closed_count[kind], len(caps_mb) - 1)] * _MIB
+        cap = caps_mb[min(closed_count[kind], len(caps_mb) - 1)] * MIB
         if kind in open_members and open_bytes[kind] + reduction.size_bytes > cap:
             close(kind)
         if kind not in open_members:

@@ -10,7 +10,7 @@ from fdp.plan.buckets import make_buckets, partition, resolve_caps
 from fdp.plan.costs import Costs
 from fdp.plan.estimate import estimate
 from fdp.plan.forecast import Forecast
-from fdp.plan.network import Network
+from fdp.plan.network import Network, rank_count
 from fdp.plan.planner import choose, consider
 from fdp.plan.record import Plan
 from fdp.plan.schedule import order
@@ -61,7 +61,7 @@ def plan_trace(
             )
         groups, forecast = partition(trace.reductions, trace.operations, caps), None
     else:
-        size = trace.world_size if world_size is None else world_size
+        size = trace.world_size if world_size is None else rank_count(world_size)
         costs = costs or estimate(trace)
         if isinstance(bucket_cap_mb, str):
             groups, forecast = choose(trace, costs, network, size, spread)

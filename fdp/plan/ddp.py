@@ -14,12 +14,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from fdp.plan.buckets import make_buckets
+from fdp.plan.buckets import MIB, make_buckets
 from fdp.plan.costs import Costs
 from fdp.plan.record import Bucket, Item, Plan, Run, Start, Wait
+from fdp.plan.schedule import real_needs
 from fdp.trace.record import Operation, Reduction, Trace
 
-_MIB = 2**20
 DDP_CAPS_MB = (1.0, 25.0)
 """What DDP takes unless told otherwise: a first bucket of 1 MiB, and then of 25 MiB."""
 
@@ -91,7 +91,7 @@ def assign(members: Sequence[int], reductions: Sequence[Reduction], caps_mb: Seq
         own = open_members.setdefault(kind, [])
         own.append(member)
         cap_mb = caps_mb[min(closed.get(kind, 0), len(caps_mb) - 1)]
-        if sum(reductions[k].size_bytes for k in own) >= cap_mb * _MIB:
+        if sum(reductions[k].size_bytes for k in own) >= cap_mb * MIB:
             groups.append(tuple(open_members.pop(kind)))
             closed[kind] = closed.get(kind, 0) + 1
     return groups + [tuple(own) for own in open_members.values()]
@@ -129,19 +129,6 @@ def _stages(operations: Sequence[Operation], gradients: set[int]) -> list[int]:
     return stages
 
 
-def _made_by(operations: Sequence[Operation], index: int) -> set[int]:
-    """The operations whose results one operation takes, through whatever views."""
-    found: set[int] = set()
-    pending = list(operations[index].needs)
-    while pending:
-        need = pending.pop()
-        if operations[need].view:
-            pending.extend(operations[need].needs)
-        else:
-            found.add(need)
-    return found
-
-
 def _computed(
     trace: Trace, indices: Sequence[int], buckets: Sequence[Bucket], copies: _Copies, overlap: bool
 ) -> list[Item]:
@@ -150,7 +137,7 @@ def _computed(
     inside = set(indices)
     for bucket in buckets:
         for member in bucket.members:
-            makers = _made_by(trace.operations, trace.reductions[member].operation)
+            makers = real_needs(trace.operations, [trace.reductions[member].operation], {})
             made_at.setdefault(max((k for k in makers if k in inside), default=-1), []).append(member)
     home = {member: bucket.index for bucket in buckets for member in bucket.members}
     missing = {bucket.index: len(bucket.members) for bucket in buckets}

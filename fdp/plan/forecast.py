@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fdp.plan.costs import Costs
 from fdp.plan.network import Network, described
-from fdp.table import count
+from fdp.table import count, ms
 
 
 @dataclass(frozen=True)
@@ -50,19 +50,15 @@ class Forecast:
     def __str__(self) -> str:
         compute_s = sum(self.costs.operations_s)
         lines = [
-            f"Expected with {self.costs.origin} costs ({_ms(compute_s)} of computing) on "
-            f"{count(self.world_size, 'rank')} ({described(self.network)}): a step of {_ms(self.chosen.step_s)}, "
-            f"{_ms(self.chosen.exposed_s)} of it exposed"
+            f"Expected with {self.costs.origin} costs ({ms(compute_s)} ms of computing) on "
+            f"{count(self.world_size, 'rank')} ({described(self.network)}): a step of {ms(self.chosen.step_s)} ms, "
+            f"{ms(self.chosen.exposed_s)} ms of it exposed"
         ]
         if self.optimal:
             lines[0] += "; no other buckets end earlier"
         for other in self.alternatives:
             name = other.name if other.name.startswith("auto") else f"caps {other.name} MiB"
             lines.append(
-                f"  {name}: {_ms(other.step_s)}, {_ms(other.exposed_s)} exposed, {count(other.buckets, 'bucket')}"
+                f"  {name}: {ms(other.step_s)} ms, {ms(other.exposed_s)} ms exposed, {count(other.buckets, 'bucket')}"
             )
         return "\n".join(lines)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f} ms"

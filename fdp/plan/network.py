@@ -8,6 +8,7 @@ Scan (Parallel Computing 2009); Li et al., PyTorch Distributed (VLDB 2020), sect
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,9 @@ ALGORITHMS = ("ring", "tree", "hierarchical")
 REDUCING = ("mean", "sum", "max", "min")
 OPERATIONS = (*REDUCING, "all_gather", "broadcast")
 
+_LONGEST_S, _SLOWEST_BYTES_PER_S, _MOST = 1e6, 1e-3, 2**31
+"""Beyond these a number is a mistake, and arithmetic with it may overflow."""
+
 
 @dataclass(frozen=True)
 class Network:
@@ -27,8 +31,8 @@ class Network:
     them. With N ranks on as many hosts, and m bytes, an all-reduce takes
 
     - "ring": 2 (N - 1) latencies, and 2 (N - 1) / N m bytes over each link;
-    - "tree": 2 log2(N) latencies, and 2 m bytes over the busiest link (m if N is 2): double binary trees, in pieces so
-      small that filling the pipe counts as latency;
+    - "tree": 2 log2(N) latencies, log2(N) rounded up, and 2 m bytes over the busiest link (m if N is 2): double binary
+      trees, in pieces so small that filling the pipe counts as latency;
     - "hierarchical": a reduce-scatter within hosts, a ring between them, and an all-gather within hosts, one after the
       other.
 
@@ -68,24 +72,26 @@ class Network:
     def __post_init__(self) -> None:
         wrong = []
         if not _is_latency(self.latency_s):
-            wrong.append(f"latency_s={self.latency_s!r}: seconds, 0 or more")
+            wrong.append(f"latency_s={self.latency_s!r}: seconds, 0 to 1e6")
         if not _is_rate(self.bandwidth_bytes_per_s):
-            wrong.append(f"bandwidth_bytes_per_s={self.bandwidth_bytes_per_s!r}: bytes a second, more than 0")
+            wrong.append(f"bandwidth_bytes_per_s={self.bandwidth_bytes_per_s!r}: bytes a second, 0.001 or more")
         if self.algorithm not in ALGORITHMS:
             wrong.append(f"algorithm={self.algorithm!r}: one of {', '.join(map(repr, ALGORITHMS))}")
         inner = {name: getattr(self, name) for name in ("inner_latency_s", "inner_bandwidth_bytes_per_s")}
         if not _is_count(self.ranks_per_host):
-            wrong.append(f"ranks_per_host={self.ranks_per_host!r}: a whole number, 1 or more")
+            wrong.append(f"ranks_per_host={self.ranks_per_host!r}: a whole number, 1 to 2**31")
         elif self.ranks_per_host == 1:
             wrong += [f"{k}={v!r}: None, as ranks_per_host is 1" for k, v in inner.items() if v is not None]
         else:
             if not _is_latency(self.inner_latency_s):
-                wrong.append(f"inner_latency_s={self.inner_latency_s!r}: seconds, 0 or more, as ranks share hosts")
+                wrong.append(f"inner_latency_s={self.inner_latency_s!r}: seconds, 0 to 1e6, as ranks share hosts")
             if not _is_rate(self.inner_bandwidth_bytes_per_s):
                 rate = self.inner_bandwidth_bytes_per_s
-                wrong.append(f"inner_bandwidth_bytes_per_s={rate!r}: bytes a second, more than 0, as ranks share hosts")
+                wrong.append(
+                    f"inner_bandwidth_bytes_per_s={rate!r}: bytes a second, 0.001 or more, as ranks share hosts"
+                )
         if not _is_count(self.in_flight):
-            wrong.append(f"in_flight={self.in_flight!r}: a whole number, 1 or more")
+            wrong.append(f"in_flight={self.in_flight!r}: a whole number, 1 to 2**31")
         if not _is_latency(self.compute_slowdown) or self.compute_slowdown >= 1:
             wrong.append(f"compute_slowdown={self.compute_slowdown!r}: a share, 0 up to but not including 1")
         if wrong:
@@ -148,11 +154,11 @@ class Network:
         Raises:
             ArgumentError: there is no such operation, or no such number of ranks.
         """
-        if op not in OPERATIONS or not _is_count(world_size):
+        world_size = rank_count(world_size)
+        if op not in OPERATIONS:
             raise ArgumentError(
                 build_message(
-                    f"a message {op!r} between {world_size!r} ranks.",
-                    remedy=f"the operation is one of {', '.join(map(repr, OPERATIONS))}; there is at least one rank.",
+                    f"a message {op!r}.", remedy=f"the operation is one of {', '.join(map(repr, OPERATIONS))}."
                 )
             )
         if world_size == 1:
@@ -218,13 +224,36 @@ def described(network: Network) -> str:
     return text + (f"; computing {network.compute_slowdown:.0%} slower" if network.compute_slowdown else "")
 
 
+def rank_count(world_size: Any) -> int:
+    """A number of ranks as a plain integer.
+
+    Args:
+        world_size: any integer, of NumPy for example.
+
+    Returns:
+        The same number.
+
+    Raises:
+        ArgumentError: it is none, or there cannot be so many ranks.
+    """
+    try:
+        size = operator.index(world_size)
+    except TypeError:
+        size = 0
+    if isinstance(world_size, bool) or not _is_count(size):
+        raise ArgumentError(
+            build_message(f"world_size={world_size!r} is no number of ranks.", remedy="pass a whole number, 1 or more.")
+        )
+    return size
+
+
 def _is_latency(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= _LONGEST_S
 
 
 def _is_rate(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and _SLOWEST_BYTES_PER_S <= value <= math.inf
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MOST

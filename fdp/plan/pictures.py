@@ -123,6 +123,7 @@ class _Panel:
         exposed = timeline.exposed_s
         share = f" ({exposed / timeline.step_s:.0%})" if timeline.step_s else ""
         hidden = f"{_ms(exposed)} of it exposed{share}" if self._waits else "all hidden"
+        hidden = hidden if timeline.messages else "nothing is sent"
         where = f"{timeline.name} on {count(timeline.world_size, 'rank')}, {timeline.origin}"
         title = f"{where}: {_ms(timeline.step_s)} a step, {hidden}"
         axes.set_title(title, loc="left", fontsize=_FONT + 2, pad=21, color=_INK)

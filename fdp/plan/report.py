@@ -5,7 +5,7 @@ from __future__ import annotations
 from fdp.plan.lanes import hidden_s, used, waits
 from fdp.plan.timeline import Timeline
 from fdp.stages import enters
-from fdp.table import Table, count, format_bytes
+from fdp.table import Table, count, format_bytes, ms
 
 _MOST_STRETCHES = 14
 
@@ -24,11 +24,11 @@ def _totals(timeline: Timeline) -> str:
     share = f" ({hidden / whole_s:.0%})" if whole_s else ""
     return (
         f"Timeline of {timeline.name}, {count(timeline.world_size, 'rank')}, {timeline.origin}: "
-        f"{_ms(timeline.step_s)} ms a step, efficiency {timeline.efficiency:.1%}\n"
-        f"compute lane: {_ms(timeline.compute_s)} ms of computing, {_ms(timeline.pack_s)} ms of filling buckets, "
-        f"{_ms(sum(block.seconds for block in waits(timeline)))} ms of waiting\n"
-        f"communication lane: {_ms(whole_s)} ms in {count(len(timeline.messages), 'message')}, "
-        f"{_ms(hidden)} ms hidden{share}, {_ms(timeline.exposed_s)} ms exposed"
+        f"{ms(timeline.step_s)} ms a step, efficiency {timeline.efficiency:.1%}\n"
+        f"compute lane: {ms(timeline.compute_s)} ms of computing, {ms(timeline.pack_s)} ms of filling buckets, "
+        f"{ms(sum(block.seconds for block in waits(timeline)))} ms of waiting\n"
+        f"communication lane: {ms(whole_s)} ms in {count(len(timeline.messages), 'message')}, "
+        f"{ms(hidden)} ms hidden{share}, {ms(timeline.exposed_s)} ms exposed"
     )
 
 
@@ -43,10 +43,10 @@ def _buckets(timeline: Timeline) -> Table:
         table.add(
             "" if message.bucket is None else message.bucket,
             "" if message.size_bytes is None else format_bytes(message.size_bytes),
-            _ms(message.start_s),
-            _ms(message.end_s),
-            _ms(taken[message.bucket]) if message.bucket in taken else "the end",
-            _ms(sum(block.seconds for block in own)) if own else "",
+            ms(message.start_s),
+            ms(message.end_s),
+            ms(taken[message.bucket]) if message.bucket in taken else "the end",
+            ms(sum(block.seconds for block in own)) if own else "",
             f"{hidden_s(message, idle) / seconds:.0%}" if seconds else "",
         )
     return table
@@ -70,11 +70,7 @@ def _path(timeline: Timeline) -> Table:
     longest = sorted(stretches, key=lambda stretch: stretch[1] - stretch[2])[:_MOST_STRETCHES]
     table = Table("critical path", ("from, ms", "to, ms", "the step waits for"))
     for what, start_s, end_s in sorted(longest, key=lambda stretch: stretch[1:]):
-        table.add(_ms(start_s), _ms(end_s), what)
+        table.add(ms(start_s), ms(end_s), what)
     if len(longest) < len(stretches):
         table.add("", "", f"shorter stretches: {len(stretches) - len(longest)}")
     return table
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f}"

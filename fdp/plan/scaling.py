@@ -12,11 +12,11 @@ from fdp.plan.build import plan_trace
 from fdp.plan.costs import Costs
 from fdp.plan.ddp import plan_as_ddp
 from fdp.plan.estimate import estimate
-from fdp.plan.network import Network, described
+from fdp.plan.network import Network, described, rank_count
 from fdp.plan.record import Plan
 from fdp.plan.simulate import simulate
 from fdp.stages import enter
-from fdp.table import Table, count
+from fdp.table import Table, count, ms
 
 WORLD_SIZES = tuple(2**k for k in range(11))
 
@@ -89,7 +89,7 @@ class Scaling:
 
     def __str__(self) -> str:
         title = (
-            f"Scaling of {self.name}, {self.origin} costs: a rank alone computes {_ms(self.alone_s)} ms; "
+            f"Scaling of {self.name}, {self.origin} costs: a rank alone computes {ms(self.alone_s)} ms; "
             f"{count(self.buckets, 'bucket')} as planned, {self.ddp_buckets} of DDP\n{described(self.network)}"
         )
         steps = ("as planned, ms", "replanned, ms", "DDP, ms")
@@ -98,7 +98,7 @@ class Scaling:
         for scale in self.scales:
             seconds = (scale.planned_s, scale.replanned_s, scale.ddp_s)
             table.add(
-                scale.world_size, *map(_ms, seconds), scale.replanned_buckets,
+                scale.world_size, *map(ms, seconds), scale.replanned_buckets,
                 *(f"{self.efficiency(step_s):.1%}" for step_s in seconds),
             )  # fmt: skip
         return str(table)
@@ -134,10 +134,16 @@ def scaling(
         >>> [scale.world_size for scale in fdp.scaling(plan, network=network, world_sizes=[1, 8, 64]).scales]
         [1, 8, 64]
     """
-    sizes = list(world_sizes)
+    try:
+        sizes = [rank_count(size) for size in world_sizes]
+    except TypeError:
+        sizes = []
     if not sizes:
         raise ArgumentError(
-            build_message("fdp.scaling() with no world_sizes.", remedy="pass at least one number of ranks.")
+            build_message(
+                f"fdp.scaling() with world_sizes={world_sizes!r}.",
+                remedy="pass a sequence of numbers of ranks, at least one: world_sizes=[8, 16].",
+            )
         )
     if costs is None:
         costs = estimate(plan.trace) if plan.forecast is None else plan.forecast.costs
@@ -164,7 +170,3 @@ def scaling(
         ddp_buckets=len(ddp.buckets),
         scales=tuple(scales),
     )
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f}"

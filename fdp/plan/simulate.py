@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fdp.plan.costs import Costs
-from fdp.plan.network import Network
+from fdp.plan.network import Network, rank_count
 from fdp.plan.record import Bucket, Item, Plan, Run, Wait
 from fdp.plan.ticks import TICKS_PER_S, Ticks, ticks_of
 from fdp.plan.timeline import Interval, Timeline
@@ -137,7 +137,7 @@ def simulate(plan: Plan, costs: Costs, network: Network, world_size: int | None 
         ArgumentError: the costs are those of another trace, or there is no such number of ranks.
     """
     trace = plan.trace
-    size = trace.world_size if world_size is None else world_size
+    size = trace.world_size if world_size is None else rank_count(world_size)
     clock = Clock(ticks_of(trace, costs, network, size))
     kinds = phases(trace.operations)
     intervals: list[Interval] = []
