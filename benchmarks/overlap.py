@@ -255,27 +255,54 @@ def _late(late_s: Sequence[float]) -> str:
 
 
 def predictions(setting: Setting, rows: Mapping[str, Overlap]) -> Table:
-    """A row a case: by how much what was foretold is off, and whether it has the fixed caps in the right order.
-
-    Two caps have an order where one was faster than the other in three quarters of the rounds or more.
-    """
+    """A row a case: by how much what was foretold is off, and whether it has the fixed caps in the right order."""
     columns = ("foretold of measured, least and most", "target", "caps told apart", "foretold in that order", "target")
     out = markdown_table("case", *columns)
     for case, row in rows.items():
-        found = {name: row.foretold[name] for name in (*setting.also, setting.ours)}
-        steps = {name: prediction.step_s for name, prediction in found.items() if prediction is not None}
-        shares = [step_s / row.median(name) for name, step_s in steps.items()]
+        shares, apart = _predicted(setting, row)
         off = max(abs(share - 1) for share in shares)
-        apart = []
-        for one, two in itertools.combinations(setting.also, 2):
-            low, _, high = row.ratio(one, two)
-            if low > 1 or high < 1:
-                apart.append((steps[one] > steps[two]) == (low > 1))
-        right = "reached" if all(apart) else "missed"
         out.add_row(
             case, f"{min(shares):.2f} to {max(shares):.2f}", f"within 15% {'reached' if off <= 0.15 else 'missed'}",
-            f"{len(apart)} of {math.comb(len(setting.also), 2)} pairs", str(sum(apart)), f"all {right}",
+            f"{len(apart)} of {math.comb(len(setting.also), 2)} pairs", str(sum(apart)),
+            f"all {'reached' if all(apart) else 'missed'}",
         )  # fmt: skip
+    return out
+
+
+def _predicted(setting: Setting, row: Overlap) -> tuple[list[float], list[bool]]:
+    """What was foretold as a share of what was measured; and of pairs of caps, whether it has them in the right order.
+
+    Two caps have an order where one was faster than the other in three quarters of the rounds or more.
+    """
+    found = {name: row.foretold[name] for name in (*setting.also, setting.ours)}
+    steps = {name: prediction.step_s for name, prediction in found.items() if prediction is not None}
+    apart = []
+    for one, two in itertools.combinations(setting.also, 2):
+        low, _, high = row.ratio(one, two)
+        if low > 1 or high < 1:
+            apart.append((steps[one] > steps[two]) == (low > 1))
+    return [step_s / row.median(name) for name, step_s in steps.items()], apart
+
+
+def overview(found: Mapping[str, Mapping[str, Overlap]]) -> Table:
+    """A row a setting and case: all that has a target; what misses its target has a star."""
+    out = markdown_table(
+        "setting", "case", "fdp auto, ms", "of best DDP", "of DDP's default", "of best fixed cap", "of the bound",
+        "foretold of measured", "caps in order",
+    )  # fmt: skip
+    for name, rows in found.items():
+        setting = SETTINGS[name]
+        for case, row in rows.items():
+            beside = [row.ratio(setting.ours, row.fastest(setting.peers)), row.ratio(setting.ours, "ddp")]
+            beside += [row.ratio(setting.ours, row.fastest(setting.also)), row.of_bound(setting.ours)]
+            cells = []
+            for ratio, target in zip(beside, targets(setting, case), strict=True):
+                cells.append(quartiles(ratio) + (" *" if "missed" in verdict(ratio[1], target) else ""))
+            shares, apart = _predicted(setting, row)
+            star = " *" if max(abs(share - 1) for share in shares) > 0.15 else ""
+            cells.append(f"{min(shares):.2f} to {max(shares):.2f}{star}")
+            cells.append(f"{sum(apart)} of {len(apart)}{'' if all(apart) else ' *'}")
+            out.add_row(name, case, f"{row.median(setting.ours) * 1e3:.1f}", *cells)
     return out
 
 
@@ -322,6 +349,7 @@ def print_kept(paths: Sequence[pathlib.Path]) -> int:
         console.print(f"\n{SETTINGS[setting].title}\n")
         for table in _tables(SETTINGS[setting], measured):
             console.print(table)
+    console.print("\nAll together; a star stands where a target is missed\n", overview(found))
     return 0
 
 

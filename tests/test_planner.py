@@ -312,7 +312,7 @@ def ways_to_cut(count: int) -> list[tuple[int, ...]]:
     ]
 
 
-@examples(4000)
+@examples(1500)
 @given(st.integers(0, 2**32), st.integers(1, 8))
 def test_the_search_finds_the_earliest_end(seed: int, count: int) -> None:
     chain, ticks = drawn_chain(random.Random(seed), count, 0.0)
@@ -325,7 +325,7 @@ def test_the_search_finds_the_earliest_end(seed: int, count: int) -> None:
     assert best_cuts(chain, ticks, best).ends == ()
 
 
-@examples(4000)
+@examples(1500)
 @given(st.integers(0, 2**32), st.integers(1, 9))
 def test_layer_by_layer_the_earliest_end_is_found(seed: int, count: int) -> None:
     chain, ticks = drawn_chain(random.Random(seed), count, 0.0)
