@@ -1,6 +1,6 @@
 """Draws what overlap.py measured: step time against the bucket cap, measured and foretold, and what "auto" made of it.
 
-    python benchmarks/caps_picture.py FIGURES.json PICTURE.png
+    python benchmarks/caps_picture.py FIGURES.json [FIGURES.json ...] PICTURE.png
 
 FIGURES.json is what `overlap.py --json` wrote; each case of each setting gets a panel.
 """
@@ -22,11 +22,13 @@ _DDP, _FDP = "#d55e00", "#0072b2"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Reads the figures, and writes the picture."""
     given = sys.argv[1:] if arguments is None else arguments
-    if len(given) != 2:
+    if len(given) < 2:
         print(__doc__, file=sys.stderr)
         return 2
-    figures = json.loads(pathlib.Path(given[0]).read_text())["figures"]
-    panels = [(setting, case, row) for setting, cases in figures.items() for case, row in cases.items()]
+    kept = [json.loads(pathlib.Path(path).read_text())["figures"] for path in given[:-1]]
+    panels = [
+        (setting, case, row) for figures in kept for setting, cases in figures.items() for case, row in cases.items()
+    ]
     import matplotlib
 
     matplotlib.use("Agg")
@@ -36,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for axis, (setting, case, row) in zip(axes[0], panels, strict=True):
         _panel(axis, f"{case}, {setting}", row)
     figure.tight_layout()
-    figure.savefig(given[1], dpi=110, metadata={"Software": None})
+    figure.savefig(given[-1], dpi=110, metadata={"Software": None})
     return 0
 
 
@@ -52,11 +54,12 @@ def _panel(axis: Any, title: str, row: Mapping[str, Any]) -> None:
     axis.plot(at, ours, "o-", color=_FDP)
     axis.plot(at, foretold, "o:", color=_FDP, fillstyle="none")
     auto, default = measured("fdp"), measured("ddp")
-    axis.axhline(auto, color=_FDP, linewidth=1)
-    axis.axhline(default, color=_DDP, linewidth=1, linestyle="--")
+    across = [-0.3, len(CAPS_MB) - 0.95]
+    axis.plot(across, [auto, auto], color=_FDP, linewidth=1)
+    axis.plot(across, [default, default], color=_DDP, linewidth=1, linestyle="--")
     axis.set_xticks(list(at), [str(cap) for cap in CAPS_MB])
     axis.set_xlim(-0.3, len(CAPS_MB) + 0.9)
-    axis.set_ylim(0, 1.08 * max(*theirs, *ours, default))
+    axis.set_ylim(0, 1.2 * max(*theirs, *ours, default))
     axis.set_xlabel("bucket cap, MiB")
     axis.set_title(title + ": ms a step", loc="left", fontsize=10)
     for side in ("top", "right"):
@@ -70,7 +73,7 @@ def _panel(axis: Any, title: str, row: Mapping[str, Any]) -> None:
     for height, text, colour in sorted(labels):
         room = axis.get_ylim()[1] * 0.06
         place = height if last is None else max(height, last + room)
-        axis.annotate(text, (len(CAPS_MB) - 0.9, place), color=colour, fontsize=8, va="center")
+        axis.annotate(text, (len(CAPS_MB) - 0.85, place), color=colour, fontsize=8, va="center")
         last = place
 
 

@@ -35,8 +35,9 @@ def measure_costs(emitted: Emitted, tensors: Sequence[torch.Tensor], start_s: fl
     """Measure what the operations of a step take on this rank, by running it a few times on copies of its inputs.
 
     The program of the plan runs with a stamp between one operation and the next. What a stamp takes is subtracted, and
-    then all is scaled so that the sum is what the step takes without stamps, and without messages; if it is compiled,
-    what the compiled step takes. Lanes of one call share its seconds by their bytes.
+    then all is scaled so that the sum is what the step takes without stamps, and without messages (of a long step
+    stamps are next to nothing, and it is not); if it is compiled, what the compiled step takes. Lanes of one call share
+    its seconds by their bytes.
 
     Args:
         emitted: the step. Its buckets do not matter much: which results are written straight into them does not depend
@@ -68,13 +69,17 @@ def measure_costs(emitted: Emitted, tensors: Sequence[torch.Tensor], start_s: fl
             timed.rehearse(inputs)
             seconds = clock.seconds(stamps[0], stamps)
             runs.append([after - before for before, after in itertools.pairwise(seconds)])
-            totals.append(_time(clock, emitted, fresh(plan, tensors)))
+            # Of a long step stamps are a small part.
+            if emitted.options is not None or time.perf_counter() - begun <= _BUDGET_S:
+                totals.append(_time(clock, emitted, fresh(plan, tensors)))
     timed.leave_memory()
     give_back_memory()
     stamp_s = cost_of_a_stamp(clock)
     usual = [max(statistics.median(seconds) - stamp_s, 0.0) for seconds in zip(*runs, strict=True)]
     sends = emitted.group.size > 1
-    return _costs(plan, timed.parts, usual, statistics.median(totals), sends, start_s)
+    # There are two or three of these, and what disturbs one only adds to it.
+    total_s = min(totals) if totals else None
+    return _costs(plan, timed.parts, usual, total_s, sends, start_s)
 
 
 def measure_agreed_costs(emitted: Emitted, tensors: Sequence[torch.Tensor]) -> Costs:
@@ -113,7 +118,7 @@ def _time(clock: Clock, step: Emitted, inputs: list[torch.Tensor]) -> float:
 
 
 def _costs(
-    plan: Plan, parts: Sequence[Part], seconds: Sequence[float], total_s: float, sends: bool, start_s: float
+    plan: Plan, parts: Sequence[Part], seconds: Sequence[float], total_s: float | None, sends: bool, start_s: float
 ) -> Costs:
     """Share seconds of the parts of a program among operations.
 
@@ -121,7 +126,7 @@ def _costs(
         plan: that the program carries out.
         parts: of the program.
         seconds: of each part.
-        total_s: seconds of the whole step without stamps.
+        total_s: seconds of the whole step without stamps; None if they are those of its parts.
         sends: whether that step fills buckets, too.
         start_s: passed on.
 
@@ -132,7 +137,7 @@ def _costs(
     for part, second in zip(parts, seconds, strict=True):
         by_kind[part.kind] += second
     counted_s = sum(by_kind.values()) if sends else by_kind["run"]
-    scale = total_s / counted_s if counted_s > 0 else 1.0
+    scale = total_s / counted_s if total_s is not None and counted_s > 0 else 1.0
     operations_s = [0.0] * len(plan.trace.operations)
     owners, shares = _owners(plan), _shares(plan)
     for part, second in zip(parts, seconds, strict=True):
