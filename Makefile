@@ -22,9 +22,10 @@ $(INSTALLED): requirements.lock pyproject.toml
 demo: $(INSTALLED)  ## train a digit classifier on two ranks of this machine
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node 2 examples/digits.py
 
-# Two files at a time: most tests take one processor, and those that wait for time limits take none.
+# Two files at a time: most tests take one processor, and those that wait for time limits take none. In the order of
+# their names, and not those with few tests last: those of compiled steps are few, and take long.
 test: $(INSTALLED)  ## every test and doctest; one file or test: make test ARGS="tests/test_x.py -k word"
-	$(RUN) pytest $(or $(ARGS),--numprocesses 2 --dist loadfile)
+	$(RUN) pytest $(or $(ARGS),--numprocesses 2 --dist loadfile --no-loadscope-reorder)
 
 lint: $(INSTALLED)  ## ruff (rules and format) and mypy
 	$(RUN) ruff check .
