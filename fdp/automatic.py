@@ -31,7 +31,7 @@ LEAST_BYTES = 2**20
 """Steps that send less are not measured: they have one small bucket, and send it at once."""
 
 _SPREAD = 0.2
-"""Messages beside a real backward pass were seen to take up to a fifth more or less than those that are measured."""
+"""Messages beside a real backward pass need not take as long as those that are measured beside a small product."""
 
 
 class Automatic:
@@ -44,8 +44,7 @@ class Automatic:
 
     def __init__(self, network: Network | None, keeps: bool = False) -> None:
         self._network, self._keeps = network, keeps
-        self._chosen: dict[Any, Groups] = {}
-        self._forecasts: dict[Any, tuple[Any, Forecast | None]] = {}
+        self._chosen: dict[Any, tuple[Groups, Any, Forecast | None]] = {}
 
     def plan_ahead(self, trace: Trace, group: Group) -> Plan:
         """Plan without the other ranks: as chosen before, or by estimated costs if there is a network, or by caps."""
@@ -56,12 +55,12 @@ class Automatic:
         sent = sum(reduction.size_bytes for reduction in trace.reductions)
         if group.size == 1 or sent < LEAST_BYTES or len(trace.reductions) < 2:
             return plan_trace(trace, AUTO_CAP_MB, network=self._network)
-        key = _key(trace, group)
-        if key not in self._chosen:
+        chosen = self._chosen.get(_key(trace, group))
+        if chosen is None:
             return None
-        measured, forecast = self._forecasts.get(key, (None, None))
+        groups, work, forecast = chosen
         # Another signature with the same gradients has other costs.
-        return plan_groups(trace, self._chosen[key], forecast=forecast if measured == _work(trace) else None)
+        return plan_groups(trace, groups, forecast=forecast if work == _work(trace) else None)
 
     def choose(self, emitted: Emitted, tensors: list[torch.Tensor]) -> Plan:
         """Choose buckets, on all ranks together.
@@ -81,8 +80,7 @@ class Automatic:
         emitted.agree(tensors)
         kept, where = self._kept(emitted) if self._keeps else (None, "")
         if kept is not None:
-            self._chosen[_key(trace, group)] = kept
-            return plan_groups(trace, kept)
+            return self._remember(plan_groups(trace, kept), group)
         device = device_of_messages(emitted.plan)
         if self._network is None:
             try:
@@ -95,8 +93,7 @@ class Automatic:
                     f"measured: {reason} To choose them by cost give network=fdp.Network(...).",
                     stacklevel=7,
                 )
-                self._chosen[_key(trace, group)] = tuple(bucket.members for bucket in emitted.plan.buckets)
-                return emitted.plan
+                return self._remember(emitted.plan, group)
             network, start_s = link.network, link.start_s
         else:
             network, start_s = self._network, Machine().start_s
@@ -108,10 +105,10 @@ class Automatic:
         except Exception as error:
             failure = error
         told = {"measured": failure is None, "operations": _digest(_planned_by(trace)), "chain": _digest(_chain(trace))}
-        found = tell_all(group, told, f"step {trace.name!r}", "is to be planned")
+        found = _tell(emitted, told)
         if failure is not None:
             raise failure
-        if not all(other.get("measured") for other in found):
+        if not all(other["measured"] for other in found):
             raise AgreementError(
                 build_message(
                     f"step {trace.name!r} could not be measured on another rank, so ranks cannot choose its buckets.",
@@ -120,12 +117,13 @@ class Automatic:
                 )
             )
         assert costs is not None
-        plan = self._by_costs(emitted, costs, network, found)
-        groups = tuple(bucket.members for bucket in plan.buckets)
-        self._chosen[_key(trace, group)] = groups
-        self._forecasts[_key(trace, group)] = _work(trace), plan.forecast
+        plan = self._remember(self._by_costs(emitted, costs, network, found), group)
         if self._keeps and group.rank == 0:
-            keep_groups(where, groups)
+            keep_groups(where, _groups(plan))
+        return plan
+
+    def _remember(self, plan: Plan, group: Group) -> Plan:
+        self._chosen[_key(plan.trace, group)] = _groups(plan), _work(plan.trace), plan.forecast
         return plan
 
     def _by_costs(self, emitted: Emitted, costs: Costs, network: Network, found: Sequence[dict[str, Any]]) -> Plan:
@@ -136,42 +134,47 @@ class Automatic:
         reductions depend on each other in another way there, the ones that all have agreed on.
         """
         trace, group = emitted.plan.trace, emitted.group
+        spread = _SPREAD if self._network is None else 0.0
         if len({other["operations"] for other in found}) == 1:
             device = device_of_messages(emitted.plan)
-            spread = _SPREAD if self._network is None else 0.0
             return plan_trace(trace, "auto", agreed_costs(group, device, costs), network, spread=spread)
         if len({other["chain"] for other in found}) > 1:
             return emitted.plan
-        plan = plan_trace(trace, "auto", costs, network) if group.rank == 0 else emitted.plan
-        own = {"groups": [bucket.members for bucket in plan.buckets]}
-        told = tell_all(group, own, f"step {trace.name!r}", "is to be planned")[0]["groups"]
+        plan = plan_trace(trace, "auto", costs, network, spread=spread) if group.rank == 0 else emitted.plan
+        told = _tell(emitted, {"groups": _groups(plan)})[0]["groups"]
         return plan if group.rank == 0 else plan_groups(trace, [tuple(members) for members in told])
 
     def _kept(self, emitted: Emitted) -> tuple[Groups | None, str]:
         """What rank 0 has kept, for all ranks alike, and where it is kept."""
         trace, group = emitted.plan.trace, emitted.group
         backend = group.backend_for(device_of_messages(emitted.plan))
-
-        def tell(own: dict[str, Any]) -> list[Any]:
-            found = tell_all(group, own, f"step {trace.name!r}", "is to be planned")
-            failed = [f"rank {rank}: {other['failed']}" for rank, other in enumerate(found) if "failed" in other]
-            if failed:
-                raise AgreementError(
-                    build_message(
-                        f"step {trace.name!r} could not be planned on every rank.",
-                        failed,
-                        remedy="mend the error there; the other ranks wait for it in vain.",
-                    )
-                )
-            return found
-
-        others = tell({"host": socket.gethostname(), "chain": _digest(_chain(trace))})
+        others = _tell(emitted, {"host": socket.gethostname(), "chain": _digest(_chain(trace))})
         where = name_of(trace, backend, [str(other["host"]) for other in others], repr(self._network))
         groups = None
         if group.rank == 0 and len({other["chain"] for other in others}) == 1:
             groups = find_groups(where, {index for index, reduction in enumerate(trace.reductions) if reduction.numel})
-        told = tell({"groups": groups})[0]["groups"]
+        told = _tell(emitted, {"groups": groups})[0]["groups"]
         return None if told is None else tuple(tuple(members) for members in told), where
+
+
+def _tell(emitted: Emitted, own: dict[str, Any]) -> list[Any]:
+    """What each rank says of its step while buckets are chosen."""
+    step = f"step {emitted.plan.trace.name!r}"
+    found = tell_all(emitted.group, own, step, "is to be planned")
+    failed = [f"rank {rank}: {other['failed']}" for rank, other in enumerate(found) if "failed" in other]
+    if failed:
+        raise AgreementError(
+            build_message(
+                f"{step} could not be planned on every rank.",
+                failed,
+                remedy="mend the error there; the other ranks wait for it in vain.",
+            )
+        )
+    return found
+
+
+def _groups(plan: Plan) -> Groups:
+    return tuple(bucket.members for bucket in plan.buckets)
 
 
 def _key(trace: Trace, group: Group) -> Any:

@@ -41,6 +41,16 @@ class PeerError(FdpError):
     """A rank died, or stopped answering, while this one was waiting for it."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says; nothing if it says nothing.
+
+    Example:
+        >>> first_line(ValueError("no\\nyes")), first_line(ValueError())
+        ('no', '')
+    """
+    return (str(error).strip().splitlines() or [""])[0]
+
+
 def build_message(what: str, offenders: Iterable[str] = (), remedy: str = "") -> str:
     """Lay out an error message: what happened and where, one indented line an offender, the remedy last.
 

@@ -26,7 +26,7 @@ import optree
 import torch
 
 from fdp.emit.emitted import Emitted
-from fdp.errors import FdpError, TraceError, build_message
+from fdp.errors import FdpError, TraceError, build_message, first_line
 from fdp.pytree import leaf_names
 from fdp.trace import Flat, Input, Roles, recording, run_untraced
 from fdp.wire import Wire
@@ -211,11 +211,10 @@ def wrong_trace(name: str, offenders: Sequence[str]) -> TraceError:
 
 
 def _unrunnable(name: str, error: Exception) -> TraceError:
-    first = (str(error).strip().splitlines() or [""])[0]
     return TraceError(
         build_message(
             f"what was emitted for step {name!r} does not run.",
-            [f"{type(error).__name__}: {first}"],
+            [f"{type(error).__name__}: {first_line(error)}"],
             remedy="run the step itself on these arguments; if it runs, an operator in it cannot be traced: replace it "
             "by others.",
         )

@@ -71,6 +71,18 @@ class Chain:
     tail: tuple[tuple[float, ...], ...]
     exact: bool
 
+    @property
+    def cut_anywhere(self) -> bool:
+        """Whether nothing else starts in between, and any neighbours may share a bucket."""
+        return not self.fixed and not any(self.not_with)
+
+    def next_read(self) -> list[int]:
+        """From each link on, the first that some work waits for: a bucket that ends before is waited for last."""
+        found = [len(self.read)] * (len(self.read) + 1)
+        for link in range(len(self.read) - 1, -1, -1):
+            found[link] = link if self.read[link] else found[link + 1]
+        return found
+
 
 def chain_of(trace: Trace, members: Sequence[int], others: Sequence[tuple[int, ...]], ticks: Ticks) -> Chain:
     """Describe the reductions of one kind as a chain.

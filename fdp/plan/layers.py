@@ -31,7 +31,7 @@ class Layers:
     """
 
     def __init__(self, chain: Chain, ticks: Ticks) -> None:
-        assert not chain.fixed and not any(chain.not_with) and not ticks.slowdown
+        assert chain.cut_anywhere and not ticks.slowdown
         self.chain, self.ticks = chain, ticks
         self.count = len(chain.ready)
         self.latency = ticks.latency[chain.op]
@@ -39,10 +39,7 @@ class Layers:
         self.packed = list(itertools.accumulate(chain.pack, initial=0.0))
         self.total = chain.tail[-1][-1]
         self.behind = [self.total - row[-1] for row in chain.tail]
-        # The first link from which on some work waits: a bucket that ends before holds nothing up.
-        self.next_read = [self.count] * (self.count + 1)
-        for link in range(self.count - 1, -1, -1):
-            self.next_read[link] = link if chain.read[link] else self.next_read[link + 1]
+        self.next_read = chain.next_read()
         # A message of so many bytes or more keeps the link for its bytes, however long its latency is.
         self.enough = self.latency / (ticks.in_flight - 1) if ticks.in_flight > 1 else 0.0
         self.steps = 0

@@ -101,14 +101,14 @@ def best_cuts(chain: Chain, ticks: Ticks, bound: float) -> Cuts:
     search = _Search(chain, ticks, bound)
     best = search.dive()
     best = search.run(quick=True) or best
-    if search.dropped and not ticks.slowdown and (chain.fixed or any(chain.not_with)):
+    if search.dropped and not ticks.slowdown and not chain.cut_anywhere:
         best = search.run(quick=False) or best
     ends, way = list[int](), best
     while way is not None and way.before is not None:
         ends.append(way.cut)
         way = way.before
     found = Cuts(tuple(reversed(ends)), search.bound, search.tried, not search.dropped)
-    if not search.dropped or ticks.slowdown or chain.fixed or any(chain.not_with):
+    if not search.dropped or ticks.slowdown or not chain.cut_anywhere:
         return found
     layers = Layers(chain, ticks)
     while (better := layers.before(found.end)) is not None:
@@ -137,13 +137,11 @@ class _Search:
         self.after = [fixed.after for fixed in chain.fixed]
         filling = [fixed.filling for fixed in reversed(chain.fixed)]
         self.filling_left = list(itertools.accumulate(filling, initial=0.0))[::-1]
-        # The first link from which on some work waits, counted from each: a bucket that ends before is waited for last.
         count = len(chain.ready)
-        self.next_read = [count] * (count + 1)
+        self.next_read = chain.next_read()
         # No plan is faster than its bytes: those from some link on leave only when that link is ready.
         self.latest = [-math.inf] * (count + 1)
         for link in range(count - 1, -1, -1):
-            self.next_read[link] = link if chain.read[link] else self.next_read[link + 1]
             left = self.travel[-1] - self.travel[link]
             self.latest[link] = max(self.latest[link + 1], chain.ready[link] + left)
         self.last_behind = self.total - chain.tail[-2][-1] if chain.read[-1] else 0.0

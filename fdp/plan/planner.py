@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -94,8 +94,9 @@ def choose(
     """
     judge = _Judge(trace, ticks_of(trace, costs, network, world_size))
     by_caps = {_caps_name(caps): partition(trace.reductions, trace.operations, caps) for caps in FIXED_CAPS_MB}
-    best, proven = _earliest(judge, by_caps.values())
-    chosen = _steadiest(judge, best, by_caps.values(), costs, network, world_size, spread) if spread else best
+    fixed = list(by_caps.values())
+    best, proven = _earliest(judge, fixed)
+    chosen = _steadiest(judge, best, fixed, costs, network, world_size, spread) if spread else best
     others = dict(by_caps) if chosen == best else {_EARLIEST: best, **by_caps}
     return chosen, Forecast(
         network,
@@ -127,7 +128,7 @@ class _Judge:
         return self._known[key]
 
 
-def _earliest(judge: _Judge, start: Iterable[Groups]) -> tuple[Groups, bool]:
+def _earliest(judge: _Judge, start: Sequence[Groups]) -> tuple[Groups, bool]:
     """The buckets with the earliest end that are found, from some to start with; and whether it is proven."""
     trace, ticks = judge.trace, judge.ticks
     best, proven = min(start, key=judge.end_of), False
@@ -148,14 +149,13 @@ def _earliest(judge: _Judge, start: Iterable[Groups]) -> tuple[Groups, bool]:
 def _steadiest(
     judge: _Judge,
     best: Groups,
-    by_caps: Iterable[Groups],
+    by_caps: Sequence[Groups],
     costs: Costs,
     network: Network,
     world_size: int,
     spread: float,
 ) -> Groups:
     """Of buckets that end as early as any, or nearly, those that end earliest on average if the network differs."""
-    by_caps = list(by_caps)
     judges = [judge]
     for factor in (1 + spread, 1 / (1 + spread)):
         other = replace(network, bandwidth_bytes_per_s=network.bandwidth_bytes_per_s * factor)

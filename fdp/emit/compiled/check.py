@@ -22,7 +22,7 @@ from fdp.emit.check import (
     wrong_trace,
 )
 from fdp.emit.emitted import Emitted
-from fdp.errors import CompileError, FdpError, build_message
+from fdp.errors import CompileError, FdpError, build_message, first_line
 from fdp.pytree import leaf_names
 from fdp.trace import Flat, Roles
 from fdp.trace.effects import effects_of
@@ -155,11 +155,10 @@ def _check_shapes(compiled: Emitted, emitted: Emitted, flat: Flat) -> None:
 
 
 def _not_runnable(name: str, error: Exception) -> CompileError:
-    first = (str(error).strip().splitlines() or [""])[0]
     return CompileError(
         build_message(
             f"what was compiled for step {name!r} does not run.",
-            [f"{type(error).__name__}: {first}"],
+            [f"{type(error).__name__}: {first_line(error)}"],
             remedy="compile=False runs it operator by operator.",
         )
     )

@@ -19,7 +19,7 @@ from fdp.emit.compiled.barriers import FUSED, copy_into, start, wait
 from fdp.emit.donation import Placement
 from fdp.emit.places import Place, is_scaled, slot_name
 from fdp.emit.program import arguments_of, lane_count
-from fdp.errors import CompileError, FdpError, build_message
+from fdp.errors import CompileError, FdpError, build_message, first_line
 from fdp.plan import Plan, Run, Start
 from fdp.trace import Geometry, capture_functional
 from fdp.trace.effects import effects_of, is_marker, lanes_of, storages_of
@@ -160,7 +160,7 @@ class _Lowering:
             self.values[node] = self.values[donated]
 
     def _refusal(self, node: fx.Node, error: Exception) -> CompileError:
-        first = (str(error).strip().splitlines() or [""])[0].split(". ")[0]
+        first = first_line(error).split(". ")[0]
         return CompileError(
             build_message(
                 f"step {self.trace.name!r} cannot be compiled: operator {node.target} cannot be taken apart.",
