@@ -24,7 +24,7 @@ PACKAGE = ROOT / "fdp"
 FLOORS = (
     ("errors",),
     # helpers
-    ("pytree", "table", "stages", "group", "fingerprint", "skeleton", "dynamo", "wire"),
+    ("pytree", "table", "stages", "group", "fingerprint", "skeleton", "dynamo", "wire", "recomputation"),
     ("axis", "surroundings", "deferral"),
     ("markers",),
     ("collectives",),

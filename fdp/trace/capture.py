@@ -29,6 +29,7 @@ from fdp.dynamo import uncompiled
 from fdp.errors import FdpError, TraceError, build_message
 from fdp.group import Group
 from fdp.trace.effects import FUSED_OPTIMIZERS, effects_of, is_marker
+from fdp.trace.rewinding import drop_idle_rewinds, rewound
 from fdp.trace.source import Source, failing_line, source_lines
 from fdp.wire import Wire
 
@@ -91,6 +92,7 @@ def capture(
         stack.enter_context(step_axis("traced", group, wire))
         stack.enter_context(compiling())
         stack.enter_context(recording())
+        stack.enter_context(rewound(fakes))
         # The fused recurrent layers of oneDNN cannot be replayed (their backward takes a tensor that the trace does
         # not have). All else that oneDNN does is chosen when the program runs, not here.
         stack.enter_context(_without_onednn())
@@ -108,6 +110,7 @@ def capture(
             if refusal is None:
                 raise
             raise refusal from error
+    drop_idle_rewinds(graph_module.graph)
     _drop_dead_code(graph_module)
     _complete_examples(graph_module, fake_mode)
     return graph_module

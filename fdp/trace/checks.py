@@ -13,6 +13,7 @@ from torch import fx
 from fdp.errors import PurityError, ReplicationError, TraceError, build_message
 from fdp.trace.effects import effects_of, inner_nodes, is_marker, storages_of
 from fdp.trace.record import Input, Output
+from fdp.trace.rewinding import STATE, drawn_anew
 
 
 def check_closure(name: str, graph_module: fx.GraphModule, names: Mapping[int, str]) -> None:
@@ -143,9 +144,7 @@ def check_recomputation(name: str, graph: fx.Graph) -> None:
         TraceError: names each operator that draws, and the line.
     """
     offenders = [
-        f"{node.target} at {node.meta.get('source')}"
-        for node in graph.nodes
-        if node.op == "call_function" and node.meta.get("backward") and not is_marker(node) and effects_of(node).random
+        f"{node.target} at {node.meta.get('source')}" for node in drawn_anew(graph) if node.target is not STATE
     ]
     if offenders:
         raise TraceError(
@@ -153,7 +152,7 @@ def check_recomputation(name: str, graph: fx.Graph) -> None:
                 f"step {name!r} draws random numbers again in a backward pass, and they would not be those of the "
                 "forward pass.",
                 offenders,
-                remedy="keep dropout and other random operators out of torch.utils.checkpoint.checkpoint.",
+                remedy="call torch.utils.checkpoint.checkpoint without preserve_rng_state=False.",
             )
         )
 

@@ -38,7 +38,7 @@ def _written_by(node: fx.Node) -> Iterator[int]:
         declared = DECLARED[node.target]._schema.arguments
         for argument, (_, value) in zip(declared, bound_arguments(node), strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                for item in value:
+                for item in value if isinstance(value, (list, tuple)) else [value]:
                     yield from storages_of(item)
 
 
