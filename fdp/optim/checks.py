@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import optree
@@ -116,9 +117,9 @@ def ships_with_torch(cls: type) -> bool:
     return cls.__module__.startswith("torch.optim")
 
 
-def refusal(what: str, remedy: str) -> ArgumentError:
-    """The error for `what` is wrong, with what to do instead."""
-    return ArgumentError(build_message(what, remedy=remedy))
+def refusal(what: str, remedy: str, offenders: Iterable[str] = ()) -> ArgumentError:
+    """The error for `what` is wrong, with what to do instead, and where it is wrong."""
+    return ArgumentError(build_message(what, offenders, remedy))
 
 
 def remake(cls: type) -> str:
