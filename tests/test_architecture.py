@@ -58,7 +58,7 @@ PUBLIC_ERRORS = {
 # Of `fdp.optim`, beside the class `Optimizer`.
 PUBLIC_IN_OPTIM = {
     "averaged", "clip_by_global_norm", "clipped", "ema", "from_torch", "global_norm", "loss_scaled", "partition",
-    "schedule_from_torch", "scheduled",
+    "schedule_from_torch", "scheduled", "skip_nonfinite",
 }  # fmt: skip
 PUBLIC_STAGES = {"Step", "Trace", "Plan"}
 PUBLIC_VALUES = {"Network", "Scaling", "Timeline"}

@@ -17,7 +17,17 @@ from torch.optim import lr_scheduler as lrs
 
 import fdp
 from fdp.errors import ArgumentError
-from fdp.optim import Optimizer, averaged, clipped, from_torch, loss_scaled, schedule_from_torch, scheduled
+from fdp.optim import (
+    Optimizer,
+    averaged,
+    clipped,
+    from_torch,
+    loss_scaled,
+    partition,
+    schedule_from_torch,
+    scheduled,
+    skip_nonfinite,
+)
 
 Tree = dict[str, Any]
 
@@ -161,7 +171,11 @@ class Torch:
     def __init__(self, full: bool, loss: Any, dtype: torch.dtype) -> None:
         self.full, self.loss, self.dtype = full, loss, dtype
         self.params = {name: p.requires_grad_() for name, p in net_params().items()}
-        self.optimizer = torch.optim.AdamW(list(self.params.values()), lr=0.01, fused=True)
+        groups = [
+            {"params": [self.params["w1"], self.params["w2"]], "weight_decay": 0.5 if full else 0.01},
+            {"params": [self.params["b1"]], "weight_decay": 0.01},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=0.01, fused=True)
         self.scheduler = lrs.ExponentialLR(self.optimizer, 0.7)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
 
@@ -193,7 +207,9 @@ def train(full: bool, loss: Any, dtype: torch.dtype, donate: bool, compiled: boo
     inner: Optimizer = from_torch(torch.optim.AdamW, lr=0.01)
     if full:
         schedule = schedule_from_torch(lambda opt: lrs.ExponentialLR(opt, 0.7), 0.01, steps)
-        inner = clipped(scheduled(inner, schedule), 0.5)
+        decay = from_torch(torch.optim.AdamW, lr=0.01, weight_decay=0.5)
+        parts = {"decay": scheduled(decay, schedule), "rest": scheduled(inner, schedule)}
+        inner = clipped(partition(lambda path, leaf: "decay" if leaf.ndim == 2 else "rest", parts), 0.5)
     optimizer = loss_scaled(inner, init_scale=2.0**12, growth_interval=2)
 
     @fdp.data_parallel(donate_argnums=0 if donate else (), compile=compiled)
@@ -290,6 +306,32 @@ def test_what_cannot_be_skipped_is_refused() -> None:
         (grows, r"made of opt_state, PyTreeSpec(.|\n)*a tree of another structure"),
         (widens, r"params was a torch.float32 tensor of shape \(2,\) on cpu, and is a torch.float64"),
     ):
-        optimizer = loss_scaled(inner)
-        with pytest.raises(ArgumentError, match=message):
-            optimizer.update(w, optimizer.init(w), w)
+        for optimizer in (loss_scaled(inner), skip_nonfinite(inner)):
+            with pytest.raises(ArgumentError, match=message):
+                optimizer.update(w, optimizer.init(w), w)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_skipping_without_a_scale(donate: bool) -> None:
+    inner = clipped(from_torch(torch.optim.Adam, lr=0.1), 0.5)
+    optimizer = skip_nonfinite(inner)
+
+    @fdp.data_parallel(donate_argnums=0 if donate else (), batch_argnums=1)
+    def step(state: Tree, grads: Tree) -> Tree:
+        new, opt = optimizer.update(fdp.pmean(grads), state["opt"], state["params"])
+        return {"params": new, "opt": opt}
+
+    params = {name: torch.randn_like(g) for name, g in gradients(False, 0).items()}
+    expected = (params, inner.init(params))
+    state: Tree = {"params": optree.tree_map(torch.clone, params), "opt": optimizer.init(params)}
+    for k, bad in enumerate(OVERFLOWS[:6]):
+        grads = gradients(bad, k)
+        state = step(state, grads)
+        if not bad:
+            expected = inner.update(grads, expected[1], expected[0])
+        assert same_bits(state["params"], expected[0])
+        assert same_bits({k: v for k, v in state["opt"].items() if k != "skipped"}, expected[1])
+    assert state["opt"]["skipped"].item() == 1
+    with pytest.raises(ArgumentError, match="skip_nonfinite takes dense tensors of floating point numbers"):
+        optimizer.update({"n": torch.tensor(1)}, optimizer.init({}), {"n": torch.tensor(1)})
+    assert repr(optimizer) == f"skip_nonfinite({inner!r})"
