@@ -56,6 +56,11 @@ PUBLIC_ERRORS = {
     "AgreementError", "ArgumentError", "CompileError", "FdpError", "PeerError", "PurityError", "ReplicationError",
     "TraceError",
 }  # fmt: skip
+# Of `fdp.optim`, beside the class `Optimizer`.
+PUBLIC_IN_OPTIM = {
+    "averaged", "clip_by_global_norm", "clipped", "ema", "from_torch", "global_norm", "loss_scaled", "partition",
+    "schedule_from_torch", "scheduled", "skip_nonfinite",
+}  # fmt: skip
 PUBLIC_STAGES = {"Step", "Trace", "Plan"}
 PUBLIC_VALUES = {"Network", "Scaling", "Timeline"}
 PUBLIC = PUBLIC_FUNCTIONS | PUBLIC_ERRORS | PUBLIC_STAGES | PUBLIC_VALUES | {"optim"}
@@ -275,8 +280,14 @@ def test_error_is_documented_and_a_refusal_of_fdp(name: str) -> None:
     assert (error.__doc__ or "").strip().endswith(".")
 
 
-def test_optimizer_constructor_is_documented() -> None:
-    assert docstring_gaps("optim.from_torch", fdp.optim.from_torch, needs_example=True) == []
+@pytest.mark.parametrize("name", sorted(PUBLIC_IN_OPTIM))
+def test_public_function_of_optim_is_documented(name: str) -> None:
+    assert docstring_gaps(f"optim.{name}", getattr(fdp.optim, name), needs_example=True) == []
+
+
+def test_public_names_of_optim_are_the_documented_ones() -> None:
+    assert set(fdp.optim.__all__) == PUBLIC_IN_OPTIM | {"Optimizer", "Schedule"}
+    assert docstring_gaps("optim.Schedule", fdp.optim.Schedule.__call__, needs_example=False) == []
 
 
 def test_a_gap_in_a_docstring_is_seen() -> None:

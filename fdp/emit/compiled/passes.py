@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,7 +68,7 @@ def _keep_snapshots(graph: fx.Graph) -> None:
             with graph.inserting_after(node):
                 kept = graph.call_function(snapshot, (node,))
             kept.meta["val"] = node.meta["val"]
-            node.replace_all_uses_with(kept, delete_user_cb=kept.__ne__)
+            node.replace_all_uses_with(kept, delete_user_cb=partial(operator.is_not, kept))
 
 
 def _laid_out(node: fx.Node) -> Any:
