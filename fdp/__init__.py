@@ -10,7 +10,7 @@ Each stage is a value: `step.trace(*args)`, `trace.plan()`, `plan.emit()`. They 
 tested without a process group.
 """
 
-from fdp import optim
+from fdp import optim, random
 from fdp.autodiff import grad, value_and_grad
 from fdp.checkpoint import load, save
 from fdp.collectives import all_gather, axis_index, axis_size, broadcast, per_rank, pmax, pmean, pmin, psum
@@ -24,6 +24,7 @@ from fdp.errors import (
     ReplicationError,
     TraceError,
 )
+from fdp.generators import seed
 from fdp.modules import from_module
 from fdp.plan import Network, Plan, Scaling, Timeline, scaling
 from fdp.state import assert_replicated, replicate
@@ -62,8 +63,10 @@ __all__ = [
     "pmean",
     "pmin",
     "psum",
+    "random",
     "replicate",
     "save",
     "scaling",
+    "seed",
     "value_and_grad",
 ]
