@@ -12,6 +12,7 @@ tested without a process group.
 
 from fdp import optim, random
 from fdp.autodiff import grad, value_and_grad
+from fdp.batch_norm import sync_batch_norm
 from fdp.checkpoint import load, save
 from fdp.collectives import all_gather, axis_index, axis_size, broadcast, per_rank, pmax, pmean, pmin, psum
 from fdp.errors import (
@@ -68,5 +69,6 @@ __all__ = [
     "save",
     "scaling",
     "seed",
+    "sync_batch_norm",
     "value_and_grad",
 ]

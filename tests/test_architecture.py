@@ -28,7 +28,7 @@ FLOORS = (
     ("axis", "surroundings", "random"),
     ("generators",),
     ("markers",),
-    ("collectives",),
+    ("collectives", "batch_norm"),
     ("autodiff", "optim", "modules", "state", "checkpoint"),
     # the flow
     ("trace",),
@@ -50,7 +50,7 @@ NAMES_THAT_SAY_NOTHING = {"utils", "util", "common", "misc", "helpers", "tools"}
 PUBLIC_FUNCTIONS = {
     "accumulate", "all_gather", "assert_replicated", "axis_index", "axis_size", "broadcast", "data_parallel",
     "from_module", "grad", "load", "per_rank", "pmax", "pmean", "pmin", "psum", "replicate", "save",
-    "scaling", "seed", "value_and_grad",
+    "scaling", "seed", "sync_batch_norm", "value_and_grad",
 }  # fmt: skip
 PUBLIC_ERRORS = {
     "AgreementError", "ArgumentError", "CompileError", "FdpError", "PeerError", "PurityError", "ReplicationError",
