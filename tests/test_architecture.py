@@ -30,6 +30,7 @@ FLOORS = (
     ("markers",),
     ("collectives", "batch_norm"),
     ("autodiff", "optim", "modules", "state", "checkpoint"),
+    ("join",),
     # the flow
     ("trace",),
     ("plan",),
@@ -49,7 +50,7 @@ NAMES_THAT_SAY_NOTHING = {"utils", "util", "common", "misc", "helpers", "tools"}
 # What other programs call, from the table of public names. A name leaves NOT_YET in the change that adds it.
 PUBLIC_FUNCTIONS = {
     "accumulate", "all_gather", "assert_replicated", "axis_index", "axis_size", "broadcast", "data_parallel",
-    "from_module", "grad", "load", "per_rank", "pmax", "pmean", "pmin", "psum", "replicate", "save",
+    "from_module", "grad", "join", "load", "per_rank", "pmax", "pmean", "pmin", "psum", "replicate", "save",
     "scaling", "seed", "sync_batch_norm", "value_and_grad",
 }  # fmt: skip
 PUBLIC_ERRORS = {
