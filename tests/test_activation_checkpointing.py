@@ -154,10 +154,10 @@ def test_nothing_is_rewound_where_nothing_is_drawn() -> None:
         return PLAIN(lambda v: torch.tanh(x * v).square().sum(), w)
 
     trace = fdp.data_parallel(lambda w, x: fdp.grad(loss)(w, x)).trace(torch.ones(3), torch.ones(3))
-    assert "fdp_random" not in str(trace.graph.graph)
+    assert "fdp_generator" not in str(trace.graph.graph)
     _, state = step_of(PLAIN)
     trace = step_of(PLAIN)[0].trace(*state, batch())
-    assert str(trace.graph.graph).count("fdp_random.rewind") == 5
+    assert str(trace.graph.graph).count("fdp_generator.rewind") == 5
 
 
 def test_random_numbers_that_are_not_to_be_preserved_are_refused() -> None:
@@ -287,5 +287,5 @@ def test_library_models_that_checkpoint_their_layers() -> None:
 
         found.append(seeded(step, params, {"x": tokens}))
         trace = step.trace(params, {"x": tokens})
-        assert ("fdp_random.rewind" in str(trace.graph.graph)) == checkpoints
+        assert ("fdp_generator.rewind" in str(trace.graph.graph)) == checkpoints
     torch.testing.assert_close(found[1], found[0])

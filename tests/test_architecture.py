@@ -24,12 +24,13 @@ PACKAGE = ROOT / "fdp"
 FLOORS = (
     ("errors",),
     # helpers
-    ("pytree", "table", "stages", "group", "fingerprint", "skeleton", "dynamo", "wire", "recomputation"),
-    ("axis", "surroundings", "deferral"),
+    ("pytree", "table", "stages", "group", "fingerprint", "skeleton", "dynamo", "wire", "recomputation", "hashing"),
+    ("axis", "surroundings", "deferral", "random"),
+    ("generators",),
     ("markers",),
-    ("collectives",),
+    ("collectives", "batch_norm"),
     ("autodiff", "optim", "modules", "state", "checkpoint"),
-    ("accumulation",),
+    ("accumulation", "join"),
     # the flow
     ("trace",),
     ("plan",),
@@ -49,8 +50,8 @@ NAMES_THAT_SAY_NOTHING = {"utils", "util", "common", "misc", "helpers", "tools"}
 # What other programs call, from the table of public names. A name leaves NOT_YET in the change that adds it.
 PUBLIC_FUNCTIONS = {
     "accumulate", "all_gather", "assert_replicated", "axis_index", "axis_size", "broadcast", "data_parallel",
-    "from_module", "grad", "load", "per_rank", "pmax", "pmean", "pmin", "psum", "replicate", "save",
-    "scaling", "value_and_grad",
+    "from_module", "grad", "join", "load", "per_rank", "pmax", "pmean", "pmin", "psum", "replicate", "save",
+    "scaling", "seed", "sync_batch_norm", "value_and_grad",
 }  # fmt: skip
 PUBLIC_ERRORS = {
     "AgreementError", "ArgumentError", "CompileError", "FdpError", "PeerError", "PurityError", "ReplicationError",
@@ -63,7 +64,7 @@ PUBLIC_IN_OPTIM = {
 }  # fmt: skip
 PUBLIC_STAGES = {"Step", "Trace", "Plan"}
 PUBLIC_VALUES = {"Network", "Scaling", "Timeline"}
-PUBLIC = PUBLIC_FUNCTIONS | PUBLIC_ERRORS | PUBLIC_STAGES | PUBLIC_VALUES | {"optim"}
+PUBLIC = PUBLIC_FUNCTIONS | PUBLIC_ERRORS | PUBLIC_STAGES | PUBLIC_VALUES | {"optim", "random"}
 NOT_YET: set[str] = set()
 
 
@@ -288,6 +289,11 @@ def test_public_function_of_optim_is_documented(name: str) -> None:
 def test_public_names_of_optim_are_the_documented_ones() -> None:
     assert set(fdp.optim.__all__) == PUBLIC_IN_OPTIM | {"Optimizer", "Schedule"}
     assert docstring_gaps("optim.Schedule", fdp.optim.Schedule.__call__, needs_example=False) == []
+
+
+@pytest.mark.parametrize("name", fdp.random.__all__)
+def test_random_function_is_documented(name: str) -> None:
+    assert docstring_gaps(name, getattr(fdp.random, name), needs_example=True) == []
 
 
 def test_a_gap_in_a_docstring_is_seen() -> None:

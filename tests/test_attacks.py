@@ -107,6 +107,18 @@ def test_a_nan_of_any_rank_is_in_the_extremes() -> None:
     assert ranks.run(2, extremes, [-float("inf"), 3.0]) == [[3.0, -float("inf"), 3.0, -float("inf")]] * 2
 
 
+def single_elements() -> Tree:
+    """A tensor of one element is contiguous whatever its stride."""
+    odd = (torch.arange(4.0) + dist.get_rank()).as_strided((1,), (4,), 3)
+    assert odd.is_contiguous() and odd.stride() == (4,)
+    fdp.assert_replicated(fdp.replicate(odd))
+    return fdp.replicate(odd, root=1).item(), fdp.all_gather(odd).tolist(), fdp.broadcast(odd).item()
+
+
+def test_a_single_element_with_any_stride_is_sent() -> None:
+    assert ranks.run(2, single_elements) == [(4.0, [[3.0], [4.0]], 3.0)] * 2
+
+
 def drifting(kind: str) -> Tree:
     rank = dist.get_rank()
     steps = {

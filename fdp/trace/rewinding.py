@@ -17,7 +17,7 @@ from torch import fx
 from fdp.recomputation import let_pass, recomputed_by
 from fdp.trace.effects import effects_of
 
-_library = torch.library.Library("fdp_random", "DEF")
+_library = torch.library.Library("fdp_generator", "DEF")
 _CPU_BYTES = torch.default_generator.get_state().numel()
 _CUDA_BYTES = 16
 
@@ -52,9 +52,9 @@ for _schema, _real, _fake in (
     _library.define(_schema, tags=(torch.Tag.nondeterministic_seeded,))
     _name = _schema.split("(")[0]
     _library.impl(_name, _real, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fdp_random::{_name}", _fake, lib=_library)
+    torch.library.register_fake(f"fdp_generator::{_name}", _fake, lib=_library)
 
-STATE, REWIND, RESUME = (getattr(torch.ops.fdp_random, name).default for name in ("state", "rewind", "resume"))
+STATE, REWIND, RESUME = (getattr(torch.ops.fdp_generator, name).default for name in ("state", "rewind", "resume"))
 let_pass((STATE, REWIND, RESUME))
 
 
