@@ -126,7 +126,8 @@ def weighted(out: Any) -> torch.Tensor:
 def called(function: Callable[..., Any], sample: Sample, params: Any, others: Any) -> tuple[torch.Tensor, Any]:
     given, args, kwargs = sample.whole(params, others)
     out = function(given, *args, **kwargs)
-    return weighted(sample.post(out)), [x for x in optree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+    leaves = [x for x in optree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+    return weighted(sample.post(out)), [x if x.layout == torch.strided else x.to_dense() for x in leaves]
 
 
 def by_hand(function: Callable[..., Any], sample: Sample, data: Sample, seed: int = 3) -> Any:

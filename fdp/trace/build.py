@@ -155,6 +155,17 @@ def _refuse_foreign_outputs(name: str, leaves: Sequence[Any], spec: optree.PyTre
             )
         )
     offenders = [
+        f"{path}: a tensor of layout {leaf.layout}"
+        for path, leaf in zip(names, leaves, strict=True)
+        if isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided
+    ]
+    if offenders:
+        raise TraceError(
+            build_message(
+                f"step {name!r} returns sparse tensors.", offenders, remedy="return dense ones: x.to_dense()."
+            )
+        )
+    offenders = [
         f"{path}: " + f"{type(leaf).__module__}.{type(leaf).__qualname__}".removeprefix("builtins.")
         for path, leaf in zip(names, leaves, strict=True)
         if not isinstance(leaf, (torch.Tensor, *PLAIN_TYPES))
