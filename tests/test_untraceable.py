@@ -20,6 +20,9 @@ import torch
 import torch.distributions as D
 import torch.nn.functional as F
 from torch import nn
+from torch._higher_order_ops.associative_scan import associative_scan
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
 
 import fdp
 
@@ -92,6 +95,31 @@ def ctc(w: Tensor, b: Tensor) -> Any:
     return fdp.value_and_grad(loss)(w)
 
 
+def conditional(w: Tensor, b: Tensor) -> Any:
+    """One branch or the other, by the call; the function that is run by hand has gradients in both."""
+    chosen = (lambda x: x**2, lambda x: (x * 3).sin())
+    return fdp.value_and_grad(lambda w: torch.cond(b.sum() > 6.5, *chosen, (w * b,)).sum())(w)
+
+
+def scanned(w: Tensor, b: Tensor, differentiate: bool = False) -> Any:
+    def loss(w: Tensor) -> Tensor:
+        return scan(lambda c, x: (c * 0.5 + x, c * x), torch.zeros(3), b * w)[1].sum()
+
+    return fdp.value_and_grad(loss)(w) if differentiate else loss(w)
+
+
+def product_scan(w: Tensor, b: Tensor) -> Any:
+    return fdp.value_and_grad(lambda w: associative_scan(lambda x, y: x * y, b * w, 0, combine_mode="generic").sum())(w)
+
+
+def repeated(w: Tensor, b: Tensor, differentiate: bool = False) -> Any:
+    def loss(w: Tensor) -> Tensor:
+        times = (b[:, 0] > 0.5).sum()
+        return while_loop(lambda i, x: i < times, lambda i, x: (i + 1, x * 1.5), (torch.tensor(0), w * b))[1].sum()
+
+    return fdp.value_and_grad(loss)(w) if differentiate else loss(w)
+
+
 def leaky(w: Tensor, b: Tensor) -> Any:
     return fdp.value_and_grad(lambda w: (F.rrelu(w * (b - 0.5), training=True) * b).sum())(w)
 
@@ -103,6 +131,10 @@ RIGHT: dict[str, Case] = {
     "list of a tensor": lambda w, b: torch.stack(list(w)[::-1]) * len(b),
     "sort, topk, argmax": lambda w, b: (b.sort(0)[0], b.topk(2)[0], b.argmax(1)),
     "cond": lambda w, b: torch.cond(b.sum() > 6.5, lambda w: w * 2, lambda w: w - 1, (w,)),
+    "gradient of cond": conditional,
+    "scan": scanned,
+    "gradient of associative_scan": product_scan,
+    "while_loop": repeated,
     "backward": backward_and_grad,
     "hook": hook,
     "copy.deepcopy": deep_copy,
@@ -118,6 +150,7 @@ RIGHT: dict[str, Case] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo asks for it, and hides the warning
 @pytest.mark.parametrize("name", list(RIGHT))
 def test_what_a_step_can_do_is_right_at_every_call(name: str) -> None:
     step = fdp.data_parallel(RIGHT[name], check_replication=False)
@@ -223,10 +256,21 @@ REFUSED: dict[str, tuple[Case, str, str]] = {
     ),
     "arguments of a distribution": (lambda w, b: D.Normal(w, w, validate_args=True).mean, VALUE, "validate_args"),
     "GradScaler": (scaler, VALUE, "keep the scale in the state"),
+    "gradient of scan": (
+        lambda w, b: scanned(w, b, differentiate=True), "runs by itself but cannot be traced", "a Python loop"
+    ),
+    "gradient of while_loop": (
+        lambda w, b: repeated(w, b, differentiate=True), "a while_loop that is differentiated", "a Python loop"
+    ),
+    "gradient of cond with sums in it": (
+        lambda w, b: fdp.grad(lambda w: torch.cond(b.sum() > 0, lambda x: (x * x).sum(), torch.sum, (w * b,)))(w),
+        "runs by itself but cannot be traced", "sum behind torch.cond",
+    ),
     "a thread": (in_a_thread, UNSEEN, "in the thread that called the step"),
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("name", list(REFUSED))
 def test_what_a_step_cannot_do_is_refused_with_its_line_and_a_remedy(name: str) -> None:
     case, reason, remedy = REFUSED[name]
@@ -240,9 +284,10 @@ def test_what_a_step_cannot_do_is_refused_with_its_line_and_a_remedy(name: str) 
     if "returns" in reason:
         assert offenders[0].startswith("  output['loss']: "), text
     else:
-        line = re.search(r"test_untraceable\.py:(\d+) in ", offenders[0])
+        line = re.search(r"test_untraceable\.py:(\d+) in ([\w<>]+)", offenders[0])
         first = case.__code__.co_firstlineno
-        assert line is not None and first <= int(line[1]) <= first + 7, text
+        # The innermost line: a case that calls a function of this file is refused for a line of that.
+        assert line is not None and (line[2] == "loss" or first <= int(line[1]) <= first + 7), text
 
 
 def test_the_part_of_torch_that_reads_a_value_is_named() -> None:

@@ -27,6 +27,7 @@ from fdp.trace.checks import (
     check_made_here,
     check_outputs,
     check_recomputation,
+    check_shapes,
     check_views,
     check_writes,
 )
@@ -89,6 +90,7 @@ def trace_step(
     graph = graph_module.graph
     round_early(graph)
     closure = closed_over_names(step)
+    check_shapes(name, graph)
     check_made_here(name, graph_module, closure)
     check_closure(name, graph_module, closure)
     check_writes(name, graph_module, inputs, closure)

@@ -5,6 +5,7 @@ Each check looks at the whole graph and names every offender.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -68,6 +69,35 @@ def check_made_here(name: str, graph_module: fx.GraphModule, names: Mapping[int,
                 offenders,
                 remedy="compute in the thread that called the step; make tables before the first call, or in every "
                 "call; what a step is to keep, it returns.",
+            )
+        )
+
+
+def check_shapes(name: str, graph: fx.Graph) -> None:
+    """Refuse tensors whose length is a number that is read from another: the results of each turn of a while_loop.
+
+    Raises:
+        TraceError: names each operator that makes one, and the line.
+    """
+
+    def is_open(value: Any) -> bool:
+        if isinstance(value, (list, tuple)):
+            return any(map(is_open, value))
+        return isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)
+
+    offenders = {
+        f"{node.target} at {node.meta.get('source')}": None
+        for node in graph.nodes
+        if node.op == "call_function" and node.target is not operator.getitem and is_open(node.meta.get("val"))
+    }
+    if offenders:
+        raise TraceError(
+            build_message(
+                f"step {name!r} makes tensors whose shape depends on the values of others; a while_loop that is "
+                "differentiated does so.",
+                offenders,
+                remedy="differentiate loops of a known length: a Python loop, which is unrolled into the graph, or "
+                "associative_scan.",
             )
         )
 

@@ -40,6 +40,8 @@ _BY_FUNCTION = {
     "unique": "how many values are different is not known ahead: find them outside of the step, and pass them in.",
     "unique_consecutive": "how many values are different is not known ahead: find them outside of the step.",
     "ctc_loss": "pass the lengths to ctc_loss as tensors, not as Python numbers.",
+    "scan": "torch cannot differentiate its scan while it is traced: write a Python loop, which is unrolled into the "
+    "graph, or associative_scan.",
     "lstsq": "solve by torch.linalg.pinv(a) @ b, or torch.linalg.solve(a.mT @ a, a.mT @ b).",
     "pack_padded_sequence": "run the padded sequences, and take the result of the last real place of each with gather.",
     "deepcopy": "copy tensors with x.clone(), and trees of them with optree.tree_map(torch.clone, tree).",
@@ -49,6 +51,8 @@ _BY_FUNCTION = {
 _BY_TEXT = {
     "its data is not allocated yet": "put tensors together with torch.stack, not with torch.tensor; give operators "
     "numbers where they take numbers.",
+    "expected b_val": "the branches of torch.cond have gradients with other strides (that of x.sum() is one number, "
+    "expanded): sum behind torch.cond, not in it; or choose between results with torch.where.",
     "dispatch_on_subclass": "the length of a tensor cannot be read from another: make the longest one, and mask what "
     "is too much.",
 }
