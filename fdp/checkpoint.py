@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import optree
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from fdp import pytree
 from fdp.axis import refuse_inside
 from fdp.errors import ArgumentError, FdpError, build_message
 from fdp.group import resolve_group
@@ -41,7 +41,7 @@ def save(path: str | os.PathLike[str], state: Tree, group: Any = None) -> None:
     """
     refuse_inside("save")
     ranks = resolve_group(group)
-    leaves = dict(zip(leaf_names(state, "state"), optree.tree_leaves(state), strict=True))
+    leaves = dict(zip(leaf_names(state, "state"), pytree.leaves_of(state), strict=True))
     named = {name: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for name, leaf in leaves.items()}
     if ranks.rank == 0:
         # Without it nothing can be loaded: a save that is cut short must not leave half of it beside half of an older.
@@ -78,7 +78,7 @@ def load(path: str | os.PathLike[str], like: Tree, group: Any = None) -> Tree:
     refuse_inside("load")
     ranks = resolve_group(group)
     names = leaf_names(like, "state")
-    leaves = optree.tree_leaves(like)
+    leaves = pytree.leaves_of(like)
     reader = dcp.FileSystemReader(Path(path))
     if not (Path(path) / ".metadata").is_file():
         raise ArgumentError(
@@ -94,7 +94,7 @@ def load(path: str | os.PathLike[str], like: Tree, group: Any = None) -> Tree:
     }
     with _as_errors_of_fdp("load"):
         dcp.load(named, storage_reader=reader, process_group=ranks.process_group, no_dist=ranks.process_group is None)
-    return optree.tree_unflatten(optree.tree_structure(like), [named[name] for name in names])
+    return pytree.unflatten(pytree.structure_of(like), [named[name] for name in names])
 
 
 @contextmanager

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import optree
 import torch
 
+from fdp import pytree
 from fdp.axis import current_axis
 from fdp.errors import ArgumentError, build_message
 from fdp.markers import AllGather, AllReduce, Broadcast, Vary
@@ -26,7 +26,7 @@ _SUMMABLE = frozenset({
 
 def _map_leaves(name: str, tree: Tree, fn: Callable[[torch.Tensor, str], torch.Tensor]) -> Tree:
     """Apply fn(tensor, label) to every leaf; a Python number becomes a tensor that may differ between ranks."""
-    leaves, spec = optree.tree_flatten(tree)
+    leaves, spec = pytree.flatten(tree)
     out = []
     for leaf, path in zip(leaves, leaf_names(tree, ""), strict=True):
         label = f"{name}({path})" if path else name
@@ -47,7 +47,7 @@ def _map_leaves(name: str, tree: Tree, fn: Callable[[torch.Tensor, str], torch.T
                 )
             )
         out.append(fn(leaf, label))
-    return optree.tree_unflatten(spec, out)
+    return pytree.unflatten(spec, out)
 
 
 def _reduce(x: torch.Tensor, op: str, label: str) -> torch.Tensor:
@@ -306,4 +306,4 @@ def per_rank(tree: Tree) -> Tree:
             )
         return Vary.apply(x, "per_rank")
 
-    return optree.tree_map(declare, tree)
+    return pytree.map_leaves(declare, tree)

@@ -22,12 +22,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import optree
 import torch
 
+from fdp import pytree
 from fdp.emit.emitted import Emitted
 from fdp.errors import FdpError, TraceError, build_message, first_line
-from fdp.pytree import leaf_names
 from fdp.trace import Flat, Input, Roles, recording, run_untraced
 from fdp.wire import Wire
 
@@ -116,12 +115,12 @@ def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Role
 
     with undisturbed(emitted):
         before = _other_random_state()
-        expected, expected_spec = optree.tree_flatten(untraced())
+        expected, expected_spec = pytree.flatten(untraced())
         drawn = _other_random_state() != before
     with undisturbed(emitted):
         values = [a if b is None else b for a, b in zip(kept, copies(donated=True), strict=True)]
         try:
-            found, found_spec = optree.tree_flatten(emitted.rehearse(values))
+            found, found_spec = pytree.flatten(emitted.rehearse(values))
         except FdpError:
             raise
         except Exception as error:
@@ -137,7 +136,7 @@ def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Role
                 remedy="make what the step returns a function of its arguments alone.",
             )
         )
-    names = leaf_names(optree.tree_unflatten(expected_spec, range(len(expected))), "output")
+    names = pytree.names_in(expected_spec, "output")
     if not drawn and not on_accelerator and emitted.plan.trace.wire is None:
         # No further run will be compared with these: each leaf is let go of as soon as it has been.
         kept.clear()
@@ -149,7 +148,7 @@ def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Role
         # again. What that can do to each output shows where every gradient is moved by one unit in its last place.
         shaken = replace(emitted.plan.trace.wire, shaken=True)
         with undisturbed(emitted):
-            again = optree.tree_leaves(untraced(shaken))
+            again = pytree.leaves_of(untraced(shaken))
             offenders = different(names, found, expected, again, excused=_UNITS, most=math.inf)
     if offenders and excuse is not None:
         excuse(offenders)
@@ -158,12 +157,12 @@ def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Role
         # Random numbers that torch does not know of are drawn. They are frozen; does anything depend on them?
         with undisturbed(emitted):
             # Two runs of the same code: on a CPU they agree to the bit, so the smallest difference tells.
-            again = optree.tree_leaves(untraced())
+            again = pytree.leaves_of(untraced())
             offenders = different(names, again, expected, share=1.0 if on_accelerator else 1e-3)
     elif offenders and on_accelerator:
         # Kernels on the device may be nondeterministic; then the step differs from itself by as much.
         with undisturbed(emitted):
-            offenders = different(names, found, expected, optree.tree_leaves(untraced()))
+            offenders = different(names, found, expected, pytree.leaves_of(untraced()))
     if offenders:
         raise wrong_trace(name, [offender.text for offender in offenders])
 
@@ -257,7 +256,7 @@ def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 def _detached(tree: Any) -> Any:
     """Without the graph of a backward pass that nobody will run, and all that it holds."""
-    return optree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, tree)
+    return pytree.map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def _taken(leaves: list[Any]) -> Iterator[Any]:

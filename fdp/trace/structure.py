@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import optree
 from optree import PyTreeKind
+
+from fdp import pytree
 
 _PLAIN = (PyTreeKind.TUPLE, PyTreeKind.LIST, PyTreeKind.DICT, PyTreeKind.ORDEREDDICT, PyTreeKind.NAMEDTUPLE)
 """Containers whose type, length and keys decide on the structure. Others are taken apart in full."""
@@ -63,7 +64,7 @@ class Structure:
         spec: the structure, a tuple.
     """
 
-    def __init__(self, spec: optree.PyTreeSpec) -> None:
+    def __init__(self, spec: pytree.Spec) -> None:
         self.spec = spec
         self._known = _container(spec) if _is_plain(spec) else None
         self._length = spec.num_children
@@ -79,7 +80,7 @@ class Structure:
             container where a leaf was. Whoever looks at the leaves one by one finds it.
         """
         if self._known is None:
-            leaves, spec = optree.tree_flatten(args)
+            leaves, spec = pytree.flatten(args)
             return leaves if spec == self.spec else None
         try:
             if len(args) == self._length and self._known.holds(args):
@@ -89,13 +90,13 @@ class Structure:
         return None
 
 
-def _is_plain(spec: optree.PyTreeSpec) -> bool:
+def _is_plain(spec: pytree.Spec) -> bool:
     if spec.kind in (PyTreeKind.LEAF, PyTreeKind.NONE):
         return True
     return spec.kind in _PLAIN and all(map(_is_plain, spec.children()))
 
 
-def _container(spec: optree.PyTreeSpec) -> _Container:
+def _container(spec: pytree.Spec) -> _Container:
     children = spec.children()
     # A named tuple, too, is asked by number.
     with_keys = spec.kind in (PyTreeKind.DICT, PyTreeKind.ORDEREDDICT)
