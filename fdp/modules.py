@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from types import SimpleNamespace
@@ -167,6 +168,23 @@ def _without_checkpointing(kind: str) -> Iterator[None]:
         inner._checkpoint_without_reentrant_generator, inner.CheckpointFunction = generator, function  # type: ignore[misc]
 
 
+def _converted(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Convert a part of a module for the rest of a call, as `part.to(dtype)` inside of a forward does.
+
+    torch would change the tensors that it finds in place, which fake ones do not allow; these are replaced. So the
+    conversion is part of the function, and gradients go back through it.
+    (This relies on `to`, `float` and the like all calling `_apply`.)
+    """
+    if recurse:
+        for child in module.children():
+            child._apply(fn)
+    for registry in (module._parameters, module._buffers):
+        for name, tensor in registry.items():
+            if tensor is not None:
+                registry[name] = fn(tensor)  # type: ignore[assignment]
+    return module
+
+
 @contextlib.contextmanager
 def _isolated(module: nn.Module) -> Iterator[None]:
     """Undo what a call does to the module's attributes, and take compiled parts at their uncompiled word.
@@ -181,6 +199,8 @@ def _isolated(module: nn.Module) -> Iterator[None]:
             vars(m)["_compiled_call_impl"] = None
         if "OptimizedModule" in _torch_kinds(m):
             vars(m)["forward"] = m._orig_mod
+        if type(m)._apply is nn.Module._apply:
+            vars(m)["_apply"] = functools.partial(_converted, m)
     try:
         yield
     finally:

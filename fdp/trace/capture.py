@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -34,6 +35,9 @@ from fdp.wire import Wire
 
 Geometry = tuple[Sequence[int], Sequence[int], int, torch.dtype, torch.device]
 """Shape, strides and offset in elements, dtype, device."""
+
+_BATCH_NORMS = {torch.ops.aten.native_batch_norm.default: 0, torch.ops.aten.native_batch_norm_backward.default: 1}
+"""Operators whose rule for fake tensors is amended, and where their input stands among the arguments."""
 
 _VALUE_READ = (
     DataDependentOutputException,
@@ -73,7 +77,7 @@ def capture(
     """
     # Closed-over tensors are real; they become constants of the graph and are judged later.
     fake_mode = _fake_mode(allow_non_fake_inputs=True)
-    _without_fused_kernels(fake_mode)
+    _amend_rules(fake_mode)
     # Each input gets memory of its own: to a pure function it does not matter which of its arguments overlap.
     with fake_mode, recording():
         fakes = [
@@ -153,8 +157,8 @@ def capture_functional(
         return make_fx(functional, decomposition_table=dict(decompositions), tracing_mode="fake")(*fakes)
 
 
-def _without_fused_kernels(fake_mode: FakeTensorMode) -> None:
-    """Let a fused optimizer do nothing to fake tensors.
+def _amend_rules(fake_mode: FakeTensorMode) -> None:
+    """Let a fused optimizer do nothing to fake tensors, and lay out what batch normalisation makes of them.
 
     Some of its overloads (those whose learning rate is a tensor) have no rule for fake tensors. The mode would then run
     the real kernel on as many zeros as there are parameters, gradients and moments, only to learn that it returns
@@ -166,9 +170,24 @@ def _without_fused_kernels(fake_mode: FakeTensorMode) -> None:
     def dispatch_all_others(func: Any, types: Sequence[type], args: Sequence[object], kwargs: Any) -> object:
         if func.namespace == "aten" and func._schema.name.removeprefix("aten::") in FUSED_OPTIMIZERS:
             return None
-        return dispatch(func, types, args, kwargs)
+        result = dispatch(func, types, args, kwargs)
+        return _laid_out(fake_mode, func, args, result) if func in _BATCH_NORMS else result
 
     fake_mode.dispatch = dispatch_all_others  # type: ignore[assignment]
+
+
+def _laid_out(fake_mode: FakeTensorMode, func: Any, args: Sequence[Any], result: Any) -> Any:
+    """The results of batch normalisation, as its kernel for CPUs lays the first of them out.
+
+    The rule for fake tensors keeps the strides of the input, and of a transposed one the kernel does not: a view of the
+    result that is possible in one layout is not in the other.
+    """
+    x, (first, *others) = args[_BATCH_NORMS[func]], result
+    if not isinstance(first, torch.Tensor) or first.device.type != "cpu":
+        return result
+    with fake_mode:
+        first = torch.empty_like(first, memory_format=suggest_memory_format(x))
+    return (first, *others)
 
 
 @contextmanager

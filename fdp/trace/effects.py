@@ -38,6 +38,12 @@ _OVERWRITES = frozenset({
 })  # fmt: skip
 
 
+_REPLACES = frozenset({
+    # In-place operators that replace some elements of their first argument, and look at none of them.
+    "index_put_", "index_copy_", "index_fill_", "scatter_", "masked_fill_", "masked_scatter_",
+})  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Effects:
     """The memory effects of one node.
@@ -111,6 +117,12 @@ def _read_effects(node: fx.Node) -> Effects:
         random=torch.Tag.nondeterministic_seeded in target.tags and _draws(node),
         uninitialised=name in _UNINITIALISED,
     )
+
+
+def replaces_elements(node: fx.Node) -> bool:
+    """Whether a node writes to elements of its first argument without reading any."""
+    given = {argument.name: value for argument, value in bound_arguments(node)}
+    return operator_name(node) in _REPLACES and not given.get("accumulate") and given.get("reduce") is None
 
 
 def inner_nodes(node: fx.Node) -> Iterator[fx.Node]:
