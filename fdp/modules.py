@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from fdp.errors import ArgumentError, FdpError, build_message
 from fdp.skeleton import Skeleton
 
-_REGISTRIES = ("_parameters", "_buffers", "_modules")
+_TABLES, _LISTS = (dict, collections.OrderedDict, collections.defaultdict, set), (list, collections.deque)
 _REFUSED = {
     "DataParallel": "which splits batches itself",
     "DistributedDataParallel": "which averages gradients through hooks that a pure function does not call",
@@ -190,10 +191,11 @@ def _isolated(module: nn.Module) -> Iterator[None]:
     """Undo what a call does to the module's attributes, and take compiled parts at their uncompiled word.
 
     RNNs cache their weights in a list, `weight_norm` sets the attribute that it computes, modules register
-    buffers: inside a trace all of these would leave fake tensors behind.
+    buffers: inside a trace all of these would leave fake tensors behind. The models of Hugging Face register hooks at
+    their first call, and note in an attribute that they have.
     """
     parts = list(module.modules())
-    before = [(vars(m), dict(vars(m)), [(vars(m)[k], dict(vars(m)[k])) for k in _REGISTRIES]) for m in parts]
+    before = [(vars(m), dict(vars(m)), [(held, list(_items(held))) for held in _containers(m)]) for m in parts]
     for m in parts:
         if vars(m).get("_compiled_call_impl") is not None:
             vars(m)["_compiled_call_impl"] = None
@@ -204,7 +206,18 @@ def _isolated(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for attributes, saved, registries in before:
-            for now, then in [(attributes, saved), *registries]:
+        for attributes, saved, containers in before:
+            attributes.clear()
+            attributes.update(saved)
+            for now, then in containers:
                 now.clear()
-                now.update(then)
+                (now.extend if isinstance(now, _LISTS) else now.update)(then)
+
+
+def _containers(module: nn.Module) -> list[Any]:
+    """What a module holds its parts, hooks and notes in."""
+    return [value for value in vars(module).values() if type(value) in (*_TABLES, *_LISTS)]
+
+
+def _items(container: Any) -> Any:
+    return container.items() if isinstance(container, dict) else container

@@ -264,6 +264,14 @@ def _explain(name: str, error: Exception) -> TraceError | None:
             )
         )
     if isinstance(error, _VALUE_READ) or any(part in text for part in _VALUE_READ_TEXTS):
+        if line is not None and line.text.startswith("assert "):
+            return TraceError(
+                build_message(
+                    f"step {name!r} asserts something about the value of a tensor, which a traced step does not have.",
+                    [f"{_at(line)}: {line.text}"],
+                    remedy="check data before the step; an assertion in a library's code is left out by python -O.",
+                )
+            )
         return TraceError(
             build_message(
                 f"step {name!r} reads the value of a tensor, which a traced step does not have: its control flow "
