@@ -227,7 +227,10 @@ def _torch_entry(key: Any, attributes: set[str]) -> Any:
 
 
 def _torch_whole(kind: type, context: _Context, children: Iterable[Any]) -> Any:
-    return _TORCH_NODES[kind].unflatten_fn(list(children), context.value)
+    children = list(children)
+    if kind is torch.Size and all(isinstance(child, int) for child in children):
+        return torch.Size(children)  # torch would make a tuple of it
+    return _TORCH_NODES[kind].unflatten_fn(children, context.value)
 
 
 def _not_carried(kind: type) -> frozenset[str]:
