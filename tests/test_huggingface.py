@@ -38,6 +38,8 @@ RIGHT = "right"
 OWN_LOSS_ONLY = {
     # Batch normalisation over one pixel of two rows leaves nothing of them: the loss is the same for all data.
     "MobileViT", "EfficientNet",
+    # It asserts something about its labels: see "ProphetNet with labels".
+    "ProphetNet",
 }  # fmt: skip
 MODEL_LOSS_ONLY = {
     # They learn without labels.
