@@ -27,7 +27,7 @@ import fdp
 
 LANGUAGES = ("Python", "C++", "English")
 PAD, START = 256, 257  # behind the bytes
-LENGTH, SHORTEST = 64, 32
+LENGTH, SHORTEST = 48, 24
 CORPUS_BYTES, TRAIN_SIZE, TEST_SIZE = 400_000, 3000, 600
 
 Data = dict[str, torch.Tensor]
@@ -97,7 +97,7 @@ def build(args: argparse.Namespace) -> BertForSequenceClassification:
         return BertForSequenceClassification.from_pretrained(args.weights)
     return BertForSequenceClassification(
         BertConfig(
-            vocab_size=258, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
+            vocab_size=258, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96,
             max_position_embeddings=LENGTH, pad_token_id=PAD, num_labels=len(LANGUAGES),
             initializer_range=0.1, problem_type="single_label_classification",
         )

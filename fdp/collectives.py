@@ -295,15 +295,17 @@ def per_rank(tree: Tree) -> Tree:
         {'local_loss': tensor(0.5000)}
     """
 
-    def declare(x: Any) -> Any:
+    def declare(x: Any, path: str) -> Any:
         if isinstance(x, (bool, int, float, complex)):
             x = torch.tensor(x)
         if not isinstance(x, torch.Tensor):
             raise ArgumentError(
                 build_message(
-                    f"fdp.per_rank was given {type(x).__name__}.", remedy="pass tensors, or convert them first."
+                    f"fdp.per_rank was given {type(x).__name__}{f' at {path}' if path else ''}.",
+                    remedy="pass tensors, or convert them first.",
                 )
             )
         return Vary.apply(x, "per_rank")
 
-    return pytree.map_leaves(declare, tree)
+    leaves, spec = pytree.flatten(tree)
+    return pytree.unflatten(spec, map(declare, leaves, pytree.names_in(spec, "")))
