@@ -74,6 +74,11 @@ def unflatten(spec: Spec, leaves: Iterable[Any]) -> Tree:
     return optree.tree_unflatten(spec, leaves)
 
 
+def tuple_of(specs: Iterable[Spec]) -> Spec:
+    """The structure of a tuple of trees of which only the structures are at hand."""
+    return optree.treespec_tuple(specs, namespace=_NAMESPACE)
+
+
 def leaves_of(tree: Tree) -> list[Any]:
     """The leaves of a tree in a row."""
     return flatten(tree)[0]

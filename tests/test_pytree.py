@@ -20,6 +20,7 @@ from torch import nn
 
 import fdp
 from fdp import pytree
+from fdp.trace.structure import Structure
 
 T = TypeVar("T")
 needs_transformers = pytest.mark.skipif(
@@ -415,3 +416,21 @@ def test_a_batch_of_a_tokenizer_keeps_its_trace() -> None:
         assert (output.last_hidden_state.item(), output.attentions[0].item()) == (2 * number, 2 * number)
         assert type(output) is BaseModelOutput
     assert step.traces == 1
+
+
+@pytest.mark.parametrize("name", list(CONTAINERS))
+def test_arguments_of_a_structure_that_is_known(name: str) -> None:
+    """Taken apart along it they are the same leaves; and what has another structure is not taken for one of it."""
+    tree, _ = CONTAINERS[name]
+    for make in (lambda t: (t, {"a": 1}), lambda t: (t,), lambda t: (None, t), lambda t: ({"k": [t]}, 2, t)):
+        args = make(tree)
+        known = Structure(pytree.structure_of(args))
+        found = known.flatten(args)
+        assert found is not None
+        assert [id(leaf) for leaf in found] == [id(leaf) for leaf in pytree.leaves_of(args)]
+        assert known.flatten((*args, 1)) is None
+        for other, _ in CONTAINERS.values():
+            if pytree.structure_of(make(other)) != known.spec:
+                taken = known.flatten(make(other))
+                # A container in the place of a leaf is left for whoever looks at the leaves.
+                assert taken is None or not all(isinstance(leaf, (int, str, torch.Tensor)) for leaf in taken)

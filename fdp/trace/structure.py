@@ -68,6 +68,9 @@ class Structure:
         self.spec = spec
         self._known = _container(spec) if _is_plain(spec) else None
         self._length = spec.num_children
+        # Each argument by itself: a batch that has to be taken apart in full does not make the state as slow.
+        alone = self._known is not None or self._length < 2
+        self._each = () if alone else tuple(Structure(pytree.tuple_of([child])) for child in spec.children())
 
     def flatten(self, args: tuple[Any, ...]) -> list[Any] | None:
         """The leaves of arguments of this structure, None if theirs is another one.
@@ -79,6 +82,8 @@ class Structure:
             The leaves in a row, each in the place of a leaf of this structure. One may still be what is no leaf: a
             container where a leaf was. Whoever looks at the leaves one by one finds it.
         """
+        if self._each:
+            return self._flatten_each(args)
         if self._known is None:
             leaves, spec = pytree.flatten(args)
             return leaves if spec == self.spec else None
@@ -88,6 +93,17 @@ class Structure:
         except (ValueError, KeyError):
             pass  # other keys
         return None
+
+    def _flatten_each(self, args: tuple[Any, ...]) -> list[Any] | None:
+        leaves: list[Any] = []
+        if len(args) != self._length:
+            return None
+        for known, arg in zip(self._each, args, strict=True):
+            found = known.flatten((arg,))
+            if found is None:
+                return None
+            leaves += found
+        return leaves
 
 
 def _is_plain(spec: pytree.Spec) -> bool:
