@@ -205,12 +205,10 @@ def _functions_for(kind: type) -> tuple[Callable[[Any], _Parts], Callable[[Any, 
     return None
 
 
-def _is_made_of_attributes(kind: Any) -> bool:
-    try:
-        object.__new__(kind)
-    except TypeError:
-        return False
-    return True
+def _is_made_of_attributes(kind: type) -> bool:
+    """Whether nothing written in C lies under a class, which would hold more than attributes."""
+    made_by = [c for c in kind.__mro__ if "__new__" in vars(c) and c is not object]
+    return all(isinstance(vars(c)["__new__"], staticmethod) for c in made_by)
 
 
 def _torch_parts(kind: type, whole: Any) -> _Parts:

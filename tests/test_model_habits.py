@@ -186,6 +186,31 @@ def test_what_a_module_notes_goes_with_the_call() -> None:
     assert (module.seen, module.notes, module.hooked, len(module.linear._forward_hooks)) == ([], {"first": 1}, False, 0)
 
 
+@pytest.mark.parametrize("where", ["inside", "outside, seeded inside"])
+def test_a_generator_that_each_call_starts_anew(where: str) -> None:
+    """The trace would hold it, and go on with it: right at the first call, and wrong from then on."""
+    outer = torch.Generator()
+
+    @fdp.data_parallel
+    def step(w: Any, batch: Any) -> Any:
+        generator = (torch.Generator() if where == "inside" else outer).manual_seed(5)
+        return fdp.per_rank(torch.randn(2, generator=generator) * w)
+
+    with pytest.raises(fdp.TraceError) as caught:
+        step(torch.ones(2), torch.ones(2))
+    first, line, remedy = str(caught.value).splitlines()
+    assert first.startswith("step 'step' makes a torch.Generator or seeds one:")
+    assert line.startswith("  aten.randn.generator at test_model_habits.py:")
+    assert remedy.startswith("Remedy: make the generator outside of the step")
+
+
+def test_a_generator_that_goes_on() -> None:
+    outer, twin = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
+    step = fdp.data_parallel(lambda w, batch: fdp.per_rank(torch.randn(2, generator=outer) * w))
+    for _ in range(3):
+        assert torch.equal(step(torch.ones(2), torch.ones(2)), torch.randn(2, generator=twin))
+
+
 def test_an_assertion_about_values_is_named() -> None:
     @fdp.data_parallel
     def step(w: Any, batch: Any) -> Any:

@@ -222,7 +222,14 @@ def test_a_model_output_is_read_by_attributes() -> None:
     assert (list(again), again.pooler_output, again[0].tolist()) == (list(output), None, [2.0, 2.0])
 
 
-@pytest.mark.parametrize("leaf", [Colour.RED, Batch, Net(), Odd(), lambda: 0, object()], ids=lambda x: type(x).__name__)
+@dataclasses.dataclass
+class Failure(Exception):
+    x: int = 1
+
+
+@pytest.mark.parametrize(
+    "leaf", [Failure(), Colour.RED, Batch, Net(), Odd(), lambda: 0, object()], ids=lambda x: type(x).__name__
+)
 def test_what_is_no_container(leaf: Any) -> None:
     assert pytree.leaves_of([leaf])[0] is leaf
 

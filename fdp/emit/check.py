@@ -33,6 +33,7 @@ from fdp.wire import Wire
 _RELATIVE = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-4, torch.complex64: 1e-4}
 _RELATIVE_NARROW = 2e-2
 _PIECE = 2**20
+_NOBODYS_SEED = 0x6E6F626F6479
 _UNITS = 4.0
 """So many units in the last place of what travels a gradient may be off, where it travels in a narrow dtype."""
 
@@ -114,10 +115,13 @@ def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Role
         return _detached(run_untraced(step, flat, roles, emitted.group, values, wire))
 
     with undisturbed(emitted):
+        _set_apart(emitted)
         before = _other_random_state()
         expected, expected_spec = pytree.flatten(untraced())
         drawn = _other_random_state() != before
+        left = _generator_states(emitted)
     with undisturbed(emitted):
+        _set_apart(emitted)
         values = [a if b is None else b for a, b in zip(kept, copies(donated=True), strict=True)]
         try:
             found, found_spec = pytree.flatten(emitted.rehearse(values))
@@ -127,6 +131,8 @@ def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Role
             if excuse is not None:
                 raise NotRunnable from error
             raise _unrunnable(name, error) from error
+        if left != _generator_states(emitted):
+            raise _own_generator(name, emitted)
     _check_untouched(name, inputs, originals, kept)
     if expected_spec != found_spec:
         raise TraceError(
@@ -188,6 +194,32 @@ def undisturbed(emitted: Emitted) -> Iterator[None]:
         yield
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)
+
+
+def _set_apart(emitted: Emitted) -> None:
+    """Put the generators that a step holds into a state in which nobody else leaves one."""
+    for generator in _held_generators(emitted):
+        generator.manual_seed(_NOBODYS_SEED)
+
+
+def _generator_states(emitted: Emitted) -> list[bytes]:
+    return [bytes(generator.get_state().tolist()) for generator in _held_generators(emitted)]
+
+
+def _own_generator(name: str, emitted: Emitted) -> TraceError:
+    """The refusal for a generator that a step makes or seeds: the trace holds it, and would go on with it."""
+    held = emitted.plan.trace.graph.graph.find_nodes(op="get_attr")
+    generators = [node for node in held if isinstance(getattr(node.graph.owning_module, node.target), torch.Generator)]
+    offenders = [f"{user.target} at {user.meta.get('source')}" for node in generators for user in node.users]
+    return TraceError(
+        build_message(
+            f"step {name!r} makes a torch.Generator or seeds one: each call of the step starts it anew, and the traced "
+            "step would go on with it.",
+            offenders,
+            remedy="make the generator outside of the step, where it goes on from call to call; or pass the random "
+            "numbers.",
+        )
+    )
 
 
 def _other_random_state() -> tuple[Any, ...]:
