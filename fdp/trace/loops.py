@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import optree
 import torch
 from torch import fx
 
+from fdp import pytree
 from fdp.errors import TraceError, build_message
 from fdp.trace.dependencies import operations_of
 from fdp.trace.effects import effects_of, is_marker, storages_of
@@ -114,8 +114,8 @@ def _trace_of_body(name: str, graph_module: fx.GraphModule, loop: fx.Node) -> Tr
         closed_over=(),
         replicated_calls=(),
         graph=body,
-        in_spec=optree.tree_structure(tuple(inputs)),
-        out_spec=optree.tree_structure(()),
+        in_spec=pytree.structure_of(tuple(inputs)),
+        out_spec=pytree.structure_of(()),
     )
 
 
