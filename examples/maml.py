@@ -15,6 +15,7 @@ Finn, Abbeel, Levine: Model-Agnostic Meta-Learning for Fast Adaptation of Deep N
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -52,7 +53,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def sine_tasks(count: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Draw waves, and the points of each to adapt on and to be judged on: "x", "y", "x_query", "y_query" [count, 10, 1]."""
+    """Draw waves; of each the points to adapt on, "x" and "y" [count, 10, 1], and those to be judged on, "x_query"..."""
     amplitude = torch.empty(count, 1, 1).uniform_(0.1, 5.0, generator=generator)
     phase = torch.empty(count, 1, 1).uniform_(0.0, math.pi, generator=generator)
     x, x_query = torch.empty(2, count, SHOTS, 1).uniform_(-5.0, 5.0, generator=generator)
@@ -67,7 +68,7 @@ def sine_tasks(count: int, generator: torch.Generator) -> dict[str, Tensor]:
 
 def init_params(generator: torch.Generator, widths: Sequence[int] = (1, 40, 40, 1)) -> Params:
     params = {}
-    for i, (fan_in, fan_out) in enumerate(zip(widths, widths[1:], strict=False)):
+    for i, (fan_in, fan_out) in enumerate(itertools.pairwise(widths)):
         params[f"w{i}"] = torch.randn(fan_in, fan_out, generator=generator) * fan_in**-0.5
         params[f"b{i}"] = torch.zeros(fan_out)
     return params
@@ -132,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     def few_shot_errors(params: Params, lr: Tensor, tasks: Any) -> Tensor:
         def errors(x: Tensor, y: Tensor, x_query: Tensor, y_query: Tensor) -> Tensor:
             found, adapted = [], params
-            for before, after in zip((0, *TEST_STEPS), TEST_STEPS, strict=False):
+            for before, after in itertools.pairwise((0, *TEST_STEPS)):
                 adapted = adapt(adapted, x, y, after - before, lr)
                 found.append(error(adapted, x_query, y_query))
             return torch.stack(found)
