@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fdp.errors import PurityError, ReplicationError, TraceError, build_message
-from fdp.trace.effects import effects_of, inner_nodes, is_marker, storages_of
+from fdp.trace.effects import effects_of, inner_nodes, is_marker, storages_of, taken_for_shape
 from fdp.trace.record import Input, Output
 
 
@@ -90,8 +90,10 @@ def check_initialised(name: str, graph: fx.Graph) -> None:
     unset: dict[int, fx.Node] = {}
     offenders = []
     for node in graph.nodes:
-        effects = effects_of(node)
+        effects, harmless = effects_of(node), taken_for_shape(node)
         for argument in node.all_input_nodes if node.op == "output" else effects.reads:
+            if argument in harmless:
+                continue
             for storage in storages_of(argument):
                 if storage in unset and argument.meta["val"].numel():
                     maker = unset.pop(storage)
