@@ -31,7 +31,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Train a byte-level GPT with fdp.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=600, help="training steps")
+    parser.add_argument("--steps", type=int, default=500, help="training steps")
     parser.add_argument("--batch-size", type=int, default=32, help="sequences in a step, over all ranks")
     parser.add_argument("--length", type=int, default=128, help="bytes in a sequence")
     parser.add_argument("--layers", type=int, default=4)

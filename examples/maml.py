@@ -53,7 +53,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def sine_tasks(count: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Draw waves; of each the points to adapt on, "x" and "y" [count, 10, 1], and those to be judged on, "x_query"..."""
+    """Draw waves: points to adapt on, "x" and "y" [count, 10, 1], and to be judged on, "x_query" and "y_query"."""
     amplitude = torch.empty(count, 1, 1).uniform_(0.1, 5.0, generator=generator)
     phase = torch.empty(count, 1, 1).uniform_(0.0, math.pi, generator=generator)
     x, x_query = torch.empty(2, count, SHOTS, 1).uniform_(-5.0, 5.0, generator=generator)
