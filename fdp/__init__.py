@@ -11,6 +11,7 @@ tested without a process group.
 """
 
 from fdp import optim
+from fdp.accumulation import accumulate
 from fdp.autodiff import grad, value_and_grad
 from fdp.checkpoint import load, save
 from fdp.collectives import all_gather, axis_index, axis_size, broadcast, per_rank, pmax, pmean, pmin, psum
@@ -47,6 +48,7 @@ __all__ = [
     "Timeline",
     "Trace",
     "TraceError",
+    "accumulate",
     "all_gather",
     "assert_replicated",
     "axis_index",

@@ -18,6 +18,7 @@ import optree
 import torch
 
 from fdp.axis import Axis, current_axis
+from fdp.deferral import Deferral, Pending, current_deferral, memory_order, refuse_deferred
 from fdp.dynamo import breaks_graph
 from fdp.errors import ArgumentError, build_message
 from fdp.markers import AllReduce, NarrowMean
@@ -107,13 +108,14 @@ def value_and_grad(
                 new_args[number] = tree
             return _split_aux(name, fn(*new_args, **kwargs), has_aux)
 
-        value, aux, local = (_grad_functional if under_transform() else _grad_plain)(call, sources)
-        reduced = iter(
-            [
-                _average(grad, source, label)
-                for grad, source, label in zip(local, sources, _chosen(labels, differentiable), strict=True)
-            ]
-        )
+        names = _chosen(labels, differentiable)
+        deferral, found = current_deferral(), list[Any]()
+        if deferral is not None:
+            value, aux, found = _grad_deferred(call, sources, names, deferral)
+        else:
+            value, aux, local = (_grad_functional if under_transform() else _grad_plain)(call, sources)
+            found = [average(g, source, name) for g, source, name in zip(local, sources, names, strict=True)]
+        reduced = iter(found)
         grads = optree.tree_unflatten(spec, [next(reduced) if yes else None for yes in differentiable])
         return ((value, aux) if has_aux else value), (grads[0] if single else grads)
 
@@ -228,9 +230,47 @@ def _grad_functional(
     return value, optree.tree_unflatten(spec, aux), grads
 
 
+def _grad_deferred(
+    call: Callable[..., tuple[torch.Tensor, Any]],
+    sources: Sequence[torch.Tensor],
+    labels: Sequence[str],
+    deferral: Deferral,
+) -> tuple[torch.Tensor, Any, list[Pending]]:
+    """Add this microbatch's gradients to their totals, each as soon as it is there."""
+    if under_transform():
+        refuse_deferred("fdp.value_and_grad, under a transform of torch.func,")
+    with deferral.differentiating(sources, labels) as totals:
+
+        def receive(index: int, grad: torch.Tensor) -> torch.Tensor:
+            _refuse_sparse(grad, labels[index])
+            with torch.no_grad():
+                totals[index].total.add_(grad.detach())
+            return totals[index].total
+
+        def value_first(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+            value, aux = call(inputs)
+            deferral.add_value(value)
+            return value, aux
+
+        value, aux, _ = _grad_plain(value_first, sources, deferral.scale, receive)
+    deferral.values.append(value)
+    return value, aux, totals
+
+
 def _grad_plain(
-    call: Callable[..., tuple[torch.Tensor, Any]], sources: Sequence[torch.Tensor]
+    call: Callable[..., tuple[torch.Tensor, Any]],
+    sources: Sequence[torch.Tensor],
+    scale: float = 1.0,
+    receive: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, Any, Sequence[torch.Tensor]]:
+    """Differentiate by plain autograd.
+
+    Args:
+        call: what is to be differentiated, of tensors in the place of `sources`.
+        sources: with respect to what.
+        scale: gradients are this many times as large.
+        receive: takes the index and the gradient of each source that the value depends on, as soon as it is there.
+    """
     # Inside an outer differentiation the leaves are part of its graph: differentiate with respect to a view, so
     # that the outer one can go on through it, and keep the graph of the gradient.
     outer = torch.is_grad_enabled() and any(source.requires_grad for source in sources)
@@ -245,7 +285,11 @@ def _grad_plain(
         if not value.requires_grad:
             return value, aux, [torch.zeros_like(source) for source in sources]
         keep = outer or _reaches_other_leaves(value, inputs)
-        found = torch.autograd.grad(value, inputs, create_graph=keep, allow_unused=True)
+        if receive is not None:
+            for index, tensor in enumerate(inputs):
+                tensor.register_hook(functools.partial(receive, index))
+        first = None if scale == 1.0 else torch.full((), scale, dtype=value.dtype, device=value.device)
+        found = torch.autograd.grad(value, inputs, first, create_graph=keep, allow_unused=True)
     grads = [torch.zeros_like(source) if grad is None else grad for grad, source in zip(found, sources, strict=True)]
     if not keep:
         value, aux = optree.tree_map(
@@ -274,7 +318,7 @@ def _reaches_other_leaves(value: torch.Tensor, inputs: Sequence[torch.Tensor]) -
     return False
 
 
-def _average(grad: torch.Tensor, source: torch.Tensor, label: str) -> torch.Tensor:
+def _refuse_sparse(grad: torch.Tensor, label: str) -> None:
     if grad.layout != torch.strided:
         raise ArgumentError(
             build_message(
@@ -282,10 +326,24 @@ def _average(grad: torch.Tensor, source: torch.Tensor, label: str) -> torch.Tens
                 remedy="make it dense; for an embedding, pass sparse=False.",
             )
         )
+
+
+def average(grad: torch.Tensor, source: torch.Tensor, label: str) -> torch.Tensor:
+    """The mean of a gradient over ranks.
+
+    Args:
+        grad: this rank's.
+        source: what it is the gradient of, for the order of its elements in memory.
+        label: its key path.
+
+    Returns:
+        A tensor of the shape of `grad`.
+    """
+    _refuse_sparse(grad, label)
     axis = current_axis()
     # The bucket holds the gradient in the memory order of its parameter, which is the same on every rank (that
     # of the gradient need not be) and spares the optimizer a copy.
-    order = _memory_order(source)
+    order = None if under_transform() else memory_order(source)
     if grad.is_complex():
         pairs = torch.view_as_real(grad.resolve_conj())
         return torch.view_as_complex(_mean(pairs, axis, label))
@@ -299,12 +357,3 @@ def _mean(grad: torch.Tensor, axis: Axis, label: str) -> torch.Tensor:
     if axis.wire is None:
         return AllReduce.apply(grad, "mean", axis.name, "gradient", label)
     return NarrowMean.apply(grad, axis.name, axis.size, label, axis.wire)
-
-
-def _memory_order(x: torch.Tensor) -> list[int] | None:
-    """The permutation of dimensions that makes a dense, non-contiguous tensor contiguous; else None."""
-    if under_transform() or x.is_contiguous():
-        return None
-    strides = x.stride()
-    order = sorted(range(x.dim()), key=lambda d: (-strides[d], d))
-    return order if x.permute(order).is_contiguous() else None

@@ -14,6 +14,7 @@ import optree
 import torch
 
 from fdp.axis import current_axis
+from fdp.deferral import refuse_deferred
 from fdp.errors import ArgumentError, build_message
 from fdp.markers import AllGather, AllReduce, Broadcast, Vary
 from fdp.pytree import Tree, leaf_names
@@ -26,6 +27,7 @@ _SUMMABLE = frozenset({
 
 def _map_leaves(name: str, tree: Tree, fn: Callable[[torch.Tensor, str], torch.Tensor]) -> Tree:
     """Apply fn(tensor, label) to every leaf; a Python number becomes a tensor that may differ between ranks."""
+    refuse_deferred(f"fdp.{name}")
     leaves, spec = optree.tree_flatten(tree)
     out = []
     for leaf, path in zip(leaves, leaf_names(tree, ""), strict=True):

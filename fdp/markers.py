@@ -26,6 +26,8 @@ for _schema in (
     "broadcast(Tensor x, int root, str axis, str label) -> Tensor",
     "vary(Tensor x, str kind) -> Tensor",
     "axis_index(Tensor like, str axis) -> Tensor",
+    "loop_begin(Tensor like, int count) -> Tensor",
+    "loop_end(Tensor index) -> Tensor",
 ):
     _library.define(_schema, tags=(torch.Tag.nondeterministic_seeded,))
 
@@ -77,6 +79,10 @@ def _axis_index(like: torch.Tensor, axis: str) -> torch.Tensor:
     return torch.full((), current_axis().rank, dtype=torch.int64)
 
 
+def _loop_begin(like: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int64, device=like.device)
+
+
 def _empty_contiguous(x: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
@@ -87,6 +93,9 @@ for _name, _real, _fake in (
     ("vary", lambda x, kind: _contiguous_copy(x), _empty_contiguous),
     ("all_gather", _all_gather, lambda x, size, axis, label: x.new_empty((size, *x.shape))),
     ("axis_index", _axis_index, lambda like, axis: torch.empty((), dtype=torch.int64)),
+    # What is traced between these two runs `count` times; the result of the first is the number of the time.
+    ("loop_begin", _loop_begin, _loop_begin),
+    ("loop_end", lambda index: torch.empty(()), lambda index: torch.empty(())),
 ):
     _library.impl(_name, _real, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fdp::{_name}", _fake, lib=_library)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from fdp.emit.layout import Layout
+from fdp.emit.loops import blocks_of_body
 from fdp.emit.places import Place, gathered_at_bytes, received_at_bytes, shared_numel
 from fdp.emit.program import Program
 from fdp.emit.wide_mean import WideMean
@@ -158,6 +159,15 @@ def place_values(program: Program, blocks: Mapping[torch.device, torch.Tensor]) 
     return made
 
 
+def all_place_values(
+    program: Program, blocks: Mapping[torch.device, torch.Tensor]
+) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
+    """Likewise, for a program and the bodies of its loops: each function, with the tensors that it looks for."""
+    yield program.function, place_values(program, blocks)
+    for node, body in program.loops.items():
+        yield body.function, place_values(body, blocks_of_body(node, body, program, blocks))
+
+
 def _tensor(
     place: Place,
     offset_bytes: int,
@@ -171,7 +181,7 @@ def _tensor(
         whole = whole[: whole.numel() // place.dtype.itemsize * place.dtype.itemsize]
         block = typed[device, place.dtype] = whole.view(place.dtype)
     start = (offset_bytes + place.start_bytes) // place.dtype.itemsize + place.offset
-    return block.as_strided(place.shape, place.stride, start)
+    return block.as_strided(place.shape, place.stride, block.storage_offset() + start)
 
 
 def make_buffers(plan: Plan, program: Program, blocks: Mapping[torch.device, torch.Tensor]) -> dict[int, Buffer]:

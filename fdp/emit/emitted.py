@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fdp.dynamo import breaks_graph
 from fdp.emit.agreement import agree, digest
-from fdp.emit.arena import ARENAS, Arena, Buffer, make_buffers, moving, place_values
+from fdp.emit.arena import ARENAS, Arena, Buffer, all_place_values, make_buffers, moving
 from fdp.emit.compiled import Options, compile_program, resolve_options, why_not_recorded
 from fdp.emit.in_flight import InFlight
 from fdp.emit.lines import Part
@@ -290,7 +290,8 @@ class Emitted:
             return
         with moving:
             self.leave(self._arena)
-            self._function.__globals__.update(place_values(self._program, blocks))
+            for function, values in all_place_values(self._program, blocks):
+                function.__globals__.update(values)
             self._buffers = make_buffers(self.plan, self._program, blocks)
             self._arena, self._blocks = arena, blocks
             arena.tenants.add(self)
@@ -304,8 +305,9 @@ class Emitted:
         with moving:
             if arena is None or self._arena is not arena:
                 return
-            for name in self._program.places:
-                self._function.__globals__.pop(name, None)
+            for program in (self._program, *self._program.loops.values()):
+                for name in program.places:
+                    program.function.__globals__.pop(name, None)
             arena.tenants.discard(self)
             self._arena, self._blocks, self._buffers = None, {}, {}
 

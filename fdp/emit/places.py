@@ -20,6 +20,7 @@ from fdp.emit.layout import round_up
 from fdp.emit.views import geometry
 from fdp.plan import Bucket, Plan
 from fdp.trace.effects import operator_name, storages, storages_of
+from fdp.trace.loops import is_loop
 
 _SCALED_WHEN_FILLED_BYTES = 2**20
 """From this size on, the division of a mean is part of filling the bucket; below, a call for each member would cost
@@ -318,6 +319,8 @@ def _only_computes(node: fx.Node) -> bool:
 
     A branch of a condition may return its argument; what operators of somebody else's do is not known.
     """
+    if is_loop(node):
+        return True
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace not in ("aten", "fdp"):
         return False
     return torch.Tag.inplace_view not in node.target.tags or operator_name(node) in RESHAPES_IN_PLACE

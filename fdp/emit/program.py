@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,12 +21,14 @@ from fdp.emit.fill import early_fillings, write_copy, write_division, write_star
 from fdp.emit.forms import Form, form_of
 from fdp.emit.layout import Layout
 from fdp.emit.lines import BEFORE, Line, Part, assemble, belongs, drop_unused, lay_out_lines, parts_of
+from fdp.emit.loops import memory_of_body, write_loop
 from fdp.emit.places import RESHAPES_IN_PLACE, Place, find_places, result_name
 from fdp.emit.shortcuts import counted_up, transposed_weight
 from fdp.emit.views import redundant_views
 from fdp.emit.writer import Writer, bind_object, bind_operator, bucket_name, emit, free_name, literal, name_of
-from fdp.plan import Plan, Run, Start
+from fdp.plan import Plan, Run, Start, plan_trace
 from fdp.trace.effects import effects_of, is_marker, list_arguments, operator_name, storages_of
+from fdp.trace.loops import is_loop
 
 _aten = torch.ops.aten
 
@@ -59,6 +61,7 @@ class Program:
             attribute `armed` is set.
         own_messages: what it sends by itself, if it does.
         parts: of a program that is timed, what lies between one tick and the next.
+        loops: the programs of the bodies of its loops, by node.
     """
 
     source: str
@@ -69,6 +72,7 @@ class Program:
     recording: Any = None
     own_messages: OwnMessages | None = None
     parts: tuple[Part, ...] = ()
+    loops: Mapping[str, Program] = field(default_factory=dict)
 
 
 def write_program(plan: Plan, rank: int, communicates: bool, tick: Callable[[], None] | None = None) -> Program:
@@ -96,7 +100,8 @@ def write_program(plan: Plan, rank: int, communicates: bool, tick: Callable[[], 
     alone = {marker(index) for index in range(len(plan.trace.reductions))} - travelling
     places = find_places(plan, same, placement, accesses, markers, alone)
     reserved = {stem: free_name(stem, nodes) for stem in ("inputs", "start", "wait")}
-    writer = Writer(plan, rank, same, placement, accesses, places, markers, reserved)
+    bodies = {loop.node: write_program(plan_trace(loop.body), rank, communicates=False) for loop in plan.trace.loops}
+    writer = Writer(plan, rank, same, placement, accesses, places, markers, reserved, bodies)
     placeholders = graph.find_nodes(op="placeholder")
     for node in placeholders:
         writer.local[node] = node.name
@@ -142,15 +147,20 @@ def write_program(plan: Plan, rank: int, communicates: bool, tick: Callable[[], 
     belongs(writer.lines, Part("run", len(plan.schedule) - 1))
     writer.lines = drop_unused(writer.lines, outputs)
     memory_of = places.memory | {bucket_name(index): ("bucket", index) for index in markers}
-    layouts = lay_out_lines(writer.lines, memory_of, places.sizes)
+    fixed = {*places.named, *(bucket_name(index) for index in markers)}
+    sizes = dict(places.sizes)
+    for loop, body in bodies.items():
+        for called, key, size in memory_of_body(loop, body):
+            memory_of[called], sizes[key] = key, size
+            fixed.add(called)
+    layouts = lay_out_lines(writer.lines, memory_of, sizes)
     inputs = [writer.local[node] for node in placeholders]
-    fixed = places.named.keys() | {bucket_name(index) for index in markers}
     ticks = None if tick is None else bind_object(writer, tick, "tick")
     source = assemble(writer.lines, inputs, outputs, writer.bound, fixed, layouts, writer.reserved, ticks)
     namespace = dict(writer.bound)
     exec(compile(source, f"<fdp step {plan.trace.name}>", "exec"), namespace)
     scaled, parts = frozenset(places.scaled), parts_of(writer.lines)
-    return Program(source, namespace["step"], places.named, layouts, scaled, parts=parts)
+    return Program(source, namespace["step"], places.named, layouts, scaled, parts=parts, loops=bodies)
 
 
 def _write_call(writer: Writer, node: fx.Node, lanes: list[int]) -> None:
@@ -167,6 +177,8 @@ def _write_call(writer: Writer, node: fx.Node, lanes: list[int]) -> None:
     elif is_marker(node, "vary"):
         clone = bind_operator(writer, _aten.clone.default, node.args[:1])
         emit(writer, f"{clone}({literal(writer, node.args[0], uses)})", uses, node)
+    elif is_loop(node):
+        write_loop(writer, node)
     elif is_marker(node, "axis_index"):
         own = torch.tensor(writer.rank, dtype=torch.int64, device=node.meta["val"].device)
         constant = bind_object(writer, own, "axis_index")

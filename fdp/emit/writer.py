@@ -32,6 +32,7 @@ class Writer:
         places: values at fixed places.
         markers: for each bucket that is sent, the markers of its members.
         reserved: what the program calls its own parameters.
+        bodies: the programs of the bodies of loops, by node.
         local: the name of each value that has one so far.
         lines: the program so far.
         bound: objects that it uses, by name.
@@ -47,6 +48,7 @@ class Writer:
     places: Places
     markers: dict[int, list[fx.Node]]
     reserved: Mapping[str, str]
+    bodies: Mapping[str, Any]
     local: dict[fx.Node, str] = field(default_factory=dict)
     lines: list[Line] = field(default_factory=list)
     bound: dict[str, Any] = field(default_factory=dict)

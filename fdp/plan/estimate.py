@@ -18,7 +18,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from fdp.errors import ArgumentError, build_message
 from fdp.plan.costs import Costs
 from fdp.stages import enters
-from fdp.trace.effects import effects_of, is_marker, lanes_of, list_arguments
+from fdp.trace.effects import effects_of, inner_nodes, is_marker, lanes_of, list_arguments
+from fdp.trace.loops import is_loop
 from fdp.trace.record import Trace
 
 
@@ -112,6 +113,8 @@ def _node_s(node: fx.Node, machine: Machine) -> list[float]:
     """Seconds of a call, or of each of its lanes."""
     if is_marker(node):
         return [0.0]
+    if is_loop(node):
+        return [node.args[1] * sum(sum(_node_s(n, machine)) for n in inner_nodes(node) if n.op == "call_function")]  # type: ignore[list-item, operator]
     lanes = lanes_of(node)
     shares = [_size_bytes(node, lane) for lane in range(lanes)] if lanes is not None else [_size_bytes(node, None)]
     size_bytes = sum(shares)

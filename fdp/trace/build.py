@@ -32,6 +32,7 @@ from fdp.trace.checks import (
 from fdp.trace.closure import closed_over_names, untouched
 from fdp.trace.dependencies import operations_of
 from fdp.trace.effects import is_marker
+from fdp.trace.loops import loops_of, outline_loops
 from fdp.trace.narrowing import is_rounded, round_early
 from fdp.trace.record import Input, Operation, Output, Reduction, Trace
 from fdp.trace.replicated import closed_over, replicated_calls
@@ -96,6 +97,7 @@ def trace_step(
     check_views(name, graph)
     check_recomputation(name, graph)
     check_closure_memory(name, graph_module, inputs, tensors, closure)
+    outline_loops(name, graph_module)
 
     operations, markers, produced = operations_of(graph)
     reductions = _reductions(operations, markers, produced)
@@ -128,6 +130,7 @@ def trace_step(
         in_spec=flat.spec,
         out_spec=out_spec,
         wire=wire,
+        loops=tuple(loops_of(name, graph_module)),
     )
 
 

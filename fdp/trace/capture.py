@@ -266,7 +266,8 @@ def _drop_dead_code(graph_module: fx.GraphModule) -> None:
         if node.op in ("placeholder", "output"):
             return True
         if is_marker(node):
-            return False  # every rank drops the same collectives: they have the same graph
+            # Every rank drops the same collectives: they have the same graph.
+            return is_marker(node, "loop_begin", "loop_end")
         return not effects_of(node).pure
 
     # Not Graph.eliminate_dead_code, which first checks the whole graph for consistency.

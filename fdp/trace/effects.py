@@ -77,8 +77,7 @@ def _read_effects(node: fx.Node) -> Effects:
     if node.op != "call_function" or target is operator.getitem:
         return Effects((), view=True)
     if not isinstance(target, torch._ops.OpOverload):
-        # A higher-order operator (torch.cond and the like): pure, by their contract, but for random numbers.
-        return Effects(tuple(node.all_input_nodes), random=any(effects_of(inner).random for inner in inner_nodes(node)))
+        return _effects_inside(node)
     if target.namespace == "fdp":
         return Effects(() if target is torch.ops.fdp.axis_index.default else tuple(node.all_input_nodes))
     name = operator_name(node)
@@ -126,6 +125,18 @@ def taken_for_shape(node: fx.Node) -> tuple[fx.Node, ...]:
     named = [("weight", for_input), ("input", for_weight)]
     needed = {given["grad_output"], *(given[name] for name, read in named if read)}
     return tuple(given[name] for name, read in named if not read and given[name] not in needed)
+
+
+def _effects_inside(node: fx.Node) -> Effects:
+    """The effects of a higher-order operator.
+
+    torch.cond and the like are pure, by their contract, but for random numbers. A loop of fdp's own changes some of
+    what it is given: that has the same memory in its graph.
+    """
+    inner = [effects_of(each) for each in inner_nodes(node)]
+    written = {storage for effects in inner for target in effects.writes for storage in storages_of(target)}
+    writes = tuple(given for given in node.all_input_nodes if not written.isdisjoint(storages_of(given)))
+    return Effects(tuple(node.all_input_nodes), writes, random=any(effects.random for effects in inner))
 
 
 def inner_nodes(node: fx.Node) -> Iterator[fx.Node]:

@@ -133,6 +133,22 @@ class Reduction:
 
 
 @dataclass(frozen=True)
+class Loop:
+    """What a step does several times.
+
+    Attributes:
+        node: the name of the node that stands for it in the graph.
+        count: how many times.
+        body: one time, as a trace of its own: its first input is the number of the time, the others are the arguments
+            of the node, some of which it changes in place.
+    """
+
+    node: str
+    count: int
+    body: Trace
+
+
+@dataclass(frozen=True)
 class Trace:
     """What a step does, read off without running it.
 
@@ -151,6 +167,7 @@ class Trace:
         in_spec: tree structure of the arguments.
         out_spec: tree structure of what the step returns.
         wire: how gradients travel; None if they do as they are.
+        loops: what it does several times.
     """
 
     name: str
@@ -167,6 +184,7 @@ class Trace:
     in_spec: optree.PyTreeSpec = field(compare=False, repr=False)
     out_spec: optree.PyTreeSpec = field(compare=False, repr=False)
     wire: Wire | None = None
+    loops: tuple[Loop, ...] = ()
 
     @property
     def gradients(self) -> tuple[Reduction, ...]:
@@ -194,12 +212,16 @@ class Trace:
         """
         return enter("plan", self, bucket_cap_mb, costs, network, world_size)
 
+    def _of_which_loops(self) -> str:
+        bodies = [f"{loop.count} times {count(len(loop.body.operations), 'operation')}" for loop in self.loops]
+        return f" ({count(len(bodies), 'loop')}: {'; '.join(bodies)})" if bodies else ""
+
     def __str__(self) -> str:
         total = sum(reduction.size_bytes for reduction in self.gradients)
         head = (
             f"Trace of {self.name} ({self.source}), {count(self.world_size, 'rank')}: "
             f"{count(len(self.inputs), 'input')}, {count(len(self.outputs), 'output')}, "
-            f"{count(len(self.operations), 'operation')}, "
+            f"{count(len(self.operations), 'operation')}{self._of_which_loops()}, "
             f"{count(len(self.gradients), 'gradient')} of {format_bytes(total)}"
         )
         reductions = Table("reductions, in the order in which they are produced",

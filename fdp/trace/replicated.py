@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fdp.fingerprint import fingerprint
-from fdp.trace.effects import effects_of, is_marker, operator_name, storages_of
+from fdp.trace.effects import effects_of, inner_nodes, is_marker, operator_name, storages_of
 
 
 def replicated_calls(graph_module: fx.GraphModule, varying: Mapping[fx.Node, Any]) -> Iterator[str]:
@@ -45,9 +45,10 @@ def replicated_calls(graph_module: fx.GraphModule, varying: Mapping[fx.Node, Any
         for storage in storages_of(node):
             pending.extend(writers.pop(storage, ()))  # once is enough: a buffer may have as many views as writers
     for node in graph.nodes:
-        if node in wanted and node.op == "call_function":
-            arguments = [_text(graph_module, value) for value in (*node.args, *node.kwargs.values())]
-            yield f"{node.target}({', '.join(arguments)}) at {node.meta.get('source')}"
+        for call in (node, *inner_nodes(node)) if node in wanted else ():
+            if call.op == "call_function":
+                arguments = [_text(graph_module, value) for value in (*call.args, *call.kwargs.values())]
+                yield f"{call.target}({', '.join(arguments)}) at {call.meta.get('source')}"
 
 
 def closed_over(graph_module: fx.GraphModule, names: Mapping[int, str]) -> Iterator[tuple[str, str]]:

@@ -64,7 +64,7 @@ def source_lines(tracer: Any) -> Iterator[None]:
             # An operator that autograd does not record leaves the number of the one before it as it was.
             lines.setdefault(torch._C._autograd._get_sequence_nr() - 1, source)
         else:
-            source = lines.get(current._sequence_nr())
+            source = lines.get(current._sequence_nr()) or _source_of_arguments(node)
         node.meta["source"], node.meta["backward"] = source, current is not None
         return node
 
@@ -73,6 +73,12 @@ def source_lines(tracer: Any) -> Iterator[None]:
         yield
     finally:
         del tracer.create_node
+
+
+def _source_of_arguments(node: fx.Node) -> Source | None:
+    """What a hook does to a gradient belongs to the line that the gradient comes from."""
+    found = [argument.meta.get("source") for argument in node.all_input_nodes if argument.op == "call_function"]
+    return next((source for source in reversed(found) if source is not None), None)
 
 
 def user_line(frame: FrameType | None) -> Source | None:

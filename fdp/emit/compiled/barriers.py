@@ -26,27 +26,29 @@ DECLARED: dict[Any, Any] = {}
 
 
 class _Running(threading.local):
-    """The step that a thread is running: what to call when its program starts a bucket, or waits for one."""
+    """The step that a thread is running: what to call when its program starts a bucket, waits for one, or gets to a
+    loop."""
 
     start: Callable[[int], None] | None = None
     wait: Callable[[int], None] | None = None
+    loops: Sequence[Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]] = ()
 
 
 _running = _Running()
 
 
 @contextmanager
-def running(start: Callable[[int], None], wait: Callable[[int], None]) -> Iterator[None]:
-    """Say what the operators `start` and `wait` do in this thread.
+def running(start: Any, wait: Any, loops: Sequence[Callable[..., None]] = ()) -> Iterator[None]:
+    """Say what the operators `start`, `wait` and `loop` do in this thread.
 
     Compiled code is cached across processes and shared between steps, so it cannot hold them itself.
     """
-    before = _running.start, _running.wait
-    _running.start, _running.wait = start, wait
+    before = _running.start, _running.wait, _running.loops
+    _running.start, _running.wait, _running.loops = start, wait, loops
     try:
         yield
     finally:
-        _running.start, _running.wait = before
+        _running.start, _running.wait, _running.loops = before
 
 
 def _start(slots: Sequence[torch.Tensor], bucket: int) -> None:
@@ -57,6 +59,10 @@ def _start(slots: Sequence[torch.Tensor], bucket: int) -> None:
 def _wait(slots: Sequence[torch.Tensor], bucket: int) -> None:
     assert _running.wait is not None
     _running.wait(bucket)
+
+
+def _loop(changed: Sequence[torch.Tensor], others: Sequence[torch.Tensor], number: int) -> None:
+    _running.loops[number](changed, others)
 
 
 def _copy(target: torch.Tensor, value: torch.Tensor) -> None:
@@ -90,14 +96,16 @@ def _define(name: str, schema: str, run: Callable[..., Any]) -> Any:
 
 start = _define("start", "(Tensor[] slots, int bucket) -> ()", _start)
 wait = _define("wait", "(Tensor[] slots, int bucket) -> ()", _wait)
+loop = _define("loop", "(Tensor[] changed, Tensor[] others, int number) -> ()", _loop)
 copy_into = _define("copy_into", "(Tensor target, Tensor value) -> ()", _copy)
 snapshot = _define("snapshot", "(Tensor value) -> Tensor", _snapshot)
 """A clone that no pass may replace by what it was made of: that is changed later."""
 
 start_ = _define("start_", "(Tensor(a!)[] slots, int bucket) -> ()", _start)
 wait_ = _define("wait_", "(Tensor(a!)[] slots, int bucket) -> ()", _wait)
+loop_ = _define("loop_", "(Tensor(a!)[] changed, Tensor[] others, int number) -> ()", _loop)
 multiply_into = _define("multiply_into", "(Tensor(a!) target, Tensor one, Tensor two, float factor) -> ()", _multiply)
-DECLARED.update({start: start_, wait: wait_, copy_into: _aten.copy_.default})
+DECLARED.update({start: start_, wait: wait_, loop: loop_, copy_into: _aten.copy_.default})
 
 FUSED: dict[Any, Any] = {}
 """For each fused optimizer, the same operator without declared effects."""

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fdp.emit.accesses import Accesses
-from fdp.emit.compiled.barriers import FUSED, copy_into, start, wait
+from fdp.emit.compiled.barriers import FUSED, copy_into, loop, snapshot, start, wait
 from fdp.emit.donation import Placement
 from fdp.emit.places import Place, is_scaled, slot_name
 from fdp.emit.program import arguments_of, lane_count
@@ -23,6 +23,7 @@ from fdp.errors import CompileError, FdpError, build_message, first_line
 from fdp.plan import Plan, Run, Start
 from fdp.trace import Geometry, capture_functional
 from fdp.trace.effects import effects_of, is_marker, lanes_of, storages_of
+from fdp.trace.loops import changed_operands, is_loop
 
 _aten = torch.ops.aten
 
@@ -50,6 +51,7 @@ class _Lowering:
         self.slots: dict[str, torch.Tensor] = {}
         self.early = _early_members(markers, accesses)
         self.filled: set[tuple[int, int]] = set()
+        self.numbers = {found.node: number for number, found in enumerate(self.trace.loops)}
 
     def run(self) -> list[torch.Tensor]:
         self._copy_back(-1)
@@ -131,6 +133,9 @@ class _Lowering:
             found = self.lanes.get((sequence, index))
             self.values[node] = self._value(sequence)[index] if found is None else found
             return
+        if is_loop(node):
+            self._loop(node)
+            return
         if node in self.alone:
             value = self._value(node.args[0])  # type: ignore[arg-type]
             self.values[node] = value.contiguous() if self._is_never_changed(node) else _copy(value)
@@ -158,6 +163,15 @@ class _Lowering:
         if (donated := self.placement.written.get(node)) is not None:
             self.values[donated].copy_(result)
             self.values[node] = self.values[donated]
+
+    def _loop(self, node: fx.Node) -> None:
+        """Call what runs a loop; the tensors that it changes are from here on others, which no pass sees through."""
+        operands: Any = node.args[2]
+        changed, others = changed_operands(node)
+        for each in changed:
+            self.values[operands[each]] = snapshot(self._value(operands[each]))
+        given = ([self._value(operands[each]) for each in group] for group in (changed, others))
+        loop(*given, self.numbers[node.name])
 
     def _refusal(self, node: fx.Node, error: Exception) -> CompileError:
         first = first_line(error).split(". ")[0]

@@ -18,11 +18,13 @@ from fdp.emit.compiled.public import asks_for_public, compile_publicly, warn_of_
 from fdp.emit.compiled.recording import Recording
 from fdp.emit.donation import Placement, place_outputs
 from fdp.emit.layout import Layout, Lifetime, lay_out
+from fdp.emit.loops import compiled_loop
 from fdp.emit.places import Place, gathered_at_bytes, is_scaled, memory_bytes, slot_name
 from fdp.emit.program import Program
 from fdp.emit.views import redundant_views
+from fdp.errors import CompileError, build_message
 from fdp.group import Group, all_say
-from fdp.plan import Bucket, Plan
+from fdp.plan import Bucket, Plan, plan_trace
 from fdp.trace.effects import effects_of, is_marker
 
 
@@ -60,8 +62,18 @@ def compile_program(plan: Plan, group: Group, communicates: bool, options: Optio
     def functional(decomposed: Mapping[Any, Callable[..., Any]]) -> fx.GraphModule:
         return functional_graph(plan, placement, accesses, markers, alone, constants, places, decomposed)
 
+    bodies = {
+        loop.node: compile_program(plan_trace(loop.body), group, False, options, records=False) for loop in trace.loops
+    }
     own_messages = None
     lowered = None if asks_for_public() else _lower(trace.name, functional, options)
+    if lowered is None and bodies:
+        raise CompileError(
+            build_message(
+                f"step {trace.name!r} cannot be compiled: the public entry of inductor does not take fdp.accumulate.",
+                remedy="compile=False runs it operator by operator.",
+            )
+        )
     if lowered is None:
         # Taken apart by inductor itself: how it wants that is private, too.
         lowered, own_messages = compile_publicly(functional({}), plan, group, list(places), options)
@@ -76,9 +88,13 @@ def compile_program(plan: Plan, group: Group, communicates: bool, options: Optio
             trace.name, function, len(trace.inputs), donated, compares, lambda yes: all_say(group, yes)
         )
     namespace: dict[str, Any] = {"compiled": function, "constants": held, "running": running}
+    namespace["loops"] = [
+        compiled_loop(bodies[loop.node], loop.count, nodes[loop.node]) for loop in trace.loops
+    ]  # by number
     exec(compile(source, f"<fdp step {trace.name}>", "exec"), namespace)
     scaled = frozenset(b.index for b in plan.buckets if b.index in markers and is_scaled(b, trace.world_size))
-    return Program(f"{source}\n\n{lowered.source}", namespace["step"], places, layouts, scaled, recording, own_messages)
+    text = "\n\n".join([source, lowered.source, *(body.source for body in bodies.values())])
+    return Program(text, namespace["step"], places, layouts, scaled, recording, own_messages, loops=bodies)
 
 
 def _lower(name: str, functional: Callable[..., fx.GraphModule], options: Options) -> Lowered | None:
@@ -153,6 +169,6 @@ def _wrapper(plan: Plan, placement: Placement, constants: int, slots: Sequence[s
         lines.append("    inputs += constants")
     if slots:
         lines.append(f"    inputs += [{', '.join(slots)}]")
-    lines += ["    with running(start, wait):", "        made = compiled(inputs)"]
+    lines += ["    with running(start, wait, loops):", "        made = compiled(inputs)"]
     lines.append(f"    return [{', '.join(outputs)}]")
     return "\n".join(lines) + "\n"
