@@ -19,7 +19,7 @@ from fdp.errors import ArgumentError
 from fdp.optim import Optimizer, from_torch
 
 STEPS, NEW_LR_AT, NEW_LR = 5, 3, 0.037
-REFUSED = {torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Adafactor}
+REFUSED = {torch.optim.LBFGS, torch.optim.SparseAdam}
 CAPTURABLE_ONLY = {torch.optim.ASGD, torch.optim.RAdam, torch.optim.Rprop}
 
 
@@ -115,7 +115,8 @@ def configurations() -> list[Any]:
             if config in (configs[0], configs[-1]) and not taken:
                 routes += [{"fused": False}] if "fused" in accepted else []
                 capturable = {"capturable": True} if "capturable" in accepted else {}
-                routes += [{"foreach": True, **capturable}] if "foreach" in accepted else []
+                lists = "foreach" in accepted and cls is not torch.optim.Adafactor  # refused by name
+                routes += [{"foreach": True, **capturable}] if lists else []
                 routes += [capturable] if capturable else []
             for route in routes:
                 given = {**config.kwargs, **route}
@@ -138,8 +139,8 @@ CLASSES = [info.optim_cls for info in optim_db if info.optim_cls not in REFUSED]
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64], ids=str)
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_every_class_in_other_dtypes(cls: type, dtype: torch.dtype) -> None:
-    if cls is torch.optim.Muon and dtype.is_complex:
-        pytest.skip("Muon takes no complex parameters")
+    if cls in (torch.optim.Muon, torch.optim.Adafactor) and dtype.is_complex:
+        pytest.skip(f"{cls.__name__} takes no complex parameters")
     given = {"momentum": 0.9} if cls in (torch.optim.SGD, torch.optim.RMSprop) else {}
     params, data = sample(dtype, ndim_2_only=cls is torch.optim.Muon)
     expected = by_hand(cls, params, data, equivalent(cls, given, dtype))
@@ -171,6 +172,7 @@ DYNAMIC: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
     (torch.optim.RMSprop, {"centered": True}, {"alpha": 0.9, "eps": 1e-6, "momentum": 0.8}),
     (torch.optim.Rprop, {}, {"etas": (0.4, 1.3), "step_sizes": (1e-5, 5.0)}),
     (torch.optim.Muon, {}, {"momentum": 0.8, "weight_decay": 0.1, "eps": 1e-6}),
+    (torch.optim.Adafactor, {}, {"weight_decay": 0.1, "d": 1.2, "eps": (1e-6, 1e-2)}),
 ]
 
 
@@ -203,6 +205,19 @@ def test_hyperparameters_given_as_tensors_follow_a_schedule_without_a_retrace(
         eager = optimizer.update(grads, eager[1], eager[0])
     assert same_bits(params, hand)
     assert same_bits(eager, (params, opt_state))
+
+
+def test_adafactor_compares_numbers_as_python_does_also_where_they_are_not_numbers() -> None:
+    # Each parameter by itself has the bits of the class; together, the first one's dtype decides on eps.
+    params = {"a": torch.randn(3, 4).bfloat16(), "b": torch.randn(4), "c": torch.randn(2, 3, 4).double()}
+    data = [optree.tree_map(torch.randn_like, params) for _ in range(STEPS)]
+    data[1]["b"][0] = float("nan")
+    data[2]["a"][0, 0] = float("inf")
+    for grads in data:
+        grads["c"] *= 1e-6  # so small that eps counts
+    expected = by_hand(torch.optim.Adafactor, params, data, {"foreach": False})
+    for traced in (False, True):
+        assert same_bits(by_fdp(from_torch(torch.optim.Adafactor), params, data, traced), expected), f"{traced=}"
 
 
 def test_the_fused_step_is_one_node() -> None:
@@ -398,7 +413,7 @@ def test_a_class_of_ones_own() -> None:
 REFUSALS: list[tuple[Any, dict[str, Any], str, str]] = [
     (torch.optim.LBFGS, {}, "LBFGS has no exact pure form: its step calls a closure", "first-order class"),
     (torch.optim.SparseAdam, {}, "SparseAdam has no exact pure form: it takes sparse", "torch.optim.Adam"),
-    (torch.optim.Adafactor, {}, "Adafactor has no exact pure form: its step size", "torch.optim.AdamW"),
+    (torch.optim.Adafactor, {"foreach": True}, "Adafactor(foreach=True) takes lists", "leave foreach out"),
     (torch.optim.AdamW, {"momentum": 1}, "unexpected keyword argument 'momentum'", "it takes lr, betas, eps"),
     (torch.optim.AdamW, {"lr": -1.0}, "AdamW refuses its hyperparameters: Invalid learning rate: -1.0", "lr"),
     (torch.optim.Adam, {"differentiable": True}, "Adam(differentiable=True)", "leave differentiable out"),

@@ -1,4 +1,4 @@
-"""Any `torch.optim` class as a pure pair of functions, `init` and `update`.
+"""Any `torch.optim` class as a pure pair of functions, `init` and `update`, and what is put around such pairs.
 
 `update` builds an instance of the class on copies of the parameters, hands it the gradients and the state
 that came in as arguments, lets it take one step, and returns what it left behind. So the arithmetic is
@@ -11,9 +11,20 @@ through a class; the first that fits is taken, unless `fused=`, `foreach=` or `c
   both worlds.
 - capturable: for classes whose plain code asks Python `if` about a tensor's value (ASGD, RAdam, Rprop).
 
-checks, tracing -> rule -> optimizer
+Around it: `partition` (parameter groups), `scheduled`, `clipped`, `averaged` and `loss_scaled` take optimizers and make
+one. Each adds its entries to the dict that is the state of the one inside.
+
+checks, tracing -> rule -> optimizer -> entries -> clipping, averaging, partition, schedules, loss_scale
 """
 
+from fdp.optim.averaging import averaged, ema
+from fdp.optim.clipping import clip_by_global_norm, clipped, global_norm
+from fdp.optim.loss_scale import loss_scaled
 from fdp.optim.optimizer import Optimizer, from_torch
+from fdp.optim.partition import partition
+from fdp.optim.schedules import Schedule, schedule_from_torch, scheduled
 
-__all__ = ["Optimizer", "from_torch"]
+__all__ = [
+    "Optimizer", "Schedule", "averaged", "clip_by_global_norm", "clipped", "ema", "from_torch", "global_norm",
+    "loss_scaled", "partition", "schedule_from_torch", "scheduled",
+]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import optree
@@ -101,9 +102,17 @@ def check_state(cls: type, i: int, params: Tree, p: Tensor, state: Any, dampened
         raise refusal(what, remake(cls))
     for key, value in state.items() if ships_with_torch(cls) else ():
         # The fused kernels read as many elements as the parameter has, of its type, and look at neither.
-        if value.dim() and (value.shape != p.shape or (fused and value.dtype != p.dtype)):
+        if value.dim() and (value.shape != _shape(cls, key, p) or (fused and value.dtype != p.dtype)):
             what = f"{names(params, where)[i]}[{key!r}] is {describe(value)}, not like {describe(p)}."
             raise refusal(what, remake(cls))
+
+
+def _shape(cls: type, key: str, p: Tensor) -> tuple[int, ...]:
+    """The shape of an entry of a parameter's state: the parameter's own, but for what Adafactor factors."""
+    shape = tuple(p.shape)
+    if issubclass(cls, torch.optim.Adafactor) and len(shape) > 1:
+        return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}.get(key, shape)
+    return shape
 
 
 def trains(p: Any) -> bool:
@@ -116,9 +125,9 @@ def ships_with_torch(cls: type) -> bool:
     return cls.__module__.startswith("torch.optim")
 
 
-def refusal(what: str, remedy: str) -> ArgumentError:
-    """The error for `what` is wrong, with what to do instead."""
-    return ArgumentError(build_message(what, remedy=remedy))
+def refusal(what: str, remedy: str, offenders: Iterable[str] = ()) -> ArgumentError:
+    """The error for `what` is wrong, with what to do instead, and where it is wrong."""
+    return ArgumentError(build_message(what, offenders, remedy))
 
 
 def remake(cls: type) -> str:

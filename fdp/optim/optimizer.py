@@ -26,10 +26,6 @@ _REFUSED: dict[type, tuple[str, str]] = {
         "it takes sparse gradients only, and gradients of a traced step are dense",
         "use torch.optim.Adam, and embeddings with sparse=False.",
     ),
-    optim.Adafactor: (
-        "its step size is chosen by Python comparisons of tensor values, which a graph cannot hold",
-        "use torch.optim.AdamW, or write init and update as two functions and make an Optimizer of them.",
-    ),
 }
 
 
@@ -74,7 +70,7 @@ def from_torch(cls: type[optim.Optimizer], **hyperparameters: Any) -> Optimizer:
     reads them, because the CPU kernels assume equal strides without a check.
 
     Args:
-        cls: a class, not an instance. LBFGS, SparseAdam and Adafactor are refused.
+        cls: a class, not an instance. LBFGS and SparseAdam are refused.
         hyperparameters: the keyword arguments of `cls` other than the parameters.
 
     Returns:

@@ -23,7 +23,7 @@ from fdp.optim.checks import (
     ships_with_torch,
     trains,
 )
-from fdp.optim.tracing import compiling, number_of, numbers_of_tensors
+from fdp.optim.tracing import compiling, number_of, numbers_of_tensors, traceable_comparisons
 from fdp.pytree import Tree
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -51,6 +51,9 @@ class Rule:
         if flags.get("capturable") is False and issubclass(self.cls, _CAPTURABLE_ONLY):
             what = f"{name}(capturable=False) asks Python `if` about a tensor's value: no graph can hold that."
             raise refusal(what, "leave capturable out.")
+        if flags.get("foreach") and issubclass(self.cls, optim.Adafactor):
+            what = f"{name}(foreach=True) takes lists of numbers: no graph can hold those."
+            raise refusal(what, "leave foreach out.")
         if flags.get("foreach") and "capturable" in self.defaults and not flags.get("capturable"):
             what = f"{name}(foreach=True) without capturable takes lists of numbers: no graph can hold those."
             raise refusal(what, "leave foreach out, or add capturable=True.")
@@ -83,8 +86,10 @@ class Rule:
     def build(self, params: list[Tensor]) -> optim.Optimizer:
         """An instance with one group for each dtype and device, as the fused and foreach kernels require."""
         groups: dict[Any, list[Tensor]] = {}
+        # Adafactor takes its eps from the dtype of the first parameter of a group, and has no kernels for lists.
+        together = issubclass(self.cls, optim.Adafactor)
         for i, p in enumerate(params):
-            groups.setdefault(i if self.dampened else (p.device, p.dtype), []).append(p)
+            groups.setdefault(i if self.dampened else together or (p.device, p.dtype), []).append(p)
         return self.cls([{"params": ps, **self.route(ps[0])} for ps in groups.values()], **self.constants)
 
     def init(self, params: Tree) -> Tree:
@@ -181,7 +186,7 @@ class Rule:
         step = step.__wrapped__ if getattr(step, "hooked", False) else step
         given = [set(optimizer.state[p]) for p in params]
         missing: KeyError | None = None
-        with compiling(any(group.get("capturable") for group in optimizer.param_groups)):
+        with compiling(any(group.get("capturable") for group in optimizer.param_groups)), traceable_comparisons():
             try:
                 step(optimizer)
             except KeyError as error:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.optim import _adafactor
 
 
 @contextlib.contextmanager
@@ -51,3 +53,36 @@ def number_of(value: Tensor, first: float) -> float:
     if isinstance(number, torch.SymFloat) and first > 0:
         torch._check(number > 0)  # so that `if weight_decay != 0` has an answer while it is only a symbol
     return number
+
+
+@contextlib.contextmanager
+def traceable_comparisons() -> Iterator[None]:
+    """Let Adafactor compare numbers that are read of tensors: its `min` and `max` become operations of the graph.
+
+    (This relies on its step calling both by these names, which its module finds among its own globals first. Numbers
+    that have a value are compared as ever, so it does not matter who else runs Adafactor meanwhile.)
+    """
+    names = vars(_adafactor)
+    names.update(min=_smaller, max=_larger)
+    try:
+        yield
+    finally:
+        names.pop("min", None)
+        names.pop("max", None)
+
+
+def _larger(a: float, b: float) -> float:
+    """Python's `max`, which is `a` if `b` is NaN."""
+    if not any(isinstance(v, torch.SymFloat) for v in (a, b)):
+        return builtins.max(a, b)
+    # Not torch.sym_max, which turns its arguments around if the first is a plain number: then NaN would win.
+    first, second = (torch.scalar_tensor(v, dtype=torch.float64, device="cpu") for v in (a, b))
+    return torch.where(second > first, second, first).item()
+
+
+def _smaller(a: float, b: float) -> float:
+    """Python's `min`, which is `a` if `b` is NaN."""
+    if not any(isinstance(v, torch.SymFloat) for v in (a, b)):
+        return builtins.min(a, b)
+    first, second = (torch.scalar_tensor(v, dtype=torch.float64, device="cpu") for v in (a, b))
+    return torch.where(second < first, second, first).item()

@@ -1,0 +1,166 @@
+"""Training in float16: a loss scale that lives in the state, and updates that are skipped when gradients overflow."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fdp.optim.checks import describe, names, refusal
+from fdp.optim.clipping import checked_gradients, multiplied, norm_of
+from fdp.optim.entries import added, check_optimizer, parted
+from fdp.optim.optimizer import Optimizer
+from fdp.pytree import Tree
+
+_SCALE, _TRACKER = "scale", "growth_tracker"
+
+
+def loss_scaled(
+    optimizer: Optimizer,
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+) -> Optimizer:
+    """Let an optimizer take gradients of a scaled loss, and skip an update whose gradients are not finite.
+
+    In the loss function the loss is multiplied by `opt_state["scale"]`, so that small gradients survive float16.
+    `update` divides the averaged gradients by it. If one of them is infinite or NaN, on any rank, parameters and state
+    stay as they are to the bit, and the scale becomes `backoff_factor` as large; after `growth_interval` updates in
+    a row it becomes `growth_factor` as large. Since the gradients are the mean over ranks, all ranks decide alike.
+
+    Scale, decision and unscaled gradients are bit for bit those of `torch.amp.GradScaler`. Skipping costs memory: the
+    old parameters and state are there until the new ones are chosen or not.
+
+    Args:
+        optimizer: what is updated with the unscaled gradients. `clipped` and `scheduled` belong inside: then the norm
+            is that of unscaled gradients, and a skipped update does not count.
+        init_scale: the first scale.
+        growth_factor: more than 1.
+        backoff_factor: between 0 and 1.
+        growth_interval: a number of updates.
+
+    Returns:
+        An `Optimizer` whose state has the entries `scale` (0-dim, float32) and `growth_tracker` (0-dim, int32, updates
+        since the scale changed) beside those of the one inside, on the device of the first parameter.
+
+    Raises:
+        ArgumentError: the numbers are out of range; later: gradients in float16, which lose when they are unscaled what
+            the scale has saved, or a state of other making.
+
+    Example:
+        >>> optimizer = loss_scaled(Optimizer(lambda p: {}, lambda g, s, p: (p - g, s)), init_scale=4.0)
+        >>> w = torch.tensor(1.0)
+        >>> opt_state = optimizer.init(w)
+        >>> for grad in (2.0, float("inf")):
+        ...     w, opt_state = optimizer.update(torch.tensor(grad), opt_state, w)
+        ...     print(w.item(), opt_state["scale"].item())
+        0.5 4.0
+        0.5 2.0
+
+    References:
+        Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
+    """
+    check_optimizer("loss_scaled", optimizer)
+    _check_numbers(init_scale, growth_factor, backoff_factor, growth_interval)
+
+    def init(params: Tree) -> Tree:
+        tensors = [leaf for leaf in optree.tree_leaves(params) if isinstance(leaf, Tensor)]
+        device = tensors[0].device if tensors else None
+        scale = torch.full((), init_scale, dtype=torch.float32, device=device)
+        tracker = torch.zeros((), dtype=torch.int32, device=device)
+        return added("loss_scaled", optimizer.init(params), {_SCALE: scale, _TRACKER: tracker})
+
+    @torch.no_grad()
+    def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        inner, own = parted("loss_scaled", opt_state, (_SCALE, _TRACKER))
+        scale, tracker = _check_own(own)
+        leaves = checked_gradients("loss_scaled", "grads", grads)
+        half = [
+            f"{name} is {describe(g)}"
+            for name, g in zip(names(grads, "grads"), optree.tree_leaves(grads, none_is_leaf=True), strict=True)
+            if g is not None and g.dtype == torch.float16
+        ]
+        if half:
+            what = "loss_scaled takes no gradients in float16, which lose small values when they are unscaled:"
+            raise refusal(what, "keep the parameters in float32, and cast them or use autocast in the loss.", half)
+        overflow = _overflow(leaves).to(scale.device)
+        # In float64, since GradScaler does it so: a scale need not be a power of two.
+        unscaled = multiplied(grads, scale.double().reciprocal().float())
+        new_params, new_inner = optimizer.update(unscaled, inner, params)
+        params = _unless(overflow, "params", params, new_params)
+        inner = _unless(overflow, "opt_state", inner, new_inner)
+        scale, tracker = _next(scale, tracker, overflow, growth_factor, backoff_factor, growth_interval)
+        return params, {**inner, _SCALE: scale, _TRACKER: tracker}
+
+    return Optimizer(init, update, f"loss_scaled({optimizer!r}, init_scale={init_scale:g})")
+
+
+def _overflow(leaves: list[Tensor]) -> Tensor:
+    """Whether any number is infinite or NaN."""
+    parts = [torch.view_as_real(leaf) if leaf.is_complex() else leaf for leaf in leaves if leaf.numel()]
+    if not parts:
+        return torch.zeros((), dtype=torch.bool)
+    return norm_of(parts, math.inf).isfinite().logical_not()
+
+
+def _unless(overflow: Tensor, root: str, old: Tree, new: Tree) -> Tree:
+    """The old tree if there was an overflow, else the new one."""
+    leaves, spec = optree.tree_flatten(old, none_is_leaf=True)
+    made, made_spec = optree.tree_flatten(new, none_is_leaf=True)
+    if made_spec != spec:
+        what = f"update of the optimizer inside loss_scaled made of {root}, {spec}, a tree of another structure:"
+        raise refusal(what, "return trees of the structure that came in.", [str(made_spec)])
+    bad, chosen = [], []
+    for where, a, b in zip(names(old, root), leaves, made, strict=True):
+        if a is b:
+            chosen.append(a)
+        elif isinstance(a, Tensor) and isinstance(b, Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype):
+            chosen.append(torch.where(overflow.to(a.device), a.detach(), b.detach()))
+        elif isinstance(a, Tensor) or isinstance(b, Tensor) or a != b:
+            bad.append(f"{where} was {describe(a)}, and is {describe(b)}")
+        else:
+            chosen.append(a)
+    if bad:
+        what = "update of the optimizer inside loss_scaled changed what cannot be chosen by a tensor:"
+        raise refusal(what, "return tensors of the shapes and dtypes that came in.", bad)
+    return spec.unflatten(chosen)
+
+
+def _next(
+    scale: Tensor, tracker: Tensor, overflow: Tensor, growth: float, backoff: float, interval: int
+) -> tuple[Tensor, Tensor]:
+    """What `torch._amp_update_scale_` does, which is not public: products are taken in float64, as there."""
+    in_a_row = tracker + 1
+    grows = in_a_row == interval
+    grown = (scale.double() * growth).float()
+    grown = torch.where(grows & grown.isfinite(), grown, scale)
+    scale = torch.where(overflow, (scale.double() * backoff).float(), grown)
+    return scale, torch.where(overflow | grows, torch.zeros_like(tracker), in_a_row)
+
+
+def _check_own(own: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    for key, dtype in ((_SCALE, torch.float32), (_TRACKER, torch.int32)):
+        value = own[key]
+        if not isinstance(value, Tensor) or value.dim() or value.dtype != dtype:
+            what = f"opt_state[{key!r}] must be a 0-dim {dtype} tensor, but is {describe(value)}."
+            raise refusal(what, f"opt_state[{key!r}] = torch.tensor(value, dtype={dtype})")
+    return own[_SCALE], own[_TRACKER]
+
+
+def _check_numbers(init_scale: Any, growth: Any, backoff: Any, interval: Any) -> None:
+    for name, value, good, range_ in (
+        ("init_scale", init_scale, _number(init_scale) and 0 < init_scale < 3.4e38, "a positive number"),
+        ("growth_factor", growth, _number(growth) and growth > 1, "a number above 1"),
+        ("backoff_factor", backoff, _number(backoff) and 0 < backoff < 1, "a number between 0 and 1"),
+        ("growth_interval", interval, type(interval) is int and interval > 0, "a positive int"),
+    ):
+        if not good:
+            raise refusal(f"loss_scaled takes {name} as {range_}, not {describe(value)}.", "leave it out.")
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
