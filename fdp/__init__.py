@@ -10,9 +10,10 @@ Each stage is a value: `step.trace(*args)`, `trace.plan()`, `plan.emit()`. They 
 tested without a process group.
 """
 
-from fdp import optim
+from fdp import optim, random
 from fdp.accumulation import accumulate
 from fdp.autodiff import grad, value_and_grad
+from fdp.batch_norm import sync_batch_norm
 from fdp.checkpoint import load, save
 from fdp.collectives import all_gather, axis_index, axis_size, broadcast, per_rank, pmax, pmean, pmin, psum
 from fdp.errors import (
@@ -25,6 +26,7 @@ from fdp.errors import (
     ReplicationError,
     TraceError,
 )
+from fdp.generators import seed
 from fdp.modules import from_module
 from fdp.plan import Network, Plan, Scaling, Timeline, scaling
 from fdp.state import assert_replicated, replicate
@@ -64,8 +66,11 @@ __all__ = [
     "pmean",
     "pmin",
     "psum",
+    "random",
     "replicate",
     "save",
     "scaling",
+    "seed",
+    "sync_batch_norm",
     "value_and_grad",
 ]

@@ -1,8 +1,12 @@
-"""Save a state to disk and load it again, through torch.distributed.checkpoint; the structure is checked on load."""
+"""Save a state to disk and load it again, through torch.distributed.checkpoint; the structure is checked on load.
+
+The state of each rank's random number generators can go with it, so that a run continues as if it had not stopped.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +20,12 @@ import torch.distributed.checkpoint as dcp
 
 from fdp.axis import refuse_inside
 from fdp.errors import ArgumentError, FdpError, build_message
-from fdp.group import resolve_group
+from fdp.generators import generator_states, set_generator_states
+from fdp.group import Group, resolve_group
 from fdp.pytree import Tree, leaf_names
 
 
-def save(path: str | os.PathLike[str], state: Tree, group: Any = None) -> None:
+def save(path: str | os.PathLike[str], state: Tree, group: Any = None, *, random: bool = False) -> None:
     """Write a replicated state to a directory; every rank of the group takes part.
 
     Args:
@@ -28,6 +33,8 @@ def save(path: str | os.PathLike[str], state: Tree, group: Any = None) -> None:
             replaced; if this save is cut short there is none. Keep the last one by saving to a new directory.
         state: pytree of tensors that ranks hold alike, and plain Python values.
         group: as for `data_parallel`.
+        random: whether to save the state of each rank's generators as well: torch's on the CPU and on the current
+            accelerator, Python's, and NumPy's if it is imported. With them a run continues bit for bit.
 
     Example:
         >>> import tempfile
@@ -43,6 +50,8 @@ def save(path: str | os.PathLike[str], state: Tree, group: Any = None) -> None:
     ranks = resolve_group(group)
     leaves = dict(zip(leaf_names(state, "state"), optree.tree_leaves(state), strict=True))
     named = {name: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for name, leaf in leaves.items()}
+    if random:
+        named.update({_generator_name(ranks, kind): value for kind, value in generator_states().items()})
     if ranks.rank == 0:
         # Without it nothing can be loaded: a save that is cut short must not leave half of it beside half of an older.
         (Path(path) / ".metadata").unlink(missing_ok=True)
@@ -57,20 +66,22 @@ def save(path: str | os.PathLike[str], state: Tree, group: Any = None) -> None:
         )
 
 
-def load(path: str | os.PathLike[str], like: Tree, group: Any = None) -> Tree:
+def load(path: str | os.PathLike[str], like: Tree, group: Any = None, *, random: bool = False) -> Tree:
     """Read a state that `save` wrote; every rank of the group takes part and gets all of it.
 
     Args:
         path: the directory.
         like: a state of the same structure; its tensors give shapes, dtypes and devices, and are not changed.
         group: as for `data_parallel`; it may have another size than the one that saved.
+        random: whether to set this rank's generators to the states that it saved with `random=True`.
 
     Returns:
         A tree of the structure of `like`, with new tensors, bit for bit as they were saved.
 
     Raises:
         ArgumentError: there is no checkpoint at the path, or it holds another structure; names each leaf that is
-            missing, in excess, or of another shape or dtype.
+            missing, in excess, or of another shape or dtype. With `random=True`: it holds no states of generators, or
+            those of another number of ranks.
 
     Example:
         See `save`.
@@ -87,14 +98,50 @@ def load(path: str | os.PathLike[str], like: Tree, group: Any = None) -> Tree:
                 remedy="pass the directory that was passed to fdp.save; a save that was cut short leaves none.",
             )
         )
-    _check_structure(os.fspath(path), reader.read_metadata().state_dict_metadata, names, leaves)
+    saved = reader.read_metadata().state_dict_metadata
+    _check_structure(os.fspath(path), saved, names, leaves)
+    generators = _generators_of(ranks, os.fspath(path), saved) if random else {}
     named = {
         name: torch.empty_like(leaf, requires_grad=False) if isinstance(leaf, torch.Tensor) else leaf
         for name, leaf in zip(names, leaves, strict=True)
     }
+    named.update(generators)
     with _as_errors_of_fdp("load"):
         dcp.load(named, storage_reader=reader, process_group=ranks.process_group, no_dist=ranks.process_group is None)
+    if random:
+        set_generator_states({kind: named[_generator_name(ranks, kind)] for kind in _kinds(ranks, saved)})
     return optree.tree_unflatten(optree.tree_structure(like), [named[name] for name in names])
+
+
+_GENERATOR = re.compile(r"generators of rank (\d+) of (\d+): (\w+)")
+"""The name of a generator's state in a checkpoint. Leaves of the state are called state[...]."""
+
+
+def _generator_name(ranks: Group, kind: str) -> str:
+    return f"generators of rank {ranks.rank} of {ranks.size}: {kind}"
+
+
+def _kinds(ranks: Group, saved: dict[str, Any]) -> list[str]:
+    """Which generators' states a checkpoint holds for this rank."""
+    found = map(_GENERATOR.fullmatch, saved)
+    return [match[3] for match in found if match and (int(match[1]), int(match[2])) == (ranks.rank, ranks.size)]
+
+
+def _generators_of(ranks: Group, path: str, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Tensors to load the states of this rank's generators into."""
+    sizes = {int(match[2]) for match in map(_GENERATOR.fullmatch, saved) if match}
+    if sizes != {ranks.size}:
+        what = f"that of {sizes.pop()} ranks, and this is one of {ranks.size}" if sizes else "none"
+        raise ArgumentError(
+            build_message(
+                f"fdp.load(random=True) was to set the state of generators; the checkpoint in {path!r} holds {what}.",
+                remedy="load it with random=False, and call fdp.seed with a number that was not used before.",
+            )
+        )
+    empty: dict[str, torch.Tensor] = {}
+    for name in (_generator_name(ranks, kind) for kind in _kinds(ranks, saved)):
+        empty[name] = torch.empty(saved[name].size, dtype=saved[name].properties.dtype)
+    return empty
 
 
 @contextmanager
@@ -116,7 +163,10 @@ def _as_errors_of_fdp(name: str) -> Iterator[None]:
 
 def _check_structure(path: str, saved: dict[str, Any], names: list[str], leaves: list[Any]) -> None:
     offenders = [f"{name}: not in the checkpoint" for name in names if name not in saved]
-    offenders += [f"{name}: in the checkpoint only" for name in saved if name not in set(names)]
+    known = set(names)
+    offenders += [
+        f"{name}: in the checkpoint only" for name in saved if name not in known and not _GENERATOR.fullmatch(name)
+    ]
     for name, leaf in zip(names, leaves, strict=True):
         kept = saved.get(name)
         if kept is None:

@@ -111,7 +111,8 @@ def pmean(tree: Tree, weight: torch.Tensor | float | None = None) -> Tree:
     Args:
         tree: pytree of floating-point or complex tensors of any shape, and numbers.
         weight: this rank's share, a scalar (a 0-dim tensor or a number), for instance the number of samples
-            of this rank's batch; None weighs all ranks alike. If it is zero on every rank the result is NaN.
+            of this rank's batch; None weighs all ranks alike. A rank whose weight is zero contributes nothing,
+            also where its leaf is infinite or NaN. If it is zero on every rank the result is NaN.
 
     Returns:
         The tree with each leaf replaced by `sum(weight * leaf) / sum(weight)` over ranks, equal on every
@@ -158,8 +159,13 @@ def pmean(tree: Tree, weight: torch.Tensor | float | None = None) -> Tree:
             # A weight such as 100,000 tokens does not fit into sixteen bits, nor does 257 exactly.
             return weighted(x.float(), label).to(x.dtype)
         real = x.real.dtype if x.is_complex() else x.dtype
+        local = share.to(device=x.device, dtype=real)
+        if isinstance(weight, torch.Tensor) or weight == 0:
+            # What does not count may be anything, such as the mean of no samples, and 0 * NaN is NaN. Finite values
+            # stay, for the sake of the derivative with respect to the weight.
+            x = x.masked_fill((local == 0) & ~x.detach().isfinite(), 0)
         # Dividing first would need the total before anything is sent: one round trip more.
-        scaled = x * share.to(device=x.device, dtype=real)
+        scaled = x * local
         return _reduce(scaled, "sum", label) / total.to(device=x.device, dtype=real)
 
     return _map_leaves("pmean", tree, weighted)

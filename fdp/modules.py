@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from fdp.batch_norm import synchronised_forward
 from fdp.errors import ArgumentError, FdpError, build_message
 from fdp.skeleton import Skeleton
 
@@ -181,6 +183,8 @@ def _isolated(module: nn.Module) -> Iterator[None]:
             vars(m)["_compiled_call_impl"] = None
         if "OptimizedModule" in _torch_kinds(m):
             vars(m)["forward"] = m._orig_mod
+        if isinstance(m, nn.SyncBatchNorm) and type(m).forward is nn.SyncBatchNorm.forward:
+            vars(m)["forward"] = functools.partial(synchronised_forward, m)
     try:
         yield
     finally:

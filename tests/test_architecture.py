@@ -24,10 +24,11 @@ PACKAGE = ROOT / "fdp"
 FLOORS = (
     ("errors",),
     # helpers
-    ("pytree", "table", "stages", "group", "fingerprint", "skeleton", "dynamo", "wire"),
-    ("axis", "surroundings", "deferral"),
+    ("pytree", "table", "stages", "group", "fingerprint", "skeleton", "dynamo", "wire", "hashing"),
+    ("axis", "surroundings", "random", "deferral"),
+    ("generators",),
     ("markers",),
-    ("collectives",),
+    ("collectives", "batch_norm"),
     ("autodiff", "optim", "modules", "state", "checkpoint"),
     ("accumulation",),
     # the flow
@@ -50,7 +51,7 @@ NAMES_THAT_SAY_NOTHING = {"utils", "util", "common", "misc", "helpers", "tools"}
 PUBLIC_FUNCTIONS = {
     "accumulate", "all_gather", "assert_replicated", "axis_index", "axis_size", "broadcast", "data_parallel",
     "from_module", "grad", "load", "per_rank", "pmax", "pmean", "pmin", "psum", "replicate", "save",
-    "scaling", "value_and_grad",
+    "scaling", "seed", "sync_batch_norm", "value_and_grad",
 }  # fmt: skip
 PUBLIC_ERRORS = {
     "AgreementError", "ArgumentError", "CompileError", "FdpError", "PeerError", "PurityError", "ReplicationError",
@@ -58,7 +59,7 @@ PUBLIC_ERRORS = {
 }  # fmt: skip
 PUBLIC_STAGES = {"Step", "Trace", "Plan"}
 PUBLIC_VALUES = {"Network", "Scaling", "Timeline"}
-PUBLIC = PUBLIC_FUNCTIONS | PUBLIC_ERRORS | PUBLIC_STAGES | PUBLIC_VALUES | {"optim"}
+PUBLIC = PUBLIC_FUNCTIONS | PUBLIC_ERRORS | PUBLIC_STAGES | PUBLIC_VALUES | {"optim", "random"}
 NOT_YET: set[str] = set()
 
 
@@ -277,6 +278,11 @@ def test_error_is_documented_and_a_refusal_of_fdp(name: str) -> None:
 
 def test_optimizer_constructor_is_documented() -> None:
     assert docstring_gaps("optim.from_torch", fdp.optim.from_torch, needs_example=True) == []
+
+
+@pytest.mark.parametrize("name", fdp.random.__all__)
+def test_random_function_is_documented(name: str) -> None:
+    assert docstring_gaps(name, getattr(fdp.random, name), needs_example=True) == []
 
 
 def test_a_gap_in_a_docstring_is_seen() -> None:

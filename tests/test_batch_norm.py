@@ -1,0 +1,374 @@
+"""Synchronised batch normalisation on real ranks is nn.BatchNorm of one process with all samples."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fdp
+from fdp.batch_norm import _Moments, _Normalised
+
+DOUBLE = torch.float64
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A batch, spread over ranks: `sizes` samples on each."""
+
+    sizes: tuple[int, ...]
+    rest: tuple[int, ...] = (3,)
+    dtype: torch.dtype = DOUBLE
+    param_dtype: torch.dtype | None = None
+    layout: str = ""
+    mean: float = 0.0
+    momentum: float = 0.1
+    affine: bool = True
+    tracked: bool = True
+    inactive: tuple[int, ...] = ()
+
+
+TWO = [
+    Case((4, 4)),
+    Case((3, 5), (2, 4)),
+    Case((2, 3), (3, 2, 2), layout="channels last"),
+    Case((2, 2), (2, 2, 1, 3), momentum=1.0),
+    Case((1, 1)),
+    Case((1, 0), (2, 3)),
+    Case((0, 5), (3, 2, 2), affine=False),
+    Case((4, 6), tracked=False),
+    Case((30, 10), (2, 4), torch.float32, mean=1e4),
+    Case((30, 10), (2, 4), DOUBLE, mean=1e8),
+    Case((4, 6), (3, 2, 2), torch.bfloat16, torch.float32),
+    Case((4, 6), (3, 2, 2), torch.bfloat16),
+    Case((4, 6), (3, 2, 2), torch.float16, torch.float32, layout="transposed"),
+    Case((4, 6), (3, 2), inactive=(0,)),
+]
+THREE = [Case((1, 4, 2), (2, 3)), Case((0, 0, 3)), Case((2, 2, 3), (2, 2), inactive=(1, 2)), Case((0, 7, 0), mean=50.0)]
+EXACTNESS = {DOUBLE: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def shards(case: Case) -> tuple[list[Tensor], list[Tensor]]:
+    """What each rank holds, and the weights of its outputs in the loss; the same on every rank."""
+    g = torch.Generator().manual_seed(3)
+    made = []
+    for kind in range(2):
+        tensors = []
+        for size in case.sizes:
+            x = torch.randn((size, *case.rest), generator=g, dtype=DOUBLE)
+            x = (x * (1 + kind) + case.mean * (1 - kind)).to(case.dtype)
+            if case.layout == "channels last":
+                x = x.contiguous(memory_format=torch.channels_last)
+            if case.layout == "transposed":
+                x = x.transpose(0, -1).contiguous().transpose(0, -1)
+            tensors.append(x)
+        made.append(tensors)
+    return made[0], made[1]
+
+
+def parameters(case: Case) -> dict[str, Any]:
+    c, dtype = case.rest[0], case.param_dtype or case.dtype
+    stats = DOUBLE if case.dtype == DOUBLE else torch.float32
+    return {
+        "running_mean": torch.linspace(-1, 1, c, dtype=stats) + case.mean if case.tracked else None,
+        "running_var": torch.linspace(1, 2, c, dtype=stats) if case.tracked else None,
+        "weight": torch.linspace(0.5, 2, c).to(dtype).requires_grad_() if case.affine else None,
+        "bias": torch.linspace(-1, 0, c).to(dtype).requires_grad_() if case.affine else None,
+    }
+
+
+def one_process(case: Case) -> tuple[list[Tensor], list[Tensor], list[Tensor], dict[str, Any]]:
+    """F.batch_norm of all samples that count, in doubles: each rank's y and dL/dx, dL/dparameters, buffers."""
+    xs, weights = shards(case)
+    p = {
+        name: v if v is None else v.detach().double().requires_grad_(v.requires_grad)
+        for name, v in parameters(case).items()
+    }
+    xs = [x.double().requires_grad_() for x in xs]
+    counting = [x for rank, x in enumerate(xs) if rank not in case.inactive]
+    whole = torch.cat(counting)
+    one = whole.numel() == case.rest[0]  # which F.batch_norm refuses, and fdp sees as one number on all ranks
+    if one:
+        var, mean = torch.var_mean(whole, [0, *range(2, whole.dim())], correction=0)
+    else:
+        F.batch_norm(whole.detach(), p["running_mean"], p["running_var"], training=True, momentum=case.momentum)
+        var, mean = torch.var_mean(whole, [0, *range(2, whole.dim())], correction=0)
+    shape = (1, -1, *[1] * (whole.dim() - 2))
+    ys = []
+    for x in xs:
+        y = (x - mean.reshape(shape)) * torch.rsqrt(var + 1e-5).reshape(shape)
+        ys.append(y if not case.affine else y * p["weight"].reshape(shape) + p["bias"].reshape(shape))
+    if not case.inactive and not one:
+        expected = F.batch_norm(whole, None, None, p["weight"], p["bias"], True)
+        torch.testing.assert_close(torch.cat(ys), expected, rtol=1e-6, atol=1e-6)
+    loss = sum((y.square() * w.double()).sum() for y, w in zip(ys, weights, strict=True))
+    sources = [*xs, *([p["weight"], p["bias"]] if case.affine else [])]
+    grads = torch.autograd.grad(loss, sources)
+    return [y.detach() for y in ys], list(grads[: len(xs)]), list(grads[len(xs) :]), p
+
+
+def near(found: Tensor, expected: Tensor, case: Case, what: str) -> None:
+    # Of numbers about 1e8 +- 1 half of the digits are the 1e8.
+    relative = max(EXACTNESS[case.dtype], 10 * abs(case.mean) * torch.finfo(case.dtype).eps)
+    scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
+    gap = float((found.double() - expected).abs().max()) if expected.numel() else 0.0
+    assert gap <= relative * scale, f"{case}: {what} is off by {gap}"
+
+
+def check_cases(cases: list[Case]) -> None:
+    rank = dist.get_rank()
+    for case in cases:
+        ys, dxs, dps, buffers = one_process(case)
+        x, w = (tensors[rank].requires_grad_(i == 0) for i, tensors in enumerate(shards(case)))
+        p = parameters(case)
+        active = torch.tensor(float(rank not in case.inactive)) if case.inactive else None
+        y, mean, var = fdp.sync_batch_norm(x, **p, momentum=case.momentum, active=active)
+        assert y.dtype == x.dtype and y.shape == x.shape
+        assert y.stride() == x.stride() or case.layout == "" or not y.numel(), case
+        near(y, ys[rank], case, "y")
+        sources = [x, *([p["weight"], p["bias"]] if case.affine else [])]
+        dx, *local = torch.autograd.grad((y.double().square() * w.double()).sum(), sources)
+        near(dx, dxs[rank], case, "dx")
+        for found, expected in zip(fdp.psum([d.double() for d in local]), dps, strict=True):
+            near(found, expected, case, "a parameter's gradient")
+        if not case.tracked:
+            assert mean is None and var is None
+            continue
+        fdp.assert_replicated((mean, var))
+        assert mean.dtype == p["running_mean"].dtype and not mean.requires_grad
+        if sum(n for r, n in enumerate(case.sizes) if r not in case.inactive) * torch.Size(case.rest[1:]).numel() > 1:
+            near(mean, buffers["running_mean"].detach(), case, "running_mean")
+            near(var, buffers["running_var"].detach(), case, "running_var")
+
+
+def test_it_is_batch_norm_of_all_samples_on_two_ranks() -> None:
+    ranks.run(2, check_cases, TWO)
+
+
+@pytest.mark.skipif(not os.environ.get("FDP_ALL_SAMPLES"), reason="two ranks show it")
+def test_it_is_batch_norm_of_all_samples_on_three_ranks() -> None:
+    ranks.run(3, check_cases, THREE)
+
+
+# --- models that hold nn.SyncBatchNorm -----------------------------------------------------------------------------
+
+
+def network(kind: str, momentum: float | None = 0.1) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.BatchNorm2d(4, momentum=momentum),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16, 3),
+        nn.BatchNorm1d(3, affine=False),
+        nn.BatchNorm1d(3, track_running_stats=False),
+    ).double()
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model) if kind == "sync" else model
+
+
+def batches(count: int, sizes: tuple[int, ...]) -> list[list[Tensor]]:
+    g = torch.Generator().manual_seed(1)
+    return [[torch.randn((n, 1, 4, 4), generator=g, dtype=DOUBLE) + t for n in sizes] for t in range(count)]
+
+
+def train(kind: str, steps: list[Tensor], momentum: float | None) -> Any:
+    """Plain SGD of a step under fdp; on one process with all samples, plain BatchNorm is the oracle."""
+    apply, params, buffers = fdp.from_module(network(kind, momentum))
+
+    def step(state: Any, x: Tensor) -> Any:
+        def loss_fn(params: Any) -> Any:
+            y, new = apply(params, state["buffers"], x)
+            return fdp.pmean((y * y * x.mean((1, 2, 3)).unsqueeze(1)).mean(), weight=len(x)), new
+
+        (loss, new), grads = fdp.value_and_grad(loss_fn, has_aux=True)(state["params"])
+        new_params = {name: p - 0.1 * grads[name] for name, p in state["params"].items()}
+        return {"params": new_params, "buffers": new}, loss
+
+    stepper = fdp.data_parallel(step) if kind == "sync" else step
+    state, losses = {"params": params, "buffers": buffers}, []
+    for x in steps:
+        state, loss = stepper(state, x)
+        losses.append(loss)
+    return state, losses
+
+
+def train_on_ranks(sizes: tuple[int, ...]) -> None:
+    data = batches(3, sizes)
+    for momentum in (0.1, None):
+        found = train("sync", [shards[dist.get_rank()] for shards in data], momentum)
+        with_one = run_alone([torch.cat(shards) for shards in data], momentum)
+        torch.testing.assert_close(found, with_one, rtol=1e-7, atol=1e-9)
+    # In eval mode ranks do not talk, and each normalises by the running statistics.
+    module = network("sync").eval()
+    apply, params, buffers = fdp.from_module(module)
+    x = data[0][dist.get_rank()]
+    if dist.get_rank() == 0:
+        y, new = apply(params, buffers, x)
+        torch.testing.assert_close(y, module(x))
+        assert torch.equal(new["1.num_batches_tracked"], buffers["1.num_batches_tracked"])
+
+
+def run_alone(data: list[Tensor], momentum: float | None) -> Any:
+    """The oracle: the modules themselves, with autograd."""
+    module, losses = network("plain", momentum), []
+    for x in data:
+        loss = (module(x).square() * x.mean((1, 2, 3)).unsqueeze(1)).mean()
+        grads = torch.autograd.grad(loss, list(module.parameters()))
+        with torch.no_grad():
+            for p, g in zip(module.parameters(), grads, strict=True):
+                p -= 0.1 * g
+        losses.append(loss.detach())
+    params = dict(module.named_parameters())
+    return {"params": {k: v.detach() for k, v in params.items()}, "buffers": dict(module.named_buffers())}, losses
+
+
+def test_a_converted_model_trains_like_one_process_with_all_samples() -> None:
+    ranks.run(2, train_on_ranks, (3, 5))
+
+
+def other_group() -> None:
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    apply, params, buffers = fdp.from_module(nn.SyncBatchNorm(3, process_group=alone))
+    with pytest.raises(fdp.ArgumentError, match="made for one process group, and called in a step on another"):
+        apply(params, buffers, torch.ones(2, 3))
+
+    def step(state: Any, x: Tensor) -> Any:
+        return apply(params, state, x)[1]
+
+    assert fdp.data_parallel(step, group=alone)(buffers, torch.ones(2, 3))["running_mean"].tolist() == pytest.approx(
+        [0.1] * 3
+    )
+
+
+def test_a_module_with_a_process_group_of_its_own() -> None:
+    ranks.run(2, other_group)
+
+
+# --- plain BatchNorm with averaged statistics ----------------------------------------------------------------------
+
+
+def averaged_statistics() -> None:
+    rank, data = dist.get_rank(), batches(2, (4, 4))
+    apply, params, buffers = fdp.from_module(network("plain"))
+
+    @fdp.data_parallel
+    def step(state: Any, x: Tensor) -> Any:
+        _, new = apply(params, state, x)
+        return {**new, **fdp.pmean({k: b for k, b in new.items() if b.is_floating_point()})}
+
+    params = {k: p.detach() for k, p in params.items()}
+    state, expected = buffers, [dict(network("plain").named_buffers())]
+    for shards in data:
+        state = step(state, shards[rank])
+        each = []
+        for x in shards:
+            module = network("plain")
+            module.load_state_dict({**params, **expected[-1]})
+            module(x)
+            each.append(dict(module.named_buffers()))
+        expected.append({k: (each[0][k] + each[1][k]) / 2 if "running" in k else each[0][k] for k in each[0]})
+    torch.testing.assert_close(state, expected[-1])
+    fdp.assert_replicated(state)
+
+
+def test_plain_batch_norm_with_averaged_statistics() -> None:
+    ranks.run(2, averaged_statistics)
+
+
+# --- transforms, messages, a world of one --------------------------------------------------------------------------
+
+
+def second_order() -> None:
+    """A gradient penalty through the normalisation: the derivative of a derivative crosses ranks, too."""
+    rank, case = dist.get_rank(), Case((3, 5), (2, 3))
+    xs, ws = shards(case)
+
+    def penalty(y: list[Tensor], x: list[Tensor]) -> Tensor:
+        loss = sum((a**3 * w).sum() for a, w in zip(y, ws if len(y) > 1 else [ws[rank]], strict=True))
+        return sum(g.square().sum() + g.prod(0).sum() for g in torch.autograd.grad(loss, x, create_graph=True))
+
+    own = xs[rank].clone().requires_grad_()
+    found = torch.autograd.grad(penalty([fdp.sync_batch_norm(own, None, None)[0]], [own]), own)[0]
+    whole = [x.requires_grad_() for x in xs]
+    ys = F.batch_norm(torch.cat(whole), None, None, training=True).split([3, 5])
+    expected = torch.autograd.grad(penalty(list(ys), whole), whole)[rank]
+    torch.testing.assert_close(found, expected)
+
+
+def ensemble() -> None:
+    """Under vmap, and a local torch.func.grad inside of it, with one message for all members."""
+    rank = dist.get_rank()
+    xs = torch.randn(2, 4, 5, 3, generator=torch.Generator().manual_seed(2), dtype=DOUBLE)
+
+    def loss(x: Tensor, weight: Tensor) -> Tensor:
+        return (fdp.sync_batch_norm(x, None, None, weight)[0] ** 3).sum()
+
+    weights = torch.arange(1.0, 13.0, dtype=DOUBLE).reshape(4, 3)
+    found = torch.vmap(torch.func.grad(loss, argnums=(0, 1)))(xs[rank], weights)
+    one_by_one = [torch.func.grad(loss, argnums=(0, 1))(x, w) for x, w in zip(xs[rank], weights, strict=True)]
+    torch.testing.assert_close(found, tuple(torch.stack(parts) for parts in zip(*one_by_one, strict=True)))
+
+
+def messages() -> list[tuple[str, str, tuple[int, ...]]]:
+    apply, params, buffers = fdp.from_module(nn.SyncBatchNorm(3))
+
+    def step(state: Any, x: Tensor) -> Any:
+        def loss_fn(params: Any) -> Any:
+            y, new = apply(params, state["buffers"], x)
+            return y.square().mean(), new
+
+        grads, new = fdp.grad(loss_fn, has_aux=True)(state["params"])
+        return {"params": grads, "buffers": new}
+
+    trace = fdp.data_parallel(step).trace({"params": params, "buffers": buffers}, torch.randn(4, 3))
+    return [(r.op, r.kind, r.shape) for r in trace.reductions if r.kind != "gradient"]
+
+
+def test_derivatives_of_derivatives_and_ensembles() -> None:
+    ranks.run(2, second_order)
+    ranks.run(2, ensemble)
+    # One message forward; none back, since the gradient of the input is not asked for.
+    assert ranks.run(2, messages)[0] == [("all_gather", "value", (7,))]
+
+
+def test_its_parts_are_differentiated_twice_rightly() -> None:
+    x = torch.randn(4, 2, 3, dtype=DOUBLE, requires_grad=True)
+    mean, scale, bias = (torch.randn(2, dtype=DOUBLE, requires_grad=True) for _ in range(3))
+    for fn, inputs in ((_Moments.apply, (x,)), (_Normalised.apply, (x, mean, scale, bias))):
+        assert torch.autograd.gradcheck(fn, inputs) and torch.autograd.gradgradcheck(fn, inputs)
+
+
+def test_in_a_world_of_one_it_is_batch_norm() -> None:
+    x, mean, var = torch.randn(5, 3, 2, dtype=DOUBLE), torch.zeros(3, dtype=DOUBLE), torch.ones(3, dtype=DOUBLE)
+    for training in (True, False):
+        kept = mean.clone(), var.clone()
+        y, new_mean, new_var = fdp.sync_batch_norm(x, mean, var, training=training, momentum=0.3)
+        torch.testing.assert_close(y, F.batch_norm(x, *kept, training=training, momentum=0.3))
+        torch.testing.assert_close((new_mean, new_var), kept)
+        assert mean.tolist() == [0.0] * 3 and var.tolist() == [1.0] * 3
+    empty = fdp.sync_batch_norm(x[:0], mean, var)
+    assert empty[0].shape == (0, 3, 2) and torch.equal(empty[1], mean) and torch.equal(empty[2], var)
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "text"),
+    [
+        (torch.ones(3), {}, r"a torch.float32 tensor of shape \[3\].\nRemedy: pass floating-point numbers of shape"),
+        (torch.ones(3, 0), {}, r"shape \[3, 0\]"),
+        (torch.ones(3, 2, dtype=torch.int64), {}, "a torch.int64 tensor"),
+        (torch.ones(1, 2), {}, r"one number a channel, \[1, 2\], which have no variance"),
+        (torch.ones(3, 2), {"active": torch.ones(3)}, r"`active` of shape \[3\]"),
+        (torch.ones(3, 2), {"active": 1.0}, "`active` of type float"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(x: Tensor, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(fdp.ArgumentError, match=text):
+        fdp.sync_batch_norm(x, None, None, **options)
