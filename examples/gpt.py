@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 import fdp
 
@@ -39,12 +40,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate of the schedule")
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of a gradient")
+    parser.add_argument("--microbatches", type=int, default=1, help="parts of a rank's batch, one after the other")
     parser.add_argument("--compile", action="store_true", help="lower the whole step with inductor")
     parser.add_argument("--sample", type=int, default=300, help="bytes to write at the end")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches")
     args = parser.parse_args(argv)
-    if args.steps < 1 or args.length < 2 or args.width % args.heads:
-        parser.error("--steps must be at least 1, --length at least 2, and --heads divide --width")
+    if min(args.steps, args.batch_size, args.microbatches) < 1 or args.length < 2 or args.width % args.heads:
+        parser.error("numbers must be at least 1, --length at least 2, and --heads divide --width")
     return args
 
 
@@ -102,44 +104,23 @@ class GPT(nn.Module):
         return self.norm(self.blocks(x)) @ self.table.weight.T
 
 
-def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Up in a straight line for the first tenth, then down along a cosine to a tenth of the peak."""
-    warmup = max(1, steps // 10)
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    return peak * (0.55 + 0.45 * math.cos(math.pi * (step - warmup) / (steps - warmup)))
+def make_optimizer(lr: float, steps: int) -> fdp.optim.Optimizer:
+    """AdamW that decays matrices, and neither biases nor gains, and follows a schedule."""
 
+    def schedule(optimizer: torch.optim.Optimizer) -> Any:
+        warmup = max(1, steps // 10)  # up in a straight line, then down along a cosine to a tenth
+        up = LinearLR(optimizer, start_factor=1 / warmup, total_iters=warmup - 1)
+        down = CosineAnnealingLR(optimizer, T_max=max(1, steps - warmup), eta_min=lr / 10)
+        return SequentialLR(optimizer, [up, down], milestones=[warmup])
 
-def clipped(grads: dict[str, Tensor], largest: float) -> tuple[dict[str, Tensor], Tensor]:
-    """The gradients, scaled down to a norm of `largest` if theirs is larger; and the norm that they had."""
-    norm = nn.utils.get_total_norm(list(grads.values()))
-    scale = (largest / norm).clamp(max=1.0)
-    return {name: g * scale for name, g in grads.items()}, norm
+    def adamw(weight_decay: float) -> fdp.optim.Optimizer:
+        inner = fdp.optim.from_torch(torch.optim.AdamW, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
+        return fdp.optim.scheduled(inner, fdp.optim.schedule_from_torch(schedule, lr, steps))
 
-
-def adamw(lr: float, weight_decay: float) -> fdp.optim.Optimizer:
-    """AdamW that decays matrices, and neither biases nor gains: an optimizer made of two, each for its part."""
-    decays = fdp.optim.from_torch(torch.optim.AdamW, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
-    stays = fdp.optim.from_torch(torch.optim.AdamW, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
-
-    def part(tree: dict[str, Tensor], params: dict[str, Tensor], matrices: bool) -> dict[str, Tensor]:
-        return {name: x for name, x in tree.items() if (params[name].dim() >= 2) == matrices}
-
-    def init(params: Any) -> Any:
-        return {"decays": decays.init(part(params, params, True)), "stays": stays.init(part(params, params, False))}
-
-    def update(grads: Any, opt: Any, params: Any) -> Any:
-        first, decaying = decays.update(part(grads, params, True), opt["decays"], part(params, params, True))
-        second, staying = stays.update(part(grads, params, False), opt["stays"], part(params, params, False))
-        new = {**first, **second}
-        return {name: new[name] for name in params}, {"decays": decaying, "stays": staying}
-
-    return fdp.optim.Optimizer(init, update)
-
-
-def with_lr(opt: Any, lr: float) -> Any:
-    """The rate is part of the state, a tensor: a new value is no reason for a new trace."""
-    return {name: {**part, "lr": torch.full_like(part["lr"], lr)} for name, part in opt.items()}
+    return fdp.optim.partition(
+        lambda name, p: "matrices" if p.dim() >= 2 else "biases and gains",
+        {"matrices": adamw(0.1), "biases and gains": adamw(0.0)},
+    )
 
 
 def windows(text: Tensor, starts: Tensor, length: int) -> Tensor:
@@ -161,8 +142,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     device = find_device()
     rank, ranks = int(fdp.axis_index()), fdp.axis_size()
-    if args.batch_size % ranks:
-        raise SystemExit(f"--batch-size {args.batch_size} cannot be shared evenly by {ranks} ranks")
+    if args.batch_size % (ranks * args.microbatches):
+        raise SystemExit(
+            f"--batch-size {args.batch_size} cannot be shared evenly by {ranks} ranks, {args.microbatches} parts each"
+        )
 
     def say(text: str) -> None:
         if rank == 0:  # one rank speaks for all
@@ -173,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.manual_seed(args.seed)
     apply, params, buffers = fdp.from_module(GPT(args.length, args.layers, args.width, args.heads).to(device))
     say(f"{sum(p.numel() for p in params.values()):,} parameters")
-    optimizer = adamw(args.lr, weight_decay=0.1)
+    optimizer = make_optimizer(args.lr, args.steps)
 
     def loss_of(params: Any, text: Tensor) -> Tensor:
         logits, _ = apply(params, buffers, text[:, :-1])
@@ -183,8 +166,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     @fdp.data_parallel(donate_argnums=0, compile=args.compile)
     def train_step(state: Any, text: Tensor) -> Any:
         # `loss` is this rank's own, `grads` are the mean over ranks already: what is clipped is their norm.
-        loss, grads = fdp.value_and_grad(loss_of)(state["params"], text)
-        grads, norm = clipped(grads, args.clip)
+        value_and_grad = fdp.accumulate(fdp.value_and_grad(loss_of), args.microbatches)
+        loss, grads = value_and_grad(state["params"], text)
+        grads, norm = fdp.optim.clip_by_global_norm(grads, args.clip)
         params, opt = optimizer.update(grads, state["opt"], state["params"])
         return {"params": params, "opt": opt}, {"loss": fdp.pmean(loss), "norm": norm}
 
@@ -207,7 +191,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     say(str(plan))
     every, losses, start_s = max(1, args.steps // 10), [], time.perf_counter()
     for i in range(args.steps):
-        state["opt"] = with_lr(state["opt"], learning_rate(i, args.steps, args.lr))
         state, metrics = train_step(state, batch())
         losses.append(metrics["loss"])
         if (i + 1) % every == 0:

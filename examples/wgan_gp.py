@@ -76,7 +76,8 @@ def frechet_distance(a: Tensor, b: Tensor) -> float:
 def save_picture(path: str, drawn: Tensor) -> None:
     from matplotlib import image
 
-    grid = drawn[:100].clamp(-1, 1).reshape(10, 10, 8, 8).permute(0, 2, 1, 3).reshape(80, 80)
+    framed = nn.functional.pad(drawn[:100].view(10, 10, 8, 8), (1, 1, 1, 1), value=-1.0)
+    grid = framed.permute(0, 2, 1, 3).reshape(100, 100)
     image.imsave(path, grid.repeat_interleave(6, 0).repeat_interleave(6, 1).numpy(), cmap="gray_r")
 
 
@@ -100,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "critic": {"params": c_params, "opt": adam.init(c_params)},
     }
     state = fdp.replicate(state)  # rank 0's weights, whatever the others drew
-    torch.manual_seed(1000 * args.seed + 1 + rank)  # from here on each rank draws numbers of its own
+    fdp.seed(args.seed)  # from here on each rank draws numbers of its own
 
     def draw(params: Any, count: int) -> Tensor:
         return generate(params, g_buffers, torch.randn(count, LATENT))[0]
