@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 import fdp
 
-TEST_WINDOWS, TEST_CHUNKS = 512, 8
+TEST_WINDOWS, TEST_BATCH = 512, 32
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -177,8 +177,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         return fdp.pmean(loss_of(params, text))
 
     # Windows of the held-out files, evenly spread; as many on each rank, so that the mean of means is the mean.
-    starts = torch.linspace(0, len(held_out) - args.length - 1, TEST_WINDOWS // ranks * ranks).long()[rank::ranks]
-    tests = [windows(held_out, part, args.length).to(device) for part in starts.chunk(TEST_CHUNKS)]
+    count = max(1, TEST_WINDOWS // (TEST_BATCH * ranks)) * TEST_BATCH * ranks
+    starts = torch.linspace(0, len(held_out) - args.length - 1, count).long()[rank::ranks]
+    tests = [windows(held_out, part, args.length).to(device) for part in starts.split(TEST_BATCH)]
 
     state = fdp.replicate({"params": params, "opt": optimizer.init(params)})  # rank 0's, whatever others drew
     generator = torch.Generator().manual_seed(1000 * args.seed + rank)  # and each rank reads at places of its own

@@ -138,7 +138,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 found.append(error(adapted, x_query, y_query))
             return torch.stack(found)
 
-        return fdp.pmean(vmap(errors)(*(tasks[name] for name in ("x", "y", "x_query", "y_query"))).mean(0))
+        found = vmap(errors)(*(tasks[name] for name in ("x", "y", "x_query", "y_query")))
+        return fdp.pmean(found.mean(0), weight=len(found))  # exact, also where ranks have not equally many tasks
 
     # Each rank is tested on a share of the same waves, which no training step has seen.
     tests = {name: x[rank::ranks] for name, x in sine_tasks(TEST_TASKS, torch.Generator().manual_seed(10**6)).items()}
@@ -159,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         fdp.assert_replicated(state)  # raises, and names the leaf, if one bit differs on one rank
         say(f"{name:9s} {args.steps / (time.perf_counter() - start_s):.0f} steps/s with the first call")
         # The rate is a tensor, an argument like any other: a new value is no reason for a new trace.
-        rates = args.inner_lr * torch.tensor([1.0] if name == "MAML" else [1.0, 0.3, 0.1, 0.03])
+        rates = [torch.tensor(args.inner_lr * part) for part in ([1.0] if name == "MAML" else [1.0, 0.3, 0.1, 0.03])]
         return torch.stack([few_shot_errors(state["params"], rate, tests) for rate in rates]).nan_to_num(torch.inf)
 
     order = "first order" if args.first_order else "second order"

@@ -27,7 +27,7 @@ from torch.func import grad, vmap
 
 import fdp
 
-PIXELS, LATENT = 64, 16
+PIXELS, LATENT = 64, 16  # of a digit, and of the noise that one is made from
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
