@@ -39,8 +39,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", choices=sorted(MODELS), default="perceptron")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and order")
     args = parser.parse_args(argv)
-    if args.steps < 1 or args.batch_size < 1:
-        parser.error("--steps and --batch-size must be at least 1")
+    if args.steps < 3 or args.batch_size < 1:
+        parser.error("--steps must be at least 3, the first of which is timed by itself, and --batch-size at least 1")
     return args
 
 
@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     say(f"losses of all steps {'equal, bit for bit' if same_losses else 'differ'}")
     say(f"parameters {'equal, bit for bit' if equal else f'differ by up to {max(apart.values()):.1e}'}")
     for name in contenders:
-        q1, q2, q3 = (1e3 * s for s in statistics.quantiles(steps_s[name] or [first_s[name]] * 2, n=4))
+        q1, q2, q3 = (1e3 * s for s in statistics.quantiles(steps_s[name], n=4))
         say(
             f"{name}: first step {first_s[name]:.2f} s, later ones {q2:.2f} ms (median; quartiles {q1:.2f} to {q3:.2f})"
         )

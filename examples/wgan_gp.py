@@ -14,6 +14,7 @@ Gulrajani et al.: Improved Training of Wasserstein GANs, NeurIPS 2017.
 from __future__ import annotations
 
 import argparse
+import pathlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -45,6 +46,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if min(args.steps, args.critic_steps, args.batch_size) < 1:
         parser.error("--steps, --critic-steps and --batch-size must be at least 1")
+    if args.picture and not pathlib.Path(args.picture).absolute().parent.is_dir():
+        parser.error(f"--picture {args.picture}: there is no such folder")  # now, and not after the training
     return args
 
 
