@@ -166,6 +166,18 @@ _POINTWISE = Case(
 
 COMPILED_CASES = (*(case for case in CPU_CASES if case.compiled_target is not None), _POINTWISE)
 
+ACCUMULATED_CASES = (
+    CPU_CASES[1],
+    Case(
+        "gpt-10m-16",
+        "GPT, 6 layers of width 384, 16 x 128 bytes a rank",
+        lambda: GPT(256, 384, 6, 6, 128),
+        lambda: _text(256, 16, 128),
+        _token_entropy,
+        rounds=12,
+    ),
+)
+
 GPU_CASES = (
     Case(
         "gpt-124m-bf16",
@@ -183,4 +195,4 @@ GPU_CASES = (
     dataclasses.replace(_HOST_BOUND, name="host-bound-gpu", time_target=None, compiled_target=0.50, device="cuda"),
 )
 
-CASES = {case.name: case for case in (*CPU_CASES, *COMPILED_CASES, *GPU_CASES)}
+CASES = {case.name: case for case in (*CPU_CASES, *COMPILED_CASES, *ACCUMULATED_CASES, *GPU_CASES)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -18,6 +19,9 @@ import fdp
 ADAMW: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01, "fused": True}
 CAPS_MB = (1, 5, 25, 100)
 """Bucket sizes that somebody may try by hand; with 25 DDP differs from its default, whose first bucket has 1 MiB."""
+
+MICROBATCHES = 4
+"""Into so many a batch is cut by those who accumulate."""
 
 _UNLIKE = 0.3
 """Two contenders that train the same differ by rounding; without one rank's gradients they differ by about one."""
@@ -156,6 +160,66 @@ def _fdp_step(case: Case, **options: Any) -> Contender:
     return Contender(step, lambda: state["params"], lambda: _size_bytes([state, batches]), planned)
 
 
+def _in_microbatches(**options: Any) -> Callable[[Case], Contender]:
+    """DDP with gradient accumulation: all but the last microbatch under `no_sync()`."""
+
+    def start(case: Case) -> Contender:
+        model = DistributedDataParallel(_model(case), **options)
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+        batches, count = _batches(case), 0
+
+        def step() -> None:
+            nonlocal count
+            pieces = [dict(zip(batches[0], cut, strict=True)) for cut in _cut(batches[count % len(batches)])]
+            count += 1
+            # With views the gradients are the buckets, which are kept.
+            optimizer.zero_grad(set_to_none="gradient_as_bucket_view" not in options)
+            for number, piece in enumerate(pieces):
+                with model.no_sync() if number + 1 < MICROBATCHES else contextlib.nullcontext():
+                    (case.loss(model(piece["x"]), piece) / MICROBATCHES).backward()
+            optimizer.step()
+
+        def live_bytes() -> int:
+            state = dict(optimizer.state_dict()["state"])
+            return _size_bytes([list(model.parameters()), list(model.buffers()), state, batches])
+
+        return Contender(step, lambda: dict(model.module.named_parameters()), live_bytes)
+
+    return start
+
+
+def _cut(batch: Batch) -> Iterable[tuple[torch.Tensor, ...]]:
+    return zip(*(tensor.chunk(MICROBATCHES) for tensor in batch.values()), strict=True)
+
+
+def _fdp_in_microbatches(case: Case) -> Contender:
+    """The same with fdp.accumulate, for modules without buffers."""
+    apply, params, buffers = fdp.from_module(_model(case))
+    optimizer = fdp.optim.from_torch(torch.optim.AdamW, **ADAMW)
+    batches, count = _batches(case), 0
+
+    def loss_fn(params: Any, batch: Batch) -> torch.Tensor:
+        return case.loss(apply(params, buffers, batch["x"])[0], batch)
+
+    @fdp.data_parallel(donate_argnums=0)
+    def train_step(state: Any, batch: Batch) -> Any:
+        grad_fn = fdp.accumulate(fdp.value_and_grad(loss_fn), microbatches=MICROBATCHES)
+        loss, grads = grad_fn(state["params"], batch)
+        params, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": params, "opt": opt}, fdp.pmean(loss)
+
+    state: Any = fdp.replicate({"params": params, "opt": optimizer.init(params)})
+    del params
+
+    def step() -> None:
+        nonlocal count, state
+        batch = batches[count % len(batches)]
+        count += 1
+        state, _ = train_step(state, batch)
+
+    return Contender(step, lambda: state["params"], lambda: _size_bytes([state, batches]))
+
+
 def _forward(case: Case) -> Contender:
     """The part of a step before its first gradient; trains nothing."""
     model, batches, count = _model(case), _batches(case), 0
@@ -199,6 +263,9 @@ CONTENDERS: dict[str, Callable[[Case], Contender]] = {
     **{f"fdp-cap-{cap}": _fdp(bucket_cap_mb=cap) for cap in CAPS_MB},
     "fdp-bf16": _fdp(wire_dtype=torch.bfloat16),
     "fdp-bf16-in-f32": _fdp(wire_dtype=torch.bfloat16, accumulate_dtype=torch.float32),
+    "ddp-accumulates": _in_microbatches(),
+    "ddp-views-accumulates": _in_microbatches(gradient_as_bucket_view=True),
+    "fdp-accumulates": _fdp_in_microbatches,
     "fdp-compile": _fdp(compile=True),
     "fdp-compile-graphs": _fdp(compile={"mode": "reduce-overhead"}),
 }

@@ -27,6 +27,7 @@ from fdp.errors import (
     TraceError,
 )
 from fdp.generators import seed
+from fdp.join import join
 from fdp.modules import from_module
 from fdp.plan import Network, Plan, Scaling, Timeline, scaling
 from fdp.state import assert_replicated, replicate
@@ -59,6 +60,7 @@ __all__ = [
     "data_parallel",
     "from_module",
     "grad",
+    "join",
     "load",
     "optim",
     "per_rank",

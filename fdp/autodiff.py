@@ -21,7 +21,7 @@ from fdp.axis import Axis, current_axis
 from fdp.deferral import Deferral, Pending, current_deferral, memory_order, refuse_deferred
 from fdp.dynamo import breaks_graph
 from fdp.errors import ArgumentError, build_message
-from fdp.markers import AllReduce, NarrowMean
+from fdp.markers import all_reduce, narrow_mean
 from fdp.pytree import leaf_names
 
 _BREAK_REASON = (
@@ -355,5 +355,5 @@ def average(grad: torch.Tensor, source: torch.Tensor, label: str) -> torch.Tenso
 
 def _mean(grad: torch.Tensor, axis: Axis, label: str) -> torch.Tensor:
     if axis.wire is None:
-        return AllReduce.apply(grad, "mean", axis.name, "gradient", label)
-    return NarrowMean.apply(grad, axis.name, axis.size, label, axis.wire)
+        return all_reduce(grad, "mean", axis.name, "gradient", label)
+    return narrow_mean(grad, axis.name, axis.size, label, axis.wire)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fdp.axis import current_axis
 from fdp.errors import ArgumentError, build_message
-from fdp.markers import Gather, Spread, Vary
+from fdp.markers import Gather, Spread, vary
 
 _LABEL = "sync_batch_norm"
 
@@ -81,7 +81,7 @@ def sync_batch_norm(
         )
     mean, squares = _Moments.apply(x)
     # A number that is this rank's own: batches may differ in length.
-    own = Vary.apply(torch.tensor(float(count), dtype=mean.dtype), "number").to(x.device)
+    own = vary(torch.tensor(float(count), dtype=mean.dtype), "number").to(x.device)
     if active is not None:
         counts = active.to(x.device) != 0
         mean, squares, own = (torch.where(counts, value, 0) for value in (mean, squares, own))

@@ -13,10 +13,10 @@ from typing import Any
 import optree
 import torch
 
+from fdp import markers
 from fdp.axis import current_axis
 from fdp.deferral import refuse_deferred
 from fdp.errors import ArgumentError, build_message
-from fdp.markers import AllGather, AllReduce, Broadcast, Vary
 from fdp.pytree import Tree, leaf_names
 
 _SUMMABLE = frozenset({
@@ -40,7 +40,7 @@ def _map_leaves(name: str, tree: Tree, fn: Callable[[torch.Tensor, str], torch.T
                 )
             )
         if not isinstance(leaf, torch.Tensor):
-            leaf = Vary.apply(torch.tensor(leaf), "number")
+            leaf = markers.vary(torch.tensor(leaf), "number")
         if leaf.layout != torch.strided:
             raise ArgumentError(
                 build_message(
@@ -70,16 +70,15 @@ def _reduce(x: torch.Tensor, op: str, label: str) -> torch.Tensor:
             )
         )
     if x.is_complex():
-        pairs = AllReduce.apply(torch.view_as_real(x.resolve_conj()), op, axis.name, "value", label)
+        pairs = markers.all_reduce(torch.view_as_real(x.resolve_conj()), op, axis.name, "value", label)
         return torch.view_as_complex(pairs)
     if op in ("max", "min") and x.is_floating_point():
         # Backends compare with <, which loses a NaN of one rank or another: it travels beside.
-        lost = AllReduce.apply(x.detach().isnan().to(x.dtype), "max", axis.name, "value", label)
+        lost = markers.all_reduce(x.detach().isnan().to(x.dtype), "max", axis.name, "value", label)
         worst = -torch.inf if op == "max" else torch.inf
-        found = AllReduce.apply(x.masked_fill(x.detach().isnan(), worst), op, axis.name, "value", label)
+        found = markers.all_reduce(x.masked_fill(x.detach().isnan(), worst), op, axis.name, "value", label)
         return torch.where(lost > 0, torch.nan, found)
-    out: torch.Tensor = AllReduce.apply(x, op, axis.name, "value", label)
-    return out
+    return markers.all_reduce(x, op, axis.name, "value", label)
 
 
 def psum(tree: Tree) -> Tree:
@@ -139,7 +138,7 @@ def pmean(tree: Tree, weight: torch.Tensor | float | None = None) -> Tree:
         )
     if not isinstance(weight, torch.Tensor):
         # A number here is usually the length of this rank's batch: it may differ between ranks.
-        share: torch.Tensor = Vary.apply(torch.tensor(float(weight), dtype=torch.float64), "number")
+        share: torch.Tensor = markers.vary(torch.tensor(float(weight), dtype=torch.float64), "number")
     else:
         share = weight
     if share.dim() != 0 or share.is_complex():
@@ -230,7 +229,7 @@ def all_gather(tree: Tree) -> Tree:
         JAX, `jax.lax.all_gather`.
     """
     axis = current_axis()
-    return _map_leaves("all_gather", tree, lambda x, label: AllGather.apply(x, axis.size, axis.name, label))
+    return _map_leaves("all_gather", tree, lambda x, label: markers.all_gather(x, axis.size, axis.name, label))
 
 
 def broadcast(tree: Tree, root: int = 0) -> Tree:
@@ -259,7 +258,7 @@ def broadcast(tree: Tree, root: int = 0) -> Tree:
                 remedy=f"pass a rank from 0 to {axis.size - 1}.",
             )
         )
-    return _map_leaves("broadcast", tree, lambda x, label: Broadcast.apply(x, root, axis.name, label))
+    return _map_leaves("broadcast", tree, lambda x, label: markers.broadcast(x, root, axis.name, label))
 
 
 def axis_index() -> torch.Tensor:
@@ -312,6 +311,6 @@ def per_rank(tree: Tree) -> Tree:
                     f"fdp.per_rank was given {type(x).__name__}.", remedy="pass tensors, or convert them first."
                 )
             )
-        return Vary.apply(x, "per_rank")
+        return markers.vary(x, "per_rank")
 
     return optree.tree_map(declare, tree)

@@ -23,7 +23,9 @@ def fingerprint(tensor: torch.Tensor) -> int:
         >>> fingerprint(x) == fingerprint(x.clone()), fingerprint(x) == fingerprint(x.flip(0))
         (True, False)
     """
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # Not reshape(-1): of a single element it keeps whatever stride that has, and then there is no view as bytes.
+    flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
     if flat.numel() % 8 == 0 and flat.data_ptr() % 8 == 0:
         words = flat.view(torch.int64)
     else:

@@ -6,6 +6,7 @@ Everything that fdp needs from torch.distributed beyond its documented interface
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -228,7 +229,13 @@ def _call_back(work: Any, arrived: Arrived | None) -> None:
 
 def _as_bytes(buffer: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor: what is only moved needs no dtype that the backend can add."""
-    return buffer.view(-1).view(torch.uint8)
+    # Not view(-1): of a single element it keeps whatever stride that has, and then there is no view as bytes.
+    return buffer.as_strided((buffer.numel(),), (1,)).view(torch.uint8)
+
+
+def timeout_s() -> float:
+    """Seconds that ranks wait for each other where they compare something: FDP_AGREE_TIMEOUT_S, or 300."""
+    return float(os.environ.get("FDP_AGREE_TIMEOUT_S", 300.0))
 
 
 def next_turn(group: Group) -> str:
@@ -295,9 +302,27 @@ def leave_behind(group: Group, why: str) -> None:
         _left_behind.setdefault(group.process_group, why)
 
 
+_doubts: weakref.WeakKeyDictionary[dist.ProcessGroup, Callable[[], str | None]] = weakref.WeakKeyDictionary()
+
+
+def doubt(group: Group, find_out: Callable[[], str | None]) -> None:
+    """Note that this rank may have left the others; before it talks to them again, `find_out` says why it has, or None.
+
+    What finds out may wait for the others. To wait at once is not possible in a generator that is closed, nor good
+    for a process that is on its way out.
+    """
+    if group.process_group is not None:
+        _doubts[group.process_group] = find_out
+
+
 def why_left_behind(group: Group) -> str | None:
     """Why this rank is no longer in step with the others of a group; None if it is."""
-    return None if group.process_group is None else _left_behind.get(group.process_group)
+    if group.process_group is None:
+        return None
+    find_out = _doubts.pop(group.process_group, None)
+    if find_out is not None and (why := find_out()) is not None:
+        leave_behind(group, why)
+    return _left_behind.get(group.process_group)
 
 
 _busy: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[threading.Lock, list[str]]] = weakref.WeakKeyDictionary()

@@ -3,6 +3,10 @@
 Each is a raw library operator (the tracer records it as one node and never looks inside) under a
 `torch.autograd.Function` with a `vmap` rule. Of the ways to write such an operator this is the one that
 survives `grad`, `grad` of `grad`, `vmap`, `make_fx` and Dynamo alike.
+
+Dynamo refuses a Function with a rule for forward mode. So each has its rule in a class of its own, which is taken
+where forward mode is on: call the functions at the end, not the classes. All but maxima are linear: the tangent of a
+result is the same collective of the tangent.
 """
 
 from __future__ import annotations
@@ -101,6 +105,16 @@ for _name, _real, _fake in (
     torch.library.register_fake(f"fdp::{_name}", _fake, lib=_library)
 
 
+def _refuse_extremes(ctx: Any) -> None:
+    if ctx.op not in ("sum", "mean"):
+        raise FdpError(
+            build_message(
+                f"{ctx.label} was differentiated, and has no derivative here.",
+                remedy="detach its argument, or write the maximum over fdp.all_gather(...).",
+            )
+        )
+
+
 class AllReduce(torch.autograd.Function):
     """Sum or mean over ranks, whose transpose is itself; max and min, which have none."""
 
@@ -114,18 +128,12 @@ class AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        if ctx.op not in ("sum", "mean"):
-            raise FdpError(
-                build_message(
-                    f"{ctx.label} was differentiated, and has no derivative here.",
-                    remedy="detach its argument, or write the maximum over fdp.all_gather(...).",
-                )
-            )
-        return AllReduce.apply(grad, ctx.op, ctx.axis, "transpose", ctx.label), None, None, None, None
+        _refuse_extremes(ctx)
+        return all_reduce(grad, ctx.op, ctx.axis, "transpose", ctx.label), None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *rest: str) -> tuple[torch.Tensor, Any]:
-        return AllReduce.apply(x, *rest), in_dims[0]
+        return all_reduce(x, *rest), in_dims[0]
 
 
 class NarrowMean(torch.autograd.Function):
@@ -147,11 +155,11 @@ class NarrowMean(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return AllReduce.apply(grad, "mean", ctx.axis, "transpose", ctx.label), None, None, None, None
+        return all_reduce(grad, "mean", ctx.axis, "transpose", ctx.label), None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, Any]:
-        return NarrowMean.apply(x, *rest), in_dims[0]
+        return narrow_mean(x, *rest), in_dims[0]
 
 
 class AllGather(torch.autograd.Function):
@@ -163,17 +171,17 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        _, _, ctx.axis, ctx.label = inputs
+        _, ctx.size, ctx.axis, ctx.label = inputs
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        summed = AllReduce.apply(grad, "sum", ctx.axis, "transpose", ctx.label)
+        summed = all_reduce(grad, "sum", ctx.axis, "transpose", ctx.label)
         own = torch.ops.fdp.axis_index.default(torch.empty(()), ctx.axis).to(grad.device).reshape(1)
         return summed.index_select(0, own).squeeze(0), None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, Any]:
-        return AllGather.apply(x.movedim(in_dims[0], 0), *rest), 1
+        return all_gather(x.movedim(in_dims[0], 0), *rest), 1
 
 
 class Broadcast(torch.autograd.Function):
@@ -189,13 +197,13 @@ class Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        summed = AllReduce.apply(grad, "sum", ctx.axis, "transpose", ctx.label)
+        summed = all_reduce(grad, "sum", ctx.axis, "transpose", ctx.label)
         is_root = torch.ops.fdp.axis_index.default(torch.empty(()), ctx.axis).to(grad.device) == ctx.root
         return torch.where(is_root, summed, torch.zeros_like(summed)), None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, Any]:
-        return Broadcast.apply(x, *rest), in_dims[0]
+        return broadcast(x, *rest), in_dims[0]
 
 
 class Vary(torch.autograd.Function):
@@ -207,7 +215,7 @@ class Vary(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        pass
+        ctx.kind = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -215,7 +223,7 @@ class Vary(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, kind: str) -> tuple[torch.Tensor, Any]:
-        return Vary.apply(x, kind), in_dims[0]
+        return vary(x, kind), in_dims[0]
 
 
 # The four that follow are two pairs of transposes, between values that are equal on every rank and values that are
@@ -302,3 +310,79 @@ class Collect(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, Any]:
         return Collect.apply(x, *rest), in_dims[0]
+
+
+class ForwardAllReduce(AllReduce):
+    """AllReduce, in forward mode."""
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
+        _refuse_extremes(ctx)
+        return all_reduce(tangent, ctx.op, ctx.axis, "tangent", ctx.label)
+
+
+class ForwardNarrowMean(NarrowMean):
+    """NarrowMean, in forward mode; the tangent travels as it is."""
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
+        return all_reduce(tangent, "mean", ctx.axis, "tangent", ctx.label)
+
+
+class ForwardAllGather(AllGather):
+    """AllGather, in forward mode."""
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
+        return all_gather(tangent, ctx.size, ctx.axis, ctx.label)
+
+
+class ForwardBroadcast(Broadcast):
+    """Broadcast, in forward mode."""
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
+        return broadcast(tangent, ctx.root, ctx.axis, ctx.label)
+
+
+class ForwardVary(Vary):
+    """Vary, in forward mode."""
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
+        return vary(tangent, ctx.kind)
+
+
+def in_forward_mode() -> bool:
+    """Whether `torch.func.jvp`, or one of its like, is at work. (This relies on `forward_ad._current_level`.)"""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def all_reduce(x: torch.Tensor, op: str, axis: str, kind: str, label: str) -> torch.Tensor:
+    """See `AllReduce`."""
+    out: torch.Tensor = (ForwardAllReduce if in_forward_mode() else AllReduce).apply(x, op, axis, kind, label)
+    return out
+
+
+def narrow_mean(x: torch.Tensor, axis: str, size: int, label: str, wire: Wire) -> torch.Tensor:
+    """See `NarrowMean`."""
+    out: torch.Tensor = (ForwardNarrowMean if in_forward_mode() else NarrowMean).apply(x, axis, size, label, wire)
+    return out
+
+
+def all_gather(x: torch.Tensor, size: int, axis: str, label: str) -> torch.Tensor:
+    """See `AllGather`."""
+    out: torch.Tensor = (ForwardAllGather if in_forward_mode() else AllGather).apply(x, size, axis, label)
+    return out
+
+
+def broadcast(x: torch.Tensor, root: int, axis: str, label: str) -> torch.Tensor:
+    """See `Broadcast`."""
+    out: torch.Tensor = (ForwardBroadcast if in_forward_mode() else Broadcast).apply(x, root, axis, label)
+    return out
+
+
+def vary(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """See `Vary`."""
+    out: torch.Tensor = (ForwardVary if in_forward_mode() else Vary).apply(x, kind)
+    return out

@@ -6,16 +6,15 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fdp.batch_norm import synchronised_forward
-from fdp.errors import ArgumentError, FdpError, build_message
+from fdp.errors import ArgumentError, build_message
+from fdp.recomputation import Again, recomputed_by
 from fdp.skeleton import Skeleton
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
@@ -87,7 +86,8 @@ def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, 
         # telling their version counters. Frozen parameters can be large, and no operation does that to them.
         tensors = {**params, **{name: b.clone() if name in buffer_names else b for name, b in buffers.items()}}
         stand_in = skeleton.follow()
-        with _isolated(stand_in), _without_checkpointing(kind):
+        fixed = {name: tensor for name, tensor in tensors.items() if name not in buffer_names}
+        with _isolated(stand_in), recomputed_by(_again(stand_in, fixed, buffer_names)):
             output = torch.func.functional_call(stand_in, tensors, args, kwargs, tie_weights=True)
         # functional_call writes what the module assigned (`self.buffer = value`) back into `tensors`.
         new = {name: _as_state(tensors[name]) if name in buffer_names else b for name, b in buffers.items()}
@@ -142,31 +142,37 @@ def _refuse_other_names(
     raise ArgumentError(build_message(f"params and buffers do not fit {kind}:", offenders, remedy))
 
 
-@contextlib.contextmanager
-def _without_checkpointing(kind: str) -> Iterator[None]:
-    """Refuse activation checkpointing inside of a module that was taken apart.
+def _again(stand_in: nn.Module, params: dict[str, Tensor], buffer_names: AbstractSet[str]) -> Again:
+    """Have what the module checkpoints recomputed with the tensors that it was called with.
 
-    The recomputation happens in the backward pass, after the call, and would find the module's own tensors in place of
-    those that were passed. (This relies on the two functions that `checkpoint` hands its work to.)
+    By then the call is over, and the module has others again.
     """
-    inner = torch.utils.checkpoint
 
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise FdpError(
-            build_message(
-                f"{kind}, taken apart by from_module, uses activation checkpointing inside: its backward pass would "
-                "recompute with the module's own tensors.",
-                remedy="switch it off in the module; checkpoint the call of apply, or functions of tensors.",
-            )
-        )
+    def again(function: Callable[..., Any], preserve: bool) -> tuple[Callable[..., Any], bool]:
+        # As they are at this point of the forward pass, which may have changed them, and may yet.
+        buffers = {name: b.clone() for name, b in stand_in.named_buffers() if name in buffer_names}
 
-    generator, function = inner._checkpoint_without_reentrant_generator, inner.CheckpointFunction
-    inner._checkpoint_without_reentrant_generator = refuse
-    inner.CheckpointFunction = SimpleNamespace(apply=refuse)  # type: ignore[assignment,misc]
-    try:
-        yield
-    finally:
-        inner._checkpoint_without_reentrant_generator, inner.CheckpointFunction = generator, function  # type: ignore[misc]
+        def recompute(*args: Any, **kwargs: Any) -> Any:
+            # What it makes of buffers has been returned by the forward pass already.
+            tensors = {**params, **{name: b.clone() for name, b in buffers.items()}}
+            given = {f"module.{name}": tensor for name, tensor in tensors.items()}
+            with _isolated(stand_in), recomputed_by(again):
+                return torch.func.functional_call(_Calls(stand_in, function), given, args, kwargs, tie_weights=True)
+
+        return recompute, preserve
+
+    return again
+
+
+class _Calls(nn.Module):
+    """Calls a function that uses a module."""
+
+    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module, self.function = module, (function,)  # not as a part, should it be one of the module's
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function[0](*args, **kwargs)
 
 
 @contextlib.contextmanager

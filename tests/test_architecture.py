@@ -24,13 +24,13 @@ PACKAGE = ROOT / "fdp"
 FLOORS = (
     ("errors",),
     # helpers
-    ("pytree", "table", "stages", "group", "fingerprint", "skeleton", "dynamo", "wire", "hashing"),
-    ("axis", "surroundings", "random", "deferral"),
+    ("pytree", "table", "stages", "group", "fingerprint", "skeleton", "dynamo", "wire", "recomputation", "hashing"),
+    ("axis", "surroundings", "deferral", "random"),
     ("generators",),
     ("markers",),
     ("collectives", "batch_norm"),
     ("autodiff", "optim", "modules", "state", "checkpoint"),
-    ("accumulation",),
+    ("accumulation", "join"),
     # the flow
     ("trace",),
     ("plan",),
@@ -50,12 +50,17 @@ NAMES_THAT_SAY_NOTHING = {"utils", "util", "common", "misc", "helpers", "tools"}
 # What other programs call, from the table of public names. A name leaves NOT_YET in the change that adds it.
 PUBLIC_FUNCTIONS = {
     "accumulate", "all_gather", "assert_replicated", "axis_index", "axis_size", "broadcast", "data_parallel",
-    "from_module", "grad", "load", "per_rank", "pmax", "pmean", "pmin", "psum", "replicate", "save",
+    "from_module", "grad", "join", "load", "per_rank", "pmax", "pmean", "pmin", "psum", "replicate", "save",
     "scaling", "seed", "sync_batch_norm", "value_and_grad",
 }  # fmt: skip
 PUBLIC_ERRORS = {
     "AgreementError", "ArgumentError", "CompileError", "FdpError", "PeerError", "PurityError", "ReplicationError",
     "TraceError",
+}  # fmt: skip
+# Of `fdp.optim`, beside the class `Optimizer`.
+PUBLIC_IN_OPTIM = {
+    "averaged", "clip_by_global_norm", "clipped", "ema", "from_torch", "global_norm", "loss_scaled", "partition",
+    "schedule_from_torch", "scheduled", "skip_nonfinite",
 }  # fmt: skip
 PUBLIC_STAGES = {"Step", "Trace", "Plan"}
 PUBLIC_VALUES = {"Network", "Scaling", "Timeline"}
@@ -276,8 +281,14 @@ def test_error_is_documented_and_a_refusal_of_fdp(name: str) -> None:
     assert (error.__doc__ or "").strip().endswith(".")
 
 
-def test_optimizer_constructor_is_documented() -> None:
-    assert docstring_gaps("optim.from_torch", fdp.optim.from_torch, needs_example=True) == []
+@pytest.mark.parametrize("name", sorted(PUBLIC_IN_OPTIM))
+def test_public_function_of_optim_is_documented(name: str) -> None:
+    assert docstring_gaps(f"optim.{name}", getattr(fdp.optim, name), needs_example=True) == []
+
+
+def test_public_names_of_optim_are_the_documented_ones() -> None:
+    assert set(fdp.optim.__all__) == PUBLIC_IN_OPTIM | {"Optimizer", "Schedule"}
+    assert docstring_gaps("optim.Schedule", fdp.optim.Schedule.__call__, needs_example=False) == []
 
 
 @pytest.mark.parametrize("name", fdp.random.__all__)

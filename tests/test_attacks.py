@@ -9,8 +9,6 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 import fdp
 
@@ -109,6 +107,18 @@ def test_a_nan_of_any_rank_is_in_the_extremes() -> None:
     assert ranks.run(2, extremes, [-float("inf"), 3.0]) == [[3.0, -float("inf"), 3.0, -float("inf")]] * 2
 
 
+def single_elements() -> Tree:
+    """A tensor of one element is contiguous whatever its stride."""
+    odd = (torch.arange(4.0) + dist.get_rank()).as_strided((1,), (4,), 3)
+    assert odd.is_contiguous() and odd.stride() == (4,)
+    fdp.assert_replicated(fdp.replicate(odd))
+    return fdp.replicate(odd, root=1).item(), fdp.all_gather(odd).tolist(), fdp.broadcast(odd).item()
+
+
+def test_a_single_element_with_any_stride_is_sent() -> None:
+    assert ranks.run(2, single_elements) == [(4.0, [[3.0], [4.0]], 3.0)] * 2
+
+
 def drifting(kind: str) -> Tree:
     rank = dist.get_rank()
     steps = {
@@ -185,37 +195,6 @@ def real_and_complex() -> Tree:
 
 def test_complex_values_share_a_bucket_with_an_odd_number_of_real_ones() -> None:
     assert ranks.run(2, real_and_complex) == [(4.5, 4.5 + 9j, [1.5j, 1.5j, 1.5j])] * 2
-
-
-class Checkpoints(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(lambda v: torch.tanh(self.inner(v)), x, use_reentrant=False).sum()
-
-
-def test_a_module_that_checkpoints_inside_is_refused() -> None:
-    apply, params, buffers = fdp.from_module(Checkpoints())
-    with pytest.raises(fdp.FdpError, match="uses activation checkpointing inside"):
-        fdp.value_and_grad(lambda p: apply(p, buffers, torch.ones(3, 2))[0])(params)
-
-
-@pytest.mark.parametrize("p", [0.0, 0.5])
-def test_checkpointed_dropout_is_refused_and_the_rest_is_right(p: float) -> None:
-    def loss_fn(w: Tree, b: Tree) -> Tree:
-        return checkpoint(lambda w: F.dropout(torch.tanh(w * b), p).square().sum(), w, use_reentrant=False)
-
-    step = fdp.data_parallel(lambda w, b: fdp.grad(lambda w: loss_fn(w, b))(w), check_trace=False)
-    w, b = torch.randn(4), torch.randn(4)
-    if p:
-        with pytest.raises(fdp.TraceError, match="draws random numbers again in a backward pass"):
-            step(w, b)
-    else:
-        leaf = w.clone().requires_grad_()
-        (expected,) = torch.autograd.grad((leaf * b).tanh().square().sum(), leaf)
-        torch.testing.assert_close(step(w, b), expected)
 
 
 def test_ranks_that_were_launched_and_not_joined_are_warned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,7 +242,7 @@ step '{name}' reads the value of a tensor, which a traced step does not have: it
 frozen to one branch.
   LINE in {where}: if, while, bool(), float(), int(), .item(), .tolist() or .numpy() of a tensor
 Remedy: choose between values with torch.where(condition, a, b), between functions with torch.cond(condition, f, g, \
-operands); return a metric as a tensor and read it outside."""
+operands); index with x.index_select(0, i); return a metric as a tensor and read it outside."""
 
 
 def branch(state: Tree, batch: Tree) -> Tree:
@@ -359,7 +359,6 @@ SHAPES = {
         lambda state, batch: state["w"].nonzero(),
         lambda state, batch: torch.where(state["w"] > 0),
     ],
-    "aten._unique2.default": [lambda state, batch: state["w"].unique()],
     "aten.masked_select.default": [lambda state, batch: state["w"].masked_select(state["w"] > 0)],
 }
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,17 +17,11 @@ import torch.distributed as dist
 
 from fdp.errors import AgreementError, PeerError, ReplicationError, build_message
 from fdp.fingerprint import fingerprint
-from fdp.group import Group, exchange, next_turn
+from fdp.group import Group, exchange, next_turn, timeout_s
 from fdp.plan import Plan
 
-_DEFAULT_TIMEOUT_S = 300.0
 _ARITHMETIC = "computes "
 """How a line about the arithmetic of replicated results begins."""
-
-
-def timeout_s() -> float:
-    """Seconds that ranks wait for each other's schedule: FDP_AGREE_TIMEOUT_S, or 300."""
-    return float(os.environ.get("FDP_AGREE_TIMEOUT_S", _DEFAULT_TIMEOUT_S))
 
 
 def schedule_text(plan: Plan, how: str = "") -> str:

@@ -23,6 +23,7 @@ from fdp.emit.layout import Layout
 from fdp.emit.lines import BEFORE, Line, Part, assemble, belongs, drop_unused, lay_out_lines, parts_of
 from fdp.emit.loops import memory_of_body, write_loop
 from fdp.emit.places import RESHAPES_IN_PLACE, Place, find_places, result_name
+from fdp.emit.products import find_added, write_added
 from fdp.emit.shortcuts import counted_up, transposed_weight
 from fdp.emit.views import redundant_views
 from fdp.emit.writer import Writer, bind_object, bind_operator, bucket_name, emit, free_name, literal, name_of
@@ -101,7 +102,8 @@ def write_program(plan: Plan, rank: int, communicates: bool, tick: Callable[[], 
     places = find_places(plan, same, placement, accesses, markers, alone)
     reserved = {stem: free_name(stem, nodes) for stem in ("inputs", "start", "wait")}
     bodies = {loop.node: write_program(plan_trace(loop.body), rank, communicates=False) for loop in plan.trace.loops}
-    writer = Writer(plan, rank, same, placement, accesses, places, markers, reserved, bodies)
+    added = find_added(graph, same, placement, accesses, places)
+    writer = Writer(plan, rank, same, placement, accesses, places, markers, reserved, bodies, added)
     placeholders = graph.find_nodes(op="placeholder")
     for node in placeholders:
         writer.local[node] = node.name
@@ -168,6 +170,11 @@ def _write_call(writer: Writer, node: fx.Node, lanes: list[int]) -> None:
     uses: set[str] = set()
     if node in writer.same or node in writer.placement.replaced or node in writer.places.constants:
         return  # another value takes its place
+    if node in writer.added.values():
+        return  # it is computed where it is added
+    if node in writer.added:
+        write_added(writer, node, writer.added[node])
+        return
     if node in writer.places.forms or node in writer.placement.written:
         _write_into_place(writer, node)
     elif node.name in writer.places.named and not _changes_memory(node):

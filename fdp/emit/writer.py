@@ -33,6 +33,7 @@ class Writer:
         markers: for each bucket that is sent, the markers of its members.
         reserved: what the program calls its own parameters.
         bodies: the programs of the bodies of loops, by node.
+        added: for each addition in place that computes the product which it adds, that product.
         local: the name of each value that has one so far.
         lines: the program so far.
         bound: objects that it uses, by name.
@@ -49,6 +50,7 @@ class Writer:
     markers: dict[int, list[fx.Node]]
     reserved: Mapping[str, str]
     bodies: Mapping[str, Any]
+    added: Mapping[fx.Node, fx.Node]
     local: dict[fx.Node, str] = field(default_factory=dict)
     lines: list[Line] = field(default_factory=list)
     bound: dict[str, Any] = field(default_factory=dict)

@@ -11,10 +11,10 @@ through a class; the first that fits is taken, unless `fused=`, `foreach=` or `c
   both worlds.
 - capturable: for classes whose plain code asks Python `if` about a tensor's value (ASGD, RAdam, Rprop).
 
-Around it: `partition` (parameter groups), `scheduled`, `clipped`, `averaged` and `loss_scaled` take optimizers and make
-one. Each adds its entries to the dict that is the state of the one inside.
+Around it: `partition` (parameter groups), `scheduled`, `clipped`, `averaged`, `skip_nonfinite` and `loss_scaled` take
+optimizers and make one. Each adds its entries to the dict that is the state of the one inside.
 
-checks, tracing -> rule -> optimizer -> entries -> clipping, averaging, partition, schedules, loss_scale
+checks, tracing -> rule -> optimizer -> entries -> clipping -> skipping -> averaging, loss_scale; partition, schedules
 """
 
 from fdp.optim.averaging import averaged, ema
@@ -23,8 +23,9 @@ from fdp.optim.loss_scale import loss_scaled
 from fdp.optim.optimizer import Optimizer, from_torch
 from fdp.optim.partition import partition
 from fdp.optim.schedules import Schedule, schedule_from_torch, scheduled
+from fdp.optim.skipping import skip_nonfinite
 
 __all__ = [
     "Optimizer", "Schedule", "averaged", "clip_by_global_norm", "clipped", "ema", "from_torch", "global_norm",
-    "loss_scaled", "partition", "schedule_from_torch", "scheduled",
+    "loss_scaled", "partition", "schedule_from_torch", "scheduled", "skip_nonfinite",
 ]  # fmt: skip

@@ -8,10 +8,10 @@ import optree
 import torch
 from torch import Tensor
 
-from fdp.optim.checks import describe, names, refusal
-from fdp.optim.clipping import is_dense
+from fdp.optim.checks import alike, describe, names, refusal, trains
 from fdp.optim.entries import added, check_optimizer, parted
 from fdp.optim.optimizer import Optimizer
+from fdp.optim.skipping import everywhere
 from fdp.pytree import Tree
 
 
@@ -87,10 +87,12 @@ def averaged(optimizer: Optimizer, decay: float, name: str = "average") -> Optim
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
         inner, own = parted("averaged", opt_state, (name, count_name))
         params, inner = optimizer.update(grads, inner, params)
-        is_first = own[count_name] == 0
+        is_first = everywhere(own[count_name] == 0)
 
         def move(average: Tensor, p: Tensor) -> Tensor:
-            return torch.where(is_first.to(p.device), p.detach(), _toward(average, p, decay))
+            if not trains(p):  # an average of equal integers may round to another one
+                return p
+            return torch.where(is_first(p.device), p.detach(), _toward(average, p, decay))
 
         average = _moved(f"opt_state[{name!r}]", own[name], params, move)
         return params, {**inner, name: average, count_name: own[count_name] + 1}
@@ -100,7 +102,7 @@ def averaged(optimizer: Optimizer, decay: float, name: str = "average") -> Optim
 
 def _toward(average: Tensor, p: Tensor, decay: float) -> Tensor:
     p = p.detach()
-    if is_dense(p):
+    if trains(p):
         return torch.lerp(average, p, 1 - decay)
     return (average * decay + p * (1 - decay)).to(average.dtype)
 
@@ -117,18 +119,13 @@ def _moved(root: str, average: Tree, params: Tree, move: Any) -> Tree:
     for where, a, p in zip(names(params, root), old, leaves, strict=True):
         if not isinstance(p, Tensor) and not isinstance(a, Tensor):
             result.append(p)
-        elif not _alike(a, p):
+        elif not alike(a, p):
             bad.append(f"{where} is {describe(a)}, not like {describe(p)}")
         else:
             result.append(move(a.detach(), p))
     if bad:
         raise refusal(f"{root} does not mirror the parameters.", "start the average as a copy of the parameters.", bad)
     return spec.unflatten(result)
-
-
-def _alike(a: Any, p: Any) -> bool:
-    tensors = isinstance(a, Tensor) and isinstance(p, Tensor)
-    return tensors and (a.shape, a.dtype, a.device) == (p.shape, p.dtype, p.device)
 
 
 def _check_decay(who: str, decay: Any) -> None:

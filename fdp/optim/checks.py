@@ -115,6 +115,12 @@ def _shape(cls: type, key: str, p: Tensor) -> tuple[int, ...]:
     return shape
 
 
+def alike(a: Any, b: Any) -> bool:
+    """Whether both are tensors of the same shape and dtype on the same device."""
+    tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
+    return tensors and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+
+
 def trains(p: Any) -> bool:
     """Whether a leaf can be trained: a tensor of real or complex floating point numbers."""
     return isinstance(p, Tensor) and (p.is_floating_point() or p.is_complex())

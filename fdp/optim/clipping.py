@@ -46,8 +46,8 @@ def clip_by_global_norm(grads: Tree, max_norm: float | Tensor, norm_type: float 
     Bit for bit `torch.nn.utils.clip_grad_norm_` of the leaves in flattening order (dicts by sorted keys), out of place.
     As there, an infinite norm makes finite gradients zero and infinite ones NaN, and a norm that is NaN makes all
     of them NaN. There is no `error_if_nonfinite`, since a graph cannot raise: look at the norm that is returned,
-    or let `loss_scaled` skip such updates. It can be differentiated, and under `torch.vmap` it clips the gradients of
-    each sample by themselves.
+    or let `skip_nonfinite` skip such updates. It can be differentiated, and under `torch.vmap` it clips the gradients
+    of each sample by themselves.
 
     Args:
         grads: a pytree of gradients, averaged over ranks if all of them are meant; `None` stays `None`.
@@ -161,14 +161,14 @@ def checked_gradients(who: str, root: str, tree: Tree) -> list[Tensor]:
     bad = [
         f"{name} is {describe(leaf)}"
         for name, leaf in zip(names(tree, root), optree.tree_leaves(tree, none_is_leaf=True), strict=True)
-        if leaf is not None and not is_dense(leaf)
+        if leaf is not None and not _is_dense(leaf)
     ]
     if bad:
         raise refusal(f"{who} takes dense tensors of floating point numbers.", "pass gradients, or None.", bad)
     return leaves
 
 
-def is_dense(leaf: Any) -> bool:
+def _is_dense(leaf: Any) -> bool:
     """Whether a leaf is a dense tensor of real or complex floating point numbers."""
     return isinstance(leaf, Tensor) and leaf.layout == torch.strided and (leaf.is_floating_point() or leaf.is_complex())
 

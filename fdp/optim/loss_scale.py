@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from fdp.optim.checks import describe, names, refusal
-from fdp.optim.clipping import checked_gradients, multiplied, norm_of
+from fdp.optim.clipping import checked_gradients, multiplied
 from fdp.optim.entries import added, check_optimizer, parted
 from fdp.optim.optimizer import Optimizer
+from fdp.optim.skipping import overflow, unless
 from fdp.pytree import Tree
 
 _SCALE, _TRACKER = "scale", "growth_tracker"
@@ -87,59 +88,28 @@ def loss_scaled(
         if half:
             what = "loss_scaled takes no gradients in float16, which lose small values when they are unscaled:"
             raise refusal(what, "keep the parameters in float32, and cast them or use autocast in the loss.", half)
-        overflow = _overflow(leaves).to(scale.device)
+        skip = overflow(leaves).to(scale.device)
         # In float64, since GradScaler does it so: a scale need not be a power of two.
         unscaled = multiplied(grads, scale.double().reciprocal().float())
         new_params, new_inner = optimizer.update(unscaled, inner, params)
-        params = _unless(overflow, "params", params, new_params)
-        inner = _unless(overflow, "opt_state", inner, new_inner)
-        scale, tracker = _next(scale, tracker, overflow, growth_factor, backoff_factor, growth_interval)
+        params = unless(skip, "loss_scaled", "params", params, new_params)
+        inner = unless(skip, "loss_scaled", "opt_state", inner, new_inner)
+        scale, tracker = _next(scale, tracker, skip, growth_factor, backoff_factor, growth_interval)
         return params, {**inner, _SCALE: scale, _TRACKER: tracker}
 
     return Optimizer(init, update, f"loss_scaled({optimizer!r}, init_scale={init_scale:g})")
 
 
-def _overflow(leaves: list[Tensor]) -> Tensor:
-    """Whether any number is infinite or NaN."""
-    parts = [torch.view_as_real(leaf) if leaf.is_complex() else leaf for leaf in leaves if leaf.numel()]
-    if not parts:
-        return torch.zeros((), dtype=torch.bool)
-    return norm_of(parts, math.inf).isfinite().logical_not()
-
-
-def _unless(overflow: Tensor, root: str, old: Tree, new: Tree) -> Tree:
-    """The old tree if there was an overflow, else the new one."""
-    leaves, spec = optree.tree_flatten(old, none_is_leaf=True)
-    made, made_spec = optree.tree_flatten(new, none_is_leaf=True)
-    if made_spec != spec:
-        what = f"update of the optimizer inside loss_scaled made of {root}, {spec}, a tree of another structure:"
-        raise refusal(what, "return trees of the structure that came in.", [str(made_spec)])
-    bad, chosen = [], []
-    for where, a, b in zip(names(old, root), leaves, made, strict=True):
-        if a is b:
-            chosen.append(a)
-        elif isinstance(a, Tensor) and isinstance(b, Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype):
-            chosen.append(torch.where(overflow.to(a.device), a.detach(), b.detach()))
-        elif isinstance(a, Tensor) or isinstance(b, Tensor) or a != b:
-            bad.append(f"{where} was {describe(a)}, and is {describe(b)}")
-        else:
-            chosen.append(a)
-    if bad:
-        what = "update of the optimizer inside loss_scaled changed what cannot be chosen by a tensor:"
-        raise refusal(what, "return tensors of the shapes and dtypes that came in.", bad)
-    return spec.unflatten(chosen)
-
-
 def _next(
-    scale: Tensor, tracker: Tensor, overflow: Tensor, growth: float, backoff: float, interval: int
+    scale: Tensor, tracker: Tensor, skip: Tensor, growth: float, backoff: float, interval: int
 ) -> tuple[Tensor, Tensor]:
     """What `torch._amp_update_scale_` does, which is not public: products are taken in float64, as there."""
     in_a_row = tracker + 1
     grows = in_a_row == interval
     grown = (scale.double() * growth).float()
     grown = torch.where(grows & grown.isfinite(), grown, scale)
-    scale = torch.where(overflow, (scale.double() * backoff).float(), grown)
-    return scale, torch.where(overflow | grows, torch.zeros_like(tracker), in_a_row)
+    scale = torch.where(skip, (scale.double() * backoff).float(), grown)
+    return scale, torch.where(skip | grows, torch.zeros_like(tracker), in_a_row)
 
 
 def _check_own(own: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -17,19 +17,21 @@ from fdp.errors import FdpError, TraceError, build_message
 from fdp.group import Group
 from fdp.pytree import leaf_names
 from fdp.trace.arguments import PLAIN_TYPES, Flat, Roles, describe_inputs
-from fdp.trace.capture import capture, recording, untraceable
+from fdp.trace.capture import capture, is_fake, recording, untraceable
 from fdp.trace.checks import (
     check_branches,
     check_closure,
     check_closure_memory,
     check_devices,
     check_initialised,
+    check_made_here,
     check_outputs,
     check_recomputation,
+    check_shapes,
     check_views,
     check_writes,
 )
-from fdp.trace.closure import closed_over_names, untouched
+from fdp.trace.closure import closed_over_names, kept_by, untouched
 from fdp.trace.dependencies import operations_of
 from fdp.trace.effects import is_marker
 from fdp.trace.loops import loops_of, outline_loops
@@ -66,7 +68,7 @@ def trace_step(
         PurityError: it changes an input in place, or uses parameters that are not among its arguments.
         ReplicationError: it returns a value that may differ from rank to rank.
     """
-    name = getattr(step, "__name__", type(step).__name__)
+    name = _name_of(step)
     names, inputs = describe_inputs(name, flat, roles)
     tensors = flat.tensors
     returned: list[Any] = []
@@ -89,6 +91,8 @@ def trace_step(
     graph = graph_module.graph
     round_early(graph)
     closure = closed_over_names(step)
+    check_shapes(name, graph)
+    check_made_here(name, graph_module, closure)
     check_closure(name, graph_module, closure)
     check_writes(name, graph_module, inputs, closure)
     check_initialised(name, graph)
@@ -134,13 +138,18 @@ def trace_step(
     )
 
 
+def _name_of(step: Callable[..., Any]) -> str:
+    """What a step is called in messages."""
+    return getattr(step, "__name__", type(step).__name__)
+
+
 def _refuse_foreign_outputs(name: str, leaves: Sequence[Any], spec: optree.PyTreeSpec) -> None:
     names = leaf_names(optree.tree_unflatten(spec, list(range(len(leaves)))), "output")
     numbers = (torch.SymInt, torch.SymFloat, torch.SymBool)
     offenders = [
-        f"{path}: a number read from a tensor"
+        f"{path}: a number read from a tensor" if type(leaf) in numbers else f"{path}: the text of a tensor"
         for path, leaf in zip(names, leaves, strict=True)
-        if type(leaf) in numbers
+        if type(leaf) in numbers or (isinstance(leaf, str) and "FakeTensor(" in leaf)
     ]
     if offenders:
         raise TraceError(
@@ -148,6 +157,17 @@ def _refuse_foreign_outputs(name: str, leaves: Sequence[Any], spec: optree.PyTre
                 f"step {name!r} returns values of tensors as Python numbers.",
                 offenders,
                 remedy="return the tensor, and call .item() on what the step returns.",
+            )
+        )
+    offenders = [
+        f"{path}: a tensor of layout {leaf.layout}"
+        for path, leaf in zip(names, leaves, strict=True)
+        if isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided
+    ]
+    if offenders:
+        raise TraceError(
+            build_message(
+                f"step {name!r} returns sparse tensors.", offenders, remedy="return dense ones: x.to_dense()."
             )
         )
     offenders = [
@@ -185,9 +205,30 @@ def run_untraced(
     """Run a step as it is, on this rank alone: each collective takes the other ranks to hold what this one holds.
 
     With a wire, gradients are rounded to what travels.
+
+    Raises:
+        TraceError: the step kept a tensor when it was traced, and now uses it.
     """
-    with step_axis("identity", group, wire), recording(), uncompiled():
-        return call_with(step, flat, roles, values)
+    try:
+        with step_axis("identity", group, wire), recording(), uncompiled():
+            out = call_with(step, flat, roles, values)
+    except Exception as error:
+        if kept_by(step, is_fake):
+            raise _kept(step) from error
+        raise
+    if any(is_fake(leaf) for leaf in optree.tree_leaves(out)):
+        raise _kept(step)
+    return out
+
+
+def _kept(step: Callable[..., Any]) -> TraceError:
+    return TraceError(
+        build_message(
+            f"step {_name_of(step)!r} uses tensors that it kept when it was traced; they have no values.",
+            kept_by(step, is_fake),
+            remedy="make such tables before the first call, or in every call; what a step is to keep, it returns.",
+        )
+    )
 
 
 def _runs_by_itself(step: Callable[..., Any], flat: Flat, roles: Roles, group: Group) -> bool:

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.distributions import Distribution
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
@@ -29,7 +30,9 @@ from fdp.dynamo import uncompiled
 from fdp.errors import FdpError, TraceError, build_message
 from fdp.group import Group
 from fdp.trace.effects import FUSED_OPTIMIZERS, effects_of, is_marker
-from fdp.trace.source import Source, failing_line, source_lines
+from fdp.trace.remedies import MADE_SHAPE, READ_VALUE, remedy_for
+from fdp.trace.rewinding import drop_idle_rewinds, rewound
+from fdp.trace.source import Source, failing_line, library_line, source_lines
 from fdp.wire import Wire
 
 Geometry = tuple[Sequence[int], Sequence[int], int, torch.dtype, torch.device]
@@ -45,6 +48,11 @@ _VALUE_READ_TEXTS = (
     ".numpy() is not supported",
     ".tolist() is not supported",
     "FakeTensor.__format__",
+    "its data is not allocated yet",
+    # A number that was read from a tensor, where only a plain one will do: printed with a format, as a length.
+    "passed to Sym",
+    "of type Sym",
+    "dispatch_on_subclass called with NO overloaded args",
 )
 
 
@@ -73,7 +81,7 @@ def capture(
     """
     # Closed-over tensors are real; they become constants of the graph and are judged later.
     fake_mode = _fake_mode(allow_non_fake_inputs=True)
-    _without_fused_kernels(fake_mode)
+    _teach(fake_mode)
     # Each input gets memory of its own: to a pure function it does not matter which of its arguments overlap.
     with fake_mode, recording():
         fakes = [
@@ -91,11 +99,13 @@ def capture(
         stack.enter_context(step_axis("traced", group, wire))
         stack.enter_context(compiling())
         stack.enter_context(recording())
+        stack.enter_context(rewound(fakes))
         # The fused recurrent layers of oneDNN cannot be replayed (their backward takes a tensor that the trace does
         # not have). All else that oneDNN does is chosen when the program runs, not here.
         stack.enter_context(_without_onednn())
         # The code of the graph module is never run: what is emitted is. Writing it would take a tenth of the time.
         stack.enter_context(_use_lazy_graph_module(True))
+        stack.enter_context(_copyable())
         # A mistake of the step's own is raised; torch would print it as well.
         stack.enter_context(_silenced("torch._subclasses.fake_tensor"))
         try:
@@ -108,6 +118,7 @@ def capture(
             if refusal is None:
                 raise
             raise refusal from error
+    drop_idle_rewinds(graph_module.graph)
     _drop_dead_code(graph_module)
     _complete_examples(graph_module, fake_mode)
     return graph_module
@@ -139,7 +150,9 @@ def capture_functional(
     Returns:
         A graph module. Inputs that the function changed in place are changed at the very end of it, by `copy_`.
     """
-    with _fake_mode():
+    fake_mode = _fake_mode()
+    _teach(fake_mode)
+    with fake_mode:
         fakes = [
             torch.empty(
                 offset + 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if 0 not in shape else offset,
@@ -153,29 +166,82 @@ def capture_functional(
         return make_fx(functional, decomposition_table=dict(decompositions), tracing_mode="fake")(*fakes)
 
 
-def _without_fused_kernels(fake_mode: FakeTensorMode) -> None:
-    """Let a fused optimizer do nothing to fake tensors.
+def _teach(fake_mode: FakeTensorMode) -> None:
+    """Give rules to operators that have none for fake tensors, or bad ones.
 
-    Some of its overloads (those whose learning rate is a tensor) have no rule for fake tensors. The mode would then run
-    the real kernel on as many zeros as there are parameters, gradients and moments, only to learn that it returns
-    nothing: seconds, and a second copy of the state.
+    A fused optimizer does nothing to fake tensors. Some of its overloads (those whose learning rate is a tensor) have
+    no rule. The mode would then run the real kernel on as many zeros as there are parameters, gradients and moments,
+    only to learn that it returns nothing: seconds, and a second copy of the state.
+    The table of a CTC loss is as wide as the longest target, which its rule does not know. It is taken to be as wide as
+    it can be: nobody sees it but the operator's own derivative, which gets the real one.
     (This relies on every operator passing through `dispatch`. A subclass would be unknown to torch.cond and the like.)
     """
     dispatch = fake_mode.dispatch
 
-    def dispatch_all_others(func: Any, types: Sequence[type], args: Sequence[object], kwargs: Any) -> object:
+    def dispatch_all_others(func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Any) -> object:
         if func.namespace == "aten" and func._schema.name.removeprefix("aten::") in FUSED_OPTIMIZERS:
             return None
+        if func in _CTC_LOSS:
+            with fake_mode:
+                return _ctc_results(args[0], args[1], args[3])
         return dispatch(func, types, args, kwargs)
 
     fake_mode.dispatch = dispatch_all_others  # type: ignore[assignment]
 
 
+_CTC_LOSS = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
+
+
+def _ctc_results(log_probs: torch.Tensor, targets: torch.Tensor, lengths: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    time, batch, _ = log_probs.shape
+    longest = targets.shape[-1] if isinstance(lengths, torch.Tensor) else max(lengths, default=0)
+    return log_probs.new_empty(batch), log_probs.new_empty(batch, time, 2 * longest + 1)
+
+
+def is_fake(value: Any) -> bool:
+    """Whether a value is a tensor of a trace, which has no values."""
+    return isinstance(value, FakeTensor)
+
+
+@contextmanager
+def _copyable() -> Iterator[None]:
+    """Let `copy.deepcopy` copy fake tensors, where torch would go round in circles; and dlpack ends in an error.
+
+    (For a fake tensor `torch.from_dlpack` ends the process. A fake tensor has neither method of its own.)
+    """
+
+    def copy_tensor(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        if not tensor.is_leaf:
+            raise RuntimeError("copy.deepcopy takes leaf tensors only: use x.detach().clone(), or x.clone()")
+        with torch.no_grad():
+            memo[id(tensor)] = tensor.clone().requires_grad_(tensor.requires_grad)
+        copied: torch.Tensor = memo[id(tensor)]
+        return copied
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("dlpack: its data is not allocated yet")
+
+    ways = {"__deepcopy__": copy_tensor, "__dlpack__": refuse}
+    for name, way in ways.items():
+        setattr(FakeTensor, name, way)
+    try:
+        yield
+    finally:
+        for name in ways:
+            delattr(FakeTensor, name)
+
+
 @contextmanager
 def compiling() -> Iterator[None]:
     """Tell libraries that values must not be read, and let functions under `torch.compile` be traced through."""
+    validates = Distribution._validate_args
     with torch.compiler._compile_session_context(), uncompiled():
-        yield
+        # Dynamo does so, too. The comparison at the first call runs with what the user has chosen.
+        Distribution.set_default_validate_args(False)
+        try:
+            yield
+        finally:
+            Distribution.set_default_validate_args(validates)
 
 
 @contextmanager
@@ -225,8 +291,11 @@ def untraceable(name: str, error: Exception) -> TraceError:
         build_message(
             f"step {name!r} runs by itself but cannot be traced.",
             [f"{_at(line)}: {type(error).__name__}: {first}"],
-            remedy="move what needs real values or real memory out of the step, or replace it by operators that "
-            "torch.compile can trace.",
+            remedy=remedy_for(
+                error,
+                "move what needs real values or real memory out of the step, or replace it by operators that "
+                "torch.compile can trace.",
+            ),
         )
     )
 
@@ -234,14 +303,14 @@ def untraceable(name: str, error: Exception) -> TraceError:
 def _explain(name: str, error: Exception) -> TraceError | None:
     """A refusal for the failures that have a known remedy."""
     line = failing_line(error.__traceback__)
+    inner = library_line(error.__traceback__)
     text = str(error)
     if isinstance(error, DynamicOutputShapeException):
         return TraceError(
             build_message(
                 f"step {name!r} makes a tensor whose shape depends on the values of another.",
                 [f"{_at(line)}: {error.func}"],
-                remedy="keep the shape and mask instead: torch.where(mask, x, 0) for x[mask], and divide by "
-                "mask.sum() for a mean.",
+                remedy=remedy_for(error, MADE_SHAPE, str(error.func)),
             )
         )
     if isinstance(error, _VALUE_READ) or any(part in text for part in _VALUE_READ_TEXTS):
@@ -249,9 +318,11 @@ def _explain(name: str, error: Exception) -> TraceError | None:
             build_message(
                 f"step {name!r} reads the value of a tensor, which a traced step does not have: its control flow "
                 "would be frozen to one branch.",
-                [f"{_at(line)}: if, while, bool(), float(), int(), .item(), .tolist() or .numpy() of a tensor"],
-                remedy="choose between values with torch.where(condition, a, b), between functions with "
-                "torch.cond(condition, f, g, operands); return a metric as a tensor and read it outside.",
+                [
+                    f"{_at(line)}: if, while, bool(), float(), int(), .item(), .tolist() or .numpy() of a tensor",
+                    *([] if inner is None else [f"called from there: {inner}, of torch"]),
+                ],
+                remedy=remedy_for(error, READ_VALUE),
             )
         )
     return None

@@ -5,14 +5,18 @@ Each check looks at the whole graph and names every offender.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
 from fdp.errors import PurityError, ReplicationError, TraceError, build_message
+from fdp.trace.capture import is_fake
 from fdp.trace.effects import effects_of, inner_nodes, is_marker, storages_of, taken_for_shape
 from fdp.trace.record import Input, Output
+from fdp.trace.rewinding import STATE, drawn_anew
 
 
 def check_closure(name: str, graph_module: fx.GraphModule, names: Mapping[int, str]) -> None:
@@ -40,6 +44,61 @@ def check_closure(name: str, graph_module: fx.GraphModule, names: Mapping[int, s
                 remedy="pass them in: apply, params, buffers = fdp.from_module(model), or "
                 "torch.func.functional_call(model, params, ...); a model that is not to be trained needs "
                 "requires_grad_(False).",
+            )
+        )
+
+
+def check_made_here(name: str, graph_module: fx.GraphModule, names: Mapping[int, str]) -> None:
+    """Refuse a step that uses a tensor of a trace which nobody saw being made: in a thread, or in an earlier trace.
+
+    Raises:
+        TraceError: names each of them, and the line where it is used.
+    """
+    offenders = []
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        tensor: Any = getattr(graph_module, str(node.target), None)
+        if is_fake(tensor):
+            user = next(iter(node.users), None)
+            line = user.meta.get("source") if user is not None else None
+            known = names.get(id(tensor), f"a tensor of shape {list(tensor.shape)}")
+            offenders.append(known + (f", used at {line}" if line else ""))
+    if offenders:
+        raise TraceError(
+            build_message(
+                f"step {name!r} uses tensors that were made out of the trace's sight: in another thread, or in an "
+                "earlier trace and kept.",
+                offenders,
+                remedy="compute in the thread that called the step; make tables before the first call, or in every "
+                "call; what a step is to keep, it returns.",
+            )
+        )
+
+
+def check_shapes(name: str, graph: fx.Graph) -> None:
+    """Refuse tensors whose length is a number that is read from another: the results of each turn of a while_loop.
+
+    Raises:
+        TraceError: names each operator that makes one, and the line.
+    """
+
+    def is_open(value: Any) -> bool:
+        if isinstance(value, (list, tuple)):
+            return any(map(is_open, value))
+        return isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)
+
+    offenders = {
+        f"{node.target} at {node.meta.get('source')}": None
+        for node in graph.nodes
+        if node.op == "call_function" and node.target is not operator.getitem and is_open(node.meta.get("val"))
+    }
+    if offenders:
+        raise TraceError(
+            build_message(
+                f"step {name!r} makes tensors whose shape depends on the values of others; a while_loop that is "
+                "differentiated does so.",
+                offenders,
+                remedy="differentiate loops of a known length: a Python loop, which is unrolled into the graph, or "
+                "associative_scan.",
             )
         )
 
@@ -145,9 +204,7 @@ def check_recomputation(name: str, graph: fx.Graph) -> None:
         TraceError: names each operator that draws, and the line.
     """
     offenders = [
-        f"{node.target} at {node.meta.get('source')}"
-        for node in graph.nodes
-        if node.op == "call_function" and node.meta.get("backward") and not is_marker(node) and effects_of(node).random
+        f"{node.target} at {node.meta.get('source')}" for node in drawn_anew(graph) if node.target is not STATE
     ]
     if offenders:
         raise TraceError(
@@ -155,7 +212,7 @@ def check_recomputation(name: str, graph: fx.Graph) -> None:
                 f"step {name!r} draws random numbers again in a backward pass, and they would not be those of the "
                 "forward pass.",
                 offenders,
-                remedy="keep dropout and other random operators out of torch.utils.checkpoint.checkpoint.",
+                remedy="call torch.utils.checkpoint.checkpoint without preserve_rng_state=False.",
             )
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,11 @@ def closed_over_names(function: Any) -> dict[int, str]:
         'w'
     """
     return {key: name for key, (name, _) in _closed_over_tensors(function).items()}
+
+
+def kept_by(function: Any, wanted: Callable[[torch.Tensor], bool]) -> list[str]:
+    """The names of those tensors that a function can reach, without being passed them, of which something is true."""
+    return [name for name, tensor in _closed_over_tensors(function).values() if wanted(tensor)]
 
 
 @contextmanager

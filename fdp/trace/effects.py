@@ -38,6 +38,13 @@ _OVERWRITES = frozenset({
 })  # fmt: skip
 
 
+_FILLS: dict[Any, str] = {
+    # Not an out argument by name, and yet written without being read.
+    _aten.rrelu_with_noise.default: "noise",
+    _aten.rrelu_with_noise_.default: "noise",
+}
+
+
 @dataclass(frozen=True)
 class Effects:
     """The memory effects of one node.
@@ -99,7 +106,8 @@ def _read_effects(node: fx.Node) -> Effects:
         view |= info is not None and not info.is_write
         if written:
             writes.extend(nodes)
-        if not written or not (overwrites or argument.is_out):
+        filled = argument.is_out or argument.name == _FILLS.get(target)
+        if not written or not (overwrites or filled):
             reads.extend(nodes)
     return Effects(
         # bernoulli(x, p) takes x for its shape alone.

@@ -98,7 +98,8 @@ class Reduction:
 
     Attributes:
         name: key path of the parameter for a gradient, else the collective with the key path in its argument.
-        kind: "gradient", "value" or "transpose" (of a collective that was differentiated).
+        kind: "gradient", "value", "transpose" (of a collective that was differentiated) or "tangent" (of one that was
+            differentiated forwards).
         op: "mean", "sum", "max", "min", "all_gather" or "broadcast".
         root: the root rank of a broadcast, else 0.
         shape: shape on one rank.

@@ -26,6 +26,12 @@ _LIBRARIES = tuple(
     os.path.dirname(os.path.abspath(str(path))) + os.sep
     for path in (torch.__file__, optree.__file__, os.path.dirname(__file__))
 )
+_MODELS = tuple(
+    os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), *path)
+    for path in (("nn", ""), ("distributions", ""), ("optim", ""), ("amp", ""), ("functional.py",))
+)
+"""Those parts of torch that are written with the functions that users write with, and may read values as users do."""
+
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 
 
@@ -97,6 +103,19 @@ def failing_line(traceback: TracebackType | None) -> Source | None:
     while traceback is not None:
         code = traceback.tb_frame.f_code
         if _is_users(code.co_filename):
+            found = Source(code.co_filename, traceback.tb_lineno, code.co_name)
+        traceback = traceback.tb_next
+    return found
+
+
+def library_line(traceback: TracebackType | None) -> Source | None:
+    """The innermost line of torch's own models, losses and the like that the user's innermost line had called."""
+    found = None
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if _is_users(code.co_filename):
+            found = None
+        elif code.co_filename.startswith(_MODELS):
             found = Source(code.co_filename, traceback.tb_lineno, code.co_name)
         traceback = traceback.tb_next
     return found

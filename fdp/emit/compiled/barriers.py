@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from fdp.trace.effects import FUSED_OPTIMIZERS
+from fdp.trace.rewinding import RESUME, REWIND, STATE, rewind
 
 _aten = torch.ops.aten
 _library = torch.library.Library("fdp_compiled", "DEF")
@@ -87,7 +88,7 @@ def _define(name: str, schema: str, run: Callable[..., Any]) -> Any:
     _library.define(f"{name}{schema}", tags=(torch.Tag.needs_exact_strides,))
     _library.impl(name, run, "CompositeExplicitAutograd")
     operator = getattr(torch.ops.fdp_compiled, name).default
-    fake = (lambda value: torch.empty_like(value)) if schema.endswith("Tensor") else (lambda *args, **kwargs: None)
+    fake = (lambda value, *args: torch.empty_like(value)) if schema.endswith("Tensor") else (lambda *a, **k: None)
     torch.library.register_fake(f"fdp_compiled::{name}", fake, lib=_library)
     # So that no pass takes it for dead code.
     torch.fx.has_side_effect(operator)
@@ -105,6 +106,10 @@ start_ = _define("start_", "(Tensor(a!)[] slots, int bucket) -> ()", _start)
 wait_ = _define("wait_", "(Tensor(a!)[] slots, int bucket) -> ()", _wait)
 loop_ = _define("loop_", "(Tensor(a!)[] changed, Tensor[] others, int number) -> ()", _loop)
 multiply_into = _define("multiply_into", "(Tensor(a!) target, Tensor one, Tensor two, float factor) -> ()", _multiply)
+rewind_ = _define("rewind_", "(Tensor(a!) state, Device device) -> Tensor", rewind)
+resume_ = _define("resume_", "(Tensor(a!) state, Device device) -> ()", RESUME)
+"""They change the generator, of which a schema cannot tell: said of the state, it keeps them and their order."""
+DECLARED.update({REWIND: rewind_, RESUME: resume_})
 DECLARED.update({start: start_, wait: wait_, loop: loop_, copy_into: _aten.copy_.default})
 
 FUSED: dict[Any, Any] = {}
@@ -130,6 +135,9 @@ for _name in FUSED_OPTIMIZERS:
     for _overload in _packet.overloads():
         _define_fused(getattr(_packet, _overload))
 
+
+for _operator in (STATE, REWIND, RESUME):
+    torch.fx.has_side_effect(_operator)
 
 CHANGING = (multiply_into, *(operator for operator in DECLARED.values() if operator is not _aten.copy_.default))
 """The operators of this file that say that they change their arguments."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +40,7 @@ def _written_by(node: fx.Node) -> Iterator[int]:
         declared = DECLARED[node.target]._schema.arguments
         for argument, (_, value) in zip(declared, bound_arguments(node), strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                for item in value:
+                for item in value if isinstance(value, (list, tuple)) else [value]:
                     yield from storages_of(item)
 
 
@@ -66,7 +68,7 @@ def _keep_snapshots(graph: fx.Graph) -> None:
             with graph.inserting_after(node):
                 kept = graph.call_function(snapshot, (node,))
             kept.meta["val"] = node.meta["val"]
-            node.replace_all_uses_with(kept, delete_user_cb=kept.__ne__)
+            node.replace_all_uses_with(kept, delete_user_cb=partial(operator.is_not, kept))
 
 
 def _laid_out(node: fx.Node) -> Any:

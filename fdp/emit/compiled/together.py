@@ -17,9 +17,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from rich.console import Console
 
-from fdp.emit.agreement import timeout_s
 from fdp.errors import AgreementError, PeerError, build_message
-from fdp.group import Group, next_turn, wait_for_keys
+from fdp.group import Group, next_turn, timeout_s, wait_for_keys
 
 _BEAT_S = 1.0
 _PATIENCE_S = 60.0

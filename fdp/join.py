@@ -1,0 +1,347 @@
+"""Uneven data: a loop that lasts on every rank until the last rank has run out of batches.
+
+Ranks that call a step together must call it equally often. So each rank says, one batch ahead, whether it has another
+one; the tiny message is under way while the step runs. A rank that has none takes part with a batch whose weight is
+zero.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+import torch.distributed as dist
+
+from fdp.axis import refuse_inside
+from fdp.errors import ArgumentError, PeerError, build_message, first_line
+from fdp.group import (
+    Group,
+    doubt,
+    exchange,
+    leave_behind,
+    next_turn,
+    resolve_group,
+    start_all_gather,
+    timeout_s,
+    wait_for_keys,
+    why_left_behind,
+)
+from fdp.pytree import Tree
+from fdp.state import replicate
+
+_HAS, _OUT, _RAISED = 0, 1, 2
+"""What a rank says of its next batch."""
+
+Weighted = tuple[Tree, torch.Tensor]
+
+
+def join(
+    batches: Iterable[Tree], group: Any = None, *, count: Callable[[Tree], float] | None = None, padding: str = "last"
+) -> Iterator[Weighted]:
+    """Go through batches on all ranks together, until the last rank has run out.
+
+    Each rank passes its own batches; their number and sizes may differ, and a rank may have none at all. With
+    `fdp.pmean(..., weight=weight)` in the step, means and gradients are those of one process with all samples, and
+    nothing is counted twice. All ranks iterate together, outside of steps, and leave the loop together: a rank that
+    leaves alone with `break` is told so by a `PeerError` at its next step. Batches are fetched one ahead, so each has
+    to lie in memory of its own.
+
+    Args:
+        batches: this rank's batches, such as a DataLoader.
+        group: as for `data_parallel`.
+        count: a function of a batch that gives its weight, for instance its number of tokens; None for the length of
+            the first dimension of its first tensor.
+        padding: what a rank that has run out goes on with. "last": its last batch, which has been traced
+            already; or, if it never had one, a copy of another rank's first. "empty": the same with no samples in it,
+            for steps that would count samples whatever their weight, as in synchronised BatchNorm.
+
+    Returns:
+        An iterator over `(batch, weight)`. The weight is a 0-dim float64 tensor on the device of the batch's first
+        tensor, and zero for a batch that is there only to keep the rank in step.
+
+    Raises:
+        ArgumentError: at the call: an option has no meaning. While iterating: a batch without a tensor of one
+            dimension or more, or a count that is no number, on this rank; batches that are refilled in place.
+        PeerError: while iterating: another rank's batches raised an error, which is named; this one's own errors are
+            raised as they are, when all ranks have done their last common step. Or another rank died, or stopped
+            answering.
+
+    Example:
+        >>> for batch, weight in join([torch.ones(3, 2), torch.ones(1, 2)]):
+        ...     print(list(batch.shape), weight.item())
+        [3, 2] 3.0
+        [1, 2] 1.0
+
+    References:
+        `torch.distributed.algorithms.Join`, which shadows the messages of ranks that have run out.
+    """
+    refuse_inside("join")
+    ranks = resolve_group(group)
+    if padding not in ("last", "empty"):
+        raise ArgumentError(build_message(f"fdp.join was given padding={padding!r}.", remedy='pass "last" or "empty".'))
+    if count is not None and not callable(count):
+        raise ArgumentError(
+            build_message(
+                f"fdp.join was given a count of type {type(count).__name__}.", remedy="pass a function of a batch."
+            )
+        )
+    return _together(batches, ranks, count, padding == "empty")
+
+
+@dataclass(frozen=True)
+class _Next:
+    """What a rank has next: a batch and its weight, or nothing, or an error."""
+
+    state: int
+    batch: Tree = None
+    weight: torch.Tensor | None = None
+    error: Exception | None = None
+
+
+def _together(
+    batches: Iterable[Tree], ranks: Group, count: Callable[[Tree], float] | None, empty: bool
+) -> Generator[Weighted, None, None]:
+    if (why := why_left_behind(ranks)) is not None:
+        raise _lost(ranks, why)
+    if ranks.size == 1:
+        for batch in batches:
+            yield batch, _weight(batch, count)
+        return
+    loop, source = _Loop(ranks), _items(batches)
+    own, spare = _fetch(source, count), None
+    finish = loop.start(own.state)
+    try:
+        while True:
+            states = finish()
+            if _RAISED in states:
+                _raise_together(ranks, own, loop.done)
+            if _HAS not in states:
+                return
+            if loop.done == 0 and _OUT in states:
+                borrowed = _borrowed(ranks, own.batch, states.index(_HAS))
+                spare = _without_weight(borrowed, empty) if own.state == _OUT else None
+            if own.state == _HAS:
+                assert own.weight is not None
+                now, following = (own.batch, own.weight), _fetch(source, count, own.batch)
+                if following.state != _HAS:
+                    spare = _without_weight(own.batch, empty)
+            else:
+                assert spare is not None
+                now, following = spare, own
+            finish = loop.start(following.state)
+            own = following
+            loop.done += 1
+            yield now
+    except BaseException as error:
+        if not isinstance(error, Exception):  # a loop that is left closes its generator, which is no error
+            loop.leave(finish)
+        raise
+    finally:
+        loop.tell()
+
+
+class _Loop:
+    """The messages of one loop, and how often it has gone round."""
+
+    def __init__(self, ranks: Group) -> None:
+        self._ranks = ranks
+        self._turn = next_turn(ranks) if ranks.size > 1 else ""
+        cpu = torch.device("cpu")
+        on_cpu = ranks.backend_for(cpu) is not None
+        self._device = cpu if on_cpu else torch.device(torch.accelerator.current_accelerator() or cpu)
+        self.done = 0
+
+    def start(self, state: int) -> Callable[[], list[int]]:
+        """Start telling the others what this rank has next; the function returned waits for what they have."""
+        ranks = self._ranks
+        if (why := why_left_behind(ranks)) is not None:
+            raise _lost(ranks, why)
+        own = torch.tensor([state], device=self._device)
+        out = torch.empty((ranks.size, 1), dtype=torch.int64, device=self._device)
+        with _talking(ranks):
+            wait = start_all_gather(out, own, ranks)
+
+        def finish() -> list[int]:
+            if (why := why_left_behind(ranks)) is not None:
+                raise _lost(ranks, why)
+            with _talking(ranks):
+                wait()
+                states: list[int] = out.flatten().tolist()
+            return states
+
+        return finish
+
+    def tell(self) -> None:
+        """Leave word, for ranks that come to wonder, after how many batches this one went."""
+        try:
+            self._ranks.store().set(f"{self._turn}/{self._ranks.rank}", str(self.done))
+        except Exception:  # the group may be gone, or the interpreter on its way out: then nobody will ask
+            return
+
+    def leave(self, finish: Callable[[], list[int]]) -> None:
+        """Find out, before this rank talks to the others again, whether they have left the loop as well."""
+        ranks, turn, done = self._ranks, self._turn, self.done
+
+        def find_out() -> str | None:
+            names = [f"{turn}/{rank}" for rank in range(ranks.size)]
+            store = ranks.store()
+            wait_for_keys(store, names, timeout_s())
+            for rank, name in enumerate(names):
+                theirs = int(store.get(name)) if store.check([name]) else None
+                if theirs != done:
+                    where = f"after {theirs}" if theirs is not None else f"not within {timeout_s():g} s"
+                    return f"it left the loop over fdp.join after {done} batches, and rank {rank} {where}"
+            finish()
+            return None
+
+        try:
+            doubt(ranks, find_out)
+        except Exception:  # as above
+            return
+
+
+def _items(batches: Iterable[Tree]) -> Iterator[Tree]:
+    """The batches; an error in making the iterator comes with the first of them."""
+    yield from batches
+
+
+def _fetch(source: Iterator[Tree], count: Callable[[Tree], float] | None, current: Tree = None) -> _Next:
+    try:
+        held = [x for x in optree.tree_leaves(current) if isinstance(x, torch.Tensor) and not x.is_inference()]
+        versions = [tensor._version for tensor in held]
+        for batch in source:
+            if versions != [tensor._version for tensor in held]:
+                raise ArgumentError(
+                    build_message(
+                        "the batches of fdp.join are refilled in place: making one changed the one before, which is "
+                        "still to be used.",
+                        remedy="make each batch in memory of its own, for instance with clone().",
+                    )
+                )
+            return _Next(_HAS, batch, _weight(batch, count))
+    except Exception as error:
+        return _Next(_RAISED, error=error)
+    return _Next(_OUT)
+
+
+def _weight(batch: Tree, count: Callable[[Tree], float] | None) -> torch.Tensor:
+    tensors = [leaf for leaf in optree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    device = tensors[0].device if tensors and tensors[0].device.type != "mps" else None  # which has no doubles
+    if count is None:
+        lengths = [tensor.shape[0] for tensor in tensors if tensor.dim()]
+        if not lengths:
+            raise ArgumentError(
+                build_message(
+                    f"fdp.join does not know how many samples a batch has: a {type(batch).__name__} without a tensor "
+                    "of one dimension or more.",
+                    remedy="pass count=, a function of a batch.",
+                )
+            )
+        return torch.tensor(float(lengths[0]), dtype=torch.float64, device=device)
+    number = float(count(batch))
+    if not 0 <= number < float("inf"):
+        raise ArgumentError(
+            build_message(f"the count of fdp.join returned {number}.", remedy="return a number of samples.")
+        )
+    return torch.tensor(number, dtype=torch.float64, device=device)
+
+
+def _without_weight(batch: Tree, empty: bool) -> Weighted:
+    weight = _weight(batch, lambda _: 0.0)
+    if empty:
+        batch = optree.tree_map(lambda x: x[:0] if isinstance(x, torch.Tensor) and x.dim() else x, batch)
+    return batch, weight
+
+
+def _borrowed(ranks: Group, batch: Tree, donor: int) -> Tree:
+    """Give a rank without a batch a copy of the donor's; all ranks take part.
+
+    Not zeros in its shapes: a model need not be finite on them (a mask that hides everything), and where the loss is
+    not finite, its gradient is not zero, whatever the weight.
+    """
+    payload = b""
+    if ranks.rank == donor:
+        try:
+            payload = pickle.dumps(optree.tree_map(_description, batch))
+        except Exception as error:
+            payload = pickle.dumps(ArgumentError(_not_lent(donor, first_line(error))))
+    found = exchange(ranks, next_turn(ranks), payload, timeout_s())[donor]
+    if found is None:
+        raise _lost(ranks, f"rank {donor} did not describe its batch within {timeout_s():g} s")
+    described = pickle.loads(found)
+    if isinstance(described, ArgumentError):
+        raise described
+    like = batch if ranks.rank == donor else optree.tree_map(_blank, described)
+    with _talking(ranks):
+        return replicate(like, root=donor, group=ranks)
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """What another rank needs to know to receive a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: str
+
+
+def _description(leaf: Any) -> Any:
+    return _Tensor(tuple(leaf.shape), leaf.dtype, leaf.device.type) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _blank(leaf: Any) -> Any:
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.kind) if isinstance(leaf, _Tensor) else leaf
+
+
+def _not_lent(donor: int, why: str) -> str:
+    return build_message(
+        f"fdp.join cannot give a rank without a batch one of rank {donor}'s.",
+        [why],
+        remedy="pass batches of tensors in containers that can be pickled; or give every rank a batch.",
+    )
+
+
+def _raise_together(ranks: Group, own: _Next, done: int) -> None:
+    """Have every rank raise, those whose batches are in order with the errors of the others."""
+    text = "" if own.error is None else f"{type(own.error).__name__}: {first_line(own.error)}"
+    texts = exchange(ranks, next_turn(ranks), text.encode(), timeout_s())
+    if own.error is not None:
+        raise own.error
+    offenders = [f"rank {rank}: {found.decode()}" for rank, found in enumerate(texts) if found]
+    raise PeerError(
+        build_message(
+            f"fdp.join stopped on all ranks after {done} batches: those of another rank raised an error.",
+            offenders,
+            remedy="look at the log of that rank.",
+        )
+    )
+
+
+class _talking:
+    """Errors of the backend as what they are: another rank is gone."""
+
+    def __init__(self, ranks: Group) -> None:
+        self._ranks = ranks
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, (RuntimeError, dist.DistError)):
+            leave_behind(self._ranks, f"a message of fdp.join failed: {type(error).__name__}: {first_line(error)}")
+            raise _lost(self._ranks, f"{type(error).__name__}: {first_line(error)}") from error
+
+
+def _lost(ranks: Group, why: str) -> PeerError:
+    return PeerError(
+        build_message(
+            f"rank {ranks.rank} lost contact with the other ranks in a loop over fdp.join.",
+            [why],
+            remedy="look for the first error among the logs of all ranks; all ranks must go through the loop and leave "
+            "it together.",
+        )
+    )

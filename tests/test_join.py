@@ -1,0 +1,352 @@
+"""Uneven data on real ranks: one process with all samples is the oracle, and no lengths make a rank wait for ever."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import fdp
+
+DOUBLE = torch.float64
+Batches = list[dict[str, Tensor]]
+
+
+def data(sizes: tuple[tuple[int, ...], ...]) -> list[Batches]:
+    """The batches of each rank: `sizes[rank]` are the lengths of its batches."""
+    g = torch.Generator().manual_seed(0)
+    both = [[torch.rand((n, 4), generator=g, dtype=DOUBLE) + 0.1 for n in own] for own in sizes]
+    return [[{"x": t[:, :3].contiguous(), "y": t[:, 3].contiguous()} for t in own] for own in both]
+
+
+def together(shards: list[Batches]) -> Batches:
+    """The batches of one process: the samples that all ranks have in the same step."""
+    zipped = itertools.zip_longest(*shards)
+    return [{k: torch.cat([b[k] for b in step if b is not None]) for k in ("x", "y")} for step in zipped]
+
+
+LENGTHS = [(), (1,), (2, 3), (1, 1, 1, 4), (0, 2)]
+
+
+def go_through(cases: list[tuple[tuple[int, ...], ...]]) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for sizes in cases:
+        shards = data(sizes)
+        got = list(fdp.join(iter(shards[rank])))
+        assert len(got) == max(map(len, sizes)), sizes
+        for at, (batch, weight) in enumerate(got):
+            own = sizes[rank]
+            assert weight.dtype == DOUBLE and weight.shape == ()
+            assert weight.item() == (own[at] if at < len(own) else 0)
+            first = next(r for r in range(world) if sizes[r])
+            expected = shards[rank][min(at, len(own) - 1)] if own else shards[first][0]
+            assert torch.equal(batch["x"], expected["x"]) and torch.equal(batch["y"], expected["y"])
+
+
+def test_every_rank_goes_on_until_the_last_has_run_out() -> None:
+    ranks.run(2, go_through, list(itertools.product(LENGTHS, LENGTHS)))
+
+
+@pytest.mark.skipif(not os.environ.get("FDP_ALL_SAMPLES"), reason="two ranks show it")
+def test_three_ranks_too() -> None:
+    ranks.run(3, go_through, list(itertools.product(LENGTHS, repeat=3)))
+
+
+# --- training ------------------------------------------------------------------------------------------------------
+
+
+def loss_of(params: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+    return ((batch["x"] @ params["w"]).tanh() + params["b"] - batch["y"]).square().mean()
+
+
+def start() -> dict[str, Tensor]:
+    return {"w": torch.tensor([0.3, -0.2, 0.1], dtype=DOUBLE), "b": torch.tensor(0.5, dtype=DOUBLE)}
+
+
+def in_the_loss(state: dict[str, Tensor], batch: Any) -> Any:
+    def loss_fn(params: dict[str, Tensor]) -> Tensor:
+        return fdp.pmean(loss_of(params, batch[0]), weight=batch[1])
+
+    loss, grads = fdp.value_and_grad(loss_fn)(state)
+    return {k: p - 0.5 * grads[k] for k, p in state.items()}, loss
+
+
+def of_the_gradients(state: dict[str, Tensor], batch: Any) -> Any:
+    grads, loss = torch.func.grad_and_value(loss_of)(state, batch[0])
+    grads, loss = fdp.pmean((grads, loss), weight=batch[1])
+    return {k: p - 0.5 * grads[k] for k, p in state.items()}, loss
+
+
+def train(shards: list[Batches], padding: str) -> None:
+    for step_fn in (in_the_loss, of_the_gradients):
+        step = fdp.data_parallel(step_fn, bucket_cap_mb=1)
+        state, losses = start(), []
+        for batch in fdp.join(shards[dist.get_rank()], padding=padding):
+            state, loss = step(state, batch)
+            losses.append(loss)
+        fdp.assert_replicated((state, losses))
+
+        expected, expected_losses = start(), []
+        for whole in together(shards):
+            grads, loss = torch.func.grad_and_value(loss_of)(expected, whole)
+            expected = {k: p - 0.5 * grads[k] for k, p in expected.items()}
+            expected_losses.append(loss)
+        torch.testing.assert_close((state, losses), (expected, expected_losses), rtol=1e-12, atol=1e-12)
+
+
+UNEVEN = [((4, 4, 1), (5,)), ((), (2, 3)), ((3, 3), (3, 3, 2)), ((2, 0), (1, 1, 1))]
+
+
+def train_all() -> None:
+    for sizes in UNEVEN:
+        train(data(sizes), "last")
+    train(data(UNEVEN[0]), "empty")  # the mean of no samples is NaN, and weighs nothing
+    train(data(UNEVEN[1]), "empty")
+
+
+def test_training_is_that_of_one_process_with_all_samples() -> None:
+    ranks.run(2, train_all)
+
+
+def count_traces() -> int:
+    traced = 0
+
+    def step_fn(state: dict[str, Tensor], batch: Any) -> Any:
+        nonlocal traced
+        traced += 1
+        return of_the_gradients(state, batch)
+
+    step, state = fdp.data_parallel(step_fn, check_trace=False), start()
+    for batch in fdp.join(data(((4, 4, 4, 4), (4, 4)))[dist.get_rank()]):
+        state, _ = step(state, batch)
+    return traced
+
+
+def test_a_batch_that_is_repeated_is_not_traced_again() -> None:
+    assert ranks.run(2, count_traces) == [1, 1]
+
+
+def normalised() -> None:
+    """Synchronised BatchNorm counts samples, not weights: `padding="empty"`, or `active=`, keeps it right."""
+    shards = data(((4, 3), (2,)))
+    for padding in ("empty", "last"):
+        running: list[Tensor] = []
+        mean, var = torch.zeros(3, dtype=DOUBLE), torch.ones(3, dtype=DOUBLE)
+        for batch, weight in fdp.join(shards[dist.get_rank()], padding=padding):
+            _, mean, var = fdp.sync_batch_norm(batch["x"], mean, var, active=weight if padding == "last" else None)
+            running += [mean, var]
+        expected, kept = [], (torch.zeros(3, dtype=DOUBLE), torch.ones(3, dtype=DOUBLE))
+        for whole in together(shards):
+            F.batch_norm(whole["x"], *kept, training=True)
+            expected += [kept[0].clone(), kept[1].clone()]
+        torch.testing.assert_close(running, expected)
+
+
+def test_synchronised_batch_norm_over_uneven_data() -> None:
+    ranks.run(2, normalised)
+
+
+def weights_of_zero() -> None:
+    rank = dist.get_rank()
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+            x = torch.tensor([bad, 7.0] if rank else [1.0, 2.0], dtype=dtype)
+            for weight in (torch.tensor(3.0 * (1 - rank)), 3 * (1 - rank)):
+                assert fdp.pmean(x, weight=weight).tolist() == [1.0, 2.0]
+        value, w = torch.tensor([bad, 2.0][1 - rank], requires_grad=True), torch.tensor(1.0 - rank, requires_grad=True)
+        fdp.pmean(value, weight=w).backward()
+        assert value.grad.item() == (0.0 if rank else 2.0)  # both ranks send back one
+        assert w.grad.isfinite()
+    # The derivative with respect to a weight is there where the weight is zero, too: (x - mean) / sum of weights.
+    value, w = torch.tensor(5.0 + rank), torch.tensor(1.0 - rank, requires_grad=True)
+    fdp.pmean(value, weight=w).backward()
+    assert w.grad.item() == 2 * (value.item() - 5.0)
+
+
+def test_a_rank_without_weight_adds_nothing_whatever_it_holds() -> None:
+    ranks.run(2, weights_of_zero)
+
+
+# --- errors, and leaving -------------------------------------------------------------------------------------------
+
+
+def broken(batches: Batches, at: int, error: Exception) -> Iterator[dict[str, Tensor]]:
+    yield from batches[:at]
+    raise error
+
+
+def raising(at: int, both: bool) -> tuple[int, str, str]:
+    rank, step, done = dist.get_rank(), fdp.data_parallel(of_the_gradients), 0
+    own: Any = data(((2, 2, 2), (2,)))[rank]
+    if rank == 0 or both:
+        own = broken(own, at, OSError(f"no disk\non rank {rank}"))
+    try:
+        state = start()
+        for batch in fdp.join(own):
+            state, _ = step(state, batch)
+            done += 1
+        kind, text = "", ""
+    except Exception as error:
+        kind, text = type(error).__name__, str(error)
+    # All ranks stopped at the same place, so the group is in order.
+    fdp.assert_replicated(state)
+    assert len(list(fdp.join(data(((1,), (1, 1)))[rank]))) == 2
+    return done, kind, text
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_an_error_of_one_ranks_batches_stops_all(at: int) -> None:
+    (done, kind, text), (others_done, others_kind, others_text) = ranks.run(2, raising, at, False)
+    assert (done, kind, text) == (at, "OSError", "no disk\non rank 0")
+    assert (others_done, others_kind) == (at, "PeerError")
+    assert others_text.splitlines() == [
+        f"fdp.join stopped on all ranks after {at} batches: those of another rank raised an error.",
+        "  rank 0: OSError: no disk",
+        "Remedy: look at the log of that rank.",
+    ]
+
+
+def test_each_rank_raises_its_own_error() -> None:
+    for rank, found in enumerate(ranks.run(2, raising, 1, True)):
+        assert found == (1, "OSError", f"no disk\non rank {rank}")
+
+
+def refilled() -> str:
+    def batches() -> Iterator[Tensor]:
+        x = torch.ones(2)
+        for _ in range(3):
+            yield x.add_(1)
+
+    own: Any = batches() if dist.get_rank() else [torch.ones(2)] * 3
+    try:
+        list(fdp.join(own))
+    except fdp.FdpError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def no_pickle() -> str:
+    own = [{"x": torch.ones(2), "f": lambda: 0}] if dist.get_rank() else []
+    try:
+        list(fdp.join(own))
+    except fdp.FdpError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def uncounted() -> str:
+    own: Any = [torch.ones(2), torch.ones(())] if dist.get_rank() else [torch.ones(2)] * 3
+    try:
+        list(fdp.join(own))
+    except fdp.FdpError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_batches_that_cannot_be_joined_are_refused_on_all_ranks() -> None:
+    peer, own = ranks.run(2, refilled)
+    assert "  rank 1: ArgumentError: the batches of fdp.join are refilled in place" in peer
+    assert own.startswith("ArgumentError: the batches of fdp.join are refilled in place: making one changed")
+    peer, own = ranks.run(2, uncounted)
+    assert "after 1 batches" in peer and "rank 1: ArgumentError: fdp.join does not know how many samples" in peer
+    assert own.startswith("ArgumentError: fdp.join does not know how many samples a batch has: a Tensor without")
+    for found in ranks.run(2, no_pickle):
+        assert found.startswith("ArgumentError: fdp.join cannot give a rank without a batch one of rank 1's.\n  ")
+
+
+def leave_together() -> None:
+    rank, step, state = dist.get_rank(), fdp.data_parallel(of_the_gradients), start()
+    shards = data(((2, 2, 2, 2), (2, 2, 2)))
+    for epoch in range(2):
+        # Before the step, after it, and one rank by break where the other comes to the end.
+        for stop in (0, 2, 3):
+            for at, batch in enumerate(fdp.join(shards[rank])):
+                if at == stop and epoch == 0:
+                    break
+                state, _ = step(state, batch)
+                if at == stop and (rank == 0 or stop < 3):
+                    break
+        state, _ = step(state, (shards[rank][0], torch.tensor(1.0, dtype=DOUBLE)))
+        assert all(at < 5 for at, _ in enumerate(fdp.join(shards[rank])))
+    fdp.assert_replicated(state)
+
+
+def test_ranks_may_leave_the_loop_together() -> None:
+    ranks.run(2, leave_together)
+
+
+def leave_alone() -> str:
+    """Rank 1 leaves; its next step says so. Rank 0 is told when the group's time is up."""
+    rank, step, state = dist.get_rank(), fdp.data_parallel(of_the_gradients), start()
+    shards = data(((2, 2, 2, 2), (2, 2, 2, 2)))
+    state, _ = step(state, (shards[rank][0], torch.tensor(1.0, dtype=DOUBLE)))
+    try:
+        for at, batch in enumerate(fdp.join(shards[rank])):
+            if rank == 1 and at == 1:
+                break
+            if rank == 1:
+                assert batch is not None
+        step(state, (shards[rank][0], torch.tensor(1.0, dtype=DOUBLE)))
+    except fdp.PeerError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_leaves_alone_is_told() -> None:
+    env = {"FDP_AGREE_TIMEOUT_S": "1", "RANKS_TIMEOUT_S": "4"}
+    stayed, left = ranks.run_fresh(2, leave_alone, env=env)
+    assert left.ok and stayed.ok, (left.describe(), stayed.describe())
+    assert "step 'of_the_gradients' was called on a process group whose ranks are no longer in step." in left.value
+    assert "it left the loop over fdp.join after 2 batches, and rank 0 not within 1 s" in left.value
+    assert stayed.value.startswith("rank 0 lost contact with the other ranks in a loop over fdp.join.")
+
+
+# --- a world of one ------------------------------------------------------------------------------------------------
+
+
+def test_in_a_world_of_one_each_batch_comes_with_its_count() -> None:
+    batches = data(((3, 1, 0),))[0]
+    got = list(fdp.join(batches))
+    assert [weight.item() for _, weight in got] == [3, 1, 0] and all(
+        a is b for (a, _), b in zip(got, batches, strict=True)
+    )
+    tokens = [weight.item() for _, weight in fdp.join(batches, count=lambda batch: batch["x"].sum())]
+    assert tokens == [batch["x"].sum().item() for batch in batches]
+    assert list(fdp.join([])) == []
+    with pytest.raises(OSError):
+        list(fdp.join(broken(batches, 1, OSError())))
+    used = iter(batches)
+    next(fdp.join(used))
+    assert len(list(used)) == 2  # alone, nothing is fetched ahead
+
+
+@pytest.mark.parametrize(
+    ("batches", "options", "text"),
+    [
+        ([], {"padding": "zeros"}, r"padding='zeros'.\nRemedy: pass \"last\" or \"empty\"."),
+        ([], {"count": 3}, "a count of type int"),
+        ([torch.ones(())], {}, "a Tensor without a tensor of one dimension or more"),
+        ([{"n": 3}], {}, "a dict without a tensor"),
+        ([torch.ones(2)], {"count": lambda _: -1}, "returned -1.0"),
+        ([torch.ones(2)], {"count": lambda _: float("nan")}, "returned nan"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(batches: Any, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(fdp.ArgumentError, match=text):
+        list(fdp.join(batches, **options))
+
+
+def test_it_is_for_loops_outside_of_steps() -> None:
+    def step(state: Any, batch: Any) -> Any:
+        return [fdp.pmean(b) for b, _ in fdp.join([batch])]
+
+    with pytest.raises(fdp.FdpError, match=r"fdp\.join was called inside a step"):
+        fdp.data_parallel(step)(torch.ones(1), torch.ones(1))
