@@ -157,6 +157,32 @@ def test_vmap_of_grad(job: Callable[[], None]) -> None:
     ranks.run(2, job)
 
 
+@pytest.mark.parametrize("layer", [nn.Conv1d(2, 4, 3), nn.Conv2d(2, 4, 3, groups=2), nn.ConvTranspose2d(2, 4, 3)])
+def test_per_sample_gradients_of_convolutions(layer: nn.Module) -> None:
+    """vmap hands convolution_backward unfilled memory in place of what is not asked for: harmless, not refused."""
+    import fdp
+
+    apply, params, buffers = fdp.from_module(layer.double())
+    x = torch.randn(3, 2, *[6] * (layer.weight.dim() - 2), dtype=torch.float64)
+
+    def loss(params: Any, one: torch.Tensor) -> torch.Tensor:
+        return apply(params, buffers, one[None])[0].pow(3).sum()
+
+    def step_fn(params: Any, x: torch.Tensor) -> Any:
+        by_weight, by_input = torch.func.grad(loss, (0, 1)), torch.func.grad(loss, 1)
+        both, alone = (torch.func.vmap(f, (None, 0))(params, x) for f in (by_weight, by_input))
+        return fdp.per_rank((both, alone))
+
+    (by_weight, by_input), alone = fdp.data_parallel(step_fn)(params, x)
+    for i, one in enumerate(x):
+        leaves = {k: p.detach().requires_grad_() for k, p in params.items()}
+        one = one.clone().requires_grad_()
+        *expected, d_one = torch.autograd.grad(loss(leaves, one), [*leaves.values(), one])
+        torch.testing.assert_close({k: g[i] for k, g in by_weight.items()}, dict(zip(leaves, expected, strict=True)))
+        torch.testing.assert_close(by_input[i], d_one)
+        torch.testing.assert_close(alone[i], d_one)
+
+
 # --- two models, two optimizers ----------------------------------------------------------------------
 
 

@@ -124,6 +124,21 @@ def _read_effects(node: fx.Node) -> Effects:
     )
 
 
+def taken_for_shape(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The arguments of which a node reads the shape alone, though its schema does not say so.
+
+    The backward of a convolution reads its weight for the gradient of the input only, and the input for that of the
+    weight. `vmap` relies on it: where one of the two is not asked for, it passes memory that nobody has filled.
+    """
+    if node.target is not _aten.convolution_backward.default:
+        return ()
+    given = {argument.name: value for argument, value in bound_arguments(node)}
+    for_input, for_weight, _ = given["output_mask"]
+    named = [("weight", for_input), ("input", for_weight)]
+    needed = {given["grad_output"], *(given[name] for name, read in named if read)}
+    return tuple(given[name] for name, read in named if not read and given[name] not in needed)
+
+
 def _effects_inside(node: fx.Node) -> Effects:
     """The effects of a higher-order operator.
 
