@@ -144,7 +144,14 @@ def test_refusals_of_clipping() -> None:
     for bad in (0, -1.0, math.nan, True, "1", None, torch.ones(2), torch.tensor(1)):
         with pytest.raises(ArgumentError, match="takes max_norm as a positive number or a 0-dim tensor, not"):
             clip_by_global_norm({}, bad)  # type: ignore[arg-type]
+    for bad in (0, -2.0, "2", None, math.nan):
+        with pytest.raises(ArgumentError, match=r"takes norm_type as a positive number or math.inf, not"):
+            global_norm({}, bad)  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match="clip_by_global_norm takes norm_type"):
+            clip_by_global_norm({}, 1.0, bad)  # type: ignore[arg-type]
     inner = from_torch(torch.optim.AdamW)
+    with pytest.raises(ArgumentError, match="clipped takes norm_type"):
+        clipped(inner, 1.0, 0)
     with pytest.raises(ArgumentError, match="clipped takes max_norm as a positive number"):
         clipped(inner, 0.0)
     with pytest.raises(ArgumentError, match="a tensor would be a constant of every step's graph"):

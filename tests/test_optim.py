@@ -154,6 +154,17 @@ def test_every_class_that_torch_has_is_either_exact_or_refused() -> None:
     assert shipped == set(CLASSES) | REFUSED
 
 
+def test_every_configuration_that_is_not_exact_is_refused_by_name() -> None:
+    refused = 0
+    for info in optim_db:
+        for config in info.optim_inputs_func(device="cpu"):
+            if info.optim_cls in REFUSED or config.kwargs.get("differentiable"):
+                refused += 1
+                with pytest.raises(ArgumentError, match=rf"^{info.optim_cls.__name__}.*\nRemedy: "):
+                    from_torch(info.optim_cls, **config.kwargs)
+    assert refused > len(REFUSED)
+
+
 def tensor(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -31,12 +30,13 @@ def global_norm(tree: Tree, norm_type: float = 2.0) -> Tensor:
         and batched by `torch.vmap`.
 
     Raises:
-        ArgumentError: a leaf is something else, named by key path.
+        ArgumentError: a leaf is something else, named by key path; `norm_type` is no positive number.
 
     Example:
         >>> global_norm({"w": torch.tensor([3.0, 0.0]), "b": torch.tensor(4.0), "frozen": None})
         tensor(5.)
     """
+    _check_norm_type("global_norm", norm_type)
     return norm_of(checked_gradients("global_norm", "tree", tree), norm_type)
 
 
@@ -58,7 +58,8 @@ def clip_by_global_norm(grads: Tree, max_norm: float | Tensor, norm_type: float 
         The gradients, in their own dtypes, and their norm before, a 0-dim tensor.
 
     Raises:
-        ArgumentError: `max_norm` is no such number, or a gradient is not a tensor of floating point numbers.
+        ArgumentError: `max_norm` or `norm_type` is no such number, or a gradient is no dense tensor of floating point
+            numbers.
 
     Example:
         >>> grads, norm = clip_by_global_norm({"w": torch.tensor([3.0, 4.0])}, max_norm=1.0)
@@ -66,6 +67,7 @@ def clip_by_global_norm(grads: Tree, max_norm: float | Tensor, norm_type: float 
         (tensor([0.6000, 0.8000]), tensor(5.))
     """
     _check_max_norm("clip_by_global_norm", max_norm)
+    _check_norm_type("clip_by_global_norm", norm_type)
     leaves = checked_gradients("clip_by_global_norm", "grads", grads)
     norm = norm_of(leaves, norm_type)
     if isinstance(max_norm, Tensor):
@@ -74,7 +76,7 @@ def clip_by_global_norm(grads: Tree, max_norm: float | Tensor, norm_type: float 
     return multiplied(grads, factor), norm
 
 
-def clipped(optimizer: Optimizer, max_norm: float | Tensor, norm_type: float = 2.0) -> Optimizer:
+def clipped(optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Optimizer:
     """Let an optimizer clip its gradients by their global norm before each update.
 
     It adds nothing to the state. See `clip_by_global_norm` for what it does to gradients that are not finite, and for
@@ -102,6 +104,7 @@ def clipped(optimizer: Optimizer, max_norm: float | Tensor, norm_type: float = 2
         what = "clipped takes max_norm as a number: a tensor would be a constant of every step's graph."
         raise refusal(what, "call fdp.optim.clip_by_global_norm(grads, max_norm) in the step.")
     _check_max_norm("clipped", max_norm)
+    _check_norm_type("clipped", norm_type)
 
     def init(params: Tree) -> Tree:
         state = optimizer.init(params)
@@ -177,8 +180,17 @@ def _check_max_norm(who: str, max_norm: Any) -> None:
     if isinstance(max_norm, Tensor):
         good = max_norm.dim() == 0 and max_norm.is_floating_point()
     else:
-        number = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool)
-        good = number and max_norm > 0 and not math.isnan(max_norm)
+        good = _is_positive(max_norm)
     if not good:
         what = f"{who} takes max_norm as a positive number or a 0-dim tensor, not {describe(max_norm)}."
         raise refusal(what, "max_norm=1.0 is a usual first value.")
+
+
+def _check_norm_type(who: str, norm_type: Any) -> None:
+    if not _is_positive(norm_type):
+        what = f"{who} takes norm_type as a positive number or math.inf, not {describe(norm_type)}."
+        raise refusal(what, "leave it out for the Euclidean norm.")
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0  # which NaN is not

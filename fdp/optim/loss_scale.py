@@ -29,9 +29,10 @@ def loss_scaled(
     """Let an optimizer take gradients of a scaled loss, and skip an update whose gradients are not finite.
 
     In the loss function the loss is multiplied by `opt_state["scale"]`, so that small gradients survive float16.
-    `update` divides the averaged gradients by it. If one of them is infinite or NaN, on any rank, parameters and state
-    stay as they are to the bit, and the scale becomes `backoff_factor` as large; after `growth_interval` updates in
-    a row it becomes `growth_factor` as large. Since the gradients are the mean over ranks, all ranks decide alike.
+    `update` divides the averaged gradients by it, whether or not the loss was multiplied. If one of them is infinite or
+    NaN, on any rank, parameters and state stay as they are to the bit, and the scale becomes `backoff_factor` as large;
+    after `growth_interval` updates in a row it becomes `growth_factor` as large. Since the gradients are the mean over
+    ranks, all ranks decide alike.
 
     Scale, decision and unscaled gradients are bit for bit those of `torch.amp.GradScaler`. Skipping costs memory: the
     old parameters and state are there until the new ones are chosen or not.

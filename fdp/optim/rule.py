@@ -23,7 +23,7 @@ from fdp.optim.checks import (
     ships_with_torch,
     trains,
 )
-from fdp.optim.tracing import compiling, number_of, numbers_of_tensors, traceable_comparisons
+from fdp.optim.tracing import compiling, make_comparisons_traceable, number_of, numbers_of_tensors
 from fdp.pytree import Tree
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -186,7 +186,9 @@ class Rule:
         step = step.__wrapped__ if getattr(step, "hooked", False) else step
         given = [set(optimizer.state[p]) for p in params]
         missing: KeyError | None = None
-        with compiling(any(group.get("capturable") for group in optimizer.param_groups)), traceable_comparisons():
+        if issubclass(self.cls, optim.Adafactor):
+            make_comparisons_traceable()
+        with compiling(any(group.get("capturable") for group in optimizer.param_groups)):
             try:
                 step(optimizer)
             except KeyError as error:

@@ -55,20 +55,13 @@ def number_of(value: Tensor, first: float) -> float:
     return number
 
 
-@contextlib.contextmanager
-def traceable_comparisons() -> Iterator[None]:
+def make_comparisons_traceable() -> None:
     """Let Adafactor compare numbers that are read of tensors: its `min` and `max` become operations of the graph.
 
-    (This relies on its step calling both by these names, which its module finds among its own globals first. Numbers
-    that have a value are compared as ever, so it does not matter who else runs Adafactor meanwhile.)
+    (This relies on its step calling both by these names, which its module finds among its own globals first.) They
+    stay there, so that no other thread takes them away from a trace; numbers that have a value are compared as ever.
     """
-    names = vars(_adafactor)
-    names.update(min=_smaller, max=_larger)
-    try:
-        yield
-    finally:
-        names.pop("min", None)
-        names.pop("max", None)
+    vars(_adafactor).update(min=_smaller, max=_larger)
 
 
 def _larger(a: float, b: float) -> float:
