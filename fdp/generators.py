@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import random
 import sys
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -46,9 +47,9 @@ def seed(n: int, group: Any = None) -> int:
         `torch.manual_seed`.
     """
     refuse_inside("seed")
-    if isinstance(n, bool) or not isinstance(n, int):
+    if isinstance(n, bool) or not isinstance(n, Integral):
         raise ArgumentError(build_message(f"fdp.seed was given {n!r}.", remedy="pass a Python integer."))
-    own = int(fold_in(key(n), resolve_group(group).rank)) & 2**63 - 1
+    own = int(fold_in(key(int(n)), resolve_group(group).rank)) & 2**63 - 1
     torch.manual_seed(own)
     return own
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -78,9 +79,9 @@ def split(key: torch.Tensor, num: int = 2) -> torch.Tensor:
         torch.Size([3])
     """
     _check_key("split", key)
-    if isinstance(num, bool) or not isinstance(num, int) or num < 0:
+    if not _is_number(num) or num < 0:
         raise _refusal("split", f"num={num!r}", "pass the number of keys that you need.")
-    return words(key, num, _SPLIT)
+    return words(key, int(num), _SPLIT)
 
 
 def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
@@ -209,9 +210,7 @@ def randint(
         >>> int(dice.min()), int(dice.max())
         (1, 6)
     """
-    if any(isinstance(end, bool) or not isinstance(end, int) for end in (minval, maxval)) or not (
-        0 < maxval - minval <= _LARGEST_SPAN
-    ):
+    if not (_is_number(minval) and _is_number(maxval)) or not (0 < maxval - minval <= _LARGEST_SPAN):
         raise _refusal(
             "randint",
             f"minval={minval!r} and maxval={maxval!r}",
@@ -222,7 +221,7 @@ def randint(
         raise _refusal("randint", f"dtype={dtype}", "pass an integer dtype.")
     if minval < torch.iinfo(dtype).min or maxval - 1 > torch.iinfo(dtype).max:
         raise _refusal("randint", f"numbers from {minval} to {maxval - 1} in {dtype}", "pass a wider dtype.")
-    return (_words("randint", key, shape, device, 63) % (maxval - minval) + minval).to(dtype)
+    return (_words("randint", key, shape, device, 63) % int(maxval - minval) + int(minval)).to(dtype)
 
 
 def bernoulli(
@@ -280,7 +279,7 @@ def permutation(key: torch.Tensor, x: int | torch.Tensor, axis: int = 0, device:
             )
         order = _words("permutation", key, x.shape[axis], x.device, 63).argsort()
         return x.index_select(axis, order)
-    if isinstance(x, bool) or not isinstance(x, int) or x < 0:
+    if not _is_number(x) or x < 0:
         raise _refusal("permutation", f"x={x!r}", "pass a tensor, or a number of elements.")
     return _words("permutation", key, x, device, 63).argsort()
 
@@ -288,10 +287,10 @@ def permutation(key: torch.Tensor, x: int | torch.Tensor, axis: int = 0, device:
 def _words(name: str, key: torch.Tensor, shape: int | Sequence[int], device: Any, bits: int) -> torch.Tensor:
     """Draw the upper `bits` bits of a word for each element, as a number from 0 to 2**bits - 1."""
     _check_key(name, key)
-    sizes = [shape] if isinstance(shape, int) else list(shape)
-    if any(isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)) or size < 0 for size in sizes):
+    sizes: list[Any] = [shape] if _is_number(shape) else list(shape)  # type: ignore[arg-type]
+    if not all(_is_number(size) and size >= 0 for size in sizes):
         raise _refusal(name, f"shape={shape!r}", "pass a tuple of sizes.")
-    count, key = math.prod(sizes), key if device is None else key.to(device)
+    count, key = int(math.prod(sizes)), key if device is None else key.to(device)
     if bits > 31:
         drawn, unused = words(key, count, _DRAW), 64 - bits
     else:
@@ -310,11 +309,16 @@ def _check_key(name: str, key: Any) -> None:
 
 
 def _integer(name: str, number: Any, device: Any) -> torch.Tensor:
-    if isinstance(number, int) and not isinstance(number, bool):
-        return torch.tensor(signed(number), dtype=torch.int64, device=device)
+    if _is_number(number):
+        return torch.tensor(signed(int(number)), dtype=torch.int64, device=device)
     if isinstance(number, torch.Tensor) and number.dim() == 0 and _is_integer(number.dtype):
         return number.to(device=device, dtype=torch.int64)
     raise _refusal(name, f"{number!r}", "pass a Python integer or a 0-dim integer tensor.")
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a whole number, of Python's or of NumPy's."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_integer(dtype: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import os
 from collections.abc import Iterator
@@ -11,7 +12,6 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 import fdp
@@ -137,17 +137,25 @@ def test_a_batch_that_is_repeated_is_not_traced_again() -> None:
 def normalised() -> None:
     """Synchronised BatchNorm counts samples, not weights: `padding="empty"`, or `active=`, keeps it right."""
     shards = data(((4, 3), (2,)))
-    for padding in ("empty", "last"):
-        running: list[Tensor] = []
-        mean, var = torch.zeros(3, dtype=DOUBLE), torch.ones(3, dtype=DOUBLE)
-        for batch, weight in fdp.join(shards[dist.get_rank()], padding=padding):
-            _, mean, var = fdp.sync_batch_norm(batch["x"], mean, var, active=weight if padding == "last" else None)
-            running += [mean, var]
-        expected, kept = [], (torch.zeros(3, dtype=DOUBLE), torch.ones(3, dtype=DOUBLE))
-        for whole in together(shards):
-            F.batch_norm(whole["x"], *kept, training=True)
-            expected += [kept[0].clone(), kept[1].clone()]
-        torch.testing.assert_close(running, expected)
+    module = torch.nn.SyncBatchNorm(3, affine=False, dtype=DOUBLE)
+    apply, _, buffers = fdp.from_module(module)
+
+    @fdp.data_parallel
+    def by_the_module(state: Any, batch: Any) -> Any:
+        return apply({}, state, batch[0]["x"])[1]
+
+    @fdp.data_parallel
+    def by_the_function(state: Any, batch: Any) -> Any:
+        _, mean, var = fdp.sync_batch_norm(batch[0]["x"], state["running_mean"], state["running_var"], active=batch[1])
+        return {"running_mean": mean, "running_var": var, "num_batches_tracked": state["num_batches_tracked"] + 1}
+
+    for step, padding in ((by_the_module, "empty"), (by_the_function, "last"), (by_the_function, "empty")):
+        state = buffers
+        oracle = torch.nn.BatchNorm1d(3, affine=False, dtype=DOUBLE)
+        for batch, whole in zip(fdp.join(shards[dist.get_rank()], padding=padding), together(shards), strict=True):
+            state = step(state, batch)
+            oracle(whole["x"])
+            torch.testing.assert_close(state, dict(oracle.named_buffers()))
 
 
 def test_synchronised_batch_norm_over_uneven_data() -> None:
@@ -285,28 +293,28 @@ def test_ranks_may_leave_the_loop_together() -> None:
 
 def leave_alone() -> str:
     """Rank 1 leaves; its next step says so. Rank 0 is told when the group's time is up."""
-    rank, step, state = dist.get_rank(), fdp.data_parallel(of_the_gradients), start()
+    rank, state = dist.get_rank(), start()
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    step = fdp.data_parallel(of_the_gradients, group=group)
     shards = data(((2, 2, 2, 2), (2, 2, 2, 2)))
     state, _ = step(state, (shards[rank][0], torch.tensor(1.0, dtype=DOUBLE)))
-    try:
-        for at, batch in enumerate(fdp.join(shards[rank])):
-            if rank == 1 and at == 1:
-                break
-            if rank == 1:
-                assert batch is not None
-        step(state, (shards[rank][0], torch.tensor(1.0, dtype=DOUBLE)))
-    except fdp.PeerError as error:
-        return str(error)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FDP_AGREE_TIMEOUT_S", "1")
+        try:
+            for at, _ in enumerate(fdp.join(shards[rank], group)):
+                if rank == 1 and at == 1:
+                    break
+            step(state, (shards[rank][0], torch.tensor(1.0, dtype=DOUBLE)))
+        except fdp.PeerError as error:
+            return str(error)
     return "no error"
 
 
 def test_a_rank_that_leaves_alone_is_told() -> None:
-    env = {"FDP_AGREE_TIMEOUT_S": "1", "RANKS_TIMEOUT_S": "4"}
-    stayed, left = ranks.run_fresh(2, leave_alone, env=env)
-    assert left.ok and stayed.ok, (left.describe(), stayed.describe())
-    assert "step 'of_the_gradients' was called on a process group whose ranks are no longer in step." in left.value
-    assert "it left the loop over fdp.join after 2 batches, and rank 0 not within 1 s" in left.value
-    assert stayed.value.startswith("rank 0 lost contact with the other ranks in a loop over fdp.join.")
+    stayed, left = ranks.run(2, leave_alone)
+    assert "step 'of_the_gradients' was called on a process group whose ranks are no longer in step." in left
+    assert "it left the loop over fdp.join after 2 batches, and rank 0 not within 1 s" in left
+    assert stayed.startswith("rank 0 lost contact with the other ranks in a loop over fdp.join.")
 
 
 # --- a world of one ------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import ranks
 import torch
@@ -95,13 +96,17 @@ def test_fold_in_under_vmap_over_either() -> None:
     assert torch.equal(both, torch.stack([random.fold_in(a, int(n)) for a, n in zip(one_by_one, numbers, strict=True)]))
 
 
-def test_draws_can_be_scaled_and_differentiated() -> None:
+# torch's own decompositions for forward mode, at their first use.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_draws_can_be_scaled_and_differentiated_forward_and_back() -> None:
     def loss(scale: torch.Tensor) -> torch.Tensor:
         return (scale * random.normal(random.key(0), (4,))).square().sum()
 
     noise = random.normal(random.key(0), (4,))
     for grad in (torch.func.grad(loss), fdp.grad(loss)):
         torch.testing.assert_close(grad(torch.tensor(2.0)), (2 * 2.0 * noise.square()).sum())
+    _, tangent = torch.func.jvp(loss, (torch.tensor(2.0),), (torch.tensor(1.0),))
+    torch.testing.assert_close(tangent, (2 * 2.0 * noise.square()).sum())
 
 
 # --- on ranks, in steps --------------------------------------------------------------------------------------------
@@ -234,6 +239,15 @@ def test_integers_and_truth_values_come_equally_often() -> None:
     assert firsts.sort(dim=1).values.eq(torch.arange(5)).all()
     for place in range(5):
         assert ((firsts[:, place].bincount() - 4000).square() / 4000).sum() < 25
+
+
+def test_whole_numbers_of_numpy_are_numbers() -> None:
+    k, three = random.key(3), numpy.int64(3)
+    assert torch.equal(random.key(three), k) and torch.equal(random.fold_in(k, three), random.fold_in(k, 3))
+    assert torch.equal(random.normal(k, (three,)), random.normal(k, 3)) and random.uniform(k, three).shape == (3,)
+    assert torch.equal(random.randint(k, 5, -three, three), random.randint(k, 5, -3, 3))
+    assert torch.equal(random.permutation(k, three), random.permutation(k, 3)) and random.split(k, three).numel() == 3
+    assert fdp.seed(three) == fdp.seed(3)
 
 
 def test_ends_of_intervals() -> None:
