@@ -376,12 +376,23 @@ def over_both(w: torch.Tensor, b: torch.Tensor) -> Any:
         return torch.autograd.forward_ad.unpack_dual(fdp.pmean((dual**2 * b).sum()))
 
 
+def over_gradient(w: torch.Tensor, b: torch.Tensor) -> Any:
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(w, torch.ones_like(w))
+        loss, slope = fdp.value_and_grad(lambda w: (w**3 * b).sum())(dual)
+        assert not loss.requires_grad and not slope.requires_grad
+        return fdp.pmean(torch.autograd.forward_ad.unpack_dual(loss)), torch.autograd.forward_ad.unpack_dual(slope)
+
+
 def dual_numbers() -> None:
     b = torch.tensor([1.0, 2.0]) + dist.get_rank()
     w = torch.tensor([3.0, 5.0])
     mean = torch.tensor([1.5, 2.5])
     value, tangent = fdp.data_parallel(over_both)(w, b)
     torch.testing.assert_close((value, tangent), ((w**2 * mean).sum(), (2 * w * mean).sum()))
+    expected = ((w**3 * mean).sum(), (3 * w**2 * mean).sum()), (3 * w**2 * mean, 6 * w * mean)
+    for run in (fdp.data_parallel(over_gradient), over_gradient):
+        torch.testing.assert_close(tuple(map(tuple, run(w, b))), expected)
 
 
 def test_dual_numbers() -> None:
