@@ -370,6 +370,16 @@ def test_a_maximum_has_no_tangent() -> None:
         step(torch.ones(2), torch.ones(2))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+def test_a_tangent_is_not_lost_under_dynamo() -> None:
+    w = torch.tensor([1.0, 2.0])
+    both = torch.compile(lambda w: jvp(lambda w: fdp.psum((w**2).sum()), (w,), (w,)), backend="eager")
+    with pytest.raises(Exception, match=r"fdp\.all_reduce was differentiated forwards under torch\.compile") as caught:
+        both(w)
+    assert "FdpError" in str(caught.value) or isinstance(caught.value, fdp.FdpError)
+
+
 def over_both(w: torch.Tensor, b: torch.Tensor) -> Any:
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(w, torch.ones_like(w))
