@@ -21,7 +21,7 @@ from fdp.axis import Axis, current_axis
 from fdp.deferral import Deferral, Pending, current_deferral, memory_order, refuse_deferred
 from fdp.dynamo import breaks_graph
 from fdp.errors import ArgumentError, build_message
-from fdp.markers import all_reduce, narrow_mean
+from fdp.markers import all_reduce, in_forward_mode, narrow_mean
 from fdp.pytree import leaf_names
 
 _BREAK_REASON = (
@@ -293,13 +293,22 @@ def _grad_plain(
     grads = [torch.zeros_like(source) if grad is None else grad for grad, source in zip(found, sources, strict=True)]
     if not keep:
         value, aux = pytree.map_leaves(
-            lambda x: x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x, (value, aux)
+            lambda x: _detached(x) if isinstance(x, torch.Tensor) and x.requires_grad else x, (value, aux)
         )
     return value, aux, grads
 
 
 def _fresh_leaf(source: torch.Tensor) -> torch.Tensor:
-    return (source.clone() if source.is_inference() else source.detach()).requires_grad_()
+    return (source.clone() if source.is_inference() else _detached(source)).requires_grad_()
+
+
+def _detached(x: torch.Tensor) -> torch.Tensor:
+    """Apart from the graph of reverse mode, but not from forward mode, which `detach` would leave as well."""
+    if not in_forward_mode():
+        return x.detach()
+    tangent = torch.autograd.forward_ad.unpack_dual(x).tangent
+    detached = x.detach()
+    return detached if tangent is None else torch.autograd.forward_ad.make_dual(detached, tangent.detach())
 
 
 def _reaches_other_leaves(value: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:

@@ -115,6 +115,33 @@ def _refuse_extremes(ctx: Any) -> None:
         )
 
 
+def _without_tangents(name: str) -> Any:
+    """What a marker does where autograd would look at it: refuse a tangent, which it would lose in silence.
+
+    The classes below keep tangents from it. Dynamo traces past them, though, where no gradient is asked for.
+    """
+    marker = getattr(torch.ops.fdp, name).default
+
+    def below_autograd(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if in_forward_mode() and torch.autograd.forward_ad.unpack_dual(x).tangent is not None:
+            raise FdpError(
+                build_message(
+                    f"fdp.{name} was differentiated forwards under torch.compile, which does not see its derivative.",
+                    remedy="call torch.func.jvp and jacfwd in a step under fdp.data_parallel(compile=True), or outside "
+                    "of what is compiled.",
+                )
+            )
+        with torch._C._AutoDispatchBelowAutograd():
+            out: torch.Tensor = marker(x, *rest)
+        return out
+
+    return below_autograd
+
+
+for _name in ("all_reduce", "all_gather", "broadcast", "vary"):
+    _library.impl(_name, _without_tangents(_name), "Autograd")
+
+
 class AllReduce(torch.autograd.Function):
     """Sum or mean over ranks, whose transpose is itself; max and min, which have none."""
 

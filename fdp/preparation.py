@@ -104,10 +104,10 @@ class Preparation:
             emitted = self._compile(emitted, flat, roles)  # from here on ranks hear of each other's failures
         self._prepared += 1
         if self._prepared == _RETRACE_WARNING and self._previous is not None:
+            changed, remedy = describe_change(self._previous, flat, self._name, roles)
             warnings.warn(
-                f"fdp: step {self._name!r} was traced for the {_RETRACE_WARNING}th time. What changed last: "
-                f"{describe_change(self._previous, flat, self._name, roles)}. Each trace takes as "
-                "long as several steps: pad batches to few sizes, and pass numbers that change as tensors.",
+                f"fdp: step {self._name!r} was traced for the {_RETRACE_WARNING}th time. What changed last: {changed}. "
+                f"Each trace takes as long as several steps: {remedy}.",
                 stacklevel=6,
             )
         self._previous = summarise(flat)

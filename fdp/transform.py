@@ -9,6 +9,7 @@ import functools
 import itertools
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ from fdp.plan import Network, Plan, Timeline
 from fdp.plan.buckets import resolve_caps
 from fdp.preparation import Preparation, Settings
 from fdp.surroundings import surroundings
+from fdp.table import count
 from fdp.trace import (
     Flat,
     RememberedCalls,
@@ -101,6 +103,7 @@ class Step:
         self._settings = Settings(bucket_cap_mb, options, check_replication, check_trace, wire, network)
         self._preparation = Preparation(step_fn, self._name, self._settings)
         self._known: dict[Any, _Known] = {}
+        self._forgotten: set[int] | None = set()
         self._roles: dict[int, Roles] = {}
         self._calls: RememberedCalls[_Known] = RememberedCalls()
         self._preparing = threading.RLock()
@@ -112,7 +115,7 @@ class Step:
         return self._preparation.traces
 
     def __repr__(self) -> str:
-        return f"<fdp.Step {self._name}, traced {self.traces} times>"
+        return f"<fdp.Step {self._name}, traced {count(self.traces, 'time')}>"
 
     def __reduce__(self) -> Any:
         """A copy, and what is unpickled, is a new step of the same function and settings; nothing is traced yet."""
@@ -261,8 +264,19 @@ class Step:
 
     def _keep(self, key: Any, known: _Known) -> None:
         known.last_call = next(_clock)
+        if self._forgotten is not None and hash(key) in self._forgotten:
+            self._forgotten = None  # said once
+            warnings.warn(
+                f"fdp: step {self._name!r} was traced again for arguments that it had been traced for: it keeps the "
+                f"{_MOST_SIGNATURES} signatures that were called last. Pad batches to fewer sizes; or make a step for "
+                "each range of sizes.",
+                stacklevel=6,
+            )
         if len(self._known) >= _MOST_SIGNATURES:
-            del self._known[min(self._known, key=lambda other: self._known[other].last_call)]
+            oldest = min(self._known, key=lambda other: self._known[other].last_call)
+            del self._known[oldest]
+            if self._forgotten is not None:
+                self._forgotten.add(hash(oldest))
         self._known[key] = known
 
     def _resolve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Flat, Roles, _Place]:

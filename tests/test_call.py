@@ -421,7 +421,8 @@ def test_old_signatures_are_forgotten_and_those_in_use_are_not(monkeypatch: pyte
     call(1)
     call(3)
     assert step.traces == 4
-    call(2)
+    with pytest.warns(UserWarning, match="was traced again for arguments that it had been traced for"):
+        call(2)
     assert step.traces == 5
 
 

@@ -370,10 +370,28 @@ def test_a_maximum_has_no_tangent() -> None:
         step(torch.ones(2), torch.ones(2))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+def test_a_tangent_is_not_lost_under_dynamo() -> None:
+    w = torch.tensor([1.0, 2.0])
+    both = torch.compile(lambda w: jvp(lambda w: fdp.psum((w**2).sum()), (w,), (w,)), backend="eager")
+    with pytest.raises(Exception, match=r"fdp\.all_reduce was differentiated forwards under torch\.compile") as caught:
+        both(w)
+    assert "FdpError" in str(caught.value) or isinstance(caught.value, fdp.FdpError)
+
+
 def over_both(w: torch.Tensor, b: torch.Tensor) -> Any:
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(w, torch.ones_like(w))
         return torch.autograd.forward_ad.unpack_dual(fdp.pmean((dual**2 * b).sum()))
+
+
+def over_gradient(w: torch.Tensor, b: torch.Tensor) -> Any:
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(w, torch.ones_like(w))
+        loss, slope = fdp.value_and_grad(lambda w: (w**3 * b).sum())(dual)
+        assert not loss.requires_grad and not slope.requires_grad
+        return fdp.pmean(torch.autograd.forward_ad.unpack_dual(loss)), torch.autograd.forward_ad.unpack_dual(slope)
 
 
 def dual_numbers() -> None:
@@ -382,6 +400,9 @@ def dual_numbers() -> None:
     mean = torch.tensor([1.5, 2.5])
     value, tangent = fdp.data_parallel(over_both)(w, b)
     torch.testing.assert_close((value, tangent), ((w**2 * mean).sum(), (2 * w * mean).sum()))
+    expected = ((w**3 * mean).sum(), (3 * w**2 * mean).sum()), (3 * w**2 * mean, 6 * w * mean)
+    for run in (fdp.data_parallel(over_gradient), over_gradient):
+        torch.testing.assert_close(tuple(map(tuple, run(w, b))), expected)
 
 
 def test_dual_numbers() -> None:

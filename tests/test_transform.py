@@ -281,9 +281,9 @@ def test_a_step_that_keeps_retracing_gets_one_warning() -> None:
     texts = [str(w.message) for w in caught if "traced" in str(w.message)]
     assert len(texts) == 1
     assert texts[0] == (
-        "fdp: step 'shifted' was traced for the 8th time. What changed last: batch: [7] torch.float32 cpu strides [1] "
-        "became [8] torch.float32 cpu strides [1]. Each trace takes as long as several steps: pad batches to few "
-        "sizes, and pass numbers that change as tensors."
+        "fdp: step 'shifted' was traced for the 8th time. What changed last: batch: shape [7] became [8]. Each "
+        "trace takes as long as several steps: pad to few sizes; each is traced once, and the 64 that were called "
+        "last are kept."
     )
     (warning,) = [w for w in caught if "traced" in str(w.message)]
     assert warning.filename == __file__
@@ -353,7 +353,7 @@ def test_with_and_without_arguments_as_a_decorator_and_as_a_function() -> None:
         assert isinstance(step, fdp.Step)
         assert step(torch.ones(2), torch.ones(2)).tolist() == [2.0, 2.0]
     assert bare.__name__ == "bare" and bare.__doc__ == "Doc of bare."
-    assert repr(bare) == "<fdp.Step bare, traced 1 times>"
+    assert repr(bare) == "<fdp.Step bare, traced 1 time>"
 
 
 def test_partial_functions_and_callable_objects() -> None:

@@ -29,6 +29,7 @@ import fdp
 Tensor = torch.Tensor
 Case = Callable[[Tensor, Tensor], Any]
 NAMES = ["cat", "dog"]
+SUMS = (lambda x: (x**2).sum(), lambda x: x.sum() * 3)
 
 
 def data(call: int) -> tuple[Tensor, Tensor]:
@@ -263,7 +264,7 @@ REFUSED: dict[str, tuple[Case, str, str]] = {
         lambda w, b: repeated(w, b, differentiate=True), "a while_loop that is differentiated", "a Python loop"
     ),
     "gradient of cond with sums in it": (
-        lambda w, b: fdp.grad(lambda w: torch.cond(b.sum() > 0, lambda x: (x * x).sum(), torch.sum, (w * b,)))(w),
+        lambda w, b: fdp.grad(lambda w: torch.cond(b.sum() > 0, *SUMS, (w * b,)))(w),
         "runs by itself but cannot be traced", "sum behind torch.cond",
     ),
     "a thread": (in_a_thread, UNSEEN, "in the thread that called the step"),

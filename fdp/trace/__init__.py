@@ -6,17 +6,15 @@ arguments, keywords -> capture -> checks, variance -> dependencies -> record
 from fdp.trace.arguments import (
     Flat,
     Roles,
-    Summary,
-    describe_change,
     flatten,
     refuse_unhashable,
     resolve_roles,
     set_apart,
     sharing,
-    summarise,
 )
 from fdp.trace.build import run_untraced, trace_step
 from fdp.trace.capture import Geometry, capture_functional, recording
+from fdp.trace.changes import Summary, describe_change, summarise
 from fdp.trace.keywords import by_position, signature_of
 from fdp.trace.record import Input, Operation, Output, Reduction, Trace
 from fdp.trace.remembered import RememberedCalls

@@ -311,32 +311,3 @@ def _refuse_foreign_leaves(
                 "make a container of your own a dataclass, or register it with optree.",
             )
         )
-
-
-Summary = tuple[pytree.Spec, tuple[Any, ...], tuple[str, ...]]
-"""What is remembered of a call for a later message: structure, static arguments, and each leaf as text."""
-
-
-def summarise(flat: Flat) -> Summary:
-    """Describe a call without holding on to its tensors."""
-    return flat.spec, flat.static, tuple(map(_describe, flat.leaves))
-
-
-def describe_change(old: Summary, new: Flat, step_name: str, roles: Roles) -> str:
-    """Say what differs between two signatures: the first argument that changed, with its old and new value."""
-    spec, static, leaves = old
-    if spec != new.spec:
-        return f"the structure of the arguments: {spec} became {new.spec}"
-    if static != new.static:
-        return f"the static arguments: {static!r} became {new.static!r}"
-    names, _ = describe_inputs(step_name, new, roles)
-    for name, before, after in zip(names, leaves, map(_describe, new.leaves), strict=True):
-        if before != after:
-            return f"{name}: {before} became {after}"
-    return "which arguments share memory"
-
-
-def _describe(leaf: Any) -> str:
-    if isinstance(leaf, torch.Tensor):
-        return f"{list(leaf.shape)} {leaf.dtype} {leaf.device} strides {list(leaf.stride())}"
-    return repr(leaf)
