@@ -247,3 +247,43 @@ def test_training_is_what_the_model_and_its_optimizer_do(name: str) -> None:
     batch = batch_of(family, 9, labelled=True)
     torch.testing.assert_close(model(**batch).logits, plain(**batch).logits, rtol=1e-3, atol=1e-4)
     assert torch.equal(model.get_parameter(frozen), family.build().get_parameter(frozen))
+
+
+@pytest.mark.parametrize("mode", ["autocast", "bfloat16"])
+@pytest.mark.parametrize("name", list(FAMILIES) if ALL else ["ResNet"])
+def test_narrow_types(name: str, mode: str) -> None:
+    """Under autocast with wide parameters, and with narrow ones."""
+    family = FAMILIES[name]
+    model = family.build()
+    if mode == "bfloat16":
+        model = model.bfloat16()
+    apply, params, buffers = fdp.from_module(model)
+
+    def narrowed() -> Any:
+        return torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast")
+
+    @fdp.data_parallel
+    def fine_tune(params: Any, buffers: Any, batch: Batch) -> Any:
+        def loss_fn(params: Any) -> Any:
+            with narrowed():
+                return apply(params, buffers, **batch)[0].loss.float()
+
+        loss, grads = fdp.value_and_grad(loss_fn)(params)
+        return fdp.pmean(loss), grads
+
+    for seed in (1, 2):
+        batch = batch_of(family, seed, labelled=True)
+        if mode == "bfloat16":
+            batch = {key: x.bfloat16() if x.is_floating_point() else x for key, x in batch.items()}
+        torch.manual_seed(seed)
+        loss, grads = fine_tune(params, buffers, batch)
+        plain = copy.deepcopy(model)
+        torch.manual_seed(seed)
+        with narrowed():
+            expected = plain(**batch).loss.float()
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-2, atol=1e-3)
+        for key, p in plain.named_parameters():
+            if p.grad is not None:
+                largest = p.grad.abs().max().item()
+                torch.testing.assert_close(grads[key], p.grad, rtol=0, atol=2e-2 * largest + 1e-4, msg=key)
