@@ -211,3 +211,79 @@ def test_the_table_in_the_document_is_what_is_tested() -> None:
     rows = {tuple(cell.strip() for cell in row.split("|")[1:-1]) for row in text.splitlines() if row.startswith("| ")}
     said = {row[0]: row[2] for row in rows if len(row) == 3 and row[2] in ("yes", "refused")}
     assert said == {**dict.fromkeys([*FAMILIES, *MORE], "yes"), **dict.fromkeys(REFUSED, "refused")}
+
+
+@pytest.mark.parametrize("name", ["T5", "GPT-2"])
+def test_training_is_what_the_model_and_its_optimizer_do(name: str) -> None:
+    """Four steps of AdamW with tied and frozen parameters, in old state's memory; then back into the model."""
+    family = FAMILIES[name]
+    model = family.build()
+    frozen = next(key for key, _ in model.named_parameters() if "norm" in key or "ln_" in key)
+    model.get_parameter(frozen).requires_grad_(False)
+    apply, params, buffers = fdp.from_module(model)
+    optimizer = fdp.optim.from_torch(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+
+    @fdp.data_parallel(donate_argnums=0)
+    def fine_tune(state: Any, buffers: Any, batch: Batch) -> Any:
+        loss, grads = fdp.value_and_grad(lambda p: apply(p, buffers, **batch)[0].loss)(state["params"])
+        params, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": params, "opt": opt}, fdp.pmean(loss)
+
+    state = {"params": params, "opt": optimizer.init(params)}
+    plain = copy.deepcopy(model)
+    by_hand = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1)
+    for seed in range(4):
+        batch = batch_of(family, seed, labelled=True)
+        torch.manual_seed(seed)
+        state, loss = fine_tune(state, buffers, batch)
+        torch.manual_seed(seed)
+        expected = plain(**batch).loss
+        by_hand.zero_grad()
+        expected.backward()
+        by_hand.step()
+        close("loss", loss, expected.detach())
+    model.load_state_dict({**state["params"], **buffers}, strict=False)
+    model.eval(), plain.eval()
+    batch = batch_of(family, 9, labelled=True)
+    torch.testing.assert_close(model(**batch).logits, plain(**batch).logits, rtol=1e-3, atol=1e-4)
+    assert torch.equal(model.get_parameter(frozen), family.build().get_parameter(frozen))
+
+
+@pytest.mark.parametrize("mode", ["autocast", "bfloat16"])
+@pytest.mark.parametrize("name", list(FAMILIES) if ALL else ["ResNet"])
+def test_narrow_types(name: str, mode: str) -> None:
+    """Under autocast with wide parameters, and with narrow ones."""
+    family = FAMILIES[name]
+    model = family.build()
+    if mode == "bfloat16":
+        model = model.bfloat16()
+    apply, params, buffers = fdp.from_module(model)
+
+    def narrowed() -> Any:
+        return torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast")
+
+    @fdp.data_parallel
+    def fine_tune(params: Any, buffers: Any, batch: Batch) -> Any:
+        def loss_fn(params: Any) -> Any:
+            with narrowed():
+                return apply(params, buffers, **batch)[0].loss.float()
+
+        loss, grads = fdp.value_and_grad(loss_fn)(params)
+        return fdp.pmean(loss), grads
+
+    for seed in (1, 2):
+        batch = batch_of(family, seed, labelled=True)
+        if mode == "bfloat16":
+            batch = {key: x.bfloat16() if x.is_floating_point() else x for key, x in batch.items()}
+        torch.manual_seed(seed)
+        loss, grads = fine_tune(params, buffers, batch)
+        plain = copy.deepcopy(model)
+        torch.manual_seed(seed)
+        with narrowed():
+            expected = plain(**batch).loss.float()
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-2, atol=1e-3)
+        for key, p in plain.named_parameters():
+            if p.grad is not None:
+                largest = p.grad.abs().max().item()
+                torch.testing.assert_close(grads[key], p.grad, rtol=0, atol=2e-2 * largest + 1e-4, msg=key)

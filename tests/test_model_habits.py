@@ -67,6 +67,40 @@ def test_batch_normalisation_of_what_is_not_contiguous(kind: Any, dims: Any, sha
     same_as_by_hand(module, *(torch.randn(shape) + 3 for _ in range(3)), check_trace=check_trace)
 
 
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("tracked", [True, False])
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_batch_normalisation_under_autocast(affine: bool, tracked: bool, narrow: torch.dtype) -> None:
+    """Its input is narrow, and its parameters and statistics are not."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(6, affine=affine, track_running_stats=tracked)
+    module = nn.Sequential(nn.Conv2d(3, 6, 3), norm, nn.ReLU(), nn.Flatten(), nn.Linear(6 * 16, 2))
+    apply, params, buffers = fdp.from_module(module)
+
+    def loss_of(output: torch.Tensor) -> torch.Tensor:
+        return output.float().square().mean()
+
+    @fdp.data_parallel
+    def step(state: Any, batch: Any) -> Any:
+        def loss_fn(params: Any) -> Any:
+            with torch.autocast("cpu", narrow):
+                output, new = apply(params, buffers, batch)
+            return loss_of(output), new
+
+        (loss, new), grads = fdp.value_and_grad(loss_fn, has_aux=True)(state)
+        return grads, fdp.per_rank((loss, new))
+
+    for _ in range(2):
+        x, plain = torch.randn(4, 3, 6, 6), copy.deepcopy(module)
+        with torch.autocast("cpu", narrow):
+            expected = loss_of(plain(x))
+        expected.backward()
+        grads, (loss, new) = step(params, x)
+        torch.testing.assert_close(loss, expected.detach())
+        torch.testing.assert_close(new, dict(plain.named_buffers()))
+        torch.testing.assert_close(grads, {name: p.grad for name, p in plain.named_parameters()}, rtol=2e-2, atol=1e-3)
+
+
 class Sorted(nn.Module):
     """Rows into an order and back, by an inverse permutation that is written into memory without a value."""
 

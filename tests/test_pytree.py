@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import functools
 import importlib.util
+import os
 import pathlib
 import threading
 from collections.abc import Callable
@@ -378,13 +379,14 @@ def train_with(name: str, folder: str) -> Any:
     return step.traces
 
 
-def train_with_all(folder: str) -> dict[str, int]:
-    return {name: train_with(name, f"{folder}/{name.replace(' ', '-')}") for name in WRAPPERS}
+def train_with_each(names: list[str], folder: str) -> dict[str, int]:
+    return {name: train_with(name, f"{folder}/{name.replace(' ', '-')}") for name in names}
 
 
 def test_training_in_containers_of_all_kinds(tmp_path: pathlib.Path) -> None:
-    for traces in ranks.run(2, train_with_all, str(tmp_path)):
-        assert traces == dict.fromkeys(WRAPPERS, 1)
+    names = list(WRAPPERS) if os.environ.get("FDP_ALL_SAMPLES") else ["nested", "static", "encoding", "keyed"]
+    for traces in ranks.run(2, train_with_each, names, str(tmp_path)):
+        assert traces == dict.fromkeys(names, 1)
 
 
 def test_containers_under_transforms() -> None:

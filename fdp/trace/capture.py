@@ -237,16 +237,21 @@ def _copyable() -> Iterator[None]:
 
 
 def _laid_out(fake_mode: FakeTensorMode, func: Any, args: Sequence[Any], result: Any) -> Any:
-    """The results of batch normalisation, as its kernel for CPUs lays the first of them out.
+    """The results of batch normalisation, as its kernel for CPUs makes them.
 
     The rule for fake tensors keeps the strides of the input, and of a transposed one the kernel does not: a view of the
-    result that is possible in one layout is not in the other.
+    result that is possible in one layout is not in the other. It also takes statistics to be of the dtype of the input,
+    which under autocast is narrower than that of the parameters.
     """
-    x, (first, *others) = args[_BATCH_NORMS[func]], result
-    if not isinstance(first, torch.Tensor) or first.device.type != "cpu":
+    at = _BATCH_NORMS[func]
+    x, (first, *others) = args[at], result
+    if x.device.type != "cpu":
         return result
+    wide = next((t.dtype for t in args[at + 1 : at + 4] if isinstance(t, torch.Tensor)), x.dtype)
     with fake_mode:
-        first = torch.empty_like(first, memory_format=suggest_memory_format(x))
+        if isinstance(first, torch.Tensor):
+            first = torch.empty_like(first, memory_format=suggest_memory_format(x))
+        others = [torch.empty_like(t, dtype=wide) if isinstance(t, torch.Tensor) else t for t in others]
     return (first, *others)
 
 
