@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import optree
 import torch
 
+from fdp import pytree
 from fdp.autodiff import average, under_transform
 from fdp.axis import current_axis
 from fdp.deferral import Deferral, Pending, current_deferral, deferring, memory_order, refuse_deferred
@@ -116,7 +116,7 @@ class _Sums:
 
     def add(self, out: Any, index: torch.Tensor | None) -> None:
         """Add what was returned for a microbatch, whose number is that, or None for the last."""
-        leaves, spec = optree.tree_flatten(out)
+        leaves, spec = pytree.flatten(out)
         self._refuse_lost_gradients(leaves)
         averages = [self._deferral.average_of(leaf) for leaf in leaves]
         kinds = [_kind(leaf, average is not None) for leaf, average in zip(leaves, averages, strict=True)]
@@ -147,7 +147,7 @@ class _Sums:
         leaves = [
             average(sink.total, sink.source, sink.label) if isinstance(sink, Pending) else sink for sink in self._sinks
         ]
-        return optree.tree_unflatten(self._spec, leaves)
+        return pytree.unflatten(self._spec, leaves)
 
     def _sink(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -203,7 +203,7 @@ def _refuse_surroundings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if current_deferral() is not None:
         refuse_deferred("fdp.accumulate")
     differentiated = current_axis().name == "traced" and any(
-        isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in optree.tree_leaves((args, kwargs))
+        isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.leaves_of((args, kwargs))
     )
     if under_transform() or differentiated:
         where = "a transform of torch.func" if under_transform() else "another differentiation"
@@ -232,7 +232,7 @@ def _take_out(
         )
     positions = sorted({number % len(args) for number in numbers})
     trees = [args[position] for position in positions]
-    leaves, spec = optree.tree_flatten(trees)
+    leaves, spec = pytree.flatten(trees)
     labels = [f"argument {p}{rest}" for p, tree in zip(positions, trees, strict=True) for rest in leaf_names(tree, "")]
     moving = {
         label: leaf for label, leaf in zip(labels, leaves, strict=True) if isinstance(leaf, torch.Tensor)
@@ -240,7 +240,7 @@ def _take_out(
 
     def with_batch(pieces: list[torch.Tensor]) -> tuple[Any, ...]:
         it = iter(pieces)
-        cut = optree.tree_unflatten(spec, [next(it) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+        cut = pytree.unflatten(spec, [next(it) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
         new = list(args)
         for position, tree in zip(positions, cut, strict=True):
             new[position] = tree

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import optree
 import torch
 
+from fdp import pytree
 from fdp.axis import Axis, current_axis
 from fdp.deferral import Deferral, Pending, current_deferral, memory_order, refuse_deferred
 from fdp.dynamo import breaks_graph
@@ -89,7 +89,7 @@ def value_and_grad(
             for number, tree in zip(chosen, trees, strict=True)
             for label in leaf_names(tree, _parameter_name(fn, number))
         ]
-        leaves, spec = optree.tree_flatten(trees)
+        leaves, spec = pytree.flatten(trees)
         differentiable = [_is_differentiable(leaf) for leaf in leaves]
         if not any(differentiable):
             raise ArgumentError(
@@ -104,7 +104,7 @@ def value_and_grad(
             it = iter(inputs)
             full = [next(it) if yes else leaf for leaf, yes in zip(leaves, differentiable, strict=True)]
             new_args = list(args)
-            for number, tree in zip(chosen, optree.tree_unflatten(spec, full), strict=True):
+            for number, tree in zip(chosen, pytree.unflatten(spec, full), strict=True):
                 new_args[number] = tree
             return _split_aux(name, fn(*new_args, **kwargs), has_aux)
 
@@ -116,7 +116,7 @@ def value_and_grad(
             value, aux, local = (_grad_functional if under_transform() else _grad_plain)(call, sources)
             found = [average(g, source, name) for g, source, name in zip(local, sources, names, strict=True)]
         reduced = iter(found)
-        grads = optree.tree_unflatten(spec, [next(reduced) if yes else None for yes in differentiable])
+        grads = pytree.unflatten(spec, [next(reduced) if yes else None for yes in differentiable])
         return ((value, aux) if has_aux else value), (grads[0] if single else grads)
 
     return wrapped
@@ -218,7 +218,7 @@ def _grad_functional(
 
     def with_value(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         value, aux = call(inputs)
-        leaves, spec = optree.tree_flatten(aux)
+        leaves, spec = pytree.flatten(aux)
         skeleton[:] = [leaves, spec]
         return value, [value, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
 
@@ -227,7 +227,7 @@ def _grad_functional(
     leaves, spec = skeleton
     unwrapped = iter(rest)
     aux = [next(unwrapped) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return value, optree.tree_unflatten(spec, aux), grads
+    return value, pytree.unflatten(spec, aux), grads
 
 
 def _grad_deferred(
@@ -292,7 +292,7 @@ def _grad_plain(
         found = torch.autograd.grad(value, inputs, first, create_graph=keep, allow_unused=True)
     grads = [torch.zeros_like(source) if grad is None else grad for grad, source in zip(found, sources, strict=True)]
     if not keep:
-        value, aux = optree.tree_map(
+        value, aux = pytree.map_leaves(
             lambda x: x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x, (value, aux)
         )
     return value, aux, grads

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fdp.axis import current_axis
+from fdp.deferral import refuse_deferred
 from fdp.errors import ArgumentError, build_message
 from fdp.markers import Gather, Spread, vary
 
@@ -70,6 +71,7 @@ def sync_batch_norm(
     if not training and running_mean is not None and running_var is not None:
         # The statistics may be wider than the input; F.batch_norm takes those of float32 for halves as well.
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps), running_mean, running_var
+    refuse_deferred("fdp.sync_batch_norm")
     axis = current_axis()
     count = x.numel() // x.shape[1]
     if count == 1 and axis.size == 1:

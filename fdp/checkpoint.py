@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import optree
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from fdp import pytree
 from fdp.axis import refuse_inside
 from fdp.errors import ArgumentError, FdpError, build_message
 from fdp.generators import generator_states, set_generator_states
@@ -48,7 +48,7 @@ def save(path: str | os.PathLike[str], state: Tree, group: Any = None, *, random
     """
     refuse_inside("save")
     ranks = resolve_group(group)
-    leaves = dict(zip(leaf_names(state, "state"), optree.tree_leaves(state), strict=True))
+    leaves = dict(zip(leaf_names(state, "state"), pytree.leaves_of(state), strict=True))
     named = {name: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for name, leaf in leaves.items()}
     if random:
         named.update({_generator_name(ranks, kind): value for kind, value in generator_states().items()})
@@ -89,7 +89,7 @@ def load(path: str | os.PathLike[str], like: Tree, group: Any = None, *, random:
     refuse_inside("load")
     ranks = resolve_group(group)
     names = leaf_names(like, "state")
-    leaves = optree.tree_leaves(like)
+    leaves = pytree.leaves_of(like)
     reader = dcp.FileSystemReader(Path(path))
     if not (Path(path) / ".metadata").is_file():
         raise ArgumentError(
@@ -110,7 +110,7 @@ def load(path: str | os.PathLike[str], like: Tree, group: Any = None, *, random:
         dcp.load(named, storage_reader=reader, process_group=ranks.process_group, no_dist=ranks.process_group is None)
     if random:
         set_generator_states({kind: named[_generator_name(ranks, kind)] for kind in _kinds(ranks, saved)})
-    return optree.tree_unflatten(optree.tree_structure(like), [named[name] for name in names])
+    return pytree.unflatten(pytree.structure_of(like), [named[name] for name in names])
 
 
 _GENERATOR = re.compile(r"generators of rank (\d+) of (\d+): (\w+)")

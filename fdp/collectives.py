@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import optree
 import torch
 
-from fdp import markers
+from fdp import markers, pytree
 from fdp.axis import current_axis
 from fdp.deferral import refuse_deferred
 from fdp.errors import ArgumentError, build_message
@@ -28,7 +27,7 @@ _SUMMABLE = frozenset({
 def _map_leaves(name: str, tree: Tree, fn: Callable[[torch.Tensor, str], torch.Tensor]) -> Tree:
     """Apply fn(tensor, label) to every leaf; a Python number becomes a tensor that may differ between ranks."""
     refuse_deferred(f"fdp.{name}")
-    leaves, spec = optree.tree_flatten(tree)
+    leaves, spec = pytree.flatten(tree)
     out = []
     for leaf, path in zip(leaves, leaf_names(tree, ""), strict=True):
         label = f"{name}({path})" if path else name
@@ -49,7 +48,7 @@ def _map_leaves(name: str, tree: Tree, fn: Callable[[torch.Tensor, str], torch.T
                 )
             )
         out.append(fn(leaf, label))
-    return optree.tree_unflatten(spec, out)
+    return pytree.unflatten(spec, out)
 
 
 def _reduce(x: torch.Tensor, op: str, label: str) -> torch.Tensor:
@@ -302,15 +301,17 @@ def per_rank(tree: Tree) -> Tree:
         {'local_loss': tensor(0.5000)}
     """
 
-    def declare(x: Any) -> Any:
+    def declare(x: Any, path: str) -> Any:
         if isinstance(x, (bool, int, float, complex)):
             x = torch.tensor(x)
         if not isinstance(x, torch.Tensor):
             raise ArgumentError(
                 build_message(
-                    f"fdp.per_rank was given {type(x).__name__}.", remedy="pass tensors, or convert them first."
+                    f"fdp.per_rank was given {type(x).__name__}{f' at {path}' if path else ''}.",
+                    remedy="pass tensors, or convert them first.",
                 )
             )
         return markers.vary(x, "per_rank")
 
-    return optree.tree_map(declare, tree)
+    leaves, spec = pytree.flatten(tree)
+    return pytree.unflatten(spec, map(declare, leaves, pytree.names_in(spec, "")))

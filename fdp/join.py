@@ -12,10 +12,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import optree
 import torch
 import torch.distributed as dist
 
+from fdp import pytree
 from fdp.axis import refuse_inside
 from fdp.errors import ArgumentError, PeerError, build_message, first_line
 from fdp.group import (
@@ -211,7 +211,7 @@ def _items(batches: Iterable[Tree]) -> Iterator[Tree]:
 
 def _fetch(source: Iterator[Tree], count: Callable[[Tree], float] | None, current: Tree = None) -> _Next:
     try:
-        held = [x for x in optree.tree_leaves(current) if isinstance(x, torch.Tensor) and not x.is_inference()]
+        held = [x for x in pytree.leaves_of(current) if isinstance(x, torch.Tensor) and not x.is_inference()]
         versions = [tensor._version for tensor in held]
         for batch in source:
             if versions != [tensor._version for tensor in held]:
@@ -229,7 +229,7 @@ def _fetch(source: Iterator[Tree], count: Callable[[Tree], float] | None, curren
 
 
 def _weight(batch: Tree, count: Callable[[Tree], float] | None) -> torch.Tensor:
-    tensors = [leaf for leaf in optree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in pytree.leaves_of(batch) if isinstance(leaf, torch.Tensor)]
     device = tensors[0].device if tensors and tensors[0].device.type != "mps" else None  # which has no doubles
     if count is None:
         lengths = [tensor.shape[0] for tensor in tensors if tensor.dim()]
@@ -253,7 +253,7 @@ def _weight(batch: Tree, count: Callable[[Tree], float] | None) -> torch.Tensor:
 def _without_weight(batch: Tree, empty: bool) -> Weighted:
     weight = _weight(batch, lambda _: 0.0)
     if empty:
-        batch = optree.tree_map(lambda x: x[:0] if isinstance(x, torch.Tensor) and x.dim() else x, batch)
+        batch = pytree.map_leaves(lambda x: x[:0] if isinstance(x, torch.Tensor) and x.dim() else x, batch)
     return batch, weight
 
 
@@ -266,7 +266,7 @@ def _borrowed(ranks: Group, batch: Tree, donor: int) -> Tree:
     payload = b""
     if ranks.rank == donor:
         try:
-            payload = pickle.dumps(optree.tree_map(_description, batch))
+            payload = pickle.dumps(pytree.map_leaves(_description, batch))
         except Exception as error:
             payload = pickle.dumps(ArgumentError(_not_lent(donor, first_line(error))))
     found = exchange(ranks, next_turn(ranks), payload, timeout_s())[donor]
@@ -275,7 +275,7 @@ def _borrowed(ranks: Group, batch: Tree, donor: int) -> Tree:
     described = pickle.loads(found)
     if isinstance(described, ArgumentError):
         raise described
-    like = batch if ranks.rank == donor else optree.tree_map(_blank, described)
+    like = batch if ranks.rank == donor else pytree.map_leaves(_blank, described)
     with _talking(ranks):
         return replicate(like, root=donor, group=ranks)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from fdp.errors import ArgumentError, build_message
 from fdp.recomputation import Again, recomputed_by
 from fdp.skeleton import Skeleton
 
-_REGISTRIES = ("_parameters", "_buffers", "_modules")
+_TABLES, _LISTS = (dict, collections.OrderedDict, collections.defaultdict, set), (list, collections.deque)
 _REFUSED = {
     "DataParallel": "which splits batches itself",
     "DistributedDataParallel": "which averages gradients through hooks that a pure function does not call",
@@ -175,15 +176,33 @@ class _Calls(nn.Module):
         return self.function[0](*args, **kwargs)
 
 
+def _converted(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Convert a part of a module for the rest of a call, as `part.to(dtype)` inside of a forward does.
+
+    torch would change the tensors that it finds in place, which fake ones do not allow; these are replaced. So the
+    conversion is part of the function, and gradients go back through it.
+    (This relies on `to`, `float` and the like all calling `_apply`.)
+    """
+    if recurse:
+        for child in module.children():
+            child._apply(fn)
+    for registry in (module._parameters, module._buffers):
+        for name, tensor in registry.items():
+            if tensor is not None:
+                registry[name] = fn(tensor)  # type: ignore[assignment]
+    return module
+
+
 @contextlib.contextmanager
 def _isolated(module: nn.Module) -> Iterator[None]:
     """Undo what a call does to the module's attributes, and take compiled parts at their uncompiled word.
 
     RNNs cache their weights in a list, `weight_norm` sets the attribute that it computes, modules register
-    buffers: inside a trace all of these would leave fake tensors behind.
+    buffers: inside a trace all of these would leave fake tensors behind. The models of Hugging Face register hooks at
+    their first call, and note in an attribute that they have.
     """
     parts = list(module.modules())
-    before = [(vars(m), dict(vars(m)), [(vars(m)[k], dict(vars(m)[k])) for k in _REGISTRIES]) for m in parts]
+    before = [(vars(m), dict(vars(m)), [(held, list(_items(held))) for held in _containers(m)]) for m in parts]
     for m in parts:
         if vars(m).get("_compiled_call_impl") is not None:
             vars(m)["_compiled_call_impl"] = None
@@ -191,10 +210,23 @@ def _isolated(module: nn.Module) -> Iterator[None]:
             vars(m)["forward"] = m._orig_mod
         if isinstance(m, nn.SyncBatchNorm) and type(m).forward is nn.SyncBatchNorm.forward:
             vars(m)["forward"] = functools.partial(synchronised_forward, m)
+        if type(m)._apply is nn.Module._apply:
+            vars(m)["_apply"] = functools.partial(_converted, m)
     try:
         yield
     finally:
-        for attributes, saved, registries in before:
-            for now, then in [(attributes, saved), *registries]:
+        for attributes, saved, containers in before:
+            attributes.clear()
+            attributes.update(saved)
+            for now, then in containers:
                 now.clear()
-                now.update(then)
+                (now.extend if isinstance(now, _LISTS) else now.update)(then)
+
+
+def _containers(module: nn.Module) -> list[Any]:
+    """What a module holds its parts, hooks and notes in."""
+    return [value for value in vars(module).values() if type(value) in (*_TABLES, *_LISTS)]
+
+
+def _items(container: Any) -> Any:
+    return container.items() if isinstance(container, dict) else container

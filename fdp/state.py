@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import optree
 import torch
 
+from fdp import pytree
 from fdp.axis import refuse_inside
 from fdp.errors import AgreementError, ReplicationError, build_message
 from fdp.fingerprint import fingerprint
@@ -34,7 +34,7 @@ def replicate(tree: Tree, root: int = 0, group: Any = None) -> Tree:
     """
     ranks = resolve_group(group)
     refuse_inside("replicate")
-    leaves, spec = optree.tree_flatten(tree)
+    leaves, spec = pytree.flatten(tree)
     _compare_structure("fdp.replicate", tree, leaves, ranks)
     out = []
     for leaf in leaves:
@@ -45,7 +45,7 @@ def replicate(tree: Tree, root: int = 0, group: Any = None) -> Tree:
                 start_broadcast(message, root, ranks)()
             leaf = torch.empty_like(leaf, requires_grad=False).copy_(message)
         out.append(leaf)
-    return optree.tree_unflatten(spec, out)
+    return pytree.unflatten(spec, out)
 
 
 def assert_replicated(tree: Tree, group: Any = None) -> None:
@@ -64,7 +64,7 @@ def assert_replicated(tree: Tree, group: Any = None) -> None:
     """
     ranks = resolve_group(group)
     refuse_inside("assert_replicated")
-    leaves = optree.tree_leaves(tree)
+    leaves = pytree.leaves_of(tree)
     _compare_structure("fdp.assert_replicated", tree, leaves, ranks)
     if ranks.size == 1:
         return

@@ -286,7 +286,20 @@ def differentiates_inside(params: Tree, batch: Tree) -> Any:
     return fdp.value_and_grad(lambda p: fdp.grad(loss_fn)(p, batch)["w1"].square().sum())(params)
 
 
+def normalises_over_ranks(params: Tree, batch: Tree) -> Any:
+    def loss(params: Tree) -> torch.Tensor:
+        return fdp.sync_batch_norm(batch["x"] @ params["w1"], None, None)[0].square().mean()
+
+    return fdp.value_and_grad(loss)(params)
+
+
+def sends_behind_its_back(params: Tree, batch: Tree) -> Any:
+    value, grads = GRAD(params, batch)
+    return torch.ops.fdp.all_reduce.default(value, "sum", "traced", "value", "mine"), grads
+
+
 REFUSED = {
+    "normalises": (normalises_over_ranks, "fdp.sync_batch_norm was called inside of what fdp.accumulate calls"),
     "uses": (uses_gradient, "the gradient of params['w1'] is used while fdp.accumulate adds it up"),
     "norm": (norm_of_gradient, "the gradient of params['w1'] is used while fdp.accumulate adds it up"),
     "drops": (drops_gradient, "'drops_gradient', which fdp.accumulate called, does not return the gradients"),
@@ -312,6 +325,13 @@ def test_what_grad_fn_must_not_do(name: str, traced: bool) -> None:
     torch.testing.assert_close(
         fdp.accumulate(GRAD, 2)(params_of(), batch_of(8)), plain(loss_fn, params_of(), batch_of(8))
     )
+
+
+def test_a_message_that_gets_there_by_another_way() -> None:
+    step = fdp.data_parallel(lambda params, batch: fdp.accumulate(sends_behind_its_back, 2)(params, batch))
+    with pytest.raises(fdp.TraceError, match="sends messages in the microbatches of") as caught:
+        step(params_of(), batch_of(8))
+    assert "fdp.all_reduce.default at test_accumulate.py" in str(caught.value)
 
 
 def test_batches_that_cannot_be_cut() -> None:

@@ -22,6 +22,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import types
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +84,9 @@ def check_output(block: Block, printed: str) -> None:
 
 def run_here(text: str) -> None:
     """Run the blocks of a document that run in one process, in order, as one program."""
-    names: dict[str, Any] = {"__name__": "__document__"}
+    # As a module that can be found: a dataclass looks up the one that it was written in.
+    module = sys.modules["__document__"] = types.ModuleType("__document__")
+    names: dict[str, Any] = vars(module)
     for block in blocks_of(text):
         if not block.runs:
             continue

@@ -5,7 +5,6 @@ A message says what happened, names the user's function and each offender by its
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -457,18 +456,26 @@ step 'identity' was called with leaves that it cannot take.
   batch['name']: str 'train', in a batch argument, which holds tensors only
   batch['sparse']: a tensor of layout torch.sparse_coo
   batch['x']: numpy.ndarray array([1., 1., 1.]), in a batch argument, which holds tensors only
-Remedy: convert data with torch.as_tensor; pass other objects by static_argnums, or close over them; register \
-containers of your own with optree."""
+Remedy: convert data with torch.as_tensor; pass other objects by static_argnums, or close over them; make a \
+container of your own a dataclass, or register it with optree."""
     check(fdp.TraceError, run(identity, state, batch), text)
 
 
-@dataclasses.dataclass
 class Result:
-    loss: torch.Tensor
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.loss = loss
+
+
+class Record(dict):  # type: ignore[type-arg]
+    pass
 
 
 OUTPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
-    "a dataclass": (Result, "output: test_messages.Result"),
+    "an object": (Result, "output: test_messages.Result"),
+    "a dict of another type": (
+        lambda x: Record(x=x),
+        "output: test_messages.Record, a subclass of dict that is not registered",
+    ),
     "deep down": (lambda x: {"deep": [x, Result(x)]}, "output['deep'][1]: test_messages.Result"),
     "a generator": (lambda x: (y for y in [x]), "output: generator"),
     "a function": (lambda x: lambda: x, "output: function"),
@@ -483,7 +490,7 @@ def test_an_output_that_is_no_tensor_and_no_constant(name: str) -> None:
     text = f"""
 step '<lambda>' returns objects that are neither tensors nor plain constants.
   {offender}
-Remedy: return dicts, lists, tuples or namedtuples of tensors; or register the class with optree."""
+Remedy: return dicts, lists, tuples, namedtuples or dataclasses of tensors; or register the class with optree."""
     check(fdp.TraceError, run(lambda state, batch: make(fdp.pmean(batch["x"]))), text)
 
 
@@ -883,8 +890,8 @@ def test_donated_leaves_that_somebody_else_needs() -> None:
 step 'identity' was called with leaves that it cannot take.
   state['marked']: donated, but made under torch.inference_mode(); pass a clone
   state['w']: donated, but autograd may go back through it; pass x.detach()
-Remedy: convert data with torch.as_tensor; pass other objects by static_argnums, or close over them; register \
-containers of your own with optree."""
+Remedy: convert data with torch.as_tensor; pass other objects by static_argnums, or close over them; make a \
+container of your own a dataclass, or register it with optree."""
     check(fdp.TraceError, run(identity, state, donate_argnums=0), text)
     run(identity, state)()
 

@@ -100,7 +100,7 @@ REFUSALS: list[tuple[Any, dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "given", "what", "remedy"), REFUSALS, ids=lambda v: str(v)[:30])
+@pytest.mark.parametrize(("make", "given", "what", "remedy"), REFUSALS, ids=[what[:40] for _, _, what, _ in REFUSALS])
 def test_refusals_of_schedules(make: Any, given: dict[str, Any], what: str, remedy: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         schedule_from_torch(make, **{"lr": 0.1, "steps": 5, **given})

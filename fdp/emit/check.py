@@ -22,18 +22,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import optree
 import torch
 
+from fdp import pytree
 from fdp.emit.emitted import Emitted
 from fdp.errors import FdpError, TraceError, build_message, first_line
-from fdp.pytree import leaf_names
 from fdp.trace import Flat, Input, Roles, recording, run_untraced
 from fdp.wire import Wire
 
 _RELATIVE = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-4, torch.complex64: 1e-4}
 _RELATIVE_NARROW = 2e-2
 _PIECE = 2**20
+_NOBODYS_SEED = 0x6E6F626F6479
 _UNITS = 4.0
 """So many units in the last place of what travels a gradient may be off, where it travels in a narrow dtype."""
 
@@ -115,19 +115,24 @@ def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Role
         return _detached(run_untraced(step, flat, roles, emitted.group, values, wire))
 
     with undisturbed(emitted):
+        _set_apart(emitted)
         before = _other_random_state()
-        expected, expected_spec = optree.tree_flatten(untraced())
+        expected, expected_spec = pytree.flatten(untraced())
         drawn = _other_random_state() != before
+        left = _generator_states(emitted)
     with undisturbed(emitted):
+        _set_apart(emitted)
         values = [a if b is None else b for a, b in zip(kept, copies(donated=True), strict=True)]
         try:
-            found, found_spec = optree.tree_flatten(emitted.rehearse(values))
+            found, found_spec = pytree.flatten(emitted.rehearse(values))
         except FdpError:
             raise
         except Exception as error:
             if excuse is not None:
                 raise NotRunnable from error
             raise _unrunnable(name, error) from error
+        if left != _generator_states(emitted):
+            raise _own_generator(name, emitted)
     _check_untouched(name, inputs, originals, kept)
     if expected_spec != found_spec:
         raise TraceError(
@@ -137,7 +142,7 @@ def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Role
                 remedy="make what the step returns a function of its arguments alone.",
             )
         )
-    names = leaf_names(optree.tree_unflatten(expected_spec, range(len(expected))), "output")
+    names = pytree.names_in(expected_spec, "output")
     if not drawn and not on_accelerator and emitted.plan.trace.wire is None:
         # No further run will be compared with these: each leaf is let go of as soon as it has been.
         kept.clear()
@@ -149,7 +154,7 @@ def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Role
         # again. What that can do to each output shows where every gradient is moved by one unit in its last place.
         shaken = replace(emitted.plan.trace.wire, shaken=True)
         with undisturbed(emitted):
-            again = optree.tree_leaves(untraced(shaken))
+            again = pytree.leaves_of(untraced(shaken))
             offenders = different(names, found, expected, again, excused=_UNITS, most=math.inf)
     if offenders and excuse is not None:
         excuse(offenders)
@@ -158,12 +163,12 @@ def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Role
         # Random numbers that torch does not know of are drawn. They are frozen; does anything depend on them?
         with undisturbed(emitted):
             # Two runs of the same code: on a CPU they agree to the bit, so the smallest difference tells.
-            again = optree.tree_leaves(untraced())
+            again = pytree.leaves_of(untraced())
             offenders = different(names, again, expected, share=1.0 if on_accelerator else 1e-3)
     elif offenders and on_accelerator:
         # Kernels on the device may be nondeterministic; then the step differs from itself by as much.
         with undisturbed(emitted):
-            offenders = different(names, found, expected, optree.tree_leaves(untraced()))
+            offenders = different(names, found, expected, pytree.leaves_of(untraced()))
     if offenders:
         raise wrong_trace(name, [offender.text for offender in offenders])
 
@@ -189,6 +194,32 @@ def undisturbed(emitted: Emitted) -> Iterator[None]:
         yield
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)
+
+
+def _set_apart(emitted: Emitted) -> None:
+    """Put the generators that a step holds into a state in which nobody else leaves one."""
+    for generator in _held_generators(emitted):
+        generator.manual_seed(_NOBODYS_SEED)
+
+
+def _generator_states(emitted: Emitted) -> list[bytes]:
+    return [bytes(generator.get_state().tolist()) for generator in _held_generators(emitted)]
+
+
+def _own_generator(name: str, emitted: Emitted) -> TraceError:
+    """The refusal for a generator that a step makes or seeds: the trace holds it, and would go on with it."""
+    held = emitted.plan.trace.graph.graph.find_nodes(op="get_attr")
+    generators = [node for node in held if isinstance(getattr(node.graph.owning_module, node.target), torch.Generator)]
+    offenders = [f"{user.target} at {user.meta.get('source')}" for node in generators for user in node.users]
+    return TraceError(
+        build_message(
+            f"step {name!r} makes a torch.Generator or seeds one: each call of the step starts it anew, and the traced "
+            "step would go on with it.",
+            offenders,
+            remedy="make the generator outside of the step, where it goes on from call to call; or pass the random "
+            "numbers.",
+        )
+    )
 
 
 def _other_random_state() -> tuple[Any, ...]:
@@ -257,7 +288,7 @@ def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 def _detached(tree: Any) -> Any:
     """Without the graph of a backward pass that nobody will run, and all that it holds."""
-    return optree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, tree)
+    return pytree.map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def _taken(leaves: list[Any]) -> Iterator[Any]:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any, Protocol
 
-import optree
 import torch
 import torch.distributed as dist
 
+from fdp import pytree
 from fdp.dynamo import breaks_graph
 from fdp.emit.agreement import agree, digest
 from fdp.emit.arena import ARENAS, Arena, Buffer, all_place_values, make_buffers, moving
@@ -116,7 +116,7 @@ class Emitted:
             AgreementError: the ranks' schedules differ.
             PeerError: another rank died or stopped answering.
         """
-        leaves, spec = optree.tree_flatten(args)
+        leaves, spec = pytree.flatten(args)
         check_signature(self.plan.trace, leaves, spec)
         with alone_on(self.group, self.plan.trace.name):
             return self.run([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])

@@ -101,6 +101,8 @@ def form_of(node: fx.Node) -> Form | None:
     if any(value.device != device for value in values):
         return None
     name = operator_name(node)
+    if name == "native_batch_norm" and not _is_contiguous(node.args[0]):
+        return None  # its out variant adds the statistics of such an input to what the place held before
     if len(values) == 1 and target in _COPIES:
         source = node.args[0]
         same = isinstance(source, fx.Node) and source.meta["val"].device == device
@@ -146,6 +148,13 @@ def _is_plain(value: torch.Tensor) -> bool:
         and value.untyped_storage().nbytes() == value.numel() * value.itemsize
         and torch.ops.aten.is_non_overlapping_and_dense.default(value)
     )
+
+
+def _is_contiguous(node: Any) -> bool:
+    """Whether a value lies in memory as one of torch's memory formats has it."""
+    value = node.meta["val"]
+    formats = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}.get(value.dim(), ())
+    return any(value.is_contiguous(memory_format=format) for format in (torch.contiguous_format, *formats))
 
 
 def _takes_alpha(node: fx.Node) -> bool:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import optree
 import torch
 
+from fdp import pytree
 from fdp.errors import ArgumentError, build_message
 from fdp.trace import Trace, sharing
 
 
-def check_signature(trace: Trace, leaves: Sequence[Any], spec: optree.PyTreeSpec) -> None:
+def check_signature(trace: Trace, leaves: Sequence[Any], spec: pytree.Spec) -> None:
     """Refuse arguments that a step was not traced for.
 
     Args:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
+from fdp import pytree
 from fdp.optim.checks import alike, describe, names, refusal, trains
 from fdp.optim.entries import added, check_optimizer, parted
 from fdp.optim.optimizer import Optimizer
@@ -79,7 +79,7 @@ def averaged(optimizer: Optimizer, decay: float, name: str = "average") -> Optim
     count_name = f"{name}_count"
 
     def init(params: Tree) -> Tree:
-        first = optree.tree_map(lambda p: p.detach().clone() if isinstance(p, Tensor) else p, params)
+        first = pytree.map_leaves(lambda p: p.detach().clone() if isinstance(p, Tensor) else p, params)
         own = {name: first, count_name: torch.zeros((), dtype=torch.int64)}
         return added("averaged", optimizer.init(params), own)
 
@@ -109,7 +109,7 @@ def _toward(average: Tensor, p: Tensor, decay: float) -> Tensor:
 
 def _moved(root: str, average: Tree, params: Tree, move: Any) -> Tree:
     """The new average, leaf by leaf."""
-    leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
+    leaves, spec = pytree.flatten(params, none_is_leaf=True)
     try:
         old: list[Any] = spec.flatten_up_to(average)
     except ValueError as error:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
+from fdp import pytree
 from fdp.errors import ArgumentError, build_message
 from fdp.pytree import Tree
 
@@ -19,7 +19,7 @@ def mismatch(grads: Tree, params: Tree) -> ArgumentError:
     offenders = [f"params{name} has no gradient" for name in want if name not in have]
     offenders += [f"grads{name} has no parameter" for name in have if name not in want]
     if not offenders:  # the same paths, through containers of other types
-        specs = (optree.tree_structure(tree, none_is_leaf=True) for tree in (grads, params))
+        specs = (pytree.structure_of(tree, none_is_leaf=True) for tree in (grads, params))
         offenders = [f"{name}: {spec}" for name, spec in zip(("grads", "params"), specs, strict=True)]
     remedy = "pass the gradients that fdp.value_and_grad gives for these params; None where there is none."
     return ArgumentError(build_message("The trees grads and params do not match.", offenders, remedy))
@@ -45,10 +45,10 @@ def checked_hyperparameters(cls: type, held: dict[str, Tree], opt_state: Tree) -
         raise refusal(f"opt_state must have the keys {sorted(expected)}, but is {found}.", remake(cls))
     for name, first in held.items():
         root, value = f"opt_state[{name!r}]", opt_state[name]
-        if optree.tree_structure(first) != optree.tree_structure(value):
+        if pytree.structure_of(first) != pytree.structure_of(value):
             what = f"{root} no longer has the structure of {first!r}, which it was made from."
             raise refusal(what, remake(cls))
-        for where, t in zip(names(value, root), optree.tree_leaves(value), strict=True):
+        for where, t in zip(names(value, root), pytree.leaves_of(value), strict=True):
             if not isinstance(t, Tensor):
                 # A number would be frozen into the graph, and every new value would trace again.
                 what = f"{where} is {describe(t)}, not a tensor: every new value would need a new trace."
@@ -143,7 +143,7 @@ def remake(cls: type) -> str:
 
 def names(tree: Tree, root: str) -> list[str]:
     """Name each leaf by its key path; None is a leaf here, unlike in `fdp.pytree.leaf_names`."""
-    return [accessor.codify(root) for accessor in optree.tree_accessors(tree, none_is_leaf=True)]
+    return pytree.leaf_names(tree, root, none_is_leaf=True)
 
 
 def describe(value: Any) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
+from fdp import pytree
 from fdp.optim.checks import describe, names, refusal
 from fdp.optim.entries import check_optimizer
 from fdp.optim.optimizer import Optimizer
@@ -130,7 +130,7 @@ def norm_of(leaves: list[Tensor], norm_type: float) -> Tensor:
 
 def multiplied(grads: Tree, factor: Tensor) -> Tree:
     """Multiply every tensor of a tree by a 0-dim tensor, each in its own dtype and on its own device."""
-    leaves, spec = optree.tree_flatten(grads)
+    leaves, spec = pytree.flatten(grads)
     if not _take_lists([*leaves, factor]):
         products = [leaf * factor.to(leaf.device) for leaf in leaves]
     else:
@@ -157,10 +157,10 @@ def _take_lists(tensors: list[Tensor]) -> bool:
 
 def checked_gradients(who: str, root: str, tree: Tree) -> list[Tensor]:
     """The leaves of a tree of gradients, `None` left out; refused if one is something else."""
-    leaves = optree.tree_leaves(tree)
+    leaves = pytree.leaves_of(tree)
     bad = [
         f"{name} is {describe(leaf)}"
-        for name, leaf in zip(names(tree, root), optree.tree_leaves(tree, none_is_leaf=True), strict=True)
+        for name, leaf in zip(names(tree, root), pytree.flatten(tree, none_is_leaf=True)[0], strict=True)
         if leaf is not None and not _is_dense(leaf)
     ]
     if bad:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
+from fdp import pytree
 from fdp.optim.checks import describe, names, refusal
 from fdp.optim.clipping import checked_gradients, multiplied
 from fdp.optim.entries import added, check_optimizer, parted
@@ -69,7 +69,7 @@ def loss_scaled(
     _check_numbers(init_scale, growth_factor, backoff_factor, growth_interval)
 
     def init(params: Tree) -> Tree:
-        tensors = [leaf for leaf in optree.tree_leaves(params) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in pytree.leaves_of(params) if isinstance(leaf, Tensor)]
         device = tensors[0].device if tensors else None
         scale = torch.full((), init_scale, dtype=torch.float32, device=device)
         tracker = torch.zeros((), dtype=torch.int32, device=device)
@@ -82,7 +82,7 @@ def loss_scaled(
         leaves = checked_gradients("loss_scaled", "grads", grads)
         half = [
             f"{name} is {describe(g)}"
-            for name, g in zip(names(grads, "grads"), optree.tree_leaves(grads, none_is_leaf=True), strict=True)
+            for name, g in zip(names(grads, "grads"), pytree.flatten(grads, none_is_leaf=True)[0], strict=True)
             if g is not None and g.dtype == torch.float16
         ]
         if half:

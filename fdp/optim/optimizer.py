@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor, optim
 
+from fdp import pytree
 from fdp.dynamo import breaks_graph
 from fdp.optim.checks import describe, refusal
 from fdp.optim.rule import Rule
@@ -139,7 +139,7 @@ def from_torch(cls: type[optim.Optimizer], **hyperparameters: Any) -> Optimizer:
 
 
 def _holds_tensor(value: Any) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in optree.tree_leaves(value))
+    return any(isinstance(leaf, Tensor) for leaf in pytree.leaves_of(value))
 
 
 def _floats(name: str, value: Tree) -> Tree:
@@ -155,4 +155,4 @@ def _floats(name: str, value: Tree) -> Tree:
             raise refusal(what, "start with a small positive value, or give the number 0.")
         return float(leaf)
 
-    return optree.tree_map(convert, value)
+    return pytree.map_leaves(convert, value)

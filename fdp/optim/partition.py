@@ -6,8 +6,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import optree
-
+from fdp import pytree
 from fdp.optim.checks import check_gradient, describe, mismatch, names, refusal, trains
 from fdp.optim.entries import check_optimizer
 from fdp.optim.optimizer import Optimizer
@@ -73,15 +72,15 @@ def partition(label: Callable[[str, Any], str] | Tree, optimizers: Mapping[str, 
         return {"parts": states}
 
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        if optree.tree_structure(grads, none_is_leaf=True) != optree.tree_structure(params, none_is_leaf=True):
+        if pytree.structure_of(grads, none_is_leaf=True) != pytree.structure_of(params, none_is_leaf=True):
             raise mismatch(grads, params)
         given = opt_state["parts"] if isinstance(opt_state, dict) and set(opt_state) == {"parts"} else opt_state
         if given is opt_state or not isinstance(given, dict) or given.keys() != optimizers.keys():
             what = f"opt_state must be {{'parts': one state for each of {sorted(map(str, optimizers))}}}."
             raise refusal(what, "make opt_state with init(params) of this partition, and keep its structure.")
         parts = _parts(label, optimizers, params)
-        leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
-        grad_leaves = optree.tree_leaves(grads, none_is_leaf=True)
+        leaves, spec = pytree.flatten(params, none_is_leaf=True)
+        grad_leaves = pytree.flatten(grads, none_is_leaf=True)[0]
         for i, (key, g) in enumerate(zip(parts.keys, grad_leaves, strict=True)):
             if key is None and g is not None:
                 check_gradient(i, params, leaves[i], g)
@@ -89,7 +88,7 @@ def partition(label: Callable[[str, Any], str] | Tree, optimizers: Mapping[str, 
         for key, optimizer in optimizers.items():
             mine = parts.tree(key, grads), given[key], parts.tree(key, params)
             new, states[key] = optimizer.update(*mine)
-            made = optree.tree_leaves(new, none_is_leaf=True)
+            made = pytree.flatten(new, none_is_leaf=True)[0]
             leaves = [n if k == key else old for k, n, old in zip(parts.keys, made, leaves, strict=True)]
         return spec.unflatten(leaves), {"parts": states}
 
@@ -105,12 +104,12 @@ class _Parts:
 
     def tree(self, key: Any, tree: Tree) -> Tree:
         """A tree with None in place of the leaves of other parts."""
-        leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
+        leaves, spec = pytree.flatten(tree, none_is_leaf=True)
         return spec.unflatten([leaf if k == key else None for k, leaf in zip(self.keys, leaves, strict=True)])
 
 
 def _parts(label: Any, optimizers: Mapping[Any, Optimizer], params: Tree) -> _Parts:
-    leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
+    leaves, spec = pytree.flatten(params, none_is_leaf=True)
     if callable(label):
         found = [label(path, leaf) if trains(leaf) else None for path, leaf in zip(_paths(params), leaves, strict=True)]
     else:
@@ -134,5 +133,5 @@ def _paths(params: Tree) -> list[str]:
     """Name each leaf by the keys that lead to it, joined by dots."""
     return [
         ".".join(str(getattr(entry, "field", getattr(entry, "name", entry.entry))) for entry in accessor)
-        for accessor in optree.tree_accessors(params, none_is_leaf=True)
+        for accessor in pytree.structure_of(params, none_is_leaf=True).accessors()
     ]

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor, optim
 
+from fdp import pytree
 from fdp.optim.checks import (
     check_gradient,
     check_state,
@@ -94,10 +94,10 @@ class Rule:
 
     def init(self, params: Tree) -> Tree:
         """Make the state that the class has before its first step."""
-        leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
+        leaves, spec = pytree.flatten(params, none_is_leaf=True)
         named = zip(leaves, names(params, "params"), strict=True)
         states = [self._first_state(p, name) if trains(p) else {} for p, name in named]
-        hyper = {name: optree.tree_map(_tensor, value) for name, value in self.held.items()}
+        hyper = {name: pytree.map_leaves(_tensor, value) for name, value in self.held.items()}
         return {**hyper, "state": spec.unflatten(states)}
 
     @torch.no_grad()
@@ -132,8 +132,8 @@ class Rule:
     def update(self, grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
         """Take one step; every argument stays as it is."""
         hyper = checked_hyperparameters(self.cls, self.held, opt_state)
-        leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
-        grad_leaves, grad_spec = optree.tree_flatten(grads, none_is_leaf=True)
+        leaves, spec = pytree.flatten(params, none_is_leaf=True)
+        grad_leaves, grad_spec = pytree.flatten(grads, none_is_leaf=True)
         if grad_spec != spec:
             raise mismatch(grads, params)
         try:
@@ -175,7 +175,7 @@ class Rule:
                 group.update(hyper)  # lr alone; the kernel reads it as a double
                 continue
             if not numbers:  # once for all groups: each item() is an operation of the graph
-                numbers = {k: optree.tree_map(number_of, v, self.held[k]) for k, v in hyper.items()}
+                numbers = {k: pytree.map_leaves(number_of, v, self.held[k]) for k, v in hyper.items()}
             group.update(numbers)
             if self.dampened:
                 group["dampening"] = started[n].item() * group["dampening"]  # a group for each parameter

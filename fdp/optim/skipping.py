@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
+from fdp import pytree
 from fdp.optim.checks import alike, describe, names, refusal
 from fdp.optim.clipping import checked_gradients, norm_of
 from fdp.optim.entries import added, check_optimizer, parted
@@ -90,8 +90,8 @@ def unless(skip: Tensor, who: str, root: str, old: Tree, new: Tree) -> Tree:
     Raises:
         ArgumentError: the trees do not match.
     """
-    leaves, spec = optree.tree_flatten(old, none_is_leaf=True)
-    made, made_spec = optree.tree_flatten(new, none_is_leaf=True)
+    leaves, spec = pytree.flatten(old, none_is_leaf=True)
+    made, made_spec = pytree.flatten(new, none_is_leaf=True)
     if made_spec != spec:
         what = f"update of the optimizer inside {who} made of {root}, {spec}, a tree of another structure:"
         raise refusal(what, "return trees of the structure that came in.", [str(made_spec)])

@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import optree
 import torch
 
+from fdp import pytree
 from fdp.errors import ArgumentError, TraceError, build_message
-from fdp.pytree import leaf_names
 from fdp.trace.record import Input
 
 PLAIN_TYPES = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -52,7 +51,7 @@ class Flat:
     """
 
     leaves: list[Any]
-    spec: optree.PyTreeSpec
+    spec: pytree.Spec
     static: tuple[Any, ...]
     donated: tuple[int, ...]
     shared: tuple[tuple[int, int], ...] | None
@@ -162,7 +161,7 @@ def sharing_pattern(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], .
 def flatten(args: tuple[Any, ...], roles: Roles) -> Flat:
     """Put the leaves of the arguments in a row and work out the signature in full."""
     trees, static = set_apart(args, roles)
-    leaves, spec = optree.tree_flatten(trees)
+    leaves, spec = pytree.flatten(trees)
     key: tuple[Any, ...] = (spec, describe_static(static), *map(describe_leaf, leaves))
     if not roles.donated:
         return Flat(leaves, spec, static, (), None, key)
@@ -173,7 +172,7 @@ def flatten(args: tuple[Any, ...], roles: Roles) -> Flat:
     return Flat(leaves, spec, static, donated, shared, (*key, shared, history))
 
 
-def _leaves_of(positions: frozenset[int], spec: optree.PyTreeSpec, roles: Roles) -> tuple[int, ...]:
+def _leaves_of(positions: frozenset[int], spec: pytree.Spec, roles: Roles) -> tuple[int, ...]:
     """The indices of the leaves that belong to some arguments."""
     found: list[int] = []
     start = 0
@@ -239,8 +238,7 @@ def describe_inputs(step_name: str, flat: Flat, roles: Roles) -> tuple[list[str]
     names: list[str] = []
     owner: list[int] = []
     for position, child in zip(positions, flat.spec.children(), strict=True):
-        tree = optree.tree_unflatten(child, range(child.num_leaves))
-        found = leaf_names(tree, roles.names[position])
+        found = pytree.names_in(child, roles.names[position])
         names += found
         owner += [position] * len(found)
     _refuse_foreign_leaves(step_name, names, owner, flat.leaves, roles)
@@ -288,7 +286,7 @@ def _refuse_foreign_leaves(
 ) -> None:
     offenders = []
     for name, position, leaf in zip(names, owner, leaves, strict=True):
-        kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}".removeprefix("builtins.")
+        kind = pytree.describe_kind(leaf)
         if isinstance(leaf, torch.Tensor):
             if type(leaf) not in _TENSOR_TYPES:
                 offenders.append(f"{name}: the tensor subclass {kind}")
@@ -310,12 +308,12 @@ def _refuse_foreign_leaves(
                 f"step {step_name!r} was called with leaves that it cannot take.",
                 offenders,
                 remedy="convert data with torch.as_tensor; pass other objects by static_argnums, or close over them; "
-                "register containers of your own with optree.",
+                "make a container of your own a dataclass, or register it with optree.",
             )
         )
 
 
-Summary = tuple[optree.PyTreeSpec, tuple[Any, ...], tuple[str, ...]]
+Summary = tuple[pytree.Spec, tuple[Any, ...], tuple[str, ...]]
 """What is remembered of a call for a later message: structure, static arguments, and each leaf as text."""
 
 

@@ -7,15 +7,14 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import optree
 import torch
 from torch import fx
 
+from fdp import pytree
 from fdp.axis import step_axis
 from fdp.dynamo import uncompiled
 from fdp.errors import FdpError, TraceError, build_message
 from fdp.group import Group
-from fdp.pytree import leaf_names
 from fdp.trace.arguments import PLAIN_TYPES, Flat, Roles, describe_inputs
 from fdp.trace.capture import capture, is_fake, recording, untraceable
 from fdp.trace.checks import (
@@ -74,7 +73,7 @@ def trace_step(
     returned: list[Any] = []
 
     def flat_step(*values: torch.Tensor) -> list[torch.Tensor]:
-        returned[:] = optree.tree_flatten(call_with(step, flat, roles, values))
+        returned[:] = pytree.flatten(call_with(step, flat, roles, values))
         _refuse_foreign_outputs(name, *returned)
         return [leaf for leaf in returned[0] if isinstance(leaf, torch.Tensor)]
 
@@ -143,8 +142,8 @@ def _name_of(step: Callable[..., Any]) -> str:
     return getattr(step, "__name__", type(step).__name__)
 
 
-def _refuse_foreign_outputs(name: str, leaves: Sequence[Any], spec: optree.PyTreeSpec) -> None:
-    names = leaf_names(optree.tree_unflatten(spec, list(range(len(leaves)))), "output")
+def _refuse_foreign_outputs(name: str, leaves: Sequence[Any], spec: pytree.Spec) -> None:
+    names = pytree.names_in(spec, "output")
     numbers = (torch.SymInt, torch.SymFloat, torch.SymBool)
     offenders = [
         f"{path}: a number read from a tensor" if type(leaf) in numbers else f"{path}: the text of a tensor"
@@ -171,7 +170,7 @@ def _refuse_foreign_outputs(name: str, leaves: Sequence[Any], spec: optree.PyTre
             )
         )
     offenders = [
-        f"{path}: " + f"{type(leaf).__module__}.{type(leaf).__qualname__}".removeprefix("builtins.")
+        f"{path}: {pytree.describe_kind(leaf)}"
         for path, leaf in zip(names, leaves, strict=True)
         if not isinstance(leaf, (torch.Tensor, *PLAIN_TYPES))
     ]
@@ -180,7 +179,8 @@ def _refuse_foreign_outputs(name: str, leaves: Sequence[Any], spec: optree.PyTre
             build_message(
                 f"step {name!r} returns objects that are neither tensors nor plain constants.",
                 offenders,
-                remedy="return dicts, lists, tuples or namedtuples of tensors; or register the class with optree.",
+                remedy="return dicts, lists, tuples, namedtuples or dataclasses of tensors; or register the class with "
+                "optree.",
             )
         )
 
@@ -189,7 +189,7 @@ def call_with(step: Callable[..., Any], flat: Flat, roles: Roles, values: Sequen
     """Call a step with other tensors in the place of those that it was flattened with."""
     it = iter(values)
     leaves = [next(it) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.leaves]
-    moving = iter(optree.tree_unflatten(flat.spec, leaves))
+    moving = iter(pytree.unflatten(flat.spec, leaves))
     fixed = iter(flat.static)
     return step(*(next(fixed) if i in roles.static else next(moving) for i in range(len(roles.names))))
 
@@ -216,7 +216,7 @@ def run_untraced(
         if kept_by(step, is_fake):
             raise _kept(step) from error
         raise
-    if any(is_fake(leaf) for leaf in optree.tree_leaves(out)):
+    if any(is_fake(leaf) for leaf in pytree.leaves_of(out)):
         raise _kept(step)
     return out
 
@@ -313,9 +313,9 @@ def _behind_cast(operations: Sequence[Operation], position: int) -> int:
 
 
 def _outputs(
-    graph: fx.Graph, leaves: Sequence[Any], spec: optree.PyTreeSpec, varying: Any
+    graph: fx.Graph, leaves: Sequence[Any], spec: pytree.Spec, varying: Any
 ) -> tuple[list[Output], dict[str, fx.Node]]:
-    names = leaf_names(optree.tree_unflatten(spec, list(range(len(leaves)))), "output")
+    names = pytree.names_in(spec, "output")
     made = iter(graph.output_node().args[0])  # type: ignore[arg-type]
     outputs, origins = [], {}
     for name, leaf in zip(names, leaves, strict=True):
@@ -343,7 +343,7 @@ def _is_declared(node: fx.Node) -> bool:
 
 
 def _assign_slots(
-    outputs: list[Output], out_spec: optree.PyTreeSpec, inputs: Sequence[Input], flat: Flat, roles: Roles
+    outputs: list[Output], out_spec: pytree.Spec, inputs: Sequence[Input], flat: Flat, roles: Roles
 ) -> list[Output]:
     """Pair each donated input with the output that has its key path, at the root of what is returned or one below."""
     if not roles.donated:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -37,6 +38,9 @@ from fdp.wire import Wire
 
 Geometry = tuple[Sequence[int], Sequence[int], int, torch.dtype, torch.device]
 """Shape, strides and offset in elements, dtype, device."""
+
+_BATCH_NORMS = {torch.ops.aten.native_batch_norm.default: 0, torch.ops.aten.native_batch_norm_backward.default: 1}
+"""Operators whose rule for fake tensors is amended, and where their input stands among the arguments."""
 
 _VALUE_READ = (
     DataDependentOutputException,
@@ -184,7 +188,8 @@ def _teach(fake_mode: FakeTensorMode) -> None:
         if func in _CTC_LOSS:
             with fake_mode:
                 return _ctc_results(args[0], args[1], args[3])
-        return dispatch(func, types, args, kwargs)
+        result = dispatch(func, types, args, kwargs)
+        return _laid_out(fake_mode, func, args, result) if func in _BATCH_NORMS else result
 
     fake_mode.dispatch = dispatch_all_others  # type: ignore[assignment]
 
@@ -229,6 +234,20 @@ def _copyable() -> Iterator[None]:
     finally:
         for name in ways:
             delattr(FakeTensor, name)
+
+
+def _laid_out(fake_mode: FakeTensorMode, func: Any, args: Sequence[Any], result: Any) -> Any:
+    """The results of batch normalisation, as its kernel for CPUs lays the first of them out.
+
+    The rule for fake tensors keeps the strides of the input, and of a transposed one the kernel does not: a view of the
+    result that is possible in one layout is not in the other.
+    """
+    x, (first, *others) = args[_BATCH_NORMS[func]], result
+    if not isinstance(first, torch.Tensor) or first.device.type != "cpu":
+        return result
+    with fake_mode:
+        first = torch.empty_like(first, memory_format=suggest_memory_format(x))
+    return (first, *others)
 
 
 @contextmanager
@@ -314,6 +333,14 @@ def _explain(name: str, error: Exception) -> TraceError | None:
             )
         )
     if isinstance(error, _VALUE_READ) or any(part in text for part in _VALUE_READ_TEXTS):
+        if line is not None and line.text.startswith("assert "):
+            return TraceError(
+                build_message(
+                    f"step {name!r} asserts something about the value of a tensor, which a traced step does not have.",
+                    [f"{_at(line)}: {line.text}"],
+                    remedy="check data before the step; an assertion in a library's code is left out by python -O.",
+                )
+            )
         return TraceError(
             build_message(
                 f"step {name!r} reads the value of a tensor, which a traced step does not have: its control flow "

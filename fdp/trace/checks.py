@@ -14,7 +14,7 @@ from torch import fx
 
 from fdp.errors import PurityError, ReplicationError, TraceError, build_message
 from fdp.trace.capture import is_fake
-from fdp.trace.effects import effects_of, inner_nodes, is_marker, storages_of, taken_for_shape
+from fdp.trace.effects import effects_of, inner_nodes, is_marker, replaces_elements, storages_of, taken_for_shape
 from fdp.trace.record import Input, Output
 from fdp.trace.rewinding import STATE, drawn_anew
 
@@ -151,6 +151,8 @@ def check_initialised(name: str, graph: fx.Graph) -> None:
     for node in graph.nodes:
         effects, harmless = effects_of(node), taken_for_shape(node)
         for argument in node.all_input_nodes if node.op == "output" else effects.reads:
+            if argument in effects.writes and replaces_elements(node):
+                continue  # those that it does not replace hold what they held, as with a copy into a part
             if argument in harmless:
                 continue
             for storage in storages_of(argument):

@@ -43,6 +43,10 @@ _FILLS: dict[Any, str] = {
     _aten.rrelu_with_noise.default: "noise",
     _aten.rrelu_with_noise_.default: "noise",
 }
+_REPLACES = frozenset({
+    # In-place operators that replace some elements of their first argument, and look at none of them.
+    "index_put_", "index_copy_", "index_fill_", "scatter_", "masked_fill_", "masked_scatter_",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,12 @@ def _effects_inside(node: fx.Node) -> Effects:
     written = {storage for effects in inner for target in effects.writes for storage in storages_of(target)}
     writes = tuple(given for given in node.all_input_nodes if not written.isdisjoint(storages_of(given)))
     return Effects(tuple(node.all_input_nodes), writes, random=any(effects.random for effects in inner))
+
+
+def replaces_elements(node: fx.Node) -> bool:
+    """Whether a node writes to elements of its first argument without reading any."""
+    given = {argument.name: value for argument, value in bound_arguments(node)}
+    return operator_name(node) in _REPLACES and not given.get("accumulate") and given.get("reduce") is None
 
 
 def inner_nodes(node: fx.Node) -> Iterator[fx.Node]:

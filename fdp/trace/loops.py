@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import optree
 import torch
 from torch import fx
 
+from fdp import pytree
 from fdp.errors import TraceError, build_message
 from fdp.trace.dependencies import operations_of
 from fdp.trace.effects import effects_of, is_marker, storages_of
@@ -114,8 +114,8 @@ def _trace_of_body(name: str, graph_module: fx.GraphModule, loop: fx.Node) -> Tr
         closed_over=(),
         replicated_calls=(),
         graph=body,
-        in_spec=optree.tree_structure(tuple(inputs)),
-        out_spec=optree.tree_structure(()),
+        in_spec=pytree.structure_of(tuple(inputs)),
+        out_spec=pytree.structure_of(()),
     )
 
 
@@ -129,6 +129,7 @@ def _outline(name: str, graph_module: fx.GraphModule, begin: fx.Node, end: fx.No
     inside = set(region)
     _return_to_owners(region, inside)
     _refuse_leaks(name, region, inside, end)
+    _refuse_messages(name, region)
 
     outside: dict[fx.Node, None] = {}
     for node in region:
@@ -211,6 +212,22 @@ def _refuse_leaks(name: str, region: list[fx.Node], inside: set[fx.Node], end: f
                 f"step {name!r} keeps values of one microbatch of fdp.accumulate for later; there is one for each.",
                 offenders,
                 remedy="return them from the function that fdp.accumulate calls: they come back stacked.",
+            )
+        )
+
+
+def _refuse_messages(name: str, region: list[fx.Node]) -> None:
+    offenders = [
+        f"{node.target} at {node.meta.get('source')}"
+        for node in region
+        if is_marker(node, "all_reduce", "all_gather", "broadcast")
+    ]
+    if offenders:
+        raise TraceError(
+            build_message(
+                f"step {name!r} sends messages in the microbatches of fdp.accumulate.",
+                offenders,
+                remedy="average what fdp.accumulate returns, in one message.",
             )
         )
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import optree
 import torch
 from torch import fx
 
+from fdp import pytree
 from fdp.stages import enter
 from fdp.table import Table, count, format_bytes
 from fdp.wire import Wire
@@ -182,8 +182,8 @@ class Trace:
     closed_over: tuple[tuple[str, str], ...]
     replicated_calls: tuple[str, ...]
     graph: fx.GraphModule = field(compare=False, repr=False)
-    in_spec: optree.PyTreeSpec = field(compare=False, repr=False)
-    out_spec: optree.PyTreeSpec = field(compare=False, repr=False)
+    in_spec: pytree.Spec = field(compare=False, repr=False)
+    out_spec: pytree.Spec = field(compare=False, repr=False)
     wire: Wire | None = None
     loops: tuple[Loop, ...] = ()
 

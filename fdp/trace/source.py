@@ -9,6 +9,7 @@ graph that is running has the same number, and leads back to that line.
 from __future__ import annotations
 
 import functools
+import linecache
 import os
 import sys
 import sysconfig
@@ -48,6 +49,11 @@ class Source:
     file: str
     line: int
     function: str
+
+    @property
+    def text(self) -> str:
+        """What the line says; nothing if its file cannot be read."""
+        return linecache.getline(self.file, self.line).strip()
 
     def __str__(self) -> str:
         return f"{os.path.basename(self.file)}:{self.line} in {self.function}"

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import optree
 from optree import PyTreeKind
+
+from fdp import pytree
 
 _PLAIN = (PyTreeKind.TUPLE, PyTreeKind.LIST, PyTreeKind.DICT, PyTreeKind.ORDEREDDICT, PyTreeKind.NAMEDTUPLE)
 """Containers whose type, length and keys decide on the structure. Others are taken apart in full."""
@@ -63,10 +64,13 @@ class Structure:
         spec: the structure, a tuple.
     """
 
-    def __init__(self, spec: optree.PyTreeSpec) -> None:
+    def __init__(self, spec: pytree.Spec) -> None:
         self.spec = spec
         self._known = _container(spec) if _is_plain(spec) else None
         self._length = spec.num_children
+        # Each argument by itself: a batch that has to be taken apart in full does not make the state as slow.
+        alone = self._known is not None or self._length < 2
+        self._each = () if alone else tuple(Structure(pytree.tuple_of([child])) for child in spec.children())
 
     def flatten(self, args: tuple[Any, ...]) -> list[Any] | None:
         """The leaves of arguments of this structure, None if theirs is another one.
@@ -78,8 +82,10 @@ class Structure:
             The leaves in a row, each in the place of a leaf of this structure. One may still be what is no leaf: a
             container where a leaf was. Whoever looks at the leaves one by one finds it.
         """
+        if self._each:
+            return self._flatten_each(args)
         if self._known is None:
-            leaves, spec = optree.tree_flatten(args)
+            leaves, spec = pytree.flatten(args)
             return leaves if spec == self.spec else None
         try:
             if len(args) == self._length and self._known.holds(args):
@@ -88,14 +94,25 @@ class Structure:
             pass  # other keys
         return None
 
+    def _flatten_each(self, args: tuple[Any, ...]) -> list[Any] | None:
+        leaves: list[Any] = []
+        if len(args) != self._length:
+            return None
+        for known, arg in zip(self._each, args, strict=True):
+            found = known.flatten((arg,))
+            if found is None:
+                return None
+            leaves += found
+        return leaves
 
-def _is_plain(spec: optree.PyTreeSpec) -> bool:
+
+def _is_plain(spec: pytree.Spec) -> bool:
     if spec.kind in (PyTreeKind.LEAF, PyTreeKind.NONE):
         return True
     return spec.kind in _PLAIN and all(map(_is_plain, spec.children()))
 
 
-def _container(spec: optree.PyTreeSpec) -> _Container:
+def _container(spec: pytree.Spec) -> _Container:
     children = spec.children()
     # A named tuple, too, is asked by number.
     with_keys = spec.kind in (PyTreeKind.DICT, PyTreeKind.ORDEREDDICT)

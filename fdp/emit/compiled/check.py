@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import optree
 import torch
 
+from fdp import pytree
 from fdp.emit.check import (
     Difference,
     NotRunnable,
@@ -23,7 +23,6 @@ from fdp.emit.check import (
 )
 from fdp.emit.emitted import Emitted
 from fdp.errors import CompileError, FdpError, build_message, first_line
-from fdp.pytree import leaf_names
 from fdp.trace import Flat, Roles
 from fdp.trace.effects import effects_of
 
@@ -94,8 +93,8 @@ def _excuse_rounding(
     if noisy:
         check_emitted(emitted, step, flat, roles)
     with undisturbed(emitted):
-        leaves, spec = optree.tree_flatten(emitted.rehearse([copy_of(tensor) for tensor in originals]))
-    names = leaf_names(optree.tree_unflatten(spec, range(len(leaves))), "output")
+        leaves, spec = pytree.flatten(emitted.rehearse([copy_of(tensor) for tensor in originals]))
+    names = pytree.names_in(spec, "output")
     trusted = {offender.index: leaves[offender.index] for offender in offenders}
     if not noisy:
         named = [names[offender.index] for offender in offenders]
@@ -123,7 +122,7 @@ def _excuse_rounding(
         for seed in range(_SHAKES):
             inputs = [_shaken(copy_of(tensor), seed) for tensor in originals]
             with undisturbed(emitted):
-                shaken.append(optree.tree_leaves(emitted.rehearse(inputs)))
+                shaken.append(pytree.leaves_of(emitted.rehearse(inputs)))
         offenders = left(shaken)
     if offenders:
         texts = [
@@ -139,7 +138,7 @@ def _check_shapes(compiled: Emitted, emitted: Emitted, flat: Flat) -> None:
     give_back_memory()
     with undisturbed(emitted):
         try:
-            found = optree.tree_leaves(compiled.rehearse([copy_of(tensor) for tensor in flat.tensors]))
+            found = pytree.leaves_of(compiled.rehearse([copy_of(tensor) for tensor in flat.tensors]))
         except FdpError:
             raise
         except Exception as error:

@@ -1,0 +1,213 @@
+"""Models of Hugging Face transformers as they are: in train mode, on two ranks, against plain autograd of the model.
+
+Each model is built alike on both ranks; the data are drawn anew per rank and per call, and so is the dropout. The
+reference is the model itself under torch.autograd on each rank, averaged with a plain all_reduce. Two calls of one
+step: data of the first call that got into the graph as a constant shows in the second. FDP_ALL_SAMPLES=1 takes all of
+`MORE`, and each family in both forms: with the loss that the model computes, and with one that the user computes.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+import pathlib
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import families
+import models
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from families import FAMILIES, MORE, REFUSED, Batch, Family
+
+import fdp
+from fdp import pytree
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None,
+    reason="no transformers: pip install fdp[huggingface]",
+)
+
+ALL = bool(os.environ.get("FDP_ALL_SAMPLES"))
+RIGHT = "right"
+OWN_LOSS_ONLY = {
+    # Batch normalisation over one pixel of two rows leaves nothing of them: the loss is the same for all data.
+    "MobileViT", "EfficientNet",
+    # It asserts something about its labels: see "ProphetNet with labels".
+    "ProphetNet",
+}  # fmt: skip
+MODEL_LOSS_ONLY = {
+    # They learn without labels.
+    "ViT-MAE", "PatchTST", "CLIP",
+}  # fmt: skip
+
+
+def floats(tree: Any) -> list[torch.Tensor]:
+    return [x for x in pytree.leaves_of(tree) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+
+
+def own_loss(output: Any) -> torch.Tensor:
+    """A loss that the model does not compute: no two elements of the output can stand for each other."""
+    return torch.stack([(x * torch.arange(x.numel()).sin().view_as(x)).mean() for x in floats(output)]).sum()
+
+
+def model_loss(output: Any) -> torch.Tensor:
+    loss: torch.Tensor = output.loss
+    return loss
+
+
+def batch_of(family: Family, seed: int, labelled: bool) -> Batch:
+    g = torch.Generator().manual_seed(seed)
+    batch = family.batch(g)
+    if labelled and family.labels is not None:
+        batch.update(family.labels(g))
+    elif "decoder_input_ids" not in batch and family.labels is families.answers:
+        batch["decoder_input_ids"] = families.tokens(g, 7)
+    return batch
+
+
+def by_hand(model: Any, loss_of: Callable[[Any], torch.Tensor], family: Family, batch: Batch, seed: int) -> Any:
+    """The model as it is, under torch.autograd: this rank's loss, gradients, buffers and output."""
+    model = copy.deepcopy(model)
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    torch.manual_seed(seed)
+    output = model(**batch, **family.keywords)
+    loss = loss_of(output)
+    grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+    averages = {
+        "loss": loss.detach(),
+        "grads": {k: torch.zeros_like(p) if g is None else g for (k, p), g in zip(params.items(), grads, strict=True)},
+        "buffers": {name: b.detach().clone() for name, b in model.named_buffers()},
+    }
+    return averages, output
+
+
+def averaged(tree: Any) -> Any:
+    def average(leaf: torch.Tensor) -> torch.Tensor:
+        leaf = leaf.clone()
+        if leaf.is_floating_point() and dist.is_initialized():
+            dist.all_reduce(leaf)
+            leaf /= dist.get_world_size()
+        return leaf
+
+    return pytree.map_leaves(average, tree)
+
+
+def check_family(family: Family, labelled: bool) -> None:
+    """Raises if fdp is wrong about a family."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    model = family.build()
+    loss_of = model_loss if labelled else own_loss
+    apply, params, buffers = fdp.from_module(model)
+
+    @fdp.data_parallel
+    def fine_tune(state: Any, batch: Batch) -> Any:
+        def loss_fn(params: Any) -> Any:
+            output, new = apply(params, state["buffers"], **batch, **family.keywords)
+            return loss_of(output), (output, new)
+
+        (loss, (output, new)), grads = fdp.value_and_grad(loss_fn, has_aux=True)(state["params"])
+        averages = {"loss": fdp.pmean(loss), "grads": grads, "buffers": models.mean_statistics(new)}
+        return averages, fdp.per_rank(output)
+
+    losses = []
+    for call in (1, 2):
+        seed = 10 * call + rank
+        batch = batch_of(family, seed, labelled)
+        expected, local = by_hand(model, loss_of, family, batch, seed)
+        expected = averaged(expected)
+        torch.manual_seed(seed)
+        averages, output = fine_tune({"params": params, "buffers": buffers}, batch)
+        averages["buffers"] = {name: averages["buffers"][name] for name in expected["buffers"]}
+        assert type(output) is type(local)
+        assert pytree.structure_of(output) == pytree.structure_of(local)
+        close(f"call {call}, output", pytree.leaves_of(output), pytree.leaves_of(local))
+        for key, value in expected.items():
+            close(f"call {call}, {key}", averages[key], value)
+        losses.append(expected["loss"].item())
+        # A gradient of zeros would be right whatever fdp did.
+        assert any(bool(g.any()) for g in floats(expected["grads"]))
+        assert all(bool(g.isfinite().all()) for g in floats(expected["grads"]))
+    assert losses[0] != losses[1]
+    assert fine_tune.traces == 1
+
+
+def close(what: str, found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, msg=lambda m: f"{what}: {m}")
+
+
+def check_families(forms: list[tuple[str, bool]]) -> dict[tuple[str, bool], tuple[str, str]]:
+    """One rank's verdict on each family: (right, ""), or (the kind of error, its message)."""
+    verdicts = {}
+    for name, labelled in forms:
+        print(name, flush=True)  # into the rank's log: where it was, should it not come back
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the models' own
+                check_family(every()[name], labelled)
+            verdicts[name, labelled] = (RIGHT, "")
+        except fdp.FdpError as error:
+            verdicts[name, labelled] = (type(error).__name__, str(error))
+        except Exception:
+            verdicts[name, labelled] = ("wrong", traceback.format_exc())
+    return verdicts
+
+
+def every() -> dict[str, Family]:
+    return {**FAMILIES, **MORE, **{name: family for name, (family, _) in REFUSED.items()}}
+
+
+def forms_of(name: str) -> list[bool]:
+    """With the labels of the model's own loss, without, or one after the other."""
+    family = every()[name]
+    if name in OWN_LOSS_ONLY or (family.labels is None and name not in MODEL_LOSS_ONLY):
+        return [False]
+    if name in MODEL_LOSS_ONLY:
+        return [True]
+    return [True, False] if ALL else [list(every()).index(name) % 2 == 0]
+
+
+def in_chunks(names: list[str], size: int) -> list[list[str]]:
+    return [names[start : start + size] for start in range(0, len(names), size)]
+
+
+def worst(names: list[str]) -> dict[tuple[str, bool], tuple[str, str]]:
+    """The verdict on each form of each family: of the rank that found the worst."""
+    forms = [(name, labelled) for name in names for labelled in forms_of(name)]
+    found: dict[tuple[str, bool], tuple[str, str]] = {}
+    for verdicts in ranks.run(2, check_families, forms, deadline_s=240):
+        for form, verdict in verdicts.items():
+            if found.get(form, (RIGHT, ""))[0] == RIGHT:
+                found[form] = verdict
+    assert sorted(found) == sorted(forms)
+    return found
+
+
+@pytest.mark.parametrize("names", in_chunks([*FAMILIES, *(MORE if ALL else ())], 5), ids=", ".join)
+def test_families_are_right(names: list[str]) -> None:
+    wrong = {form: verdict for form, verdict in worst(names).items() if verdict[0] != RIGHT}
+    assert not wrong, "\n\n".join(f"{form}: {kind}: {message}" for form, (kind, message) in wrong.items())
+
+
+@pytest.mark.parametrize("name", list(REFUSED) if ALL else ["XLM", "Wav2Vec2 with layers dropped"])
+def test_what_cannot_be_traced_is_refused(name: str) -> None:
+    family, file = REFUSED[name]
+    with warnings.catch_warnings(), pytest.raises(fdp.TraceError) as caught:
+        warnings.simplefilter("ignore")
+        check_family(family, labelled=True)
+    lines = str(caught.value).splitlines()
+    assert "'fine_tune'" in lines[0]
+    assert f"{file}:" in lines[1]
+    assert lines[-1].startswith("Remedy: ")
+
+
+def test_the_table_in_the_document_is_what_is_tested() -> None:
+    text = (pathlib.Path(__file__).resolve().parents[1] / "docs" / "models.md").read_text()
+    rows = {tuple(cell.strip() for cell in row.split("|")[1:-1]) for row in text.splitlines() if row.startswith("| ")}
+    said = {row[0]: row[2] for row in rows if len(row) == 3 and row[2] in ("yes", "refused")}
+    assert said == {**dict.fromkeys([*FAMILIES, *MORE], "yes"), **dict.fromkeys(REFUSED, "refused")}
