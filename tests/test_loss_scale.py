@@ -37,8 +37,8 @@ def same_bits(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-# Growth and backoff by factors that float32 cannot hold, so that it matters where it rounds.
-SCALING = {"init_scale": 1000.0, "growth_factor": 2.1, "backoff_factor": 0.3, "growth_interval": 3}
+# Factors that float32 cannot hold, and a scale for which it matters where their product is rounded.
+SCALING = {"init_scale": 1001.0, "growth_factor": 2.1, "backoff_factor": 0.3, "growth_interval": 3}
 OVERFLOWS = (False, False, True, False, False, False, False, True, True, False, False, False, False)
 
 
