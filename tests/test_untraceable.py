@@ -144,6 +144,7 @@ RIGHT: dict[str, Case] = {
     "policy gradient": policy_gradient,
     "ctc_loss": ctc,
     "rrelu": leaky,
+    "complex numbers of sixteen bits": lambda w, b: (b * w).chalf(),
     "dropout": lambda w, b: F.dropout(b * w, 0.5),
     "permutation": lambda w, b: b[torch.randperm(4)] * w,
     "in-place on an intermediate": lambda w, b: (b * 2).add_(1).mul_(w),
