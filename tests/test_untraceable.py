@@ -153,6 +153,7 @@ RIGHT: dict[str, Case] = {
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo asks for it, and hides the warning
+@pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 @pytest.mark.parametrize("name", list(RIGHT))
 def test_what_a_step_can_do_is_right_at_every_call(name: str) -> None:
     step = fdp.data_parallel(RIGHT[name], check_replication=False)
