@@ -144,6 +144,7 @@ RIGHT: dict[str, Case] = {
     "policy gradient": policy_gradient,
     "ctc_loss": ctc,
     "rrelu": leaky,
+    "complex numbers of sixteen bits": lambda w, b: (b * w).chalf(),
     "dropout": lambda w, b: F.dropout(b * w, 0.5),
     "permutation": lambda w, b: b[torch.randperm(4)] * w,
     "in-place on an intermediate": lambda w, b: (b * 2).add_(1).mul_(w),
@@ -152,6 +153,7 @@ RIGHT: dict[str, Case] = {
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo asks for it, and hides the warning
+@pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 @pytest.mark.parametrize("name", list(RIGHT))
 def test_what_a_step_can_do_is_right_at_every_call(name: str) -> None:
     step = fdp.data_parallel(RIGHT[name], check_replication=False)

@@ -280,7 +280,15 @@ def _check_untouched(
         )
 
 
+def _comparable(x: torch.Tensor) -> torch.Tensor:
+    """The same values in a type that can be compared: complex numbers of twice sixteen bits, and eight bits, cannot."""
+    if x.dtype == torch.complex32:
+        return x.to(torch.complex64)
+    return x.float() if x.is_floating_point() and x.dtype.itemsize == 1 else x
+
+
 def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
+    one, two = _comparable(one), _comparable(two)
     if torch.equal(one, two):
         return True
     return bool(((one == two) | ((one != one) & (two != two))).all())
@@ -338,6 +346,7 @@ def relative_tolerance(dtype: torch.dtype) -> float:
 
 def _gap(one: torch.Tensor, two: torch.Tensor) -> tuple[float, float]:
     """The largest difference (infinite if one is finite where the other is not), and the largest finite value."""
+    one, two = _comparable(one), _comparable(two)
     if torch.equal(one, two):
         return 0.0, 1.0
     same, gaps, scales = True, [0.0], list[float]()
