@@ -96,9 +96,8 @@ def test_comparison_with_ddp_by_torchrun() -> None:
     assert min(numbers("later ones @ ms", text)) > 0
 
 
-@pytest.mark.parametrize("model", ["convolutions", "deep"])
-def test_comparison_with_ddp_of_other_models(model: str) -> None:
-    text = on_two_ranks("compare_with_ddp", "--steps", "3", "--model", model)
+def test_comparison_with_ddp_of_another_model() -> None:
+    text = on_two_ranks("compare_with_ddp", "--steps", "3", "--model", "deep")
     assert "parameters equal, bit for bit" in text
 
 
