@@ -44,6 +44,7 @@ from fdp.trace import (
     resolve_roles,
     set_apart,
     signature_of,
+    tells_places,
 )
 from fdp.wire import Wire, resolve_wire
 
@@ -106,6 +107,7 @@ class Step:
         self._forgotten: set[int] | None = set()
         self._roles: dict[int, Roles] = {}
         self._calls: RememberedCalls[_Known] = RememberedCalls()
+        self._by_places = False  # whether programs differ where inputs begin elsewhere in their memory
         self._preparing = threading.RLock()
         self._signature = signature_of(step_fn)
 
@@ -244,7 +246,7 @@ class Step:
 
     def _look_up(self, flat: Flat, roles: Roles, place: _Place) -> tuple[_Known, list[torch.Tensor]]:
         """Find a call by its signature worked out in full, or prepare that signature."""
-        key = (flat.key, place)
+        key = self._key(flat, place)
         known = self._find(key)
         if known is None:
             # Of this step, not of the process: ranks may wait for each other here, each with another step of a thread.
@@ -252,9 +254,15 @@ class Step:
                 known = self._find(key)  # another thread may have been faster
                 if known is None:
                     known = _Known(self._preparation.prepare(flat, roles, place[1]))
-                    self._keep(key, known)
+                    self._by_places |= tells_places(known.emitted.plan.trace)
+                    self._keep(self._key(flat, place), known)
         known.remembered = self._calls.remember(place, flat, known.emitted.plan.trace, known, known.remembered)
         return known, flat.tensors
+
+    def _key(self, flat: Flat, place: _Place) -> Any:
+        """What decides on the program of a call."""
+        offsets = tuple(tensor.storage_offset() for tensor in flat.tensors) if self._by_places else ()
+        return flat.key, place, offsets
 
     def _find(self, key: Any) -> _Known | None:
         try:

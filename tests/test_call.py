@@ -215,7 +215,7 @@ def test_any_change_between_calls_is_noticed(fn: Callable[..., Any], donate: Any
         place = (3, resolve_group(None), surroundings())
         found = step._calls.recognise(place, *arguments.set_apart(args, roles))
         if found is not None:
-            assert found[0] is step._known[arguments.flatten(args, roles).key, place]
+            assert found[0] is step._known[step._key(arguments.flatten(args, roles), place)]
         try:
             result = step(*args)
         except fdp.TraceError as error:

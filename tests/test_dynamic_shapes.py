@@ -154,3 +154,49 @@ def test_more_shapes_than_are_kept_are_told_once(monkeypatch: pytest.MonkeyPatch
     assert len(texts) == 2 and len(again) == 1
     assert "it keeps the 5 signatures that were called last" in again[0]
     assert step(w, torch.ones(3)).item() == 3
+
+
+# --- slices of data that lie in one piece of memory --------------------------------------------------
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["operators", "compiled"])
+def test_batches_that_are_slices_are_traced_once(compiled: bool) -> None:
+    data = torch.randn(21, 3)
+    step = fdp.data_parallel(lambda w, x: fdp.pmean((x @ w).tanh().sum(0)), compile=compiled)
+    w = torch.randn(3, 5)
+    for part in (*data.split(7), data[1:8], data.flatten()[1:22].view(7, 3), data[0:7].clone()):
+        torch.testing.assert_close(step(w, part), (part @ w).tanh().sum(0))
+    assert step.traces == 1
+    emitted = step.plan(w, data[:7]).emit()
+    torch.testing.assert_close(emitted(w, data[5:12]), (data[5:12] @ w).tanh().sum(0))
+
+
+def test_a_slice_whose_place_is_looked_at_is_traced_for_each() -> None:
+    def first_two(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return w + fdp.pmean(torch.as_strided(x, (2,), (1,)).sum())
+
+    data = torch.arange(8.0)
+    step = fdp.data_parallel(first_two, check_trace=False)
+    for begin in (0, 2, 3, 0, 3):
+        assert step(torch.zeros(()), data[begin : begin + 4]).item() == 2 * begin + 1
+    assert step.traces == 3
+    plan = step.plan(torch.zeros(()), data[:4])
+    with pytest.raises(fdp.ArgumentError, match=r"offset 0, given .* offset 4"):
+        plan.emit()(torch.zeros(()), data[4:])
+
+
+def test_slices_of_donated_state_and_of_what_shares_memory() -> None:
+    """Whether memory is shared decides on a program; where it begins does not."""
+    data = torch.arange(12.0)
+
+    @fdp.data_parallel(donate_argnums=0)
+    def step(state: dict[str, torch.Tensor], x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"w": state["w"] + fdp.pmean(x)}
+
+    for begin in (0, 3, 6, 9, 3):
+        state = {"w": torch.ones(5)[begin // 3 :][:1].expand(1).clone()}
+        found = step(state, data[begin : begin + 1])
+        assert found["w"].item() == 1 + begin and found["w"] is state["w"]
+    assert step.traces == 1
+    both = torch.ones(4)
+    assert step({"w": both[1:2]}, both[2:3])["w"].item() == 2 and both.tolist() == [1, 1, 1, 1]

@@ -56,7 +56,6 @@ CHANGES: dict[str, Tree] = {
     "another shape": {"w": torch.ones(2, 3), "n": 2},
     "another dtype": {"w": torch.ones(3, 2, dtype=torch.float64), "n": 2},
     "other strides": {"w": torch.ones(2, 3).t(), "n": 2},
-    "another offset": {"w": torch.ones(4, 2)[1:], "n": 2},
     "another structure": {"w": torch.ones(3, 2), "n": 2, "more": torch.ones(1)},
     "another container": [torch.ones(3, 2), 2],
     "another key": {"v": torch.ones(3, 2), "n": 2},

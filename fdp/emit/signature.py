@@ -9,7 +9,7 @@ import torch
 
 from fdp import pytree
 from fdp.errors import ArgumentError, build_message
-from fdp.trace import Trace, sharing
+from fdp.trace import Trace, sharing, tells_places
 
 
 def check_signature(trace: Trace, leaves: Sequence[Any], spec: pytree.Spec) -> None:
@@ -32,13 +32,15 @@ def check_signature(trace: Trace, leaves: Sequence[Any], spec: pytree.Spec) -> N
             )
         )
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    by_places = tells_places(trace)
     offenders = [
         f"{item.name}: planned {list(item.shape)} {item.dtype} {item.device} strides {list(item.stride)} offset "
         f"{item.offset}, given {list(tensor.shape)} {tensor.dtype} {tensor.device} strides {list(tensor.stride())} "
         f"offset {tensor.storage_offset()}"
         for item, tensor in zip(trace.inputs, tensors, strict=False)
-        if (item.shape, item.dtype, item.device, item.stride, item.offset, False, False)
+        if (item.shape, item.dtype, item.device, item.stride, False, False)
         != (*_geometry(tensor), tensor.is_conj(), tensor.is_neg())
+        or (by_places and item.offset != tensor.storage_offset())
     ]
     if any(item.donated for item in trace.inputs):
         offenders += [
@@ -61,4 +63,4 @@ def check_signature(trace: Trace, leaves: Sequence[Any], spec: pytree.Spec) -> N
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tensor.dtype, tensor.device, tensor.stride(), tensor.storage_offset()
+    return tuple(tensor.shape), tensor.dtype, tensor.device, tensor.stride()

@@ -23,6 +23,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from fdp.trace.arguments import Flat, describe_leaf, describe_static, sharing_pattern
+from fdp.trace.effects import storages_of
 from fdp.trace.guards import tensors_like
 from fdp.trace.record import Trace
 from fdp.trace.structure import Structure
@@ -69,8 +70,8 @@ class _Call(Generic[T]):
         self._staying, self._passing = _picker(stay, len(tensors)), _picker(pass_by, len(tensors))
         self._staying_like = tensors_like(self._staying(tensors))
         self._passing_like = tensors_like(self._passing(tensors))
-        self._staying_offsets = _Offsets(self._staying(tensors))
-        self._passing_offsets = _Offsets(self._passing(tensors))
+        self._staying_offsets = _Offsets(self._staying(tensors), True)
+        self._passing_offsets = _Offsets(self._passing(tensors), tells_places(trace))
         self._lay = _Addresses(list(map(_address, self._staying(tensors))))
 
     def recognise(self, leaves: list[Any], static: tuple[Any, ...]) -> list[torch.Tensor] | None:
@@ -128,19 +129,26 @@ class _Call(Generic[T]):
 
 
 class _Offsets:
-    """How far into their memory tensors begin."""
+    """How far into their memory tensors begin, and whether that has to stay so."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], matter: bool) -> None:
+        self._matter = matter
         self._elements = list(map(_offset, tensors))
         self._bytes = [o * t.element_size() for o, t in zip(self._elements, tensors, strict=True)]
         self._any = any(self._elements)
 
     def are_of(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether as many tensors begin as far into theirs."""
+        """Whether as many tensors begin as far into theirs, if that matters."""
+        if not self._matter:
+            return True
         return list(map(_offset, tensors)) == self._elements if self._any else not any(map(_offset, tensors))
 
     def bases(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """The address where the memory of each begins; equal for tensors that share it."""
+        if not self._matter and any(map(_offset, tensors)):
+            return [tensor.untyped_storage().data_ptr() for tensor in tensors]
+        if not self._matter:
+            return list(map(_address, tensors))
         return self.bases_at(list(map(_address, tensors)))
 
     def bases_at(self, addresses: list[int]) -> list[int]:
@@ -219,10 +227,23 @@ class RememberedCalls(Generic[T]):
         return earlier
 
 
+def tells_places(trace: Trace) -> bool:
+    """Whether a step may compute something else where an input begins elsewhere in its memory."""
+    inputs = {number for node in trace.graph.graph.find_nodes(op="placeholder") for number in storages_of(node)}
+    for module in trace.graph.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            # Only there an offset is a number in the graph. (Of what a condition holds, inputs are not known.)
+            if "as_strided" in str(node.target) and (
+                module is not trace.graph
+                or any(not inputs.isdisjoint(storages_of(argument)) for argument in node.all_input_nodes)
+            ):
+                return True
+    return False
+
+
 def _that_stay(trace: Trace) -> list[int]:
     """Which of its input tensors a step returns in the same memory; none if an offset may be a number in its graph."""
-    graphs = [module.graph for module in trace.graph.modules() if isinstance(module, torch.fx.GraphModule)]
-    if any("as_strided" in str(node.target) for graph in graphs for node in graph.nodes):
+    if tells_places(trace):
         return []
     return sorted({output.slot for output in trace.outputs if output.slot is not None})
 
