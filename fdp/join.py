@@ -280,17 +280,15 @@ def _borrowed(ranks: Group, batch: Tree, donor: int) -> Tree:
         return replicate(like, root=donor, group=ranks)
 
 
-@dataclass(frozen=True)
 class _Tensor:
-    """What another rank needs to know to receive a tensor."""
+    """What another rank needs to know to receive a tensor. (No dataclass: those are containers in a tree.)"""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    kind: str
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype, self.kind = tuple(tensor.shape), tensor.dtype, tensor.device.type
 
 
 def _description(leaf: Any) -> Any:
-    return _Tensor(tuple(leaf.shape), leaf.dtype, leaf.device.type) if isinstance(leaf, torch.Tensor) else leaf
+    return _Tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _blank(leaf: Any) -> Any:
