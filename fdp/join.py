@@ -266,7 +266,7 @@ def _borrowed(ranks: Group, batch: Tree, donor: int) -> Tree:
     payload = b""
     if ranks.rank == donor:
         try:
-            payload = pickle.dumps(pytree.map_leaves(_description, batch))
+            payload = pickle.dumps(_description(batch))
         except Exception as error:
             payload = pickle.dumps(ArgumentError(_not_lent(donor, first_line(error))))
     found = exchange(ranks, next_turn(ranks), payload, timeout_s())[donor]
@@ -275,7 +275,7 @@ def _borrowed(ranks: Group, batch: Tree, donor: int) -> Tree:
     described = pickle.loads(found)
     if isinstance(described, ArgumentError):
         raise described
-    like = batch if ranks.rank == donor else pytree.map_leaves(_blank, described)
+    like = batch if ranks.rank == donor else _blank(described)
     with _talking(ranks):
         return replicate(like, root=donor, group=ranks)
 
@@ -289,12 +289,20 @@ class _Tensor:
     kind: str
 
 
-def _description(leaf: Any) -> Any:
-    return _Tensor(tuple(leaf.shape), leaf.dtype, leaf.device.type) if isinstance(leaf, torch.Tensor) else leaf
+def _description(batch: Tree) -> tuple[Tree, list[Any]]:
+    """A batch without its numbers: a tree of places in a list, and the list.
+
+    Not a tree of `_Tensor`s: a dataclass is a container, and would be taken apart.
+    """
+    leaves, spec = pytree.flatten(batch)
+    described = [_Tensor(tuple(x.shape), x.dtype, x.device.type) if isinstance(x, torch.Tensor) else x for x in leaves]
+    return pytree.unflatten(spec, range(len(leaves))), described
 
 
-def _blank(leaf: Any) -> Any:
-    return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.kind) if isinstance(leaf, _Tensor) else leaf
+def _blank(description: tuple[Tree, list[Any]]) -> Tree:
+    places, leaves = description
+    blanks = [torch.empty(x.shape, dtype=x.dtype, device=x.kind) if isinstance(x, _Tensor) else x for x in leaves]
+    return pytree.map_leaves(blanks.__getitem__, places)
 
 
 def _not_lent(donor: int, why: str) -> str:
@@ -308,7 +316,8 @@ def _not_lent(donor: int, why: str) -> str:
 def _raise_together(ranks: Group, own: _Next, done: int) -> None:
     """Have every rank raise, those whose batches are in order with the errors of the others."""
     text = "" if own.error is None else f"{type(own.error).__name__}: {first_line(own.error)}"
-    texts = exchange(ranks, next_turn(ranks), text.encode(), timeout_s())
+    # A name of a file that is not UTF-8 is in an error's text as it came.
+    texts = exchange(ranks, next_turn(ranks), text.encode(errors="backslashreplace"), timeout_s())
     if own.error is not None:
         raise own.error
     offenders = [f"rank {rank}: {found.decode()}" for rank, found in enumerate(texts) if found]

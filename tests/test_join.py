@@ -195,7 +195,7 @@ def raising(at: int, both: bool) -> tuple[int, str, str]:
     rank, step, done = dist.get_rank(), fdp.data_parallel(of_the_gradients), 0
     own: Any = data(((2, 2, 2), (2,)))[rank]
     if rank == 0 or both:
-        own = broken(own, at, OSError(f"no disk\non rank {rank}"))
+        own = broken(own, at, OSError(f"no disk\udcff\non rank {rank}"))
     try:
         state = start()
         for batch in fdp.join(own):
@@ -213,18 +213,18 @@ def raising(at: int, both: bool) -> tuple[int, str, str]:
 @pytest.mark.parametrize("at", [0, 2])
 def test_an_error_of_one_ranks_batches_stops_all(at: int) -> None:
     (done, kind, text), (others_done, others_kind, others_text) = ranks.run(2, raising, at, False)
-    assert (done, kind, text) == (at, "OSError", "no disk\non rank 0")
+    assert (done, kind, text) == (at, "OSError", "no disk\udcff\non rank 0")
     assert (others_done, others_kind) == (at, "PeerError")
     assert others_text.splitlines() == [
         f"fdp.join stopped on all ranks after {at} batches: those of another rank raised an error.",
-        "  rank 0: OSError: no disk",
+        "  rank 0: OSError: no disk\\udcff",
         "Remedy: look at the log of that rank.",
     ]
 
 
 def test_each_rank_raises_its_own_error() -> None:
     for rank, found in enumerate(ranks.run(2, raising, 1, True)):
-        assert found == (1, "OSError", f"no disk\non rank {rank}")
+        assert found == (1, "OSError", f"no disk\udcff\non rank {rank}")
 
 
 def refilled() -> str:
