@@ -36,6 +36,9 @@ from fdp.state import replicate
 _HAS, _OUT, _RAISED = 0, 1, 2
 """What a rank says of its next batch."""
 
+_SAMPLE = 64
+"""How many numbers of a tensor are looked at to see whether it was refilled."""
+
 Weighted = tuple[Tree, torch.Tensor]
 
 
@@ -211,10 +214,10 @@ def _items(batches: Iterable[Tree]) -> Iterator[Tree]:
 
 def _fetch(source: Iterator[Tree], count: Callable[[Tree], float] | None, current: Tree = None) -> _Next:
     try:
-        held = [x for x in pytree.leaves_of(current) if isinstance(x, torch.Tensor) and not x.is_inference()]
-        versions = [tensor._version for tensor in held]
+        held = [x for x in pytree.leaves_of(current) if isinstance(x, torch.Tensor)]
+        before = [_mark(tensor) for tensor in held]
         for batch in source:
-            if versions != [tensor._version for tensor in held]:
+            if before != [_mark(tensor) for tensor in held]:
                 raise ArgumentError(
                     build_message(
                         "the batches of fdp.join are refilled in place: making one changed the one before, which is "
@@ -226,6 +229,21 @@ def _fetch(source: Iterator[Tree], count: Callable[[Tree], float] | None, curren
     except Exception as error:
         return _Next(_RAISED, error=error)
     return _Next(_OUT)
+
+
+def _mark(tensor: torch.Tensor) -> tuple[int | None, bytes]:
+    """What tells that a tensor was changed: its version, and a few of its numbers.
+
+    NumPy, or a loader of one's own, writes into memory without a new version. To read all of it would take time, and
+    to read from a device would wait for that.
+    """
+    version = None if tensor.is_inference() else tensor._version
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided or not tensor.numel():
+        return version, b""
+    at = torch.linspace(0, tensor.numel() - 1, min(tensor.numel(), _SAMPLE), dtype=torch.float64).long()
+    indices = torch.unravel_index(at, tensor.shape)
+    few = tensor.detach()[indices].resolve_conj().resolve_neg().contiguous()
+    return version, few.view(torch.uint8).numpy().tobytes()
 
 
 def _weight(batch: Tree, count: Callable[[Tree], float] | None) -> torch.Tensor:
