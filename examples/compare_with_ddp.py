@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     say(f"losses of all steps {'equal, bit for bit' if same_losses else 'differ'}")
     say(f"parameters {'equal, bit for bit' if equal else f'differ by up to {max(apart.values()):.1e}'}")
     for name in contenders:
-        q1, q2, q3 = (1e3 * s for s in statistics.quantiles(steps_s[name], n=4))
+        q1, q2, q3 = (1e3 * s for s in statistics.quantiles(steps_s[name], n=4, method="inclusive"))
         say(
             f"{name}: first step {first_s[name]:.2f} s, later ones {q2:.2f} ms (median; quartiles {q1:.2f} to {q3:.2f})"
         )

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from fdp.errors import FdpError, build_message
-from fdp.group import Group, resolve_group
+from fdp.group import Group, refuse_left_behind, resolve_group
 from fdp.wire import Wire
 
 
@@ -46,6 +46,17 @@ def current_axis() -> Axis:
         return axis
     group = resolve_group(None)
     return Axis("eager", group.size, group.rank, group)
+
+
+def ranks_for(collective: str) -> Group:
+    """The ranks that a collective outside of a step talks to.
+
+    Raises:
+        PeerError: this rank is no longer in step with them.
+    """
+    group = current_axis().group
+    refuse_left_behind(group, f"fdp.{collective}")
+    return group
 
 
 def inside_step() -> bool:

@@ -21,7 +21,7 @@ from fdp import pytree
 from fdp.axis import refuse_inside
 from fdp.errors import ArgumentError, FdpError, build_message
 from fdp.generators import generator_states, set_generator_states
-from fdp.group import Group, resolve_group
+from fdp.group import Group, refuse_left_behind, resolve_group
 from fdp.pytree import Tree, leaf_names
 
 
@@ -48,6 +48,7 @@ def save(path: str | os.PathLike[str], state: Tree, group: Any = None, *, random
     """
     refuse_inside("save")
     ranks = resolve_group(group)
+    refuse_left_behind(ranks, "fdp.save")
     leaves = dict(zip(leaf_names(state, "state"), pytree.leaves_of(state), strict=True))
     named = {name: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for name, leaf in leaves.items()}
     if random:
@@ -88,6 +89,7 @@ def load(path: str | os.PathLike[str], like: Tree, group: Any = None, *, random:
     """
     refuse_inside("load")
     ranks = resolve_group(group)
+    refuse_left_behind(ranks, "fdp.load")
     names = leaf_names(like, "state")
     leaves = pytree.leaves_of(like)
     reader = dcp.FileSystemReader(Path(path))

@@ -325,6 +325,27 @@ def why_left_behind(group: Group) -> str | None:
     return _left_behind.get(group.process_group)
 
 
+def refuse_left_behind(group: Group, what: str) -> None:
+    """Refuse to send a message that would meet another one.
+
+    Args:
+        group: the ranks.
+        what: who is about to talk to them.
+
+    Raises:
+        PeerError: this rank is no longer in step with the others.
+    """
+    if (why := why_left_behind(group)) is not None:
+        raise PeerError(
+            build_message(
+                f"{what} was called on a process group whose ranks are no longer in step.",
+                [why],
+                remedy="let the error end this process; the other ranks wait in what was left. Start the job again "
+                "from its last checkpoint.",
+            )
+        )
+
+
 _busy: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[threading.Lock, list[str]]] = weakref.WeakKeyDictionary()
 
 

@@ -36,6 +36,9 @@ from fdp.state import replicate
 _HAS, _OUT, _RAISED = 0, 1, 2
 """What a rank says of its next batch."""
 
+_SAMPLE = 64
+"""How many numbers of a tensor are looked at to see whether it was refilled."""
+
 Weighted = tuple[Tree, torch.Tensor]
 
 
@@ -211,10 +214,10 @@ def _items(batches: Iterable[Tree]) -> Iterator[Tree]:
 
 def _fetch(source: Iterator[Tree], count: Callable[[Tree], float] | None, current: Tree = None) -> _Next:
     try:
-        held = [x for x in pytree.leaves_of(current) if isinstance(x, torch.Tensor) and not x.is_inference()]
-        versions = [tensor._version for tensor in held]
+        held = [x for x in pytree.leaves_of(current) if isinstance(x, torch.Tensor)]
+        before = [_mark(tensor) for tensor in held]
         for batch in source:
-            if versions != [tensor._version for tensor in held]:
+            if before != [_mark(tensor) for tensor in held]:
                 raise ArgumentError(
                     build_message(
                         "the batches of fdp.join are refilled in place: making one changed the one before, which is "
@@ -226,6 +229,21 @@ def _fetch(source: Iterator[Tree], count: Callable[[Tree], float] | None, curren
     except Exception as error:
         return _Next(_RAISED, error=error)
     return _Next(_OUT)
+
+
+def _mark(tensor: torch.Tensor) -> tuple[int | None, bytes]:
+    """What tells that a tensor was changed: its version, and a few of its numbers.
+
+    NumPy, or a loader of one's own, writes into memory without a new version. To read all of it would take time, and
+    to read from a device would wait for that.
+    """
+    version = None if tensor.is_inference() else tensor._version
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided or not tensor.numel():
+        return version, b""
+    at = torch.linspace(0, tensor.numel() - 1, min(tensor.numel(), _SAMPLE), dtype=torch.float64).long()
+    indices = torch.unravel_index(at, tensor.shape)
+    few = tensor.detach()[indices].resolve_conj().resolve_neg().contiguous()
+    return version, few.view(torch.uint8).numpy().tobytes()
 
 
 def _weight(batch: Tree, count: Callable[[Tree], float] | None) -> torch.Tensor:
@@ -266,7 +284,7 @@ def _borrowed(ranks: Group, batch: Tree, donor: int) -> Tree:
     payload = b""
     if ranks.rank == donor:
         try:
-            payload = pickle.dumps(pytree.map_leaves(_description, batch))
+            payload = pickle.dumps(_description(batch))
         except Exception as error:
             payload = pickle.dumps(ArgumentError(_not_lent(donor, first_line(error))))
     found = exchange(ranks, next_turn(ranks), payload, timeout_s())[donor]
@@ -275,24 +293,34 @@ def _borrowed(ranks: Group, batch: Tree, donor: int) -> Tree:
     described = pickle.loads(found)
     if isinstance(described, ArgumentError):
         raise described
-    like = batch if ranks.rank == donor else pytree.map_leaves(_blank, described)
+    like = batch if ranks.rank == donor else _blank(described)
     with _talking(ranks):
         return replicate(like, root=donor, group=ranks)
 
 
+@dataclass(frozen=True)
 class _Tensor:
-    """What another rank needs to know to receive a tensor. (No dataclass: those are containers in a tree.)"""
+    """What another rank needs to know to receive a tensor."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.dtype, self.kind = tuple(tensor.shape), tensor.dtype, tensor.device.type
-
-
-def _description(leaf: Any) -> Any:
-    return _Tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: str
 
 
-def _blank(leaf: Any) -> Any:
-    return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.kind) if isinstance(leaf, _Tensor) else leaf
+def _description(batch: Tree) -> tuple[Tree, list[Any]]:
+    """A batch without its numbers: a tree of places in a list, and the list.
+
+    Not a tree of `_Tensor`s: a dataclass is a container, and would be taken apart.
+    """
+    leaves, spec = pytree.flatten(batch)
+    described = [_Tensor(tuple(x.shape), x.dtype, x.device.type) if isinstance(x, torch.Tensor) else x for x in leaves]
+    return pytree.unflatten(spec, range(len(leaves))), described
+
+
+def _blank(description: tuple[Tree, list[Any]]) -> Tree:
+    places, leaves = description
+    blanks = [torch.empty(x.shape, dtype=x.dtype, device=x.kind) if isinstance(x, _Tensor) else x for x in leaves]
+    return pytree.map_leaves(blanks.__getitem__, places)
 
 
 def _not_lent(donor: int, why: str) -> str:
@@ -306,7 +334,8 @@ def _not_lent(donor: int, why: str) -> str:
 def _raise_together(ranks: Group, own: _Next, done: int) -> None:
     """Have every rank raise, those whose batches are in order with the errors of the others."""
     text = "" if own.error is None else f"{type(own.error).__name__}: {first_line(own.error)}"
-    texts = exchange(ranks, next_turn(ranks), text.encode(), timeout_s())
+    # A name of a file that is not UTF-8 is in an error's text as it came.
+    texts = exchange(ranks, next_turn(ranks), text.encode(errors="backslashreplace"), timeout_s())
     if own.error is not None:
         raise own.error
     offenders = [f"rank {rank}: {found.decode()}" for rank, found in enumerate(texts) if found]

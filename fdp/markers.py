@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fdp.axis import current_axis
+from fdp.axis import current_axis, ranks_for
 from fdp.errors import FdpError, build_message
 from fdp.group import start_all_gather, start_all_reduce, start_broadcast
 from fdp.wire import Wire
@@ -56,7 +56,7 @@ def _all_reduce(
     _refuse_traced(axis)
     out = _contiguous_copy(x)
     if axis == "eager" and out.numel():
-        start_all_reduce(out, op, current_axis().group)()
+        start_all_reduce(out, op, ranks_for(label))()
     return out
 
 
@@ -64,7 +64,7 @@ def _all_gather(x: torch.Tensor, size: int, axis: str, label: str) -> torch.Tens
     _refuse_traced(axis)
     out = torch.empty((size, *x.shape), dtype=x.dtype, device=x.device)
     if axis == "eager" and out.numel():
-        start_all_gather(out, x.contiguous(), current_axis().group)()
+        start_all_gather(out, x.contiguous(), ranks_for(label))()
     else:
         out.copy_(x.expand(out.shape))
     return out
@@ -74,7 +74,7 @@ def _broadcast(x: torch.Tensor, root: int, axis: str, label: str) -> torch.Tenso
     _refuse_traced(axis)
     out = _contiguous_copy(x)
     if axis == "eager" and out.numel():
-        start_broadcast(out, root, current_axis().group)()
+        start_broadcast(out, root, ranks_for(label))()
     return out
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -161,7 +161,7 @@ def uniform(
         A tensor of multiples of 2**-24 (float64: 2**-53, float16: 2**-11, bfloat16: 2**-8), scaled to the interval.
 
     Raises:
-        ArgumentError: the key, the shape or the dtype is none; the interval is empty.
+        ArgumentError: the key, the shape or the dtype is none; the interval is empty, or wider than the dtype.
 
     Example:
         >>> x = uniform(key(0), (1000,), minval=-1.0)
@@ -172,6 +172,9 @@ def uniform(
     low, high = float(minval), float(maxval)
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise _refusal("uniform", f"minval={minval!r} and maxval={maxval!r}", "pass two numbers, the smaller first.")
+    if max(-low, high, high - low) > torch.finfo(dtype).max:
+        # What lies beyond would be infinite, and become the lower end with everything else that is rounded up.
+        raise _refusal("uniform", f"minval={minval!r} and maxval={maxval!r} in {dtype}", "pass a wider dtype.")
     bits = _BITS[dtype]
     unit = _words("uniform", key, shape, device, bits).to(dtype) * 2.0**-bits
     if (low, high) == (0.0, 1.0):
@@ -239,18 +242,30 @@ def bernoulli(
         A boolean tensor.
 
     Raises:
-        ArgumentError: the key or the shape is none.
+        ArgumentError: the key or the shape is none; `p` is no number, or a tensor with more elements than the shape.
 
     Example:
         >>> kept = bernoulli(key(0), 0.9, (1000,))
         >>> bool((kept.float().mean() - 0.9).abs() < 0.05)
         True
     """
-    known = isinstance(p, torch.Tensor)
-    if shape is None:
-        shape = tuple(p.shape) if isinstance(p, torch.Tensor) else ()
-    dtype = torch.float64 if isinstance(p, torch.Tensor) and p.dtype == torch.float64 else torch.float32
-    return uniform(key, shape, dtype, device=p.device if device is None and known else device) < p  # type: ignore[union-attr]
+    if not isinstance(p, torch.Tensor):
+        if not isinstance(p, Real):
+            raise _refusal("bernoulli", f"p={p!r}", "pass a probability, or a tensor of them.")
+        return uniform(key, () if shape is None else shape, torch.float32, device=device) < p
+    drawn = uniform(
+        key,
+        tuple(p.shape) if shape is None else shape,
+        torch.float64 if p.dtype == torch.float64 else torch.float32,
+        device=p.device if device is None else device,
+    )
+    try:
+        # Without it the comparison would expand what was drawn as well, and one number decide on many elements.
+        p = p.expand(drawn.shape)
+    except RuntimeError:
+        shapes = f"p of shape {list(p.shape)} for draws of shape {list(drawn.shape)}"
+        raise _refusal("bernoulli", shapes, "pass the shape of p.") from None
+    return drawn < p
 
 
 def permutation(key: torch.Tensor, x: int | torch.Tensor, axis: int = 0, device: Any = None) -> torch.Tensor:
@@ -287,7 +302,7 @@ def permutation(key: torch.Tensor, x: int | torch.Tensor, axis: int = 0, device:
 def _words(name: str, key: torch.Tensor, shape: int | Sequence[int], device: Any, bits: int) -> torch.Tensor:
     """Draw the upper `bits` bits of a word for each element, as a number from 0 to 2**bits - 1."""
     _check_key(name, key)
-    sizes: list[Any] = [shape] if _is_number(shape) else list(shape)  # type: ignore[arg-type]
+    sizes: list[Any] = list(shape) if isinstance(shape, Sequence) else [shape]
     if not all(_is_number(size) and size >= 0 for size in sizes):
         raise _refusal(name, f"shape={shape!r}", "pass a tuple of sizes.")
     count, key = int(math.prod(sizes)), key if device is None else key.to(device)

@@ -10,7 +10,7 @@ from fdp import pytree
 from fdp.axis import refuse_inside
 from fdp.errors import AgreementError, ReplicationError, build_message
 from fdp.fingerprint import fingerprint
-from fdp.group import Group, resolve_group, start_all_gather, start_broadcast
+from fdp.group import Group, refuse_left_behind, resolve_group, start_all_gather, start_broadcast
 from fdp.pytree import Tree, leaf_names
 
 
@@ -94,6 +94,7 @@ def _compare_structure(caller: str, tree: Tree, leaves: list[Any], ranks: Group)
     """All ranks take part in one exchange of fixed size, so that a difference cannot make them hang."""
     if ranks.size == 1:
         return
+    refuse_left_behind(ranks, caller)
     kinds = [
         f"{name}: {list(leaf.shape)} {leaf.dtype}"
         if isinstance(leaf, torch.Tensor)

@@ -22,7 +22,7 @@ from fdp.emit.lines import Part
 from fdp.emit.program import write_program
 from fdp.emit.signature import check_signature
 from fdp.errors import ArgumentError, FdpError, PeerError, build_message
-from fdp.group import Group, alone_on, leave_behind, resolve_group, why_left_behind
+from fdp.group import Group, alone_on, leave_behind, refuse_left_behind, resolve_group
 from fdp.plan import Bucket, Plan
 from fdp.stages import enters
 from fdp.table import format_bytes
@@ -153,15 +153,8 @@ class Emitted:
             observer: who is told when messages start, arrive and are waited for, if anybody is.
         """
         self.agree(tensors)
-        if self._communicates and (why := why_left_behind(self.group)) is not None:
-            raise PeerError(
-                build_message(
-                    f"step {self.plan.trace.name!r} was called on a process group whose ranks are no longer in step.",
-                    [why],
-                    remedy="let the error end this process; the other ranks wait in the step that was left. Start the "
-                    "job again from its last checkpoint.",
-                )
-            )
+        if self._communicates:
+            refuse_left_behind(self.group, f"step {self.plan.trace.name!r}")
         flying: list[InFlight] = []
 
         def start(index: int) -> None:
