@@ -113,7 +113,7 @@ def test_compiled_where_drawing_again_could_be_moved_ahead_of_going_back() -> No
     loss = lambda p, x: PLAIN(lambda x: apply(p, {}, x)[0], x).square().mean()  # noqa: E731
     x, found = batch(8, 6), []
     for compiled in (False, True):
-        step = fdp.data_parallel(lambda p, x: fdp.grad(loss)(p, x), compile=compiled)
+        step = fdp.data_parallel(lambda p, x: fdp.per_rank(fdp.value_and_grad(loss)(p, x)), compile=compiled)
         step(params, x)
         found.append(seeded(step, params, x))
     torch.testing.assert_close(found[1], found[0])
