@@ -93,7 +93,10 @@ def accumulate(
             else:
                 for i in range(count):
                     one(torch.tensor([i], device=leaves[0].device))
-            go_through([x[count * length :] for x in leaves], None)
+            last = [x[count * length :] for x in leaves]
+            versions = [_version(x) for x in last]
+            go_through(last, None)
+            _refuse_changes(name, {label: _version(x) for label, x in zip(moving, last, strict=True)}, versions)
         return sums.result()
 
     return wrapped
@@ -247,6 +250,24 @@ def _take_out(
         return tuple(new)
 
     return moving, with_batch
+
+
+def _version(x: torch.Tensor) -> int:
+    """How often a tensor has been changed in place; tensors made in inference mode do not count."""
+    return 0 if x.is_inference() else x._version
+
+
+def _refuse_changes(name: str, versions: dict[str, int], before: list[int]) -> None:
+    """Only the last microbatch lies in the batch itself: changes of the others would be lost, and its own stay."""
+    changed = [label for (label, now), then in zip(versions.items(), before, strict=True) if now != then]
+    if changed:
+        raise ArgumentError(
+            build_message(
+                f"{name!r}, which fdp.accumulate called, changes its batch in place.",
+                changed,
+                remedy="compute a new value (x * 2, not x.mul_(2)), or clone it first.",
+            )
+        )
 
 
 def _length(name: str, moving: dict[str, torch.Tensor], microbatches: int) -> int:

@@ -61,9 +61,10 @@ def uncompiled() -> Iterator[None]:
 def taken_apart(step_fn: Any) -> tuple[Any, Mapping[str, Any] | None] | None:
     """Take what `torch.compile` made of a function apart.
 
-    (This relies on `_torchdynamo_orig_callable`, which is the function, and on `_is_torch_compile`, which says that it
-    was not merely disabled. `get_compiler_config()` gives inductor's settings, but not with fullgraph=True: then its
-    backend has them, which is found behind the context that `get_compiler_config` is a function of.)
+    (This relies on `_torchdynamo_orig_callable`, which is the function, and on `_is_torch_compile` and
+    `_torchdynamo_disable`, which say that it was not merely disabled. `get_compiler_config()` gives inductor's
+    settings, but not with fullgraph=True: then its backend has them, which is found behind the context that
+    `get_compiler_config` is a function of.)
 
     Args:
         step_fn: anything.
@@ -73,7 +74,8 @@ def taken_apart(step_fn: Any) -> tuple[Any, Mapping[str, Any] | None] | None:
         has nothing to do with it.
     """
     inner = getattr(step_fn, "_torchdynamo_orig_callable", None)
-    if inner is None or not getattr(step_fn, "_is_torch_compile", True):
+    disabled = getattr(step_fn, "_torchdynamo_disable", False)
+    if inner is None or not getattr(step_fn, "_is_torch_compile", not disabled):
         return None
     get_config = getattr(step_fn, "get_compiler_config", None)
     wanted = None if get_config is None else get_config()

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from fdp.batch_norm import synchronised_forward
 from fdp.errors import ArgumentError, build_message
-from fdp.recomputation import Again, recomputed_by
+from fdp.recomputation import Again, recomputed_by, unselected
 from fdp.skeleton import Skeleton
 
 _TABLES, _LISTS = (dict, collections.OrderedDict, collections.defaultdict, set), (list, collections.deque)
@@ -151,11 +151,13 @@ def _again(stand_in: nn.Module, params: dict[str, Tensor], buffer_names: Abstrac
 
     def again(function: Callable[..., Any], preserve: bool) -> tuple[Callable[..., Any], bool]:
         # As they are at this point of the forward pass, which may have changed them, and may yet.
-        buffers = {name: b.clone() for name, b in stand_in.named_buffers() if name in buffer_names}
+        with unselected():
+            buffers = {name: b.clone() for name, b in stand_in.named_buffers() if name in buffer_names}
 
         def recompute(*args: Any, **kwargs: Any) -> Any:
             # What it makes of buffers has been returned by the forward pass already.
-            tensors = {**params, **{name: b.clone() for name, b in buffers.items()}}
+            with unselected():
+                tensors = {**params, **{name: b.clone() for name, b in buffers.items()}}
             given = {f"module.{name}": tensor for name, tensor in tensors.items()}
             with _isolated(stand_in), recomputed_by(again):
                 return torch.func.functional_call(_Calls(stand_in, function), given, args, kwargs, tie_weights=True)

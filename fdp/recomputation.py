@@ -7,19 +7,23 @@ again, and random numbers have been drawn. Whoever runs such functions says here
 This relies on the two functions of torch.utils.checkpoint that `checkpoint` hands its work to (torch 2.11 to 2.13):
 `_checkpoint_without_reentrant_generator(function, preserve_rng_state, ...)`, which calls that function to recompute and
 leaves the first call to `checkpoint`; `CheckpointFunction.apply(function, preserve_rng_state, *args)`; the set
-`SAC_IGNORED_OPS` of operators that selective checkpointing neither keeps nor looks for; and `_is_compiling`, by which
-it asks whether a compiler will decide on what is recomputed, so that it keeps everything.
+`SAC_IGNORED_OPS` of operators that selective checkpointing neither keeps nor looks for; its two modes,
+`_CachingTorchDispatchMode` in the forward pass and `_CachedTorchDispatchMode` in the recomputation; and
+`_is_compiling`, by which `checkpoint` asks whether a compiler will decide on what is recomputed, so that it keeps
+everything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
+
+from fdp.dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 Again = Callable[[Callable[..., Any], bool], tuple[Callable[..., Any], bool]]
 """Takes, in the forward pass, what is going to be checkpointed, and whether it is to draw the same random numbers when
@@ -29,6 +33,19 @@ it runs again; returns what to run then, and whether torch is to see to the rand
 def let_pass(operators: Iterable[Any]) -> None:
     """Let operators run in a recomputation that did not run in the forward pass, also under selective checkpointing."""
     torch.utils.checkpoint.SAC_IGNORED_OPS.update(operators)
+
+
+@contextmanager
+def unselected() -> Iterator[None]:
+    """Have selective checkpointing neither keep nor look for what runs meanwhile, in either of the two passes alone."""
+    modes = (
+        torch.utils.checkpoint._CachingTorchDispatchMode,
+        torch.utils.checkpoint._CachedTorchDispatchMode,
+    )
+    with ExitStack() as stack:
+        while isinstance(_get_current_dispatch_mode(), modes):
+            stack.enter_context(_pop_mode_temporarily())
+        yield
 
 
 @contextmanager

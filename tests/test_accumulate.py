@@ -374,6 +374,23 @@ def test_what_is_kept_of_one_microbatch_is_refused() -> None:
     assert "test_accumulate.py" in str(caught.value)
 
 
+def test_a_batch_that_is_changed_in_place_is_refused() -> None:
+    """All microbatches but the last are copies: what came after would see a third of the batch changed."""
+
+    def doubles(params: Tree, batch: Tree) -> torch.Tensor:
+        batch["x"].mul_(2)
+        return loss_fn(params, batch)
+
+    def step(params: Tree, batch: Tree) -> Any:
+        own = {**batch, "x": batch["x"] + 1}
+        return fdp.accumulate(fdp.grad(doubles), microbatches=3)(params, own), fdp.per_rank(own["x"].sum())
+
+    for run in (step, fdp.data_parallel(step)):
+        with pytest.raises(fdp.ArgumentError, match="changes its batch in place") as caught:
+            run(params_of(), batch_of(12))
+        assert "argument 1['x']\nRemedy" in str(caught.value)
+
+
 def test_what_differs_between_microbatches_is_refused() -> None:
     calls = [0]
 

@@ -106,6 +106,19 @@ def test_compiled() -> None:
     torch.testing.assert_close(seeded(with_it, *state, batch()), seeded(without, *state, batch()))
 
 
+def test_compiled_where_drawing_again_could_be_moved_ahead_of_going_back() -> None:
+    """A compiler that sees no order among them moves what it can fuse."""
+    module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, track_running_stats=False), nn.ReLU(), nn.Dropout(0.3))
+    apply, params, _ = fdp.from_module(module)
+    loss = lambda p, x: PLAIN(lambda x: apply(p, {}, x)[0], x).square().mean()  # noqa: E731
+    x, found = batch(8, 6), []
+    for compiled in (False, True):
+        step = fdp.data_parallel(lambda p, x: fdp.per_rank(fdp.value_and_grad(loss)(p, x)), compile=compiled)
+        step(params, x)
+        found.append(seeded(step, params, x))
+    torch.testing.assert_close(found[1], found[0])
+
+
 def job_on_a_rank() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     step, (params, buffers) = step_of(PLAIN)
@@ -172,9 +185,29 @@ def test_random_numbers_that_are_not_to_be_preserved_are_refused() -> None:
         "step '<lambda>' draws random numbers again in a backward pass, and they would not be those of the forward "
         "pass.\n"
         f"  aten.bernoulli_.float at test_activation_checkpointing.py:{loss.__code__.co_firstlineno + 1} in <lambda>\n"
-        "Remedy: call torch.utils.checkpoint.checkpoint without preserve_rng_state=False."
+        "Remedy: call torch.utils.checkpoint.checkpoint without preserve_rng_state=False; what comes from a generator "
+        "of your own, draw before the checkpointed function, and pass it."
     )
     torch.testing.assert_close(step(w, 0.0), fdp.grad(loss)(w, 0.0))
+
+
+def test_random_numbers_from_a_generator_of_ones_own_are_refused() -> None:
+    """Nothing goes back to its state, in plain PyTorch neither: the recomputation would draw others."""
+    own = torch.Generator()
+
+    def loss(w: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        return PLAIN(lambda v: (torch.tanh(v) * torch.rand(4, generator=generator)).square().sum(), w)
+
+    w = torch.randn(4)
+    with pytest.raises(fdp.TraceError, match="draws random numbers again in a backward pass") as caught:
+        fdp.data_parallel(lambda w: fdp.per_rank(fdp.grad(loss)(w, own)), batch_argnums=())(w)
+    assert "aten.rand.generator at test_activation_checkpointing.py" in str(caught.value)
+    step = fdp.data_parallel(lambda w: fdp.per_rank(fdp.grad(loss)(w, torch.default_generator)), batch_argnums=())
+    step(w)
+    leaf = w.clone().requires_grad_()
+    torch.manual_seed(7)
+    value = (torch.tanh(leaf) * torch.rand(4)).square().sum()
+    torch.testing.assert_close(seeded(step, w)[0], torch.autograd.grad(value, leaf)[0])
 
 
 class Counts(nn.Module):
@@ -259,6 +292,32 @@ def test_other_forms() -> None:
         # Products are kept by the second, all else is computed again.
         assert called.count("aten.tanh.default") > (4 if loss is sequential else 2)
         assert called.count("aten.mm.default") == (10 if loss is sequential else 4)
+
+
+def test_selective_checkpoints_of_a_module_with_buffers() -> None:
+    """What fdp copies of them is no operation of the module's, which torch would look for in the recomputation."""
+
+    def selected(function: Any, x: torch.Tensor) -> Any:
+        keep = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        return PLAIN(function, x, context_fn=keep)
+
+    class Outer(nn.Module):
+        def __init__(self, inside: Callable[..., Any], outside: Callable[..., Any]) -> None:
+            super().__init__()
+            self.part, self.inside, self.outside = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), inside, outside
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.outside(lambda x: self.inside(self.part, x), x).tanh()
+
+    found = []
+    for inside, outside in ((not_at_all, not_at_all), (not_at_all, selected), (PLAIN, selected)):
+        torch.manual_seed(0)
+        apply, params, buffers = fdp.from_module(Outer(inside, outside))
+        loss = lambda p, x, apply=apply, buffers=buffers: apply(p, buffers, x)[0].square().sum()  # noqa: E731
+        step = fdp.data_parallel(lambda p, x, loss=loss: fdp.grad(loss)(p, x))
+        found.append(step(params, batch(6, 4)))
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0])
 
 
 def test_library_models_that_checkpoint_their_layers() -> None:

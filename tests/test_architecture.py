@@ -22,7 +22,7 @@ PACKAGE = ROOT / "fdp"
 # as one file of its floor; inside a package files import freely. Other files of one floor know nothing of each
 # other. A new file gets its floor here.
 FLOORS = (
-    ("errors",),
+    ("errors", "dispatch"),
     # helpers
     ("pytree", "table", "stages", "group", "fingerprint", "skeleton", "dynamo", "wire", "recomputation", "hashing"),
     ("axis", "surroundings", "deferral", "random"),

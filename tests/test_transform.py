@@ -681,6 +681,16 @@ def autocast_step(w: Tree, b: Tree) -> Tree:
     return fdp.pmean((y, z, x))
 
 
+def test_autocast_around_the_call_converts_a_parameter_once() -> None:
+    """Its gradients by several uses are added up in the narrow dtype, as in plain PyTorch."""
+    w, b = torch.randn(6, 6), torch.randn(12, 6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = fdp.data_parallel(lambda w, b: fdp.grad(lambda w: (b @ w @ w).float().square().mean())(w))(w, b)
+        leaf = w.clone().requires_grad_()
+        value = (b @ leaf @ leaf).float().square().mean()
+    assert same_bits(found, torch.autograd.grad(value, leaf)[0])
+
+
 def test_autocast_around_the_call_and_inside_the_step() -> None:
     w, b = torch.randn(3, 3), torch.randn(3, 3)
     transform = fdp.data_parallel(autocast_step)
@@ -716,6 +726,14 @@ def test_the_default_dtype_is_part_of_the_signature() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_step_that_dynamo_is_to_leave_alone_is_a_step() -> None:
+    """It is not compiled by anything; what fdp.value_and_grad and others return is such a function."""
+    w, x = torch.ones(2), torch.ones(3, 2)
+    loss = lambda w, x: (w * x).sum()  # noqa: E731
+    for step in (fdp.grad(loss), torch.compiler.disable(fdp.grad(loss))):
+        assert torch.equal(fdp.data_parallel(step)(w, x), torch.full((2,), 3.0))
+
+
 def test_a_function_under_torch_compile_is_traced_through() -> None:
     """It runs uncompiled inside of the step, with the step's own lines; or is refused. It is never wrong."""
     scaled = torch.compile(lambda x: torch.sin(x) * 2, backend="eager")

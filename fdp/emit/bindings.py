@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fdp.emit.dispatch import TorchDispatchMode
+from fdp.dispatch import TorchDispatchMode
 
 _known: dict[Any, Callable[..., Any]] = {}
 """What was found, for the rest of the process: it depends on the operator and the kinds of its arguments, not on their

@@ -93,10 +93,14 @@ def capture(
             for tensor in tensors
         ]
 
+    caches = torch.is_autocast_cache_enabled()
+
     def recorded(*inputs: torch.Tensor) -> Sequence[Any]:
         mode = get_proxy_mode()
         assert mode is not None
-        with source_lines(mode.tracer):
+        # Under autocast around the call, `make_fx` has a parameter converted anew at each use: its gradients would be
+        # added up in another dtype.
+        with source_lines(mode.tracer), _caching_casts(caches):
             return flat_step(*inputs)
 
     with ExitStack() as stack:
@@ -276,6 +280,17 @@ def recording() -> Iterator[None]:
             stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         yield
+
+
+@contextmanager
+def _caching_casts(enabled: bool) -> Iterator[None]:
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(before)
 
 
 @contextmanager

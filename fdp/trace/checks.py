@@ -214,7 +214,8 @@ def check_recomputation(name: str, graph: fx.Graph) -> None:
                 f"step {name!r} draws random numbers again in a backward pass, and they would not be those of the "
                 "forward pass.",
                 offenders,
-                remedy="call torch.utils.checkpoint.checkpoint without preserve_rng_state=False.",
+                remedy="call torch.utils.checkpoint.checkpoint without preserve_rng_state=False; what comes "
+                "from a generator of your own, draw before the checkpointed function, and pass it.",
             )
         )
 

@@ -104,12 +104,30 @@ def drop_idle_rewinds(graph: fx.Graph) -> None:
 
 
 def drawn_anew(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The operators that draw random numbers in a backward pass, and not again those of the forward pass."""
+    """The operators that draw random numbers in a backward pass, and not again those of the forward pass.
+
+    So does what is recomputed with a generator of its own: only those of devices are gone back to.
+    """
     depth = 0
     for node in graph.nodes:
         if node.target is REWIND:
             depth += 1
         elif node.target is RESUME:
             depth -= 1
-        elif node.op == "call_function" and node.meta.get("backward") and not depth and effects_of(node).random:
+        elif (
+            node.op == "call_function"
+            and node.meta.get("backward")
+            and effects_of(node).random
+            and not (depth and _is_gone_back_to(node.kwargs.get("generator")))
+        ):
             yield node
+
+
+def _is_gone_back_to(generator: Any) -> bool:
+    """Whether what an operator is given as its generator is the one of a device."""
+    if isinstance(generator, fx.Node):  # a constant of the graph
+        generator = getattr(generator.graph.owning_module, str(generator.target), generator)
+    # Not the objects: an operator is given another one for the same generator.
+    devices: list[Any] = [torch.default_generator, *torch.cuda.default_generators]
+    ours = [one._cdata for one in devices]
+    return generator is None or getattr(generator, "_cdata", None) in ours

@@ -83,9 +83,9 @@ def _snapshot(value: torch.Tensor) -> torch.Tensor:
     return value.clone()
 
 
-def _define(name: str, schema: str, run: Callable[..., Any]) -> Any:
+def _define(name: str, schema: str, run: Callable[..., Any], *tags: torch.Tag) -> Any:
     # A compiler may lay values out as it likes, but not these: fused optimizers do not look at strides.
-    _library.define(f"{name}{schema}", tags=(torch.Tag.needs_exact_strides,))
+    _library.define(f"{name}{schema}", tags=(torch.Tag.needs_exact_strides, *tags))
     _library.impl(name, run, "CompositeExplicitAutograd")
     operator = getattr(torch.ops.fdp_compiled, name).default
     fake = (lambda value, *args: torch.empty_like(value)) if schema.endswith("Tensor") else (lambda *a, **k: None)
@@ -106,9 +106,11 @@ start_ = _define("start_", "(Tensor(a!)[] slots, int bucket) -> ()", _start)
 wait_ = _define("wait_", "(Tensor(a!)[] slots, int bucket) -> ()", _wait)
 loop_ = _define("loop_", "(Tensor(a!)[] changed, Tensor[] others, int number) -> ()", _loop)
 multiply_into = _define("multiply_into", "(Tensor(a!) target, Tensor one, Tensor two, float factor) -> ()", _multiply)
-rewind_ = _define("rewind_", "(Tensor(a!) state, Device device) -> Tensor", rewind)
-resume_ = _define("resume_", "(Tensor(a!) state, Device device) -> ()", RESUME)
-"""They change the generator, of which a schema cannot tell: said of the state, it keeps them and their order."""
+_random = torch.Tag.nondeterministic_seeded
+rewind_ = _define("rewind_", "(Tensor(a!) state, Device device) -> Tensor", rewind, _random)
+resume_ = _define("resume_", "(Tensor(a!) state, Device device) -> ()", RESUME, _random)
+"""They change the generator, of which a schema cannot tell: said of the state, it keeps them. The tag keeps their place
+among the operators that draw: the compiler lets those that have it follow one another."""
 DECLARED.update({REWIND: rewind_, RESUME: resume_})
 DECLARED.update({start: start_, wait: wait_, loop: loop_, copy_into: _aten.copy_.default})
 

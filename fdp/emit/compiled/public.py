@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from fdp.dispatch import TorchDispatchMode
 from fdp.emit.compiled.barriers import FUSED, copy_into, start, wait
 from fdp.emit.compiled.graph import result_name
 from fdp.emit.compiled.inductor import Lowered, lower_publicly
 from fdp.emit.compiled.options import Options
 from fdp.emit.compiled.updates import UPDATES
-from fdp.emit.dispatch import TorchDispatchMode
 from fdp.emit.places import is_scaled, slot_name
 from fdp.emit.program import OwnMessages
 from fdp.errors import CompileError, FdpError, build_message
