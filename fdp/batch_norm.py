@@ -55,7 +55,8 @@ def sync_batch_norm(
         tensors if `training`, else those that were given.
 
     Raises:
-        ArgumentError: x has no channels; `active` is no scalar; a single number a channel in a world of one.
+        ArgumentError: x has no channels, or others than the rest; `active` is no scalar; a single number a
+            channel in a world of one.
 
     Example:
         >>> x = torch.tensor([[1.0], [3.0]])
@@ -68,10 +69,15 @@ def sync_batch_norm(
         Algorithm for Computing Sample Variances (1979). `torch.nn.SyncBatchNorm`.
     """
     _check(x, active)
+    _check_channels(x, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)
     if not training and running_mean is not None and running_var is not None:
         # The statistics may be wider than the input; F.batch_norm takes those of float32 for halves as well.
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps), running_mean, running_var
-    refuse_deferred("fdp.sync_batch_norm")
+    refuse_deferred(
+        "fdp.sync_batch_norm",
+        "normalise each microbatch by its own samples, with nn.BatchNorm, and average the statistics that "
+        "fdp.accumulate returns; or take the batch in one piece.",
+    )
     axis = current_axis()
     count = x.numel() // x.shape[1]
     if count == 1 and axis.size == 1:
@@ -149,6 +155,19 @@ def _check(x: Tensor, active: Tensor | None) -> None:
             build_message(
                 f"fdp.sync_batch_norm was given `active` of {got}.",
                 remedy="pass one scalar tensor a rank, such as the weight that fdp.join yields.",
+            )
+        )
+
+
+def _check_channels(x: Tensor, **given: Tensor | None) -> None:
+    """One number would be expanded to all channels, and the statistics come back in another shape."""
+    odd = [f"{name}: shape {list(t.shape)}" for name, t in given.items() if t is not None and t.shape != x.shape[1:2]]
+    if odd:
+        raise ArgumentError(
+            build_message(
+                f"fdp.sync_batch_norm was given {x.shape[1]} channels, x of shape {list(x.shape)}, and others.",
+                odd,
+                remedy=f"pass tensors of shape [{x.shape[1]}], or None.",
             )
         )
 

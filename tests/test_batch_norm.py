@@ -367,8 +367,14 @@ def test_in_a_world_of_one_it_is_batch_norm() -> None:
         (torch.ones(1, 2), {}, r"one number a channel, \[1, 2\], which have no variance"),
         (torch.ones(3, 2), {"active": torch.ones(3)}, r"`active` of shape \[3\]"),
         (torch.ones(3, 2), {"active": 1.0}, "`active` of type float"),
+        (
+            torch.ones(3, 2),
+            {"running_var": torch.ones(1)},
+            r"2 channels, .*\n  running_var: shape \[1\]\nRem",
+        ),
+        (torch.ones(3, 2), {"weight": torch.ones(3), "training": False}, r"weight: shape \[3\]"),
     ],
 )
 def test_what_has_no_meaning_is_refused(x: Tensor, options: dict[str, Any], text: str) -> None:
     with pytest.raises(fdp.ArgumentError, match=text):
-        fdp.sync_batch_norm(x, None, None, **options)
+        fdp.sync_batch_norm(x, **{"running_mean": None, "running_var": None, **options})
