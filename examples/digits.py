@@ -13,6 +13,7 @@ import math
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ import fdp
 TRAIN_SIZE = 4000
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Train a digit classifier data-parallel with fdp.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -38,7 +39,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=0.008, help="highest learning rate of the schedule")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, order and dropout")
     parser.add_argument("--wire", choices=["bfloat16", "float16"], help="send gradients in sixteen bits")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.epochs < 1 or not 1 <= args.batch_size <= TRAIN_SIZE:
         parser.error(f"--epochs must be at least 1, --batch-size between 1 and {TRAIN_SIZE}")
     return args
@@ -88,8 +89,8 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
 
 
-def main() -> None:
-    args = parse_args()
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
     device = join()
     rank, ranks = int(fdp.axis_index()), fdp.axis_size()
     if args.batch_size % ranks:
@@ -165,9 +166,9 @@ def main() -> None:
     console.print(f"all {ranks} ranks hold the same bits")
     console.print(f"test accuracy {right:.2%}")
     console.print(f"throughput    {images_per_s:,.0f} images/s over all {ranks} ranks (median epoch)")
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -145,7 +145,7 @@ def _answer(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 # --- in the test's process ----------------------------------------------------------------------------
 
 
-def _context() -> Any:
+def context() -> Any:
     """Forkserver where there is one: ranks then start from a process that has torch imported already."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
@@ -170,12 +170,12 @@ class Ranks:
         environment = {"FDP_AGREE_TIMEOUT_S": "45", **(env or {})}
         if sys.platform == "linux":  # gloo otherwise resolves the hostname, which need not resolve
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        context = _context()
+        start = context()
         self._conns: list[Any] = []
         self._processes: list[Any] = []
         for rank in range(world):
-            ours, theirs = context.Pipe()
-            process = context.Process(
+            ours, theirs = start.Pipe()
+            process = start.Process(
                 target=_serve,
                 args=(rank, world, port, theirs, str(self._log(rank)), environment),
                 daemon=True,

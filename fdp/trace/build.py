@@ -90,6 +90,7 @@ def trace_step(
     graph = graph_module.graph
     round_early(graph)
     closure = closed_over_names(step)
+    check_views(name, graph)
     check_shapes(name, graph)
     check_made_here(name, graph_module, closure)
     check_closure(name, graph_module, closure)
@@ -97,7 +98,6 @@ def trace_step(
     check_initialised(name, graph)
     check_devices(name, graph)
     check_branches(name, graph)
-    check_views(name, graph)
     check_recomputation(name, graph)
     check_closure_memory(name, graph_module, inputs, tensors, closure)
     outline_loops(name, graph_module)

@@ -114,7 +114,7 @@ def _trace_of_body(name: str, graph_module: fx.GraphModule, loop: fx.Node) -> Tr
         closed_over=(),
         replicated_calls=(),
         graph=body,
-        in_spec=pytree.structure_of(tuple(inputs)),
+        in_spec=pytree.structure_of(tuple(range(len(inputs)))),
         out_spec=pytree.structure_of(()),
     )
 
