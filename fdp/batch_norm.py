@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fdp.axis import current_axis
 from fdp.deferral import refuse_deferred
 from fdp.errors import ArgumentError, build_message
-from fdp.markers import Gather, Spread, vary
+from fdp.markers import Gather, Spread, all_gather, in_forward_mode, vary
 
 _LABEL = "sync_batch_norm"
 
@@ -87,13 +87,15 @@ def sync_batch_norm(
                 remedy="normalise over more samples, or with training=False.",
             )
         )
-    mean, squares = _Moments.apply(x)
+    forward = in_forward_mode()  # in which what is saved for a backward pass is of no use, and plain operators do
+    mean, squares = _Moments.forward(x) if forward else _Moments.apply(x)
     # A number that is this rank's own: batches may differ in length.
     own = vary(torch.tensor(float(count), dtype=mean.dtype), "number").to(x.device)
     if active is not None:
         counts = active.to(x.device) != 0
         mean, squares, own = (torch.where(counts, value, 0) for value in (mean, squares, own))
-    parts = Gather.apply(torch.cat([mean, squares, own.reshape(1)]), axis.size, axis.name, _LABEL)
+    gather = all_gather if forward else Gather.apply
+    parts = gather(torch.cat([mean, squares, own.reshape(1)]), axis.size, axis.name, _LABEL)
     means, squares, counted = parts.split([x.shape[1], x.shape[1], 1], dim=1)
     total = counted.sum()
     some = total.clamp(min=1)  # where all ranks are empty, what follows is zero and not NaN
@@ -101,9 +103,11 @@ def sync_batch_norm(
     squares = (squares + counted * (means - mean).square()).sum(0)
     new_mean = _moved(running_mean, mean, momentum, total) if training else running_mean
     new_var = _moved(running_var, squares / (total - 1).clamp(min=1), momentum, total) if training else running_var
-    mean, var = Spread.apply(torch.stack([mean, squares / some]), axis.name, _LABEL).unbind()
+    both = torch.stack([mean, squares / some])
+    mean, var = (both if forward else Spread.apply(both, axis.name, _LABEL)).unbind()
     scale = torch.rsqrt(var + eps)
-    return _Normalised.apply(x, mean, scale if weight is None else scale * weight, bias), new_mean, new_var
+    normalise = _Normalised.forward if forward else _Normalised.apply
+    return normalise(x, mean, scale if weight is None else scale * weight, bias), new_mean, new_var
 
 
 def synchronised_forward(module: nn.SyncBatchNorm, x: Tensor) -> Tensor:
