@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fdp.axis import current_axis
 from fdp.deferral import refuse_deferred
 from fdp.errors import ArgumentError, build_message
-from fdp.markers import Gather, Spread, vary
+from fdp.markers import Gather, Spread, all_gather, in_forward_mode, vary
 
 _LABEL = "sync_batch_norm"
 
@@ -55,7 +55,8 @@ def sync_batch_norm(
         tensors if `training`, else those that were given.
 
     Raises:
-        ArgumentError: x has no channels; `active` is no scalar; a single number a channel in a world of one.
+        ArgumentError: x has no channels, or others than the rest; `active` is no scalar; a single number a
+            channel in a world of one.
 
     Example:
         >>> x = torch.tensor([[1.0], [3.0]])
@@ -68,10 +69,15 @@ def sync_batch_norm(
         Algorithm for Computing Sample Variances (1979). `torch.nn.SyncBatchNorm`.
     """
     _check(x, active)
+    _check_channels(x, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)
     if not training and running_mean is not None and running_var is not None:
         # The statistics may be wider than the input; F.batch_norm takes those of float32 for halves as well.
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps), running_mean, running_var
-    refuse_deferred("fdp.sync_batch_norm")
+    refuse_deferred(
+        "fdp.sync_batch_norm",
+        "normalise each microbatch by its own samples, with nn.BatchNorm, and average the statistics that "
+        "fdp.accumulate returns; or take the batch in one piece.",
+    )
     axis = current_axis()
     count = x.numel() // x.shape[1]
     if count == 1 and axis.size == 1:
@@ -81,13 +87,15 @@ def sync_batch_norm(
                 remedy="normalise over more samples, or with training=False.",
             )
         )
-    mean, squares = _Moments.apply(x)
+    forward = in_forward_mode()  # in which what is saved for a backward pass is of no use, and plain operators do
+    mean, squares = _Moments.forward(x) if forward else _Moments.apply(x)
     # A number that is this rank's own: batches may differ in length.
     own = vary(torch.tensor(float(count), dtype=mean.dtype), "number").to(x.device)
     if active is not None:
         counts = active.to(x.device) != 0
         mean, squares, own = (torch.where(counts, value, 0) for value in (mean, squares, own))
-    parts = Gather.apply(torch.cat([mean, squares, own.reshape(1)]), axis.size, axis.name, _LABEL)
+    gather = all_gather if forward else Gather.apply
+    parts = gather(torch.cat([mean, squares, own.reshape(1)]), axis.size, axis.name, _LABEL)
     means, squares, counted = parts.split([x.shape[1], x.shape[1], 1], dim=1)
     total = counted.sum()
     some = total.clamp(min=1)  # where all ranks are empty, what follows is zero and not NaN
@@ -95,9 +103,11 @@ def sync_batch_norm(
     squares = (squares + counted * (means - mean).square()).sum(0)
     new_mean = _moved(running_mean, mean, momentum, total) if training else running_mean
     new_var = _moved(running_var, squares / (total - 1).clamp(min=1), momentum, total) if training else running_var
-    mean, var = Spread.apply(torch.stack([mean, squares / some]), axis.name, _LABEL).unbind()
+    both = torch.stack([mean, squares / some])
+    mean, var = (both if forward else Spread.apply(both, axis.name, _LABEL)).unbind()
     scale = torch.rsqrt(var + eps)
-    return _Normalised.apply(x, mean, scale if weight is None else scale * weight, bias), new_mean, new_var
+    normalise = _Normalised.forward if forward else _Normalised.apply
+    return normalise(x, mean, scale if weight is None else scale * weight, bias), new_mean, new_var
 
 
 def synchronised_forward(module: nn.SyncBatchNorm, x: Tensor) -> Tensor:
@@ -149,6 +159,19 @@ def _check(x: Tensor, active: Tensor | None) -> None:
             build_message(
                 f"fdp.sync_batch_norm was given `active` of {got}.",
                 remedy="pass one scalar tensor a rank, such as the weight that fdp.join yields.",
+            )
+        )
+
+
+def _check_channels(x: Tensor, **given: Tensor | None) -> None:
+    """One number would be expanded to all channels, and the statistics come back in another shape."""
+    odd = [f"{name}: shape {list(t.shape)}" for name, t in given.items() if t is not None and t.shape != x.shape[1:2]]
+    if odd:
+        raise ArgumentError(
+            build_message(
+                f"fdp.sync_batch_norm was given {x.shape[1]} channels, x of shape {list(x.shape)}, and others.",
+                odd,
+                remedy=f"pass tensors of shape [{x.shape[1]}], or None.",
             )
         )
 

@@ -131,9 +131,14 @@ def _kinds(ranks: Group, saved: dict[str, Any]) -> list[str]:
 
 def _generators_of(ranks: Group, path: str, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Tensors to load the states of this rank's generators into."""
-    sizes = {int(match[2]) for match in map(_GENERATOR.fullmatch, saved) if match}
-    if sizes != {ranks.size}:
-        what = f"that of {sizes.pop()} ranks, and this is one of {ranks.size}" if sizes else "none"
+    found = {(int(match[1]), int(match[2])) for match in map(_GENERATOR.fullmatch, saved) if match}
+    # Of all ranks, not of this one alone: what is refused is refused on every rank, and none waits for another.
+    if found != {(rank, ranks.size) for rank in range(ranks.size)}:
+        what = "none"
+        if found:
+            size = max(size for _, size in found)
+            some = "" if len(found) == size else f"only {len(found)} of "
+            what = f"that of {some}{size} ranks, and this is one of {ranks.size}"
         raise ArgumentError(
             build_message(
                 f"fdp.load(random=True) was to set the state of generators; the checkpoint in {path!r} holds {what}.",

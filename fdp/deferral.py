@@ -134,15 +134,18 @@ def current_deferral() -> Deferral | None:
     return getattr(_local, "deferral", None)
 
 
-def refuse_deferred(what: str) -> None:
+def refuse_deferred(
+    what: str,
+    remedy: str = "average what fdp.accumulate returns, in one message; for a gradient inside of the loss use "
+    "torch.func.grad.",
+) -> None:
     """Refuse what would talk to other ranks, if microbatches are being gone through."""
     if current_deferral() is not None:
         raise ArgumentError(
             build_message(
                 f"{what} was called inside of what fdp.accumulate calls: ranks would exchange a message for every "
                 "microbatch.",
-                remedy="average what fdp.accumulate returns, in one message; for a gradient inside of the loss use "
-                "torch.func.grad.",
+                remedy=remedy,
             )
         )
 

@@ -101,12 +101,8 @@ for _name, _real, _fake in (("hash", _hash, _fake_hash), ("words", _words, _fake
     torch.library.register_fake(f"fdp_random::{_name}", _fake)
 
 
-class Hash(torch.autograd.Function):
-    """`mixed` under every transform; integers have no derivative."""
-
-    @staticmethod
-    def forward(key: torch.Tensor, data: torch.Tensor, purpose: int) -> torch.Tensor:
-        return torch.ops.fdp_random.hash.default(key, data, purpose)
+class _OfIntegers(torch.autograd.Function):
+    """A function of three arguments that has no derivative."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -115,6 +111,14 @@ class Hash(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return None, None, None
+
+
+class Hash(_OfIntegers):
+    """`mixed` under every transform."""
+
+    @staticmethod
+    def forward(key: torch.Tensor, data: torch.Tensor, purpose: int) -> torch.Tensor:
+        return torch.ops.fdp_random.hash.default(key, data, purpose)
 
     @staticmethod
     def vmap(
@@ -131,20 +135,12 @@ class Hash(torch.autograd.Function):
         return Hash.apply(aligned(key, in_dims[0]), aligned(data, in_dims[1]), purpose), 0
 
 
-class Words(torch.autograd.Function):
+class Words(_OfIntegers):
     """`words` under every transform."""
 
     @staticmethod
     def forward(key: torch.Tensor, count: int, purpose: int) -> torch.Tensor:
         return torch.ops.fdp_random.words.default(key, count, purpose)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.mark_non_differentiable(output)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return None, None, None
 
     @staticmethod
     def vmap(

@@ -321,6 +321,7 @@ def test_what_grad_fn_must_not_do(name: str, traced: bool) -> None:
     with pytest.raises(fdp.ArgumentError) as caught:
         (fdp.data_parallel(step, check_replication=False) if traced else step)(params_of(), batch_of(8))
     assert text in str(caught.value) and "Remedy: " in str(caught.value)
+    assert (name == "normalises") == ("with nn.BatchNorm" in str(caught.value))
     # Nothing is left behind: the next call works.
     torch.testing.assert_close(
         fdp.accumulate(GRAD, 2)(params_of(), batch_of(8)), plain(loss_fn, params_of(), batch_of(8))

@@ -303,6 +303,41 @@ def second_order() -> None:
     torch.testing.assert_close(found, expected)
 
 
+def forward_mode() -> None:
+    """A tangent, and one of a gradient, of ranks with two samples and one; in a step, and outside."""
+    g = torch.Generator().manual_seed(0)
+    x, tangent = (torch.randn(3, 2, generator=g, dtype=DOUBLE) for _ in range(2))
+    weight, bias, own = torch.ones(2, dtype=DOUBLE) * 3, torch.ones(2, dtype=DOUBLE), slice(0, 2)
+    if dist.get_rank():
+        own = slice(2, 3)
+
+    def here(x: Tensor, weight: Tensor) -> Tensor:
+        return fdp.psum(fdp.sync_batch_norm(x, None, None, weight, bias)[0].pow(3).sum(0))
+
+    def whole(x: Tensor, weight: Tensor) -> Tensor:
+        return F.batch_norm(x, None, None, weight, bias, True).pow(3).sum(0)
+
+    def tangents(f: Any, x: Tensor, tangent: Tensor, weight: Tensor) -> Any:
+        of_grad = torch.func.jvp(lambda w: torch.func.grad(lambda w: f(x, w).square().sum())(w), (weight,), (weight,))
+        return torch.func.jvp(f, (x, weight), (tangent, weight)), of_grad
+
+    expected = tangents(whole, x, tangent, weight)
+    step = fdp.data_parallel(lambda weight, batch: per_rank_second(tangents(here, *batch, weight)))
+    for found in (tangents(here, x[own], tangent[own], weight), step(weight, (x[own], tangent[own]))):
+        torch.testing.assert_close(found[0], expected[0])
+        torch.testing.assert_close(fdp.pmean(found[1]), expected[1])
+
+
+def per_rank_second(pair: Any) -> Any:
+    return pair[0], fdp.per_rank(pair[1])
+
+
+# torch's own decompositions for forward mode, at their first use.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_tangents_are_those_of_one_process() -> None:
+    ranks.run(2, forward_mode)
+
+
 def ensemble() -> None:
     """Under vmap, and a local torch.func.grad inside of it, with one message for all members."""
     rank = dist.get_rank()
@@ -367,8 +402,14 @@ def test_in_a_world_of_one_it_is_batch_norm() -> None:
         (torch.ones(1, 2), {}, r"one number a channel, \[1, 2\], which have no variance"),
         (torch.ones(3, 2), {"active": torch.ones(3)}, r"`active` of shape \[3\]"),
         (torch.ones(3, 2), {"active": 1.0}, "`active` of type float"),
+        (
+            torch.ones(3, 2),
+            {"running_var": torch.ones(1)},
+            r"2 channels, .*\n  running_var: shape \[1\]\nRem",
+        ),
+        (torch.ones(3, 2), {"weight": torch.ones(3), "training": False}, r"weight: shape \[3\]"),
     ],
 )
 def test_what_has_no_meaning_is_refused(x: Tensor, options: dict[str, Any], text: str) -> None:
     with pytest.raises(fdp.ArgumentError, match=text):
-        fdp.sync_batch_norm(x, None, None, **options)
+        fdp.sync_batch_norm(x, **{"running_mean": None, "running_var": None, **options})

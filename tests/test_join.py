@@ -7,7 +7,7 @@ import datetime
 import itertools
 import os
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -87,8 +87,16 @@ def of_the_gradients(state: dict[str, Tensor], batch: Any) -> Any:
     return {k: p - 0.5 * grads[k] for k, p in state.items()}, loss
 
 
-def train(shards: list[Batches], padding: str) -> None:
-    for step_fn in (in_the_loss, of_the_gradients):
+def accumulated(state: dict[str, Tensor], batch: Any) -> Any:
+    """Weights outside of what is averaged once, at the end."""
+    share = batch[1] * fdp.axis_size() / fdp.psum(batch[1])
+    grad_fn = fdp.accumulate(fdp.value_and_grad(lambda params, own: share * loss_of(params, own)), microbatches=2)
+    loss, grads = grad_fn(state, batch[0])
+    return {k: p - 0.5 * grads[k] for k, p in state.items()}, fdp.pmean(loss)
+
+
+def train(shards: list[Batches], padding: str, step_fns: Sequence[Any] = (in_the_loss, of_the_gradients)) -> None:
+    for step_fn in step_fns:
         step = fdp.data_parallel(step_fn, bucket_cap_mb=1)
         state, losses = start(), []
         for batch in fdp.join(shards[dist.get_rank()], padding=padding):
@@ -110,6 +118,7 @@ UNEVEN = [((4, 4, 1), (5,)), ((), (2, 3)), ((3, 3), (3, 3, 2)), ((2, 0), (1, 1, 
 def train_all() -> None:
     for sizes in UNEVEN:
         train(data(sizes), "last")
+    train(data(((4, 4, 2), (6,))), "last", [accumulated])
     train(data(UNEVEN[0]), "empty")  # the mean of no samples is NaN, and weighs nothing
     train(data(UNEVEN[1]), "empty")
 

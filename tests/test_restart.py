@@ -97,7 +97,11 @@ def run_from_the_save(path: str, seeds: int) -> list[int]:
     fdp.seed(seeds), random.seed(seeds), numpy.random.seed(seeds)
     training.state = fdp.load(path, like=training.state, random=True)
     training.run(3)
-    return training.bits()
+    bits = training.bits()
+    fdp.save(path + "-some", training.state, random=dist.get_rank() == 0)
+    with pytest.raises(fdp.ArgumentError, match="holds that of only 1 of 2 ranks, and this is one of 2"):
+        fdp.load(path + "-some", like=training.state, random=True)  # on both, and neither waits for the other
+    return bits
 
 
 def test_a_restarted_run_goes_on_bit_for_bit(tmp_path: Path) -> None:

@@ -258,7 +258,7 @@ REFUSED: dict[str, tuple[Case, str, str]] = {
         lambda w, b: nn.utils.get_total_norm([b], error_if_nonfinite=True), VALUE, "leave out error_if_nonfinite"
     ),
     "arguments of a distribution": (lambda w, b: D.Normal(w, w, validate_args=True).mean, VALUE, "validate_args"),
-    "GradScaler": (scaler, VALUE, "keep the scale in the state"),
+    "GradScaler": (scaler, VALUE, "use fdp.optim.loss_scaled(optimizer)"),
     "gradient of scan": (
         lambda w, b: scanned(w, b, differentiate=True), "runs by itself but cannot be traced", "a Python loop"
     ),

@@ -21,6 +21,11 @@ MADE_SHAPE = (
     "keep the shape and mask instead: torch.where(mask, x, 0) for x[mask], and divide by mask.sum() for a mean."
 )
 
+_SCALER = (
+    "a GradScaler decides by values: use fdp.optim.loss_scaled(optimizer), and multiply the loss by "
+    'state["opt"]["scale"].'
+)
+
 _BY_FUNCTION = {
     "one_hot": "pass num_classes to one_hot; without it, the largest value decides on the shape.",
     "cov": "torch.cov looks at values: centre the rows with x - x.mean(1, keepdim=True), and take x @ x.mT / (n - 1).",
@@ -29,10 +34,8 @@ _BY_FUNCTION = {
     "v = var.clamp(min=1e-6), as 0.5 * (v.log() + (input - target) ** 2 / v).",
     "get_total_norm": "leave out error_if_nonfinite, and return the norm to look at it outside.",
     "clip_grad_norm_": "leave out error_if_nonfinite, and return the norm to look at it outside.",
-    "unscale_": "a GradScaler decides by values: keep the scale in the state, multiply the loss by it and divide the "
-    "gradients, and choose old or new parameters with torch.where(norm.isfinite(), new, old).",
-    "_maybe_opt_step": "a GradScaler decides by values: keep the scale in the state, multiply the loss by it and "
-    "divide the gradients, and choose old or new parameters with torch.where(norm.isfinite(), new, old).",
+    "unscale_": _SCALER,
+    "_maybe_opt_step": _SCALER,
     "tensor_split": "pass the places to split at as Python numbers, not as a tensor.",
     "istft": "torch.istft looks at the values of its window: take torch.fft.irfft and torch.nn.functional.fold.",
     "repeat_interleave": "pass output_size, the length of the result.",
