@@ -104,13 +104,13 @@ snapshot = _define("snapshot", "(Tensor value) -> Tensor", _snapshot)
 
 start_ = _define("start_", "(Tensor(a!)[] slots, int bucket) -> ()", _start)
 wait_ = _define("wait_", "(Tensor(a!)[] slots, int bucket) -> ()", _wait)
-loop_ = _define("loop_", "(Tensor(a!)[] changed, Tensor[] others, int number) -> ()", _loop)
 multiply_into = _define("multiply_into", "(Tensor(a!) target, Tensor one, Tensor two, float factor) -> ()", _multiply)
 _random = torch.Tag.nondeterministic_seeded
+loop_ = _define("loop_", "(Tensor(a!)[] changed, Tensor[] others, int number) -> ()", _loop, _random)
 rewind_ = _define("rewind_", "(Tensor(a!) state, Device device) -> Tensor", rewind, _random)
 resume_ = _define("resume_", "(Tensor(a!) state, Device device) -> ()", RESUME, _random)
 """They change the generator, of which a schema cannot tell: said of the state, it keeps them. The tag keeps their place
-among the operators that draw: the compiler lets those that have it follow one another."""
+among the operators that draw, as a loop may: the compiler lets those that have it follow one another."""
 DECLARED.update({REWIND: rewind_, RESUME: resume_})
 DECLARED.update({start: start_, wait: wait_, loop: loop_, copy_into: _aten.copy_.default})
 
