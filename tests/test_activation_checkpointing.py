@@ -11,6 +11,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from samples import exhaustive
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -149,7 +150,7 @@ def peak_bytes(run: Callable[[], Any]) -> int:
     return peak
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["operators", "compiled"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=exhaustive)], ids=["operators", "compiled"])
 def test_the_recomputation_really_happens(compiled: bool) -> None:
     peaks = []
     for through in (not_at_all, PLAIN):

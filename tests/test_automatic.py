@@ -10,6 +10,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from samples import exhaustive
 
 import fdp
 import fdp.automatic
@@ -207,6 +208,7 @@ def call_compiled(measures: bool) -> Any:
     return plan_of(step).messages
 
 
+@exhaustive
 def test_a_compiled_step_has_the_same_buckets_at_the_next_start(tmp_path: pathlib.Path) -> None:
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
 

@@ -12,6 +12,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from graphs import fake_group
+from samples import exhaustive
 
 import fdp
 from fdp.emit import emit_plan, places
@@ -87,7 +88,7 @@ def trains_alike(name: str, optimizer: str, donations: tuple[bool, ...]) -> None
 
 @pytest.mark.parametrize(
     ("name", "optimizer", "donations"),
-    [("mlp", "adamw", (True,)), ("cnn", "sgd", (False,))],
+    [("mlp", "adamw", (True,)), pytest.param("cnn", "sgd", (False,), marks=exhaustive)],
 )
 def test_two_ranks_train_as_operator_by_operator(name: str, optimizer: str, donations: tuple[bool, ...]) -> None:
     ranks.run(WORLD, trains_alike, name, optimizer, donations)

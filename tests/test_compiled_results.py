@@ -18,6 +18,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from samples import exhaustive
 
 import fdp
 
@@ -77,7 +78,7 @@ CASES = [
     ("mlp", "sgd", True, torch.float32),
     ("mlp", "fused adamw", False, torch.float64),
     ("cnn", "sgd", True, torch.float32),
-    ("gpt_dropout", "fused adamw", True, torch.float64),
+    pytest.param("gpt_dropout", "fused adamw", True, torch.float64, marks=exhaustive),
 ]
 
 

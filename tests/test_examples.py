@@ -24,6 +24,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from samples import exhaustive
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / "examples"
 DEADLINE_S = 150
@@ -96,7 +97,7 @@ def test_comparison_with_ddp_by_torchrun() -> None:
     assert min(numbers("later ones @ ms", text)) > 0
 
 
-@pytest.mark.skipif(not os.environ.get("FDP_ALL_SAMPLES"), reason="one model shows it; FDP_ALL_SAMPLES=1 takes another")
+@exhaustive
 def test_comparison_with_ddp_of_another_model() -> None:
     text = on_two_ranks("compare_with_ddp", "--steps", "3", "--model", "deep")
     assert "parameters equal, bit for bit" in text
@@ -135,6 +136,7 @@ def test_wgan_gp() -> None:
     assert "all 2 ranks hold the same bits" in text
 
 
+@exhaustive
 def test_a_world_of_one(tmp_path: pathlib.Path) -> None:
     """Without torchrun the same programs run in one process; and the picture is one."""
     assert "all 1 ranks" in printed("maml", "--steps=2", "--tasks=2", "--first-order")

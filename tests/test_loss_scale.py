@@ -12,6 +12,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from samples import exhaustive
 from torch import Tensor
 from torch.optim import lr_scheduler as lrs
 
@@ -251,6 +252,7 @@ def test_two_ranks_skip_alike_when_one_overflows() -> None:
     assert ranks.run(2, train_in_all_ways) == [[2, 2, 0, 0]] * 2
 
 
+@exhaustive
 def test_compiled() -> None:
     assert train(True, autocast_loss, torch.float16, True, compiled=True, steps=3) == 1
 

@@ -10,6 +10,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from samples import exhaustive
 from test_bad_input import check_message, sgd_step
 
 import fdp
@@ -31,8 +32,9 @@ def die_after(steps: int, victim: int) -> tuple[str, list[str], str, float]:
     return "finished", [], "", 0.0
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize(
+    ("steps", "world"), [(0, 2), (3, 4), *(pytest.param(*each, marks=exhaustive) for each in ((0, 4), (3, 2)))]
+)
 def test_a_killed_rank_is_an_error_on_the_others(world: int, steps: int) -> None:
     """Whether it dies before the first agreement or in the middle of training; and nobody waits for ever."""
     victim = 1

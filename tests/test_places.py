@@ -13,6 +13,7 @@ import torch
 from graphs import examples, fake_group, same_bits
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import exhaustive
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.common_methods_invocations import op_db
@@ -546,6 +547,6 @@ def large_means(seed: int) -> None:
     assert f"alpha={1 / world!r}" in emitted.source
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=exhaustive)])
 def test_large_buckets_are_divided_as_they_are_filled(world: int) -> None:
     ranks.run(world, large_means, 5)

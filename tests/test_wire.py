@@ -12,6 +12,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from graphs import same_bits
+from samples import exhaustive
 
 import fdp
 
@@ -93,11 +94,12 @@ def equals_the_loop(compile: bool) -> None:
                     assert ((grads[key] - value).abs() <= slack * size + 1e-7).all(), (key, *where)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=exhaustive)])
 def test_gradients_are_those_of_the_loop(world: int) -> None:
     ranks.run(world, equals_the_loop, False)
 
 
+@exhaustive
 def test_compiled_gradients_are_those_of_the_loop() -> None:
     ranks.run(2, equals_the_loop, True)
 
@@ -156,7 +158,7 @@ def large_gradients() -> tuple[torch.Tensor, ...]:
     return ()
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=exhaustive)])
 def test_large_buckets(world: int) -> None:
     ranks.run(world, large_gradients)
 
