@@ -16,6 +16,7 @@ import optree
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from samples import ALL_SAMPLES
 from torch import fx
 
 import fdp
@@ -29,9 +30,9 @@ _EXAMPLES = os.environ.get("FDP_EXAMPLES")
 
 
 def examples(count: int) -> settings:
-    """Settings of a property test: `count` examples, or FDP_EXAMPLES."""
+    """Settings of a property test: FDP_EXAMPLES examples; else `count` with FDP_ALL_SAMPLES=1, and half without."""
     return settings(
-        max_examples=int(_EXAMPLES or count),
+        max_examples=int(_EXAMPLES or (count if ALL_SAMPLES else -(-count // 2))),
         derandomize=_EXAMPLES is None,
         database=None,
         deadline=None,

@@ -14,6 +14,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from samples import exhaustive
 
 STEPS = 10
 GLOBAL_BATCH = 16
@@ -83,7 +84,7 @@ BY_SHARD = ("cnn", "gpt_dropout")
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("name", [*WHOLE_BATCH, *BY_SHARD])
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=exhaustive)])
 def test_ranks_equal_one_process(world: int, name: str, optimizer: str) -> None:
     donate = optimizer == "adamw"
     results = ranks.run(world, train, name, optimizer, donate, torch.float64)
