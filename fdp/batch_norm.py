@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from fdp.axis import current_axis
 from fdp.deferral import refuse_deferred
 from fdp.errors import ArgumentError, build_message
-from fdp.markers import Gather, Spread, all_gather, in_forward_mode, vary
+from fdp.markers import all_gather, in_forward_mode, vary
+from fdp.transposes import Gather, Spread
 
 _LABEL = "sync_batch_norm"
 

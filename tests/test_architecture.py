@@ -28,6 +28,7 @@ FLOORS = (
     ("axis", "surroundings", "deferral", "random"),
     ("generators",),
     ("markers",),
+    ("transposes",),
     ("collectives", "batch_norm"),
     ("autodiff", "optim", "modules", "state", "checkpoint"),
     ("accumulation", "join"),

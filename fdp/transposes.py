@@ -1,0 +1,94 @@
+"""Values that are equal on every rank, and values that are each rank's own: two pairs of transposes between them.
+
+Where a value is equal everywhere, so is what is sent back to it, and need not be summed: after the `AllGather` of
+`fdp.markers` and a function of what it gathered, the message backward would be as large as all that was gathered.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import fdp.markers  # noqa: F401 (it defines the operators)
+
+
+class Gather(torch.autograd.Function):
+    """Stack every rank's value, for a result that goes on through `Spread` alone; its transpose is `Own`."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, size: int, axis: str, label: str) -> torch.Tensor:
+        return torch.ops.fdp.all_gather.default(x, size, axis, label)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.rest = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return Own.apply(grad, *ctx.rest), None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, Any]:
+        return Gather.apply(x.movedim(in_dims[0], 0), *rest), 1
+
+
+class Own(torch.autograd.Function):
+    """This rank's entry of a stack that is equal on every rank; its transpose is `Gather`."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, size: int, axis: str, label: str) -> torch.Tensor:
+        own = torch.ops.fdp.axis_index.default(torch.empty(()), axis).to(x.device).reshape(1)
+        return x.index_select(0, own).squeeze(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.rest = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return Gather.apply(grad, *ctx.rest), None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, Any]:
+        return Own.apply(x.movedim(in_dims[0], 1), *rest), 0
+
+
+class Spread(torch.autograd.Function):
+    """The same value, from here on used by each rank for its own; its transpose is `Collect`."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, axis: str, label: str) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.rest = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return Collect.apply(grad, *ctx.rest), None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, Any]:
+        return Spread.apply(x, *rest), in_dims[0]
+
+
+class Collect(torch.autograd.Function):
+    """The sum over ranks of what each sends back, for a result that goes on through `Spread` alone."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, axis: str, label: str) -> torch.Tensor:
+        return torch.ops.fdp.all_reduce.default(x, "sum", axis, "transpose", label)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.rest = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return Spread.apply(grad, *ctx.rest), None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, Any]:
+        return Collect.apply(x, *rest), in_dims[0]
