@@ -44,7 +44,6 @@ from fdp.trace import (
     resolve_roles,
     set_apart,
     signature_of,
-    tells_places,
 )
 from fdp.wire import Wire, resolve_wire
 
@@ -254,7 +253,7 @@ class Step:
                 known = self._find(key)  # another thread may have been faster
                 if known is None:
                     known = _Known(self._preparation.prepare(flat, roles, place[1]))
-                    self._by_places |= tells_places(known.emitted.plan.trace)
+                    self._by_places |= known.emitted.plan.trace.tells_places
                     self._keep(self._key(flat, place), known)
         known.remembered = self._calls.remember(place, flat, known.emitted.plan.trace, known, known.remembered)
         return known, flat.tensors

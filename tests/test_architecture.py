@@ -157,6 +157,16 @@ def test_every_file_has_a_floor() -> None:
     assert {part_of(module) for module in files()} == set(FLOOR_OF)
 
 
+@pytest.mark.parametrize("module", [m for m in sorted(files()) if m.count(".") and path_of(m).name != "__init__.py"])
+def test_every_file_is_in_the_picture_of_the_design(module: str) -> None:
+    text = (ROOT / "docs" / "design.md").read_text()
+    picture = text[text.index("## Files and floors") : text.index("`Trace.plan` and `Plan.emit` are methods")]
+    *_, package, file = module.split(".")
+    rows = picture.split("─────\n")
+    row = next(r for r in rows if f" {package}/" in r) if package not in ("fdp", "compiled") else picture
+    assert re.search(rf"\b{file}\b", row), f"{module} is missing from docs/design.md, 'Files and floors'"
+
+
 def test_imports_go_down() -> None:
     assert upward_imports(files()) == []
 

@@ -9,7 +9,7 @@ import torch
 
 from fdp import pytree
 from fdp.errors import ArgumentError, build_message
-from fdp.trace import Trace, sharing, tells_places
+from fdp.trace import Trace, sharing
 
 
 def check_signature(trace: Trace, leaves: Sequence[Any], spec: pytree.Spec) -> None:
@@ -32,7 +32,6 @@ def check_signature(trace: Trace, leaves: Sequence[Any], spec: pytree.Spec) -> N
             )
         )
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    by_places = tells_places(trace)
     offenders = [
         f"{item.name}: planned {list(item.shape)} {item.dtype} {item.device} strides {list(item.stride)} offset "
         f"{item.offset}, given {list(tensor.shape)} {tensor.dtype} {tensor.device} strides {list(tensor.stride())} "
@@ -40,7 +39,7 @@ def check_signature(trace: Trace, leaves: Sequence[Any], spec: pytree.Spec) -> N
         for item, tensor in zip(trace.inputs, tensors, strict=False)
         if (item.shape, item.dtype, item.device, item.stride, False, False)
         != (*_geometry(tensor), tensor.is_conj(), tensor.is_neg())
-        or (by_places and item.offset != tensor.storage_offset())
+        or (trace.tells_places and item.offset != tensor.storage_offset())
     ]
     if any(item.donated for item in trace.inputs):
         offenders += [

@@ -17,7 +17,7 @@ from fdp.trace.capture import Geometry, capture_functional, recording
 from fdp.trace.changes import Summary, describe_change, summarise
 from fdp.trace.keywords import by_position, signature_of
 from fdp.trace.record import Input, Operation, Output, Reduction, Trace
-from fdp.trace.remembered import RememberedCalls, tells_places
+from fdp.trace.remembered import RememberedCalls
 
 __all__ = [
     "Flat",
@@ -42,6 +42,5 @@ __all__ = [
     "sharing",
     "signature_of",
     "summarise",
-    "tells_places",
     "trace_step",
 ]

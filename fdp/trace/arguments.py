@@ -136,7 +136,7 @@ def describe_leaf(leaf: Any) -> tuple[Any, ...]:
     if isinstance(leaf, torch.Tensor):
         if type(leaf) not in _TENSOR_TYPES or leaf.layout != torch.strided:
             return type(leaf), leaf.layout, leaf.shape  # to be refused, whatever else it is
-        # Not where it begins in its memory: batches are often slices, and few graphs can tell (see `tells_places`).
+        # Not where it begins in its memory: batches are often slices, and few graphs tell (`Trace.tells_places`).
         return leaf.shape, leaf.dtype, leaf.device, leaf.stride(), leaf.is_conj(), leaf.is_neg()
     return (type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf)
 

@@ -17,6 +17,7 @@ from fdp.trace.capture import is_fake
 from fdp.trace.effects import effects_of, inner_nodes, is_marker, replaces_elements, storages_of, taken_for_shape
 from fdp.trace.record import Input, Output
 from fdp.trace.rewinding import STATE, drawn_anew
+from fdp.trace.source import located
 
 
 def check_closure(name: str, graph_module: fx.GraphModule, names: Mapping[int, str]) -> None:
@@ -87,7 +88,7 @@ def check_shapes(name: str, graph: fx.Graph) -> None:
         return isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)
 
     offenders = {
-        f"{node.target} at {node.meta.get('source')}": None
+        located(node): None
         for node in graph.nodes
         if node.op == "call_function" and node.target is not operator.getitem and is_open(node.meta.get("val"))
     }
@@ -128,7 +129,7 @@ def check_writes(name: str, graph_module: fx.GraphModule, inputs: Sequence[Input
             for storage in storages_of(target):
                 if storage in protected:
                     victim = protected[storage]
-                    offenders.setdefault(victim, f"{victim}: {node.target} at {node.meta.get('source')}")
+                    offenders.setdefault(victim, f"{victim}: {located(node)}")
     if offenders:
         raise PurityError(
             build_message(
@@ -159,7 +160,7 @@ def check_initialised(name: str, graph: fx.Graph) -> None:
                 if storage in unset and argument.meta["val"].numel():
                     maker = unset.pop(storage)
                     where = "the step's output" if node.op == "output" else str(node.target)
-                    offenders.append(f"{maker.target} at {maker.meta.get('source')}, read by {where}")
+                    offenders.append(f"{located(maker)}, read by {where}")
         for target in effects.writes:
             for storage in storages_of(target):
                 unset.pop(storage, None)
@@ -183,7 +184,7 @@ def check_branches(name: str, graph: fx.Graph) -> None:
         TraceError: names each operator that holds one, and the line.
     """
     offenders = [
-        f"{node.target} at {node.meta.get('source')}"
+        located(node)
         for node in graph.nodes
         if node.op == "call_function" and any(is_marker(inner) for inner in inner_nodes(node))
     ]
@@ -205,9 +206,7 @@ def check_recomputation(name: str, graph: fx.Graph) -> None:
     Raises:
         TraceError: names each operator that draws, and the line.
     """
-    offenders = [
-        f"{node.target} at {node.meta.get('source')}" for node in drawn_anew(graph) if node.target is not STATE
-    ]
+    offenders = [located(node) for node in drawn_anew(graph) if node.target is not STATE]
     if offenders:
         raise TraceError(
             build_message(
@@ -227,7 +226,7 @@ def check_views(name: str, graph: fx.Graph) -> None:
         TraceError: names each such view, and the line.
     """
     offenders = [
-        f"{node.target} at {node.meta.get('source')}"
+        located(node)
         for node in graph.nodes
         if node.op == "call_function"
         and effects_of(node).view
@@ -287,7 +286,7 @@ def check_devices(name: str, graph: fx.Graph) -> None:
         if isinstance(value, torch.Tensor):
             kind = value.device.type
             if kind not in ("cpu", "meta") and kind not in missing and not _available(value.device):
-                missing[kind] = f"{value.device}: {node.target} at {node.meta.get('source')}"
+                missing[kind] = f"{value.device}: {located(node)}"
     if missing:
         raise TraceError(
             build_message(

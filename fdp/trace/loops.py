@@ -18,6 +18,7 @@ from fdp.errors import TraceError, build_message
 from fdp.trace.dependencies import operations_of
 from fdp.trace.effects import effects_of, is_marker, storages_of
 from fdp.trace.record import Input, Loop, Trace
+from fdp.trace.source import located
 
 
 class RunLoop:
@@ -201,11 +202,7 @@ def _return_to_owners(region: list[fx.Node], inside: set[fx.Node]) -> None:
 
 
 def _refuse_leaks(name: str, region: list[fx.Node], inside: set[fx.Node], end: fx.Node) -> None:
-    offenders = [
-        f"{node.target} at {node.meta.get('source')}"
-        for node in region
-        if any(user not in inside and user is not end for user in node.users)
-    ]
+    offenders = [located(node) for node in region if any(user not in inside and user is not end for user in node.users)]
     if offenders:
         raise TraceError(
             build_message(
@@ -217,11 +214,7 @@ def _refuse_leaks(name: str, region: list[fx.Node], inside: set[fx.Node], end: f
 
 
 def _refuse_messages(name: str, region: list[fx.Node]) -> None:
-    offenders = [
-        f"{node.target} at {node.meta.get('source')}"
-        for node in region
-        if is_marker(node, "all_reduce", "all_gather", "broadcast")
-    ]
+    offenders = [located(node) for node in region if is_marker(node, "all_reduce", "all_gather", "broadcast")]
     if offenders:
         raise TraceError(
             build_message(
@@ -234,9 +227,7 @@ def _refuse_messages(name: str, region: list[fx.Node]) -> None:
 
 def _refuse_numbers(name: str, operands: list[fx.Node], region: list[fx.Node]) -> None:
     wrong = {node for node in operands if not isinstance(node.meta.get("val"), torch.Tensor)}
-    offenders = [
-        f"{node.target} at {node.meta.get('source')}" for node in region if not wrong.isdisjoint(node.all_input_nodes)
-    ]
+    offenders = [located(node) for node in region if not wrong.isdisjoint(node.all_input_nodes)]
     if wrong:
         raise TraceError(
             build_message(
@@ -251,7 +242,7 @@ def _refuse_places(name: str, body: fx.Graph, operands: list[fx.Node]) -> None:
     """A view by absolute places in memory: what the loop is given lies elsewhere than when it was traced."""
     given = {storage for operand in operands for storage in storages_of(operand)}
     offenders = [
-        f"{node.target} at {node.meta.get('source')}"
+        located(node)
         for node in body.nodes
         if node.op == "call_function" and "as_strided" in str(node.target) and not given.isdisjoint(storages_of(node))
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import fx
 from fdp import pytree
 from fdp.stages import enter
 from fdp.table import Table, count, format_bytes
+from fdp.trace.effects import storages_of
 from fdp.wire import Wire
 
 
@@ -191,6 +193,20 @@ class Trace:
     def gradients(self) -> tuple[Reduction, ...]:
         """The gradients in the order in which the backward pass produces them."""
         return tuple(reduction for reduction in self.reductions if reduction.kind == "gradient")
+
+    @cached_property
+    def tells_places(self) -> bool:
+        """Whether the step may compute something else where an input begins elsewhere in its memory."""
+        inputs = {number for node in self.graph.graph.find_nodes(op="placeholder") for number in storages_of(node)}
+        for module in self.graph.modules():
+            for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+                # Only there an offset is a number in the graph. (Of what a condition holds, inputs are not known.)
+                if "as_strided" in str(node.target) and (
+                    module is not self.graph
+                    or any(not inputs.isdisjoint(storages_of(argument)) for argument in node.all_input_nodes)
+                ):
+                    return True
+        return False
 
     def plan(
         self, bucket_cap_mb: Any = "auto", costs: Any = None, network: Any = None, world_size: int | None = None

@@ -23,7 +23,6 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from fdp.trace.arguments import Flat, describe_leaf, describe_static, sharing_pattern
-from fdp.trace.effects import storages_of
 from fdp.trace.guards import tensors_like
 from fdp.trace.record import Trace
 from fdp.trace.structure import Structure
@@ -71,7 +70,7 @@ class _Call(Generic[T]):
         self._staying_like = tensors_like(self._staying(tensors))
         self._passing_like = tensors_like(self._passing(tensors))
         self._staying_offsets = _Offsets(self._staying(tensors), True)
-        self._passing_offsets = _Offsets(self._passing(tensors), tells_places(trace))
+        self._passing_offsets = _Offsets(self._passing(tensors), trace.tells_places)
         self._lay = _Addresses(list(map(_address, self._staying(tensors))))
 
     def recognise(self, leaves: list[Any], static: tuple[Any, ...]) -> list[torch.Tensor] | None:
@@ -227,23 +226,9 @@ class RememberedCalls(Generic[T]):
         return earlier
 
 
-def tells_places(trace: Trace) -> bool:
-    """Whether a step may compute something else where an input begins elsewhere in its memory."""
-    inputs = {number for node in trace.graph.graph.find_nodes(op="placeholder") for number in storages_of(node)}
-    for module in trace.graph.modules():
-        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-            # Only there an offset is a number in the graph. (Of what a condition holds, inputs are not known.)
-            if "as_strided" in str(node.target) and (
-                module is not trace.graph
-                or any(not inputs.isdisjoint(storages_of(argument)) for argument in node.all_input_nodes)
-            ):
-                return True
-    return False
-
-
 def _that_stay(trace: Trace) -> list[int]:
     """Which of its input tensors a step returns in the same memory; none if an offset may be a number in its graph."""
-    if tells_places(trace):
+    if trace.tells_places:
         return []
     return sorted({output.slot for output in trace.outputs if output.slot is not None})
 

@@ -127,6 +127,11 @@ def library_line(traceback: TracebackType | None) -> Source | None:
     return found
 
 
+def located(node: fx.Node) -> str:
+    """An operator of a trace with its line, for messages."""
+    return f"{node.target} at {node.meta.get('source')}"
+
+
 @functools.lru_cache(maxsize=4096)
 def _is_users(path: str) -> bool:
     if path.startswith((*_LIBRARIES, "<frozen", "<string>", "<eval_with_key>", "<fdp step")):

@@ -1,0 +1,68 @@
+"""Rules for fake tensors of operators that have none in torch, or bad ones.
+
+(This relies on every operator passing through `FakeTensorMode.dispatch`. A subclass of the mode would be unknown to
+torch.cond and the like.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._prims_common import suggest_memory_format
+
+from fdp.trace.effects import FUSED_OPTIMIZERS
+
+_CTC_LOSS = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
+
+_BATCH_NORMS = {torch.ops.aten.native_batch_norm.default: 0, torch.ops.aten.native_batch_norm_backward.default: 1}
+"""Operators whose rule for fake tensors is amended, and where their input stands among the arguments."""
+
+
+def teach(fake_mode: Any) -> None:
+    """Give rules to operators that have none for fake tensors, or bad ones.
+
+    A fused optimizer does nothing to fake tensors. Some of its overloads (those whose learning rate is a tensor) have
+    no rule. The mode would then run the real kernel on as many zeros as there are parameters, gradients and moments,
+    only to learn that it returns nothing: seconds, and a second copy of the state.
+    The table of a CTC loss is as wide as the longest target, which its rule does not know. It is taken to be as wide as
+    it can be: nobody sees it but the operator's own derivative, which gets the real one.
+    """
+    dispatch = fake_mode.dispatch
+
+    def dispatch_all_others(func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Any) -> object:
+        if func.namespace == "aten" and func._schema.name.removeprefix("aten::") in FUSED_OPTIMIZERS:
+            return None
+        if func in _CTC_LOSS:
+            with fake_mode:
+                return _ctc_results(args[0], args[1], args[3])
+        result = dispatch(func, types, args, kwargs)
+        return _laid_out(fake_mode, func, args, result) if func in _BATCH_NORMS else result
+
+    fake_mode.dispatch = dispatch_all_others
+
+
+def _ctc_results(log_probs: torch.Tensor, targets: torch.Tensor, lengths: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    time, batch, _ = log_probs.shape
+    longest = targets.shape[-1] if isinstance(lengths, torch.Tensor) else max(lengths, default=0)
+    return log_probs.new_empty(batch), log_probs.new_empty(batch, time, 2 * longest + 1)
+
+
+def _laid_out(fake_mode: Any, func: Any, args: Sequence[Any], result: Any) -> Any:
+    """The results of batch normalisation, as its kernel for CPUs makes them.
+
+    The rule for fake tensors keeps the strides of the input, and of a transposed one the kernel does not: a view of the
+    result that is possible in one layout is not in the other. It also takes statistics to be of the dtype of the input,
+    which under autocast is narrower than that of the parameters.
+    """
+    at = _BATCH_NORMS[func]
+    x, (first, *others) = args[at], result
+    if x.device.type != "cpu":
+        return result
+    wide = next((t.dtype for t in args[at + 1 : at + 4] if isinstance(t, torch.Tensor)), x.dtype)
+    with fake_mode:
+        if isinstance(first, torch.Tensor):
+            first = torch.empty_like(first, memory_format=suggest_memory_format(x))
+        others = [torch.empty_like(t, dtype=wide) if isinstance(t, torch.Tensor) else t for t in others]
+    return (first, *others)
