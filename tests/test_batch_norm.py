@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from samples import exhaustive
 from torch import Tensor, nn
 
 import fdp
@@ -152,7 +152,7 @@ def test_it_is_batch_norm_of_all_samples_on_two_ranks() -> None:
     ranks.run(2, check_cases, TWO)
 
 
-@pytest.mark.skipif(not os.environ.get("FDP_ALL_SAMPLES"), reason="two ranks show it")
+@exhaustive
 def test_it_is_batch_norm_of_all_samples_on_three_ranks() -> None:
     ranks.run(3, check_cases, THREE)
 

@@ -20,7 +20,6 @@ import os
 import pathlib
 import re
 import runpy
-import subprocess
 import sys
 import textwrap
 import time
@@ -33,11 +32,11 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from torchrun import RANKS, torchrun
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-RANKS = 2
 DEADLINE_S = 150
 
 
@@ -121,14 +120,7 @@ def run_on_ranks(block: Block, folder: pathlib.Path, by_torchrun: bool = False) 
 
 
 def _by_torchrun(program: pathlib.Path) -> tuple[bool, str, str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    if sys.platform == "linux":  # gloo otherwise resolves the host name, which need not resolve
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    command = [sys.executable, *torchrun, program.name]
-    done = subprocess.run(
-        command, cwd=program.parent, env=environment, capture_output=True, text=True, timeout=DEADLINE_S
-    )
+    done = torchrun(program)
     return bool(done.returncode), done.stdout, done.stderr
 
 
@@ -155,8 +147,8 @@ def _rank_of(rank: int, port: int, program: str) -> None:
     os.chdir(folder)
     for kind, stream in (("out", 1), ("err", 2)):
         os.dup2(os.open(f"{kind}{rank}", os.O_WRONLY | os.O_CREAT), stream)
-    torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in torchrun.items()}, MASTER_ADDR="127.0.0.1")
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in variables.items()}, MASTER_ADDR="127.0.0.1")
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

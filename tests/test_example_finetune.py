@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
+from torchrun import torchrun
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.skipif(
@@ -21,10 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 def test_finetune_on_two_ranks(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = ROOT / "examples" / "finetune.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    arguments = ["--epochs", "2", "--freeze-embeddings", "--save", str(tmp_path / "weights")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, timeout=240)
+    done = torchrun(script, "--epochs", "2", "--freeze-embeddings", "--save", str(tmp_path / "weights"))
     assert done.returncode == 0, done.stdout + done.stderr
     found = [float(percent) for percent in re.findall(r"accuracy ([\d.]+)%", done.stdout)]
     assert len(found) == 3

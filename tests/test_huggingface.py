@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import importlib.metadata
 import importlib.util
-import os
 import pathlib
 import traceback
 import warnings
@@ -25,6 +24,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from families import FAMILIES, MORE, REFUSED, Batch, Family
+from samples import ALL_SAMPLES
 
 import fdp
 from fdp import pytree
@@ -32,7 +32,6 @@ from fdp import pytree
 INSTALLED = importlib.util.find_spec("transformers") is not None
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="no transformers: pip install fdp[huggingface]")
 
-ALL = bool(os.environ.get("FDP_ALL_SAMPLES"))
 RIGHT = "right"
 # Python 3.10 gets an older release, where more models read values of tensors: those may be refused.
 TABLE_IS_OF = (5, 23)
@@ -171,7 +170,7 @@ def forms_of(name: str) -> list[bool]:
         return [False]
     if name in MODEL_LOSS_ONLY:
         return [True]
-    return [True, False] if ALL else [list(every()).index(name) % 2 == 0]
+    return [True, False] if ALL_SAMPLES else [list(every()).index(name) % 2 == 0]
 
 
 def in_chunks(names: list[str], size: int) -> list[list[str]]:
@@ -190,14 +189,14 @@ def worst(names: list[str]) -> dict[tuple[str, bool], tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("names", in_chunks([*FAMILIES, *(MORE if ALL else ())], 5), ids=", ".join)
+@pytest.mark.parametrize("names", in_chunks([*FAMILIES, *(MORE if ALL_SAMPLES else ())], 5), ids=", ".join)
 def test_families_are_right(names: list[str]) -> None:
     allowed = {RIGHT} if RELEASE >= TABLE_IS_OF else {RIGHT, "TraceError"}
     wrong = {form: verdict for form, verdict in worst(names).items() if verdict[0] not in allowed}
     assert not wrong, "\n\n".join(f"{form}: {kind}: {message}" for form, (kind, message) in wrong.items())
 
 
-@pytest.mark.parametrize("name", list(REFUSED) if ALL else ["XLM", "Wav2Vec2 with layers dropped"])
+@pytest.mark.parametrize("name", list(REFUSED) if ALL_SAMPLES else ["XLM", "Wav2Vec2 with layers dropped"])
 def test_what_cannot_be_traced_is_refused(name: str) -> None:
     family, file = REFUSED[name]
     with warnings.catch_warnings(), pytest.raises(fdp.TraceError) as caught:
@@ -253,7 +252,7 @@ def test_training_is_what_the_model_and_its_optimizer_do(name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["autocast", "bfloat16"])
-@pytest.mark.parametrize("name", list(FAMILIES) if ALL else ["ResNet"])
+@pytest.mark.parametrize("name", list(FAMILIES) if ALL_SAMPLES else ["ResNet"])
 def test_narrow_types(name: str, mode: str) -> None:
     """Under autocast with wide parameters, and with narrow ones."""
     family = FAMILIES[name]

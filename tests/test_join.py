@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
-import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from samples import exhaustive
 from torch import Tensor
 
 import fdp
@@ -57,7 +57,7 @@ def test_every_rank_goes_on_until_the_last_has_run_out() -> None:
     ranks.run(2, go_through, list(itertools.product(LENGTHS, LENGTHS)))
 
 
-@pytest.mark.skipif(not os.environ.get("FDP_ALL_SAMPLES"), reason="two ranks show it")
+@exhaustive
 def test_three_ranks_too() -> None:
     ranks.run(3, go_through, list(itertools.product(LENGTHS, repeat=3)))
 

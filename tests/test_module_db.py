@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 import traceback
 from collections import Counter
 from typing import Any
@@ -23,6 +22,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from samples import ALL_SAMPLES
 
 CHUNKS = 12
 # Samples of some modules are a product of every option with every other (857 in one case): about so many are taken,
@@ -45,7 +45,7 @@ def samples(info: Any, seed: int) -> list[Any]:
     torch.manual_seed(seed)
     options = {"device": "cpu", "dtype": torch.float32, "requires_grad": False, "training": True}
     found = list(info.module_inputs_func(info, **options))
-    distance = 1 if os.environ.get("FDP_ALL_SAMPLES") else -(-len(found) // MOST_SAMPLES)
+    distance = 1 if ALL_SAMPLES else -(-len(found) // MOST_SAMPLES)
     return found[:: distance | 1]
 
 

@@ -14,7 +14,6 @@ well, and on a few of them the method and the in-place form.
 from __future__ import annotations
 
 import functools
-import os
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from samples import ALL_SAMPLES
 
 import fdp
 
@@ -34,7 +34,6 @@ import fdp
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 CHUNKS = 12
-ALL = bool(os.environ.get("FDP_ALL_SAMPLES"))
 SEED = torch.default_generator.manual_seed  # torch.manual_seed writes down its stack for each kind of accelerator
 FEW = 8
 """By default a sample is chosen among so many, the first ones."""
@@ -101,12 +100,12 @@ def draw(info: Any, seed: int) -> list[Sample]:
     SEED(seed)
     # Not info.sample_inputs, which looks at the whole stack for the name of the test.
     drawn: Iterator[Any] = iter(info.sample_inputs_func(info, "cpu", torch.float32, True))
-    return [apart(sample) for sample in islice(drawn, None if ALL else FEW)]
+    return [apart(sample) for sample in islice(drawn, None if ALL_SAMPLES else FEW)]
 
 
 def chosen(samples: list[Sample]) -> list[int]:
     """All of them; or the first that has something to differentiate."""
-    if ALL:
+    if ALL_SAMPLES:
         return list(range(len(samples)))
     return [i for i, sample in enumerate(samples) if any(p.numel() > 1 for p in sample.params)][:1] or [0]
 
@@ -182,9 +181,9 @@ def verdict(function: Callable[..., Any], calls: list[Sample], tolerance: float 
 def forms(info: Any, index: int) -> dict[str, Callable[..., Any]]:
     """The operator as a function; with FDP_ALL_SAMPLES also as a method, and in place of a copy, on a few samples."""
     found: dict[str, Callable[..., Any]] = {"function": info.op}
-    if ALL and index < FEW and info.method_variant is not None:
+    if ALL_SAMPLES and index < FEW and info.method_variant is not None:
         found["method"] = info.method_variant
-    if ALL and index < FEW and info.inplace_variant is not None:
+    if ALL_SAMPLES and index < FEW and info.inplace_variant is not None:
         found["in-place"] = lambda x, *args, **kwargs: info.inplace_variant(x.clone(), *args, **kwargs)
     return found
 
@@ -196,7 +195,7 @@ def verdicts_of(name: str) -> Iterator[tuple[str, str]]:
         again = index < len(second) and first[index].geometry == second[index].geometry
         calls = [first[index], second[index]] if again else [first[index]]
         for form, function in forms(info, index).items():
-            for check_trace in (False, True) if ALL and form == "function" else (False,):
+            for check_trace in (False, True) if ALL_SAMPLES and form == "function" else (False,):
                 kind, why = verdict(function, calls, TOLERANCE.get(name, 1e-4), check_trace=check_trace)
                 yield kind, why if kind == RIGHT else f"sample {index}, {form}, check_trace={check_trace}: {why}"
 
@@ -211,7 +210,11 @@ def worst_of(name: str) -> tuple[str, str]:
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_no_operator_is_wrong(chunk: int) -> None:
     found = {name: worst_of(name) for name in list(operators())[chunk::CHUNKS]}
-    wrong = [f"{name}: {why}" for name, (kind, why) in found.items() if kind == WRONG or (kind == SKIPPED and not ALL)]
+    wrong = [
+        f"{name}: {why}"
+        for name, (kind, why) in found.items()
+        if kind == WRONG or (kind == SKIPPED and not ALL_SAMPLES)
+    ]
     assert not wrong, "\n\n".join(wrong)
 
 
@@ -221,7 +224,7 @@ def test_nearly_all_operators_are_right_and_could_have_been_wrong() -> None:
     refused = {name: why for name, (kind, why) in found.items() if kind == REFUSED}
     print(Counter(kind for kind, _ in found.values()), *(f"{k}: {v}" for k, v in refused.items()), sep="\n")
     # Shapes that depend on values, values that torch itself reads, and sparse tensors.
-    assert len(refused) <= (25 if ALL else 15), sorted(refused)
+    assert len(refused) <= (25 if ALL_SAMPLES else 15), sorted(refused)
     dull = [name for name, (kind, why) in found.items() if kind == RIGHT and why != INFORMATIVE]
     assert len(dull) < 60, dull
 
@@ -269,7 +272,7 @@ def spread(distance: int) -> list[str]:
 
 
 def test_operators_on_two_ranks() -> None:
-    names = spread(5 if ALL else 45)
+    names = spread(5 if ALL_SAMPLES else 45)
     assert len(names) > 8
     assert ranks.run(2, over_ranks, names, deadline_s=240) == [[], []]
 
@@ -283,7 +286,7 @@ def draws(name: str) -> bool:
 
 def test_operators_in_compiled_steps() -> None:
     """Several in one step, since each compilation takes seconds; by themselves where that is refused."""
-    names = [name for name in spread(4 if ALL else 110) if not draws(name)]
+    names = [name for name in spread(4 if ALL_SAMPLES else 110) if not draws(name)]
     size, wrong, refused = 12, [], []
     for start in range(0, len(names), size):
         for group in (names[start : start + size], *([name] for name in names[start : start + size])):

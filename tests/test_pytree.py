@@ -7,7 +7,6 @@ import dataclasses
 import enum
 import functools
 import importlib.util
-import os
 import pathlib
 import threading
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import optree
 import pytest
 import ranks
 import torch
+from samples import ALL_SAMPLES
 from torch import nn
 
 import fdp
@@ -384,7 +384,7 @@ def train_with_each(names: list[str], folder: str) -> dict[str, int]:
 
 
 def test_training_in_containers_of_all_kinds(tmp_path: pathlib.Path) -> None:
-    names = list(WRAPPERS) if os.environ.get("FDP_ALL_SAMPLES") else ["nested", "static", "encoding", "keyed"]
+    names = list(WRAPPERS) if ALL_SAMPLES else ["nested", "static", "encoding", "keyed"]
     for traces in ranks.run(2, train_with_each, names, str(tmp_path)):
         assert traces == dict.fromkeys(names, 1)
 
