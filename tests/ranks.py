@@ -146,11 +146,11 @@ def _answer(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def context() -> Any:
-    """Forkserver where there is one: ranks then start from a process that has torch imported already."""
+    """Forkserver where there is one: ranks then start from a process that has imported what most of them need."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "torch.fx.experimental.proxy_tensor", "optree"])
+    context.set_forkserver_preload(["fdp", "torch.distributed", "torch._inductor.compile_fx", "hypothesis", "pytest"])
     return context
 
 

@@ -1,7 +1,8 @@
 """Each example runs on two ranks, learns, and ends with the same bits on both; what it says of itself is true.
 
-One is launched by torchrun, as a reader would. The others run on the session's ranks, which have torch imported
-already: there `main` is called, as the file itself does once it has joined the ranks. All take a few steps only.
+They run on the session's ranks, which have torch imported already: there `main` is called, as the file itself does
+once it has joined the ranks. All take a few steps only. (The one with a file of its own is launched by torchrun, as a
+reader would.)
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import ranks
 import torch
 import torch.distributed as dist
 from samples import exhaustive
-from torchrun import torchrun
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / "examples"
 
@@ -73,10 +73,8 @@ def test_digits() -> None:
     assert accuracy > 80
 
 
-def test_comparison_with_ddp_by_torchrun() -> None:
-    done = torchrun(EXAMPLES / "compare_with_ddp.py", "--steps", "60")
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
-    text = done.stdout
+def test_comparison_with_ddp() -> None:
+    text = on_two_ranks("compare_with_ddp", "--steps", "60")
     assert "losses of all steps equal, bit for bit" in text
     assert "parameters equal, bit for bit" in text
     first, last = numbers("loss @ at first, @ at last", text)
