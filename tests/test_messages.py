@@ -50,6 +50,7 @@ REPLICATE = (
     "Remedy: average them with fdp.pmean (or fdp.psum, fdp.pmax, fdp.broadcast); declare those that are meant to "
     "differ with fdp.per_rank."
 )
+REPLICATE_OR_DRAW = REPLICATE.replace("declare", "draw what is to be equal on all ranks with fdp.random; declare")
 
 
 def test_outputs_that_vary() -> None:
@@ -67,7 +68,7 @@ step 'train' returns values that may differ from rank to rank.
   output[0]['w']: [2] torch.float32, last varied in aten.add.Tensor at LINE in train
   output[1]: [4, 2] torch.float32, is the batch argument batch['x'] itself
   output[4][0]: [] torch.int64, last varied in fdp.axis_index.default at LINE in train
-{REPLICATE}"""
+{REPLICATE_OR_DRAW}"""
     check(fdp.ReplicationError, run(train), text)
     # Also when it is only planned, and for ranks that are not there.
     arguments = {"w": torch.ones(2)}, {"x": torch.ones(4, 2)}
@@ -83,6 +84,48 @@ def test_a_missing_average_of_the_loss() -> None:
 step 'train' returns values that may differ from rank to rank.
   output[1]['loss']: [] torch.float32, last varied in aten.mean.default at LINE in <lambda>
 {REPLICATE}"""
+    check(fdp.ReplicationError, run(train), text)
+
+
+def test_noise_in_an_update() -> None:
+    """Who drew it, also behind an optimizer that takes all gradients at once."""
+    optimizer = fdp.optim.from_torch(torch.optim.AdamW, lr=0.1)
+
+    def private(state: Tree, batch: Tree) -> Tree:
+        grads = fdp.grad(lambda p: (batch["x"] @ p["w"]).mean())(state["params"])
+        noisy = {"w": grads["w"] + torch.empty_like(grads["w"]).normal_()}
+        return optimizer.update(noisy, state["opt"], state["params"])[0]
+
+    params = {"w": torch.ones(2)}
+    text = f"""
+step 'private' returns values that may differ from rank to rank.
+  output['w']: [2] torch.float32, last varied in OPERATOR at LINE in private, only by the random numbers of \
+aten.normal_.default at LINE in private
+{REPLICATE_OR_DRAW}"""
+    state = {"params": params, "opt": optimizer.init(params)}
+    kind, found = raised(run(private, state))
+    assert kind is fdp.ReplicationError
+    assert re.sub(r"varied in aten\.\S+", "varied in OPERATOR", found) == text.strip("\n")
+
+
+def test_batches_and_random_numbers_together() -> None:
+    """Random numbers are not said to be all, whichever came first, and whichever wrote into the other's memory."""
+
+    def train(state: Tree, batch: Tree) -> Tree:
+        filled = torch.rand(2)
+        filled[:1] = batch["x"][0, :1]
+        over = batch["x"][0].clone()
+        over[:1] = torch.rand(1)
+        again = batch["x"][0].clone().uniform_()
+        return [torch.dropout(batch["x"], 0.5, True).sum(), filled, over, again]
+
+    text = f"""
+step 'train' returns values that may differ from rank to rank.
+  output[0]: [] torch.float32, last varied in aten.sum.default at LINE in train
+  output[1]: [2] torch.float32, last varied in aten.copy_.default at LINE in train
+  output[2]: [2] torch.float32, last varied in aten.copy_.default at LINE in train
+  output[3]: [2] torch.float32, last varied in aten.uniform_.default at LINE in train
+{REPLICATE_OR_DRAW}"""
     check(fdp.ReplicationError, run(train), text)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from fdp.trace.loops import loops_of, outline_loops
 from fdp.trace.narrowing import is_rounded, round_early
 from fdp.trace.record import Input, Operation, Output, Reduction, Trace
 from fdp.trace.replicated import closed_over, replicated_calls
-from fdp.trace.variance import varying_nodes
+from fdp.trace.variance import Cause, varying_nodes
 from fdp.wire import Wire
 
 
@@ -113,11 +113,11 @@ def trace_step(
         graph, [node for node, item in zip(placeholders, inputs, strict=True) if item.role == "batch"]
     )
     leaves, out_spec = returned
-    outputs, origins = _outputs(graph, leaves, out_spec, varying)
+    outputs, causes = _outputs(graph, leaves, out_spec, varying)
     outputs = _assign_slots(outputs, out_spec, inputs, flat, roles)
     if check_replication:
         labels = {node.name: item.name for node, item in zip(placeholders, inputs, strict=True)}
-        check_outputs(name, outputs, origins, labels)
+        check_outputs(name, outputs, causes, labels)
     return Trace(
         name=name,
         source=_definition(step),
@@ -313,18 +313,18 @@ def _behind_cast(operations: Sequence[Operation], position: int) -> int:
 
 
 def _outputs(
-    graph: fx.Graph, leaves: Sequence[Any], spec: pytree.Spec, varying: Any
-) -> tuple[list[Output], dict[str, fx.Node]]:
+    graph: fx.Graph, leaves: Sequence[Any], spec: pytree.Spec, varying: Mapping[fx.Node, Cause]
+) -> tuple[list[Output], dict[str, Cause]]:
     names = pytree.names_in(spec, "output")
     made = iter(graph.output_node().args[0])  # type: ignore[arg-type]
-    outputs, origins = [], {}
+    outputs, causes = [], {}
     for name, leaf in zip(names, leaves, strict=True):
         if not isinstance(leaf, torch.Tensor):
             outputs.append(Output(name, None, None, None, False, False, leaf))
             continue
         node: Any = next(made)
         if node in varying:
-            origins[name] = varying[node]
+            causes[name] = varying[node]
         outputs.append(
             Output(
                 name=name,
@@ -335,7 +335,7 @@ def _outputs(
                 per_rank=_is_declared(node),
             )
         )
-    return outputs, origins
+    return outputs, causes
 
 
 def _is_declared(node: fx.Node) -> bool:

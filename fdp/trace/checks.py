@@ -18,6 +18,7 @@ from fdp.trace.effects import effects_of, inner_nodes, is_marker, replaces_eleme
 from fdp.trace.record import Input, Output
 from fdp.trace.rewinding import STATE, drawn_anew
 from fdp.trace.source import located
+from fdp.trace.variance import Cause
 
 
 def check_closure(name: str, graph_module: fx.GraphModule, names: Mapping[int, str]) -> None:
@@ -297,30 +298,32 @@ def check_devices(name: str, graph: fx.Graph) -> None:
         )
 
 
-def check_outputs(
-    name: str, outputs: Sequence[Output], origins: Mapping[str, fx.Node], labels: Mapping[str, str]
-) -> None:
+def check_outputs(name: str, outputs: Sequence[Output], causes: Mapping[str, Cause], labels: Mapping[str, str]) -> None:
     """Refuse a step that returns, undeclared, a value which may differ from rank to rank.
 
     Args:
         name: the user's function.
         outputs: every leaf that the step returns.
-        origins: for the name of each varying output, the node where it last came to vary.
+        causes: for the name of each varying output, why it varies.
         labels: key paths of the inputs, by the name of their node.
 
     Raises:
         ReplicationError: names each of them with shape, dtype, operation and line.
     """
-    offenders = []
+    offenders, drawn = [], False
     for output in outputs:
         if not output.varying or output.per_rank:
             continue
-        origin = origins[output.name]
+        cause = causes[output.name]
+        origin = cause.last
         if origin.op == "placeholder":
             why = f"is the batch argument {labels[origin.name]} itself"
         else:
             source = origin.meta.get("source")
             why = f"last varied in {origin.target}" + (f" at {source}" if source else "")
+            if cause.draw is not None:
+                drawn = True
+                why += "" if cause.draw is origin else f", only by the random numbers of {located(cause.draw)}"
         assert output.shape is not None
         offenders.append(f"{output.name}: {list(output.shape)} {output.dtype}, {why}")
     if offenders:
@@ -328,8 +331,9 @@ def check_outputs(
             build_message(
                 f"step {name!r} returns values that may differ from rank to rank.",
                 offenders,
-                remedy="average them with fdp.pmean (or fdp.psum, fdp.pmax, fdp.broadcast); declare those that are "
-                "meant to differ with fdp.per_rank.",
+                remedy="average them with fdp.pmean (or fdp.psum, fdp.pmax, fdp.broadcast); "
+                + ("draw what is to be equal on all ranks with fdp.random; " if drawn else "")
+                + "declare those that are meant to differ with fdp.per_rank.",
             )
         )
 

@@ -8,13 +8,27 @@ memory, at a moment of the program.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from torch import fx
 
 from fdp.trace.effects import effects_of, is_marker, storages_of
 
 
-def varying_nodes(graph: fx.Graph, varying_inputs: Iterable[fx.Node]) -> Mapping[fx.Node, fx.Node]:
+@dataclass(frozen=True)
+class Cause:
+    """Why a value may differ from rank to rank.
+
+    Attributes:
+        last: the node by which it last came to vary: an operation, or the placeholder itself.
+        draw: the operator that drew random numbers, if they are all that makes it differ.
+    """
+
+    last: fx.Node
+    draw: fx.Node | None = None
+
+
+def varying_nodes(graph: fx.Graph, varying_inputs: Iterable[fx.Node]) -> Mapping[fx.Node, Cause]:
     """Find the values that may differ from rank to rank at the end of the step.
 
     Args:
@@ -22,13 +36,12 @@ def varying_nodes(graph: fx.Graph, varying_inputs: Iterable[fx.Node]) -> Mapping
         varying_inputs: the placeholders that differ from rank to rank.
 
     Returns:
-        For each node whose memory varies at the end: the node by which it last came to vary (an operation, or
-        the placeholder itself).
+        For each node whose memory varies at the end: why.
     """
-    origin: dict[int, fx.Node] = {}
+    causes: dict[int, Cause] = {}
     for node in varying_inputs:
         for storage in storages_of(node):
-            origin[storage] = node
+            causes[storage] = Cause(node)
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     for node in nodes:
         if node.op != "call_function":
@@ -40,23 +53,26 @@ def varying_nodes(graph: fx.Graph, varying_inputs: Iterable[fx.Node]) -> Mapping
         if is_marker(node):
             if is_marker(node, "vary", "axis_index"):
                 for storage in made:
-                    origin[storage] = node
+                    causes[storage] = Cause(node)
             continue
-        varies = effects.random or any(
-            storage in origin for read in effects.reads if not _only_shape(node) for storage in storages_of(read)
-        )
+        read = (storage for argument in effects.reads if not _only_shape(node) for storage in storages_of(argument))
+        draws = [causes[storage].draw for storage in read if storage in causes]
+        varies = effects.random or bool(draws)
         written = {storage for target in effects.writes for storage in storages_of(target)}
+        replaced = effects.overwrites and _covers(effects.writes)
         for storage in made | written:
             if varies:
-                origin[storage] = node
-            elif effects.overwrites and _covers(effects.writes):
-                origin.pop(storage, None)
+                before = [causes[storage].draw] if storage in causes and not replaced else []
+                reasons = [*before, *draws]
+                causes[storage] = Cause(node, None if None in reasons else next(iter(reasons), node))
+            elif replaced:
+                causes.pop(storage, None)
     return {
-        node: origin[storage]
+        node: causes[storage]
         for node in graph.nodes
         if node.op != "output"
         for storage in storages_of(node)
-        if storage in origin
+        if storage in causes
     }
 
 
