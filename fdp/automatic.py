@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from fdp.emit import Emitted, tell_all
+from fdp.emit import Emitted
 from fdp.errors import AgreementError, ArgumentError, build_message
+from fdp.exchange import tell_all
 from fdp.group import Group
 from fdp.measure import agreed_costs, measure_costs, measure_link
 from fdp.measure.operations import device_of_messages

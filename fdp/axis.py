@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from fdp.errors import FdpError, build_message
-from fdp.group import Group, refuse_left_behind, resolve_group
+from fdp.group import Group, resolve_group
+from fdp.in_step import refuse_left_behind
 from fdp.wire import Wire
 
 

@@ -21,7 +21,8 @@ from fdp import pytree
 from fdp.axis import refuse_inside
 from fdp.errors import ArgumentError, FdpError, build_message
 from fdp.generators import generator_states, set_generator_states
-from fdp.group import Group, refuse_left_behind, resolve_group
+from fdp.group import Group, resolve_group
+from fdp.in_step import refuse_left_behind
 from fdp.pytree import Tree, leaf_names
 
 

@@ -1,4 +1,4 @@
-"""The process group: its size, its ranks' names for each other, its store, and one all-reduce.
+"""The process group: its size, its ranks' names for each other, its store, and how a message starts.
 
 Everything that fdp needs from torch.distributed beyond its documented interface is in this file:
 `_world.pg_map` (the store that a group was made with), `_world.pg_backend_config`, and `_resolve_process_group`.
@@ -6,12 +6,8 @@ Everything that fdp needs from torch.distributed beyond its documented interface
 
 from __future__ import annotations
 
-import os
-import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fdp.errors import ArgumentError, PeerError, build_message
+from fdp.errors import ArgumentError, build_message
 
 _AVERAGING_BACKENDS = ("gloo", "nccl", "xccl", "hccl")
 """Backends known to take ReduceOp.AVG; on any other a mean is a sum and a division."""
@@ -231,155 +227,6 @@ def _as_bytes(buffer: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor: what is only moved needs no dtype that the backend can add."""
     # Not view(-1): of a single element it keeps whatever stride that has, and then there is no view as bytes.
     return buffer.as_strided((buffer.numel(),), (1,)).view(torch.uint8)
-
-
-def timeout_s() -> float:
-    """Seconds that ranks wait for each other where they compare something: FDP_AGREE_TIMEOUT_S, or 300."""
-    return float(os.environ.get("FDP_AGREE_TIMEOUT_S", 300.0))
-
-
-def next_turn(group: Group) -> str:
-    """A key for the next exchange: ranks that have exchanged equally often get the same one."""
-    if group.process_group is None:
-        return "one"
-    # Counted in the store, so that a group made anew with a new store begins anew.
-    turn = group.store().add(f"fdp/turn/{group.name}/{group.rank}", 1)
-    return f"fdp/exchange/{group.name}/{turn}"
-
-
-def exchange(group: Group, key: str, payload: bytes, timeout_s: float | None) -> list[bytes | None]:
-    """Give every rank every other rank's bytes through the store, without a collective.
-
-    Args:
-        group: the ranks.
-        key: the same on all ranks and never used before.
-        payload: this rank's bytes.
-        timeout_s: seconds to wait for the others, together; None to leave the payload and not wait.
-
-    Returns:
-        One entry a rank; None for a rank that did not come in time.
-    """
-    if group.process_group is None or timeout_s is None:
-        if group.process_group is not None:
-            group.store().set(f"{key}/{group.rank}", payload)
-        return [payload]
-    store = group.store()
-    store.set(f"{key}/{group.rank}", payload)
-    names = [f"{key}/{rank}" for rank in range(group.size)]
-    if not wait_for_keys(store, names, timeout_s):
-        return [store.get(name) if store.check([name]) else None for name in names]
-    return [store.get(name) for name in names]
-
-
-def wait_for_keys(store: Any, names: Sequence[str], timeout_s: float) -> bool:
-    """Wait until all of some keys are in a store; whether they came in time.
-
-    By asking again and again: `store.wait` would keep other threads from the store of the process meanwhile, and they
-    may be what other ranks are waiting for.
-    """
-    end, pause_s = time.monotonic() + timeout_s, 0.001
-    while not store.check(list(names)):
-        if time.monotonic() >= end:
-            return False
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.05)
-    return True
-
-
-def all_say(group: Group, yes: bool, timeout_s: float = 300.0) -> bool:
-    """Ask all ranks of a group for a yes or no, through the store; whether all said yes, in time."""
-    if group.process_group is None or group.size == 1:
-        return yes
-    return exchange(group, next_turn(group), b"yes" if yes else b"no", timeout_s) == [b"yes"] * group.size
-
-
-_left_behind: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
-
-
-def leave_behind(group: Group, why: str) -> None:
-    """Note that this rank left a step in the middle: the others are in it still, so no message can be paired."""
-    if group.process_group is not None:
-        _left_behind.setdefault(group.process_group, why)
-
-
-_doubts: weakref.WeakKeyDictionary[dist.ProcessGroup, Callable[[], str | None]] = weakref.WeakKeyDictionary()
-
-
-def doubt(group: Group, find_out: Callable[[], str | None]) -> None:
-    """Note that this rank may have left the others; before it talks to them again, `find_out` says why it has, or None.
-
-    What finds out may wait for the others. To wait at once is not possible in a generator that is closed, nor good
-    for a process that is on its way out.
-    """
-    if group.process_group is not None:
-        _doubts[group.process_group] = find_out
-
-
-def why_left_behind(group: Group) -> str | None:
-    """Why this rank is no longer in step with the others of a group; None if it is."""
-    if group.process_group is None:
-        return None
-    find_out = _doubts.pop(group.process_group, None)
-    if find_out is not None and (why := find_out()) is not None:
-        leave_behind(group, why)
-    return _left_behind.get(group.process_group)
-
-
-def refuse_left_behind(group: Group, what: str) -> None:
-    """Refuse to send a message that would meet another one.
-
-    Args:
-        group: the ranks.
-        what: who is about to talk to them.
-
-    Raises:
-        PeerError: this rank is no longer in step with the others.
-    """
-    if (why := why_left_behind(group)) is not None:
-        raise PeerError(
-            build_message(
-                f"{what} was called on a process group whose ranks are no longer in step.",
-                [why],
-                remedy="let the error end this process; the other ranks wait in what was left. Start the job again "
-                "from its last checkpoint.",
-            )
-        )
-
-
-_busy: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[threading.Lock, list[str]]] = weakref.WeakKeyDictionary()
-
-
-@contextmanager
-def alone_on(group: Group, name: str) -> Iterator[None]:
-    """Run step `name` as the only one on its group: messages carry no name, ranks pair them by their order.
-
-    Raises:
-        PeerError: another step, or another call of this one, is running on the group. The other ranks may have run the
-            two one after the other, so this rank counts as left behind.
-    """
-    process_group = group.process_group
-    if process_group is None or group.size == 1:
-        yield
-        return
-    lock, running = _busy.get(process_group) or _busy.setdefault(process_group, (threading.Lock(), []))
-    if not lock.acquire(blocking=False):
-        other = next(iter(running), name)
-        leave_behind(group, f"step {name!r} was called while step {other!r} was running")
-        raise PeerError(
-            build_message(
-                f"step {name!r} was called on rank {group.rank} while step {other!r} was running on the same process "
-                "group.",
-                ["from another thread, or from inside of that run", "ranks pair their messages by their order alone"],
-                remedy="let one thread call all steps of a group, one after the other; or make a group for each "
-                "thread with torch.distributed.new_group. Start the job again from its last checkpoint.",
-            )
-        )
-    running.append(name)
-    try:
-        yield
-    finally:
-        running.clear()
-        lock.release()
 
 
 def _nothing() -> None:

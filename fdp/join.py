@@ -18,18 +18,9 @@ import torch.distributed as dist
 from fdp import pytree
 from fdp.axis import refuse_inside
 from fdp.errors import ArgumentError, PeerError, build_message, first_line
-from fdp.group import (
-    Group,
-    doubt,
-    exchange,
-    leave_behind,
-    next_turn,
-    resolve_group,
-    start_all_gather,
-    timeout_s,
-    wait_for_keys,
-    why_left_behind,
-)
+from fdp.exchange import exchange, next_turn, timeout_s, wait_for_keys
+from fdp.group import Group, resolve_group, start_all_gather
+from fdp.in_step import doubt, leave_behind, why_left_behind
 from fdp.pytree import Tree
 from fdp.state import replicate
 

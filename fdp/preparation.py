@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from fdp.automatic import Automatic
-from fdp.emit import Emitted, announce_failure, check_compiled, check_emitted, compile_together
+from fdp.emit import Emitted, check_compiled, check_emitted, compile_together
 from fdp.emit.compiled import Options
+from fdp.exchange import announce_failure
 from fdp.group import Group
 from fdp.plan import Network, Plan, plan_trace
 from fdp.surroundings import warn_if_alone_by_mistake

@@ -10,7 +10,8 @@ from fdp import pytree
 from fdp.axis import refuse_inside
 from fdp.errors import AgreementError, ReplicationError, build_message
 from fdp.fingerprint import fingerprint
-from fdp.group import Group, refuse_left_behind, resolve_group, start_all_gather, start_broadcast
+from fdp.group import Group, resolve_group, start_all_gather, start_broadcast
+from fdp.in_step import refuse_left_behind
 from fdp.pytree import Tree, leaf_names
 
 

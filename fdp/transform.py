@@ -27,7 +27,8 @@ from fdp.emit import (
     unwrap_compiled,
 )
 from fdp.errors import ArgumentError, FdpError, build_message
-from fdp.group import Group, alone_on, resolve_group
+from fdp.group import Group, resolve_group
+from fdp.in_step import alone_on
 from fdp.measure import profile_step
 from fdp.plan import Network, Plan, Timeline
 from fdp.plan.buckets import resolve_caps

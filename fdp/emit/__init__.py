@@ -5,7 +5,6 @@ signature -> emitted;
 check; compiled, in place of places and program, for a step that is compiled
 """
 
-from fdp.emit.agreement import announce_failure, come_together, tell_all
 from fdp.emit.check import check_emitted
 from fdp.emit.compiled import resolve_options, unwrap_compiled
 from fdp.emit.compiled.check import check_compiled
@@ -15,13 +14,10 @@ from fdp.emit.emitted import BREAK_REASON, Emitted, emit_plan
 __all__ = [
     "BREAK_REASON",
     "Emitted",
-    "announce_failure",
     "check_compiled",
     "check_emitted",
-    "come_together",
     "compile_together",
     "emit_plan",
     "resolve_options",
-    "tell_all",
     "unwrap_compiled",
 ]

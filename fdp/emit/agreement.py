@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from fdp.errors import AgreementError, PeerError, ReplicationError, build_message
+from fdp.errors import AgreementError, ReplicationError, build_message
+from fdp.exchange import tell_all
 from fdp.fingerprint import fingerprint
-from fdp.group import Group, exchange, next_turn, timeout_s
+from fdp.group import Group
 from fdp.plan import Plan
 
 _ARITHMETIC = "computes "
@@ -95,83 +93,6 @@ def agree(plan: Plan, group: Group, tensors: Sequence[torch.Tensor], compare_sta
                 "differ belongs into batch_argnums.",
             )
         )
-
-
-def announce_failure(group: Group, error: Exception) -> None:
-    """Tell ranks that may be waiting that this one has no plan to compare; never raises and never waits."""
-    text = f"{type(error).__name__}: {error}"
-    try:
-        turn = next_turn(group)
-        exchange(group, turn, json.dumps({"failed": text}).encode(), timeout_s=None)
-    except Exception:  # the error that is being announced is the one to report
-        return
-
-
-def come_together(group: Group, subject: str, news: str) -> None:
-    """Wait until all ranks are about to do the same thing, before messages are sent that only belong to it.
-
-    Args:
-        group: the ranks.
-        subject: what it is about, the same on every rank, such as "step 'train'".
-        news: what is to happen to it, likewise, such as "is to be profiled".
-
-    Raises:
-        AgreementError: another rank does something else, or did not come in time.
-        PeerError: the store cannot be reached.
-    """
-    own = f"{subject} {news}"
-    found = tell_all(group, {"schedule": own, "marks": {}}, subject, news)
-    others = [other.get("failed") or other["schedule"].splitlines()[0] for other in found]
-    offenders = [f"rank {rank}: {other}" for rank, other in enumerate(others) if other != own]
-    if offenders:
-        raise AgreementError(
-            build_message(
-                f"{own} on rank {group.rank}, and other ranks are about to do something else.",
-                offenders,
-                remedy="call the same functions in the same order on every rank.",
-            )
-        )
-
-
-def tell_all(group: Group, own: dict[str, Any], subject: str, news: str) -> list[dict[str, Any]]:
-    """Tell every rank something, and hear what every rank has to tell, in rank order; through the store.
-
-    A rank that could not get so far has only "failed" to tell, and why.
-
-    Args:
-        group: the ranks.
-        own: what this rank tells; made of what JSON knows.
-        subject: what it is about, such as "step 'train'".
-        news: what is the matter with it.
-
-    Raises:
-        AgreementError: another rank did not come in time.
-        PeerError: the store cannot be reached.
-    """
-    limit = timeout_s()
-    try:
-        found = exchange(group, next_turn(group), json.dumps(own).encode(), limit)
-    except (RuntimeError, dist.DistError) as error:
-        raise PeerError(
-            build_message(
-                f"{subject} on rank {group.rank} could not reach the rendezvous store to compare schedules.",
-                [f"{type(error).__name__}: {error}".splitlines()[0]],
-                remedy="look for the first error among the logs of all ranks: the process that holds the store "
-                "(without torchrun that is rank 0) has ended.",
-            )
-        ) from error
-    missing = [rank for rank, payload in enumerate(found) if payload is None]
-    if missing:
-        raise AgreementError(
-            build_message(
-                f"{subject} {news} on rank {group.rank}, and other ranks did not come to compare theirs within "
-                f"{limit:g} s.",
-                [f"rank {rank} did not come" for rank in missing],
-                remedy="call the step the same number of times on every rank, with arguments of the same structure; "
-                "if tracing takes that long, raise FDP_AGREE_TIMEOUT_S.",
-            )
-        )
-    return [json.loads(payload) for payload in found if payload is not None]
 
 
 def _marks(plan: Plan, tensors: Sequence[torch.Tensor]) -> dict[str, int]:

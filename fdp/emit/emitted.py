@@ -22,7 +22,8 @@ from fdp.emit.lines import Part
 from fdp.emit.program import write_program
 from fdp.emit.signature import check_signature
 from fdp.errors import ArgumentError, FdpError, PeerError, build_message
-from fdp.group import Group, alone_on, leave_behind, refuse_left_behind, resolve_group
+from fdp.group import Group, resolve_group
+from fdp.in_step import alone_on, leave_behind, refuse_left_behind
 from fdp.plan import Bucket, Plan
 from fdp.stages import enters
 from fdp.table import format_bytes

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from fdp.errors import ArgumentError, PeerError, build_message
-from fdp.group import Group, leave_behind, start_all_reduce, why_left_behind
+from fdp.group import Group, start_all_reduce
+from fdp.in_step import leave_behind, why_left_behind
 from fdp.plan.costs import Costs
 
 _A_SECOND = 10**12

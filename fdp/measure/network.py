@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fdp.emit import come_together
 from fdp.errors import ArgumentError, build_message
+from fdp.exchange import come_together
 from fdp.group import Arrived, Group, start_all_reduce
 from fdp.measure.agreed import agreed_seconds, refuse_left, talking
 from fdp.measure.clock import Clock, clock_for

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from fdp.emit import Emitted, come_together
+from fdp.emit import Emitted
 from fdp.emit.check import undisturbed
 from fdp.errors import ArgumentError, CompileError, build_message
+from fdp.exchange import come_together
 from fdp.measure.agreed import agreed_seconds, refuse_left
 from fdp.measure.clock import clock_for
 from fdp.measure.lanes import Told, blocks, messages, operations

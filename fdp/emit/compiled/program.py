@@ -23,7 +23,8 @@ from fdp.emit.places import Place, gathered_at_bytes, is_scaled, memory_bytes, s
 from fdp.emit.program import Program
 from fdp.emit.views import redundant_views
 from fdp.errors import CompileError, build_message
-from fdp.group import Group, all_say
+from fdp.exchange import all_say
+from fdp.group import Group
 from fdp.plan import Bucket, Plan, plan_trace
 from fdp.trace.effects import effects_of, is_marker
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from rich.console import Console
 
 from fdp.errors import AgreementError, PeerError, build_message
-from fdp.group import Group, next_turn, timeout_s, wait_for_keys
+from fdp.exchange import next_turn, timeout_s, wait_for_keys
+from fdp.group import Group
 
 _BEAT_S = 1.0
 _PATIENCE_S = 60.0
