@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from fdp import pytree
 from fdp.axis import refuse_inside
 from fdp.errors import ArgumentError, FdpError, build_message
+from fdp.exchange import announce_failure, come_together
 from fdp.generators import generator_states, set_generator_states
 from fdp.group import Group, resolve_group
 from fdp.in_step import refuse_left_behind
@@ -37,6 +37,10 @@ def save(path: str | os.PathLike[str], state: Tree, group: Any = None, *, random
         random: whether to save the state of each rank's generators as well: torch's on the CPU and on the current
             accelerator, Python's, and NumPy's if it is imported. With them a run continues bit for bit.
 
+    Raises:
+        AgreementError: another rank failed before it could write, or did not come.
+        FdpError: the disk is full, or the like; on every rank.
+
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -50,15 +54,15 @@ def save(path: str | os.PathLike[str], state: Tree, group: Any = None, *, random
     refuse_inside("save")
     ranks = resolve_group(group)
     refuse_left_behind(ranks, "fdp.save")
-    leaves = dict(zip(leaf_names(state, "state"), pytree.leaves_of(state), strict=True))
-    named = {name: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for name, leaf in leaves.items()}
-    if random:
-        named.update({_generator_name(ranks, kind): value for kind, value in generator_states().items()})
-    if ranks.rank == 0:
-        # Without it nothing can be loaded: a save that is cut short must not leave half of it beside half of an older.
-        (Path(path) / ".metadata").unlink(missing_ok=True)
-    if ranks.process_group is not None:
-        dist.barrier(ranks.process_group)
+    with _ready_on_all_ranks(ranks, "fdp.save"):
+        leaves = dict(zip(leaf_names(state, "state"), pytree.leaves_of(state), strict=True))
+        named = {name: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for name, leaf in leaves.items()}
+        if random:
+            named.update({_generator_name(ranks, kind): value for kind, value in generator_states().items()})
+        if ranks.rank == 0:
+            # Without it nothing can be loaded: a save that is cut short must not leave half of it beside half of an
+            # older one.
+            (Path(path) / ".metadata").unlink(missing_ok=True)
     with _as_errors_of_fdp("save"):
         dcp.save(
             named,
@@ -84,6 +88,8 @@ def load(path: str | os.PathLike[str], like: Tree, group: Any = None, *, random:
         ArgumentError: there is no checkpoint at the path, or it holds another structure; names each leaf that is
             missing, in excess, or of another shape or dtype. With `random=True`: it holds no states of generators, or
             those of another number of ranks.
+        AgreementError: another rank was refused like that, or did not come.
+        FdpError: the disk cannot be read; on every rank.
 
     Example:
         See `save`.
@@ -94,21 +100,22 @@ def load(path: str | os.PathLike[str], like: Tree, group: Any = None, *, random:
     names = leaf_names(like, "state")
     leaves = pytree.leaves_of(like)
     reader = dcp.FileSystemReader(Path(path))
-    if not (Path(path) / ".metadata").is_file():
-        raise ArgumentError(
-            build_message(
-                f"fdp.load found no checkpoint in {os.fspath(path)!r}.",
-                remedy="pass the directory that was passed to fdp.save; a save that was cut short leaves none.",
+    with _ready_on_all_ranks(ranks, "fdp.load"):
+        if not (Path(path) / ".metadata").is_file():
+            raise ArgumentError(
+                build_message(
+                    f"fdp.load found no checkpoint in {os.fspath(path)!r}.",
+                    remedy="pass the directory that was passed to fdp.save; a save that was cut short leaves none.",
+                )
             )
-        )
-    saved = reader.read_metadata().state_dict_metadata
-    _check_structure(os.fspath(path), saved, names, leaves)
-    generators = _generators_of(ranks, os.fspath(path), saved) if random else {}
-    named = {
-        name: torch.empty_like(leaf, requires_grad=False) if isinstance(leaf, torch.Tensor) else leaf
-        for name, leaf in zip(names, leaves, strict=True)
-    }
-    named.update(generators)
+        saved = reader.read_metadata().state_dict_metadata
+        _check_structure(os.fspath(path), saved, names, leaves)
+        generators = _generators_of(ranks, os.fspath(path), saved) if random else {}
+        named = {
+            name: torch.empty_like(leaf, requires_grad=False) if isinstance(leaf, torch.Tensor) else leaf
+            for name, leaf in zip(names, leaves, strict=True)
+        }
+        named.update(generators)
     with _as_errors_of_fdp("load"):
         dcp.load(named, storage_reader=reader, process_group=ranks.process_group, no_dist=ranks.process_group is None)
     if random:
@@ -150,6 +157,17 @@ def _generators_of(ranks: Group, path: str, saved: dict[str, Any]) -> dict[str, 
     for name in (_generator_name(ranks, kind) for kind in _kinds(ranks, saved)):
         empty[name] = torch.empty(saved[name].size, dtype=saved[name].properties.dtype)
     return empty
+
+
+@contextmanager
+def _ready_on_all_ranks(ranks: Group, caller: str) -> Iterator[None]:
+    """What a rank does before messages are sent: where one fails, no other waits for it in a message."""
+    try:
+        yield
+    except Exception as error:
+        announce_failure(ranks, error)
+        raise
+    come_together(ranks, caller, "was called")
 
 
 @contextmanager

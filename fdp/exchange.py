@@ -103,7 +103,7 @@ def come_together(group: Group, subject: str, news: str) -> None:
     if offenders:
         raise AgreementError(
             build_message(
-                f"{own} on rank {group.rank}, and other ranks are about to do something else.",
+                f"{own} on rank {group.rank}, and other ranks are about to do something else, or failed.",
                 offenders,
                 remedy="call the same functions in the same order on every rank.",
             )
@@ -131,7 +131,7 @@ def tell_all(group: Group, own: dict[str, Any], subject: str, news: str) -> list
     except (RuntimeError, dist.DistError) as error:
         raise PeerError(
             build_message(
-                f"{subject} on rank {group.rank} could not reach the rendezvous store to compare schedules.",
+                f"{subject} on rank {group.rank} could not reach the rendezvous store.",
                 [f"{type(error).__name__}: {error}".splitlines()[0]],
                 remedy="look for the first error among the logs of all ranks: the process that holds the store "
                 "(without torchrun that is rank 0) has ended.",
@@ -144,8 +144,8 @@ def tell_all(group: Group, own: dict[str, Any], subject: str, news: str) -> list
                 f"{subject} {news} on rank {group.rank}, and other ranks did not come to compare theirs within "
                 f"{limit:g} s.",
                 [f"rank {rank} did not come" for rank in missing],
-                remedy="call the step the same number of times on every rank, with arguments of the same structure; "
-                "if tracing takes that long, raise FDP_AGREE_TIMEOUT_S.",
+                remedy="call the same functions the same number of times on every rank, steps with arguments of the "
+                "same structure; if tracing takes that long, raise FDP_AGREE_TIMEOUT_S.",
             )
         )
     return [json.loads(payload) for payload in found if payload is not None]

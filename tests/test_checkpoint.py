@@ -71,6 +71,39 @@ def test_another_structure_is_refused_and_every_difference_named(tmp_path: Path)
     assert str(caught.value).splitlines()[-1].startswith("Remedy: ")
 
 
+def load_from_own_folder(folder: str) -> str:
+    with pytest.raises((fdp.ArgumentError, fdp.AgreementError)) as caught:
+        fdp.load(f"{folder}/{dist.get_rank()}", {"w": torch.ones(2)})
+    fdp.assert_replicated({"w": torch.ones(2)})  # the ranks are still in step
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def test_a_rank_that_has_no_checkpoint_keeps_no_other_waiting(tmp_path: Path) -> None:
+    fdp.save(tmp_path / "0", {"w": torch.ones(2)})
+    first, second = ranks.run(2, load_from_own_folder, str(tmp_path))
+    assert second.startswith("ArgumentError: fdp.load found no checkpoint in")
+    assert first.splitlines() == [
+        "AgreementError: fdp.load was called on rank 0, and other ranks are about to do something else, or failed.",
+        *("  rank 1: " + second.replace("\n", "\n    ")).splitlines(),
+        "Remedy: call the same functions in the same order on every rank.",
+    ]
+
+
+def save_where_rank_0_may_not(path: str) -> str:
+    if dist.get_rank() == 0:
+        (Path(path) / ".metadata").mkdir(parents=True)  # what is to be deleted is no file
+    with pytest.raises((OSError, fdp.AgreementError)) as caught:
+        fdp.save(path, {"w": torch.ones(2)})
+    fdp.assert_replicated({"w": torch.ones(2)})
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def test_a_rank_that_cannot_save_keeps_no_other_waiting(tmp_path: Path) -> None:
+    first, second = ranks.run(2, save_where_rank_0_may_not, str(tmp_path / "a"))
+    assert "Error: [Errno" in first and first.startswith(("IsADirectoryError", "PermissionError"))
+    assert second.startswith("AgreementError: fdp.save was called on rank 1,") and first in second
+
+
 def test_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(fdp.ArgumentError, match="found no checkpoint in"):
         fdp.load(tmp_path, {"w": torch.ones(2)})
