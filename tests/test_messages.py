@@ -953,6 +953,15 @@ Remedy: clone the closed-over tensor; or do not donate."""
     check(fdp.PurityError, run(train, {"w": w}, donate_argnums=0), text)
     assert run(train, {"w": w})()["w"].tolist() == [5.0, 5.0]
 
+    # It may also be donated later, to a step that was traced with other state.
+    step = fdp.data_parallel(train, donate_argnums=0)
+    batch = {"x": torch.ones(4, 2)}
+    for shift in (1.0, 2.0):
+        assert step({"w": w + shift}, batch)["w"].tolist() == [5.0 + shift / 2] * 2
+    check(fdp.PurityError, lambda: step({"w": w}, batch), text)
+    assert w.tolist() == [1.0, 1.0]
+    assert step({"w": w + 1.0}, batch)["w"].tolist() == [5.5, 5.5]
+
 
 @pytest.mark.parametrize("name", ["replicate", "assert_replicated"])
 def test_what_belongs_outside_of_a_step(name: str) -> None:

@@ -841,6 +841,25 @@ def test_what_is_returned_beside_a_donated_state_does_not_change_later() -> None
             assert [seen[n][0].item() for n in ("new", "view", "old", "mean")] == [i + 1, i + 1, i, 1.0], k
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_is_returned_beside_a_state_that_will_be_donated_does_not_change_later(compiled: bool) -> None:
+    """The first state lies in one tensor, or lacks an entry: what is returned is new memory, and is donated next."""
+
+    def step(state: Tree, batch: Tree) -> Tree:
+        new = {"w": state["w"] + fdp.pmean(batch).sum(), "b": state["b"] + 1}
+        new["late"] = state.get("late", state["b"] * 0) + new["b"]
+        return new, {"row": new["w"][0], "new": new["w"], "late": new["late"].view(1, 2)}
+
+    transform = fdp.data_parallel(step, donate_argnums=0, compile=compiled)
+    flat = torch.zeros(6)
+    state, kept = {"w": flat[:4].view(2, 2), "b": flat[4:]}, []
+    for _ in range(3):
+        state, extras = transform(state, torch.ones(1))
+        kept.append((extras, copied(extras)))
+    assert all(same_bits(extras, then) for extras, then in kept)
+    assert flat.tolist() == [0.0] * 6
+
+
 # --- errors in the middle ----------------------------------------------------------------------------
 
 

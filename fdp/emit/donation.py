@@ -99,10 +99,16 @@ def place_outputs(plan: Plan, same: Mapping[fx.Node, fx.Node], accesses: Accesse
             placement.copies.setdefault(last, []).append((target, node))
             owned.add(home)
         placement.returned[position] = target
+    # Where state is donated, what is returned in new memory may be what is donated next (state that shared memory, or has
+    # grown): one result to a piece of memory, so that the next call changes no other.
     borrowed = donated | owned | _foreign_memory(trace)
     for position, (node, target) in enumerate(pairs):
-        if placement.returned[position] is not target and borrowed.intersection(storages_of(node)):
+        if placement.returned[position] is target:
+            continue
+        if borrowed.intersection(storages_of(node)):
             placement.cloned.add(position)
+        elif donated:
+            borrowed.update(storages_of(node))
     return placement
 
 
