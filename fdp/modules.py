@@ -34,7 +34,9 @@ def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, 
     """Take a module apart into a pure function, the parameters that train, and everything else it holds.
 
     `apply` runs the module with the tensors that it is given; the module's own tensors and attributes stay as
-    they are, and so do the arguments: BatchNorm's new statistics are in `new_buffers`. It reads
+    they are, and so do the arguments: BatchNorm's new statistics are in `new_buffers`. (But `Embedding(max_norm=...)`,
+    whose operator shortens rows of its weight in place, does so to the weight that it is given; a step refuses that,
+    unless the weight is donated.) It reads
     `module.training` and other attributes at every call (in a step: when it is traced), so `module.eval()` works
     as usual. It does not keep the module's own tensors in memory: they go when you let go of the module, as in
     `from_module(Model())` or with `del module`. (Not so for a module that refers to itself from a lambda or a bound

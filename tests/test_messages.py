@@ -963,6 +963,34 @@ Remedy: clone the closed-over tensor; or do not donate."""
     assert step({"w": w + 1.0}, batch)["w"].tolist() == [5.5, 5.5]
 
 
+def test_a_closed_over_tensor_that_is_of_another_kind_now() -> None:
+    """Its values may change in place; a graph of its old shape would compute something else."""
+    scale = torch.ones(3)
+    step = fdp.data_parallel(lambda state, batch: state + scale.sum() / scale.numel())
+    assert step(torch.ones(()), X).item() == 2.0
+    scale.mul_(2)
+    assert step(torch.ones(()), X).item() == 3.0
+    scale.requires_grad_()
+    assert step(torch.ones(()), X).item() == 3.0
+    scale.data = torch.ones(6)
+    text = """
+step '<lambda>' closes over tensors that are of another kind than when it was traced.
+  scale: traced as [3] torch.float32 cpu strides [1], now [6] torch.float32 cpu strides [1]
+Remedy: pass what changes its shape, strides, dtype or device as an argument; or make another step with \
+fdp.data_parallel."""
+    check(fdp.PurityError, lambda: step(torch.ones(()), X), text)
+    scale.data = torch.ones(3)
+    assert step(torch.ones(()), X).item() == 2.0
+
+
+def test_a_closed_over_sparse_tensor() -> None:
+    """It lies nowhere in particular."""
+    links = torch.eye(2).to_sparse()
+    step = fdp.data_parallel(lambda state, batch: torch.sparse.mm(links, state), donate_argnums=0)
+    for _ in range(2):
+        assert step(torch.ones(2, 2), X).tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
 @pytest.mark.parametrize("name", ["replicate", "assert_replicated"])
 def test_what_belongs_outside_of_a_step(name: str) -> None:
     kind, text = raised(run(lambda state, batch: getattr(fdp, name)(state)))

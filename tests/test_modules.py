@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.common_modules import module_db
 
+import fdp
 from fdp.errors import ArgumentError
 from fdp.modules import from_module
 
@@ -298,3 +299,19 @@ def test_apply_refuses_other_names_than_the_modules() -> None:
     moved = {**buffers, "bias": params["bias"].detach()}
     output, new = apply({"weight": params["weight"]}, moved, x)
     assert bits(output) == bits(apply(params, buffers, x)[0]) and new.keys() == moved.keys()
+
+
+def test_an_embedding_that_shortens_its_weight() -> None:
+    module = nn.Embedding(5, 3, max_norm=0.1)
+    own = module.weight.detach().clone()
+    apply, params, buffers = from_module(module)
+
+    def gradient(params: Any, rows: Tensor) -> Any:
+        return fdp.grad(lambda p: apply(p, buffers, rows)[0].sum())(params)
+
+    with pytest.raises(fdp.PurityError, match="embedding_renorm_"):
+        fdp.data_parallel(gradient)(params, torch.tensor([1, 3]))
+    assert torch.equal(params["weight"], own)
+    apply(params, buffers, torch.tensor([1, 3]))
+    assert torch.equal(module.weight, own)  # what it was given is another tensor
+    assert params["weight"].norm(dim=1)[[1, 3]].max() < 0.1001 < params["weight"].norm(dim=1)[[0, 2, 4]].min()

@@ -99,8 +99,8 @@ def place_outputs(plan: Plan, same: Mapping[fx.Node, fx.Node], accesses: Accesse
             placement.copies.setdefault(last, []).append((target, node))
             owned.add(home)
         placement.returned[position] = target
-    # Where state is donated, what is returned in new memory may be what is donated next (state that shared memory, or has
-    # grown): one result to a piece of memory, so that the next call changes no other.
+    # Where state is donated, what is returned in new memory may be what is donated next (state that shared memory, or
+    # has grown): one result to a piece of memory, so that the next call changes no other.
     borrowed = donated | owned | _foreign_memory(trace)
     for position, (node, target) in enumerate(pairs):
         if placement.returned[position] is target:

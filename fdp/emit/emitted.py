@@ -16,6 +16,7 @@ from fdp import pytree
 from fdp.dynamo import breaks_graph
 from fdp.emit.agreement import agree, digest
 from fdp.emit.arena import ARENAS, Arena, Buffer, all_place_values, make_buffers, moving
+from fdp.emit.closed_over import ClosedOver
 from fdp.emit.compiled import Options, compile_program, resolve_options, why_not_recorded
 from fdp.emit.in_flight import InFlight
 from fdp.emit.lines import Part
@@ -27,7 +28,6 @@ from fdp.in_step import alone_on, leave_behind, refuse_left_behind
 from fdp.plan import Bucket, Plan
 from fdp.stages import enters
 from fdp.table import format_bytes
-from fdp.trace.checks import check_closure_memory
 
 BREAK_REASON = (
     "an fdp step is one program already, with messages in it that a second compiler must not move. Leave "
@@ -100,10 +100,7 @@ class Emitted:
         self._busy = threading.Lock()
         self._constants = [o.constant if o.node is None else _TENSOR for o in plan.trace.outputs]
         self._all_tensors = all(constant is _TENSOR for constant in self._constants)
-        trace = plan.trace
-        self._donated = [at for at, item in enumerate(trace.inputs) if item.donated]
-        self._closure = [(getattr(trace.graph, target), name) for target, name in trace.closed_over]
-        self._apart: list[int] = []
+        self._closed_over = ClosedOver(plan.trace)
         self._check_backends()
 
     @breaks_graph(BREAK_REASON)
@@ -158,8 +155,7 @@ class Emitted:
             tensors: the inputs.
             observer: who is told when messages start, arrive and are waited for, if anybody is.
         """
-        if self._closure and self._donated:
-            self._check_apart(tensors)
+        self._closed_over.check(tensors)
         self.agree(tensors)
         if self._communicates:
             refuse_left_behind(self.group, f"step {self.plan.trace.name!r}")
@@ -196,16 +192,6 @@ class Emitted:
                 text = f"{type(error).__name__}: {error}".splitlines()[0]
                 leave_behind(self.group, f"step {self.plan.trace.name!r} was left in the middle by {text}")
             raise
-
-    def _check_apart(self, tensors: list[torch.Tensor]) -> None:
-        """Refuse donated state in the memory of a closed-over tensor: what is called may not be what was traced."""
-        addresses = [tensors[at].data_ptr() for at in self._donated]
-        addresses += [tensor.data_ptr() for tensor, _ in self._closure]
-        if addresses != self._apart:
-            trace = self.plan.trace
-            names = {id(tensor): name for tensor, name in self._closure}
-            check_closure_memory(trace.name, trace.graph, trace.inputs, tensors, names)
-            self._apart = addresses
 
     def _may_record(self) -> bool:
         """Whether the step can be recorded as one CUDA graph, if that was asked for."""
