@@ -12,11 +12,12 @@ help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # The lock pins the build backend, too; without isolation pip has nothing more to fetch for the package itself.
+# Python compiles what it imports; pip would compile everything first, which takes longer than all else.
 $(INSTALLED): requirements.lock pyproject.toml
 	@echo "Installing requirements.lock into $(VENV): about a minute."
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	@$(RUN) pip install --quiet --quiet --disable-pip-version-check --requirement requirements.lock
-	@$(RUN) pip install --quiet --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@$(RUN) pip install --quiet --quiet --disable-pip-version-check --no-compile --requirement requirements.lock
+	@$(RUN) pip install --quiet --quiet --disable-pip-version-check --no-compile --no-deps --no-build-isolation --editable .
 	@touch $@
 
 demo: $(INSTALLED)  ## train a digit classifier on two ranks of this machine

@@ -247,6 +247,7 @@ def by_the_public_entry() -> str:
     return str(caught.value)
 
 
+@exhaustive
 def test_the_public_entry_of_the_compiler() -> None:
     for text in ranks.run(2, by_the_public_entry):
         assert "accumulate_dtype=torch.float32 and compile=True" in text
