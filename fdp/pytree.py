@@ -213,13 +213,14 @@ def _is_made_of_attributes(kind: type) -> bool:
 
 def _torch_parts(kind: type, whole: Any) -> _Parts:
     node = _TORCH_NODES[kind]
+    children, context = node.flatten_fn(whole)
     if node.flatten_with_keys_fn is None:
-        children, context = node.flatten_fn(whole)
         return children, _Context(context), range(len(children))
-    pairs, context = node.flatten_with_keys_fn(whole)
+    # Its keys alone: of a dataclass that `torch.export` has registered it tells a context that cannot be put together.
+    pairs, _ = node.flatten_with_keys_fn(whole)
     # A `ModelOutput` is read by attributes, and tells its keys as those of a dict.
     attributes = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
-    return [child for _, child in pairs], _Context(context), [_torch_entry(key, attributes) for key, _ in pairs]
+    return children, _Context(context), [_torch_entry(key, attributes) for key, _ in pairs]
 
 
 def _torch_entry(key: Any, attributes: set[str]) -> Any:

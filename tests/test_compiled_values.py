@@ -106,6 +106,19 @@ def test_a_closed_over_tensor_holds_what_it_holds_at_the_call() -> None:
         assert torch.equal(found, expected) and expected[0] == factor
 
 
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_closed_over_tensor_that_was_given_other_memory(compile: bool) -> None:
+    scale, shift = torch.nn.Parameter(torch.ones(3), requires_grad=False), torch.zeros(2, 3)
+    step = fdp.data_parallel(
+        lambda state, batch: state * scale + shift.t()[:, 0] + fdp.pmean(batch), compile=compile, check_trace=False
+    )
+    assert step(torch.ones(3), torch.zeros(3)).tolist() == [1.0] * 3
+    scale.data = torch.full((3,), 5.0)  # as `Module.to` and averaged weights that are swapped in do it
+    assert step(torch.ones(3), torch.zeros(3)).tolist() == [5.0] * 3
+    shift.set_(torch.ones(2, 3))
+    assert step(torch.ones(3), torch.zeros(3)).tolist() == [6.0] * 3
+
+
 def test_narrow_numbers() -> None:
     def step(w: torch.Tensor, batch: torch.Tensor) -> Any:
         loss, grad = fdp.value_and_grad(lambda w: F.gelu(batch @ w).square().mean())(w)

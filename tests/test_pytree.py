@@ -223,6 +223,21 @@ def test_a_model_output_is_read_by_attributes() -> None:
     assert (list(again), again.pooler_output, again[0].tolist()) == (list(output), None, [2.0, 2.0])
 
 
+def test_a_dataclass_that_torch_export_has_registered() -> None:
+    @dataclasses.dataclass
+    class Pair:
+        a: Any
+        b: Any = None
+
+    torch.export.register_dataclass(Pair)
+    pair = Pair(torch.ones(2), [torch.zeros(1)])
+    assert pytree.leaf_names(pair, "p") == ["p.a", "p.b[0]"]
+    assert pytree.map_leaves(lambda x: x + 1, pair).b[0].tolist() == [1.0]
+    alone = pytree.map_leaves(lambda x: x + 1, Pair(torch.ones(2)))
+    assert (alone.a.tolist(), alone.b) == ([2.0, 2.0], None)
+    assert pytree.structure_of(alone) != pytree.structure_of(pair)
+
+
 @dataclasses.dataclass
 class Failure(Exception):
     x: int = 1

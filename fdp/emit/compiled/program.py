@@ -120,7 +120,7 @@ def _constants(graph: fx.GraphModule, rank: int) -> tuple[list[fx.Node], list[to
         held = getattr(graph, str(node.target), None) if node.op == "get_attr" else None
         if isinstance(held, torch.Tensor):
             nodes.append(node)
-            values.append(held.detach())
+            values.append(held)
         elif is_marker(node, "axis_index"):
             nodes.append(node)
             values.append(torch.tensor(rank, dtype=torch.int64, device=node.meta["val"].device))
@@ -167,7 +167,8 @@ def _wrapper(plan: Plan, placement: Placement, constants: int, slots: Sequence[s
     if kept:
         lines.append(f"    given = [inputs[index] for index in {kept}]")
     if constants:
-        lines.append("    inputs += constants")
+        # Anew at each call: one whose `.data` has been set lies elsewhere by now.
+        lines.append("    inputs += [held.detach() for held in constants]")
     if slots:
         lines.append(f"    inputs += [{', '.join(slots)}]")
     lines += ["    with running(start, wait, loops):", "        made = compiled(inputs)"]
