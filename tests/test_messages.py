@@ -963,6 +963,27 @@ Remedy: clone the closed-over tensor; or do not donate."""
     assert step({"w": w + 1.0}, batch)["w"].tolist() == [5.5, 5.5]
 
 
+def test_a_place_in_the_memory_of_an_argument() -> None:
+    """Right where the memory begins; refused where the argument is a part of it, with the comparison off as well."""
+
+    def train(state: Tree, batch: Tree) -> Tree:
+        return state["w"].as_strided((2,), (1,), state["w"].storage_offset() + 1) * 2
+
+    long = torch.arange(6.0)
+    assert run(train, {"w": long})().tolist() == [2.0, 4.0]
+    assert run(lambda state, _: state["w"].as_strided((2,), (2,)) * 2, {"w": long[2:]})().tolist() == [4.0, 8.0]
+    text = """
+step 'train' looks at an argument by its place in memory, and that argument begins in the middle of its memory.
+  aten.as_strided.default at LINE in train
+Remedy: leave storage_offset out of as_strided, which is then that of the tensor itself; use ordinary views; or pass \
+a clone of the argument."""
+    check(fdp.TraceError, run(train, {"w": long[2:]}, check_trace=False), text)
+    step = fdp.data_parallel(train, check_trace=False)
+    for at in (0, 2):  # also where it was traced without
+        call = lambda at=at: step({"w": long[at : at + 4]}, X)  # noqa: E731
+        call() if at == 0 else check(fdp.TraceError, call, text)
+
+
 def test_a_closed_over_tensor_that_is_of_another_kind_now() -> None:
     """Its values may change in place; a graph of its old shape would compute something else."""
     scale = torch.ones(3)

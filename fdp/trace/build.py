@@ -25,6 +25,7 @@ from fdp.trace.checks import (
     check_initialised,
     check_made_here,
     check_outputs,
+    check_places,
     check_recomputation,
     check_shapes,
     check_views,
@@ -91,6 +92,7 @@ def trace_step(
     round_early(graph)
     closure = closed_over_names(step)
     check_views(name, graph)
+    check_places(name, graph, inputs)
     check_shapes(name, graph)
     check_made_here(name, graph_module, closure)
     check_closure(name, graph_module, closure)

@@ -243,6 +243,33 @@ def check_views(name: str, graph: fx.Graph) -> None:
         )
 
 
+def check_places(name: str, graph: fx.Graph, inputs: Sequence[Input]) -> None:
+    """Refuse views by a place in the memory of an input that begins in the middle of it: in a trace all begin at 0.
+
+    Raises:
+        TraceError: names each such view, and the line.
+    """
+    placeholders = graph.find_nodes(op="placeholder")
+    inside = {
+        storage for node, item in zip(placeholders, inputs, strict=True) if item.offset for storage in storages_of(node)
+    }
+    offenders = [
+        located(node)
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default)
+        if len(node.args) > 3 and node.args[3] is not None and not inside.isdisjoint(storages_of(node))
+    ]
+    if offenders:
+        raise TraceError(
+            build_message(
+                f"step {name!r} looks at an argument by its place in memory, and that argument begins in the middle of "
+                "its memory.",
+                offenders,
+                remedy="leave storage_offset out of as_strided, which is then that of the tensor itself; use ordinary "
+                "views; or pass a clone of the argument.",
+            )
+        )
+
+
 def check_closure_memory(
     name: str,
     graph_module: fx.GraphModule,
