@@ -12,7 +12,7 @@ help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # The lock pins the build backend, too; without isolation pip has nothing more to fetch for the package itself.
-# Python compiles what it imports; pip would compile everything first, which takes longer than all else.
+# Python compiles what it imports; pip would compile everything, which is nearly half of an install.
 $(INSTALLED): requirements.lock pyproject.toml
 	@echo "Installing requirements.lock into $(VENV): about a minute."
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)

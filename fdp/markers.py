@@ -203,12 +203,17 @@ class AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         summed = all_reduce(grad, "sum", ctx.axis, "transpose", ctx.label)
-        own = torch.ops.fdp.axis_index.default(torch.empty(()), ctx.axis).to(grad.device).reshape(1)
-        return summed.index_select(0, own).squeeze(0), None, None, None
+        return own_entry(summed, ctx.axis), None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, Any]:
         return all_gather(x.movedim(in_dims[0], 0), *rest), 1
+
+
+def own_entry(stack: torch.Tensor, axis: str) -> torch.Tensor:
+    """This rank's entry of a stack with one for each rank."""
+    own = torch.ops.fdp.axis_index.default(torch.empty(()), axis).to(stack.device).reshape(1)
+    return stack.index_select(0, own).squeeze(0)
 
 
 class Broadcast(torch.autograd.Function):

@@ -10,19 +10,23 @@ from typing import Any
 
 import torch
 
-import fdp.markers  # noqa: F401 (it defines the operators)
+from fdp.markers import own_entry
 
 
-class Gather(torch.autograd.Function):
+class _Transposed(torch.autograd.Function):
+    """Its transpose is given what it was given, but for the value."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.rest = inputs[1:]
+
+
+class Gather(_Transposed):
     """Stack every rank's value, for a result that goes on through `Spread` alone; its transpose is `Own`."""
 
     @staticmethod
     def forward(x: torch.Tensor, size: int, axis: str, label: str) -> torch.Tensor:
         return torch.ops.fdp.all_gather.default(x, size, axis, label)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.rest = inputs[1:]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -33,17 +37,12 @@ class Gather(torch.autograd.Function):
         return Gather.apply(x.movedim(in_dims[0], 0), *rest), 1
 
 
-class Own(torch.autograd.Function):
+class Own(_Transposed):
     """This rank's entry of a stack that is equal on every rank; its transpose is `Gather`."""
 
     @staticmethod
     def forward(x: torch.Tensor, size: int, axis: str, label: str) -> torch.Tensor:
-        own = torch.ops.fdp.axis_index.default(torch.empty(()), axis).to(x.device).reshape(1)
-        return x.index_select(0, own).squeeze(0)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.rest = inputs[1:]
+        return own_entry(x, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -54,16 +53,12 @@ class Own(torch.autograd.Function):
         return Own.apply(x.movedim(in_dims[0], 1), *rest), 0
 
 
-class Spread(torch.autograd.Function):
+class Spread(_Transposed):
     """The same value, from here on used by each rank for its own; its transpose is `Collect`."""
 
     @staticmethod
     def forward(x: torch.Tensor, axis: str, label: str) -> torch.Tensor:
         return x.view_as(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.rest = inputs[1:]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -74,16 +69,12 @@ class Spread(torch.autograd.Function):
         return Spread.apply(x, *rest), in_dims[0]
 
 
-class Collect(torch.autograd.Function):
+class Collect(_Transposed):
     """The sum over ranks of what each sends back, for a result that goes on through `Spread` alone."""
 
     @staticmethod
     def forward(x: torch.Tensor, axis: str, label: str) -> torch.Tensor:
         return torch.ops.fdp.all_reduce.default(x, "sum", axis, "transpose", label)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.rest = inputs[1:]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

@@ -7,7 +7,7 @@ call that got into the graph as a constant shows in the second. An operator is r
 ends with a remedy; nothing else. The comparison of a new trace with the step (`check_trace`) is off: it would refuse
 what the tracer gets wrong.
 
-By default one sample an operator; FDP_ALL_SAMPLES=1 takes all (14,000; a quarter of an hour), with `check_trace` as
+By default one sample an operator; FDP_ALL_SAMPLES=1 takes all (14,000), with `check_trace` as
 well, and on a few of them the method and the in-place form.
 """
 

@@ -725,7 +725,6 @@ def test_the_default_dtype_is_part_of_the_signature() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_a_step_that_dynamo_is_to_leave_alone_is_a_step() -> None:
     """It is not compiled by anything; what fdp.value_and_grad and others return is such a function."""
     w, x = torch.ones(2), torch.ones(3, 2)
@@ -734,6 +733,7 @@ def test_a_step_that_dynamo_is_to_leave_alone_is_a_step() -> None:
         assert torch.equal(fdp.data_parallel(step)(w, x), torch.full((2,), 3.0))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_a_function_under_torch_compile_is_traced_through() -> None:
     """It runs uncompiled inside of the step, with the step's own lines; or is refused. It is never wrong."""
     scaled = torch.compile(lambda x: torch.sin(x) * 2, backend="eager")
