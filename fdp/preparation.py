@@ -16,6 +16,7 @@ import torch
 from fdp.automatic import Automatic
 from fdp.emit import Emitted, check_compiled, check_emitted, compile_together
 from fdp.emit.compiled import Options
+from fdp.emit.order import Agreements
 from fdp.exchange import announce_failure
 from fdp.group import Group
 from fdp.plan import Network, Plan, plan_trace
@@ -67,7 +68,7 @@ class Preparation:
 
     def __init__(self, step: Callable[..., Any], name: str, settings: Settings) -> None:
         self._step, self._name, self._settings = step, name, settings
-        self._agreed: set[tuple[str, Group]] = set()
+        self._agreed: Agreements = {}
         self._automatic = Automatic(settings.network, keeps=settings.options is not None)
         self._previous: Summary | None = None
         self._prepared = 0

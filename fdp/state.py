@@ -8,6 +8,7 @@ import torch
 
 from fdp import pytree
 from fdp.axis import refuse_inside
+from fdp.comparable import comparable
 from fdp.errors import AgreementError, ReplicationError, build_message
 from fdp.fingerprint import fingerprint
 from fdp.group import Group, resolve_group, start_all_gather, start_broadcast
@@ -69,7 +70,7 @@ def assert_replicated(tree: Tree, group: Any = None) -> None:
     _compare_structure("fdp.assert_replicated", tree, leaves, ranks)
     if ranks.size == 1:
         return
-    marks = [fingerprint(leaf) if isinstance(leaf, torch.Tensor) else _text_mark(repr(leaf)) for leaf in leaves]
+    marks = [fingerprint(leaf) if isinstance(leaf, torch.Tensor) else _text_mark(comparable(leaf)) for leaf in leaves]
     table = _gather_marks(marks, ranks, leaves)
     offenders = []
     for index, name in enumerate(leaf_names(tree, "tree")):

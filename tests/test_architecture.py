@@ -25,7 +25,7 @@ FLOORS = (
     ("errors", "dispatch"),
     # helpers
     ("pytree", "table", "stages", "group", "fingerprint", "skeleton", "dynamo", "wire", "recomputation", "hashing"),
-    ("exchange", "in_step"),
+    ("comparable", "exchange", "in_step"),
     ("axis", "surroundings", "deferral", "random"),
     ("generators",),
     ("markers",),

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fdp import pytree
+from fdp.comparable import comparable
 from fdp.dynamo import breaks_graph
 from fdp.emit.agreement import agree, digest
 from fdp.emit.arena import ARENAS, Arena, Buffer, all_place_values, make_buffers, moving
@@ -20,6 +21,7 @@ from fdp.emit.closed_over import ClosedOver
 from fdp.emit.compiled import Options, compile_program, resolve_options, why_not_recorded
 from fdp.emit.in_flight import InFlight
 from fdp.emit.lines import Part
+from fdp.emit.order import Agreed, Agreements, Order
 from fdp.emit.program import write_program
 from fdp.emit.signature import check_signature
 from fdp.errors import ArgumentError, FdpError, PeerError, build_message
@@ -69,7 +71,7 @@ class Emitted:
         self,
         plan: Plan,
         group: Group,
-        agreed: set[tuple[str, Group]] | None = None,
+        agreed: Agreements | None = None,
         compare_state: bool = True,
         options: Options | None = None,
         tick: Callable[[], None] | None = None,
@@ -84,7 +86,8 @@ class Emitted:
                 )
             )
         self.plan, self.group = plan, group
-        self._agreed: set[tuple[str, Group]] = set() if agreed is None else agreed
+        self._agreed: Agreements = {} if agreed is None else agreed
+        self._order: Order | None = None
         self._compare_state = compare_state
         self._communicates = group.size > 1 or apart
         self.options = None if options is None else options.settled(_devices(plan))
@@ -165,7 +168,7 @@ class Emitted:
             try:
                 with self._range("starts", index):
                     if not flying:
-                        flying.append(InFlight(self._buffers, self.group))
+                        flying.append(InFlight(self._buffers, self.group, order))
                     arrived = None if observer is None else functools.partial(observer.arrived, index)
                     flying[0].start(index, arrived)
             except (RuntimeError, dist.DistError) as error:
@@ -180,6 +183,7 @@ class Emitted:
 
         seen = (start, wait) if observer is None else (observer.around_start(start), observer.around_wait(wait))
         try:
+            order = self._begin()
             try:
                 return self._execute(tensors, *seen)
             except (RuntimeError, dist.DistError) as error:
@@ -226,17 +230,30 @@ class Emitted:
         """
         if not self._communicates or (key := self._agreement(options)) in self._agreed:
             return False
-        agree(self.plan, self.group, tensors, self._compare_state, self._how(options))
-        self._agreed.add(key)
+        number = agree(self.plan, self.group, tensors, self._compare_state, self._how(options))
+        self._agreed[key] = Agreed(number, key[0])
         return True
 
     def disagree(self, options: Options | None = None) -> None:
         """Forget that ranks agreed, so that they do it again: something came between."""
-        self._agreed.discard(self._agreement(options))
+        self._agreed.pop(self._agreement(options), None)
+        self._order = None
+
+    def _begin(self) -> Order | None:
+        """Say which call begins; None if nothing is sent."""
+        if self._order is None:
+            if not self._communicates or not self.plan.buckets:
+                return None
+            self._order = Order(self.plan, self._program, self.group, self._agreed[self._agreement(None)])
+        try:
+            self._order.begin()
+        except (RuntimeError, dist.DistError) as error:
+            raise self._peer_error(None, error) from error
+        return self._order
 
     def _how(self, options: Options | None) -> str:
         settled = self.options if options is None else options.settled(_devices(self.plan))
-        return "" if settled is None else str(settled)
+        return "" if settled is None else comparable(settled)
 
     def _agreement(self, options: Options | None) -> tuple[str, Group]:
         if options is None:
@@ -328,7 +345,9 @@ class Emitted:
         it = iter(outputs)
         return [next(it) if constant is _TENSOR else constant for constant in self._constants]
 
-    def _peer_error(self, index: int | None, error: Exception) -> PeerError:
+    def _peer_error(self, index: int | None, error: Exception) -> FdpError:
+        if self._order is not None and (elsewhere := self._order.explain()) is not None:
+            return elsewhere
         where = "in one of its messages"
         if index is not None:
             bucket = self.plan.buckets[index]

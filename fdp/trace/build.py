@@ -12,6 +12,7 @@ from torch import fx
 
 from fdp import pytree
 from fdp.axis import step_axis
+from fdp.comparable import comparable
 from fdp.dynamo import uncompiled
 from fdp.errors import FdpError, TraceError, build_message
 from fdp.group import Group
@@ -250,16 +251,12 @@ def _definition(step: Callable[..., Any]) -> str:
 
 def _constants(names: Sequence[str], flat: Flat, roles: Roles) -> list[tuple[str, str]]:
     plain = [
-        (name, repr(leaf)) for name, leaf in zip(names, flat.leaves, strict=True) if not isinstance(leaf, torch.Tensor)
+        (name, comparable(leaf))
+        for name, leaf in zip(names, flat.leaves, strict=True)
+        if not isinstance(leaf, torch.Tensor)
     ]
     fixed = zip(sorted(roles.static), flat.static, strict=True)
-    return plain + [(roles.names[position], _stable_repr(value)) for position, value in fixed]
-
-
-def _stable_repr(value: Any) -> str:
-    """A text that two processes agree on: an address in memory is not part of it."""
-    text = repr(value)
-    return f"<{type(value).__qualname__}>" if " at 0x" in text else text
+    return plain + [(roles.names[position], comparable(value)) for position, value in fixed]
 
 
 def _reductions(
