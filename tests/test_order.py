@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import fdp
+from fdp.emit.arena import Buffer
 from fdp.emit.header import BITS, CALLS, NUMEL, Header, carries, numbers, pairs
 from fdp.in_step import why_left_behind
 
@@ -354,21 +356,18 @@ def test_compiled_steps_say_which_call_they_are(public: str) -> None:
 
 
 def break_down() -> tuple[str, float]:
-    """A message that fails while another rank has said that it is elsewhere; a collective outside of steps meets one."""
-    import time
-
+    """A message that fails while another rank has said that it is elsewhere."""
     odd, group = dist.get_rank() == 0, dist.new_group()
     first, second = _means(group)
     w, b = torch.ones(3), torch.ones(3)
     for _ in range(2):
         first(w, b)
         second(w, b)
-    from fdp.emit import in_flight
 
     def fail(*_: Any) -> None:
         raise RuntimeError("connection closed by peer")
 
-    in_flight.Buffer.start = fail  # type: ignore[method-assign,assignment]
+    Buffer.start = fail  # type: ignore[method-assign,assignment]
     begun = time.monotonic()
     outcome = attempt(lambda: first(w, b) if odd else second(w, b))
     assert isinstance(outcome, fdp.AgreementError), repr(outcome)

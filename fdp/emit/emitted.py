@@ -119,7 +119,7 @@ class Emitted:
 
         Raises:
             ArgumentError: the arguments do not have the signature of the plan.
-            AgreementError: the ranks' schedules differ.
+            AgreementError: the ranks' schedules differ, or ranks are at different calls.
             PeerError: another rank died or stopped answering.
         """
         leaves, spec = pytree.flatten(args)
