@@ -41,15 +41,15 @@ notes: dict[int, _Note] = {}
 _bases: list[int] = []
 """The keys of `notes` in ascending order; replaced as a whole, since other threads may be reading it."""
 
-_few = 64
-"""With more notes than these, those of memory that is gone are looked for and dropped."""
+_made = 0
+"""Notes that were made since those of memory that is gone were dropped."""
 
 _changing = threading.Lock()
 
 
 def note(results: Iterable[tuple[torch.Tensor, str]]) -> None:
     """Note that tensors hold each rank's own values, and what they are in words."""
-    global _bases, _few
+    global _bases, _made
     for tensor, what in results:
         storage = tensor.untyped_storage()
         base = storage.data_ptr()
@@ -59,11 +59,11 @@ def note(results: Iterable[tuple[torch.Tensor, str]]) -> None:
         with _changing:
             is_new = base not in notes
             notes[base] = _Note(StorageWeakRef(storage), base + storage.nbytes(), what)
-            if len(notes) > _few:
+            _made += 1
+            if _made > max(64, len(notes)):
                 for gone in [base for base, known in notes.items() if known.memory.expired()]:
                     del notes[gone]
-                _few = max(64, 2 * len(notes))
-                _bases = sorted(notes)
+                _made, _bases = 0, sorted(notes)
             elif is_new:
                 rising = _bases.copy()
                 bisect.insort(rising, base)

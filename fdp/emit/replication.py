@@ -22,9 +22,12 @@ class Replication:
 
     def __init__(self, trace: Trace, refuses: bool) -> None:
         self._name = trace.name
-        self._inputs = trace.inputs
         self._state = [at for at, item in enumerate(trace.inputs) if item.role == "state"]
-        self.refuses = refuses and bool(self._state)
+        held = [(getattr(trace.graph, target), f"closed-over tensor {name}") for target, name in trace.closed_over]
+        held = [(tensor, name) for tensor, name in held if tensor.layout == torch.strided]
+        self._held = [tensor for tensor, _ in held]
+        self._names = [*(trace.inputs[at].name for at in self._state), *(name for _, name in held)]
+        self.refuses = refuses and bool(self._state or self._held)
         placeholders = trace.graph.graph.find_nodes(op="placeholder")
         # A result that is an argument itself lies in memory of which only the caller knows what else lies there.
         kept = {
@@ -41,6 +44,7 @@ class Replication:
             for at, output in enumerate(outputs)
             if own[at] and kept.isdisjoint(storages_of(made[at]))  # type: ignore[index,arg-type]
         ]
+        self._looked = False
         # New values in memory that may have been noted: where inputs are looked at, that of state is not.
         self._others = [
             at
@@ -54,24 +58,36 @@ class Replication:
         Raises:
             ReplicationError: names each, and which result of which step it was.
         """
-        found = rank_local.find([tensors[at] for at in self._state])
+        looked_at = [*(tensors[at] for at in self._state), *self._held]
+        found = rank_local.find(looked_at)
         if not found:
             return
-        items = [(self._inputs[self._state[at]], what) for at, what in found]
-        first = items[0][0].name
+        offenders = [
+            f"{self._names[at]}: {list(looked_at[at].shape)} {looked_at[at].dtype}, was {what}" for at, what in found
+        ]
         raise ReplicationError(
             build_message(
                 f"step {self._name!r} was called with each rank's own tensors in the place of replicated state.",
-                [f"{item.name}: {list(item.shape)} {item.dtype}, was {what}" for item, what in items],
-                remedy=f"label what is each rank's own and carries on, outside of the step and before its first call: "
-                f"{first} = fdp.per_rank({first}). Average what is to be replicated (fdp.pmean), or take one rank's "
-                "values (fdp.replicate). Data of one call belong into batch_argnums.",
+                offenders,
+                remedy="label what is each rank's own and carries on, outside of the step and before its first call: "
+                "state[...] = fdp.per_rank(state[...]). Average what is to be replicated (fdp.pmean), or take one "
+                "rank's values (fdp.replicate). Data of one call belong into batch_argnums.",
             )
         )
 
     def note(self, outputs: Sequence[torch.Tensor]) -> None:
         """Note which results are each rank's own, and which are no longer."""
+        if self._own and not self._looked:
+            # A compiler may lay a replicated result into memory of another one: then that is not noted.
+            own = {at for at, _ in self._own}
+            others = {_memory(tensor) for at, tensor in enumerate(outputs) if at not in own}
+            self._own = [(at, what) for at, what in self._own if _memory(outputs[at]) not in others]
+            self._looked = True
         if self._own:
             rank_local.note([(outputs[at], what) for at, what in self._own])
         if self._others and rank_local.notes:
             rank_local.forget([outputs[at] for at in self._others])
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -52,19 +52,18 @@ def assign_labels(
 
         def goes(at: int, source: int) -> bool:
             # A whole argument that is one tensor has no keys to go by: then the shape has to be the same.
-            return outputs[at].shape is not None and (bool(paths[at][1:]) or _fits(outputs[at], inputs[source]))
+            return outputs[at].shape is not None and (source in keyed or _fits(outputs[at], inputs[source]))
 
         def score(found: dict[int, int]) -> Any:
             # Where two parts of what is returned look alike, the one that varies just where labels are.
             fitting = [(at, source) for at, source in found.items() if _fits(outputs[at], inputs[source])]
             return len(fitting), sum(outputs[at].varying == flags[source] for at, source in fitting), len(found)
 
-        paths = _plain_paths(out_spec)
+        arguments = _arguments(flat, roles)
+        keyed = {source for argument in arguments for path, source in argument.items() if path}
         # State first: what a batch happens to be called must not take a place from it.
-        wanted = sorted(
-            _arguments(flat, roles), key=lambda leaves: any(inputs[s].role == "batch" for s in leaves.values())
-        )
-        taken = _paired(paths, wanted, goes, score)
+        wanted = sorted(arguments, key=lambda leaves: any(inputs[s].role == "batch" for s in leaves.values()))
+        taken = _paired(_plain_paths(out_spec), wanted, goes, score)
     made = labels.labelled(out_spec)
     return [
         replace(output, labelled=True)
