@@ -394,6 +394,10 @@ def test_a_label_of_what_is_replicated_as_well_makes_nothing_refused() -> None:
         for _ in range(3):
             state = step(state, torch.ones(1))
         assert state["n"] == 3 and state["mine"] == fdp.per_rank(w)
+    passed_on = fdp.data_parallel(lambda s, b: {"mine": s["mine"]})
+    mine = fdp.per_rank(w)
+    for _ in range(2):
+        mine = passed_on({"w": w, "mine": mine}, torch.ones(1))["mine"]
     # Nor is a state that is returned declared as well.
     copies = fdp.data_parallel(lambda s, b: fdp.per_rank(s))
     copies(w, torch.ones(1))
