@@ -27,6 +27,7 @@ import torch
 from fdp import pytree
 from fdp.emit.emitted import Emitted
 from fdp.errors import FdpError, TraceError, build_message, first_line
+from fdp.labels import unlabelled
 from fdp.trace import Flat, Input, Roles, recording, run_untraced
 from fdp.wire import Wire
 
@@ -117,14 +118,14 @@ def _compare(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Role
     with undisturbed(emitted):
         _set_apart(emitted)
         before = _other_random_state()
-        expected, expected_spec = pytree.flatten(untraced())
+        expected, expected_spec = pytree.flatten(unlabelled(untraced()))
         drawn = _other_random_state() != before
         left = _generator_states(emitted)
     with undisturbed(emitted):
         _set_apart(emitted)
         values = [a if b is None else b for a, b in zip(kept, copies(donated=True), strict=True)]
         try:
-            found, found_spec = pytree.flatten(emitted.rehearse(values))
+            found, found_spec = pytree.flatten(unlabelled(emitted.rehearse(values)))
         except FdpError:
             raise
         except Exception as error:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fdp import pytree
+from fdp import pytree, rank_local
 from fdp.comparable import comparable
 from fdp.dynamo import breaks_graph
 from fdp.emit.agreement import agree, digest
@@ -23,6 +23,7 @@ from fdp.emit.in_flight import InFlight
 from fdp.emit.lines import Part
 from fdp.emit.order import Agreed, Agreements, Order
 from fdp.emit.program import write_program
+from fdp.emit.replication import Replication
 from fdp.emit.signature import check_signature
 from fdp.errors import ArgumentError, FdpError, PeerError, build_message
 from fdp.group import Group, resolve_group
@@ -104,6 +105,7 @@ class Emitted:
         self._constants = [o.constant if o.node is None else _TENSOR for o in plan.trace.outputs]
         self._all_tensors = all(constant is _TENSOR for constant in self._constants)
         self._closed_over = ClosedOver(plan.trace)
+        self._replication = Replication(plan.trace, compare_state)
         self._check_backends()
 
     @breaks_graph(BREAK_REASON)
@@ -159,6 +161,8 @@ class Emitted:
             observer: who is told when messages start, arrive and are waited for, if anybody is.
         """
         self._closed_over.check(tensors)
+        if rank_local.notes and self._replication.refuses:
+            self._replication.refuse(tensors)
         self.agree(tensors)
         if self._communicates:
             refuse_left_behind(self.group, f"step {self.plan.trace.name!r}")
@@ -185,7 +189,7 @@ class Emitted:
         try:
             order = self._begin()
             try:
-                return self._execute(tensors, *seen)
+                outputs = self._execute(tensors, *seen)
             except (RuntimeError, dist.DistError) as error:
                 own = self._program.own_messages
                 if own is None or not own.caused(error):
@@ -196,6 +200,8 @@ class Emitted:
                 text = f"{type(error).__name__}: {error}".splitlines()[0]
                 leave_behind(self.group, f"step {self.plan.trace.name!r} was left in the middle by {text}")
             raise
+        self._replication.note(outputs)
+        return self._put_together(outputs)
 
     def _may_record(self) -> bool:
         """Whether the step can be recorded as one CUDA graph, if that was asked for."""
@@ -268,7 +274,7 @@ class Emitted:
 
         own = self._program.own_messages
         with nullcontext() if own is None else own.pretended():
-            return self._execute(tensors, start, lambda index: None)
+            return self._put_together(self._execute(tensors, start, lambda index: None))
 
     def _execute(self, tensors: list[torch.Tensor], start: Callable[[int], None], wait: Callable[[int], None]) -> Any:
         if not self._busy.acquire(blocking=False):
@@ -295,7 +301,7 @@ class Emitted:
             if arena is not None:
                 ARENAS.give_back(arena)
             self._busy.release()
-        return self.plan.trace.out_spec.unflatten(self._with_constants(outputs))
+        return outputs
 
     def _settle_in(self, arena: Arena) -> None:
         """Make the tensors at the program's fixed places, unless they are there from the last call."""
@@ -339,11 +345,12 @@ class Emitted:
         names = [self.plan.trace.reductions[member].name for member in bucket.members]
         return ", ".join(names[:3]) + (f", ... ({len(names)} in all)" if len(names) > 3 else "")
 
-    def _with_constants(self, outputs: Sequence[torch.Tensor]) -> Sequence[Any]:
-        if self._all_tensors:
-            return outputs
-        it = iter(outputs)
-        return [next(it) if constant is _TENSOR else constant for constant in self._constants]
+    def _put_together(self, outputs: Sequence[Any]) -> Any:
+        """What the step returns, of its tensors."""
+        if not self._all_tensors:
+            it = iter(outputs)
+            outputs = [next(it) if constant is _TENSOR else constant for constant in self._constants]
+        return self.plan.trace.out_spec.unflatten(outputs)
 
     def _peer_error(self, index: int | None, error: Exception) -> FdpError:
         if self._order is not None and (elsewhere := self._order.explain()) is not None:
