@@ -42,7 +42,7 @@ def comparable(value: Any) -> str:
         return f"{kind.__qualname__}({comparable(value.func)}, {comparable(value.args)}, {comparable(value.keywords)})"
     if isinstance(value, _NAMED):
         return str(getattr(value, "__qualname__", value))
-    if dataclasses.is_dataclass(value) and value.__dataclass_params__.repr:  # type: ignore[attr-defined]
+    if dataclasses.is_dataclass(value) and hasattr(kind.__repr__, "__wrapped__"):  # not one that the user wrote
         shown = [field.name for field in dataclasses.fields(value) if field.repr]
         return f"{kind.__qualname__}({', '.join(f'{name}={comparable(getattr(value, name))}' for name in shown)})"
     text = repr(value)
