@@ -158,7 +158,7 @@ class Order:
         if arrived.device.type == "cpu":
             if not header.is_unanimous(arrived, calls):
                 raise self._mismatch(calls)
-        elif not torch.cuda.is_current_stream_capturing():
+        elif not (arrived.is_cuda and torch.cuda.is_current_stream_capturing()):
             # To look at it now would wait for the device: it is looked at when it has come over.
             self._late.append(_Late(header, arrived, calls))
 
