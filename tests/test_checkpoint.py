@@ -175,7 +175,7 @@ def save_differing(path: str, what: str) -> str:
     elif what == "numbers":
         state["n"] = rank
     elif what == "arrays":
-        state["table"] = torch.arange(5000).eq(2500 * rank).numpy()  # of which the text shows the ends
+        state["table"] = torch.arange(5000).eq(1000 + 1500 * rank).numpy()  # of which the text shows the ends
     elif what == "structure":
         state["extra" if rank == 1 else "more"] = torch.zeros(1)
     with pytest.raises((fdp.ReplicationError, fdp.AgreementError)) as caught:
