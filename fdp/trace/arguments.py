@@ -14,6 +14,7 @@ import torch
 from fdp import pytree
 from fdp.errors import ArgumentError, TraceError, build_message
 from fdp.labels import labelled
+from fdp.trace.overlap import memory_groups
 from fdp.trace.record import Input
 
 PLAIN_TYPES = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -149,7 +150,7 @@ def describe_static(static: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def sharing_pattern(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
     """For each tensor that shares memory with one before it, the index of the first such one, and its own."""
-    memories = [t.untyped_storage()._cdata if t.layout == torch.strided else -i for i, t in enumerate(tensors, 1)]
+    memories = memory_groups(tensors)
     if len(set(memories)) == len(memories):
         return ()
     owners: dict[int, int] = {}
@@ -268,8 +269,9 @@ def describe_inputs(step_name: str, flat: Flat, roles: Roles) -> tuple[list[str]
 
 def sharing(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """For each tensor, whether it overlaps itself or lies in the memory of another one."""
-    counts = collections.Counter(tensor.untyped_storage()._cdata for tensor in tensors)
-    return [counts[tensor.untyped_storage()._cdata] > 1 or _overlaps_itself(tensor) for tensor in tensors]
+    groups = memory_groups(tensors)
+    counts = collections.Counter(groups)
+    return [counts[group] > 1 or _overlaps_itself(tensor) for group, tensor in zip(groups, tensors, strict=True)]
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
