@@ -33,7 +33,7 @@ from fdp.trace.checks import (
     check_views,
     check_writes,
 )
-from fdp.trace.closure import closed_over_names, kept_by, untouched
+from fdp.trace.closure import closed_over_names, closed_over_tensors, kept_by
 from fdp.trace.dependencies import operations_of
 from fdp.trace.effects import is_marker
 from fdp.trace.loops import loops_of, outline_loops
@@ -41,6 +41,8 @@ from fdp.trace.narrowing import is_rounded, round_early
 from fdp.trace.pairing import assign_labels, assign_slots
 from fdp.trace.record import Operation, Output, Reduction, Trace
 from fdp.trace.replicated import closed_over, replicated_calls
+from fdp.trace.reshapes import reshape_by_views
+from fdp.trace.untouched import check_untouched, untouched
 from fdp.trace.variance import Cause, varying_nodes
 from fdp.wire import Wire
 
@@ -77,13 +79,16 @@ def trace_step(
     returned: list[Any] = []
 
     def flat_step(*values: torch.Tensor) -> list[torch.Tensor]:
-        returned[:] = pytree.flatten(call_with(step, flat, roles, values))
-        _refuse_foreign_outputs(name, *returned)
+        leaves, spec = pytree.flatten(call_with(step, flat, roles, values))
+        _refuse_foreign_outputs(name, leaves, spec)
+        returned[:] = [_plain(leaf) for leaf in leaves], spec
         return [leaf for leaf in returned[0] if isinstance(leaf, torch.Tensor)]
 
     try:
-        with untouched(step):
-            graph_module = capture(name, flat_step, tensors, group, wire)
+        with untouched(step) as changes:
+            graph_module = capture(
+                name, flat_step, tensors, group, wire, [i.name for i in inputs], lambda: closed_over_tensors(step)
+            )
     except FdpError:
         raise
     except Exception as error:
@@ -92,13 +97,15 @@ def trace_step(
             raise untraceable(name, error) from error
         raise
     graph = graph_module.graph
-    round_early(graph)
     closure = closed_over_names(step)
+    check_shapes(name, graph)
+    reshape_by_views(name, graph_module, inputs, closure)
+    round_early(graph)
     check_views(name, graph)
     check_places(name, graph, inputs)
-    check_shapes(name, graph)
     check_made_here(name, graph_module, closure)
     check_closure(name, graph_module, closure)
+    check_untouched(name, changes)
     check_writes(name, graph_module, inputs, closure)
     check_initialised(name, graph)
     check_devices(name, graph)
@@ -141,6 +148,17 @@ def trace_step(
         wire=wire,
         loops=tuple(loops_of(name, graph_module)),
     )
+
+
+def _plain(leaf: Any) -> Any:
+    """A result without the flags of a value that is yet to be negated, conjugated, or filled with zeros.
+
+    Such a tensor could not go in again.
+    """
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    # Private to torch. Relied on: it is true of a tensor of zeros that takes no memory, and its clone takes some.
+    return leaf.clone() if leaf._is_zerotensor() else leaf.resolve_conj().resolve_neg()
 
 
 def _name_of(step: Callable[..., Any]) -> str:
