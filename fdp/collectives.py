@@ -25,9 +25,7 @@ _SUMMABLE = frozenset({
 })  # fmt: skip
 
 
-def _map_leaves(
-    name: str, tree: Tree, fn: Callable[[torch.Tensor, str], torch.Tensor], op: str | None = None
-) -> Tree:
+def _map_leaves(name: str, tree: Tree, fn: Callable[[torch.Tensor, str], torch.Tensor], op: str | None = None) -> Tree:
     """Apply fn(tensor, label) to every leaf; a Python number becomes a tensor that may differ between ranks.
 
     With an `op`, leaves of a dtype for which it has no meaning are refused, all of them in one error.

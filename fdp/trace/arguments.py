@@ -139,7 +139,7 @@ def describe_leaf(leaf: Any) -> tuple[Any, ...]:
         if type(leaf) not in _TENSOR_TYPES or leaf.layout != torch.strided:
             return type(leaf), leaf.layout, leaf.shape  # to be refused, whatever else it is
         # Not where it begins in its memory: batches are often slices, and few graphs tell (`Trace.tells_places`).
-        return leaf.shape, leaf.dtype, leaf.device, leaf.stride(), leaf.is_conj(), leaf.is_neg()
+        return leaf.shape, leaf.dtype, leaf.device, leaf.stride(), leaf.is_conj(), leaf.is_neg(), leaf._is_zerotensor()
     return (type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf)
 
 
@@ -298,6 +298,8 @@ def _refuse_foreign_leaves(
                 offenders.append(f"{name}: a tensor of layout {leaf.layout}")
             elif leaf.is_conj() or leaf.is_neg():
                 offenders.append(f"{name}: a lazily conjugated or negated view; call .resolve_conj().resolve_neg()")
+            elif leaf._is_zerotensor():
+                offenders.append(f"{name}: zeros that take no memory; pass a clone")
             elif position in roles.donated and leaf.grad_fn is not None:
                 offenders.append(f"{name}: donated, but autograd may go back through it; pass x.detach()")
             elif position in roles.donated and leaf.is_inference():

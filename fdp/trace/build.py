@@ -17,7 +17,7 @@ from fdp.dynamo import uncompiled
 from fdp.errors import FdpError, TraceError, build_message
 from fdp.group import Group
 from fdp.labels import unlabelled, with_labels
-from fdp.trace.arguments import PLAIN_TYPES, Flat, Roles, describe_inputs
+from fdp.trace.arguments import Flat, Roles, describe_inputs
 from fdp.trace.capture import capture, is_fake, recording, untraceable
 from fdp.trace.checks import (
     check_branches,
@@ -42,6 +42,7 @@ from fdp.trace.pairing import assign_labels, assign_slots
 from fdp.trace.record import Operation, Output, Reduction, Trace
 from fdp.trace.replicated import closed_over, replicated_calls
 from fdp.trace.reshapes import reshape_by_views
+from fdp.trace.results import plain, refuse_foreign_outputs
 from fdp.trace.untouched import check_untouched, untouched
 from fdp.trace.variance import Cause, varying_nodes
 from fdp.wire import Wire
@@ -80,8 +81,8 @@ def trace_step(
 
     def flat_step(*values: torch.Tensor) -> list[torch.Tensor]:
         leaves, spec = pytree.flatten(call_with(step, flat, roles, values))
-        _refuse_foreign_outputs(name, leaves, spec)
-        returned[:] = [_plain(leaf) for leaf in leaves], spec
+        refuse_foreign_outputs(name, leaves, spec)
+        returned[:] = list(map(plain, leaves)), spec
         return [leaf for leaf in returned[0] if isinstance(leaf, torch.Tensor)]
 
     try:
@@ -150,63 +151,9 @@ def trace_step(
     )
 
 
-def _plain(leaf: Any) -> Any:
-    """A result without the flags of a value that is yet to be negated, conjugated, or filled with zeros.
-
-    Such a tensor could not go in again.
-    """
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    # Private to torch. Relied on: it is true of a tensor of zeros that takes no memory, and its clone takes some.
-    return leaf.clone() if leaf._is_zerotensor() else leaf.resolve_conj().resolve_neg()
-
-
 def _name_of(step: Callable[..., Any]) -> str:
     """What a step is called in messages."""
     return getattr(step, "__name__", type(step).__name__)
-
-
-def _refuse_foreign_outputs(name: str, leaves: Sequence[Any], spec: pytree.Spec) -> None:
-    names = pytree.names_in(spec, "output")
-    numbers = (torch.SymInt, torch.SymFloat, torch.SymBool)
-    offenders = [
-        f"{path}: a number read from a tensor" if type(leaf) in numbers else f"{path}: the text of a tensor"
-        for path, leaf in zip(names, leaves, strict=True)
-        if type(leaf) in numbers or (isinstance(leaf, str) and "FakeTensor(" in leaf)
-    ]
-    if offenders:
-        raise TraceError(
-            build_message(
-                f"step {name!r} returns values of tensors as Python numbers.",
-                offenders,
-                remedy="return the tensor, and call .item() on what the step returns.",
-            )
-        )
-    offenders = [
-        f"{path}: a tensor of layout {leaf.layout}"
-        for path, leaf in zip(names, leaves, strict=True)
-        if isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided
-    ]
-    if offenders:
-        raise TraceError(
-            build_message(
-                f"step {name!r} returns sparse tensors.", offenders, remedy="return dense ones: x.to_dense()."
-            )
-        )
-    offenders = [
-        f"{path}: {pytree.describe_kind(leaf)}"
-        for path, leaf in zip(names, leaves, strict=True)
-        if not isinstance(leaf, (torch.Tensor, *PLAIN_TYPES))
-    ]
-    if offenders:
-        raise TraceError(
-            build_message(
-                f"step {name!r} returns objects that are neither tensors nor plain constants.",
-                offenders,
-                remedy="return dicts, lists, tuples, namedtuples or dataclasses of tensors; or register the class with "
-                "optree.",
-            )
-        )
 
 
 def call_with(step: Callable[..., Any], flat: Flat, roles: Roles, values: Sequence[torch.Tensor]) -> Any:
@@ -258,7 +205,7 @@ def _kept(step: Callable[..., Any]) -> TraceError:
 def _runs_by_itself(step: Callable[..., Any], flat: Flat, roles: Roles, group: Group) -> bool:
     values = [tensor.detach().clone() for tensor in flat.tensors]
     try:
-        with torch.random.fork_rng():
+        with untouched(step), torch.random.fork_rng():
             run_untraced(step, flat, roles, group, values)
     except Exception:
         return False

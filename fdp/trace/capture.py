@@ -27,7 +27,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 
 from fdp.axis import step_axis
 from fdp.dynamo import uncompiled
-from fdp.errors import FdpError, PurityError, TraceError, build_message
+from fdp.errors import FdpError, TraceError, build_message
 from fdp.group import Group
 from fdp.trace.effects import effects_of, is_marker, storages_of
 from fdp.trace.fake_rules import teach
@@ -322,19 +322,11 @@ def untraceable(name: str, error: Exception) -> TraceError:
     )
 
 
-def _explain(name: str, error: Exception) -> FdpError | None:
+def _explain(name: str, error: Exception) -> TraceError | None:
     """A refusal for the failures that have a known remedy."""
     line = failing_line(error.__traceback__)
     inner = library_line(error.__traceback__)
     text = str(error)
-    if isinstance(error, ValueError) and "read-only" in text:
-        return PurityError(
-            build_message(
-                f"step {name!r} writes to a closed-over tensor through NumPy, which no trace sees.",
-                [f"{_at(line)}: {text}"],
-                remedy="pass the tensor as an argument and return its new value.",
-            )
-        )
     if isinstance(error, DynamicOutputShapeException):
         return TraceError(
             build_message(

@@ -16,7 +16,7 @@ def memory_groups(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Number the pieces of memory that tensors lie in.
 
     Args:
-        tensors: of any layout; one that is not strided lies in no memory that can be asked for.
+        tensors: of any layout; one that is not strided, or zeros without memory, lies nowhere that can be asked for.
 
     Returns:
         A number for each tensor. Tensors have the same number if their storages share a byte, directly or through the
@@ -31,7 +31,7 @@ def memory_groups(tensors: Sequence[torch.Tensor]) -> list[int]:
     pieces: list[tuple[str, int, int, int, int]] = []
     found = []
     for index, tensor in enumerate(tensors):
-        if tensor.layout != torch.strided:
+        if tensor.layout != torch.strided or tensor._is_zerotensor():
             found.append(index)
             continue
         storage = tensor.untyped_storage()

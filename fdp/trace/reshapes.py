@@ -133,9 +133,6 @@ def _replacement(
         return lambda: become(_aten.alias.default, given)
     if target is _aten.set_.source_Tensor:
         return lambda: become(_aten.alias.default, bound["source"])
-    if target is _aten.set_.source_Tensor_storage_offset:
-        places = value.shape, value.stride(), value.storage_offset()
-        return lambda: become(_aten.as_strided.default, bound["source"], *map(_plain, places))
     if name in ("resize_", "resize_as_") and _end(value) <= _room(given, order, order[node]):
         # Without a place of its own, it begins where what it is a view of begins.
         return lambda: become(_aten.as_strided.default, given, list(value.shape), list(value.stride()))
@@ -151,9 +148,7 @@ def _replacement(
 
     def give_another() -> None:
         with node.graph.inserting_before(node):
-            new = node.graph.call_function(
-                _aten.empty_strided.default, (list(value.shape), list(value.stride())), made
-            )
+            new = node.graph.call_function(_aten.empty_strided.default, (list(value.shape), list(value.stride())), made)
         new.meta.update(val=value, source=node.meta.get("source"), backward=node.meta.get("backward"))
         node.replace_input_with(given, new)
         node.meta.pop("effects", None)
@@ -166,10 +161,6 @@ def _view_of(target: Any) -> Any:
     packet = getattr(_aten, target._schema.name.removeprefix("aten::").removesuffix("_"))
     overload = target._overloadname
     return getattr(packet, overload if overload in packet.overloads() else "int")  # transpose_ is transpose.int
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, int) else list(value)
 
 
 def _end(value: torch.Tensor) -> int:

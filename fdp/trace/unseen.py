@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -24,8 +24,10 @@ from torch import fx
 from fdp.errors import FdpError, PurityError, TraceError, build_message
 from fdp.trace.source import Source, user_line
 
-_TENSOR, _STORAGE = torch.Tensor, torch.UntypedStorage
+_TENSOR, _STORAGES = torch.Tensor, (torch.UntypedStorage, torch.storage.TypedStorage)
 _STORAGE_WRITES = ("resize_", "fill_", "copy_", "__setitem__")
+_ELEMENT_WRITES = ("apply_", "map_", "map2_")
+"""Methods that call a Python function for each element, and take its memory for granted: a fake tensor has none."""
 
 
 class Unseen:
@@ -60,17 +62,17 @@ class Unseen:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Take the place of the methods that change tensors unseen."""
-        with (
-            _replaced(_TENSOR, "data", lambda original: property(original.__get__, self._set_data(original))),
-            _replaced(_TENSOR, "numpy", self._numpy),
-            _replaced(_TENSOR, "__dlpack__", self._dlpack),
-            _replaced(torch.utils, "swap_tensors", self._swap),
-            _replaced(torch._C, "_swap_tensor_impl", self._swap),
-            _replaced(_STORAGE, _STORAGE_WRITES[0], self._storage_write),
-            _replaced(_STORAGE, _STORAGE_WRITES[1], self._storage_write),
-            _replaced(_STORAGE, _STORAGE_WRITES[2], self._storage_write),
-            _replaced(_STORAGE, _STORAGE_WRITES[3], self._storage_write),
-        ):
+        with ExitStack() as stack:
+            for owner, name, make in (
+                (_TENSOR, "data", lambda original: property(original.__get__, self._set_data(original))),
+                (_TENSOR, "numpy", self._hand_out(".numpy()")),
+                (_TENSOR, "__dlpack__", self._hand_out("DLPack")),
+                *((_TENSOR, name, self._by_element) for name in _ELEMENT_WRITES),
+                (torch.utils, "swap_tensors", self._swap),
+                (torch._C, "_swap_tensor_impl", self._swap),
+                *((kind, name, self._storage_write) for kind in _STORAGES for name in _STORAGE_WRITES),
+            ):
+                stack.enter_context(_replaced(owner, name, make))
             yield
 
     def settle(self, outputs: Sequence[Any]) -> list[Any]:
@@ -85,9 +87,7 @@ class Unseen:
         Raises:
             PurityError: an argument was given another shape, dtype or device.
         """
-        moved = {
-            at: before for at, (before, _) in self._moved.items() if not _is_one(before, self._arguments[at])
-        }
+        moved = {at: before for at, (before, _) in self._moved.items() if not _is_one(before, self._arguments[at])}
         self._refuse_other_kinds(moved)
         with torch.no_grad():
             memory = {before.untyped_storage()._cdata for before in moved.values()}
@@ -103,7 +103,7 @@ class Unseen:
                 before.copy_(values[at])
                 node = self._last_node()
                 node.meta["source"], node.meta["stands_for"] = self._moved[at][1], f"{self._names[at]}.data = ..."
-        return [value if at not in moved else moved[at] for value, at in zip(kept, returned, strict=True)]
+        return [value if at is None else moved.get(at, value) for value, at in zip(kept, returned, strict=True)]
 
     def _refuse_other_kinds(self, moved: Mapping[int, torch.Tensor]) -> None:
         offenders = [
@@ -140,25 +140,39 @@ class Unseen:
 
         return set_data
 
-    def _numpy(self, original: Any) -> Any:
+    def _hand_out(self, how: str) -> Callable[[Any], Any]:
+        """Replaces a method that hands out the memory of a tensor. (Those of the trace have none, and refuse.)
+
+        What is read there would be frozen, and what is written is not seen.
+        """
+
+        def replace(original: Any) -> Any:
+            @functools.wraps(original)
+            def hand_out(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+                if self._tracing() and not self._is_traced(tensor):
+                    raise self._closed_over_change(tensor, how, user_line(sys._getframe(1)))
+                return original(tensor, *args, **kwargs)
+
+            return hand_out
+
+        return replace
+
+    def _by_element(self, original: Any) -> Any:
         @functools.wraps(original)
-        def numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            array = original(tensor, *args, **kwargs)
-            if self._tracing() and not self._is_traced(tensor):
-                array = array.view()
-                array.flags.writeable = False  # NumPy itself refuses to write, on the line that does
-            return array
+        def by_element(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not self._tracing():
+                return original(tensor, *args, **kwargs)
+            how = f".{original.__name__}()"
+            if not self._is_traced(tensor):
+                raise self._closed_over_change(tensor, how, user_line(sys._getframe(1)))
+            raise TraceError(
+                build_message(
+                    f"{how} calls a Python function with the value of each element, which a traced step does not have.",
+                    remedy="write the function with operators of torch, on the whole tensor.",
+                )
+            )
 
-        return numpy
-
-    def _dlpack(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def dlpack(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self._tracing() and not self._is_traced(tensor):
-                raise self._closed_over_change(tensor, "DLPack", user_line(sys._getframe(1)))
-            return original(tensor, *args, **kwargs)
-
-        return dlpack
+        return by_element
 
     def _swap(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -178,8 +192,10 @@ class Unseen:
     def _storage_write(self, original: Any) -> Any:
         @functools.wraps(original)
         def write(storage: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._tracing() and (error := self._refusal_of_storage(storage, original.__name__)) is not None:
-                raise error
+            if self._tracing():
+                untyped = getattr(storage, "_untyped_storage", storage)
+                if (error := self._refusal_of_storage(untyped, original.__name__)) is not None:
+                    raise error
             return original(storage, *args, **kwargs)
 
         return write
@@ -202,7 +218,7 @@ class Unseen:
             build_message(
                 "the step changes, or may change, a tensor that it closes over, out of the trace's sight.",
                 [f"{known}: {how}" + (f" at {line}" if line else "")],
-                remedy="pass the tensor as an argument and return its new value.",
+                remedy="pass the tensor as an argument and return its new value; read values outside of the step.",
             )
         )
 

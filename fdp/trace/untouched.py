@@ -91,7 +91,9 @@ def _contents(module: torch.nn.Module) -> tuple[type, list[dict[str, Any]]]:
     return type(module), [dict(getattr(module, held)) for held in _HELD]
 
 
-def _contents_put_back(known: str, module: torch.nn.Module, contents: tuple[type, list[dict[str, Any]]]) -> Iterator[str]:
+def _contents_put_back(
+    known: str, module: torch.nn.Module, contents: tuple[type, list[dict[str, Any]]]
+) -> Iterator[str]:
     kind, tables = contents
     if type(module) is not kind:
         module.__class__ = kind
