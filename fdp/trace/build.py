@@ -99,6 +99,7 @@ def trace_step(
         raise
     graph = graph_module.graph
     closure = closed_over_names(step)
+    check_views(name, graph)
     check_shapes(name, graph)
     reshape_by_views(name, graph_module, inputs, closure)
     round_early(graph)
