@@ -8,6 +8,7 @@ table.
 
 from __future__ import annotations
 
+import gc
 import pathlib
 import re
 from collections.abc import Callable
@@ -619,6 +620,34 @@ def test_views_of_one_numpy_array(warm: bool, compiled: bool, shift: int) -> Non
     for s, b in (({"w": one, "v": two}, fresh), ({"w": one, "v": fresh}, two), ({"w": two, "v": fresh}, one)):
         expected = accumulates(cloned(s), b.clone())
         same(step(s, b), expected)
+
+
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_a_batch_in_the_middle_of_state_that_stays_where_it_is(start: int) -> None:
+    """The state is recognised by its addresses; the batch lies in it at one call, and begins nowhere that it does."""
+    array = np.arange(8, dtype=np.float32)
+    s = {"w": torch.from_numpy(array[:4]), "v": torch.from_numpy(array[4:])}
+    step = fdp.data_parallel(accumulates, donate_argnums=0)
+    for _ in range(4):
+        s = step(s, torch.ones(4))
+    inside = torch.from_numpy(array[start : start + 4])
+    expected = accumulates(cloned(s), inside.clone())
+    same(step(s, inside), expected)
+    assert step.traces == 2
+
+
+def test_a_closed_over_tensor_is_one_memory_though_memory_is_collected_meanwhile() -> None:
+    def step(w: Tensor, b: Tensor) -> Tensor:
+        total = TABLE.sum()
+        gc.collect()
+        row = TABLE[0]
+        gc.collect()
+        row.add_(b)
+        gc.collect()
+        return w + total + TABLE.sum()
+
+    with pytest.raises(fdp.PurityError, match="TABLE: aten.add_"):
+        fdp.data_parallel(step, check_replication=False)(torch.ones(3), torch.ones(3))
 
 
 def test_a_closed_over_view_of_the_array_that_is_donated() -> None:

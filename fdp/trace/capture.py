@@ -90,7 +90,6 @@ def capture(
     # Closed-over tensors are real; they become constants of the graph and are judged later.
     fake_mode = _fake_mode(allow_non_fake_inputs=True)
     teach(fake_mode)
-    held = _one_memory_each(fake_mode)
     # Each input gets memory of its own: to a pure function it does not matter which of its arguments overlap.
     with fake_mode, recording():
         fakes = [
@@ -145,26 +144,7 @@ def capture(
     drop_idle_rewinds(graph_module.graph)
     _drop_dead_code(graph_module)
     _complete_examples(graph_module, fake_mode)
-    del held  # until here every use of a closed-over tensor had to find the memory of the first
     return graph_module
-
-
-def _one_memory_each(fake_mode: FakeTensorMode) -> list[Any]:
-    """Keep what stands for closed-over tensors, so that all uses and views of one have one memory in the trace.
-
-    Relied on: the mode's converter is asked for what stands for a real tensor, and remembers it, and the memory behind
-    it, for as long as that is alive. `_complete_examples` notices if it does not.
-    """
-    kept: list[Any] = []
-    converter = fake_mode.fake_tensor_converter
-    convert = converter.from_real_tensor
-
-    def converted(*args: Any, **kwargs: Any) -> Any:
-        kept.append(found := convert(*args, **kwargs))
-        return found
-
-    converter.from_real_tensor = converted  # type: ignore[method-assign]
-    return kept
 
 
 def _fake_mode(**options: Any) -> FakeTensorMode:
@@ -379,8 +359,11 @@ def _drop_dead_code(graph_module: fx.GraphModule) -> None:
 
 
 def _complete_examples(graph_module: fx.GraphModule, fake_mode: FakeTensorMode) -> None:
-    """Give closed-over tensors, which the tracer takes for new memory at each use, the example value that stands for
-    them."""
+    """Give closed-over tensors, which the tracer takes for new memory at each use, one example value for all uses.
+
+    Relied on: what stands for a real tensor in a fake-tensor mode, and its memory, is remembered as long as anything of
+    the graph looks at it. If it were not, views of a closed-over tensor would have other memory than the tensor.
+    """
     for node in graph_module.graph.nodes:
         real = getattr(graph_module, node.target, None) if node.op == "get_attr" else None
         if isinstance(real, torch.Tensor) and not isinstance(real, FakeTensor):

@@ -138,7 +138,7 @@ def _replacement(
         return lambda: become(_aten.as_strided.default, given, list(value.shape), list(value.stride()))
     if _is_named_later(given, node, order):
         return None
-    made = {"dtype": value.dtype, "device": value.device}
+    made: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
     if name in ("resize_", "resize_as_"):
         if given.meta["val"].numel():
             return None  # what is added holds whatever was in memory
