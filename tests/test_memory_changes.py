@@ -646,7 +646,7 @@ def test_a_closed_over_tensor_is_one_memory_though_memory_is_collected_meanwhile
         gc.collect()
         return w + total + TABLE.sum()
 
-    with pytest.raises(fdp.PurityError, match="TABLE: aten.add_"):
+    with pytest.raises(fdp.PurityError, match=r"TABLE: aten\.add_"):
         fdp.data_parallel(step, check_replication=False)(torch.ones(3), torch.ones(3))
 
 
