@@ -7,7 +7,7 @@ returns; with no process group it is the collective of a world of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,11 +25,14 @@ _SUMMABLE = frozenset({
 })  # fmt: skip
 
 
-def _map_leaves(name: str, tree: Tree, fn: Callable[[torch.Tensor, str], torch.Tensor]) -> Tree:
-    """Apply fn(tensor, label) to every leaf; a Python number becomes a tensor that may differ between ranks."""
+def _map_leaves(name: str, tree: Tree, fn: Callable[[torch.Tensor, str], torch.Tensor], op: str | None = None) -> Tree:
+    """Apply fn(tensor, label) to every leaf; a Python number becomes a tensor that may differ between ranks.
+
+    With an `op`, leaves of a dtype for which it has no meaning are refused, all of them in one error.
+    """
     refuse_deferred(f"fdp.{name}")
     leaves, spec = pytree.flatten(unlabelled(tree))  # what comes out is the same on every rank
-    out = []
+    given = []
     for leaf, path in zip(leaves, pytree.names_in(spec, ""), strict=True):
         label = f"{name}({path})" if path else name
         if isinstance(leaf, bool) or not isinstance(leaf, (torch.Tensor, int, float, complex)):
@@ -48,27 +51,38 @@ def _map_leaves(name: str, tree: Tree, fn: Callable[[torch.Tensor, str], torch.T
                     remedy="pass a dense tensor, for instance x.to_dense().",
                 )
             )
-        out.append(fn(leaf, label))
-    return pytree.unflatten(spec, out)
+        given.append((leaf, label))
+    if op is not None:
+        _refuse_dtypes(op, given)
+    return pytree.unflatten(spec, [fn(leaf, label) for leaf, label in given])
+
+
+def _refuse_dtypes(op: str, given: Sequence[tuple[torch.Tensor, str]]) -> None:
+    """Refuse tensors of a dtype that cannot be combined so."""
+    undefined = [
+        f"{label}: a {op} over ranks is not defined for {x.dtype}."
+        for x, label in given
+        if x.dtype not in _SUMMABLE or (op in ("max", "min") and x.is_complex())
+    ]
+    whole = [
+        f"{label}: the mean of {x.dtype} over ranks is not an integer."
+        for x, label in given
+        if op == "mean" and x.dtype in _SUMMABLE and not (x.is_floating_point() or x.is_complex())
+    ]
+    for texts, remedy in (
+        (undefined, "convert the tensor first, for instance with .int() or .float()."),
+        (
+            whole,
+            "leave out what is equal on every rank already, such as the counters of BatchNorm; or convert with "
+            ".float(), or use fdp.psum, or fdp.pmax.",
+        ),
+    ):
+        if texts:
+            raise ArgumentError(build_message(texts[0], texts[1:], remedy))
 
 
 def _reduce(x: torch.Tensor, op: str, label: str) -> torch.Tensor:
     axis = current_axis()
-    if x.dtype not in _SUMMABLE or (op in ("max", "min") and x.is_complex()):
-        raise ArgumentError(
-            build_message(
-                f"{label}: a {op} over ranks is not defined for {x.dtype}.",
-                remedy="convert the tensor first, for instance with .int() or .float().",
-            )
-        )
-    if op == "mean" and not (x.is_floating_point() or x.is_complex()):
-        raise ArgumentError(
-            build_message(
-                f"{label}: the mean of {x.dtype} over ranks is not an integer.",
-                remedy="leave out what is equal on every rank already, such as the counters of BatchNorm; or convert "
-                "with .float(), or use fdp.psum.",
-            )
-        )
     if x.is_complex():
         pairs = markers.all_reduce(torch.view_as_real(x.resolve_conj()), op, axis.name, "value", label)
         return torch.view_as_complex(pairs)
@@ -101,7 +115,7 @@ def psum(tree: Tree) -> Tree:
     References:
         JAX, `jax.lax.psum`.
     """
-    return _map_leaves("psum", tree, lambda x, label: _reduce(x, "sum", label))
+    return _map_leaves("psum", tree, lambda x, label: _reduce(x, "sum", label), "sum")
 
 
 def pmean(tree: Tree, weight: torch.Tensor | float | None = None) -> Tree:
@@ -128,7 +142,7 @@ def pmean(tree: Tree, weight: torch.Tensor | float | None = None) -> Tree:
         JAX, `jax.lax.pmean`.
     """
     if weight is None:
-        return _map_leaves("pmean", tree, lambda x, label: _reduce(x, "mean", label))
+        return _map_leaves("pmean", tree, lambda x, label: _reduce(x, "mean", label), "mean")
     if isinstance(weight, bool) or not isinstance(weight, (torch.Tensor, int, float)):
         raise ArgumentError(
             build_message(
@@ -152,8 +166,6 @@ def pmean(tree: Tree, weight: torch.Tensor | float | None = None) -> Tree:
     total = _reduce(share, "sum", "pmean(weight)")
 
     def weighted(x: torch.Tensor, label: str) -> torch.Tensor:
-        if not (x.is_floating_point() or x.is_complex()):
-            return _reduce(x, "mean", label)  # refuses, with the message for integers
         if x.dtype in (torch.float16, torch.bfloat16):
             # A weight such as 100,000 tokens does not fit into sixteen bits, nor does 257 exactly.
             return weighted(x.float(), label).to(x.dtype)
@@ -167,7 +179,7 @@ def pmean(tree: Tree, weight: torch.Tensor | float | None = None) -> Tree:
         scaled = x * local
         return _reduce(scaled, "sum", label) / total.to(device=x.device, dtype=real)
 
-    return _map_leaves("pmean", tree, weighted)
+    return _map_leaves("pmean", tree, weighted, "mean")
 
 
 def pmax(tree: Tree) -> Tree:
@@ -186,7 +198,7 @@ def pmax(tree: Tree) -> Tree:
         >>> pmax(torch.tensor([1.0, 2.0]))
         tensor([1., 2.])
     """
-    return _map_leaves("pmax", tree, lambda x, label: _reduce(x, "max", label))
+    return _map_leaves("pmax", tree, lambda x, label: _reduce(x, "max", label), "max")
 
 
 def pmin(tree: Tree) -> Tree:
@@ -205,7 +217,7 @@ def pmin(tree: Tree) -> Tree:
         >>> pmin(torch.tensor([1.0, 2.0]))
         tensor([1., 2.])
     """
-    return _map_leaves("pmin", tree, lambda x, label: _reduce(x, "min", label))
+    return _map_leaves("pmin", tree, lambda x, label: _reduce(x, "min", label), "min")
 
 
 def all_gather(tree: Tree) -> Tree:

@@ -20,7 +20,7 @@ from fdp.emit.header import NUMEL, carries
 from fdp.emit.layout import round_up
 from fdp.emit.views import geometry
 from fdp.plan import Bucket, Plan
-from fdp.trace.effects import operator_name, storages, storages_of
+from fdp.trace.effects import storages, storages_of
 from fdp.trace.loops import is_loop
 
 _SCALED_WHEN_FILLED_BYTES = 2**20
@@ -324,11 +324,7 @@ def _only_computes(node: fx.Node) -> bool:
         return True
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace not in ("aten", "fdp"):
         return False
-    return torch.Tag.inplace_view not in node.target.tags or operator_name(node) in RESHAPES_IN_PLACE
-
-
-RESHAPES_IN_PLACE = frozenset({"squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "as_strided_"})
-"""Operators that only change under which shape a tensor looks at its memory."""
+    return torch.Tag.inplace_view not in node.target.tags
 
 
 def gathered_at_bytes(bucket: Bucket) -> int:

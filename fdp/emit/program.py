@@ -22,13 +22,13 @@ from fdp.emit.forms import Form, form_of
 from fdp.emit.layout import Layout
 from fdp.emit.lines import BEFORE, Line, Part, assemble, belongs, drop_unused, lay_out_lines, parts_of
 from fdp.emit.loops import memory_of_body, write_loop
-from fdp.emit.places import RESHAPES_IN_PLACE, Place, find_places, result_name
+from fdp.emit.places import Place, find_places, result_name
 from fdp.emit.products import find_added, write_added
 from fdp.emit.shortcuts import counted_up, transposed_weight
 from fdp.emit.views import redundant_views
 from fdp.emit.writer import Writer, bind_object, bind_operator, bucket_name, emit, free_name, literal, name_of
 from fdp.plan import Plan, Run, Start, plan_trace
-from fdp.trace.effects import effects_of, is_marker, list_arguments, operator_name, storages_of
+from fdp.trace.effects import effects_of, is_marker, list_arguments, storages_of
 from fdp.trace.loops import is_loop
 
 _aten = torch.ops.aten
@@ -248,8 +248,7 @@ def arguments_of(node: fx.Node, lanes: list[int]) -> tuple[list[Any], dict[str, 
 
 def _changes_memory(node: fx.Node) -> bool:
     target = node.target
-    mutable = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
-    return mutable and operator_name(node) not in RESHAPES_IN_PLACE
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
 def _entry_name(node: fx.Node, index: Any) -> str:

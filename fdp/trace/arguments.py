@@ -14,6 +14,7 @@ import torch
 from fdp import pytree
 from fdp.errors import ArgumentError, TraceError, build_message
 from fdp.labels import labelled
+from fdp.trace.overlap import memory_groups
 from fdp.trace.record import Input
 
 PLAIN_TYPES = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -138,7 +139,7 @@ def describe_leaf(leaf: Any) -> tuple[Any, ...]:
         if type(leaf) not in _TENSOR_TYPES or leaf.layout != torch.strided:
             return type(leaf), leaf.layout, leaf.shape  # to be refused, whatever else it is
         # Not where it begins in its memory: batches are often slices, and few graphs tell (`Trace.tells_places`).
-        return leaf.shape, leaf.dtype, leaf.device, leaf.stride(), leaf.is_conj(), leaf.is_neg()
+        return leaf.shape, leaf.dtype, leaf.device, leaf.stride(), leaf.is_conj(), leaf.is_neg(), leaf._is_zerotensor()
     return (type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf)
 
 
@@ -149,7 +150,7 @@ def describe_static(static: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def sharing_pattern(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
     """For each tensor that shares memory with one before it, the index of the first such one, and its own."""
-    memories = [t.untyped_storage()._cdata if t.layout == torch.strided else -i for i, t in enumerate(tensors, 1)]
+    memories = memory_groups(tensors)
     if len(set(memories)) == len(memories):
         return ()
     owners: dict[int, int] = {}
@@ -268,8 +269,9 @@ def describe_inputs(step_name: str, flat: Flat, roles: Roles) -> tuple[list[str]
 
 def sharing(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """For each tensor, whether it overlaps itself or lies in the memory of another one."""
-    counts = collections.Counter(tensor.untyped_storage()._cdata for tensor in tensors)
-    return [counts[tensor.untyped_storage()._cdata] > 1 or _overlaps_itself(tensor) for tensor in tensors]
+    groups = memory_groups(tensors)
+    counts = collections.Counter(groups)
+    return [counts[group] > 1 or _overlaps_itself(tensor) for group, tensor in zip(groups, tensors, strict=True)]
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
@@ -296,6 +298,8 @@ def _refuse_foreign_leaves(
                 offenders.append(f"{name}: a tensor of layout {leaf.layout}")
             elif leaf.is_conj() or leaf.is_neg():
                 offenders.append(f"{name}: a lazily conjugated or negated view; call .resolve_conj().resolve_neg()")
+            elif leaf._is_zerotensor():
+                offenders.append(f"{name}: zeros that take no memory; pass a clone")
             elif position in roles.donated and leaf.grad_fn is not None:
                 offenders.append(f"{name}: donated, but autograd may go back through it; pass x.detach()")
             elif position in roles.donated and leaf.is_inference():

@@ -17,7 +17,7 @@ from fdp.dynamo import uncompiled
 from fdp.errors import FdpError, TraceError, build_message
 from fdp.group import Group
 from fdp.labels import unlabelled, with_labels
-from fdp.trace.arguments import PLAIN_TYPES, Flat, Roles, describe_inputs
+from fdp.trace.arguments import Flat, Roles, describe_inputs
 from fdp.trace.capture import capture, is_fake, recording, untraceable
 from fdp.trace.checks import (
     check_branches,
@@ -33,7 +33,7 @@ from fdp.trace.checks import (
     check_views,
     check_writes,
 )
-from fdp.trace.closure import closed_over_names, kept_by, untouched
+from fdp.trace.closure import closed_over_names, closed_over_tensors, kept_by
 from fdp.trace.dependencies import operations_of
 from fdp.trace.effects import is_marker
 from fdp.trace.loops import loops_of, outline_loops
@@ -41,6 +41,9 @@ from fdp.trace.narrowing import is_rounded, round_early
 from fdp.trace.pairing import assign_labels, assign_slots
 from fdp.trace.record import Operation, Output, Reduction, Trace
 from fdp.trace.replicated import closed_over, replicated_calls
+from fdp.trace.reshapes import reshape_by_views
+from fdp.trace.results import plain, refuse_foreign_outputs
+from fdp.trace.untouched import check_untouched, untouched
 from fdp.trace.variance import Cause, varying_nodes
 from fdp.wire import Wire
 
@@ -77,13 +80,16 @@ def trace_step(
     returned: list[Any] = []
 
     def flat_step(*values: torch.Tensor) -> list[torch.Tensor]:
-        returned[:] = pytree.flatten(call_with(step, flat, roles, values))
-        _refuse_foreign_outputs(name, *returned)
+        leaves, spec = pytree.flatten(call_with(step, flat, roles, values))
+        refuse_foreign_outputs(name, leaves, spec)
+        returned[:] = list(map(plain, leaves)), spec
         return [leaf for leaf in returned[0] if isinstance(leaf, torch.Tensor)]
 
     try:
-        with untouched(step):
-            graph_module = capture(name, flat_step, tensors, group, wire)
+        with untouched(step) as changes:
+            graph_module = capture(
+                name, flat_step, tensors, group, wire, [i.name for i in inputs], lambda: closed_over_tensors(step)
+            )
     except FdpError:
         raise
     except Exception as error:
@@ -92,13 +98,16 @@ def trace_step(
             raise untraceable(name, error) from error
         raise
     graph = graph_module.graph
-    round_early(graph)
     closure = closed_over_names(step)
     check_views(name, graph)
-    check_places(name, graph, inputs)
     check_shapes(name, graph)
+    reshape_by_views(name, graph_module, inputs, closure)
+    round_early(graph)
+    check_views(name, graph)
+    check_places(name, graph, inputs)
     check_made_here(name, graph_module, closure)
     check_closure(name, graph_module, closure)
+    check_untouched(name, changes)
     check_writes(name, graph_module, inputs, closure)
     check_initialised(name, graph)
     check_devices(name, graph)
@@ -146,49 +155,6 @@ def trace_step(
 def _name_of(step: Callable[..., Any]) -> str:
     """What a step is called in messages."""
     return getattr(step, "__name__", type(step).__name__)
-
-
-def _refuse_foreign_outputs(name: str, leaves: Sequence[Any], spec: pytree.Spec) -> None:
-    names = pytree.names_in(spec, "output")
-    numbers = (torch.SymInt, torch.SymFloat, torch.SymBool)
-    offenders = [
-        f"{path}: a number read from a tensor" if type(leaf) in numbers else f"{path}: the text of a tensor"
-        for path, leaf in zip(names, leaves, strict=True)
-        if type(leaf) in numbers or (isinstance(leaf, str) and "FakeTensor(" in leaf)
-    ]
-    if offenders:
-        raise TraceError(
-            build_message(
-                f"step {name!r} returns values of tensors as Python numbers.",
-                offenders,
-                remedy="return the tensor, and call .item() on what the step returns.",
-            )
-        )
-    offenders = [
-        f"{path}: a tensor of layout {leaf.layout}"
-        for path, leaf in zip(names, leaves, strict=True)
-        if isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided
-    ]
-    if offenders:
-        raise TraceError(
-            build_message(
-                f"step {name!r} returns sparse tensors.", offenders, remedy="return dense ones: x.to_dense()."
-            )
-        )
-    offenders = [
-        f"{path}: {pytree.describe_kind(leaf)}"
-        for path, leaf in zip(names, leaves, strict=True)
-        if not isinstance(leaf, (torch.Tensor, *PLAIN_TYPES))
-    ]
-    if offenders:
-        raise TraceError(
-            build_message(
-                f"step {name!r} returns objects that are neither tensors nor plain constants.",
-                offenders,
-                remedy="return dicts, lists, tuples, namedtuples or dataclasses of tensors; or register the class with "
-                "optree.",
-            )
-        )
 
 
 def call_with(step: Callable[..., Any], flat: Flat, roles: Roles, values: Sequence[torch.Tensor]) -> Any:
@@ -240,7 +206,7 @@ def _kept(step: Callable[..., Any]) -> TraceError:
 def _runs_by_itself(step: Callable[..., Any], flat: Flat, roles: Roles, group: Group) -> bool:
     values = [tensor.detach().clone() for tensor in flat.tensors]
     try:
-        with torch.random.fork_rng():
+        with untouched(step), torch.random.fork_rng():
             run_untraced(step, flat, roles, group, values)
     except Exception:
         return False

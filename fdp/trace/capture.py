@@ -22,18 +22,19 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributions import Distribution
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from fdp.axis import step_axis
 from fdp.dynamo import uncompiled
 from fdp.errors import FdpError, TraceError, build_message
 from fdp.group import Group
-from fdp.trace.effects import effects_of, is_marker
+from fdp.trace.effects import effects_of, is_marker, storages_of
 from fdp.trace.fake_rules import teach
 from fdp.trace.remedies import MADE_SHAPE, READ_VALUE, remedy_for
 from fdp.trace.rewinding import drop_idle_rewinds, rewound
-from fdp.trace.source import Source, failing_line, library_line, source_lines
+from fdp.trace.source import Source, failing_line, library_line, source_lines, users_lines
+from fdp.trace.unseen import Unseen
 from fdp.wire import Wire
 
 Geometry = tuple[Sequence[int], Sequence[int], int, torch.dtype, torch.device]
@@ -63,6 +64,8 @@ def capture(
     tensors: Sequence[torch.Tensor],
     group: Group,
     wire: Wire | None = None,
+    names: Sequence[str] = (),
+    closed_over: Callable[[], Mapping[int, tuple[str, torch.Tensor]]] = dict,
 ) -> fx.GraphModule:
     """Trace a step into a flat graph of operators; no operator runs and no memory is taken.
 
@@ -72,6 +75,8 @@ def capture(
         tensors: the inputs, of which only shape, dtype, strides, device and shared memory matter.
         group: the ranks that the step runs on.
         wire: how gradients travel; None if they do as they are.
+        names: key paths of `tensors`, for messages.
+        closed_over: finds the tensors that the step can reach without being passed them: by `id`, name and tensor.
 
     Returns:
         A graph module with a placeholder for each tensor. Every node has an example value (`meta["val"]`, a fake
@@ -79,6 +84,8 @@ def capture(
 
     Raises:
         TraceError: the step's control flow, or a shape, depends on the value of a tensor.
+        PurityError: it changes a closed-over tensor, or gives an argument memory of another kind, out of the
+            dispatcher's sight.
     """
     # Closed-over tensors are real; they become constants of the graph and are judged later.
     fake_mode = _fake_mode(allow_non_fake_inputs=True)
@@ -95,10 +102,20 @@ def capture(
     def recorded(*inputs: torch.Tensor) -> Sequence[Any]:
         mode = get_proxy_mode()
         assert mode is not None
+        tracer: Any = mode.tracer
+
+        def stand_for(tensor: Any, other: Any) -> None:
+            set_proxy_slot(tensor, tracer, get_proxy_slot(other, tracer))
+            tensor.fake_device, tensor.constant = other.fake_device, None
+
+        unseen = Unseen(
+            inputs, names or [f"argument {i}" for i in range(len(inputs))], is_fake, stand_for,
+            lambda: next(reversed(tracer.graph.nodes)), lambda: get_proxy_mode() is mode, closed_over,
+        )  # fmt: skip
         # Under autocast around the call, `make_fx` has a parameter converted anew at each use: its gradients would be
         # added up in another dtype.
-        with source_lines(mode.tracer), _caching_casts(caches):
-            return flat_step(*inputs)
+        with source_lines(tracer), _caching_casts(caches), unseen.watched():
+            return unseen.settle(flat_step(*inputs))
 
     with ExitStack() as stack:
         stack.enter_context(step_axis("traced", group, wire))
@@ -117,7 +134,8 @@ def capture(
             graph_module = make_fx(recorded, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
         except FdpError as error:
             _name_place(name, error)
-            raise
+            # Of the way through the tracer, which is long, the author of the step wants to see his own lines.
+            raise error.with_traceback(users_lines(error.__traceback__)) from None
         except Exception as error:
             refusal = _explain(name, error)
             if refusal is None:
@@ -341,8 +359,15 @@ def _drop_dead_code(graph_module: fx.GraphModule) -> None:
 
 
 def _complete_examples(graph_module: fx.GraphModule, fake_mode: FakeTensorMode) -> None:
-    """Give closed-over tensors, which the tracer leaves as they are, an example value like all others."""
+    """Give closed-over tensors, which the tracer takes for new memory at each use, one example value for all uses.
+
+    Relied on: what stands for a real tensor in a fake-tensor mode, and its memory, is remembered as long as anything of
+    the graph looks at it. If it were not, views of a closed-over tensor would have other memory than the tensor.
+    """
     for node in graph_module.graph.nodes:
         real = getattr(graph_module, node.target, None) if node.op == "get_attr" else None
-        if isinstance(real, torch.Tensor) and not isinstance(node.meta.get("val"), FakeTensor):
+        if isinstance(real, torch.Tensor) and not isinstance(real, FakeTensor):
             node.meta["val"] = fake_mode.from_tensor(real, static_shapes=True)
+            views = (user for user in node.users if user.op == "call_function" and effects_of(user).view)
+            if real.layout == torch.strided and any(storages_of(user) != storages_of(node) for user in views):
+                raise AssertionError("this release of PyTorch gives closed-over tensors other memory at each use")

@@ -15,6 +15,7 @@ from torch import fx
 from fdp.errors import PurityError, ReplicationError, TraceError, build_message
 from fdp.trace.capture import is_fake
 from fdp.trace.effects import effects_of, inner_nodes, is_marker, replaces_elements, storages_of, taken_for_shape
+from fdp.trace.overlap import memory_groups
 from fdp.trace.record import Input, Output
 from fdp.trace.rewinding import STATE, drawn_anew
 from fdp.trace.source import located
@@ -282,16 +283,16 @@ def check_closure_memory(
     Raises:
         PurityError: names both.
     """
-    donated = {
-        tensor.untyped_storage()._cdata: item.name for item, tensor in zip(inputs, tensors, strict=True) if item.donated
+    donated = [(item.name, tensor) for item, tensor in zip(inputs, tensors, strict=True) if item.donated]
+    attributes = (getattr(graph_module, node.target) for node in graph_module.graph.find_nodes(op="get_attr"))
+    held = [value for value in attributes if isinstance(value, torch.Tensor) and value.layout == torch.strided]
+    groups = memory_groups([*(tensor for _, tensor in donated), *held])
+    owners = dict(zip(reversed(groups[: len(donated)]), reversed([known for known, _ in donated]), strict=True))
+    offenders = {
+        f"{names.get(id(tensor), 'a closed-over tensor')} lies in the memory of {owners[group]}": None
+        for tensor, group in zip(held, groups[len(donated) :], strict=True)
+        if group in owners
     }
-    offenders = []
-    for node in graph_module.graph.find_nodes(op="get_attr"):
-        held = getattr(graph_module, node.target, None)
-        if isinstance(held, torch.Tensor) and held.layout == torch.strided:
-            owner = donated.get(held.untyped_storage()._cdata)
-            if owner is not None:
-                offenders.append(f"{names.get(id(held), 'a closed-over tensor')} lies in the memory of {owner}")
     if offenders:
         raise PurityError(
             build_message(

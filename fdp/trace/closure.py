@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 _MAX_DEPTH = 4
-_MAX_KEPT = 2**16
 
 
 def closed_over_names(function: Any) -> dict[int, str]:
@@ -29,41 +27,30 @@ def closed_over_names(function: Any) -> dict[int, str]:
         >>> closed_over_names(lambda x: x * w)[id(w)]
         'w'
     """
-    return {key: name for key, (name, _) in _closed_over_tensors(function).items()}
+    return {key: name for key, (name, _) in closed_over_tensors(function).items()}
 
 
 def kept_by(function: Any, wanted: Callable[[torch.Tensor], bool]) -> list[str]:
     """The names of those tensors that a function can reach, without being passed them, of which something is true."""
-    return [name for name, tensor in _closed_over_tensors(function).values() if wanted(tensor)]
+    return [name for name, tensor in closed_over_tensors(function).values() if wanted(tensor)]
 
 
-@contextmanager
-def untouched(function: Any) -> Iterator[None]:
-    """Put small tensors that a function closes over back to what they were, should it change them while traced.
-
-    An in-place operator on closed-over tensors alone (the counter of a closed-over BatchNorm) has nothing fake about
-    it, so it runs. The step is refused for it afterwards.
-    """
-    kept = [
-        (tensor, tensor._version, tensor.detach().clone())
-        for _, tensor in _closed_over_tensors(function).values()
-        if tensor.layout == torch.strided and not tensor.is_inference() and tensor.numel() <= _MAX_KEPT
-    ]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, version, value in kept:
-                if tensor._version != version:
-                    tensor.copy_(value)
-
-
-def _closed_over_tensors(function: Any) -> dict[int, tuple[str, torch.Tensor]]:
+def closed_over_tensors(function: Any) -> dict[int, tuple[str, torch.Tensor]]:
+    """Find the tensors that a function can reach without being passed them: by `id`, name and tensor."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     seen: set[int] = set()
     for name, value in _reachable(function):
         _visit(name, value, found, seen, _MAX_DEPTH)
     return found
+
+
+def closed_over_modules(function: Any) -> list[tuple[str, torch.nn.Module]]:
+    """Find the modules, and the parts of modules, that a function can reach without being passed them, with names."""
+    found: dict[int, tuple[str, torch.nn.Module]] = {}
+    seen: set[int] = set()
+    for name, value in _reachable(function):
+        _visit(name, value, {}, seen, _MAX_DEPTH, found)
+    return list(found.values())
 
 
 def _reachable(function: Any) -> Iterator[tuple[str, Any]]:
@@ -97,25 +84,34 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
             yield from _global_names(constant)
 
 
-def _visit(name: str, value: Any, found: dict[int, tuple[str, torch.Tensor]], seen: set[int], depth: int) -> None:
+def _visit(
+    name: str,
+    value: Any,
+    found: dict[int, tuple[str, torch.Tensor]],
+    seen: set[int],
+    depth: int,
+    modules: dict[int, tuple[str, torch.nn.Module]] | None = None,
+) -> None:
     if isinstance(value, torch.Tensor):
         found.setdefault(id(value), (name, value))
         return
     if id(value) in seen or depth == 0:
         return
     seen.add(id(value))
+    inner: Iterable[tuple[str, Any]] = ()
     if isinstance(value, torch.nn.Module):
         for path, tensor in [*value.named_parameters(), *value.named_buffers()]:
             found.setdefault(id(tensor), (f"{name}.{path}", tensor))
+        if modules is not None:
+            for path, module in value.named_modules():
+                modules.setdefault(id(module), (f"{name}.{path}" if path else name, module))
     elif isinstance(value, dict):
-        for key, item in value.items():
-            _visit(f"{name}[{key!r}]", item, found, seen, depth - 1)
+        inner = ((f"{name}[{key!r}]", item) for key, item in list(value.items()))
     elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            _visit(f"{name}[{index}]", item, found, seen, depth - 1)
+        inner = ((f"{name}[{index}]", item) for index, item in enumerate(value))
     elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-        for inner, item in _reachable(value):
-            _visit(inner, item, found, seen, depth - 1)
+        inner = _reachable(value)
     elif not isinstance(value, (type, types.ModuleType)) and hasattr(value, "__dict__"):
-        for attribute, item in vars(value).items():
-            _visit(f"{name}.{attribute}", item, found, seen, depth - 1)
+        inner = ((f"{name}.{attribute}", item) for attribute, item in list(vars(value).items()))
+    for known, item in inner:
+        _visit(known, item, found, seen, depth - 1, modules)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch._prims_common import suggest_memory_format
+from torch.fx.node import map_aggregate
 
 from fdp.trace.effects import FUSED_OPTIMIZERS
 
@@ -31,12 +32,22 @@ def teach(fake_mode: Any) -> None:
     """
     dispatch = fake_mode.dispatch
 
+    def stand_in(tensor: Any) -> Any:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            return tensor
+        # Another object each time, as what is remembered for the tensor must not be turned.
+        remembered = fake_mode.from_tensor(tensor, static_shapes=True)
+        return dispatch(torch.ops.aten.detach.default, (), (remembered,), {})
+
     def dispatch_all_others(func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Any) -> object:
         if func.namespace == "aten" and func._schema.name.removeprefix("aten::") in FUSED_OPTIMIZERS:
             return None
         if func in _CTC_LOSS:
             with fake_mode:
                 return _ctc_results(args[0], args[1], args[3])
+        if func._schema.is_mutable and func.namespace != "fdp":
+            # An operator that changes closed-over tensors alone would be run on them, as if it made a constant.
+            args, kwargs = map_aggregate((tuple(args), dict(kwargs or {})), stand_in)
         result = dispatch(func, types, args, kwargs)
         return _laid_out(fake_mode, func, args, result) if func in _BATCH_NORMS else result
 

@@ -24,6 +24,7 @@ import torch
 
 from fdp.trace.arguments import Flat, describe_leaf, describe_static, sharing_pattern
 from fdp.trace.guards import tensors_like
+from fdp.trace.overlap import overlap
 from fdp.trace.record import Trace
 from fdp.trace.structure import Structure
 
@@ -71,7 +72,9 @@ class _Call(Generic[T]):
         self._passing_like = tensors_like(self._passing(tensors))
         self._staying_offsets = _Offsets(self._staying(tensors), True)
         self._passing_offsets = _Offsets(self._passing(tensors), trace.tells_places)
-        self._lay = _Addresses(list(map(_address, self._staying(tensors))))
+        self._staying_sizes = list(map(_extent_bytes, self._staying(tensors)))
+        self._lay = _Addresses(list(map(_address, self._staying(tensors))), self._staying_sizes)
+        self._pieces = _Pieces(self._passing(tensors) + self._staying(tensors), flat.shared or ())
 
     def recognise(self, leaves: list[Any], static: tuple[Any, ...]) -> list[torch.Tensor] | None:
         """The tensors among leaves of the same structure if this call's program certainly serves them, else None."""
@@ -110,20 +113,19 @@ class _Call(Generic[T]):
         if addresses and addresses == lay.addresses and len(passing) <= _FEW:
             # The same bytes in the same shapes. They shared no memory a call ago, so they share none now, and a program
             # can find nothing different about them; their offset is not in it.
-            return len(set(bases)) == len(bases) and all(
-                lay.are_apart_from(base, tensor.untyped_storage().nbytes())
-                for base, tensor in zip(bases, passing, strict=True)
-            )
+            sizes = [tensor.untyped_storage().nbytes() for tensor in passing]
+            return not overlap(bases, sizes) and all(map(lay.are_apart_from, bases, sizes))
         if not self._staying_offsets.are_of(staying):
             return False
         bases += self._staying_offsets.bases_at(addresses)
-        # Memory that begins in different places is not shared. So if those share that did, and no others begin in one
-        # place, the same share. (Two pieces that begin in one place may still be two.)
-        if len(set(bases)) != len(tensors) - len(self._shared) or not all(
+        # If those share that did, and no bytes of others lie in one place, the same share. (Storages that touch beyond
+        # what the tensors use, or begin in one place, may still be apart, or not.)
+        if not self._pieces.lie_apart(bases, list(map(_address, passing)) + addresses) or not all(
             tensors[one].untyped_storage()._cdata == tensors[two].untyped_storage()._cdata for one, two in self._shared
         ):
             return sharing_pattern(tensors) == self._shared
-        self._lay = _Addresses(addresses)  # as a whole, since another thread may be reading it
+        # As a whole, since another thread may be reading it.
+        self._lay = _Addresses(addresses, self._staying_sizes)
         return True
 
 
@@ -156,19 +158,61 @@ class _Offsets:
 
 
 class _Addresses:
-    """Where tensors lie that share no memory."""
+    """Where tensors lie that share no memory, and how many bytes each takes."""
 
-    def __init__(self, addresses: list[int]) -> None:
+    def __init__(self, addresses: list[int], sizes_bytes: list[int]) -> None:
         self.addresses = addresses
+        self._sizes_bytes = sizes_bytes
 
     @functools.cached_property
-    def _in_order(self) -> list[int]:
-        return sorted(self.addresses)
+    def _in_order(self) -> tuple[list[int], list[int]]:
+        pieces = sorted(zip(self.addresses, self._sizes_bytes, strict=True))
+        return [start for start, _ in pieces], [start + size for start, size in pieces]
 
     def are_apart_from(self, base: int, size_bytes: int) -> bool:
-        """Whether none lies in a piece of memory."""
-        behind = bisect.bisect_left(self._in_order, base)
-        return behind == len(self._in_order) or self._in_order[behind] >= base + size_bytes
+        """Whether none has a byte in a piece of memory."""
+        starts, ends = self._in_order
+        # They overlap nowhere, so the one that begins last before the end of the piece also ends last.
+        before = bisect.bisect_left(starts, base + size_bytes)
+        return before == 0 or ends[before - 1] <= base
+
+
+class _Pieces:
+    """The pieces of memory that tensors lie in: those that share one count as one.
+
+    Args:
+        tensors: in the order in which they are asked about.
+        shared: pairs of tensors in the order of the call, of which the second shares the memory of the first.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], shared: Sequence[tuple[int, int]]) -> None:
+        self._any_shared = bool(shared)
+        self._sizes_bytes = list(map(_extent_bytes, tensors))
+        self._count = len(tensors) - len(shared)
+
+    def lie_apart(self, bases: Sequence[int], addresses: Sequence[int]) -> bool:
+        """Whether there are as many pieces as there were, and no tensor has a byte of another piece.
+
+        Args:
+            bases: where the memory of each tensor begins.
+            addresses: where the tensor itself begins.
+        """
+        if not self._any_shared:
+            return len(set(bases)) == self._count and not overlap(addresses, self._sizes_bytes)
+        whole: dict[int, tuple[int, int]] = {}
+        for base, start, size in zip(bases, addresses, self._sizes_bytes, strict=True):
+            first, end = whole.get(base, (start, start))
+            whole[base] = min(first, start), max(end, start + size)
+        starts = [start for start, _ in whole.values()]
+        return len(whole) == self._count and not overlap(starts, [end - start for start, end in whole.values()])
+
+
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    """How many bytes lie between the first element and the end of the last."""
+    if tensor.numel() == 0:
+        return 0
+    steps = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return (steps + 1) * tensor.element_size()
 
 
 class RememberedCalls(Generic[T]):

@@ -127,9 +127,22 @@ def library_line(traceback: TracebackType | None) -> Source | None:
     return found
 
 
+def users_lines(traceback: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that lies in the user's code; all of it if none does."""
+    entries = []
+    while traceback is not None:
+        entries.append(traceback)
+        traceback = traceback.tb_next
+    kept: TracebackType | None = None
+    for entry in reversed(entries):
+        if _is_users(entry.tb_frame.f_code.co_filename):
+            kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return kept if kept is not None or not entries else entries[0]
+
+
 def located(node: fx.Node) -> str:
     """An operator of a trace with its line, for messages."""
-    return f"{node.target} at {node.meta.get('source')}"
+    return f"{node.meta.get('stands_for', node.target)} at {node.meta.get('source')}"
 
 
 @functools.lru_cache(maxsize=4096)

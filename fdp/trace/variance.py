@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from fdp.trace.effects import effects_of, is_marker, storages_of
@@ -84,7 +85,15 @@ def _only_shape(node: fx.Node) -> bool:
 
 def _covers(writes: Iterable[fx.Node]) -> bool:
     """Whether the written tensors are all of their memory."""
-    return all(
-        write.meta["val"].numel() * write.meta["val"].element_size() == write.meta["val"].untyped_storage().nbytes()
-        for write in writes
+    return all(_is_whole(write.meta["val"]) for write in writes)
+
+
+def _is_whole(value: torch.Tensor) -> bool:
+    """Whether a tensor names each byte of its memory once.
+
+    As many elements as there are in memory are not enough: windows that overlap leave others out.
+    """
+    size_bytes = value.numel() * value.element_size()
+    return size_bytes == value.untyped_storage().nbytes() and bool(
+        torch.ops.aten.is_non_overlapping_and_dense.default(value)
     )

@@ -1,0 +1,79 @@
+"""Which tensors lie in the same memory, by address.
+
+Two tensors may have storages of their own and share bytes all the same: views of one NumPy array, or of one DLPack
+capsule. So memory is compared by the addresses at which storages begin and end. (Memory that the system has mapped
+twice, at two addresses, is not seen.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+
+def memory_groups(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Number the pieces of memory that tensors lie in.
+
+    Args:
+        tensors: of any layout; one that is not strided, or zeros without memory, lies nowhere that can be asked for.
+
+    Returns:
+        A number for each tensor. Tensors have the same number if their storages share a byte, directly or through the
+        storages of others, or are one.
+
+    Example:
+        >>> x = torch.zeros(4)
+        >>> memory_groups([x, torch.zeros(2), x[1:]])
+        [0, 1, 0]
+    """
+    numbers: dict[int, int] = {}
+    pieces: list[tuple[str, int, int, int, int]] = []
+    found = []
+    for index, tensor in enumerate(tensors):
+        if tensor.layout != torch.strided or tensor._is_zerotensor():
+            found.append(index)
+            continue
+        storage = tensor.untyped_storage()
+        number = numbers.setdefault(storage._cdata, index)
+        found.append(number)
+        if number == index and (start := storage.data_ptr()):  # tensors without values begin nowhere
+            device = tensor.device
+            pieces.append((device.type, device.index or 0, start, start + storage.nbytes(), index))
+    if len(pieces) < 2:
+        return found
+    same = dict(_merged(sorted(pieces)))
+    return [same.get(number, number) for number in found] if same else found
+
+
+def _merged(pieces: Iterable[tuple[str, int, int, int, int]]) -> Iterable[tuple[int, int]]:
+    """Which pieces, in the order of their addresses, belong to one that began before they do."""
+    where: tuple[str, int] | None = None
+    end = owner = -1
+    for kind, device, start, stop, index in pieces:
+        if where == (kind, device) and start < end:
+            yield index, owner
+            end = max(end, stop)
+        else:
+            where, end, owner = (kind, device), stop, index
+
+
+def overlap(starts: Sequence[int], sizes_bytes: Sequence[int]) -> bool:
+    """Whether any of some pieces of memory shares a byte with another.
+
+    Args:
+        starts: where each begins.
+        sizes_bytes: how long each is.
+
+    Example:
+        >>> overlap([0, 8], [8, 8]), overlap([0, 8], [9, 8])
+        (False, True)
+    """
+    if len(starts) < 2:
+        return False
+    end = -1
+    for start, size in sorted(zip(starts, sizes_bytes, strict=True)):
+        if start < end:
+            return True
+        end = max(end, start + size)
+    return False

@@ -1,0 +1,193 @@
+"""Operators that give a tensor another shape, or other memory, in place: in the graph they become views.
+
+In plain torch `h.t_()` turns the object `h`, whoever else holds it. In a graph every use of `h` after that call names
+the call's own result already. So the call can be replaced by the view `h.t()`, a value of its own, and no program ever
+turns an object that something else names: not a view that stands for its base, and not the tensor of a caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fdp.errors import PurityError, TraceError, build_message
+from fdp.trace.effects import bound_arguments, effects_of, operator_name, storages, storages_of
+from fdp.trace.record import Input
+from fdp.trace.source import located
+
+_aten = torch.ops.aten
+
+_VIEWS = frozenset({
+    "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "as_strided_", "detach_",
+})  # fmt: skip
+"""Each does in place what the operator of the same name without the underscore does as a view."""
+
+
+def reshape_by_views(
+    name: str, graph_module: fx.GraphModule, inputs: Sequence[Input], names: Mapping[int, str]
+) -> None:
+    """Replace, in a traced graph, what changes the shape or the memory of a tensor in place.
+
+    Args:
+        name: the user's function, for messages.
+        graph_module: the graph; it is changed.
+        inputs: of the step.
+        names: of closed-over tensors, by `id`.
+
+    Raises:
+        PurityError: an argument, or a closed-over tensor, is changed so: its owner would find it in another shape.
+        TraceError: what the change means cannot be said by a view. Both name every operator and its line.
+    """
+    graph = graph_module.graph
+    owners = {node: item.name for node, item in zip(graph.find_nodes(op="placeholder"), inputs, strict=True)}
+    for node in graph.find_nodes(op="get_attr"):
+        held = getattr(graph_module, str(node.target), None)
+        owners[node] = names.get(id(held), f"a closed-over tensor of shape {list(getattr(held, 'shape', ()))}")
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    reshaped, foreign, unclear = [], [], []
+    for node in list(graph.nodes):
+        for given, value, is_out in _changed_in_place(node):
+            stays = _lies(given.meta["val"]) == _lies(value)
+            if stays and operator_name(node) not in (*_VIEWS, "resize_", "resize_as_", "set_"):
+                continue
+            owner = _object(given)
+            if owner in owners and not stays:
+                foreign.append(f"{owners[owner]}: {located(node)}")
+            elif (replace := _replacement(node, given, value, is_out, order)) is None:
+                unclear.append(located(node))
+            else:
+                replace()
+                reshaped.append(node)
+    if foreign:
+        raise PurityError(
+            build_message(
+                f"step {name!r} gives tensors another shape, or other memory, in place that it does not own.",
+                foreign,
+                remedy="make a view and use that, as in w = w.t() for w.t_(): the caller's tensor stays as it is.",
+            )
+        )
+    if unclear:
+        raise TraceError(
+            build_message(
+                f"step {name!r} gives tensors another shape in place, in a way that a traced step cannot follow.",
+                unclear,
+                remedy="make a new tensor of the right shape (torch.empty, or no out= at all) where another one would "
+                "have to grow; use views, such as x[:n] and x.view(shape), where it would shrink.",
+            )
+        )
+    for node in reversed(reshaped):
+        if not node.users and effects_of(node).pure:
+            graph.erase_node(node)
+
+
+def _changed_in_place(node: fx.Node) -> Iterator[tuple[fx.Node, Any, bool]]:
+    """The tensors that a node changes and returns: what it is given, what it returns, whether as an out argument."""
+    target, result = node.target, node.meta.get("val")
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return
+    values = list(result) if isinstance(result, (list, tuple)) else [result]
+    for argument, given in bound_arguments(node):
+        if not isinstance(given, fx.Node) or argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        for returned, value in zip(target._schema.returns, values, strict=False):
+            alias = returned.alias_info
+            if alias is not None and alias.before_set & argument.alias_info.before_set:
+                yield given, value, argument.is_out
+
+
+def _lies(value: Any) -> tuple[Any, ...]:
+    """In which memory a tensor lies, and how."""
+    return (
+        storages(value), tuple(value.shape), tuple(value.stride()), value.storage_offset(), value.dtype,
+        value.is_conj(), value.is_neg(),
+    )  # fmt: skip
+
+
+def _object(node: fx.Node) -> fx.Node:
+    """The node that first named the object that a node stands for: an operator in place returns what it is given."""
+    while True:
+        given = next((given for given, _, _ in _changed_in_place(node)), None)
+        if given is None:
+            return node
+        node = given
+
+
+def _replacement(
+    node: fx.Node, given: fx.Node, value: torch.Tensor, is_out: bool, order: Mapping[fx.Node, int]
+) -> Callable[[], None] | None:
+    """What makes a view of an operator in place, or a new tensor of an out argument that it resizes."""
+    name, target = operator_name(node), node.target
+    bound = {argument.name: argument_value for argument, argument_value in bound_arguments(node)}
+
+    def become(operator: Any, *args: Any, **kwargs: Any) -> None:
+        node.target, node.args, node.kwargs = operator, args, kwargs
+        node.meta.pop("effects", None)
+
+    if name in _VIEWS:
+        view = _view_of(target)
+        return lambda: become(view, *node.args, **node.kwargs)
+    if _lies(given.meta["val"]) == _lies(value):
+        return lambda: become(_aten.alias.default, given)
+    if target is _aten.set_.source_Tensor:
+        return lambda: become(_aten.alias.default, bound["source"])
+    if name in ("resize_", "resize_as_") and _end(value) <= _room(given, order, order[node]):
+        # Without a place of its own, it begins where what it is a view of begins.
+        return lambda: become(_aten.as_strided.default, given, list(value.shape), list(value.stride()))
+    if _is_named_later(given, node, order):
+        return None
+    made: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+    if name in ("resize_", "resize_as_"):
+        if given.meta["val"].numel():
+            return None  # what is added holds whatever was in memory
+        return lambda: become(_aten.empty_strided.default, list(value.shape), list(value.stride()), **made)
+    if not is_out:
+        return None
+
+    def give_another() -> None:
+        with node.graph.inserting_before(node):
+            new = node.graph.call_function(_aten.empty_strided.default, (list(value.shape), list(value.stride())), made)
+        new.meta.update(val=value, source=node.meta.get("source"), backward=node.meta.get("backward"))
+        node.replace_input_with(given, new)
+        node.meta.pop("effects", None)
+
+    return give_another
+
+
+def _view_of(target: Any) -> Any:
+    """The view that does what an operator in place does."""
+    packet = getattr(_aten, target._schema.name.removeprefix("aten::").removesuffix("_"))
+    overload = target._overloadname
+    return getattr(packet, overload if overload in packet.overloads() else "int")  # transpose_ is transpose.int
+
+
+def _end(value: torch.Tensor) -> int:
+    """Where in its memory a tensor ends, in bytes."""
+    if value.numel() == 0:
+        return 0
+    steps = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
+    return int(value.storage_offset() + steps + 1) * value.element_size()
+
+
+def _room(given: fx.Node, order: Mapping[fx.Node, int], at: int) -> int:
+    """How many bytes of memory a tensor certainly has behind it: as many as were in use before some place in the graph.
+
+    (Not the size of the storage of its example value, which may have grown since.)
+    """
+    memory = set(storages_of(given))
+    before = (node for node, index in order.items() if index < at and isinstance(node.meta.get("val"), torch.Tensor))
+    return max(_end(node.meta["val"]) for node in before if not memory.isdisjoint(storages_of(node)))
+
+
+def _is_named_later(given: fx.Node, node: fx.Node, order: Mapping[fx.Node, int]) -> bool:
+    """Whether anything but the changed object itself looks at its memory behind an operator in place."""
+    memory = set(storages_of(given))
+    own = {given, node}
+    return any(
+        order.get(user, -1) > order[node]
+        for other, index in order.items()
+        if index < order[node] and not memory.isdisjoint(storages_of(other)) and other not in own
+        for user in other.users
+    ) or any(order.get(user, -1) > order[node] for user in given.users)
