@@ -12,6 +12,7 @@ import torch
 from fdp.dynamo import taken_apart
 from fdp.emit.compiled.inductor import KEPT, modes, settings_now, type_of
 from fdp.errors import ArgumentError, build_message
+from fdp.torch_parts import require
 
 _NOT_FOR_STEPS: Mapping[str, str] = {
     "freezing": "it turns parameters into constants, and a step changes them",
@@ -86,6 +87,7 @@ def resolve_options(asked: Any) -> Options | None:
     """
     if asked is False or isinstance(asked, Options):
         return asked or None
+    require("compile=")
     if asked is True:
         return Options()
     if not isinstance(asked, Mapping):
