@@ -163,9 +163,9 @@ def _refusing(reasons: tuple[str, ...]) -> Iterator[None]:
         raise torch_parts.refusal(_WHAT, reasons)
 
     # The reentrant kind: autograd would end the process if it were stopped in the middle of a function of its own.
-    kinds = [each for each in vars(torch.utils.checkpoint).values() if isinstance(each, type)]
-    kinds = [each for each in kinds if issubclass(each, torch.autograd.Function)]
-    kinds = [each for each in kinds if "apply" not in vars(each)]  # those that an outer one refuses already have one
+    kinds = {each for each in vars(torch.utils.checkpoint).values() if isinstance(each, type)}
+    kinds = {each for each in kinds if issubclass(each, torch.autograd.Function)}
+    kinds = {each for each in kinds if "apply" not in vars(each)}  # those that an outer one refuses already have one
     for kind in kinds:
         kind.apply = refuse  # type: ignore[attr-defined]
     try:
