@@ -1,7 +1,9 @@
 # `make demo` and `make test` work from a fresh clone: each builds .venv first if it is missing or out of date.
 
 PYTHON ?= python3
-VENV := .venv
+# With TORCH=2.15.0 every target runs with that release, in an environment of its own: the lock, but for torch.
+TORCH ?=
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 RUN := $(VENV)/bin/python -m
 INSTALLED := $(VENV)/.installed
 
@@ -14,9 +16,10 @@ help:  ## show this list
 # The lock pins the build backend, too; without isolation pip has nothing more to fetch for the package itself.
 # Python compiles what it imports; pip would compile everything, which is nearly half of an install.
 $(INSTALLED): requirements.lock pyproject.toml
-	@echo "Installing requirements.lock into $(VENV): about a minute."
+	@echo "Installing requirements.lock$(if $(TORCH), with torch $(TORCH)) into $(VENV): a minute or more."
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	@$(RUN) pip install --quiet --quiet --disable-pip-version-check --no-compile --requirement requirements.lock
+	@sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' requirements.lock > $(VENV)/requirements.txt
+	@$(RUN) pip install --quiet --quiet --disable-pip-version-check --no-compile --requirement $(VENV)/requirements.txt
 	@$(RUN) pip install --quiet --quiet --disable-pip-version-check --no-compile --no-deps --no-build-isolation --editable .
 	@touch $@
 
@@ -25,7 +28,7 @@ demo: $(INSTALLED)  ## train a digit classifier on two ranks of this machine
 
 # Two files at a time: most tests take one processor, and those that wait for time limits take none. In the order of
 # their names, and not those with few tests last: those of compiled steps are few, and take long.
-test: $(INSTALLED)  ## every test and doctest; one file or test: make test ARGS="tests/test_x.py -k word"
+test: $(INSTALLED)  ## every test; some: ARGS="tests/test_x.py -k word"; with another torch: TORCH=2.15.0
 	$(RUN) pytest $(or $(ARGS),--numprocesses 2 --dist loadfile --no-loadscope-reorder)
 
 lint: $(INSTALLED)  ## ruff (rules and format) and mypy
@@ -50,6 +53,6 @@ bench-compiled: $(INSTALLED)  ## compiled steps beside DistributedDataParallel w
 docs: $(INSTALLED)  ## run the code in the documents and docstrings
 	$(RUN) pytest fdp tests/test_docs.py tests/test_architecture.py
 
-clean:  ## remove the environment and everything that tools left behind
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:  ## remove the environments and everything that tools left behind
+	rm -rf .venv .venv-torch-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,6 +10,9 @@ Each stage is a value: `step.trace(*args)`, `trace.plan()`, `plan.emit()`. They 
 tested without a process group.
 """
 
+import fdp.torch_parts  # noqa: F401  (first: it says what is wrong where nothing else could be imported)
+
+# isort: split
 from fdp import optim, random
 from fdp.accumulation import accumulate
 from fdp.autodiff import grad, value_and_grad

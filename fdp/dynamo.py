@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from fdp.errors import CompileError, build_message
+from fdp.torch_parts import refusal
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -40,22 +42,51 @@ def uncompiled() -> Iterator[None]:
     Not by `torch.compiler.set_stance("force_eager")` alone, which would stop `torch.cond` and its like as well: they
     have their branches traced by Dynamo. (This relies on `eval_frame._callback_from_stance`, through which each
     function under `torch.compile` asks at its call whether to compile, and on `_in_hop_compile`, which is true inside
-    of them.)
+    of them. Whether functions under `torch.compile` still ask there is looked at once.)
+
+    Raises:
+        FdpError: they do not.
+    """
+    if not _is_asked():
+        raise refusal("tracing a step", ["functions under torch.compile do not ask eval_frame._callback_from_stance"])
+    with _asked_instead(lambda callback, in_hop: callback if in_hop else None):
+        yield
+
+
+@functools.cache
+def _is_asked() -> bool:
+    asked = False
+
+    def note(callback: Any, in_hop: bool) -> None:
+        nonlocal asked
+        asked = True
+
+    with _asked_instead(note):
+        torch.compile(lambda: None, backend="eager")()
+    return asked
+
+
+@contextmanager
+def _asked_instead(decide: Callable[[Any, bool], Any]) -> Iterator[None]:
+    """While this lasts, decide what functions under `torch.compile` are compiled with.
+
+    Args:
+        decide: takes what they would be compiled with, and whether the call comes from inside `torch.cond` or its like.
     """
     from torch._dynamo import config, eval_frame
     from torch._higher_order_ops.utils import _in_hop_compile
 
-    decide = eval_frame._callback_from_stance
+    before = eval_frame._callback_from_stance
 
-    def leave_alone(callback: Any) -> Any:
-        return callback if _in_hop_compile() else None
+    def answer(callback: Any) -> Any:
+        return decide(callback, _in_hop_compile())
 
     with torch.compiler.set_stance("force_eager"), config.patch(error_on_nested_fx_trace=False):
-        eval_frame._callback_from_stance = leave_alone
+        eval_frame._callback_from_stance = answer
         try:
             yield
         finally:
-            eval_frame._callback_from_stance = decide
+            eval_frame._callback_from_stance = before
 
 
 def taken_apart(step_fn: Any) -> tuple[Any, Mapping[str, Any] | None] | None:

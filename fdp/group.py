@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fdp.errors import ArgumentError, build_message
+from fdp.torch_parts import require
 
 _AVERAGING_BACKENDS = ("gloo", "nccl", "xccl", "hccl")
 """Backends known to take ReduceOp.AVG; on any other a mean is a sum and a division."""
@@ -120,6 +121,7 @@ def resolve_group(group: Any = None) -> Group:
                 remedy="pass a torch.distributed.ProcessGroup, a one-dimensional DeviceMesh, or None.",
             )
         )
+    require("a process group")
     rank = dist.get_rank(group)
     if rank < 0:
         raise ArgumentError(

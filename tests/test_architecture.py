@@ -23,6 +23,7 @@ PACKAGE = ROOT / "fdp"
 # other. A new file gets its floor here.
 FLOORS = (
     ("errors", "dispatch"),
+    ("torch_parts",),
     # helpers
     ("pytree", "table", "stages", "group", "fingerprint", "skeleton", "dynamo", "wire", "recomputation", "hashing"),
     ("comparable", "exchange", "in_step", "labels", "rank_local"),

@@ -11,7 +11,7 @@ import torch
 from graphs import fake_group
 
 import fdp
-from fdp.emit.compiled import resolve_options
+from fdp.emit.compiled import public, resolve_options
 from fdp.emit.emitted import Emitted
 
 # Modules of inductor use what torch has deprecated.
@@ -87,6 +87,70 @@ def test_a_copy_is_not_its_original(kind: str) -> None:
 
     compare(step, donate=())
     compare(step)
+
+
+SAME: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "x + 0": lambda x: x + 0,
+    "0.0 + x": lambda x: 0.0 + x,
+    "x - 0": lambda x: x - 0,
+    "x * 1": lambda x: x * 1,
+    "1.0 * x": lambda x: 1.0 * x,
+    "x / 1": lambda x: x / 1,
+    "in place": lambda x: (x * 1.0).add_(0),
+    "a view": lambda x: x.view(16) * 1,
+    "a row": lambda x: x[0] * 1.0,
+    "turned": lambda x: x.t() + 0,
+    "alpha": lambda x: x.add(x, alpha=0),
+    "twice": lambda x: (x + 0) * 1,
+    "another dtype": lambda x: (x > 0) * 1,
+}
+"""Arithmetic that changes nothing, by which a person makes a value of its own."""
+
+
+@pytest.mark.parametrize("entry", ["private", "public"])
+def test_a_result_that_equals_donated_state_has_memory_of_its_own(entry: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(public.VARIABLE, "1" if entry == "public" else "0")
+    shared = {"check_replication": False, "donate_argnums": 0}
+
+    def kept(state: Tree, batch: Tree) -> Tree:
+        changed = {"w": state["w"] * 0.5 + batch, "other": state["other"]}
+        # Of a leaf that changes here, of one that only later calls change, and of a new value.
+        return changed, {name: [f(state["w"]), f(state["other"]), f(changed["w"])] for name, f in SAME.items()}
+
+    def later(state: Tree, batch: Tree) -> Tree:
+        return {name: value * 0.25 + batch for name, value in state.items()}
+
+    runs: list[Any] = []
+    for compile in (False, True):
+        step, change = fdp.data_parallel(kept, compile=compile, **shared), fdp.data_parallel(later, **shared)
+        torch.manual_seed(0)
+        state, batch = {"w": torch.randn(4, 4), "other": torch.randn(4, 4)}, torch.randn(4, 4)
+        results, copies = [], []
+        for _ in range(2):
+            state, result = step(state, batch)
+            results.append(result)
+            copies.append(optree.tree_map(torch.clone, result))
+            state = change(state, batch)
+        torch.testing.assert_close(results, copies, rtol=0, atol=0)
+        runs.append((results, state))
+    torch.testing.assert_close(runs[1], runs[0])
+
+
+@pytest.mark.parametrize("entry", ["private", "public"])
+def test_nobody_can_have_such_arithmetic_left_out(entry: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config
+
+    with pytest.raises(fdp.ArgumentError, match="share memory") as caught:
+        fdp.data_parallel(lambda state: state, compile={"joint_graph_constant_folding": True})
+    assert "leave it out" in str(caught.value)
+    monkeypatch.setenv(public.VARIABLE, "1" if entry == "public" else "0")
+    with config.patch({"joint_graph_constant_folding": True}):
+        step = fdp.data_parallel(
+            lambda state: (state, state["w"] * 1), donate_argnums=0, compile=True, check_replication=False
+        )
+        state = {"w": torch.ones(4)}
+        state, result = step(state)
+    assert state["w"].untyped_storage().data_ptr() != result.untyped_storage().data_ptr()
 
 
 # --- what comes back from a message, and what a message of one rank leaves as it is --------------------------

@@ -553,7 +553,8 @@ def test_views_are_known_as_views() -> None:
 
     trace = trace_of(step, torch.ones(4, 1), torch.ones(3))
     views = {o.target for o in trace.operations if o.view}
-    assert {"aten.t.default", "aten.slice.Tensor", "aten.detach.default"} <= views
+    assert {"aten.t.default", "aten.slice.Tensor"} <= views
+    assert views & {"aten.detach.default", "aten.alias.default"}  # as torch 2.13 and 2.14 trace `detach`
     assert not views & {"aten.clone.default", "aten.mul.Tensor", "fdp.all_reduce.default"}
 
 

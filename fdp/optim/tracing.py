@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import _adafactor
 
+from fdp.torch_parts import refusal
+
 
 @contextlib.contextmanager
 def compiling(flag: bool) -> Iterator[None]:
@@ -23,6 +25,9 @@ def compiling(flag: bool) -> Iterator[None]:
         yield
         return
     torch.compiler._is_compiling_flag = flag
+    if flag and not torch.compiler.is_compiling():
+        torch.compiler._is_compiling_flag = before
+        raise refusal("fdp.optim", ["torch.compiler.is_compiling() does not ask torch.compiler._is_compiling_flag"])
     try:
         yield
     finally:

@@ -25,10 +25,12 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
+from fdp import torch_parts
 from fdp.axis import step_axis
 from fdp.dynamo import uncompiled
 from fdp.errors import FdpError, TraceError, build_message
 from fdp.group import Group
+from fdp.recomputation import why_not
 from fdp.trace.effects import effects_of, is_marker, storages_of
 from fdp.trace.fake_rules import teach
 from fdp.trace.remedies import MADE_SHAPE, READ_VALUE, remedy_for
@@ -40,6 +42,7 @@ from fdp.wire import Wire
 Geometry = tuple[Sequence[int], Sequence[int], int, torch.dtype, torch.device]
 """Shape, strides and offset in elements, dtype, device."""
 
+_WHAT = "tracing a step"
 _VALUE_READ = (
     DataDependentOutputException,
     GuardOnDataDependentSymNode,
@@ -87,15 +90,20 @@ def capture(
         PurityError: it changes a closed-over tensor, or gives an argument memory of another kind, out of the
             dispatcher's sight.
     """
+    torch_parts.require(_WHAT)
+    torch_parts.warn_if_untested()
+    why_not()  # looked at here, before any tracer is at work
     # Closed-over tensors are real; they become constants of the graph and are judged later.
     fake_mode = _fake_mode(allow_non_fake_inputs=True)
-    teach(fake_mode)
+    taught = teach(fake_mode)
     # Each input gets memory of its own: to a pure function it does not matter which of its arguments overlap.
     with fake_mode, recording():
         fakes = [
             torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
             for tensor in tensors
         ]
+    if fakes and not (taught() and all(type(fake) is FakeTensor for fake in fakes)):
+        raise torch_parts.refusal(_WHAT, ["tensors without values are not made by FakeTensorMode.dispatch"])
 
     caches = torch.is_autocast_cache_enabled()
 
@@ -141,6 +149,9 @@ def capture(
             if refusal is None:
                 raise
             raise refusal from error
+    called = [node for node in graph_module.graph.nodes if node.op == "call_function"]
+    if called and not any("source" in node.meta for node in called):
+        raise torch_parts.refusal(_WHAT, ["the tracer makes nodes in another way than by its create_node"])
     drop_idle_rewinds(graph_module.graph)
     _drop_dead_code(graph_module)
     _complete_examples(graph_module, fake_mode)
@@ -227,6 +238,10 @@ def compiling() -> Iterator[None]:
     """Tell libraries that values must not be read, and let functions under `torch.compile` be traced through."""
     validates = Distribution._validate_args
     with torch.compiler._compile_session_context(), uncompiled():
+        if not torch.compiler.is_compiling():
+            raise torch_parts.refusal(
+                _WHAT, ["torch.compiler._compile_session_context does not set torch.compiler.is_compiling()"]
+            )
         # Dynamo does so, too. The comparison at the first call runs with what the user has chosen.
         Distribution.set_default_validate_args(False)
         try:

@@ -6,7 +6,7 @@ torch.cond and the like.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ _BATCH_NORMS = {torch.ops.aten.native_batch_norm.default: 0, torch.ops.aten.nati
 """Operators whose rule for fake tensors is amended, and where their input stands among the arguments."""
 
 
-def teach(fake_mode: Any) -> None:
+def teach(fake_mode: Any) -> Callable[[], bool]:
     """Give rules to operators that have none for fake tensors, or bad ones.
 
     A fused optimizer does nothing to fake tensors. Some of its overloads (those whose learning rate is a tensor) have
@@ -29,8 +29,11 @@ def teach(fake_mode: Any) -> None:
     only to learn that it returns nothing: seconds, and a second copy of the state.
     The table of a CTC loss is as wide as the longest target, which its rule does not know. It is taken to be as wide as
     it can be: nobody sees it but the operator's own derivative, which gets the real one.
+
+    Returns:
+        A function that says whether an operator has come by since.
     """
-    dispatch = fake_mode.dispatch
+    dispatch, asked = fake_mode.dispatch, False
 
     def stand_in(tensor: Any) -> Any:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
@@ -40,6 +43,8 @@ def teach(fake_mode: Any) -> None:
         return dispatch(torch.ops.aten.detach.default, (), (remembered,), {})
 
     def dispatch_all_others(func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Any) -> object:
+        nonlocal asked
+        asked = True
         if func.namespace == "aten" and func._schema.name.removeprefix("aten::") in FUSED_OPTIMIZERS:
             return None
         if func in _CTC_LOSS:
@@ -52,6 +57,7 @@ def teach(fake_mode: Any) -> None:
         return _laid_out(fake_mode, func, args, result) if func in _BATCH_NORMS else result
 
     fake_mode.dispatch = dispatch_all_others
+    return lambda: asked
 
 
 def _ctc_results(log_probs: torch.Tensor, targets: torch.Tensor, lengths: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,6 @@
 """Lowering a graph with inductor. All that fdp relies on in inductor's private parts is in this file.
 
-What is relied on (torch 2.11 to 2.13):
+What is relied on (torch 2.13 to 2.15; `torch_parts` lists the names):
 
 - `torch._inductor.decomposition.select_decomp_table()`: how inductor wants operators taken apart, under its settings.
 - `compile_fx._recursive_joint_graph_passes(graph)`, `compile_fx.compile_fx_inner(graph, inputs, is_inference=True)`:
@@ -55,8 +55,11 @@ KEPT: Mapping[str, Any] = {
     "_fuse_ddp_communication": False,
     # Puts loops that have nothing to do with each other into one kernel: updates of one bucket into the next one's.
     "combo_kernels": False,
+    # Takes x * 1 and x + 0 for x (torch 2.14), whoever writes to x later, and whether or not x is donated memory that a
+    # result must not share. The same arithmetic with tensors of ones and zeros (torch 2.13) is left alone as well.
+    "joint_graph_constant_folding": False,
 }
-"""Settings that keep the plan; a user cannot change them."""
+"""Settings that keep the plan, or the numbers; a user cannot change them."""
 
 _SETTLED: Mapping[str, Any] = {
     # The signature of a call was compared before; the program need not do it again for every tensor.

@@ -12,6 +12,7 @@ import torch
 from fdp.dynamo import taken_apart
 from fdp.emit.compiled.inductor import KEPT, modes, settings_now, type_of
 from fdp.errors import ArgumentError, build_message
+from fdp.torch_parts import require
 
 _NOT_FOR_STEPS: Mapping[str, str] = {
     "freezing": "it turns parameters into constants, and a step changes them",
@@ -19,6 +20,20 @@ _NOT_FOR_STEPS: Mapping[str, str] = {
     "fx_wrapper": "it leaves out the program that fdp calls",
     "aot_inductor": "a step is compiled when it is called",
 }
+
+_KEEPS_THE_PLAN = (
+    "undo the plan",
+    "starts and waits stay where the plan puts them",
+    "leave it out; bucket_cap_mb decides what travels together.",
+)
+_KEPT_BECAUSE: Mapping[str, tuple[str, str, str]] = {
+    "joint_graph_constant_folding": (
+        "share memory between results and donated state",
+        "with it, state * 1 is the memory of the state, which the next call changes",
+        "leave it out; the compiler folds such arithmetic in the loops that it writes.",
+    ),
+}
+"""Why a setting is kept: what the other value would let the compiler do, what holds now, and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +87,7 @@ def resolve_options(asked: Any) -> Options | None:
     """
     if asked is False or isinstance(asked, Options):
         return asked or None
+    require("compile=")
     if asked is True:
         return Options()
     if not isinstance(asked, Mapping):
@@ -102,11 +118,12 @@ def _settings_of_mode(mode: Any) -> Mapping[str, Any]:
 
 def _check(name: str, value: Any) -> None:
     if name in KEPT and value != KEPT[name]:
+        what, kept, remedy = _KEPT_BECAUSE.get(name, _KEEPS_THE_PLAN)
         raise ArgumentError(
             build_message(
-                f"compile={{{name!r}: {value!r}}} would let the compiler undo the plan.",
-                [f"fdp keeps {name}={KEPT[name]!r}: starts and waits stay where the plan puts them"],
-                remedy="leave it out; bucket_cap_mb decides what travels together.",
+                f"compile={{{name!r}: {value!r}}} would let the compiler {what}.",
+                [f"fdp keeps {name}={KEPT[name]!r}: {kept}"],
+                remedy=remedy,
             )
         )
     refused = next((why for stem, why in _NOT_FOR_STEPS.items() if name == stem or name.startswith(f"{stem}.")), None)
