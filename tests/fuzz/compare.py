@@ -49,8 +49,8 @@ class Judge:
 
     def exact(self) -> bool:
         """Whether nothing is rounded anywhere."""
-        ranks = zip(self.calls, self._wide)
-        pairs = [(a, b) for one, two in ranks for x, y in zip(one, two) for a, b in zip(x.leaves, y.leaves)]
+        ranks = zip(self.calls, self._wide, strict=False)
+        pairs = [(a, b) for one, two in ranks for x, y in zip(one, two, strict=False) for a, b in zip(x.leaves, y.leaves, strict=False)]
         return all(_gap(a, b) == 0.0 for (_, a), (_, b) in pairs)
 
     def compare(self, rank: int, number: int, found: Sequence[tuple[str, Any]]) -> list[Mismatch]:
@@ -60,7 +60,7 @@ class Judge:
         if paths != wanted:
             return [Mismatch(number, "", f"another structure: {paths}, expected {wanted}")]
         bad = []
-        for index, ((path, one), (_, two)) in enumerate(zip(found, expected)):
+        for index, ((path, one), (_, two)) in enumerate(zip(found, expected, strict=False)):
             text = self._differs(number, rank, index, one, two)
             if text:
                 bad.append(Mismatch(number, path, text))

@@ -137,10 +137,10 @@ def _run(programs: Sequence[Program], judge: Judge) -> Report:
         was = before if not options.donate else ((), before[1])
         bad += _changes("input", number, plain.parts(inputs), plain.parts(was))
         bad += _changes("closed-over tensor", number, plain.parts(closed),
-                        [(path, x) for (path, _), x in zip(plain.parts(closed), expected.closed)])  # fmt: skip
+                        [(path, x) for (path, _), x in zip(plain.parts(closed), expected.closed, strict=False)])  # fmt: skip
         now = geometry((state, batch, closed))
         bad += [("geometry", Mismatch(number, path, f"{shape}, expected {wanted}"))
-                for (path, *shape), (_, *old), (_, *wanted) in zip(now, laid_out, expected.geometry)
+                for (path, *shape), (_, *old), (_, *wanted) in zip(now, laid_out, expected.geometry, strict=False)
                 if shape not in (old, wanted)]  # fmt: skip
         bad += _changes(
             "kept result", number, [(f"{p} of call {c}", x) for c, p, x, _ in kept], [(p, y) for _, p, _, y in kept]
@@ -148,7 +148,7 @@ def _run(programs: Sequence[Program], judge: Judge) -> Report:
         bits.append(tuple((path, _bits(leaf)) for path, leaf in _called_equal(programs, leaves)))
         if bad:
             break
-        kept += [(number, path, leaf, copied(leaf)) for (path, leaf), shared in zip(leaves, expected.shared)
+        kept += [(number, path, leaf, copied(leaf)) for (path, leaf), shared in zip(leaves, expected.shared, strict=False)
                  if isinstance(leaf, torch.Tensor) and not (shared and (options.donate or programs[0].between))]  # fmt: skip
         state = unshared(found[0]) if expected.changed["state"] else found[0]
         between()
@@ -161,7 +161,7 @@ def _run(programs: Sequence[Program], judge: Judge) -> Report:
 def _changes(what: str, number: int, now: Any, was: Any) -> list[tuple[str, Mismatch]]:
     return [
         (what, Mismatch(number, path, f"was changed: {x}, expected {y}"))
-        for (path, x), (_, y) in zip(now, was)
+        for (path, x), (_, y) in zip(now, was, strict=False)
         if not same(x, y)
     ]
 
@@ -178,10 +178,10 @@ def _called_equal(programs: Sequence[Program], leaves: Any) -> list[tuple[str, A
 def _unequal(programs: Sequence[Program], judge: Judge) -> list[str]:
     """What is called equal on all ranks and is not, as plain PyTorch has it."""
     found = []
-    for calls in zip(*judge.calls):
+    for calls in zip(*judge.calls, strict=False):
         first = _called_equal(programs, calls[0].leaves)
         for other in calls[1:]:
-            pairs = zip(first, _called_equal(programs, other.leaves))
+            pairs = zip(first, _called_equal(programs, other.leaves), strict=False)
             found += [path for (path, x), (_, y) in pairs if not same(x, y)]
     return sorted(set(found))
 

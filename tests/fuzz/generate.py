@@ -146,6 +146,8 @@ class _Drawing:
         """A step of an optimizer, with gradients that there are."""
         author, rng = self.author, self.rng
         name, state, params = rng.choice(self.optimizers)
+        if any(author.varies(param) for param in params):
+            raise Refused
         grads = []
         for p in params:
             fit = [n for n in author.names if isinstance(author.env[n], torch.Tensor) and not author.varies(n)
@@ -155,14 +157,14 @@ class _Drawing:
             grads.append(rng.choice(fit))
         new, made = author.fresh(), [author.fresh() for _ in params]
         after = author.fresh()
-        pairs = ", ".join(f'"{p}": {g}' for p, g in zip(params, grads))
+        pairs = ", ".join(f'"{p}": {g}' for p, g in zip(params, grads, strict=False))
         olds = ", ".join(f'"{p}": {p}' for p in params)
         taken = ", ".join(f'{new}["{p}"]' for p in params)
         last = next(leaf.new for leaf in self.leaves if leaf.name == state)
         text = f"{new}, {after} = {name}.update({{{pairs}}}, {last}, {{{olds}}})\n{', '.join(made)}, = {taken},"
         author.write(text, {**dict.fromkeys(made, False), after: False})
         self.leaves = [Leaf(x.name, x.make, after, x.own) if x.name == state else x for x in self.leaves]
-        by_name = dict(zip(params, made))
+        by_name = dict(zip(params, made, strict=False))
         if rng.random() < 0.8:
             self.leaves = [Leaf(x.name, x.make, by_name.get(x.name, x.new), x.own) for x in self.leaves]
 
@@ -234,6 +236,8 @@ def _draw(rng: random.Random, seed: int, world: int) -> Program:
     results, traits = drawing.results()
     if drawing.naughty:
         traits.add(drawing.naughty)
+    if any("numpy" in leaf.make for leaf in drawing.leaves):
+        traits.add("same bytes")
     closed_names = {name for name, _ in drawing.closed}
     between = [line for line in _BETWEEN if line.split(".")[0].split("[")[0] in closed_names]
     return Program(
@@ -263,7 +267,7 @@ def _tree(rng: random.Random, names: list[str]) -> Tree:
         taken, top = top[:size], top[size:]
         kind = rng.choice(["dict", "list", "tuple"] + (["box"] if size == 2 else []))
         keys: Any = {"list": range(size), "tuple": range(size), "box": "xy"}.get(kind, [key for key, _ in taken])
-        top.append((f"m{number}", (kind, tuple((key, child) for key, (_, child) in zip(keys, taken)))))
+        top.append((f"m{number}", (kind, tuple((key, child) for key, (_, child) in zip(keys, taken, strict=False)))))
     tree = ("dict", tuple(top))
     assert set(accesses(tree)) == set(names)
     return tree

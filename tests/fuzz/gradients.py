@@ -65,7 +65,7 @@ def loss(author: Author, params: list[str], batch: str | None = None, messages: 
                 a = sub.pick()
                 sub.write(f"{(v := sub.fresh())} = fdp.{author.rng.choice(['pmean', 'psum'])}({a})", {v: False})
             elif author.rng.random() < 0.06:
-                sub.write(f"{(v := sub.fresh())} = kit.drop({sub.pick()}, 0.5)", {v: True}, draws=True)
+                sub.write(f"{(v := sub.fresh())} = kit.drop({sub.pick()}.contiguous(), 0.5)", {v: True}, draws=True)
             else:
                 kind(sub)
         except Refused:

@@ -54,7 +54,7 @@ def up_to(tree: Any, like: Any) -> list[Any]:
     if isinstance(like, dict):
         return [found for key in sorted(like) for found in up_to(tree[key], like[key])]
     if isinstance(like, (list, tuple)):
-        return [found for item, other in zip(tree, like) for found in up_to(item, other)]
+        return [found for item, other in zip(tree, like, strict=False) for found in up_to(item, other)]
     return [tree]
 
 
@@ -228,7 +228,7 @@ class Plain:
                 # An outer differentiation goes on through the graph; a sum over ranks may share parts of it.
                 found = torch.autograd.grad(sum_of(total), flat, create_graph=create_graph, allow_unused=True,
                                             retain_graph=True)  # fmt: skip
-            each = iter(torch.zeros_like(x) if g is None else g for g, x in zip(found, flat))
+            each = iter(torch.zeros_like(x) if g is None else g for g, x in zip(found, flat, strict=False))
             return [[next(each) for _ in inputs] for _, inputs in given]
 
         return self.world.meet(self.rank, (value, list(inputs)), combine)
@@ -254,7 +254,7 @@ class Plain:
             self._deferred = False
 
             def mean(trees: Any) -> Any:
-                columns = zip(*([leaf for _, leaf in parts(tree)] for tree in trees))
+                columns = zip(*([leaf for _, leaf in parts(tree)] for tree in trees), strict=False)
                 return rebuilt(trees[0], iter([sum_of([x / microbatches for x in column]) for column in columns]))
 
             if isinstance(outs[0], tuple):
@@ -308,7 +308,7 @@ class PlainOptimizer:
         states = [{key: value.clone() for key, value in state.items()} for state in up_to(opt["state"], params)]
         settings = {**self.settings, "lr": float(opt["lr"]), "foreach": False}
         optimizer = self.cls(copies, **{k: v for k, v in settings.items() if k != "fused"})
-        for p, (_, g), state in zip(copies, parts(grads), states):
+        for p, (_, g), state in zip(copies, parts(grads), states, strict=False):
             p.grad = g.detach().clone()
             optimizer.state[p] = state
         optimizer.step()

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from ranks import Ranks, RankTimeout
 
+from fdp.group import resolve_group
+from fdp.in_step import why_left_behind
 from fuzz import poison
 from fuzz.execute import Report, run_programs
 from fuzz.program import Program
@@ -17,7 +19,6 @@ Job = Sequence[Program]
 _ENVIRONMENT = {"RANKS_TIMEOUT_S": "25", "FDP_AGREE_TIMEOUT_S": "20", "OMP_NUM_THREADS": "1"}
 _DEADLINE_S = 100.0
 _COMPILED_DEADLINE_S = 240.0
-_LEAVES_GROUP = ("PeerError", "AgreementError", "crashed")
 
 
 def work(jobs: Sequence[Job]) -> list[Report]:
@@ -27,7 +28,7 @@ def work(jobs: Sequence[Job]) -> list[Report]:
     for job in jobs:
         report = run_programs(job)
         done.append(report)
-        if report.kind in _LEAVES_GROUP or (report.status == "crashed"):
+        if why_left_behind(resolve_group()) is not None:
             break
     return done
 
@@ -75,9 +76,9 @@ class Pool:
             return []
         count = min(len(outcome.value) for outcome in outcomes)
         done = [[outcome.value[n] for outcome in outcomes] for n in range(count)]
-        if count < len(jobs) or any(r.status == "crashed" or r.kind in _LEAVES_GROUP for r in done[-1]):
+        if count < len(jobs):
             self._drop()
-        return [judge(job, reports) for job, reports in zip(jobs, done)]
+        return [judge(job, reports) for job, reports in zip(jobs, done, strict=False)]
 
     def _drop(self) -> None:
         if self._ranks is not None:

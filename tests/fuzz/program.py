@@ -73,7 +73,7 @@ class Program:
         body: the lines of the step.
         results: what it returns beside the state.
         between: lines that the user runs between two calls.
-        traits: what it does that a step may be refused for.
+        traits: what it does that a step may be refused for, or that one may want to leave out.
     """
 
     seed: int

@@ -25,6 +25,9 @@ from fuzz.verdict import Verdict
 _CHUNK = 16
 _TOGETHER = 8
 
+_HARMLESS = {"turns", "same bytes"}
+"""Traits of programs that run like any other."""
+
 
 @dataclasses.dataclass
 class Failure:
@@ -71,11 +74,13 @@ class Fuzzer:
         share: how many programs of those that may be compiled are.
         out: where scripts go; None writes none.
         shrink_s: how long to shrink a failure; of one kind the first few are.
+        without: programs with one of these traits are left out.
     """
 
-    def __init__(self, world: int, seed: int, share: float, out: pathlib.Path | None, shrink_s: float, counts: Counts):
+    def __init__(self, world: int, seed: int, share: float, out: pathlib.Path | None, shrink_s: float, counts: Counts,
+                 without: frozenset[str] = frozenset()) -> None:  # fmt: skip
         self.world, self.seed, self.share, self.out, self.shrink_s = world, seed, share, out, shrink_s
-        self.counts, self.pool = counts, Pool(world)
+        self.counts, self.pool, self.without = counts, Pool(world), without
         self._waiting: dict[bool, list[Program]] = {False: [], True: []}
         self._rng = random.Random(seed)
 
@@ -83,6 +88,7 @@ class Fuzzer:
         """Run some programs operator by operator, and compile some of those that ran."""
         programs = [draw(self.seed + n, self.world) for n in range(size)]
         self.seed += size
+        programs = [program for program in programs if not program.traits & self.without]
         self._run([[program] for program in programs], self._collect)
         for waiting in self._waiting.values():
             while len(waiting) >= _TOGETHER:
@@ -92,7 +98,7 @@ class Fuzzer:
     def _collect(self, job: Job, verdict: Verdict) -> None:
         program = job[0]
         # With all options of its own it ran; compiled it runs with those of others.
-        if verdict.status == "right" and not program.traits and self._rng.random() < self.share:
+        if verdict.status == "right" and not program.traits - _HARMLESS and self._rng.random() < self.share:
             self._waiting[program.options.donate].append(program)
 
     def compile(self, programs: Sequence[Program]) -> None:
@@ -109,7 +115,7 @@ class Fuzzer:
             self._fail(job, verdict)
 
     def _run(self, jobs: Sequence[Job], then: object) -> None:
-        for job, verdict in zip(jobs, self.pool.run(jobs)):
+        for job, verdict in zip(jobs, self.pool.run(jobs), strict=False):
             self.counts.add(job, verdict)
             if verdict.status == "failed":
                 self._fail(job, verdict)
@@ -166,14 +172,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--shrink", type=float, default=60.0, help="seconds for each failure; 0 leaves them as they are"
     )
+    parser.add_argument("--without", default="", help="traits of programs to leave out: turns,same bytes,closed,data")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(".fuzz"), help="where scripts of failures go")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
     seed = random.SystemRandom().randrange(10**9) if chosen.seed is None else chosen.seed
     print(f"seed {seed}", flush=True)
     counts, start = Counts(), time.monotonic()
+    without = frozenset(filter(None, chosen.without.split(",")))
     fuzzers = [
-        Fuzzer(int(world), seed, chosen.compiled, chosen.out, chosen.shrink, counts)
+        Fuzzer(int(world), seed, chosen.compiled, chosen.out, chosen.shrink, counts, without)
         for world in chosen.ranks.split(",")
     ]
     said, turn = start, 0

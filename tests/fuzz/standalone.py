@@ -31,7 +31,7 @@ class RealKit:
 
     def grad(self, value: Any, inputs: Any) -> Any:
         grads = torch.autograd.grad(value, inputs, allow_unused=True)
-        return [torch.zeros_like(x) if grad is None else grad for grad, x in zip(grads, inputs)]
+        return [torch.zeros_like(x) if grad is None else grad for grad, x in zip(grads, inputs, strict=False)]
 
     def drop(self, x: torch.Tensor, p: float) -> torch.Tensor:
         return torch.nn.functional.dropout(x, p)
@@ -80,7 +80,7 @@ def in_plain_torch(defines: Any, known: Any, wide: bool) -> Any:
     def one(rank: int) -> Any:
         plain = Plain(world, rank)
         plain.random = fdp.random
-        made = [define(plain, Kit(plain, exact)) for define, exact in zip(defines, known["exact"])]
+        made = [define(plain, Kit(plain, exact)) for define, exact in zip(defines, known["exact"], strict=False)]
         return calls_of(made, None, rank, known)
 
     return world.run(one)
@@ -90,7 +90,7 @@ def calls_of(made: Any, make_step: Any, rank: int, known: Any, expected: Any = N
     """Call a step several times; yields nothing, returns what each call returned."""
 
     def together(states: Any, batches: Any) -> Any:
-        outs = [m[2](state, batch) for m, state, batch in zip(made, states, batches)]
+        outs = [m[2](state, batch) for m, state, batch in zip(made, states, batches, strict=False)]
         return [state for state, _ in outs], [results for _, results in outs]
 
     step = together if make_step is None else make_step(together)
@@ -101,13 +101,13 @@ def calls_of(made: Any, make_step: Any, rank: int, known: Any, expected: Any = N
         torch.manual_seed(1000 * number + rank + 1)
         found = step(state, batch)
         after = float(torch.rand(()))
-        written = any(not _same(x, y) for (_, x), (_, y) in zip(parts(state), parts(before)))
+        written = any(not _same(x, y) for (_, x), (_, y) in zip(parts(state), parts(before), strict=False))
         for past, path, x, y in kept:
             if not _same(x, y):
                 raise AssertionError(f"call {number} changed {path} that call {past} had returned: {x}, it was {y}")
         if make_step is not None:
             written = expected[number][3]
-            if not known["donate"] and any(not _same(x, y) for (_, x), (_, y) in zip(parts(state), parts(before))):
+            if not known["donate"] and any(not _same(x, y) for (_, x), (_, y) in zip(parts(state), parts(before), strict=False)):
                 raise AssertionError(f"call {number} changed its state in place")
         closed = [x.untyped_storage().data_ptr() for m in made for x in m[4]]
         held = [x.untyped_storage().data_ptr() for _, x in parts(found[0]) if isinstance(x, torch.Tensor)] + closed
@@ -115,7 +115,7 @@ def calls_of(made: Any, make_step: Any, rank: int, known: Any, expected: Any = N
         calls.append(([(path, _copy(x)) for path, x in parts(found)], shared, after, written))
         if make_step is not None:
             may_change = known["donate"] or known["between"]
-            kept += [(number, path, x, _copy(x)) for (path, x), mine in zip(parts(found), expected[number][1])
+            kept += [(number, path, x, _copy(x)) for (path, x), mine in zip(parts(found), expected[number][1], strict=False)
                      if isinstance(x, torch.Tensor) and not (mine and may_change)]  # fmt: skip
         state = mapped(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, found[0])
         if written:
@@ -133,7 +133,7 @@ def on_rank(rank: int, defines: Any, make_step: Any, known: Any, expected: Any, 
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=known["world"]
         )
-    made = [define(fdp, RealKit(exact)) for define, exact in zip(defines, known["exact"])]
+    made = [define(fdp, RealKit(exact)) for define, exact in zip(defines, known["exact"], strict=False)]
     narrow, wide = expected
     try:
         calls = calls_of(made, make_step, rank, known, narrow[rank])
@@ -142,8 +142,8 @@ def on_rank(rank: int, defines: Any, make_step: Any, known: Any, expected: Any, 
         return 1
     wrong = 0
     own = [f"[1][{n}][{k}]" for n, listed in enumerate(known["own"]) for k, mine in enumerate(listed) if mine]
-    for number, (call, plainly, exactly) in enumerate(zip(calls, narrow[rank], wide[rank])):
-        for (path, x), (_, y), (_, z) in zip(call[0], plainly[0], exactly[0]):
+    for number, (call, plainly, exactly) in enumerate(zip(calls, narrow[rank], wide[rank], strict=False)):
+        for (path, x), (_, y), (_, z) in zip(call[0], plainly[0], exactly[0], strict=False):
             if bits is not None and path not in own and isinstance(x, torch.Tensor):
                 bits.append(x.contiguous().numpy().tobytes())
             if not _close(x, y, z):

@@ -31,7 +31,7 @@ VIEWS = (
     "{a}.detach()", "{a}[:]", "{a}.view_as({a})", "{a}[1:]", "{a}[0]", "{a}[-1]", "{a}[::2]", "{a}.t()", "{a}.t().t()",
     "{a}.view(-1)", "{a}.unsqueeze(0)", "{a}.squeeze(0)", "{a}.expand(2, *{a}.shape)", "{a}.expand(2, *{a}.shape)[1]",
     "{a}.diagonal()", "{a}[:, 1]", "{a}[:, ::2]", "{a}.transpose(0, -1)", "{a}.narrow(0, 1, 2)", "{a}.unfold(0, 2, 1)",
-    "{a}.chunk(2)[1]", "{a}.unbind(0)[1]", "{a}.reshape(-1)", "{a}.view(2, -1)", "{a}.as_strided((2, 2), (2, 1))",
+    "{a}.chunk(2)[1]", "{a}.unbind(0)[1]", "{a}.reshape(-1)", "{a}.view(2, -1)", "{a}.contiguous().as_strided((2, 2), (2, 1))",
     "{a}.select(0, 2)", "{a}[None, :]", "{a}.movedim(0, -1)", "{a}.unflatten(0, (2, -1))", "{a}.flatten()",
     "{a}.view({a}.shape)", "{a}.alias() if False else {a}.view_as({a})", "{a}.split(2)[0]", "{a}.mT",
 )  # fmt: skip
@@ -40,7 +40,7 @@ WRITES = (
     "{a}.mul_(0.5)", "{a}.add_(1)", "{a}.zero_()", "{a}.fill_(0.25)", "{a}.clamp_(-1, 1)", "{a}.neg_()", "{a}.relu_()",
     "{a}.tanh_()", "{a}[0].add_(1)", "{a}[1:] = 0.5", "{a}[-1].zero_()", "{a}.t().mul_(2)", "{a}[:, 0] = {a}[:, 1].clone()",
     "{a}.view(-1)[1:3].sub_(1)", "{a}.diagonal().add_(1)", "{a}[::2].mul_(-1)", "{a} += 1", "{a}[0] = {a}[1]",
-    "{a}.index_fill_(0, torch.tensor([1]), 0.5)", "{a}.masked_fill_({a} > 0, 0.25)", "{a}[{a} > 1] = 1.0",
+    "{a}.index_fill_(0, torch.tensor([1]), 0.5)", "{a}.masked_fill_({a} > 0, 0.25)", "{a}.view(-1)[{a}.view(-1) > 1] = 1.0",
     "{a}.triu_()", "{a}.t().triu_()", "{a}.detach().add_(1)", "{a}.requires_grad_(False).mul_(2)", "{a}.exp_().mul_(0.1)",
 )  # fmt: skip
 
@@ -68,9 +68,9 @@ ADDED = ("{t}.add_({a} @ {b})", "{t} += {a} @ {b}", "{t}.add_({p})", "{t}.addmm_
 DRAWS = (
     "torch.rand(4, 4).to(F)", "torch.randn(4).to(F)", "torch.randint(0, 4, (4, 4)).to(F)", "torch.randint(-2, 3, (4,)).to(F)",
     "torch.bernoulli(torch.full((4, 4), 0.5)).to(F)", "torch.bernoulli(torch.full((4,), 0.5, dtype=torch.float64)).to(F)",
-    "kit.drop({a}, 0.5)", "kit.drop({a}.t(), 0.5)", "torch.empty(4, 4).bernoulli_(0.5).to(F)",
+    "kit.drop({a}.contiguous(), 0.5)", "kit.drop({a}.contiguous().t(), 0.5)", "torch.empty(4, 4).bernoulli_(0.5).to(F)",
     "torch.rand_like(torch.zeros(4, 4)).to(F)", "torch.randperm(4).to(F)", "torch.empty(4, 4, dtype=torch.float64).uniform_().to(F)",
-    "torch.empty(4).normal_().to(F)", "kit.drop({a}, 0.5)[:2]", "(torch.rand(4) > 0.5).to(F)",
+    "torch.empty(4).normal_().to(F)", "kit.drop({a}.contiguous(), 0.5)[:2]", "(torch.rand(4) > 0.5).to(F)",
 )  # fmt: skip
 
 KEYED = (
@@ -131,6 +131,7 @@ def turn(author: Author) -> None:
         a = names[0]
     if place(author.env[a]) in author.inputs:
         author.traits.add("turns an input")
+    author.traits.add("turns")
     author.write(author.rng.choice(TURNS).format(a=a))
 
 
@@ -223,6 +224,6 @@ def forbidden(author: Author) -> None:
 STATEMENTS: tuple[tuple[float, Statement], ...] = (
     (4, one(POINTWISE)), (4, binary), (2, broadcasted), (2, one(SHRINKING)), (5, one(VIEWS)), (4, write_alone),
     (5, write_of), (2, turn), (4, product), (1, product_with_vector), (4, added), (1.5, draw), (0.7, keyed), (0.7, whole),
-    (0.7, whole_again), (0.5, indexed), (0.4, conditional), (5, collective),
+    (0.7, whole_again), (0.5, indexed), (0.15, conditional), (5, collective),
 )  # fmt: skip
 """What may be written, and how often."""

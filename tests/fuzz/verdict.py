@@ -48,9 +48,9 @@ def judge(programs: Sequence[Program], reports: Sequence[Report]) -> Verdict:
         if reasons:
             return Verdict("refused", f"{first.kind}: {reasons[0]}", first.text, excused, exact)
         return Verdict("failed", f"refused {first.kind}: {_essence(first.text)}", first.text, excused, exact)
-    for call, (mine, *others) in enumerate(zip(*(r.bits for r in reports))):
+    for call, (mine, *others) in enumerate(zip(*(r.bits for r in reports), strict=False)):
         for rank, other in enumerate(others, 1):
-            paths = [path for (path, x), (_, y) in zip(mine, other) if x != y]
+            paths = [path for (path, x), (_, y) in zip(mine, other, strict=False) if x != y]
             if paths:
                 text = (
                     f"call {call}: ranks 0 and {rank} hold different bits in {', '.join(paths)}, which are called equal"
