@@ -1,4 +1,6 @@
-"""Writes a step line by line. Each line is run once as it is written, so shapes, strides and aliases are those that are.
+"""Writes a step line by line.
+
+Each line is run once as it is written, so that shapes, strides and aliases are known.
 
 A line that plain PyTorch cannot run, or whose values leave what is well-conditioned, is not written.
 """

@@ -50,7 +50,12 @@ class Judge:
     def exact(self) -> bool:
         """Whether nothing is rounded anywhere."""
         ranks = zip(self.calls, self._wide, strict=False)
-        pairs = [(a, b) for one, two in ranks for x, y in zip(one, two, strict=False) for a, b in zip(x.leaves, y.leaves, strict=False)]
+        pairs = [
+            (a, b)
+            for one, two in ranks
+            for x, y in zip(one, two, strict=False)
+            for a, b in zip(x.leaves, y.leaves, strict=False)
+        ]
         return all(_gap(a, b) == 0.0 for (_, a), (_, b) in pairs)
 
     def compare(self, rank: int, number: int, found: Sequence[tuple[str, Any]]) -> list[Mismatch]:

@@ -136,8 +136,7 @@ def _run(programs: Sequence[Program], judge: Judge) -> Report:
         inputs = (state, batch) if not options.donate else ((), batch)
         was = before if not options.donate else ((), before[1])
         bad += _changes("input", number, plain.parts(inputs), plain.parts(was))
-        bad += _changes("closed-over tensor", number, plain.parts(closed),
-                        [(path, x) for (path, _), x in zip(plain.parts(closed), expected.closed, strict=False)])  # fmt: skip
+        bad += _changes("closed-over tensor", number, plain.parts(closed), [("", x) for x in expected.closed])
         now = geometry((state, batch, closed))
         bad += [("geometry", Mismatch(number, path, f"{shape}, expected {wanted}"))
                 for (path, *shape), (_, *old), (_, *wanted) in zip(now, laid_out, expected.geometry, strict=False)
@@ -148,8 +147,12 @@ def _run(programs: Sequence[Program], judge: Judge) -> Report:
         bits.append(tuple((path, _bits(leaf)) for path, leaf in _called_equal(programs, leaves)))
         if bad:
             break
-        kept += [(number, path, leaf, copied(leaf)) for (path, leaf), shared in zip(leaves, expected.shared, strict=False)
-                 if isinstance(leaf, torch.Tensor) and not (shared and (options.donate or programs[0].between))]  # fmt: skip
+        changeable = options.donate or any(program.between for program in programs)
+        kept += [
+            (number, path, leaf, copied(leaf))
+            for (path, leaf), shared in zip(leaves, expected.shared, strict=True)
+            if isinstance(leaf, torch.Tensor) and not (shared and changeable)
+        ]
         state = unshared(found[0]) if expected.changed["state"] else found[0]
         between()
     if not bad:

@@ -15,17 +15,22 @@ from fuzz.gradients import GRADIENTS
 from fuzz.program import Leaf, Options, Program, Result, Tree, accesses
 from fuzz.statements import STATEMENTS, forbidden
 
-_MATRIX = ("kit.num((4, 4), {s})", "kit.num((4, 4), {s}).t()", "kit.num((8, 4), {s})[::2]", "kit.num((4, 8), {s})[:, ::2]",
-           "torch.zeros(4, 4).to(F)", "kit.num((4, 4), {s})", "kit.num((5, 4), {s})[1:]")  # fmt: skip
-_OTHERS = ("kit.num((4,), {s})", "kit.num((), {s})", "kit.num((2, 4), {s})", "kit.num((2, 4, 4), {s})", "torch.zeros(4).to(F)",
-           "kit.num((4, 1), {s})", "kit.num((8,), {s})[::2]")  # fmt: skip
+_MATRIX = (
+    "kit.num((4, 4), {s})", "kit.num((4, 4), {s}).t()", "kit.num((8, 4), {s})[::2]", "kit.num((4, 8), {s})[:, ::2]",
+    "torch.zeros(4, 4).to(F)", "kit.num((4, 4), {s})", "kit.num((5, 4), {s})[1:]",
+)  # fmt: skip
+_OTHERS = (
+    "kit.num((4,), {s})", "kit.num((), {s})", "kit.num((2, 4), {s})", "kit.num((2, 4, 4), {s})",
+    "torch.zeros(4).to(F)", "kit.num((4, 1), {s})", "kit.num((8,), {s})[::2]",
+)  # fmt: skip
 _SHARED = ("{o}", "{o}[1:]", "{o}.t()", "{o}.view_as({o})", "{o}[0]", "torch.from_numpy({o}.numpy())", "{o}.detach()")
 _CLOSED = (("table", "kit.num((4, 4), 901)"), ("row", "table[0]"), ("count", "kit.num((), 902)"))
 _BETWEEN = ("table.mul_(0.5)", "table.add_(1)", "table[0].neg_()", "count.add_(1)", "row.zero_()")
 
 OPTIMIZERS = (
-    "torch.optim.SGD, lr=0.5", "torch.optim.SGD, lr=0.5, momentum=0.5", "torch.optim.SGD, lr=0.25, weight_decay=0.5",
-    "torch.optim.AdamW, lr=0.125, eps=0.5", "torch.optim.Adam, lr=0.125, eps=0.5, fused=True", "torch.optim.RMSprop, lr=0.125, eps=0.5",
+    "torch.optim.SGD, lr=0.5", "torch.optim.SGD, lr=0.5, momentum=0.5",
+    "torch.optim.SGD, lr=0.25, weight_decay=0.5", "torch.optim.AdamW, lr=0.125, eps=0.5",
+    "torch.optim.Adam, lr=0.125, eps=0.5, fused=True", "torch.optim.RMSprop, lr=0.125, eps=0.5",
     "torch.optim.Adagrad, lr=0.25, eps=0.5", "torch.optim.SGD, lr=0.5, momentum=0.5, foreach=True",
     "torch.optim.AdamW, lr=0.125, eps=0.5, fused=False",
 )  # fmt: skip
@@ -127,8 +132,8 @@ class _Drawing:
     def optimizer(self) -> None:
         """One optimizer more, for some of the state."""
         env, rng = self.author.env, self.rng
-        fit = [leaf.name for leaf in self.leaves if isinstance(env[leaf.name], torch.Tensor) and env[leaf.name].is_floating_point()
-               and not leaf.own]  # fmt: skip
+        tensors = [leaf for leaf in self.leaves if isinstance(env[leaf.name], torch.Tensor) and not leaf.own]
+        fit = [leaf.name for leaf in tensors if env[leaf.name].is_floating_point()]
         if not fit:
             return
         params = rng.sample(fit, rng.randint(1, len(fit)))
@@ -150,8 +155,8 @@ class _Drawing:
             raise Refused
         grads = []
         for p in params:
-            fit = [n for n in author.names if isinstance(author.env[n], torch.Tensor) and not author.varies(n)
-                   and author.env[n].shape == author.env[p].shape and author.env[n].dtype == torch.float32][-4:]  # fmt: skip
+            alike = author.tensors(lambda x, p=p: x.shape == author.env[p].shape and x.dtype == torch.float32)
+            fit = [name for name in alike if not author.varies(name)][-4:]
             if not fit:
                 raise Refused
             grads.append(rng.choice(fit))
@@ -195,8 +200,8 @@ class _Drawing:
         for leaf in self.leaves:
             old = env[leaf.name]
             if leaf.new == leaf.name and isinstance(old, torch.Tensor) and rng.random() < 0.75:
-                fits = [n for n in author.names if isinstance(env[n], torch.Tensor) and env[n].shape == old.shape
-                        and env[n].dtype == old.dtype and (leaf.own or not author.varies(n)) and n[0] == "v"]  # fmt: skip
+                alike = author.tensors(lambda x, old=old: (x.shape, x.dtype) == (old.shape, old.dtype))
+                fits = [n for n in alike if n[0] == "v" and (leaf.own or not author.varies(n))]
                 if fits:
                     leaf = Leaf(leaf.name, leaf.make, rng.choice(fits[-5:]), leaf.own)
             if not leaf.own and isinstance(env[leaf.new], torch.Tensor) and author.varies(leaf.new):

@@ -26,8 +26,10 @@ _INSIDE: tuple[tuple[float, Statement], ...] = (
     (1, product_with_vector), (1, write_alone), (1, write_of),
 )  # fmt: skip
 
-_SAMPLES = ("(row @ p).sum()", "(row @ p).tanh().sum()", "((row @ p) * row).sum()", "((row @ p).relu() ** 2).sum() * 0.25",
-            "(row @ p).amax() + (p * p).sum()")  # fmt: skip
+_SAMPLES = (
+    "(row @ p).sum()", "(row @ p).tanh().sum()", "((row @ p) * row).sum()", "((row @ p).relu() ** 2).sum() * 0.25",
+    "(row @ p).amax() + (p * p).sum()",
+)  # fmt: skip
 
 assert BINARY and DRAWS  # used by the statements above
 

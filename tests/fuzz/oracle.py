@@ -73,7 +73,9 @@ def run_plain(
             drawn = float(torch.rand(()))
             changed = {
                 kind: [
-                    path for (path, x), (_, y) in zip(plain.parts(tree), plain.parts(before[kind]), strict=False) if not same(x, y)
+                    path
+                    for (path, x), (_, y) in zip(plain.parts(tree), plain.parts(before[kind]), strict=False)
+                    if not same(x, y)
                 ]
                 for kind, tree in inputs.items()
             }

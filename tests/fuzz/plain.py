@@ -1,4 +1,4 @@
-"""Plain eager PyTorch in one process: every rank is a thread, collectives are written out on lists. Knows nothing of fdp.
+"""Plain eager PyTorch in one process: every rank is a thread, collectives are written out on lists. No fdp in it.
 
 `run_ranks(size, fn)` calls `fn(plain, kit)` once a rank. `plain` has the names of fdp that random programs use. Threads
 take turns: one runs until it meets the others at a collective, so runs repeat exactly. All ranks share one autograd
@@ -205,6 +205,8 @@ class Plain:
                 grads = self.gradients(value, inputs, create_graph=outer)
             if not outer:
                 value, aux = value.detach(), mapped(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, aux)
+            # fdp's gradients lie in memory as their parameters do.
+            grads = [in_layout_of(x, grad) for x, grad in zip(leaves, grads, strict=True)]
             if not self._deferred:
                 grads = [self._average(grad) for grad in grads]
             grads = rebuilt(tree, iter(grads))
@@ -275,6 +277,12 @@ def sum_of(xs: Any) -> Any:
     for x in xs[1:]:
         total = total + x
     return total
+
+
+def in_layout_of(x: Any, grad: Any) -> Any:
+    """The same values, and the strides that a copy of another tensor has."""
+    same = x.requires_grad or torch.empty_like(x).stride() == grad.stride()
+    return grad if same else torch.empty_like(x, dtype=grad.dtype).copy_(grad)
 
 
 FIRST: dict[str, tuple[str, ...]] = {

@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Mapping
 
 import torch
 
@@ -19,12 +18,13 @@ from fdp.emit.arena import ARENAS
 _PERTURB = 0x80
 _M_PERTURB = -6
 
-ENVIRONMENT: Mapping[str, str] = {"GLIBC_TUNABLES": f"glibc.malloc.tcache_count=0:glibc.malloc.perturb={_PERTURB}"}
-"""With it glibc fills small pieces too, which it otherwise keeps in a cache of their own as they are."""
-
 
 def fill_freed_memory() -> None:
-    """From now on memory is filled as it is handed out, and as it comes back, where the C library is glibc."""
+    """From now on memory is filled as it is handed out, and as it comes back, where the C library is glibc.
+
+    Small pieces it keeps in a cache, as they are, unless it is told at the start of the process: `make fuzz` does, by
+    GLIBC_TUNABLES.
+    """
     if sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).mallopt(_M_PERTURB, _PERTURB)

@@ -1,4 +1,4 @@
-"""Ranks that live on from job to job, and a watchdog: a rank that hangs or dies is a verdict, and new ones take over."""
+"""Ranks that live on from job to job, and a watchdog: a hang or a death is a verdict, and new ranks take over."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
-import os
 import pathlib
 import random
 import sys
@@ -14,7 +13,6 @@ from collections.abc import Sequence
 
 import torch
 
-from fuzz import poison
 from fuzz.generate import draw
 from fuzz.pool import Job, Pool
 from fuzz.program import Program
@@ -58,6 +56,13 @@ class Counts:
     def total(self, how: str) -> int:
         """How many programs ran, that plain PyTorch can run."""
         return sum(n for key, n in self.runs.items() if key.startswith(how) and "invalid" not in key)
+
+    def summary(self) -> str:
+        """How much was run, in a line."""
+        return (
+            f"{self.total('op by op')} programs, {self.total('compiled')} of them also compiled, "
+            f"{len(self.failures)} failed"
+        )
 
     def lines(self) -> list[str]:
         found = [f"{key}: {count}" for key, count in sorted(self.runs.items())]
@@ -193,21 +198,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             turn += 1
             if time.monotonic() - said > 30:
                 said = time.monotonic()
-                print(f"{said - start:.0f} s: {counts.total('op by op')} programs, {counts.total('compiled')} of them also "
-                      f"compiled, {len(counts.failures)} failed; next seed {fuzzers[0].seed}", flush=True)  # fmt: skip
+                print(f"{said - start:.0f} s: {counts.summary()}; next seed {fuzzers[0].seed}", flush=True)
     finally:
         for fuzzer in fuzzers:
             fuzzer.close()
     restarts = sum(fuzzer.pool.restarts for fuzzer in fuzzers)
-    print(f"\n{counts.total('op by op')} programs, {counts.total('compiled')} of them also compiled, in "
-          f"{time.monotonic() - start:.0f} s; ranks were started anew {restarts} times")  # fmt: skip
+    spent = time.monotonic() - start
+    print(f"\n{counts.summary()}, in {spent:.0f} s; ranks were started anew {restarts} times")
     print("\n".join(counts.lines()), flush=True)
     return int(bool(counts.failures))
 
 
 if __name__ == "__main__":
-    if any(os.environ.get(name) != value for name, value in poison.ENVIRONMENT.items()):
-        # glibc reads its settings when a process starts.
-        os.environ.update(poison.ENVIRONMENT)
-        os.execv(sys.executable, [sys.executable, "-m", "fuzz.run", *sys.argv[1:]])
     raise SystemExit(main())

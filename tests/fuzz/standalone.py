@@ -107,7 +107,9 @@ def calls_of(made: Any, make_step: Any, rank: int, known: Any, expected: Any = N
                 raise AssertionError(f"call {number} changed {path} that call {past} had returned: {x}, it was {y}")
         if make_step is not None:
             written = expected[number][3]
-            if not known["donate"] and any(not _same(x, y) for (_, x), (_, y) in zip(parts(state), parts(before), strict=False)):
+            if not known["donate"] and any(
+                not _same(x, y) for (_, x), (_, y) in zip(parts(state), parts(before), strict=False)
+            ):
                 raise AssertionError(f"call {number} changed its state in place")
         closed = [x.untyped_storage().data_ptr() for m in made for x in m[4]]
         held = [x.untyped_storage().data_ptr() for _, x in parts(found[0]) if isinstance(x, torch.Tensor)] + closed
@@ -115,8 +117,9 @@ def calls_of(made: Any, make_step: Any, rank: int, known: Any, expected: Any = N
         calls.append(([(path, _copy(x)) for path, x in parts(found)], shared, after, written))
         if make_step is not None:
             may_change = known["donate"] or known["between"]
-            kept += [(number, path, x, _copy(x)) for (path, x), mine in zip(parts(found), expected[number][1], strict=False)
-                     if isinstance(x, torch.Tensor) and not (mine and may_change)]  # fmt: skip
+            pairs = zip(parts(found), expected[number][1], strict=True)
+            mine = [(path, x) for (path, x), others in pairs if not (others and may_change)]
+            kept += [(number, path, x, _copy(x)) for path, x in mine if isinstance(x, torch.Tensor)]
         state = mapped(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, found[0])
         if written:
             state = mapped(lambda x: x.contiguous().clone() if isinstance(x, torch.Tensor) else x, state)

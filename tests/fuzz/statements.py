@@ -28,54 +28,71 @@ SHRINKING = ("{a}.sum()", "{a}.sum(0)", "{a}.mean(0)", "{a}.amax(-1)", "{a}.sum(
              "{a}.norm()", "{a}.diagonal().sum()", "torch.var_mean({a})[1]", "{a}.prod(0) * 0.25")  # fmt: skip
 
 VIEWS = (
-    "{a}.detach()", "{a}[:]", "{a}.view_as({a})", "{a}[1:]", "{a}[0]", "{a}[-1]", "{a}[::2]", "{a}.t()", "{a}.t().t()",
-    "{a}.view(-1)", "{a}.unsqueeze(0)", "{a}.squeeze(0)", "{a}.expand(2, *{a}.shape)", "{a}.expand(2, *{a}.shape)[1]",
-    "{a}.diagonal()", "{a}[:, 1]", "{a}[:, ::2]", "{a}.transpose(0, -1)", "{a}.narrow(0, 1, 2)", "{a}.unfold(0, 2, 1)",
-    "{a}.chunk(2)[1]", "{a}.unbind(0)[1]", "{a}.reshape(-1)", "{a}.view(2, -1)", "{a}.contiguous().as_strided((2, 2), (2, 1))",
-    "{a}.select(0, 2)", "{a}[None, :]", "{a}.movedim(0, -1)", "{a}.unflatten(0, (2, -1))", "{a}.flatten()",
-    "{a}.view({a}.shape)", "{a}.alias() if False else {a}.view_as({a})", "{a}.split(2)[0]", "{a}.mT",
+    "{a}.detach()", "{a}[:]", "{a}.view_as({a})", "{a}[1:]", "{a}[0]", "{a}[-1]", "{a}[::2]", "{a}.t()",
+    "{a}.t().t()", "{a}.view(-1)", "{a}.unsqueeze(0)", "{a}.squeeze(0)", "{a}.expand(2, *{a}.shape)",
+    "{a}.expand(2, *{a}.shape)[1]", "{a}.diagonal()", "{a}[:, 1]", "{a}[:, ::2]", "{a}.transpose(0, -1)",
+    "{a}.narrow(0, 1, 2)", "{a}.unfold(0, 2, 1)", "{a}.chunk(2)[1]", "{a}.unbind(0)[1]", "{a}.reshape(-1)",
+    "{a}.view(2, -1)", "{a}.contiguous().as_strided((2, 2), (2, 1))", "{a}.select(0, 2)", "{a}[None, :]",
+    "{a}.movedim(0, -1)", "{a}.unflatten(0, (2, -1))", "{a}.flatten()", "{a}.view({a}.shape)",
+    "{a}.alias() if False else {a}.view_as({a})", "{a}.split(2)[0]", "{a}.mT",
 )  # fmt: skip
 
 WRITES = (
-    "{a}.mul_(0.5)", "{a}.add_(1)", "{a}.zero_()", "{a}.fill_(0.25)", "{a}.clamp_(-1, 1)", "{a}.neg_()", "{a}.relu_()",
-    "{a}.tanh_()", "{a}[0].add_(1)", "{a}[1:] = 0.5", "{a}[-1].zero_()", "{a}.t().mul_(2)", "{a}[:, 0] = {a}[:, 1].clone()",
-    "{a}.view(-1)[1:3].sub_(1)", "{a}.diagonal().add_(1)", "{a}[::2].mul_(-1)", "{a} += 1", "{a}[0] = {a}[1]",
-    "{a}.index_fill_(0, torch.tensor([1]), 0.5)", "{a}.masked_fill_({a} > 0, 0.25)", "{a}.view(-1)[{a}.view(-1) > 1] = 1.0",
-    "{a}.triu_()", "{a}.t().triu_()", "{a}.detach().add_(1)", "{a}.requires_grad_(False).mul_(2)", "{a}.exp_().mul_(0.1)",
+    "{a}.mul_(0.5)", "{a}.add_(1)", "{a}.zero_()", "{a}.fill_(0.25)", "{a}.clamp_(-1, 1)", "{a}.neg_()",
+    "{a}.relu_()", "{a}.tanh_()", "{a}[0].add_(1)", "{a}[1:] = 0.5", "{a}[-1].zero_()", "{a}.t().mul_(2)",
+    "{a}[:, 0] = {a}[:, 1].clone()", "{a}.view(-1)[1:3].sub_(1)", "{a}.diagonal().add_(1)", "{a}[::2].mul_(-1)",
+    "{a} += 1", "{a}[0] = {a}[1]", "{a}.index_fill_(0, torch.tensor([1]), 0.5)", "{a}.masked_fill_({a} > 0, 0.25)",
+    "{a}.view(-1)[{a}.view(-1) > 1] = 1.0", "{a}.triu_()", "{a}.t().triu_()", "{a}.detach().add_(1)",
+    "{a}.requires_grad_(False).mul_(2)", "{a}.exp_().mul_(0.1)",
 )  # fmt: skip
 
 WRITES_OF = (
     "{a}.add_({b})", "{a}.copy_({b})", "{a}.mul_({b}).add_(0.5)", "{a}.sub_({b}, alpha=0.5)", "{a}.lerp_({b}, 0.5)",
-    "torch.add({b}, 1, out={a})", "{a}[:2] = {b}[:2]", "{a}[0].add_({b}[0])", "{a}.index_add_(0, torch.tensor([0, 1]), {b}[:2])",
-    "{a}[torch.tensor([0, 2])] = {b}[:2]", "{a}.index_put_((torch.tensor([1, 1]),), {b}[:2], accumulate=True)",
-    "{a}.index_copy_(0, torch.tensor([2, 0]), {b}[1:3])", "{a}.scatter_(0, torch.zeros_like({b}, dtype=torch.int64), {b})",
+    "torch.add({b}, 1, out={a})", "{a}[:2] = {b}[:2]", "{a}[0].add_({b}[0])",
+    "{a}.index_add_(0, torch.tensor([0, 1]), {b}[:2])", "{a}[torch.tensor([0, 2])] = {b}[:2]",
+    "{a}.index_put_((torch.tensor([1, 1]),), {b}[:2], accumulate=True)",
+    "{a}.index_copy_(0, torch.tensor([2, 0]), {b}[1:3])",
+    "{a}.scatter_(0, torch.zeros_like({b}, dtype=torch.int64), {b})",
     "{a}.scatter_add_(0, torch.ones_like({b}, dtype=torch.int64), {b})", "{a}.masked_fill_({b} > 0, 0.25)",
     "{a}.addcmul_({b}, {b}, value=0.25)", "{a}.t().copy_({b})", "{a}.unfold(0, 2, 2).copy_({b}.unfold(0, 2, 2))",
-    "{a}.diagonal().copy_({b}.diagonal())", "{a}.view(-1)[1:].copy_({b}.reshape(-1)[:-1])", "{a}.masked_scatter_({b} > 0, {b})",
-    "{a}.t().add_({b})", "{a}[1:].add_({b}[:-1])", "torch.mul({a}, {b}, out={a})", "{a} -= {b} * 0.5",
-    "torch._foreach_add_([{a}], [{b}])", "torch._foreach_mul_([{a}], 0.5)", "{a}.unfold(0, 3, 2).copy_({b}.unfold(0, 3, 2))",
+    "{a}.diagonal().copy_({b}.diagonal())", "{a}.view(-1)[1:].copy_({b}.reshape(-1)[:-1])",
+    "{a}.masked_scatter_({b} > 0, {b})", "{a}.t().add_({b})", "{a}[1:].add_({b}[:-1])",
+    "torch.mul({a}, {b}, out={a})", "{a} -= {b} * 0.5", "torch._foreach_add_([{a}], [{b}])",
+    "torch._foreach_mul_([{a}], 0.5)", "{a}.unfold(0, 3, 2).copy_({b}.unfold(0, 3, 2))",
     "{a}.swapaxes(0, -1).mul_({b})", "{a}[1:3].copy_({b}[:2])",
 )  # fmt: skip
 
-TURNS = ("{a}.t_()", "{a}.transpose_(0, -1)", "{a}.unsqueeze_(0)", "{a}.squeeze_(0)", "{a}.squeeze_()", "{a}.unsqueeze_(-1)",
-         "{a}.swapaxes_(0, -1)", "{a}.detach_()", "{a}.as_strided_({a}.shape, {a}.stride())")  # fmt: skip
+WHOLE = (
+    "({a} > 0).sum()", "({a} > 0).to(torch.int64)", "{a}.argmax()", "({a} > 0).any().to(torch.int64)",
+    "torch.arange({a}.numel())",
+)  # fmt: skip
+
+TURNS = (
+    "{a}.t_()", "{a}.transpose_(0, -1)", "{a}.unsqueeze_(0)", "{a}.squeeze_(0)", "{a}.squeeze_()",
+    "{a}.unsqueeze_(-1)", "{a}.swapaxes_(0, -1)", "{a}.detach_()", "{a}.as_strided_({a}.shape, {a}.stride())",
+)  # fmt: skip
 
 PRODUCTS = ("{a} @ {b}", "{a}.t() @ {b}", "{a} @ {b}.t()", "torch.mm({a}, {b})", "torch.matmul({a}, {b})")
 
-ADDED = ("{t}.add_({a} @ {b})", "{t} += {a} @ {b}", "{t}.add_({p})", "{t}.addmm_({a}, {b})", "{t}.sub_({a} @ {b})",
-         "{t}.add_({p}, alpha=0.5)", "{t}.copy_({a} @ {b})", "torch.mm({a}, {b}, out={t})", "{t}.t().add_({a} @ {b})")  # fmt: skip
+ADDED = (
+    "{t}.add_({a} @ {b})", "{t} += {a} @ {b}", "{t}.add_({p})", "{t}.addmm_({a}, {b})", "{t}.sub_({a} @ {b})",
+    "{t}.add_({p}, alpha=0.5)", "{t}.copy_({a} @ {b})", "torch.mm({a}, {b}, out={t})", "{t}.t().add_({a} @ {b})",
+)  # fmt: skip
 
 DRAWS = (
-    "torch.rand(4, 4).to(F)", "torch.randn(4).to(F)", "torch.randint(0, 4, (4, 4)).to(F)", "torch.randint(-2, 3, (4,)).to(F)",
-    "torch.bernoulli(torch.full((4, 4), 0.5)).to(F)", "torch.bernoulli(torch.full((4,), 0.5, dtype=torch.float64)).to(F)",
-    "kit.drop({a}.contiguous(), 0.5)", "kit.drop({a}.contiguous().t(), 0.5)", "torch.empty(4, 4).bernoulli_(0.5).to(F)",
-    "torch.rand_like(torch.zeros(4, 4)).to(F)", "torch.randperm(4).to(F)", "torch.empty(4, 4, dtype=torch.float64).uniform_().to(F)",
-    "torch.empty(4).normal_().to(F)", "kit.drop({a}.contiguous(), 0.5)[:2]", "(torch.rand(4) > 0.5).to(F)",
+    "torch.rand(4, 4).to(F)", "torch.randn(4).to(F)", "torch.randint(0, 4, (4, 4)).to(F)",
+    "torch.randint(-2, 3, (4,)).to(F)", "torch.bernoulli(torch.full((4, 4), 0.5)).to(F)",
+    "torch.bernoulli(torch.full((4,), 0.5, dtype=torch.float64)).to(F)", "kit.drop({a}.contiguous(), 0.5)",
+    "kit.drop({a}.contiguous().t(), 0.5)", "torch.empty(4, 4).bernoulli_(0.5).to(F)",
+    "torch.rand_like(torch.zeros(4, 4)).to(F)", "torch.randperm(4).to(F)",
+    "torch.empty(4, 4, dtype=torch.float64).uniform_().to(F)", "torch.empty(4).normal_().to(F)",
+    "kit.drop({a}.contiguous(), 0.5)[:2]", "(torch.rand(4) > 0.5).to(F)",
 )  # fmt: skip
 
 KEYED = (
     "fdp.random.normal(fdp.random.key({k}), (4, 4)).to(F)", "fdp.random.uniform(fdp.random.key({k}), (4,)).to(F)",
-    "fdp.random.randint(fdp.random.key({k}), (4, 4), -2, 3).to(F)", "fdp.random.bernoulli(fdp.random.key({k}), 0.5, (4, 4)).to(F)",
+    "fdp.random.randint(fdp.random.key({k}), (4, 4), -2, 3).to(F)",
+    "fdp.random.bernoulli(fdp.random.key({k}), 0.5, (4, 4)).to(F)",
     "fdp.random.randint(fdp.random.fold_in(fdp.random.key({k}), fdp.axis_index()), (4,), 0, 5).to(F)",
     "fdp.random.permutation(fdp.random.key({k}), 4).to(F)",
 )  # fmt: skip
@@ -169,8 +186,7 @@ def keyed(author: Author) -> None:
 def whole(author: Author) -> None:
     """Whole numbers and truth values."""
     a = author.pick()
-    text = author.rng.choice(["({a} > 0).sum()", "({a} > 0).to(torch.int64)", "{a}.argmax()", "({a} > 0).any().to(torch.int64)",
-                              "torch.arange({a}.numel())"])  # fmt: skip
+    text = author.rng.choice(WHOLE)
     author.write(f"{(v := author.fresh())} = {text.format(a=a)}", {v: None})
 
 
@@ -223,7 +239,7 @@ def forbidden(author: Author) -> None:
 
 STATEMENTS: tuple[tuple[float, Statement], ...] = (
     (4, one(POINTWISE)), (4, binary), (2, broadcasted), (2, one(SHRINKING)), (5, one(VIEWS)), (4, write_alone),
-    (5, write_of), (2, turn), (4, product), (1, product_with_vector), (4, added), (1.5, draw), (0.7, keyed), (0.7, whole),
-    (0.7, whole_again), (0.5, indexed), (0.15, conditional), (5, collective),
+    (5, write_of), (2, turn), (4, product), (1, product_with_vector), (4, added), (1.5, draw), (0.7, keyed),
+    (0.7, whole),    (0.7, whole_again), (0.5, indexed), (0.15, conditional), (5, collective),
 )  # fmt: skip
 """What may be written, and how often."""
