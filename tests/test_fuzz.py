@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import ranks
@@ -29,10 +30,10 @@ OPEN = frozenset({"turns", "same bytes", "closed", "data"})
 TESTS = pathlib.Path(__file__).resolve().parent
 
 
-def drawn(world: int, count: int) -> list[Program]:
+def drawn(world: int, count: int) -> Iterator[Program]:
     """The first programs for so many ranks."""
-    programs = [draw(seed, world) for seed in range(count)]
-    return [program for program in programs if not program.traits & OPEN]
+    programs = (draw(seed, world) for seed in range(count))
+    return (program for program in programs if not program.traits & OPEN)
 
 
 def run(world: int, jobs: list[Job]) -> list[Verdict]:
@@ -86,7 +87,7 @@ def failing(program: Program) -> bool:
 def test_a_broken_emitter_is_found_and_shrunk_to_a_script_that_fails_by_itself(tmp_path: pathlib.Path) -> None:
     with emitter_takes_the_minimum():
         found = next(p for p in drawn(1, 400) if "torch.maximum" in p.text and failing(p))
-        small = shrunk(found, failing, seconds=60)
+        small = shrunk(found, failing, seconds=30)
         assert len(small.body) <= 10, small.text
         assert "torch.maximum" in small.text
     assert not failing(small)  # it is the fault that makes it fail

@@ -7,7 +7,6 @@ import collections
 import dataclasses
 import pathlib
 import random
-import sys
 import time
 from collections.abc import Sequence
 

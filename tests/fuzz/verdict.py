@@ -10,9 +10,8 @@ from fuzz.execute import Report
 from fuzz.program import Program
 from fuzz.refusals import reason
 
-
 _LAYOUT = re.compile(r"Cannot view a tensor with|view size is not compatible")
-"""fdp gives new state the strides of the old, where it is donated: a `view` that plain PyTorch takes need not be one."""
+"""fdp gives donated state the strides of the old: a `view` that plain PyTorch takes need not be one."""
 
 
 @dataclasses.dataclass(frozen=True)
