@@ -16,9 +16,9 @@ from fuzz.verdict import Verdict, judge
 Job = Sequence[Program]
 """Programs that run as one step."""
 
-_ENVIRONMENT = {"RANKS_TIMEOUT_S": "25", "FDP_AGREE_TIMEOUT_S": "20", "OMP_NUM_THREADS": "1"}
-_DEADLINE_S = 100.0
-_COMPILED_DEADLINE_S = 240.0
+_ENVIRONMENT = {"RANKS_TIMEOUT_S": "120", "FDP_AGREE_TIMEOUT_S": "240", "OMP_NUM_THREADS": "1"}
+_DEADLINE_S = 300.0
+_COMPILED_DEADLINE_S = 600.0
 
 
 def work(jobs: Sequence[Job]) -> list[Report]:
