@@ -30,6 +30,8 @@ def parts(tree: Any, path: str = "") -> list[tuple[str, Any]]:
         return [leaf for index, item in enumerate(tree) for leaf in parts(item, f"{path}[{index}]")]
     if isinstance(tree, Box):
         return parts(tree.x, f"{path}.x") + parts(tree.y, f"{path}.y")
+    if type(tree).__name__ == "PerRank":  # fdp's label of a tensor; its path is that of the tensor
+        return [(path, tree.value)]
     return [(path, tree)]
 
 
@@ -42,6 +44,8 @@ def rebuilt(tree: Any, leaves: Any) -> Any:
         return type(tree)([rebuilt(item, leaves) for item in tree])
     if isinstance(tree, Box):
         return Box(rebuilt(tree.x, leaves), rebuilt(tree.y, leaves))
+    if type(tree).__name__ == "PerRank":
+        return type(tree)(next(leaves))
     return next(leaves)
 
 

@@ -62,6 +62,8 @@ WRITES_OF = (
     "{a}.swapaxes(0, -1).mul_({b})", "{a}[1:3].copy_({b}[:2])",
 )  # fmt: skip
 
+WRITES_OF_ITSELF = ("{a}.add_({b})", "{a}.mul_({b}).add_(0.5)", "{a}.sub_({b}, alpha=0.5)", "{a} -= {b} * 0.5")
+
 WHOLE = (
     "({a} > 0).sum()", "({a} > 0).to(torch.int64)", "{a}.argmax()", "({a} > 0).any().to(torch.int64)",
     "torch.arange({a}.numel())",
@@ -90,7 +92,8 @@ DRAWS = (
 )  # fmt: skip
 
 KEYED = (
-    "fdp.random.normal(fdp.random.key({k}), (4, 4)).to(F)", "fdp.random.uniform(fdp.random.key({k}), (4,)).to(F)",
+    "(fdp.random.normal(fdp.random.key({k}), (4, 4)) * 4).round().to(F)",
+    "fdp.random.uniform(fdp.random.key({k}), (4,)).to(F)",
     "fdp.random.randint(fdp.random.key({k}), (4, 4), -2, 3).to(F)",
     "fdp.random.bernoulli(fdp.random.key({k}), 0.5, (4, 4)).to(F)",
     "fdp.random.randint(fdp.random.fold_in(fdp.random.key({k}), fdp.axis_index()), (4,), 0, 5).to(F)",
@@ -133,7 +136,11 @@ def write_alone(author: Author) -> None:
 def write_of(author: Author) -> None:
     a = author.pick(writable=True)
     b = author.pick(author.env[a].shape, other=a)
-    author.write(author.rng.choice(WRITES_OF).format(a=a, b=b))
+    # What an operator makes of memory that it reads and writes is defined if it reads each element before writing it.
+    shared = place(author.env[a]) == place(author.env[b])
+    if shared and author.env[a].stride() != author.env[b].stride():
+        raise Refused
+    author.write(author.rng.choice(WRITES_OF_ITSELF if shared else WRITES_OF).format(a=a, b=b))
 
 
 def turn(author: Author) -> None:
@@ -170,7 +177,10 @@ def added(author: Author) -> None:
     products = [line.split(" = ")[0] for line in author.lines if " @ " in line and " = " in line and line[0] != " "]
     products = [p for p in products if p in author.names]
     p = author.rng.choice(products) if products else a
-    author.write(author.rng.choice(ADDED).format(t=t, a=a, b=b, p=p))
+    text = author.rng.choice(ADDED)
+    if ("addmm_" in text or "out=" in text) and place(author.env[t]) in (place(author.env[a]), place(author.env[b])):
+        raise Refused  # PyTorch does not say what that computes
+    author.write(text.format(t=t, a=a, b=b, p=p))
 
 
 def draw(author: Author) -> None:
