@@ -126,6 +126,7 @@ class _Drawing:
         except Exception:
             return
         own = hasattr(fdp, "PerRank") and self.rng.random() < 0.1
+        own = own and isinstance(self.author.env[name], torch.Tensor)
         self.leaves.append(Leaf(name, text, name, own))
         self.author.add(name, own, fixed=not self.options.donate and self.naughty != "state", given=True)
 
