@@ -8,7 +8,7 @@ RUN := $(VENV)/bin/python -m
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench bench-overlap bench-compiled docs clean
+.PHONY: help demo test lint format fuzz bench bench-overlap bench-compiled docs clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,11 @@ lint: $(INSTALLED)  ## ruff (rules and format) and mypy
 format: $(INSTALLED)  ## rewrite the sources as `make lint` wants them
 	$(RUN) ruff check --fix .
 	$(RUN) ruff format .
+
+# glibc fills memory with garbage when it is handed out and when it comes back, small pieces as well.
+fuzz: POISON := GLIBC_TUNABLES=glibc.malloc.tcache_count=0:glibc.malloc.perturb=128
+fuzz: $(INSTALLED)  ## random programs against plain PyTorch: make fuzz ARGS="--seconds 600 --ranks 2"
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(POISON) $(RUN) fuzz.run $(ARGS)
 
 bench: $(INSTALLED)  ## step time and memory beside DDP and plain PyTorch; without ARGS also a short bench-overlap
 	$(VENV)/bin/python benchmarks/run.py $(ARGS)

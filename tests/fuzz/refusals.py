@@ -1,0 +1,33 @@
+"""Refusals that fdp documents: what a program does, and the error that it may be refused with."""
+
+from __future__ import annotations
+
+from fuzz.execute import Report
+from fuzz.program import Program
+
+_VALUE_READS = "reads the value of a tensor"
+
+
+def reason(program: Program, report: Report) -> str | None:
+    """Why a program may be refused as it was; None if it should have run.
+
+    Args:
+        program: the program.
+        report: what a rank said, of status "refused".
+    """
+    error, text, traits = report.kind, report.text, program.traits
+    if error == "ReplicationError" and ("undeclared" in traits or report.unequal):
+        return "returns what varies, undeclared (docs/errors.md)"
+    if error == "PurityError":
+        written = set(report.written) - ({"state"} if program.options.donate else set())
+        if written:
+            return "writes an input that is not donated (docs/errors.md)"
+        if "shares memory with another leaf or with itself" in text:
+            return "writes donated state of which leaves share memory (docs/errors.md)"
+        if "turns an input" in traits:
+            return "changes the shape of a view of an input in place"
+        if "data" in traits or "closed" in traits:
+            return "writes an input that is not donated (docs/errors.md)"
+    if error in ("TraceError", "PurityError") and "data" in traits and "does not compute what the step" not in text:
+        return "replaces the memory of a tensor"
+    return None
