@@ -25,6 +25,7 @@ FLOORS = (
     ("errors", "dispatch"),
     # helpers
     ("pytree", "table", "stages", "group", "fingerprint", "skeleton", "dynamo", "wire", "recomputation", "hashing"),
+    ("other_ranks",),
     ("exchange", "in_step"),
     ("axis", "surroundings", "deferral", "random"),
     ("generators",),

@@ -25,6 +25,7 @@ from fdp.emit.signature import check_signature
 from fdp.errors import ArgumentError, FdpError, PeerError, build_message
 from fdp.group import Group, resolve_group
 from fdp.in_step import alone_on, leave_behind, refuse_left_behind
+from fdp.other_ranks import Kind, OtherRanks
 from fdp.plan import Bucket, Plan
 from fdp.stages import enters
 from fdp.table import format_bytes
@@ -143,6 +144,11 @@ class Emitted:
         return self._program.parts
 
     @property
+    def names(self) -> Mapping[str, str]:
+        """What the program calls the values of the graph, by node."""
+        return self._program.names
+
+    @property
     def hides_messages(self) -> bool:
         """Whether its messages start and are waited for out of fdp's sight: compiled code, or a recording, does it."""
         own, recording = self._program.own_messages, self._program.recording
@@ -243,14 +249,20 @@ class Emitted:
             return self.digest, self.group
         return digest(self.plan, self._how(options)), self.group
 
-    def rehearse(self, tensors: list[torch.Tensor]) -> Any:
-        """Run the step on this rank alone, as if every other rank held what this one holds; nothing is sent."""
+    def rehearse(self, tensors: list[torch.Tensor], kind: Kind = "equal") -> Any:
+        """Run the step on this rank alone; nothing is sent.
+
+        Args:
+            tensors: as for `run`.
+            kind: whether this rank takes the others to hold something else ("different"), or the same ("equal").
+        """
+        others = OtherRanks(self.group.size, self.group.rank, kind)
 
         def start(index: int) -> None:
-            self._buffers[index].pretend(self.group)
+            self._buffers[index].pretend(others)
 
         own = self._program.own_messages
-        with nullcontext() if own is None else own.pretended():
+        with nullcontext() if own is None else own.pretended(others):
             return self._execute(tensors, start, lambda index: None)
 
     def _execute(self, tensors: list[torch.Tensor], start: Callable[[int], None], wait: Callable[[int], None]) -> Any:
@@ -265,7 +277,7 @@ class Emitted:
         arena = None
         try:
             # In this order: to leave inference mode switches gradients on.
-            with _plain_surroundings(), torch.no_grad():
+            with plain_surroundings(), torch.no_grad():
                 arena = ARENAS.borrow(self._arena)
                 self._settle_in(arena)
                 outputs = self._function(tensors, start, wait)
@@ -369,7 +381,7 @@ _TENSOR = object()
 _NO_CHANGE = nullcontext()
 
 
-def _plain_surroundings() -> Any:
+def plain_surroundings() -> Any:
     """Casts are part of the program already: autocast around the call must not add to them. Results are tensors that
     autograd may use later: inference mode around the call must not mark them."""
     inference = torch.is_inference_mode_enabled()
