@@ -95,8 +95,11 @@ class _Beside:
         after = self._before if self._before is None else random_states(self._timed)
         if self._ended >= 0:
             with torch.no_grad():
-                while self._next <= self._position(self._ended):
-                    self._carry_out(self._next, names)
+                position = self._position(self._ended)
+                while self._next <= position:
+                    # What takes no line of the program has no moment at which it can be seen there: it may be
+                    # overwritten by now.
+                    self._carry_out(self._next, names if self._next == position else {})
                     self._next += 1
         self._ended += 1
         if after is not None:

@@ -49,10 +49,12 @@ class Case:
     Attributes:
         inputs: makes copies of all inputs.
         others: what this rank takes the other ranks to hold.
+        by_itself: runs the step by itself once more; returns the leaves of its results.
     """
 
     inputs: Callable[[], list[torch.Tensor]]
     others: OtherRanks
+    by_itself: Callable[[], list[Any]]
 
 
 Explain = Callable[[list[Difference], Case], None]
@@ -143,7 +145,14 @@ class SideBySide:
         if offenders:
             others = OtherRanks(self._program.group.size, self._program.group.rank, kind)
             count = range(len(self._trace.inputs))
-            self._explain(offenders, Case(lambda: [self._copy(at, move) for at in count], others))
+
+            def by_itself() -> list[Any]:
+                self._kept = [None] * len(count)
+                with undisturbed(self._program):
+                    set_apart(self._program)
+                    return pytree.leaves_of(self._untraced(move, kind))
+
+            self._explain(offenders, Case(lambda: [self._copy(at, move) for at in count], others, by_itself))
         return True
 
     @property
