@@ -20,7 +20,7 @@ from fdp.emit.closed_over import ClosedOver
 from fdp.emit.compiled import Options, compile_program, resolve_options, why_not_recorded
 from fdp.emit.in_flight import InFlight
 from fdp.emit.lines import Part
-from fdp.emit.program import write_program
+from fdp.emit.program import Program, write_program
 from fdp.emit.signature import check_signature
 from fdp.errors import ArgumentError, FdpError, PeerError, build_message
 from fdp.group import Group, resolve_group
@@ -144,9 +144,9 @@ class Emitted:
         return self._program.parts
 
     @property
-    def names(self) -> Mapping[str, str]:
-        """What the program calls the values of the graph, by node."""
-        return self._program.names
+    def program(self) -> Program:
+        """The program that it runs."""
+        return self._program
 
     @property
     def hides_messages(self) -> bool:

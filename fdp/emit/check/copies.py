@@ -7,6 +7,8 @@ import sys
 
 import torch
 
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+
 _PERIOD = 8191
 """Elements after which the factors repeat: a prime, so that no two rows of a matrix are moved alike."""
 
@@ -57,6 +59,13 @@ def perturb_(copy: torch.Tensor, move: float, seed: int) -> torch.Tensor:
         if zero.any():
             piece.copy_(torch.where(zero, instead[:count], piece))
     return copy
+
+
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out. (The CPU's allocator raises a plain RuntimeError.)"""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def give_back_memory() -> None:

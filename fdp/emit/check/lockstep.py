@@ -274,11 +274,11 @@ class _Beside:
 
     def _shown(self, node: fx.Node, names: Mapping[str, Any]) -> torch.Tensor | None:
         """The program's value of a node, if it can be seen."""
-        value = names.get(self._timed.names.get(node.name, ""))
+        value = names.get(self._timed.program.names.get(node.name, ""))
         return value if isinstance(value, torch.Tensor) else None
 
     def _entry(self, node: fx.Node, index: int, names: Mapping[str, Any]) -> torch.Tensor | None:
-        whole = names.get(self._timed.names.get(node.name, ""))
+        whole = names.get(self._timed.program.names.get(node.name, ""))
         if isinstance(whole, (list, tuple)):
             value = whole[index]
         else:

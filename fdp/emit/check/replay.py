@@ -36,7 +36,8 @@ def call_node(node: fx.Node, value_of: Lookup, others: OtherRanks, lanes: Sequen
         What it returns.
     """
     args, kwargs = arguments_of(node, list(lanes)) if lanes else (list(node.args), dict(node.kwargs))
-    values, options = fx.map_arg(tuple(args), value_of), fx.map_arg(kwargs, value_of)
+    values: Any = fx.map_arg(tuple(args), value_of)
+    options: Any = fx.map_arg(kwargs, value_of)
     if is_marker(node):
         return _collective(node, values, others)
     if is_loop(node):
@@ -120,8 +121,7 @@ def held_value(node: fx.Node) -> Any:
 
 def last_uses(order: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
     """For each of some nodes in the order in which they run: those that no later one takes, and no output is."""
-    (output,) = {node.graph.output_node() for node in order[:1]} or {None}
-    kept = set() if output is None else set(output.all_input_nodes)
+    kept = {output for node in order[:1] for output in node.graph.output_node().all_input_nodes}
     last: dict[fx.Node, int] = {}
     for at, node in enumerate(order):
         last.update(dict.fromkeys((node, *node.all_input_nodes), at))

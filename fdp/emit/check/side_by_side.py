@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from fdp import pytree
-from fdp.emit.check.copies import MOVES, copy_of, perturb_
+from fdp.emit.check.copies import MOVES, copy_of, is_lack_of_memory, perturb_
 from fdp.emit.check.held import (
     generator_states,
     other_random_state,
@@ -200,6 +200,8 @@ class SideBySide:
         except FdpError:
             raise
         except Exception as error:
+            if is_lack_of_memory(error):
+                raise
             if self._wants_cause:
                 raise NotRunnable from error
             raise unrunnable(self._trace.name, error) from error

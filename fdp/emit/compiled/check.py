@@ -19,6 +19,7 @@ from fdp.emit.check import (
     closed_over_unchanged,
     copy_of,
     give_back_memory,
+    if_memory_allows,
     positions_of,
     undisturbed,
 )
@@ -61,6 +62,41 @@ def check_compiled(compiled: Emitted, emitted: Emitted, step: Callable[..., Any]
         check_emitted(emitted, step, flat, roles)  # or it is the trace that cannot be run
         assert isinstance(error.__cause__, Exception)
         raise _not_runnable(emitted.plan.trace.name, error.__cause__) from error.__cause__
+
+
+def check_again(program: Emitted, step: Callable[..., Any], flat: Flat, roles: Roles) -> bool:
+    """Compare a step that has been running, on the inputs of another call.
+
+    Args:
+        program: what runs.
+        step: the user's function.
+        flat: the arguments of the call; they are not changed.
+        roles: what each argument is.
+
+    Returns:
+        Whether it could be compared.
+
+    Raises:
+        TraceError: as at the first call.
+        CompileError: as at the first call.
+        PurityError: as at the first call.
+    """
+    recording = program.program.recording
+    # A replay does nothing but what was recorded: it cannot be run on copies.
+    if (recording is not None and recording.armed) or (program.options is not None and not can_compare(program)):
+        return False
+
+    def compare() -> None:
+        if program.options is None:
+            check_emitted(program, step, flat, roles, perturbed=False)
+            return
+        try:
+            compare_compiled(program, step, flat, roles, perturbed=False)
+        except NotRunnable as error:
+            assert isinstance(error.__cause__, Exception)
+            raise _not_runnable(program.plan.trace.name, error.__cause__) from error.__cause__
+
+    return if_memory_allows(program, "the comparison at a later call", compare)
 
 
 def can_compare(compiled: Emitted) -> bool:
