@@ -20,12 +20,21 @@ _MOVED = frozenset({
 })  # fmt: skip
 
 
-def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same geometry, also of a tensor that overlaps itself, has gaps, or begins late in its memory."""
+def copy_of(tensor: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+    """A copy with the same geometry, also of a tensor that overlaps itself, has gaps, or begins late in its memory.
+
+    Args:
+        tensor: what to copy.
+        memory: an earlier copy of it, in whose memory to make this one; None takes new memory.
+    """
     tensor = tensor.detach()
     offset = tensor.storage_offset()
     size = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
-    memory = torch.empty(offset + size, dtype=tensor.dtype, device=tensor.device)
+    if memory is None:
+        memory = torch.empty(offset + size, dtype=tensor.dtype, device=tensor.device)
+    else:
+        # Another view: whoever still has the earlier copy has its own shape and flags.
+        memory = memory.detach().as_strided((offset + size,), (1,), 0)
     memory[offset:].copy_(tensor.as_strided((size,), (1,), offset))
     return memory.as_strided(tensor.shape, tensor.stride(), offset)
 
@@ -54,10 +63,10 @@ def perturb_(copy: torch.Tensor, move: float, seed: int) -> torch.Tensor:
     whole = len(flat) // _PERIOD * _PERIOD
     for piece, rows in ((flat[:whole].view(-1, _PERIOD), 1), (flat[whole:], 0)):
         count = _PERIOD if rows else len(piece)
-        zero = piece == 0
-        piece.mul_(smaller[:count])
-        if zero.any():
-            piece.copy_(torch.where(zero, instead[:count], piece))
+        if not piece.all():
+            piece.copy_(torch.where(piece == 0, instead[:count], piece * smaller[:count]))
+        else:
+            piece.mul_(smaller[:count])
     return copy
 
 

@@ -21,11 +21,11 @@ from torch import fx
 
 from fdp import pytree
 from fdp.emit.check.copies import copy_of
-from fdp.emit.check.held import RandomState, random_states, set_random_states
+from fdp.emit.check.held import RandomState, random_states, set_random_states, undisturbed
 from fdp.emit.check.last_places import change_last_places_, rounds
 from fdp.emit.check.leaves import gap_of
 from fdp.emit.check.replay import Lookup, call_node, held_value, makes_values
-from fdp.emit.emitted import Emitted
+from fdp.emit.emitted import Emitted, plain_surroundings
 from fdp.emit.places import result_name
 from fdp.other_ranks import OtherRanks
 from fdp.plan import Run, Start
@@ -67,17 +67,30 @@ def unlike_graph(emitted: Emitted, inputs: list[torch.Tensor], others: OtherRank
     return beside[0].offenders[:_SHOWN]
 
 
+def in_order_of_plan(emitted: Emitted, inputs: Sequence[torch.Tensor], others: OtherRanks) -> list[torch.Tensor]:
+    """Run the graph of a trace in the order of the plan, with the graph's operators and in memory of its own.
+
+    Where the plan waits for all that an operator needs, the results are those of the graph in its own order: the bits.
+
+    Returns:
+        The tensors among its results.
+    """
+    with torch.no_grad(), undisturbed(emitted), plain_surroundings():
+        return _Beside(emitted, inputs, others, alone=True).run()
+
+
 class _Beside:
-    """The graph beside a program.
+    """The graph beside a program, in the order of the plan.
 
     Args:
         timed: the program.
         inputs: of the step, for the graph.
         others: what this rank takes the other ranks to hold.
+        alone: whether there is no program to compare with.
     """
 
-    def __init__(self, timed: Emitted, inputs: Sequence[torch.Tensor], others: OtherRanks) -> None:
-        self._timed, self._others = timed, others
+    def __init__(self, timed: Emitted, inputs: Sequence[torch.Tensor], others: OtherRanks, alone: bool = False) -> None:
+        self._timed, self._others, self._alone = timed, others, alone
         trace = timed.plan.trace
         graph = trace.graph.graph
         self._nodes = {node.name: node for node in graph.nodes}
@@ -88,6 +101,12 @@ class _Beside:
         self._outputs: list[Any] = list(graph.output_node().args[0])  # type: ignore[arg-type]
         self._last = self._last_positions()
         self.offenders: list[str] = []
+
+    def run(self) -> list[torch.Tensor]:
+        """Run all of it without the program; returns the outputs."""
+        for at in range(len(self._timed.plan.schedule)):
+            self._carry_out(at, {})
+        return [self._value(node) for node in self._outputs]
 
     def look(self, frame: Any) -> None:
         """Compare what the part of the program that has just ended has computed; `frame` is the program's."""
@@ -165,7 +184,7 @@ class _Beside:
             for marker in self._members(item.bucket):
                 if marker not in self._values:
                     self._call(marker, [], {})
-                if not isinstance(item, Start):
+                if not isinstance(item, Start) and not self._alone:
                     self._settle(marker, names)
         for node in self._last.get(at, ()):
             self._values.pop(node, None)
@@ -190,6 +209,9 @@ class _Beside:
                 self._variants[node] = [
                     call_node(node, functools.partial(self._varied, at), self._others) for at in range(_VARIANTS)
                 ]
+            return
+        if self._alone:
+            self._keep(node, lanes, call_node(node, self._value, self._others, lanes))
             return
         kept = {argument: self._values[argument].clone() for argument in effects.writes}
         state = self._before if effects.random else None

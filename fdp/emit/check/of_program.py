@@ -8,7 +8,7 @@ from typing import Any
 from fdp.emit.check.copies import give_back_memory
 from fdp.emit.check.held import closed_over_unchanged, undisturbed
 from fdp.emit.check.leaves import Difference, same_bits
-from fdp.emit.check.lockstep import unlike_graph
+from fdp.emit.check.lockstep import in_order_of_plan, unlike_graph
 from fdp.emit.check.refusals import wrong_program, wrong_trace
 from fdp.emit.check.rounding import Excuses, replay
 from fdp.emit.check.side_by_side import Case, SideBySide, positions_of
@@ -36,6 +36,7 @@ def check_emitted(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles:
 
     def explain(offenders: list[Difference], case: Case) -> None:
         check_graph(emitted, offenders, case)
+        _check_order(emitted, offenders, case)
         with undisturbed(emitted):
             operators = unlike_graph(emitted, case.inputs(), case.others)
         if operators:
@@ -76,6 +77,34 @@ def check_graph(emitted: Emitted, offenders: Sequence[Difference], case: Case) -
         wrong = [offender for offender in wrong if not excuses.excused(positions[offender.index], offender.expected)]
     if wrong:
         raise wrong_trace(emitted.plan.trace.name, [offender.text for offender in wrong])
+
+
+def _check_order(emitted: Emitted, offenders: Sequence[Difference], case: Case) -> None:
+    """Judge the order of the plan by results that differ: does it make the same bits as the order of the graph?
+
+    Raises:
+        TraceError: it does not.
+    """
+    positions = positions_of(emitted, offenders)
+    in_order = in_order_of_plan(emitted, case.inputs(), case.others)
+    planned = [in_order[at] for at in positions]
+    del in_order
+    runs = []
+    for _ in range(2):
+        exact = replay(emitted, case.inputs(), case.others)
+        runs.append([exact[at] for at in positions])
+        del exact
+        if all(same_bits(*pair) for pair in zip(planned, runs[0], strict=True)):
+            return
+    unlike = [at for at, one, two in zip(positions, planned, runs[0], strict=True) if not same_bits(one, two)]
+    if not all(same_bits(*pair) for pair in zip(*runs, strict=True)):
+        excuses = Excuses(emitted, case.inputs, case.others, unlike, alike=True)
+        unlike = [at for at in unlike if not excuses.excused(at, planned[positions.index(at)])]
+    if unlike:
+        wrong = [
+            f"{o.text}, in the order of the plan" for o, at in zip(offenders, positions, strict=True) if at in unlike
+        ]
+        raise wrong_program(emitted.plan.trace.name, wrong)
 
 
 def _some(leaves: list[Any], offenders: Sequence[Difference]) -> list[Any]:

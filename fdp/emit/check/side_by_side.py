@@ -87,24 +87,37 @@ class SideBySide:
         self._trace = program.plan.trace
         self._finite: list[bool] = []
         self._kept: list[torch.Tensor | None] = []
+        self._given: dict[int, torch.Tensor] = {}
 
     def run(self, perturbed: bool) -> None:
         """Compare on the inputs of the call; and then on perturbed ones, if the step can take them."""
         self._compare(0.0)
         if perturbed and any(tensor.is_floating_point() or tensor.is_complex() for tensor in self._flat.tensors):
             any(self._compare(move) for move in MOVES)
-        self._kept = []
+        self._kept, self._given = [], {}
 
-    def _copy(self, at: int, move: float) -> torch.Tensor:
-        return perturb_(copy_of(self._flat.tensors[at]), move, at)
+    def _copy(self, at: int, move: float, memory: torch.Tensor | None = None) -> torch.Tensor:
+        return perturb_(copy_of(self._flat.tensors[at], memory), move, at)
 
-    def _fresh(self, move: float) -> list[torch.Tensor]:
-        """What a run may change is copied for it; what it may not is copied once for all of them."""
-        pairs = enumerate(zip(self._trace.inputs, self._kept, strict=True))
-        return [self._copy(at, move) if kept is None or item.donated else kept for at, (item, kept) in pairs]
+    def _fresh(self, move: float, alive: Sequence[Any] = ()) -> list[torch.Tensor]:
+        """What a run may change is copied for it; what it may not is copied once for all of them.
 
-    def _untraced(self, move: float, kind: Kind) -> Any:
-        values = [value.requires_grad_(False) for value in self._fresh(move)]
+        Copies take the memory of the last run's, unless a result lies in it that is still needed: to touch new memory
+        for the first time takes as long as much of a step.
+        """
+        taken = {leaf.untyped_storage().data_ptr() for leaf in alive if isinstance(leaf, torch.Tensor)}
+        values = []
+        for at, kept in enumerate(self._kept):
+            if kept is None:
+                memory = self._given.pop(at, None)
+                if memory is not None and memory.untyped_storage().data_ptr() in taken:
+                    memory = None
+                kept = self._given[at] = self._copy(at, move, memory)
+            values.append(kept)
+        return values
+
+    def _untraced(self, move: float, kind: Kind, alive: Sequence[Any] = ()) -> Any:
+        values = [value.requires_grad_(False) for value in self._fresh(move, alive)]
         wire, group = self._trace.wire, self._program.group
         return _detached(run_untraced(self._step, self._flat, self._roles, group, values, wire, kind))
 
@@ -123,7 +136,7 @@ class SideBySide:
             left = generator_states(self._program)
         with undisturbed(self._program):
             set_apart(self._program)
-            found, found_spec = self._by_program(move, kind)
+            found, found_spec = self._by_program(move, kind, expected)
             if left != generator_states(self._program):
                 raise own_generator(self._trace.name, self._program)
         self._check_untouched(move)
@@ -136,7 +149,7 @@ class SideBySide:
             offenders = different(names, found, expected, before_of)
             if not offenders:
                 with undisturbed(self._program):
-                    again = pytree.leaves_of(self._untraced(move, kind))
+                    again = pytree.leaves_of(self._untraced(move, kind, expected))
                 # Two runs of the same code: on a CPU they agree to the bit, so the smallest difference tells.
                 offenders = different(names, again, expected, before_of, share=1.0 if self._on_accelerator else 1e-3)
         else:
@@ -147,7 +160,7 @@ class SideBySide:
             count = range(len(self._trace.inputs))
 
             def by_itself() -> list[Any]:
-                self._kept = [None] * len(count)
+                self._kept, self._given = [None] * len(count), {}
                 with undisturbed(self._program):
                     set_apart(self._program)
                     return pytree.leaves_of(self._untraced(move, kind))
@@ -165,11 +178,12 @@ class SideBySide:
         Other ranks that hold something else may be too much for it, too: then they hold the same.
         """
         kinds: tuple[Kind, ...] = ("different", "equal") if self._program.group.size > 1 else ("different",)
-        result = None
+        result, finite_leaves = None, list[bool]()
         for kind in kinds:
             try:
                 with undisturbed(self._program):
-                    leaves, spec = pytree.flatten(self._untraced(move, kind))
+                    alive = () if result is None else result[0][0]
+                    leaves, spec = pytree.flatten(self._untraced(move, kind, alive))
             except FdpError:
                 if not move:
                     raise
@@ -184,19 +198,19 @@ class SideBySide:
                 continue
             known = [finite(leaf) for leaf in leaves]
             if result is None or all(known):
-                result = (leaves, spec), kind
+                result, finite_leaves = ((leaves, spec), kind), known
             if all(known):
                 break
         assert result is not None
         if not move:
-            self._finite = [finite(leaf) for leaf in result[0][0]]
-        elif any(was and not finite(leaf) for was, leaf in zip(self._finite, result[0][0], strict=False)):
+            self._finite = finite_leaves
+        elif any(was and not now for was, now in zip(self._finite, finite_leaves, strict=False)):
             return None
         return result
 
-    def _by_program(self, move: float, kind: Kind) -> tuple[list[Any], Any]:
+    def _by_program(self, move: float, kind: Kind, alive: Sequence[Any]) -> tuple[list[Any], Any]:
         try:
-            return pytree.flatten(self._program.rehearse(self._fresh(move), kind))
+            return pytree.flatten(self._program.rehearse(self._fresh(move, alive), kind))
         except FdpError:
             raise
         except Exception as error:
