@@ -48,6 +48,12 @@ class TraceFault:
 FAULTS = (
     TraceFault("reads not waited for", "trace/dependencies.py", "                needs.update(place.readers)\n", "",
                "a value is changed before it was read", "read then changed"),
+    TraceFault("readers are forgotten", "trace/dependencies.py",
+               "                memory[storage].readers.append(index)\n", "                pass\n",
+               "a value is changed before it was read", "read then changed"),
+    TraceFault("writers are forgotten", "trace/dependencies.py",
+               "                memory[storage] = _Memory(writer=index)\n", "                memory[storage] = _Memory()\n",
+               "memory is read before it was changed", "changed then read"),
     TraceFault("changes not waited for", "trace/dependencies.py",
                "                if (writer := memory[storage].writer) is not None:\n",
                "                if (writer := memory[storage].writer) is None:\n                    continue\n"
@@ -62,10 +68,6 @@ FAULTS = (
     TraceFault("randomness not seen", "trace/effects.py",
                "        random=torch.Tag.nondeterministic_seeded in target.tags and _draws(node),",
                "        random=False,", "nothing keeps random numbers in order", "drawn in order"),
-    TraceFault("lanes wait for the first", "trace/dependencies.py",
-               "value and isinstance(value[lane], fx.Node):\n            found.append(value[lane])",
-               "value and isinstance(value[lane], fx.Node):\n            found.append(value[0])",
-               "an update runs before its gradient has been averaged", "fused updates"),
     TraceFault("one microbatch is lost", "trace/loops.py",
                "(held, begin.args[1], operands)", "(held, begin.args[1] - 1, operands)",
                "a loop runs one time too few", "microbatches"),
@@ -88,7 +90,7 @@ FAULTS = (
                "values come from another rank than asked for", "broadcast"),
     TraceFault("changes are dead code", "trace/capture.py",
                "        return not effects_of(node).pure\n", "        return bool(effects_of(node).random)\n",
-               "an operator that only changes memory is left out", "changed then read"),
+               "an operator that only changes memory is left out", "changed twice"),
     TraceFault("nothing is read", "trace/effects.py",
                "        reads=() if view or name in _UNINITIALISED or target is _aten.bernoulli.p else tuple(reads),",
                "        reads=(),", "memory changes before it was read", "read then changed"),
@@ -97,17 +99,10 @@ FAULTS = (
                '            written = node.kwargs.get("grad_scale") is not None\n'
                '        if name in FUSED_OPTIMIZERS and argument.name != "grads":\n            written = False\n',
                "a fused update is taken for a function without a result", "fused updates"),
-    TraceFault("a rounding too early", "trace/narrowing.py",
-               "        last = max(behind, key=order.__getitem__)\n", "        last = source\n",
-               "a gradient is rounded for the wire before it has been changed", "changed gradient on the wire"),
     TraceFault("statistics are not changed", "trace/effects.py",
                "        if argument.name in _UNDECLARED_WRITES.get(target, ()):\n",
                "        if argument.name in _UNDECLARED_WRITES.get(target, ()) and not nodes:\n",
                "batch normalisation changes memory that nobody knows to change", "running statistics"),
-    TraceFault("another argument", "trace/build.py",
-               "    it = iter(values)\n    leaves =",
-               "    it = iter([values[0], values[1], *values[1:]][: len(values)])\n    leaves =",
-               "both runs are given the same wrong values", "three arguments"),
 )  # fmt: skip
 
 
@@ -162,18 +157,11 @@ def _programs() -> dict[str, Callable[[], tuple[Any, tuple[Any, ...], dict[str, 
     def broadcast(w: Any, x: Any) -> Any:
         return fdp.broadcast(x.sum(0), root=1) + w
 
-    def changed_gradient(w: Any, x: Any) -> Any:
-        # Of a parameter that is used twice: autograd adds the second share to the first.
-        return fdp.grad(lambda w: ((x @ w).tanh() @ w).square().mean() + (w * w).sum())(w)
-
     def statistics(state: Any, x: Any) -> Any:
         mean, var = state["mean"].clone(), state["var"].clone()
         seen = fdp.pmean(x.mean(0)) + mean
         out = F.batch_norm(x, mean, var, training=True)
         return {"mean": fdp.pmean(mean), "var": fdp.pmean(var)}, seen, fdp.pmean(out.square().sum() + mean.sum())
-
-    def three(state: Any, scale: Any, x: Any) -> Any:
-        return state * scale - fdp.pmean(x.sum())
 
     ab = {"a": w[:, 0].contiguous(), "b": w}
     bn = {"mean": torch.zeros(4), "var": torch.ones(4)}
@@ -188,9 +176,7 @@ def _programs() -> dict[str, Callable[[], tuple[Any, tuple[Any, ...], dict[str, 
         "checkpointed dropout": lambda: (checkpointed, (w, x), {}),
         "largest": lambda: (largest, (w, x), {}),
         "broadcast": lambda: (broadcast, (w, x), {}),
-        "changed gradient on the wire": lambda: (changed_gradient, (w, x), {"wire_dtype": torch.bfloat16}),
         "running statistics": lambda: (statistics, (bn, x), {"donate_argnums": 0}),
-        "three arguments": lambda: (three, (w, w + 1, x), {}),
     }
 
 

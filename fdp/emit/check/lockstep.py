@@ -41,7 +41,9 @@ units in the last place of its largest value."""
 _SHOWN = 5
 
 
-def unlike_graph(emitted: Emitted, inputs: list[torch.Tensor], others: OtherRanks) -> list[str]:
+def unlike_graph(
+    emitted: Emitted, inputs: list[torch.Tensor], others: OtherRanks
+) -> tuple[list[str], list[torch.Tensor]]:
     """Run a program beside the graph of its trace.
 
     Args:
@@ -50,7 +52,8 @@ def unlike_graph(emitted: Emitted, inputs: list[torch.Tensor], others: OtherRank
         others: what this rank takes the other ranks to hold.
 
     Returns:
-        The operators whose results in the program are not theirs, with their lines and by how much; the first few.
+        The operators whose results in the program are not theirs, with their lines and by how much; the first few. And
+        the tensors among the results of the program.
     """
     beside: list[_Beside] = []
 
@@ -60,11 +63,12 @@ def unlike_graph(emitted: Emitted, inputs: list[torch.Tensor], others: OtherRank
     timed = emitted.timed(tick)
     beside.append(_Beside(timed, [copy_of(tensor) for tensor in inputs], others))
     try:
-        found = pytree.leaves_of(timed.rehearse(inputs, others.kind))
+        leaves = pytree.leaves_of(timed.rehearse(inputs, others.kind))
     finally:
         timed.leave_memory()
-    beside[0].compare_outputs([leaf for leaf in found if isinstance(leaf, torch.Tensor)])
-    return beside[0].offenders[:_SHOWN]
+    found = [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    beside[0].compare_outputs(found)
+    return beside[0].offenders[:_SHOWN], found
 
 
 def in_order_of_plan(emitted: Emitted, inputs: Sequence[torch.Tensor], others: OtherRanks) -> list[torch.Tensor]:

@@ -37,10 +37,7 @@ def check_emitted(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles:
     def explain(offenders: list[Difference], case: Case) -> None:
         check_graph(emitted, offenders, case)
         _check_order(emitted, offenders, case)
-        with undisturbed(emitted):
-            operators = unlike_graph(emitted, case.inputs(), case.others)
-        if operators:
-            raise wrong_program(emitted.plan.trace.name, operators)
+        _check_operators(emitted, offenders, case)
 
     give_back_memory()
     with closed_over_unchanged(emitted), recording():
@@ -77,6 +74,25 @@ def check_graph(emitted: Emitted, offenders: Sequence[Difference], case: Case) -
         wrong = [offender for offender in wrong if not excuses.excused(positions[offender.index], offender.expected)]
     if wrong:
         raise wrong_trace(emitted.plan.trace.name, [offender.text for offender in wrong])
+
+
+def _check_operators(emitted: Emitted, offenders: Sequence[Difference], case: Case) -> None:
+    """Judge the program by its operators, each on the inputs that it had; and by whether that was the same program.
+
+    Raises:
+        TraceError: one computes something else; or the results are others when the program runs again.
+    """
+    with undisturbed(emitted):
+        operators, found = unlike_graph(emitted, case.inputs(), case.others)
+    if operators:
+        raise wrong_program(emitted.plan.trace.name, operators)
+    pairs = list(zip(offenders, positions_of(emitted, offenders), strict=True))
+    unlike = [(offender, at) for offender, at in pairs if not same_bits(offender.found, found[at])]
+    if unlike:
+        excuses = Excuses(emitted, case.inputs, case.others, [at for _, at in unlike], alike=True)
+        wrong = [offender.text for offender, at in unlike if not excuses.excused(at, offender.found)]
+        if wrong:
+            raise wrong_program(emitted.plan.trace.name, wrong)
 
 
 def _check_order(emitted: Emitted, offenders: Sequence[Difference], case: Case) -> None:
