@@ -28,6 +28,7 @@ from fdp.errors import (
 )
 from fdp.generators import seed
 from fdp.join import join
+from fdp.labels import PerRank
 from fdp.modules import from_module
 from fdp.plan import Network, Plan, Scaling, Timeline, scaling
 from fdp.state import assert_replicated, replicate
@@ -43,6 +44,7 @@ __all__ = [
     "FdpError",
     "Network",
     "PeerError",
+    "PerRank",
     "Plan",
     "PurityError",
     "ReplicationError",

@@ -18,27 +18,35 @@ import torch.distributed.checkpoint as dcp
 
 from fdp import pytree
 from fdp.axis import refuse_inside
-from fdp.errors import ArgumentError, FdpError, build_message
+from fdp.errors import ArgumentError, FdpError, ReplicationError, build_message
 from fdp.exchange import announce_failure, come_together
 from fdp.generators import generator_states, set_generator_states
 from fdp.group import Group, resolve_group
 from fdp.in_step import refuse_left_behind
-from fdp.pytree import Tree, leaf_names
+from fdp.labels import labelled
+from fdp.pytree import Tree
+from fdp.state import differing
 
 
 def save(path: str | os.PathLike[str], state: Tree, group: Any = None, *, random: bool = False) -> None:
-    """Write a replicated state to a directory; every rank of the group takes part.
+    """Write a state to a directory; every rank of the group takes part.
+
+    What is replicated is compared between ranks first, bit for bit, and written once. Of leaves labelled with
+    `fdp.per_rank` each rank writes its own.
 
     Args:
         path: the directory, on storage that all ranks see; made if it is not there. A checkpoint that it held is
             replaced; if this save is cut short there is none. Keep the last one by saving to a new directory.
-        state: pytree of tensors that ranks hold alike, and plain Python values.
+        state: pytree of tensors, labelled or equal on every rank, and plain Python values, equal on every rank.
         group: as for `data_parallel`.
         random: whether to save the state of each rank's generators as well: torch's on the CPU and on the current
             accelerator, Python's, and NumPy's if it is imported. With them a run continues bit for bit.
 
     Raises:
-        AgreementError: another rank failed before it could write, or did not come.
+        ReplicationError: names, on every rank, each leaf that should be equal and is not, and the ranks; nothing is
+            written, and what the directory held stays.
+        AgreementError: another rank failed before it could write, or did not come; ranks hold states of different
+            structure, shapes or dtypes.
         FdpError: the disk is full, or the like; on every rank.
 
     Example:
@@ -55,10 +63,15 @@ def save(path: str | os.PathLike[str], state: Tree, group: Any = None, *, random
     ranks = resolve_group(group)
     refuse_left_behind(ranks, "fdp.save")
     with _ready_on_all_ranks(ranks, "fdp.save"):
-        leaves = dict(zip(leaf_names(state, "state"), pytree.leaves_of(state), strict=True))
-        named = {name: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for name, leaf in leaves.items()}
+        leaves, spec = pytree.flatten(state)
+        named = {
+            name: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+            for name, leaf in zip(_names_of(spec, ranks), leaves, strict=True)
+        }
         if random:
             named.update({_generator_name(ranks, kind): value for kind, value in generator_states().items()})
+    _refuse_differing(differing("fdp.save", "state", leaves, spec, ranks))
+    with _ready_on_all_ranks(ranks, "fdp.save"):
         if ranks.rank == 0:
             # Without it nothing can be loaded: a save that is cut short must not leave half of it beside half of an
             # older one.
@@ -73,12 +86,13 @@ def save(path: str | os.PathLike[str], state: Tree, group: Any = None, *, random
 
 
 def load(path: str | os.PathLike[str], like: Tree, group: Any = None, *, random: bool = False) -> Tree:
-    """Read a state that `save` wrote; every rank of the group takes part and gets all of it.
+    """Read a state that `save` wrote; every rank of the group gets what is replicated, and its own of labelled leaves.
 
     Args:
         path: the directory.
-        like: a state of the same structure; its tensors give shapes, dtypes and devices, and are not changed.
-        group: as for `data_parallel`; it may have another size than the one that saved.
+        like: a state of the same structure and with the same labels; its tensors give shapes, dtypes and devices, and
+            are not changed.
+        group: as for `data_parallel`; it may have another size than the one that saved, if no leaf is labelled.
         random: whether to set this rank's generators to the states that it saved with `random=True`.
 
     Returns:
@@ -86,7 +100,8 @@ def load(path: str | os.PathLike[str], like: Tree, group: Any = None, *, random:
 
     Raises:
         ArgumentError: there is no checkpoint at the path, or it holds another structure; names each leaf that is
-            missing, in excess, or of another shape or dtype. With `random=True`: it holds no states of generators, or
+            missing, in excess, labelled on one side only, or of another shape or dtype. It holds labelled leaves of
+            another number of ranks; names each of them. With `random=True`: it holds no states of generators, or
             those of another number of ranks.
         AgreementError: another rank was refused like that, or did not come.
         FdpError: the disk cannot be read; on every rank.
@@ -97,8 +112,8 @@ def load(path: str | os.PathLike[str], like: Tree, group: Any = None, *, random:
     refuse_inside("load")
     ranks = resolve_group(group)
     refuse_left_behind(ranks, "fdp.load")
-    names = leaf_names(like, "state")
-    leaves = pytree.leaves_of(like)
+    leaves, spec = pytree.flatten(like)
+    names = _names_of(spec, ranks)
     reader = dcp.FileSystemReader(Path(path))
     with _ready_on_all_ranks(ranks, "fdp.load"):
         if not (Path(path) / ".metadata").is_file():
@@ -110,6 +125,7 @@ def load(path: str | os.PathLike[str], like: Tree, group: Any = None, *, random:
             )
         saved = reader.read_metadata().state_dict_metadata
         _check_structure(os.fspath(path), saved, names, leaves)
+        _check_owners(os.fspath(path), saved, ranks)
         generators = _generators_of(ranks, os.fspath(path), saved) if random else {}
         named = {
             name: torch.empty_like(leaf, requires_grad=False) if isinstance(leaf, torch.Tensor) else leaf
@@ -120,7 +136,32 @@ def load(path: str | os.PathLike[str], like: Tree, group: Any = None, *, random:
         dcp.load(named, storage_reader=reader, process_group=ranks.process_group, no_dist=ranks.process_group is None)
     if random:
         set_generator_states({kind: named[_generator_name(ranks, kind)] for kind in _kinds(ranks, saved)})
-    return pytree.unflatten(pytree.structure_of(like), [named[name] for name in names])
+    return pytree.unflatten(spec, [named[name] for name in names])
+
+
+_OWN = re.compile(r"rank (\d+) of (\d+): (.*)", re.DOTALL)
+"""The name of a labelled leaf in a checkpoint. Other leaves of the state are called state[...]."""
+
+
+def _names_of(spec: pytree.Spec, ranks: Group) -> list[str]:
+    """What the leaves of a state are called in a checkpoint."""
+    return [
+        f"rank {ranks.rank} of {ranks.size}: {name}" if own else name
+        for name, own in zip(pytree.names_in(spec, "state"), labelled(spec), strict=True)
+    ]
+
+
+def _refuse_differing(offenders: list[str]) -> None:
+    if offenders:
+        raise ReplicationError(
+            build_message(
+                "fdp.save was given a state that is not the same on every rank. Nothing was written. These leaves do "
+                "not hold the bits that they hold on rank 0:",
+                offenders,
+                remedy="label what is each rank's own: fdp.per_rank(leaf), outside of a step. For the rest, start from "
+                "fdp.replicate(state), and let every update be a function of replicated values.",
+            )
+        )
 
 
 _GENERATOR = re.compile(r"generators of rank (\d+) of (\d+): (\w+)")
@@ -188,24 +229,58 @@ def _as_errors_of_fdp(name: str) -> Iterator[None]:
 
 
 def _check_structure(path: str, saved: dict[str, Any], names: list[str], leaves: list[Any]) -> None:
-    offenders = [f"{name}: not in the checkpoint" for name in names if name not in saved]
-    known = set(names)
-    offenders += [
-        f"{name}: in the checkpoint only" for name in saved if name not in known and not _GENERATOR.fullmatch(name)
-    ]
+    """Refuse another structure than that of `like`. Which ranks labelled leaves belong to is not looked at."""
+    at = {_plain(name): (name, _OWN.fullmatch(name) is not None) for name in saved if not _GENERATOR.fullmatch(name)}
+    found, offenders = {_plain(name): saved.get(name) for name in names}, []
+    for name in names:
+        plain, own = _plain(name), _OWN.fullmatch(name) is not None
+        if plain not in at:
+            offenders.append(f"{plain}: not in the checkpoint")
+        elif own != at[plain][1]:
+            sides = ("labelled", "not labelled") if own else ("not labelled", "labelled")
+            offenders.append(f"{plain}: {sides[1]} in the checkpoint, {sides[0]} in `like`")
+            found[plain] = saved[at[plain][0]]
+    offenders += [f"{plain}: in the checkpoint only" for plain in at if plain not in found]
     for name, leaf in zip(names, leaves, strict=True):
-        kept = saved.get(name)
+        kept = found[_plain(name)]
         if kept is None:
             continue
         before = f"{list(kept.size)} {kept.properties.dtype}" if hasattr(kept, "size") else "a Python value"
         now = f"{list(leaf.shape)} {leaf.dtype}" if isinstance(leaf, torch.Tensor) else "a Python value"
         if before != now:
-            offenders.append(f"{name}: {before} in the checkpoint, {now} in `like`")
+            offenders.append(f"{_plain(name)}: {before} in the checkpoint, {now} in `like`")
     if offenders:
         raise ArgumentError(
             build_message(
                 f"the checkpoint in {path!r} does not have the structure of `like`.",
                 offenders,
                 remedy="build `like` by the code that built the state which was saved.",
+            )
+        )
+
+
+def _plain(name: str) -> str:
+    """The key path of a leaf, from its name in a checkpoint."""
+    match = _OWN.fullmatch(name)
+    return match[3] if match else name
+
+
+def _check_owners(path: str, saved: dict[str, Any], ranks: Group) -> None:
+    """Refuse labelled leaves that other ranks than these have saved."""
+    owners: dict[str, set[tuple[int, int]]] = {}
+    for match in filter(None, map(_OWN.fullmatch, saved)):
+        owners.setdefault(match[3], set()).add((int(match[1]), int(match[2])))
+    # Of all ranks, not of this one alone: what is refused is refused on every rank, and none waits for another.
+    wanted = {(rank, ranks.size) for rank in range(ranks.size)}
+    sizes = {name: max(size for _, size in found) for name, found in owners.items() if found != wanted}
+    if sizes:
+        size = max(sizes.values())
+        raise ArgumentError(
+            build_message(
+                f"the checkpoint in {path!r} holds labelled leaves of each of {size} ranks, and this is one of "
+                f"{ranks.size}. fdp.load cannot tell what each rank's own is to become.",
+                [f"{name}: saved by {size} ranks" for name, size in sizes.items()],
+                remedy=f"load it on {size} ranks. To go on with another number, save the state there without these "
+                "leaves, load that, and label new ones with fdp.per_rank.",
             )
         )

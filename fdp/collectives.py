@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from fdp import markers, pytree
-from fdp.axis import current_axis
+from fdp.axis import current_axis, inside_step
 from fdp.deferral import refuse_deferred
 from fdp.errors import ArgumentError, build_message
-from fdp.pytree import Tree, leaf_names
+from fdp.labels import PerRank, unlabelled
+from fdp.pytree import Tree
 
 _SUMMABLE = frozenset({
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
@@ -27,9 +28,9 @@ _SUMMABLE = frozenset({
 def _map_leaves(name: str, tree: Tree, fn: Callable[[torch.Tensor, str], torch.Tensor]) -> Tree:
     """Apply fn(tensor, label) to every leaf; a Python number becomes a tensor that may differ between ranks."""
     refuse_deferred(f"fdp.{name}")
-    leaves, spec = pytree.flatten(tree)
+    leaves, spec = pytree.flatten(unlabelled(tree))  # what comes out is the same on every rank
     out = []
-    for leaf, path in zip(leaves, leaf_names(tree, ""), strict=True):
+    for leaf, path in zip(leaves, pytree.names_in(spec, ""), strict=True):
         label = f"{name}({path})" if path else name
         if isinstance(leaf, bool) or not isinstance(leaf, (torch.Tensor, int, float, complex)):
             raise ArgumentError(
@@ -285,21 +286,36 @@ def axis_size() -> int:
 
 
 def per_rank(tree: Tree) -> Tree:
-    """Declare an output of a step that is meant to differ from rank to rank.
+    """Say that tensors are each rank's own: inside of a step of its results, outside of one of leaves of a state.
+
+    Inside, it declares outputs that are meant to differ from rank to rank: metrics and the like, which may not go in
+    again as replicated state. Outside, it labels each leaf: what carries on from call to call and is each rank's own
+    (the error of compressed gradients, a local model). A step sees the tensor of a labelled leaf in its place, and it
+    varies; what the step returns there, under the same key path, comes out labelled, whether or not it was declared.
 
     Args:
-        tree: pytree of tensors of any shape and dtype, and numbers; part of what the step returns.
+        tree: pytree of tensors of any shape and dtype, and numbers, which become tensors. Inside: part of what the step
+            returns, as it is returned. Outside: a state, or part of one; None and empty containers stay as they are,
+            and so do leaves that are labelled already.
 
     Returns:
-        The same values. A step may return them though they vary; they must be returned as they are.
+        Inside, the same values. Outside, the tree with a `PerRank` leaf around each tensor, which is not copied.
 
     Raises:
-        ArgumentError: a leaf is no tensor.
+        ArgumentError: a leaf is neither a tensor nor a number.
 
     Example:
-        >>> per_rank({"local_loss": torch.tensor(0.5)})
-        {'local_loss': tensor(0.5000)}
+        >>> state = {"w": torch.zeros(2), "seen": per_rank(torch.tensor(0))}
+        >>> state
+        {'w': tensor([0., 0.]), 'seen': PerRank(tensor(0))}
+        >>> import fdp
+        >>> @fdp.data_parallel(donate_argnums=0)
+        ... def step(state, batch):
+        ...     return {"w": state["w"] + fdp.pmean(batch.mean(0)), "seen": state["seen"] + len(batch)}
+        >>> step(state, torch.ones(4, 2))
+        {'w': tensor([1., 1.]), 'seen': PerRank(tensor(4))}
     """
+    inside = inside_step()
 
     def declare(x: Any, path: str) -> Any:
         if isinstance(x, (bool, int, float, complex)):
@@ -311,7 +327,7 @@ def per_rank(tree: Tree) -> Tree:
                     remedy="pass tensors, or convert them first.",
                 )
             )
-        return markers.vary(x, "per_rank")
+        return markers.vary(x, "per_rank") if inside else PerRank(x)
 
-    leaves, spec = pytree.flatten(tree)
+    leaves, spec = pytree.flatten(unlabelled(tree))
     return pytree.unflatten(spec, map(declare, leaves, pytree.names_in(spec, "")))

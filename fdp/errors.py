@@ -34,7 +34,7 @@ class CompileError(FdpError):
 
 
 class AgreementError(FdpError):
-    """Ranks do not have the same communication schedule, or one of them never came to compare."""
+    """Ranks have different communication schedules, or are at different calls; or one never came to compare."""
 
 
 class PeerError(FdpError):

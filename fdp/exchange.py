@@ -125,9 +125,15 @@ def tell_all(group: Group, own: dict[str, Any], subject: str, news: str) -> list
         AgreementError: another rank did not come in time.
         PeerError: the store cannot be reached.
     """
+    return tell_all_once(group, own, subject, news)[1]
+
+
+def tell_all_once(group: Group, own: dict[str, Any], subject: str, news: str) -> tuple[int, list[dict[str, Any]]]:
+    """As `tell_all`; also a number for this exchange, which is the same on all ranks and no other exchange's."""
     limit = timeout_s()
     try:
-        found = exchange(group, next_turn(group), json.dumps(own).encode(), limit)
+        turn = next_turn(group)
+        found = exchange(group, turn, json.dumps(own).encode(), limit)
     except (RuntimeError, dist.DistError) as error:
         raise PeerError(
             build_message(
@@ -148,4 +154,10 @@ def tell_all(group: Group, own: dict[str, Any], subject: str, news: str) -> list
                 "same structure; if tracing takes that long, raise FDP_AGREE_TIMEOUT_S.",
             )
         )
-    return [json.loads(payload) for payload in found if payload is not None]
+    return _number_of(turn), [json.loads(payload) for payload in found if payload is not None]
+
+
+def _number_of(turn: str) -> int:
+    """The number in a key that `next_turn` made."""
+    last = turn.rpartition("/")[2]
+    return int(last) if last.isdigit() else 0

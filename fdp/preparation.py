@@ -26,6 +26,7 @@ from fdp.emit import (
     if_memory_allows,
 )
 from fdp.emit.compiled import Options
+from fdp.emit.order import Agreements
 from fdp.errors import first_line
 from fdp.exchange import announce_failure
 from fdp.group import Group
@@ -79,7 +80,7 @@ class Preparation:
 
     def __init__(self, step: Callable[..., Any], name: str, settings: Settings) -> None:
         self._step, self._name, self._settings = step, name, settings
-        self._agreed: set[tuple[str, Group]] = set()
+        self._agreed: Agreements = {}
         self._automatic = Automatic(settings.network, keeps=settings.options is not None)
         self._again: weakref.WeakKeyDictionary[Emitted, Again] = weakref.WeakKeyDictionary()
         self._previous: Summary | None = None

@@ -17,10 +17,12 @@ from typing import Any, TypeAlias
 
 import optree
 import torch
+from optree.registry import __GLOBAL_NAMESPACE as _EVERYWHERE
 
 # What is registered with torch's pytrees is told by no public name: a dict from each type to its functions.
 from torch.utils._pytree import SUPPORTED_NODES as _TORCH_NODES
 from torch.utils._pytree import GetAttrKey
+from torch.utils._pytree import register_pytree_node as register_torch_node
 
 from fdp.errors import ArgumentError, build_message
 
@@ -45,12 +47,13 @@ _registering = threading.Lock()
 _registered: set[type] = set()
 
 
-def flatten(tree: Tree, none_is_leaf: bool = False) -> tuple[list[Any], Spec]:
+def flatten(tree: Tree, none_is_leaf: bool = False, whole: type | None = None) -> tuple[list[Any], Spec]:
     """Take a tree apart.
 
     Args:
         tree: any pytree.
         none_is_leaf: whether None is a leaf, or a container of nothing.
+        whole: a type of containers that are leaves for once.
 
     Returns:
         Its leaves in a row, and its structure.
@@ -62,16 +65,46 @@ def flatten(tree: Tree, none_is_leaf: bool = False) -> tuple[list[Any], Spec]:
         >>> flatten({"w": 1, "b": (2, None)})
         ([2, 1], PyTreeSpec({'b': (*, None), 'w': *}))
     """
+    is_leaf = None if whole is None else lambda node: type(node) is whole
     while True:
-        leaves, spec = optree.tree_flatten(tree, none_is_leaf=none_is_leaf, namespace=_NAMESPACE)
+        leaves, spec = optree.tree_flatten(tree, is_leaf, none_is_leaf=none_is_leaf, namespace=_NAMESPACE)
         # A leaf that turns out to be a container shows containers inside of it only when it is taken apart.
-        if not _register(set(map(type, leaves)) - _LEAVES):
+        if not _register(set(map(type, leaves)) - _LEAVES - {whole}):
             return leaves, spec
 
 
 def unflatten(spec: Spec, leaves: Iterable[Any]) -> Tree:
     """Put leaves into a structure that `flatten` gave."""
     return optree.tree_unflatten(spec, leaves)
+
+
+def register_everywhere(
+    kind: type,
+    parts: Callable[[Any], tuple[Sequence[Any], None, Sequence[str]]],
+    whole: Callable[[Iterable[Any]], Any],
+    entry: type[optree.PyTreeEntry],
+) -> None:
+    """Make a container of fdp's own known to optree, in all namespaces, and to torch's pytrees.
+
+    Args:
+        kind: its type.
+        parts: takes one apart: children, nothing, and for each child the attribute that holds it.
+        whole: makes one of its children.
+        entry: a step of a key path into it.
+    """
+    optree.register_pytree_node(
+        kind, parts, lambda _, children: whole(children), path_entry_type=entry, namespace=_EVERYWHERE
+    )
+    register_torch_node(
+        kind,
+        lambda it: (list(parts(it)[0]), None),
+        lambda children, _: whole(children),
+        serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
+        flatten_with_keys_fn=lambda it: (
+            [(GetAttrKey(name), child) for child, name in zip(parts(it)[0], parts(it)[2], strict=True)],
+            None,
+        ),
+    )
 
 
 def tuple_of(specs: Iterable[Spec]) -> Spec:

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import torch
 
-from fdp import pytree
+from fdp import pytree, rank_local
 from fdp.axis import refuse_inside
+from fdp.comparable import comparable
 from fdp.errors import AgreementError, ReplicationError, build_message
+from fdp.exchange import tell_all
 from fdp.fingerprint import fingerprint
 from fdp.group import Group, resolve_group, start_all_gather, start_broadcast
 from fdp.in_step import refuse_left_behind
-from fdp.pytree import Tree, leaf_names
+from fdp.labels import labelled
+from fdp.pytree import Tree
 
 
 def replicate(tree: Tree, root: int = 0, group: Any = None) -> Tree:
     """Give every rank the tensors of one: what a job does with its initial state.
 
     Args:
-        tree: pytree of tensors of the same structure, shapes and dtypes on every rank; other leaves are kept.
+        tree: pytree of tensors of the same structure, shapes and dtypes on every rank; other leaves are kept. Leaves
+            labelled with `fdp.per_rank` stay what they are on each rank; they are copied, too.
         root: the rank whose values are taken.
         group: as for `data_parallel`.
 
     Returns:
-        The tree with new tensors, equal bit for bit on every rank; the argument is not changed.
+        The tree with new tensors, equal bit for bit on every rank but for labelled ones; the argument is not changed.
 
     Raises:
         AgreementError: ranks hold trees of different structure, shapes or dtypes.
@@ -36,13 +41,14 @@ def replicate(tree: Tree, root: int = 0, group: Any = None) -> Tree:
     ranks = resolve_group(group)
     refuse_inside("replicate")
     leaves, spec = pytree.flatten(tree)
-    _compare_structure("fdp.replicate", tree, leaves, ranks)
+    own = labelled(spec)
+    _compare_structure("fdp.replicate", pytree.names_in(spec, "tree"), leaves, own, ranks)
     out = []
-    for leaf in leaves:
+    for leaf, is_own in zip(leaves, own, strict=True):
         if isinstance(leaf, torch.Tensor):
             # Sent in contiguous form, and laid out as it was: a broadcast sends memory, not values.
             message = leaf.detach().contiguous().clone()
-            if message.numel():
+            if message.numel() and not is_own:
                 start_broadcast(message, root, ranks)()
             leaf = torch.empty_like(leaf, requires_grad=False).copy_(message)
         out.append(leaf)
@@ -52,8 +58,11 @@ def replicate(tree: Tree, root: int = 0, group: Any = None) -> Tree:
 def assert_replicated(tree: Tree, group: Any = None) -> None:
     """Check that ranks hold the same bits.
 
+    Tensors that do may go into a step as replicated state, also where a step had returned them as each rank's own.
+
     Args:
-        tree: pytree of tensors, of the same structure on every rank; other leaves are compared by their text.
+        tree: pytree of tensors, of the same structure on every rank; other leaves are compared by their text. Leaves
+            labelled with `fdp.per_rank` are left out.
         group: as for `data_parallel`.
 
     Raises:
@@ -65,18 +74,8 @@ def assert_replicated(tree: Tree, group: Any = None) -> None:
     """
     ranks = resolve_group(group)
     refuse_inside("assert_replicated")
-    leaves = pytree.leaves_of(tree)
-    _compare_structure("fdp.assert_replicated", tree, leaves, ranks)
-    if ranks.size == 1:
-        return
-    marks = [fingerprint(leaf) if isinstance(leaf, torch.Tensor) else _text_mark(repr(leaf)) for leaf in leaves]
-    table = _gather_marks(marks, ranks, leaves)
-    offenders = []
-    for index, name in enumerate(leaf_names(tree, "tree")):
-        column = [row[index] for row in table]
-        odd = [rank for rank, mark in enumerate(column) if mark != column[0]]
-        if odd:
-            offenders.append(f"{name}: rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} of {ranks.size}")
+    leaves, spec = pytree.flatten(tree)
+    offenders = differing("fdp.assert_replicated", "tree", leaves, spec, ranks)
     if offenders:
         raise ReplicationError(
             build_message(
@@ -85,30 +84,94 @@ def assert_replicated(tree: Tree, group: Any = None) -> None:
                 remedy="start from fdp.replicate(state), and let every update be a function of replicated values.",
             )
         )
+    own = labelled(spec)
+    rank_local.forget([x for x, is_own in zip(leaves, own, strict=True) if isinstance(x, torch.Tensor) and not is_own])
+
+
+def differing(caller: str, root: str, leaves: list[Any], spec: pytree.Spec, ranks: Group) -> list[str]:
+    """Compare the leaves of a tree that are not labelled between ranks; all ranks call this together.
+
+    Args:
+        caller: the function that the user called, for messages.
+        root: the name of the tree.
+        leaves: of the tree.
+        spec: its structure.
+        ranks: the ranks.
+
+    Returns:
+        A line for each leaf that differs, with the ranks that differ from rank 0; the same on every rank.
+
+    Raises:
+        AgreementError: ranks hold trees of different structure, shapes or dtypes.
+    """
+    names, own = pytree.names_in(spec, root), labelled(spec)
+    _compare_structure(caller, names, leaves, own, ranks)
+    if ranks.size == 1:
+        return []
+    compared = [(name, leaf) for name, leaf, is_own in zip(names, leaves, own, strict=True) if not is_own]
+    table = _gather_marks([_mark(leaf) for _, leaf in compared], ranks, leaves)
+    offenders = []
+    for index, (name, _) in enumerate(compared):
+        column = [row[index] for row in table]
+        odd = [rank for rank, mark in enumerate(column) if mark != column[0]]
+        if odd:
+            offenders.append(f"{name}: rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} of {ranks.size}")
+    return offenders
+
+
+def _mark(leaf: Any) -> int:
+    """A number for a leaf; of what cannot be compared, one for its kind."""
+    if isinstance(leaf, torch.Tensor):
+        plain = type(leaf) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and leaf.layout == torch.strided
+        return fingerprint(leaf) if plain else _text_mark(_kind(leaf))
+    if isinstance(leaf, (set, frozenset)):  # its order depends on the process
+        return _text_mark(comparable(leaf))
+    if hasattr(leaf, "tobytes"):  # an array of NumPy, of which the text shows a part
+        return _bytes_mark(leaf.tobytes())
+    text = repr(leaf)
+    if " at 0x" not in text:
+        return _text_mark(text)
+    try:
+        return _bytes_mark(pickle.dumps(leaf))
+    except Exception:  # whatever its class raises
+        return _text_mark(_kind(leaf))
 
 
 def _text_mark(text: str) -> int:
-    return fingerprint(torch.tensor(list(text.encode()) or [0], dtype=torch.uint8))
+    return _bytes_mark(text.encode())
 
 
-def _compare_structure(caller: str, tree: Tree, leaves: list[Any], ranks: Group) -> None:
+def _bytes_mark(data: bytes) -> int:
+    return fingerprint(torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8))
+
+
+def _kind(leaf: Any) -> str:
+    return f"{list(leaf.shape)} {leaf.dtype}" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+
+
+def _compare_structure(caller: str, names: list[str], leaves: list[Any], own: list[bool], ranks: Group) -> None:
     """All ranks take part in one exchange of fixed size, so that a difference cannot make them hang."""
     if ranks.size == 1:
         return
     refuse_left_behind(ranks, caller)
     kinds = [
-        f"{name}: {list(leaf.shape)} {leaf.dtype}"
-        if isinstance(leaf, torch.Tensor)
-        else f"{name}: {type(leaf).__name__}"
-        for name, leaf in zip(leaf_names(tree, "tree"), leaves, strict=True)
+        f"{name}: {'labelled, ' if is_own else ''}{_kind(leaf)}"
+        for name, leaf, is_own in zip(names, leaves, own, strict=True)
     ]
     (marks,) = zip(*_gather_marks([_text_mark("\n".join(kinds))], ranks, leaves), strict=True)
     odd = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
     if odd:
+        # All ranks saw the same row of numbers, so all of them are here.
+        found = tell_all(ranks, {"kinds": kinds}, caller, "was called with another tree")
+        lines = []
+        for rank in odd:
+            first, other = found[0]["kinds"], found[rank]["kinds"]
+            lines += [f"rank 0: {kind}" for kind in first if kind not in set(other)][:4]
+            lines += [f"rank {rank}: {kind}" for kind in other if kind not in set(first)][:4]
         raise AgreementError(
             build_message(
                 f"{caller} was called with trees that have different structure, shapes or dtypes on different ranks.",
-                [f"ranks {odd} differ from rank 0; on rank {ranks.rank}: {'; '.join(kinds[:8])}"],
+                lines or [f"ranks {odd} have the leaves of rank 0 in another order"],
                 remedy="build the state by the same code on every rank.",
             )
         )

@@ -161,7 +161,7 @@ class Step:
             TraceError: the step cannot be traced, or its trace does not compute what it computes.
             PurityError: it changes an argument in place, or uses parameters that are not among its arguments.
             ReplicationError: it returns values that may differ between ranks; or ranks start from different state.
-            AgreementError: ranks' schedules differ.
+            AgreementError: ranks' schedules differ, or ranks are at different calls.
             CompileError: the compiler cannot take the step, or its program computes something else.
             PeerError: another rank died or stopped answering.
         """

@@ -26,14 +26,14 @@ FLOORS = (
     # helpers
     ("pytree", "table", "stages", "group", "fingerprint", "skeleton", "dynamo", "wire", "recomputation", "hashing"),
     ("other_ranks",),
-    ("exchange", "in_step"),
+    ("comparable", "exchange", "in_step", "labels", "rank_local"),
     ("axis", "surroundings", "deferral", "random"),
     ("generators",),
     ("markers",),
     ("transposes",),
     ("collectives", "batch_norm"),
-    ("autodiff", "optim", "modules", "state", "checkpoint"),
-    ("accumulation", "join"),
+    ("autodiff", "optim", "modules", "state"),
+    ("accumulation", "checkpoint", "join"),
     # the flow
     ("trace",),
     ("plan",),
@@ -66,7 +66,7 @@ PUBLIC_IN_OPTIM = {
     "schedule_from_torch", "scheduled", "skip_nonfinite",
 }  # fmt: skip
 PUBLIC_STAGES = {"Step", "Trace", "Plan"}
-PUBLIC_VALUES = {"Network", "Scaling", "Timeline"}
+PUBLIC_VALUES = {"Network", "PerRank", "Scaling", "Timeline"}
 PUBLIC = PUBLIC_FUNCTIONS | PUBLIC_ERRORS | PUBLIC_STAGES | PUBLIC_VALUES | {"optim", "random"}
 NOT_YET: set[str] = set()
 

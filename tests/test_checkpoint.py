@@ -107,3 +107,117 @@ def test_a_rank_that_cannot_save_keeps_no_other_waiting(tmp_path: Path) -> None:
 def test_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(fdp.ArgumentError, match="found no checkpoint in"):
         fdp.load(tmp_path, {"w": torch.ones(2)})
+
+
+# --- what differs between ranks ----------------------------------------------------------------------
+
+
+def mixed_state(rank: int) -> dict[str, Any]:
+    """Replicated leaves, and each rank's own."""
+    own = {"residual": torch.tensor([rank + 0.5, float("nan")]), "seen": torch.tensor(7 * rank)}
+    return {"w": torch.arange(3.0), "own": fdp.per_rank(own), "epoch": 4}
+
+
+def save_mixed(path: str) -> None:
+    state = mixed_state(dist.get_rank())
+    fdp.save(path, state, random=True)
+    like = fdp.per_rank({"residual": torch.zeros(2), "seen": torch.tensor(0)})
+    loaded = fdp.load(path, {"w": torch.zeros(3), "own": like, "epoch": 0}, random=True)
+    assert repr(loaded) == repr(state) and like["residual"].value.tolist() == [0.0, 0.0]
+    assert loaded["own"]["residual"].value is not state["own"]["residual"].value
+
+
+def load_on_another_number(path: str) -> str:
+    fdp.seed(5)
+    before = torch.get_rng_state()
+    with pytest.raises(fdp.ArgumentError) as caught:
+        fdp.load(path, mixed_state(0), random=True)
+    assert torch.equal(torch.get_rng_state(), before)
+    return str(caught.value)
+
+
+def test_each_rank_gets_its_own_labelled_leaves_back(tmp_path: Path) -> None:
+    path = str(tmp_path / "a")
+    ranks.run(2, save_mixed, path)
+    for text in [*ranks.run(3, load_on_another_number, path), load_on_another_number_alone(path)]:
+        first, *leaves, remedy = text.splitlines()
+        assert "holds labelled leaves of each of 2 ranks, and this is one of" in first
+        assert leaves == ["  state['own']['residual']: saved by 2 ranks", "  state['own']['seen']: saved by 2 ranks"]
+        assert remedy.startswith("Remedy: load it on 2 ranks.")
+
+
+def load_on_another_number_alone(path: str) -> str:
+    with pytest.raises(fdp.ArgumentError) as caught:
+        fdp.load(path, mixed_state(0))
+    return str(caught.value)
+
+
+def test_labels_in_a_world_of_one_and_on_one_side_only(tmp_path: Path) -> None:
+    fdp.save(tmp_path / "a", mixed_state(3))
+    assert repr(fdp.load(tmp_path / "a", mixed_state(0))) == repr(mixed_state(3))
+    other = mixed_state(0)
+    other["own"]["residual"] = other["own"]["residual"].value
+    other["w"] = fdp.per_rank(torch.zeros(4))
+    with pytest.raises(fdp.ArgumentError) as caught:
+        fdp.load(tmp_path / "a", other)
+    assert str(caught.value).splitlines()[1:-1] == [
+        "  state['own']['residual']: labelled in the checkpoint, not labelled in `like`",
+        "  state['w']: not labelled in the checkpoint, labelled in `like`",
+        "  state['w']: [3] torch.float32 in the checkpoint, [4] torch.float32 in `like`",
+    ]
+
+
+def save_differing(path: str, what: str) -> str:
+    rank = dist.get_rank()
+    state: dict[str, Any] = {"w": torch.arange(3.0), "m": torch.zeros(2), "n": 1, "table": {"b", "a", "c"}}
+    if what == "tensors":
+        state["m"] = torch.tensor([0.0, -0.0 if rank == 1 else 0.0])  # a bit is enough
+    elif what == "numbers":
+        state["n"] = rank
+    elif what == "arrays":
+        state["table"] = torch.arange(5000).eq(2500 * rank).numpy()  # of which the text shows the ends
+    elif what == "structure":
+        state["extra" if rank == 1 else "more"] = torch.zeros(1)
+    with pytest.raises((fdp.ReplicationError, fdp.AgreementError)) as caught:
+        fdp.save(path, state)
+    fdp.assert_replicated({"w": torch.ones(2)})  # the ranks are still in step
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    "what, line",
+    [
+        ("tensors", "  state['m']: rank 1 of 2"),
+        ("numbers", "  state['n']: rank 1 of 2"),
+        ("arrays", "  state['table']: rank 1 of 2"),
+        ("structure", "  rank 1: state['extra']: [1] torch.float32"),
+    ],
+)
+def test_a_state_that_differs_between_ranks_is_not_saved(tmp_path: Path, what: str, line: str) -> None:
+    path = tmp_path / "a"
+    ranks.run(2, save_on_ranks, str(path))
+    for text in ranks.run(2, save_differing, str(path), what):
+        assert line in text.splitlines()
+        assert text.startswith("AgreementError" if what == "structure" else "ReplicationError")
+    assert_same_bits(fdp.load(path, make_state(2)), make_state(5))  # what was there is whole
+    ranks.run(2, save_differing, str(tmp_path / "b"), what)
+    assert not (tmp_path / "b").exists()
+
+
+class Odd:
+    """What has no text of its own."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def save_objects(path: str) -> None:
+    torch.manual_seed(dist.get_rank())
+    state = {"names": {f"name {i}" for i in range(20)}, "odd": Odd(3), "w": torch.ones(2)}
+    fdp.save(path, state)
+    with pytest.raises(fdp.ReplicationError, match=r"state\['odd'\]: rank 1 of 2"):
+        fdp.save(path, {**state, "odd": Odd(dist.get_rank())})
+
+
+def test_objects_that_are_equal_are_saved(tmp_path: Path) -> None:
+    ranks.run(2, save_objects, str(tmp_path / "a"))

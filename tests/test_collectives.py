@@ -130,9 +130,10 @@ def test_the_axis_of_a_world_of_one() -> None:
     assert fdp.axis_size() == 1 and not inside_step()
 
 
-def test_per_rank_gives_the_same_values() -> None:
+def test_per_rank_inside_of_a_step_gives_the_same_values() -> None:
     tree = {"a": torch.ones(2), "n": 3, "flag": True, "x": 0.5, "none": None}
-    found = fdp.per_rank(tree)
+    with step_axis("identity", fake_group(1, 0)):
+        found = fdp.per_rank(tree)
     assert found["a"].tolist() == [1.0, 1.0] and found["a"] is not tree["a"] and found["none"] is None
     assert [found[k].item() for k in ("n", "flag", "x")] == [3, True, 0.5]
     assert found["flag"].dtype == torch.bool

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import ranks
 import torch
+import torch.distributed as dist
 
 import fdp
 
@@ -112,3 +114,60 @@ def test_a_state_that_is_updated_in_place_before_the_product_is_added() -> None:
     expected = function(state.clone(), x)
     step = fdp.data_parallel(function, donate_argnums=0, batch_argnums=())
     torch.testing.assert_close(step(state, x), expected)
+
+
+def test_a_total_that_its_own_product_reads_is_not_written_while_it_is_read() -> None:
+    def function(state: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        state.add_(state @ a)
+        return state
+
+    # Zeros hide it at the first call.
+    state, a = torch.zeros(4, 4), torch.randn(4, 4)
+    step = fdp.data_parallel(function, donate_argnums=0, batch_argnums=())
+    expected = state.clone()
+    for _ in range(3):
+        state += 1
+        expected += 1
+        state, expected = step(state, a), function(expected, a)
+        torch.testing.assert_close(state, expected)
+    assert "addmm_(" not in step.plan(state, a).emit().source
+
+
+def test_a_total_in_the_place_of_what_its_product_reads() -> None:
+    def function(state: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        total = state.clone()
+        total.add_(state @ a)
+        return total
+
+    state, a = torch.randn(4, 4), torch.randn(4, 4)
+    expected = function(state.clone(), a)
+    torch.testing.assert_close(fdp.data_parallel(function, donate_argnums=0, batch_argnums=())(state, a), expected)
+
+
+def sums_around_messages(cap: float) -> Any:
+    def function(x: torch.Tensor, w: torch.Tensor, meet: Callable[[Any], Any]) -> Any:
+        g = x.T @ x
+        product = g @ w
+        h = (x @ w).tanh().sum(0)
+        gm, hm = meet((g, h))
+        total = gm * 1.0
+        total.add_(product)
+        return total, hm
+
+    @fdp.data_parallel(batch_argnums=1, bucket_cap_mb=cap)
+    def step(w: torch.Tensor, x: torch.Tensor) -> Any:
+        total, hm = function(x, w, fdp.pmean)
+        return fdp.per_rank(total), hm
+
+    torch.manual_seed(0)
+    shards, w, rank = torch.randn(2, 5, 4), torch.randn(4, 4), dist.get_rank()
+    g = torch.stack([x.T @ x for x in shards]).mean(0)
+    h = torch.stack([(x @ w).tanh().sum(0) for x in shards]).mean(0)
+    for _ in range(3):
+        torch.testing.assert_close(step(w, shards[rank]), function(shards[rank], w, lambda _: (g, h)))
+    return None
+
+
+@pytest.mark.parametrize("cap", [1e-5, 25.0])
+def test_a_product_of_what_lies_in_a_bucket_is_computed_before_the_bucket_starts(cap: float) -> None:
+    ranks.run(2, sums_around_messages, cap)

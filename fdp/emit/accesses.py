@@ -22,6 +22,7 @@ class Accesses:
         made: for each piece of memory, the position at which an operator returns it, or a view of it.
         ran: for each node, the position at which it runs, or the last of its lanes does.
         starts: for each bucket, the position at which it starts.
+        donated: the inputs that the step may write to.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -32,6 +33,8 @@ class Accesses:
         self.starts: dict[int, int] = {}
         trace = plan.trace
         nodes = {node.name: node for node in trace.graph.graph.nodes}
+        placeholders = trace.graph.graph.find_nodes(op="placeholder")
+        self.donated = [node for node, item in zip(placeholders, trace.inputs, strict=True) if item.donated]
         for at, item in enumerate(plan.schedule):
             if isinstance(item, Run):
                 node = nodes[trace.operations[item.operations[0]].node]
@@ -55,6 +58,15 @@ class Accesses:
                         self.reads[storage].append((at, marker))
                 else:
                     self.made.update(dict.fromkeys(storages_of(marker), at))
+
+    def defer(self, node: fx.Node, to: fx.Node) -> None:
+        """Let a node be computed by another one that runs later, which then reads what the node reads."""
+        at = self.ran[to]
+        for storage in {storage for argument in effects_of(node).reads for storage in storages_of(argument)}:
+            self.reads[storage] = [
+                (at, to) if reader is node else (when, reader) for when, reader in self.reads[storage]
+            ]
+        self.ran[node] = at
 
     def last_read(self, memory: int, except_by: fx.Node | None = None) -> int:
         """Position of the last read, -1 if there is none."""

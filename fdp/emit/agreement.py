@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
+from fdp.comparable import comparable, without_addresses
 from fdp.errors import AgreementError, ReplicationError, build_message
-from fdp.exchange import tell_all
+from fdp.exchange import tell_all_once
 from fdp.fingerprint import fingerprint
 from fdp.group import Group
 from fdp.plan import Plan
@@ -21,22 +22,26 @@ from fdp.plan import Plan
 _ARITHMETIC = "computes "
 """How a line about the arithmetic of replicated results begins."""
 
+_KINDS = {"state": "state", "per rank": "labelled state"}
+"""What inputs are called that are of the same shape on every rank; batches need not be."""
+
 
 def schedule_text(plan: Plan, how: str = "") -> str:
     """Everything about a plan, and about how it is compiled if it is, that must be equal on all ranks."""
     lines = [f"step {plan.trace.name}", *([f"compiled with {how}"] if how else [])]
     lines += [
-        f"state {item.name} {list(item.shape)} {item.dtype}" for item in plan.trace.inputs if item.role == "state"
+        f"{_KINDS[item.role]} {item.name} {list(item.shape)} {item.dtype}"
+        for item in plan.trace.inputs
+        if item.role in _KINDS
     ]
     lines += plan.messages.splitlines()
     lines += [f"argument {name} = {value}" for name, value in plan.trace.replicated_constants]
     lines += [
-        f"output {output.name} = {output.constant!r}"
-        for output in plan.trace.outputs
-        if output.node is None and " at 0x" not in repr(output.constant)
+        f"output {output.name} = {comparable(output.constant)}" for output in plan.trace.outputs if output.node is None
     ]
     lines += [_ARITHMETIC + call for call in plan.trace.replicated_calls]
-    return "\n".join(lines)
+    # Key paths are written by whoever wrote the containers: what they hold of addresses must not refuse a step either.
+    return without_addresses("\n".join(lines))
 
 
 def digest(plan: Plan, how: str = "") -> str:
@@ -44,7 +49,7 @@ def digest(plan: Plan, how: str = "") -> str:
     return hashlib.sha256(schedule_text(plan, how).encode()).hexdigest()
 
 
-def agree(plan: Plan, group: Group, tensors: Sequence[torch.Tensor], compare_state: bool, how: str = "") -> None:
+def agree(plan: Plan, group: Group, tensors: Sequence[torch.Tensor], compare_state: bool, how: str = "") -> int:
     """Compare a plan, and the state that it starts from, with those of the other ranks.
 
     Args:
@@ -54,6 +59,9 @@ def agree(plan: Plan, group: Group, tensors: Sequence[torch.Tensor], compare_sta
         compare_state: whether replicated inputs and closed-over tensors are compared bit for bit.
         how: how it is compiled, as text; empty if it is not.
 
+    Returns:
+        The number of this agreement: the same on all ranks, and no other one's on the group.
+
     Raises:
         AgreementError: schedules differ, another rank could not make its plan, or one did not come in time.
         ReplicationError: ranks start from different values of what should be replicated.
@@ -61,7 +69,7 @@ def agree(plan: Plan, group: Group, tensors: Sequence[torch.Tensor], compare_sta
     marks = _marks(plan, tensors) if compare_state else {}
     own = {"schedule": schedule_text(plan, how), "marks": marks}
     name = plan.trace.name
-    found = tell_all(group, own, f"step {name!r}", "has a new communication schedule")
+    number, found = tell_all_once(group, own, f"step {name!r}", "has a new communication schedule")
     for rank, other in enumerate(found):
         if "failed" in other:
             raise AgreementError(
@@ -93,6 +101,7 @@ def agree(plan: Plan, group: Group, tensors: Sequence[torch.Tensor], compare_sta
                 "differ belongs into batch_argnums.",
             )
         )
+    return number
 
 
 def _marks(plan: Plan, tensors: Sequence[torch.Tensor]) -> dict[str, int]:

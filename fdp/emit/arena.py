@@ -12,7 +12,7 @@ import torch
 
 from fdp.emit.layout import Layout
 from fdp.emit.loops import blocks_of_body
-from fdp.emit.places import Place, gathered_at_bytes, received_at_bytes, shared_numel
+from fdp.emit.places import Place, gathered_at_bytes, header_numel, received_at_bytes, shared_numel
 from fdp.emit.program import Program
 from fdp.emit.wide_mean import WideMean
 from fdp.group import Arrived, Group, start_all_gather, start_all_reduce, start_broadcast
@@ -119,6 +119,8 @@ class Buffer:
         gathered: [ranks, numel] for an all-gather, else None.
         scaled: it is filled with values divided by the number of ranks: their sum is the mean.
         received: [own elements], pieces of all ranks on their way, if it is added up in a wider dtype, else None.
+        message: what travels of a reduction: `own`, with the header behind it if there is one.
+        header: [header_numel], the end of the message, if the bucket says which call it belongs to; else None.
     """
 
     bucket: Bucket
@@ -126,6 +128,8 @@ class Buffer:
     gathered: torch.Tensor | None
     scaled: bool
     received: torch.Tensor | None = None
+    message: torch.Tensor | None = None
+    header: torch.Tensor | None = None
 
     def start(self, group: Group, arrived: Arrived | None = None) -> Callable[[], None]:
         """Start the collective; returns the function that waits for it."""
@@ -133,7 +137,8 @@ class Buffer:
             return start_all_gather(self.gathered, self.own, group, arrived)
         if self.bucket.op == "broadcast":
             return start_broadcast(self.own, self.bucket.root, group, arrived)
-        return start_all_reduce(self.own, "sum" if self.scaled else self.bucket.op, group, arrived)
+        message = self.own if self.message is None else self.message
+        return start_all_reduce(message, "sum" if self.scaled else self.bucket.op, group, arrived)
 
     def start_wide(self, group: Group, arrived: Arrived | None = None) -> WideMean:
         """Start the mean that is added up in a wider dtype."""
@@ -200,13 +205,17 @@ def make_buffers(plan: Plan, program: Program, blocks: Mapping[torch.device, tor
         wide = bucket.accumulate_dtype is not None
         numel = shared_numel(bucket, size) if wide else bucket.numel
         own = _flat(block, start, numel, bucket.dtype)
-        gathered = received = None
+        gathered = received = message = header = None
         if bucket.op == "all_gather":
             all_pieces = _flat(block, start + gathered_at_bytes(bucket), size * bucket.numel, bucket.dtype)
             gathered = all_pieces.view(size, bucket.numel)
         if wide:
             received = _flat(block, start + received_at_bytes(bucket, size), numel, bucket.dtype)
-        buffers[bucket.index] = Buffer(bucket, own, gathered, bucket.index in program.scaled, received)
+        if extra := header_numel(bucket, size):
+            message = own if wide else _flat(block, start, numel + extra, bucket.dtype)
+            header = message[bucket.numel : bucket.numel + extra]
+        scaled = bucket.index in program.scaled
+        buffers[bucket.index] = Buffer(bucket, own, gathered, scaled, received, message, header)
     return buffers
 
 

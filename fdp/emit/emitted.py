@@ -6,13 +6,14 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from fdp import pytree
+from fdp import pytree, rank_local
+from fdp.comparable import comparable
 from fdp.dynamo import breaks_graph
 from fdp.emit.agreement import agree, digest
 from fdp.emit.arena import ARENAS, Arena, Buffer, all_place_values, make_buffers, moving
@@ -20,7 +21,9 @@ from fdp.emit.closed_over import ClosedOver
 from fdp.emit.compiled import Options, compile_program, resolve_options, why_not_recorded
 from fdp.emit.in_flight import InFlight
 from fdp.emit.lines import Part
+from fdp.emit.order import Agreed, Agreements, Order
 from fdp.emit.program import Program, write_program
+from fdp.emit.replication import Replication
 from fdp.emit.signature import check_signature
 from fdp.errors import ArgumentError, FdpError, PeerError, build_message
 from fdp.group import Group, resolve_group
@@ -28,6 +31,7 @@ from fdp.in_step import alone_on, leave_behind, refuse_left_behind
 from fdp.other_ranks import Kind, OtherRanks
 from fdp.plan import Bucket, Plan
 from fdp.stages import enters
+from fdp.surroundings import plain_surroundings
 from fdp.table import format_bytes
 
 BREAK_REASON = (
@@ -70,7 +74,7 @@ class Emitted:
         self,
         plan: Plan,
         group: Group,
-        agreed: set[tuple[str, Group]] | None = None,
+        agreed: Agreements | None = None,
         compare_state: bool = True,
         options: Options | None = None,
         tick: Callable[[], None] | None = None,
@@ -85,7 +89,8 @@ class Emitted:
                 )
             )
         self.plan, self.group = plan, group
-        self._agreed: set[tuple[str, Group]] = set() if agreed is None else agreed
+        self._agreed: Agreements = {} if agreed is None else agreed
+        self._order: Order | None = None
         self._compare_state = compare_state
         self._communicates = group.size > 1 or apart
         self.options = None if options is None else options.settled(_devices(plan))
@@ -102,6 +107,7 @@ class Emitted:
         self._constants = [o.constant if o.node is None else _TENSOR for o in plan.trace.outputs]
         self._all_tensors = all(constant is _TENSOR for constant in self._constants)
         self._closed_over = ClosedOver(plan.trace)
+        self._replication = Replication(plan.trace, compare_state)
         self._check_backends()
 
     @breaks_graph(BREAK_REASON)
@@ -117,7 +123,7 @@ class Emitted:
 
         Raises:
             ArgumentError: the arguments do not have the signature of the plan.
-            AgreementError: the ranks' schedules differ.
+            AgreementError: the ranks' schedules differ, or ranks are at different calls.
             PeerError: another rank died or stopped answering.
         """
         leaves, spec = pytree.flatten(args)
@@ -162,6 +168,8 @@ class Emitted:
             observer: who is told when messages start, arrive and are waited for, if anybody is.
         """
         self._closed_over.check(tensors)
+        if rank_local.notes and self._replication.refuses:
+            self._replication.refuse(tensors)
         self.agree(tensors)
         if self._communicates:
             refuse_left_behind(self.group, f"step {self.plan.trace.name!r}")
@@ -171,7 +179,7 @@ class Emitted:
             try:
                 with self._range("starts", index):
                     if not flying:
-                        flying.append(InFlight(self._buffers, self.group))
+                        flying.append(InFlight(self._buffers, self.group, order))
                     arrived = None if observer is None else functools.partial(observer.arrived, index)
                     flying[0].start(index, arrived)
             except (RuntimeError, dist.DistError) as error:
@@ -186,8 +194,9 @@ class Emitted:
 
         seen = (start, wait) if observer is None else (observer.around_start(start), observer.around_wait(wait))
         try:
+            order = self._begin()
             try:
-                return self._execute(tensors, *seen)
+                outputs = self._execute(tensors, *seen)
             except (RuntimeError, dist.DistError) as error:
                 own = self._program.own_messages
                 if own is None or not own.caused(error):
@@ -198,6 +207,8 @@ class Emitted:
                 text = f"{type(error).__name__}: {error}".splitlines()[0]
                 leave_behind(self.group, f"step {self.plan.trace.name!r} was left in the middle by {text}")
             raise
+        self._replication.note(outputs)
+        return self._put_together(outputs)
 
     def _may_record(self) -> bool:
         """Whether the step can be recorded as one CUDA graph, if that was asked for."""
@@ -232,17 +243,30 @@ class Emitted:
         """
         if not self._communicates or (key := self._agreement(options)) in self._agreed:
             return False
-        agree(self.plan, self.group, tensors, self._compare_state, self._how(options))
-        self._agreed.add(key)
+        number = agree(self.plan, self.group, tensors, self._compare_state, self._how(options))
+        self._agreed[key] = Agreed(number, key[0])
         return True
 
     def disagree(self, options: Options | None = None) -> None:
         """Forget that ranks agreed, so that they do it again: something came between."""
-        self._agreed.discard(self._agreement(options))
+        self._agreed.pop(self._agreement(options), None)
+        self._order = None
+
+    def _begin(self) -> Order | None:
+        """Say which call begins; None if nothing is sent."""
+        if self._order is None:
+            if not self._communicates or not self.plan.buckets:
+                return None
+            self._order = Order(self.plan, self._program, self.group, self._agreed[self._agreement(None)])
+        try:
+            self._order.begin()
+        except (RuntimeError, dist.DistError) as error:
+            raise self._peer_error(None, error) from error
+        return self._order
 
     def _how(self, options: Options | None) -> str:
         settled = self.options if options is None else options.settled(_devices(self.plan))
-        return "" if settled is None else str(settled)
+        return "" if settled is None else comparable(settled)
 
     def _agreement(self, options: Options | None) -> tuple[str, Group]:
         if options is None:
@@ -263,7 +287,7 @@ class Emitted:
 
         own = self._program.own_messages
         with nullcontext() if own is None else own.pretended(others):
-            return self._execute(tensors, start, lambda index: None)
+            return self._put_together(self._execute(tensors, start, lambda index: None))
 
     def _execute(self, tensors: list[torch.Tensor], start: Callable[[int], None], wait: Callable[[int], None]) -> Any:
         if not self._busy.acquire(blocking=False):
@@ -290,7 +314,7 @@ class Emitted:
             if arena is not None:
                 ARENAS.give_back(arena)
             self._busy.release()
-        return self.plan.trace.out_spec.unflatten(self._with_constants(outputs))
+        return outputs
 
     def _settle_in(self, arena: Arena) -> None:
         """Make the tensors at the program's fixed places, unless they are there from the last call."""
@@ -334,13 +358,16 @@ class Emitted:
         names = [self.plan.trace.reductions[member].name for member in bucket.members]
         return ", ".join(names[:3]) + (f", ... ({len(names)} in all)" if len(names) > 3 else "")
 
-    def _with_constants(self, outputs: Sequence[torch.Tensor]) -> Sequence[Any]:
-        if self._all_tensors:
-            return outputs
-        it = iter(outputs)
-        return [next(it) if constant is _TENSOR else constant for constant in self._constants]
+    def _put_together(self, outputs: Sequence[Any]) -> Any:
+        """What the step returns, of its tensors."""
+        if not self._all_tensors:
+            it = iter(outputs)
+            outputs = [next(it) if constant is _TENSOR else constant for constant in self._constants]
+        return self.plan.trace.out_spec.unflatten(outputs)
 
-    def _peer_error(self, index: int | None, error: Exception) -> PeerError:
+    def _peer_error(self, index: int | None, error: Exception) -> FdpError:
+        if self._order is not None and (elsewhere := self._order.explain()) is not None:
+            return elsewhere
         where = "in one of its messages"
         if index is not None:
             bucket = self.plan.buckets[index]
@@ -379,22 +406,6 @@ def _devices(plan: Plan) -> set[torch.device]:
 
 _TENSOR = object()
 _NO_CHANGE = nullcontext()
-
-
-def plain_surroundings() -> Any:
-    """Casts are part of the program already: autocast around the call must not add to them. Results are tensors that
-    autograd may use later: inference mode around the call must not mark them."""
-    inference = torch.is_inference_mode_enabled()
-    # Private to torch. Relied on: it is true if autocast is enabled for any device, in one call for all of them.
-    if not inference and not torch._C._is_any_autocast_enabled():
-        return _NO_CHANGE
-    stack = ExitStack()
-    if inference:
-        stack.enter_context(torch.inference_mode(False))
-    for device in ("cpu", "cuda", "xpu"):
-        if torch.is_autocast_enabled(device):
-            stack.enter_context(torch.autocast(device, enabled=False))
-    return stack
 
 
 @enters("emit")

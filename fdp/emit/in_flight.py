@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from fdp.emit.arena import Buffer
+from fdp.emit.order import Order
 from fdp.emit.wide_mean import WideMean
 from fdp.group import Arrived, Group
 
@@ -19,10 +20,13 @@ class InFlight:
     Args:
         buffers: the buckets in memory, by index.
         group: the ranks.
+        order: says of the call which it is; None where nothing is sent.
     """
 
-    def __init__(self, buffers: Mapping[int, Buffer], group: Group) -> None:
-        self._buffers, self._group = buffers, group
+    def __init__(self, buffers: Mapping[int, Buffer], group: Group, order: Order | None) -> None:
+        self._buffers, self._group, self._order = buffers, group, order
+        self._unseen = False  # whether the header of the first bucket is still to be looked at
+        self._finished_early = False
         self._waits: dict[int, Callable[[], None]] = {}
         self._means: dict[int, WideMean] = {}
 
@@ -32,8 +36,14 @@ class InFlight:
         Args:
             index: which bucket.
             arrived: what to call when it has arrived, if the backend says so.
+
+        Raises:
+            AgreementError: another rank is at another call.
         """
         buffer = self._buffers[index]
+        if index == 0 and self._order is not None:  # the first to start, on all ranks
+            self._order.before_start(buffer)
+            self._unseen = self._order.awaits_first
         if buffer.received is None:
             self._waits[index] = buffer.start(self._group, arrived)
             return
@@ -43,7 +53,24 @@ class InFlight:
             mean.turn()
 
     def wait(self, index: int) -> None:
-        """Wait for a bucket; of those in two messages, start the second message of the one that started after it."""
+        """Wait for a bucket; of those in two messages, start the second message of the one that started after it.
+
+        Raises:
+            AgreementError: another rank is at another call.
+        """
+        if self._unseen:
+            # Before anything that came back is read, though it be of another bucket.
+            self._unseen, self._finished_early = False, index != 0
+            self._finish(0)
+            assert self._order is not None
+            self._order.after_wait(self._buffers[0])
+            if index == 0:
+                return
+        elif index == 0 and self._finished_early:
+            return
+        self._finish(index)
+
+    def _finish(self, index: int) -> None:
         if index not in self._means:
             self._waits.pop(index)()
             return

@@ -16,6 +16,7 @@ from fdp.emit.accesses import Accesses
 from fdp.emit.constants import constant_values
 from fdp.emit.donation import Placement
 from fdp.emit.forms import Form, form_of
+from fdp.emit.header import NUMEL, carries
 from fdp.emit.layout import round_up
 from fdp.emit.views import geometry
 from fdp.plan import Bucket, Plan
@@ -335,9 +336,14 @@ def gathered_at_bytes(bucket: Bucket) -> int:
     return round_up(bucket.numel * bucket.dtype.itemsize)
 
 
+def header_numel(bucket: Bucket, world_size: int) -> int:
+    """Elements behind a bucket's members that say which call it belongs to: only in the one that starts first."""
+    return NUMEL if bucket.index == 0 and carries(bucket.op, bucket.dtype, world_size) else 0
+
+
 def shared_numel(bucket: Bucket, world_size: int) -> int:
-    """Elements of a bucket, filled up so that all ranks can share them evenly."""
-    return -(-bucket.numel // world_size) * world_size
+    """Elements of a bucket and its header, filled up so that all ranks can share them evenly."""
+    return -(-(bucket.numel + header_numel(bucket, world_size)) // world_size) * world_size
 
 
 def received_at_bytes(bucket: Bucket, world_size: int) -> int:
@@ -351,7 +357,7 @@ def memory_bytes(bucket: Bucket, world_size: int) -> int:
         return gathered_at_bytes(bucket) + world_size * bucket.numel * bucket.dtype.itemsize
     if bucket.accumulate_dtype is not None:
         return 2 * received_at_bytes(bucket, world_size)
-    return bucket.numel * bucket.dtype.itemsize
+    return (bucket.numel + header_numel(bucket, world_size)) * bucket.dtype.itemsize
 
 
 def slot_name(bucket: int, member: int) -> str:

@@ -8,36 +8,37 @@ one after the other in the last digit, as the sum over a larger batch does.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
 from torch import fx
 
 from fdp.emit.accesses import Accesses
-from fdp.emit.donation import Placement
+from fdp.emit.forms import form_of
 from fdp.emit.lines import Line
-from fdp.emit.places import Places
 from fdp.emit.writer import Writer, bind_operator, literal
 from fdp.trace.effects import effects_of, storages_of
 
 _aten = torch.ops.aten
 
 
-def find_added(
-    graph: fx.Graph, same: Mapping[fx.Node, fx.Node], placement: Placement, accesses: Accesses, places: Places
-) -> dict[fx.Node, fx.Node]:
-    """Find the products that nobody needs but an addition in place.
+def find_added(graph: fx.Graph, same: Mapping[fx.Node, fx.Node], accesses: Accesses) -> dict[fx.Node, fx.Node]:
+    """Find the products that are read by nothing but an addition in place, and defer them to it.
+
+    From here on `accesses` says that the addition reads what the product is made of. So it has to be the first decision
+    about a program: all others, such as what is computed in a bucket or may replace donated state, then see the reads
+    where they happen.
 
     Args:
         graph: of the step.
         same: views that are their own base.
-        placement: where outputs live.
-        accesses: what the plan does to memory, and when.
-        places: values at fixed places.
+        accesses: what the plan does to memory, and when; it is updated.
 
     Returns:
         For each addition, the product that it adds.
     """
+    donated = {storage for node in accesses.donated for storage in storages_of(node)}
     found = {}
     for node in graph.nodes:
         if node.target is not _aten.add_.Tensor or node.kwargs or not isinstance(node.args[1], fx.Node):
@@ -45,13 +46,13 @@ def find_added(
         product = same.get(node.args[1], node.args[1])
         if (
             product.target is _aten.mm.default
-            and product in places.forms
-            and product not in places.divided
+            and form_of(product) is not None
             and _is_like(node.args[0], product)
             and _readers(product) == {node}
-            and not _changes_between(product, node, placement, accesses)
+            and not _may_change(product, node, accesses, donated)
         ):
             found[node] = product
+            accesses.defer(product, node)
     return found
 
 
@@ -83,14 +84,13 @@ def _readers(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _changes_between(product: fx.Node, node: fx.Node, placement: Placement, accesses: Accesses) -> bool:
-    """Whether what a product is made of changes, or may, before it is added."""
-    owned = {storage for donated in placement.replaced.values() for storage in storages_of(donated)}
-    owned |= {storage for donated in placement.written.values() for storage in storages_of(donated)}
-    owned |= {storage for pairs in placement.copies.values() for target, _ in pairs for storage in storages_of(target)}
+def _may_change(product: fx.Node, node: fx.Node, accesses: Accesses, donated: AbstractSet[int]) -> bool:
+    """Whether what a product is made of changes before it would be read, or while it is read: by the addition itself.
+
+    Donated state may become the new state at any time after its last reader, which is better if it comes early.
+    """
     first, last = accesses.ran[product], accesses.ran[node]
-    for argument in product.all_input_nodes:
-        for storage in storages_of(argument):
-            if storage in owned or any(first < at < last for at in accesses.writes.get(storage, ())):
-                return True
-    return False
+    operands = {storage for argument in product.all_input_nodes for storage in storages_of(argument)}
+    return not operands.isdisjoint(donated) or any(
+        first < at <= last for storage in operands for at in accesses.writes.get(storage, ())
+    )

@@ -108,6 +108,7 @@ def write_program(plan: Plan, rank: int, communicates: bool, tick: Callable[[], 
         return nodes[plan.trace.operations[plan.trace.reductions[member].operation].node]
 
     same, accesses = redundant_views(graph), Accesses(plan)
+    added = find_added(graph, same, accesses)
     placement = place_outputs(plan, same, accesses)
     markers = {b.index: [marker(m) for m in b.members] for b in plan.buckets if communicates or b.op == "all_gather"}
     travelling = {node for members in markers.values() for node in members}
@@ -115,7 +116,6 @@ def write_program(plan: Plan, rank: int, communicates: bool, tick: Callable[[], 
     places = find_places(plan, same, placement, accesses, markers, alone)
     reserved = {stem: free_name(stem, nodes) for stem in ("inputs", "start", "wait")}
     bodies = {loop.node: write_program(plan_trace(loop.body), rank, communicates=False) for loop in plan.trace.loops}
-    added = find_added(graph, same, placement, accesses, places)
     writer = Writer(plan, rank, same, placement, accesses, places, markers, reserved, bodies, added)
     placeholders = graph.find_nodes(op="placeholder")
     for node in placeholders:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fdp import pytree
+from fdp.comparable import comparable
 from fdp.errors import ArgumentError, build_message
 from fdp.trace import Trace, sharing
 
@@ -47,7 +48,7 @@ def check_signature(trace: Trace, leaves: Sequence[Any], spec: pytree.Spec) -> N
             for item, shared in zip(trace.inputs, sharing(tensors), strict=False)
             if shared and not item.shares_memory
         ]
-    plain = [repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+    plain = [comparable(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)]
     planned = [value for _, value in trace.replicated_constants][: len(plain)]
     if plain != planned or len(tensors) != len(trace.inputs):
         offenders.append(f"constants: planned {planned}, given {plain}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fdp import pytree
+from fdp.labels import unlabelled
 from fdp.optim.checks import check_gradient, describe, mismatch, names, refusal, trains
 from fdp.optim.entries import check_optimizer
 from fdp.optim.optimizer import Optimizer
@@ -109,6 +110,7 @@ class _Parts:
 
 
 def _parts(label: Any, optimizers: Mapping[Any, Optimizer], params: Tree) -> _Parts:
+    params = unlabelled(params)  # labels of each rank's own leaves are no part of a path
     leaves, spec = pytree.flatten(params, none_is_leaf=True)
     if callable(label):
         found = [label(path, leaf) if trains(leaf) else None for path, leaf in zip(_paths(params), leaves, strict=True)]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, optim
 
 from fdp import pytree
+from fdp.labels import labelled_inside
 from fdp.optim.checks import (
     check_gradient,
     check_state,
@@ -98,7 +99,8 @@ class Rule:
         named = zip(leaves, names(params, "params"), strict=True)
         states = [self._first_state(p, name) if trains(p) else {} for p, name in named]
         hyper = {name: pytree.map_leaves(_tensor, value) for name, value in self.held.items()}
-        return {**hyper, "state": spec.unflatten(states)}
+        # What belongs to a parameter that is each rank's own is so, too.
+        return {**hyper, "state": labelled_inside(spec.unflatten(states))}
 
     @torch.no_grad()
     def _first_state(self, p: Tensor, name: str) -> dict[str, Tensor]:

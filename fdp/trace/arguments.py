@@ -13,6 +13,7 @@ import torch
 
 from fdp import pytree
 from fdp.errors import ArgumentError, TraceError, build_message
+from fdp.labels import labelled
 from fdp.trace.record import Input
 
 PLAIN_TYPES = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -242,8 +243,8 @@ def describe_inputs(step_name: str, flat: Flat, roles: Roles) -> tuple[list[str]
         owner += [position] * len(found)
     _refuse_foreign_leaves(step_name, names, owner, flat.leaves, roles)
     found_tensors = [
-        (name, position, leaf)
-        for name, position, leaf in zip(names, owner, flat.leaves, strict=True)
+        (name, "batch" if position in roles.batch else "per rank" if own else "state", position in roles.donated, leaf)
+        for name, position, own, leaf in zip(names, owner, labelled(flat.spec), flat.leaves, strict=True)
         if isinstance(leaf, torch.Tensor)
     ]
     inputs = [
@@ -254,11 +255,13 @@ def describe_inputs(step_name: str, flat: Flat, roles: Roles) -> tuple[list[str]
             device=leaf.device,
             stride=leaf.stride(),
             offset=int(leaf.storage_offset()),
-            role="batch" if position in roles.batch else "state",
-            donated=position in roles.donated,
+            role=role,
+            donated=donated,
             shares_memory=shared,
         )
-        for (name, position, leaf), shared in zip(found_tensors, sharing([t for *_, t in found_tensors]), strict=True)
+        for (name, role, donated, leaf), shared in zip(
+            found_tensors, sharing([t for *_, t in found_tensors]), strict=True
+        )
     ]
     return names, inputs
 

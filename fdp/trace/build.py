@@ -12,9 +12,11 @@ from torch import fx
 
 from fdp import pytree
 from fdp.axis import step_axis
+from fdp.comparable import comparable
 from fdp.dynamo import uncompiled
 from fdp.errors import FdpError, TraceError, build_message
 from fdp.group import Group
+from fdp.labels import unlabelled, with_labels
 from fdp.other_ranks import Kind
 from fdp.trace.arguments import PLAIN_TYPES, Flat, Roles, describe_inputs
 from fdp.trace.capture import capture, is_fake, recording, untraceable
@@ -37,7 +39,8 @@ from fdp.trace.dependencies import operations_of
 from fdp.trace.effects import is_marker
 from fdp.trace.loops import loops_of, outline_loops
 from fdp.trace.narrowing import is_rounded, round_early
-from fdp.trace.record import Input, Operation, Output, Reduction, Trace
+from fdp.trace.pairing import assign_labels, assign_slots
+from fdp.trace.record import Operation, Output, Reduction, Trace
 from fdp.trace.replicated import closed_over, replicated_calls
 from fdp.trace.variance import Cause, varying_nodes
 from fdp.wire import Wire
@@ -113,14 +116,15 @@ def trace_step(
 
     placeholders = graph.find_nodes(op="placeholder")
     varying = varying_nodes(
-        graph, [node for node, item in zip(placeholders, inputs, strict=True) if item.role == "batch"]
+        graph, [node for node, item in zip(placeholders, inputs, strict=True) if item.role != "state"]
     )
     leaves, out_spec = returned
     outputs, causes = _outputs(graph, leaves, out_spec, varying)
-    outputs = _assign_slots(outputs, out_spec, inputs, flat, roles)
+    outputs = assign_labels(assign_slots(outputs, out_spec, inputs, flat, roles), out_spec, inputs, flat, roles)
     if check_replication:
-        labels = {node.name: item.name for node, item in zip(placeholders, inputs, strict=True)}
-        check_outputs(name, outputs, causes, labels)
+        kinds = {"per rank": "labelled argument", "batch": "batch argument", "state": "argument"}
+        named = {node.name: f"{kinds[item.role]} {item.name}" for node, item in zip(placeholders, inputs, strict=True)}
+        check_outputs(name, outputs, causes, named)
     return Trace(
         name=name,
         source=_definition(step),
@@ -134,7 +138,7 @@ def trace_step(
         replicated_calls=tuple(replicated_calls(graph_module, varying)),
         graph=graph_module,
         in_spec=flat.spec,
-        out_spec=out_spec,
+        out_spec=with_labels(out_spec, [output.labelled for output in outputs]),
         wire=wire,
         loops=tuple(loops_of(name, graph_module)),
     )
@@ -192,7 +196,7 @@ def call_with(step: Callable[..., Any], flat: Flat, roles: Roles, values: Sequen
     """Call a step with other tensors in the place of those that it was flattened with."""
     it = iter(values)
     leaves = [next(it) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.leaves]
-    moving = iter(pytree.unflatten(flat.spec, leaves))
+    moving = iter(unlabelled(pytree.unflatten(flat.spec, leaves)))
     fixed = iter(flat.static)
     return step(*(next(fixed) if i in roles.static else next(moving) for i in range(len(roles.names))))
 
@@ -252,16 +256,12 @@ def _definition(step: Callable[..., Any]) -> str:
 
 def _constants(names: Sequence[str], flat: Flat, roles: Roles) -> list[tuple[str, str]]:
     plain = [
-        (name, repr(leaf)) for name, leaf in zip(names, flat.leaves, strict=True) if not isinstance(leaf, torch.Tensor)
+        (name, comparable(leaf))
+        for name, leaf in zip(names, flat.leaves, strict=True)
+        if not isinstance(leaf, torch.Tensor)
     ]
     fixed = zip(sorted(roles.static), flat.static, strict=True)
-    return plain + [(roles.names[position], _stable_repr(value)) for position, value in fixed]
-
-
-def _stable_repr(value: Any) -> str:
-    """A text that two processes agree on: an address in memory is not part of it."""
-    text = repr(value)
-    return f"<{type(value).__qualname__}>" if " at 0x" in text else text
+    return plain + [(roles.names[position], comparable(value)) for position, value in fixed]
 
 
 def _reductions(
@@ -344,44 +344,3 @@ def _outputs(
 
 def _is_declared(node: fx.Node) -> bool:
     return is_marker(node, "vary") and node.args[1] == "per_rank"
-
-
-def _assign_slots(
-    outputs: list[Output], out_spec: pytree.Spec, inputs: Sequence[Input], flat: Flat, roles: Roles
-) -> list[Output]:
-    """Pair each donated input with the output that has its key path, at the root of what is returned or one below."""
-    if not roles.donated:
-        return outputs
-    # Each root with the outputs below it: all of them, or those under one key.
-    out_paths = list(enumerate(out_spec.paths()))
-    below: dict[tuple[Any, ...], list[tuple[int, tuple[Any, ...]]]] = {(): out_paths}
-    for at, path in out_paths:
-        if path:
-            below.setdefault(path[:1], []).append((at, path))
-    positions = [i for i in range(len(roles.names)) if i not in roles.static]
-    index = -1
-    wanted: dict[int, dict[tuple[Any, ...], int]] = {}
-    for path, leaf in zip(flat.spec.paths(), flat.leaves, strict=True):
-        if isinstance(leaf, torch.Tensor):
-            index += 1
-            if inputs[index].donated and not inputs[index].shares_memory:
-                wanted.setdefault(positions[path[0]], {})[path[1:]] = index
-    slots: dict[int, int] = {}
-    for slots_of_argument in wanted.values():
-        best: dict[int, int] = {}
-        for prefix, members in below.items():
-            found = {}
-            for at, path in members:
-                source = slots_of_argument.get(path[len(prefix) :])
-                if source is not None and at not in slots and _fits(outputs[at], inputs[source]):
-                    found[at] = source
-            if len(found) > len(best):
-                best = found
-        slots.update(best)
-    return [
-        Output(**{**output.__dict__, "slot": slots[at]}) if at in slots else output for at, output in enumerate(outputs)
-    ]
-
-
-def _fits(output: Output, item: Input) -> bool:
-    return output.shape == item.shape and output.dtype == item.dtype

@@ -332,19 +332,19 @@ def check_outputs(name: str, outputs: Sequence[Output], causes: Mapping[str, Cau
         name: the user's function.
         outputs: every leaf that the step returns.
         causes: for the name of each varying output, why it varies.
-        labels: key paths of the inputs, by the name of their node.
+        labels: what the inputs are, with key paths, by the name of their node.
 
     Raises:
         ReplicationError: names each of them with shape, dtype, operation and line.
     """
     offenders, drawn = [], False
     for output in outputs:
-        if not output.varying or output.per_rank:
+        if not output.varying or output.per_rank or output.labelled:
             continue
         cause = causes[output.name]
         origin = cause.last
         if origin.op == "placeholder":
-            why = f"is the batch argument {labels[origin.name]} itself"
+            why = f"is the {labels[origin.name]} itself"
         else:
             source = origin.meta.get("source")
             why = f"last varied in {origin.target}" + (f" at {source}" if source else "")

@@ -14,7 +14,16 @@ from typing import Any
 
 from torch import fx
 
-from fdp.trace.effects import Effects, bound_arguments, effects_of, is_marker, lanes_of, storages, storages_of
+from fdp.trace.effects import (
+    Effects,
+    bound_arguments,
+    effects_of,
+    is_marker,
+    lanes_of,
+    storages,
+    storages_of,
+    target_text,
+)
 from fdp.trace.record import Operation
 
 
@@ -84,7 +93,7 @@ def operations_of(graph: fx.Graph) -> tuple[list[Operation], dict[fx.Node, int],
             operations.append(
                 Operation(
                     node=node.name,
-                    target=str(node.target),
+                    target=target_text(node),
                     needs=tuple(sorted(needs)),
                     lane=lane,
                     view=effects.view,

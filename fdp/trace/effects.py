@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fdp.comparable import comparable, without_addresses
+
 _aten = torch.ops.aten
 
 _UNDECLARED_WRITES: dict[Any, tuple[str, ...]] = {
@@ -172,6 +174,12 @@ def operator_name(node: fx.Node) -> str:
     """The bare name of a node's operator: "_fused_adamw_" for aten._fused_adamw_.tensor_lr."""
     target = node.target
     return str(target._schema.name).split("::")[-1] if isinstance(target, torch._ops.OpOverload) else str(target)
+
+
+def target_text(node: fx.Node) -> str:
+    """What a node calls, as text that is the same in every process: of some functions `str` tells where they lie."""
+    text = str(node.target)
+    return text if without_addresses(text) == text else comparable(node.target)
 
 
 def bound_arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:

@@ -27,7 +27,7 @@ class Input:
         device: its device.
         stride: its strides, in elements.
         offset: where it begins in its memory, in elements.
-        role: "batch" (differs from rank to rank) or "state" (equal on every rank).
+        role: "batch" (differs from rank to rank), "state" (equal on every rank) or "per rank" (labelled state).
         donated: whether the step may write its new value into it.
         shares_memory: whether it overlaps itself or another input, so that writing into it is unsafe.
     """
@@ -56,6 +56,7 @@ class Output:
         per_rank: whether it was declared with `fdp.per_rank`.
         constant: the leaf itself, if it is no tensor.
         slot: the index of the donated input whose memory its value goes to, if there is one.
+        labelled: whether it comes out labelled: it takes the place of a labelled input.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Output:
     per_rank: bool
     constant: Any = None
     slot: int | None = None
+    labelled: bool = False
 
 
 @dataclass(frozen=True)
@@ -251,7 +253,9 @@ class Trace:
             inputs.add(i.name, list(i.shape), _short(i.dtype), i.role, "yes" if i.donated else "")
         outputs = Table("outputs", ("name", "shape", "dtype", "across ranks", "made by"))
         for o in self.outputs:
-            across = "per rank" if o.per_rank else "varying" if o.varying else "replicated"
+            across = (
+                "labelled" if o.labelled else "per rank" if o.per_rank else "varying" if o.varying else "replicated"
+            )
             shape = "" if o.shape is None else list(o.shape)
             outputs.add(o.name, shape, _short(o.dtype), across, o.node or repr(o.constant))
         return "\n\n".join([head, str(inputs), str(reductions), str(outputs)])

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from fdp.comparable import comparable
 from fdp.fingerprint import fingerprint
-from fdp.trace.effects import effects_of, inner_nodes, is_marker, operator_name, storages_of
+from fdp.trace.effects import effects_of, inner_nodes, is_marker, operator_name, storages_of, target_text
 
 
 def replicated_calls(graph_module: fx.GraphModule, varying: Mapping[fx.Node, Any]) -> Iterator[str]:
@@ -48,7 +49,7 @@ def replicated_calls(graph_module: fx.GraphModule, varying: Mapping[fx.Node, Any
         for call in (node, *inner_nodes(node)) if node in wanted else ():
             if call.op == "call_function":
                 arguments = [_text(graph_module, value) for value in (*call.args, *call.kwargs.values())]
-                yield f"{call.target}({', '.join(arguments)}) at {call.meta.get('source')}"
+                yield f"{target_text(call)}({', '.join(arguments)}) at {call.meta.get('source')}"
 
 
 def closed_over(graph_module: fx.GraphModule, names: Mapping[int, str]) -> Iterator[tuple[str, str]]:
@@ -74,4 +75,4 @@ def _text(graph_module: fx.GraphModule, value: Any) -> str:
         return "[" + ", ".join(_text(graph_module, item) for item in value) + "]"
     if isinstance(value, torch.device):
         return value.type  # ranks use different devices of one kind
-    return repr(value) if " at 0x" not in repr(value) else type(value).__name__
+    return comparable(value)

@@ -3,7 +3,7 @@
 Taking a tree apart along a structure that is known is ten times cheaper than finding the structure. optree does it, but
 is lenient: it takes an `OrderedDict` for a dict, in any order. And when a container is of the wrong type it writes the
 whole of it, tensors and all, into an error message. So containers are compared first, their types and lengths; only
-the keys are left to optree.
+the keys are left to optree. Labels are containers of one tensor, of which the type says all.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from optree import PyTreeKind
 
 from fdp import pytree
+from fdp.labels import PerRank
 
 _PLAIN = (PyTreeKind.TUPLE, PyTreeKind.LIST, PyTreeKind.DICT, PyTreeKind.ORDEREDDICT, PyTreeKind.NAMEDTUPLE)
 """Containers whose type, length and keys decide on the structure. Others are taken apart in full."""
@@ -32,6 +33,7 @@ class _Container:
         inner: gets the children that are containers; likewise.
         types: their types.
         lengths: their lengths.
+        labels: gets the children that are labelled; likewise.
         deeper: for those that hold containers of their own or have an order, their position in `inner`.
         order: the keys of an `OrderedDict`, else None.
     """
@@ -40,6 +42,7 @@ class _Container:
     inner: _Getter | None
     types: list[type]
     lengths: list[int]
+    labels: _Getter | None
     deeper: tuple[tuple[int, _Container], ...]
     order: list[Any] | None
 
@@ -48,6 +51,8 @@ class _Container:
         if self.order is not None and list(tree) != self.order:
             return False
         if self.nothing is not None and any(child is not None for child in self.nothing(tree)):
+            return False
+        if self.labels is not None and any(type(child) is not PerRank for child in self.labels(tree)):
             return False
         if self.inner is None:
             return True
@@ -107,9 +112,14 @@ class Structure:
 
 
 def _is_plain(spec: pytree.Spec) -> bool:
-    if spec.kind in (PyTreeKind.LEAF, PyTreeKind.NONE):
+    if spec.kind in (PyTreeKind.LEAF, PyTreeKind.NONE) or _is_label(spec):
         return True
     return spec.kind in _PLAIN and all(map(_is_plain, spec.children()))
+
+
+def _is_label(spec: pytree.Spec) -> bool:
+    """Whether it is a label around a leaf, as it should be."""
+    return spec.type is PerRank and spec.child(0).kind == PyTreeKind.LEAF
 
 
 def _container(spec: pytree.Spec) -> _Container:
@@ -124,10 +134,11 @@ def _container(spec: pytree.Spec) -> _Container:
         inner=_getter([key for key, _ in inner]),
         types=[child.type for _, child in inner],
         lengths=[child.num_children for _, child in inner],
+        labels=_getter([key for key, child in zip(keys, children, strict=True) if _is_label(child)]),
         deeper=tuple(
             (position, known)
             for position, known in enumerate(found)
-            if known.inner is not None or known.nothing is not None or known.order is not None
+            if (known.inner, known.nothing, known.labels, known.order) != (None, None, None, None)
         ),
         order=list(keys) if spec.kind == PyTreeKind.ORDEREDDICT else None,
     )

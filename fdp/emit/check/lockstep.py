@@ -25,10 +25,12 @@ from fdp.emit.check.held import RandomState, random_states, set_random_states, u
 from fdp.emit.check.last_places import change_last_places_, rounds
 from fdp.emit.check.leaves import gap_of
 from fdp.emit.check.replay import Lookup, call_node, held_value, makes_values
-from fdp.emit.emitted import Emitted, plain_surroundings
+from fdp.emit.emitted import Emitted
 from fdp.emit.places import result_name
+from fdp.labels import unlabelled
 from fdp.other_ranks import OtherRanks
 from fdp.plan import Run, Start
+from fdp.surroundings import plain_surroundings
 from fdp.trace.effects import effects_of, is_marker
 from fdp.trace.source import located
 
@@ -63,7 +65,7 @@ def unlike_graph(
     timed = emitted.timed(tick)
     beside.append(_Beside(timed, [copy_of(tensor) for tensor in inputs], others))
     try:
-        leaves = pytree.leaves_of(timed.rehearse(inputs, others.kind))
+        leaves = pytree.leaves_of(unlabelled(timed.rehearse(inputs, others.kind)))
     finally:
         timed.leave_memory()
     found = [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -20,8 +20,9 @@ from torch import fx
 from fdp.emit.check.held import undisturbed
 from fdp.emit.check.last_places import change_last_places_
 from fdp.emit.check.replay import Lookup, Replay, makes_values, tensors_in
-from fdp.emit.emitted import Emitted, plain_surroundings
+from fdp.emit.emitted import Emitted
 from fdp.other_ranks import OtherRanks
+from fdp.surroundings import plain_surroundings
 from fdp.trace.effects import effects_of
 
 _RUNS = 8

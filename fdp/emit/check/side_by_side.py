@@ -34,6 +34,7 @@ from fdp.emit.check.leaves import Difference, different, finite, old_values, sam
 from fdp.emit.check.refusals import changes_inputs, other_structure, unrunnable, wrong_trace
 from fdp.emit.emitted import Emitted
 from fdp.errors import FdpError
+from fdp.labels import unlabelled
 from fdp.other_ranks import Kind, OtherRanks
 from fdp.trace import Flat, Roles, run_untraced
 
@@ -149,7 +150,7 @@ class SideBySide:
             offenders = different(names, found, expected, before_of)
             if not offenders:
                 with undisturbed(self._program):
-                    again = pytree.leaves_of(self._untraced(move, kind, expected))
+                    again = pytree.leaves_of(unlabelled(self._untraced(move, kind, expected)))
                 # Two runs of the same code: on a CPU they agree to the bit, so the smallest difference tells.
                 offenders = different(names, again, expected, before_of, share=1.0 if self._on_accelerator else 1e-3)
         else:
@@ -163,7 +164,7 @@ class SideBySide:
                 self._kept, self._given = [None] * len(count), {}
                 with undisturbed(self._program):
                     set_apart(self._program)
-                    return pytree.leaves_of(self._untraced(move, kind))
+                    return pytree.leaves_of(unlabelled(self._untraced(move, kind)))
 
             self._explain(offenders, Case(lambda: [self._copy(at, move) for at in count], others, by_itself))
         return True
@@ -183,7 +184,7 @@ class SideBySide:
             try:
                 with undisturbed(self._program):
                     alive = () if result is None else result[0][0]
-                    leaves, spec = pytree.flatten(self._untraced(move, kind, alive))
+                    leaves, spec = pytree.flatten(unlabelled(self._untraced(move, kind, alive)))
             except FdpError:
                 if not move:
                     raise
@@ -210,7 +211,7 @@ class SideBySide:
 
     def _by_program(self, move: float, kind: Kind, alive: Sequence[Any]) -> tuple[list[Any], Any]:
         try:
-            return pytree.flatten(self._program.rehearse(self._fresh(move, alive), kind))
+            return pytree.flatten(unlabelled(self._program.rehearse(self._fresh(move, alive), kind)))
         except FdpError:
             raise
         except Exception as error:

@@ -83,12 +83,20 @@ def _snapshot(value: torch.Tensor) -> torch.Tensor:
     return value.clone()
 
 
+def _bernoulli(value: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+    return torch.bernoulli(value, generator=generator)
+
+
+def _discard(value: torch.Tensor) -> None:
+    pass
+
+
 def _define(name: str, schema: str, run: Callable[..., Any], *tags: torch.Tag) -> Any:
     # A compiler may lay values out as it likes, but not these: fused optimizers do not look at strides.
     _library.define(f"{name}{schema}", tags=(torch.Tag.needs_exact_strides, *tags))
     _library.impl(name, run, "CompositeExplicitAutograd")
     operator = getattr(torch.ops.fdp_compiled, name).default
-    fake = (lambda value, *args: torch.empty_like(value)) if schema.endswith("Tensor") else (lambda *a, **k: None)
+    fake = (lambda value, *a, **k: torch.empty_like(value)) if schema.endswith("Tensor") else (lambda *a, **k: None)
     torch.library.register_fake(f"fdp_compiled::{name}", fake, lib=_library)
     # So that no pass takes it for dead code.
     torch.fx.has_side_effect(operator)
@@ -106,6 +114,9 @@ start_ = _define("start_", "(Tensor(a!)[] slots, int bucket) -> ()", _start)
 wait_ = _define("wait_", "(Tensor(a!)[] slots, int bucket) -> ()", _wait)
 multiply_into = _define("multiply_into", "(Tensor(a!) target, Tensor one, Tensor two, float factor) -> ()", _multiply)
 _random = torch.Tag.nondeterministic_seeded
+draw_bernoulli = _define("draw_bernoulli", "(Tensor value, Generator? generator=None) -> Tensor", _bernoulli, _random)
+discard_ = _define("discard_", "(Tensor(a!) value) -> ()", _discard, _random)
+"""Keeps a draw whose numbers are not used: those that follow would be others without it."""
 loop_ = _define("loop_", "(Tensor(a!)[] changed, Tensor[] others, int number) -> ()", _loop, _random)
 rewind_ = _define("rewind_", "(Tensor(a!) state, Device device) -> Tensor", rewind, _random)
 resume_ = _define("resume_", "(Tensor(a!) state, Device device) -> ()", RESUME, _random)
@@ -141,7 +152,11 @@ for _name in FUSED_OPTIMIZERS:
 for _operator in (STATE, REWIND, RESUME):
     torch.fx.has_side_effect(_operator)
 
-CHANGING = (multiply_into, *(operator for operator in DECLARED.values() if operator is not _aten.copy_.default))
+CHANGING = (
+    multiply_into,
+    discard_,
+    *(operator for operator in DECLARED.values() if operator is not _aten.copy_.default),
+)
 """The operators of this file that say that they change their arguments."""
 
 

@@ -26,6 +26,7 @@ from fdp.emit.check import (
 from fdp.emit.check.leaves import Difference
 from fdp.emit.emitted import Emitted
 from fdp.errors import CompileError, FdpError, build_message, first_line
+from fdp.labels import unlabelled
 from fdp.trace import Flat, Roles, recording
 from fdp.trace.effects import effects_of
 
@@ -133,7 +134,7 @@ def _check_shapes(compiled: Emitted, emitted: Emitted, flat: Flat) -> None:
     give_back_memory()
     with undisturbed(emitted):
         try:
-            found = pytree.leaves_of(compiled.rehearse([copy_of(tensor) for tensor in flat.tensors]))
+            found = pytree.leaves_of(unlabelled(compiled.rehearse([copy_of(x) for x in flat.tensors])))
         except FdpError:
             raise
         except Exception as error:

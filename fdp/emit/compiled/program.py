@@ -102,7 +102,7 @@ def _lower(name: str, functional: Callable[..., fx.GraphModule], options: Option
     """Compile by the private entry, which keeps the plan; None if this torch has none that fdp knows."""
     try:
         graph = functional(decompositions(dict(options.settings)))
-        declare(graph.graph, options.multiplies)
+        declare(graph.graph, options.multiplies, options.draws_alike)
         graph.recompile()
         return lower(name, graph, dict(options.settings))
     except Unusable as error:
