@@ -132,9 +132,8 @@ class SideBySide:
             taken = self._by_itself(move)
             if taken is None:
                 return False
-            (expected, expected_spec), kind = taken
+            expected, expected_spec, left, kind = taken
             drawn = other_random_state() != before
-            left = generator_states(self._program)
         with undisturbed(self._program):
             set_apart(self._program)
             found, found_spec = self._by_program(move, kind, expected)
@@ -173,18 +172,21 @@ class SideBySide:
     def _on_accelerator(self) -> bool:
         return any(item.device.type != "cpu" for item in self._trace.inputs)
 
-    def _by_itself(self, move: float) -> tuple[tuple[list[Any], Any], Kind] | None:
-        """What the step returns by itself, and with which other ranks; None if it cannot take perturbed inputs.
+    def _by_itself(self, move: float) -> tuple[list[Any], Any, list[bytes], Kind] | None:
+        """What the step returns by itself (leaves and structure), the states in which it leaves the generators that it
+        holds, and with which other ranks; None if it cannot take perturbed inputs.
 
         Other ranks that hold something else may be too much for it, too: then they hold the same.
         """
         kinds: tuple[Kind, ...] = ("different", "equal") if self._program.group.size > 1 else ("different",)
-        result, finite_leaves = None, list[bool]()
+        result: tuple[list[Any], Any, list[bytes], Kind] | None = None
+        finite_leaves: list[bool] = []
         for kind in kinds:
             try:
                 with undisturbed(self._program):
-                    alive = () if result is None else result[0][0]
+                    alive = () if result is None else result[0]
                     leaves, spec = pytree.flatten(unlabelled(self._untraced(move, kind, alive)))
+                    left = generator_states(self._program)
             except FdpError:
                 if not move:
                     raise
@@ -199,7 +201,7 @@ class SideBySide:
                 continue
             known = [finite(leaf) for leaf in leaves]
             if result is None or all(known):
-                result, finite_leaves = ((leaves, spec), kind), known
+                result, finite_leaves = (leaves, spec, left, kind), known
             if all(known):
                 break
         assert result is not None
