@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fdp.errors import FdpError, build_message
 from fdp.group import Group, resolve_group
 from fdp.in_step import refuse_left_behind
+from fdp.other_ranks import OtherRanks
 from fdp.wire import Wire
 
 
@@ -22,7 +23,7 @@ class Axis:
 
     Attributes:
         name: "traced" while a step is being traced (its collectives are recorded and never run),
-            "identity" while a step runs beside its trace for comparison (each rank by itself), else "eager".
+            that of an `OtherRanks` while a step runs on this rank alone (as in a comparison), else "eager".
         size: number of ranks.
         rank: this process's rank.
         group: the group that an "eager" axis talks to.
@@ -78,7 +79,16 @@ def refuse_inside(name: str) -> None:
 
 @contextmanager
 def step_axis(name: str, group: Group, wire: Wire | None = None) -> Iterator[None]:
-    """Make collectives on this thread belong to a step on `group`, under the axis name "traced" or "identity"."""
+    """Make collectives on this thread belong to a step on `group`.
+
+    Args:
+        name: "traced", to have them recorded; "different ranks" or "equal ranks", to have them computed on this rank
+            alone, which takes the others to hold something else, or the same (see `OtherRanks`).
+        group: the ranks.
+        wire: how gradients travel.
+    """
+    if name != "traced":
+        name = OtherRanks(group.size, group.rank, "equal" if name == "equal ranks" else "different").axis_name
     stack = _local.__dict__.setdefault("stack", [])
     stack.append(Axis(name, group.size, group.rank, group, wire))
     try:

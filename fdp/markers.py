@@ -18,6 +18,7 @@ import torch
 from fdp.axis import current_axis, ranks_for
 from fdp.errors import FdpError, build_message
 from fdp.group import start_all_gather, start_all_reduce, start_broadcast
+from fdp.other_ranks import OtherRanks
 from fdp.wire import Wire
 
 _library = torch.library.Library("fdp", "DEF")
@@ -55,32 +56,46 @@ def _all_reduce(
 ) -> torch.Tensor:
     _refuse_traced(axis)
     out = _contiguous_copy(x)
-    if axis == "eager" and out.numel():
+    if not out.numel():
+        return out
+    if (others := OtherRanks.of_axis(axis)) is None:
         start_all_reduce(out, op, ranks_for(label))()
+    elif op == "mean" and out.dtype == torch.float16 and accumulate is None and others.size > 1:
+        # As a bucket of such values: divided before it is added up, because two large values have a mean and no sum.
+        others.all_reduce_(out.mul_(1 / others.size), op, scaled=True)
+    else:
+        others.all_reduce_(out, op)
     return out
 
 
 def _all_gather(x: torch.Tensor, size: int, axis: str, label: str) -> torch.Tensor:
     _refuse_traced(axis)
     out = torch.empty((size, *x.shape), dtype=x.dtype, device=x.device)
-    if axis == "eager" and out.numel():
+    if not out.numel():
+        return out
+    if (others := OtherRanks.of_axis(axis)) is None:
         start_all_gather(out, x.contiguous(), ranks_for(label))()
     else:
-        out.copy_(x.expand(out.shape))
+        others.all_gather_(out, x)
     return out
 
 
 def _broadcast(x: torch.Tensor, root: int, axis: str, label: str) -> torch.Tensor:
     _refuse_traced(axis)
     out = _contiguous_copy(x)
-    if axis == "eager" and out.numel():
+    if not out.numel():
+        return out
+    if (others := OtherRanks.of_axis(axis)) is None:
         start_broadcast(out, root, ranks_for(label))()
+    else:
+        others.broadcast_(out, root)
     return out
 
 
 def _axis_index(like: torch.Tensor, axis: str) -> torch.Tensor:
     _refuse_traced(axis)
-    return torch.full((), current_axis().rank, dtype=torch.int64)
+    others = OtherRanks.of_axis(axis)
+    return torch.full((), current_axis().rank if others is None else others.rank, dtype=torch.int64)
 
 
 def _loop_begin(like: torch.Tensor, count: int) -> torch.Tensor:
@@ -172,8 +187,6 @@ class NarrowMean(torch.autograd.Function):
         # Alone, nothing travels, so nothing is rounded: the marker only says what would travel.
         sent = x if size == 1 or narrow == x.dtype else x.to(narrow, memory_format=torch.contiguous_format)
         out = torch.ops.fdp.all_reduce.default(sent, "mean", axis, "gradient", label, narrow, accumulate)
-        if axis == "identity" and size > 1:
-            out = wire.rehearsed(out, size)
         return out.to(x.dtype)
 
     @staticmethod

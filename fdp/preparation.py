@@ -6,7 +6,9 @@ This is what the first call of a signature does, and nothing of it is done again
 from __future__ import annotations
 
 import threading
+import time
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +16,21 @@ from typing import Any
 import torch
 
 from fdp.automatic import Automatic
-from fdp.emit import Emitted, check_compiled, check_emitted, compile_together
+from fdp.emit import (
+    Again,
+    Emitted,
+    check_again,
+    check_compiled,
+    check_emitted,
+    compile_together,
+    if_memory_allows,
+)
 from fdp.emit.compiled import Options
 from fdp.emit.order import Agreements
+from fdp.errors import first_line
 from fdp.exchange import announce_failure
 from fdp.group import Group
+from fdp.in_step import leave_behind
 from fdp.plan import Network, Plan, plan_trace
 from fdp.surroundings import warn_if_alone_by_mistake
 from fdp.trace import Flat, Roles, Summary, Trace, describe_change, refuse_unhashable, summarise, trace_step
@@ -70,6 +82,7 @@ class Preparation:
         self._step, self._name, self._settings = step, name, settings
         self._agreed: Agreements = {}
         self._automatic = Automatic(settings.network, keeps=settings.options is not None)
+        self._again: weakref.WeakKeyDictionary[Emitted, Again] = weakref.WeakKeyDictionary()
         self._previous: Summary | None = None
         self._prepared = 0
         self.traces = 0
@@ -96,8 +109,7 @@ class Preparation:
             plan = self._planned(flat, roles, group)
             emitted = Emitted(plan, group, self._agreed, settings.check_replication)
             if settings.check_trace and settings.options is None:
-                with _one_at_a_time:
-                    check_emitted(emitted, self._step, flat, roles)
+                self._check(emitted, lambda: check_emitted(emitted, self._step, flat, roles))
         except Exception as error:
             if group.size > 1 and not self._prepared:
                 announce_failure(group, error)
@@ -114,6 +126,27 @@ class Preparation:
             )
         self._previous = summarise(flat)
         return emitted
+
+    def check_again(self, emitted: Emitted, flat: Flat, roles: Roles) -> bool:
+        """Compare a step that has been running; returns whether that is to be done again."""
+        try:
+            with _one_at_a_time:
+                return check_again(emitted, self._step, flat, roles)
+        except BaseException as error:
+            # The other ranks have sent messages by now, or will, and this one will not.
+            leave_behind(emitted.group, f"step {self._name!r} was left by {type(error).__name__}: {first_line(error)}")
+            raise
+
+    def _check(self, emitted: Emitted, compare: Callable[[], None]) -> None:
+        begun = time.perf_counter()
+        with _one_at_a_time:
+            compared = if_memory_allows(emitted, "the comparison at the first call", compare)
+        if compared:
+            self._again[emitted] = Again(time.perf_counter() - begun)
+
+    def again(self, emitted: Emitted) -> Again | None:
+        """When a step that was prepared is compared again; None for never."""
+        return self._again.get(emitted)
 
     @property
     def _chooses(self) -> bool:
@@ -143,7 +176,7 @@ class Preparation:
             with _one_at_a_time:
                 made = Emitted(emitted.plan, emitted.group, self._agreed, settings.check_replication, settings.options)
                 if settings.check_trace:
-                    check_compiled(made, emitted, self._step, flat, roles)
+                    self._check(made, lambda: check_compiled(made, emitted, self._step, flat, roles))
                     # What they shared was large enough for the other one, whose values all have places in it.
                     emitted.leave_memory()
                     made.leave_memory()

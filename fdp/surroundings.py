@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -28,3 +29,19 @@ def surroundings() -> Any:
         return torch.get_default_dtype()
     kinds = [device for device in ("cpu", "cuda", "xpu") if torch.is_autocast_enabled(device)]
     return torch.get_default_dtype(), tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
+
+
+def plain_surroundings() -> Any:
+    """Casts are part of the program already: autocast around the call must not add to them. Results are tensors that
+    autograd may use later: inference mode around the call must not mark them."""
+    inference = torch.is_inference_mode_enabled()
+    # Private to torch. Relied on: it is true if autocast is enabled for any device, in one call for all of them.
+    if not inference and not torch._C._is_any_autocast_enabled():
+        return nullcontext()
+    stack = ExitStack()
+    if inference:
+        stack.enter_context(torch.inference_mode(False))
+    for device in ("cpu", "cuda", "xpu"):
+        if torch.is_autocast_enabled(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
+    return stack

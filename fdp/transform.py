@@ -22,6 +22,7 @@ from fdp.axis import inside_step
 from fdp.dynamo import breaks_graph
 from fdp.emit import (
     BREAK_REASON,
+    Again,
     Emitted,
     resolve_options,
     unwrap_compiled,
@@ -60,9 +61,21 @@ _clock = itertools.count()
 
 @dataclass
 class _Known:
-    """A signature that has been prepared, what is remembered of a call of it, and when it was called last."""
+    """A signature that has been prepared.
+
+    Attributes:
+        emitted: what runs.
+        again: when it is compared with the function again; None for never.
+        looks_at: the next of its calls for which that is asked; 0 for none.
+        calls: how often it has been called.
+        remembered: what is remembered of a call of it.
+        last_call: when it was called last.
+    """
 
     emitted: Emitted
+    again: Again | None = None
+    looks_at: int = 0
+    calls: int = 0
     remembered: Any = None
     last_call: int = 0
 
@@ -242,7 +255,22 @@ class Step:
             recognised = self._look_up(flatten(args, roles), roles, place)
         known, tensors = recognised
         known.last_call = next(_clock)
+        known.calls += 1
+        if known.calls == known.looks_at:
+            return self._look_again(known, tensors, args, roles)
         return known.emitted.run(tensors)
+
+    def _look_again(self, known: _Known, tensors: list[torch.Tensor], args: tuple[Any, ...], roles: Roles) -> Any:
+        """Make a call before which the step may be compared with the function once more."""
+        again = known.again
+        assert again is not None
+        try:
+            return again.look(
+                lambda: self._preparation.check_again(known.emitted, flatten(args, roles), roles),
+                lambda: known.emitted.run(tensors),
+            )
+        finally:
+            known.looks_at = again.at
 
     def _look_up(self, flat: Flat, roles: Roles, place: _Place) -> tuple[_Known, list[torch.Tensor]]:
         """Find a call by its signature worked out in full, or prepare that signature."""
@@ -253,7 +281,9 @@ class Step:
             with self._preparing:
                 known = self._find(key)  # another thread may have been faster
                 if known is None:
-                    known = _Known(self._preparation.prepare(flat, roles, place[1]))
+                    emitted = self._preparation.prepare(flat, roles, place[1])
+                    again = self._preparation.again(emitted)
+                    known = _Known(emitted, again, 0 if again is None else again.at)
                     self._by_places |= known.emitted.plan.trace.tells_places
                     self._keep(self._key(flat, place), known)
         known.remembered = self._calls.remember(place, flat, known.emitted.plan.trace, known, known.remembered)
@@ -333,7 +363,8 @@ def data_parallel(
             `torch.compile`: {"mode": "max-autotune"}.
         check_replication: whether outputs must be equal on every rank unless declared with `fdp.per_rank`, and
             whether ranks compare the bits of their state before they first communicate.
-        check_trace: whether a new trace is compared once with the step itself, and what was compiled likewise.
+        check_trace: whether a new trace is compared with the step itself, and what was compiled likewise: at the first
+            call, and now and then at later ones, for a hundredth of their time.
         wire_dtype: torch.bfloat16 or torch.float16, in which wider gradients of `value_and_grad` and `grad` travel;
             None sends them as they are.
         accumulate_dtype: torch.float32, to add them up in; None adds them up in the type that they travel in.

@@ -5,7 +5,7 @@ References: Li et al., PyTorch Distributed (VLDB 2020), section 6.2.3 (gradient 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,12 +24,10 @@ class Wire:
         dtype: the dtype that they travel in, if their own is wider.
         accumulate: the dtype that those which travel in a narrower one are added up in; None for the backend's
             all-reduce, which adds in the dtype that it is given.
-        shaken: whether a rehearsal moves what it sends by a unit in the last place, to see what that does.
     """
 
     dtype: torch.dtype
     accumulate: torch.dtype | None = None
-    shaken: bool = field(default=False, repr=False)
 
     def carries(self, own: torch.dtype) -> torch.dtype:
         """The dtype that a gradient travels in: the wire's, if its own is wider."""
@@ -39,16 +37,6 @@ class Wire:
         """The dtype that a gradient is added up in, if it is not the one that it travels in."""
         wider = self.accumulate is not None and self.accumulate.itemsize > self.carries(own).itemsize
         return self.accumulate if wider else None
-
-    def rehearsed(self, sent: torch.Tensor, size: int) -> torch.Tensor:
-        """What comes back if all ranks send the same: that, but for what the way there rounds."""
-        if sent.dtype == torch.float16 and self.adds_in(sent.dtype) is None:
-            # Divided before it is added up, and small values have no room for that.
-            sent = sent * (1 / size) * size
-        if self.shaken:
-            limits = torch.finfo(sent.dtype)
-            sent = sent * (1 + limits.eps) + limits.smallest_normal * limits.eps
-        return sent
 
 
 def resolve_wire(wire_dtype: Any, accumulate_dtype: Any) -> Wire | None:

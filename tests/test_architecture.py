@@ -26,6 +26,7 @@ FLOORS = (
     ("torch_parts",),
     # helpers
     ("pytree", "table", "stages", "group", "fingerprint", "skeleton", "dynamo", "wire", "recomputation", "hashing"),
+    ("other_ranks",),
     ("comparable", "exchange", "in_step", "labels", "rank_local"),
     ("axis", "surroundings", "deferral", "random"),
     ("generators",),

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import fdp
-from fdp.emit import check
+from fdp.emit.check import leaves
 from fdp.errors import TraceError
 
 
 def gap_of_the_whole(one: torch.Tensor, two: torch.Tensor) -> tuple[float, float]:
-    """What `_gap` computes, element by element."""
+    """What `gap_of` computes, element by element."""
     pairs = list(zip(one.flatten().tolist(), two.flatten().tolist(), strict=True))
     if all(a == b or (a != a and b != b) for a, b in pairs):
         return 0.0, 1.0
@@ -32,7 +32,7 @@ def gap_of_the_whole(one: torch.Tensor, two: torch.Tensor) -> tuple[float, float
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.bool])
 @pytest.mark.parametrize("numel", [0, 1, 3, 4, 11])
 def test_pieces_are_compared_like_the_whole(monkeypatch: Any, dtype: torch.dtype, numel: int) -> None:
-    monkeypatch.setattr(check, "_PIECE", 4)
+    monkeypatch.setattr(leaves, "_PIECE", 4)
     generator = torch.Generator().manual_seed(numel)
     special = [math.nan, math.inf, -math.inf]
     for trial in range(60):
@@ -44,14 +44,14 @@ def test_pieces_are_compared_like_the_whole(monkeypatch: Any, dtype: torch.dtype
                 tensor[place] = special[(trial + place) % 3] if dtype.is_floating_point and trial % 2 else place + 1
         # The difference of two float32 numbers is taken as one, and is off by half a unit in its last place.
         rel = 2**-23 if dtype is torch.float32 else 1e-12
-        assert check._gap(one, two) == pytest.approx(gap_of_the_whole(one, two), rel=rel)
-        assert check._gap(one.view(1, -1).t(), two.view(1, -1).t()) == check._gap(one, two)
+        assert leaves.gap_of(one, two) == pytest.approx(gap_of_the_whole(one, two), rel=rel)
+        assert leaves.gap_of(one.view(1, -1).t(), two.view(1, -1).t()) == leaves.gap_of(one, two)
 
 
 @pytest.mark.parametrize(("one", "two"), list(itertools.permutations([math.nan, math.inf, -math.inf, 2.0], 2)))
 def test_what_is_not_finite_must_be_the_same(one: float, two: float) -> None:
     values = torch.tensor([1.0, one]), torch.tensor([1.5, two])
-    assert check._gap(*values) == gap_of_the_whole(*values) == (math.inf, 0.0)
+    assert leaves.gap_of(*values) == gap_of_the_whole(*values) == (math.inf, 0.0)
 
 
 def test_a_difference_in_the_last_element_of_a_large_output_is_found() -> None:

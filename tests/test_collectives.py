@@ -122,9 +122,9 @@ def test_the_axis_of_a_world_of_one() -> None:
     assert (index.item(), index.dtype, index.shape, fdp.axis_size()) == (0, torch.int64, (), 1)
     axis = current_axis()
     assert (axis.name, axis.size, axis.rank, axis.group.process_group, inside_step()) == ("eager", 1, 0, None, False)
-    with step_axis("identity", fake_group(4, 3)):
+    with step_axis("equal ranks", fake_group(4, 3)):
         assert (fdp.axis_index().item(), fdp.axis_size(), inside_step()) == (3, 4, True)
-        with step_axis("identity", fake_group(2, 1)):
+        with step_axis("equal ranks", fake_group(2, 1)):
             assert (fdp.axis_index().item(), fdp.axis_size()) == (1, 2)
         assert fdp.axis_size() == 4
     assert fdp.axis_size() == 1 and not inside_step()
@@ -182,21 +182,18 @@ def test_a_weighted_mean_is_differentiable_in_both() -> None:
 
 @pytest.mark.parametrize("world", [2, 5])
 def test_transposes_in_a_larger_world(world: int) -> None:
-    """Each rank holds what this one holds: the transpose of a sum over N is N-fold only where N is summed.
-
-    (Under the axis "identity" a sum is a pick, so all that shows is that each transpose is its collective.)
-    """
-    with step_axis("identity", fake_group(world)):
+    """Each rank holds what this one holds: the transpose of a sum over N is N-fold, that of a mean is not."""
+    with step_axis("equal ranks", fake_group(world)):
         x = torch.arange(3.0, requires_grad=True)
         weights = torch.tensor([1.0, 2.0, 3.0])
-        for collective in (fdp.psum, fdp.pmean, fdp.broadcast):
+        for collective, times in ((fdp.psum, world), (fdp.pmean, 1), (fdp.broadcast, world)):
             (grad,) = torch.autograd.grad((collective(x) * weights).sum(), x)
-            assert grad.tolist() == weights.tolist()
+            assert grad.tolist() == (times * weights).tolist()
         gathered = fdp.all_gather(x)
         assert gathered.shape == (world, 3)
         (grad,) = torch.autograd.grad((gathered[0] * weights).sum(), x)
-        assert grad.tolist() == weights.tolist()
-    with step_axis("identity", fake_group(world, 1)):
+        assert grad.tolist() == (world * weights).tolist()
+    with step_axis("equal ranks", fake_group(world, 1)):
         for collective, expected in ((fdp.broadcast, [0.0] * 3), (lambda x: fdp.all_gather(x)[0], [0.0] * 3)):
             (grad,) = torch.autograd.grad((collective(x) * weights).sum(), x)
             assert grad.tolist() == expected  # of root 0, and of the piece of rank 0

@@ -61,8 +61,8 @@ def corrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on the compiler takes a cosine for a sine."""
     declare = program.declare
 
-    def corrupt(graph: torch.fx.Graph, multiply: bool) -> None:
-        declare(graph, multiply)
+    def corrupt(graph: torch.fx.Graph, *options: bool) -> None:
+        declare(graph, *options)
         for node in graph.find_nodes(op="call_function", target=torch.ops.aten.cos.default):
             node.target = torch.ops.aten.sin.default
 
@@ -89,8 +89,8 @@ def without_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on the compiler loses every fused optimizer."""
     declare = program.declare
 
-    def corrupt(graph: torch.fx.Graph, multiply: bool) -> None:
-        declare(graph, multiply)
+    def corrupt(graph: torch.fx.Graph, *options: bool) -> None:
+        declare(graph, *options)
         for node in list(graph.nodes):
             if "fused_adamw" in str(node.target):
                 graph.erase_node(node)

@@ -1,7 +1,7 @@
 """Emitted steps against the function that they were made from: random programs, donated and not, three calls each.
 
 In a world of one a step runs as it does for a user. For a world of two nothing is sent: `Emitted.rehearse` takes the
-other rank to hold what this one holds, and the plain function does likewise under the axis "identity".
+other rank to hold what this one holds, and the plain function does likewise under the axis "equal ranks".
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def plainly(program: Program, state: Any, batch: Any, call: int, world: int) -> 
     torch.manual_seed(call)
     if world == 1:
         return program.step(copied(state), copied(batch))
-    with step_axis("identity", fake_group(world)):
+    with step_axis("equal ranks", fake_group(world)):
         return program.step(copied(state), copied(batch))
 
 
@@ -134,7 +134,7 @@ def same_objects(program: Program, arguments: Any, world: int) -> list[str]:
     """
     state, batch = copied(arguments)
     originals = dict(state)
-    with step_axis("identity", fake_group(world)):
+    with step_axis("equal ranks", fake_group(world)):
         new, metrics = program.step(state, batch)
     names = []
     for name, leaf in originals.items():
@@ -166,7 +166,7 @@ def inputs_written(program: Program) -> set[str]:
     """The leaves of the state that a program changes in place, as their version counters tell."""
     state = new_state()
     before = dict(state)
-    with step_axis("identity", fake_group(1)):
+    with step_axis("equal ranks", fake_group(1)):
         program.step(state, new_batch(0))
     return {f"state['{key}']" for key, leaf in before.items() if leaf._version}
 
@@ -383,7 +383,7 @@ def trained(name: str, optimizer: str, cap: Any, donate: bool, calls: int = 3) -
         torch.manual_seed(call)
         state, metrics = emitted.rehearse(optree.tree_leaves((state, batch)))
         torch.manual_seed(call)
-        with step_axis("identity", group):
+        with step_axis("equal ranks", group):
             plain, expected = step_fn(plain, batch)
         outputs.append((metrics, expected))
     return (state, [x for x, _ in outputs]), (plain, [y for _, y in outputs])

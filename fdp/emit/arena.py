@@ -16,6 +16,7 @@ from fdp.emit.places import Place, gathered_at_bytes, header_numel, received_at_
 from fdp.emit.program import Program
 from fdp.emit.wide_mean import WideMean
 from fdp.group import Arrived, Group, start_all_gather, start_all_reduce, start_broadcast
+from fdp.other_ranks import OtherRanks
 from fdp.plan import Bucket, Plan
 
 
@@ -144,12 +145,14 @@ class Buffer:
         assert self.received is not None and self.bucket.accumulate_dtype is not None
         return WideMean(self.own, self.received, self.bucket.accumulate_dtype, group, arrived)
 
-    def pretend(self, group: Group) -> None:
-        """Do what the collective would do if every rank held what this one holds, and a mean or sum were a pick."""
+    def pretend(self, others: OtherRanks) -> None:
+        """Do what the collective would do, with what this rank takes the others to hold."""
         if self.gathered is not None:
-            self.gathered.copy_(self.own.expand_as(self.gathered))
-        elif self.scaled:
-            self.own.mul_(group.size)
+            others.all_gather_(self.gathered, self.own)
+        elif self.bucket.op == "broadcast":
+            others.broadcast_(self.own, self.bucket.root)
+        else:
+            others.all_reduce_(self.own, self.bucket.op, self.scaled)
 
 
 def place_values(program: Program, blocks: Mapping[torch.device, torch.Tensor]) -> dict[str, torch.Tensor]:

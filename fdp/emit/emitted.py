@@ -6,7 +6,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -22,14 +22,16 @@ from fdp.emit.compiled import Options, compile_program, resolve_options, why_not
 from fdp.emit.in_flight import InFlight
 from fdp.emit.lines import Part
 from fdp.emit.order import Agreed, Agreements, Order
-from fdp.emit.program import write_program
+from fdp.emit.program import Program, write_program
 from fdp.emit.replication import Replication
 from fdp.emit.signature import check_signature
 from fdp.errors import ArgumentError, FdpError, PeerError, build_message
 from fdp.group import Group, resolve_group
 from fdp.in_step import alone_on, leave_behind, refuse_left_behind
+from fdp.other_ranks import Kind, OtherRanks
 from fdp.plan import Bucket, Plan
 from fdp.stages import enters
+from fdp.surroundings import plain_surroundings
 from fdp.table import format_bytes
 
 BREAK_REASON = (
@@ -146,6 +148,11 @@ class Emitted:
     def parts(self) -> tuple[Part, ...]:
         """What lies between one tick and the next, of a step that is timed."""
         return self._program.parts
+
+    @property
+    def program(self) -> Program:
+        """The program that it runs."""
+        return self._program
 
     @property
     def hides_messages(self) -> bool:
@@ -266,14 +273,20 @@ class Emitted:
             return self.digest, self.group
         return digest(self.plan, self._how(options)), self.group
 
-    def rehearse(self, tensors: list[torch.Tensor]) -> Any:
-        """Run the step on this rank alone, as if every other rank held what this one holds; nothing is sent."""
+    def rehearse(self, tensors: list[torch.Tensor], kind: Kind = "equal") -> Any:
+        """Run the step on this rank alone; nothing is sent.
+
+        Args:
+            tensors: as for `run`.
+            kind: whether this rank takes the others to hold something else ("different"), or the same ("equal").
+        """
+        others = OtherRanks(self.group.size, self.group.rank, kind)
 
         def start(index: int) -> None:
-            self._buffers[index].pretend(self.group)
+            self._buffers[index].pretend(others)
 
         own = self._program.own_messages
-        with nullcontext() if own is None else own.pretended():
+        with nullcontext() if own is None else own.pretended(others):
             return self._put_together(self._execute(tensors, start, lambda index: None))
 
     def _execute(self, tensors: list[torch.Tensor], start: Callable[[int], None], wait: Callable[[int], None]) -> Any:
@@ -288,7 +301,7 @@ class Emitted:
         arena = None
         try:
             # In this order: to leave inference mode switches gradients on.
-            with _plain_surroundings(), torch.no_grad():
+            with plain_surroundings(), torch.no_grad():
                 arena = ARENAS.borrow(self._arena)
                 self._settle_in(arena)
                 outputs = self._function(tensors, start, wait)
@@ -393,22 +406,6 @@ def _devices(plan: Plan) -> set[torch.device]:
 
 _TENSOR = object()
 _NO_CHANGE = nullcontext()
-
-
-def _plain_surroundings() -> Any:
-    """Casts are part of the program already: autocast around the call must not add to them. Results are tensors that
-    autograd may use later: inference mode around the call must not mark them."""
-    inference = torch.is_inference_mode_enabled()
-    # Private to torch. Relied on: it is true if autocast is enabled for any device, in one call for all of them.
-    if not inference and not torch._C._is_any_autocast_enabled():
-        return _NO_CHANGE
-    stack = ExitStack()
-    if inference:
-        stack.enter_context(torch.inference_mode(False))
-    for device in ("cpu", "cuda", "xpu"):
-        if torch.is_autocast_enabled(device):
-            stack.enter_context(torch.autocast(device, enabled=False))
-    return stack
 
 
 @enters("emit")

@@ -26,7 +26,18 @@ from fdp.emit.places import Place, find_places, result_name
 from fdp.emit.products import find_added, write_added
 from fdp.emit.shortcuts import counted_up, transposed_weight
 from fdp.emit.views import redundant_views
-from fdp.emit.writer import Writer, bind_object, bind_operator, bucket_name, emit, free_name, literal, name_of
+from fdp.emit.writer import (
+    Writer,
+    bind_object,
+    bind_operator,
+    bucket_name,
+    emit,
+    free_name,
+    literal,
+    name_of,
+    names_of_values,
+)
+from fdp.other_ranks import OtherRanks
 from fdp.plan import Plan, Run, Start, plan_trace
 from fdp.trace.effects import effects_of, is_marker, list_arguments, storages_of
 from fdp.trace.loops import is_loop
@@ -39,11 +50,11 @@ class OwnMessages:
     """Messages that a program sends by itself, without `start` and `wait`.
 
     Attributes:
-        pretended: makes a context in which nothing is sent, as if every other rank held what this one holds.
+        pretended: makes a context in which nothing is sent, given what this rank takes the others to hold.
         caused: whether an error that the program raised comes from one of its messages.
     """
 
-    pretended: Callable[[], AbstractContextManager[Any]]
+    pretended: Callable[[OtherRanks], AbstractContextManager[Any]]
     caused: Callable[[Exception], bool]
 
 
@@ -63,6 +74,7 @@ class Program:
         own_messages: what it sends by itself, if it does.
         parts: of a program that is timed, what lies between one tick and the next.
         loops: the programs of the bodies of its loops, by node.
+        names: what it calls the values of the graph, as far as it computes them as they are, by node.
     """
 
     source: str
@@ -74,6 +86,7 @@ class Program:
     own_messages: OwnMessages | None = None
     parts: tuple[Part, ...] = ()
     loops: Mapping[str, Program] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 def write_program(plan: Plan, rank: int, communicates: bool, tick: Callable[[], None] | None = None) -> Program:
@@ -162,7 +175,8 @@ def write_program(plan: Plan, rank: int, communicates: bool, tick: Callable[[], 
     namespace = dict(writer.bound)
     exec(compile(source, f"<fdp step {plan.trace.name}>", "exec"), namespace)
     scaled, parts = frozenset(places.scaled), parts_of(writer.lines)
-    return Program(source, namespace["step"], places.named, layouts, scaled, parts=parts, loops=bodies)
+    names = names_of_values(writer, graph)
+    return Program(source, namespace["step"], places.named, layouts, scaled, parts=parts, loops=bodies, names=names)
 
 
 def _write_call(writer: Writer, node: fx.Node, lanes: list[int]) -> None:

@@ -69,6 +69,13 @@ def name_of(writer: Writer, node: fx.Node) -> str:
     return writer.local[_resolve(writer, node)]
 
 
+def names_of_values(writer: Writer, graph: fx.Graph) -> dict[str, str]:
+    """The names of the values that a program computes as the graph does: not deferred, nor divided for a mean."""
+    apart = {*writer.added.values(), *writer.places.divided}
+    found = {node.name: writer.local.get(_resolve(writer, node)) for node in graph.nodes if node not in apart}
+    return {node: name for node, name in found.items() if name is not None}
+
+
 def free_name(stem: str, taken: Container[str]) -> str:
     """A name that no value of the graph has: an operator of somebody else's may be called "start"."""
     while stem in taken:

@@ -13,7 +13,7 @@ from fdp.trace.arguments import (
     sharing,
 )
 from fdp.trace.build import run_untraced, trace_step
-from fdp.trace.capture import Geometry, capture_functional, recording
+from fdp.trace.capture import Geometry, capture_functional, recording, without_onednn
 from fdp.trace.changes import Summary, describe_change, summarise
 from fdp.trace.keywords import by_position, signature_of
 from fdp.trace.record import Input, Operation, Output, Reduction, Trace
@@ -43,4 +43,5 @@ __all__ = [
     "signature_of",
     "summarise",
     "trace_step",
+    "without_onednn",
 ]

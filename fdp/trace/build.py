@@ -17,6 +17,7 @@ from fdp.dynamo import uncompiled
 from fdp.errors import FdpError, TraceError, build_message
 from fdp.group import Group
 from fdp.labels import unlabelled, with_labels
+from fdp.other_ranks import Kind
 from fdp.trace.arguments import Flat, Roles, describe_inputs
 from fdp.trace.capture import capture, is_fake, recording, untraceable
 from fdp.trace.checks import (
@@ -173,8 +174,9 @@ def run_untraced(
     group: Group,
     values: Sequence[torch.Tensor],
     wire: Wire | None = None,
+    others: Kind = "different",
 ) -> Any:
-    """Run a step as it is, on this rank alone: each collective takes the other ranks to hold what this one holds.
+    """Run a step as it is, on this rank alone: collectives take the other ranks to hold something else, or the same.
 
     With a wire, gradients are rounded to what travels.
 
@@ -182,7 +184,7 @@ def run_untraced(
         TraceError: the step kept a tensor when it was traced, and now uses it.
     """
     try:
-        with step_axis("identity", group, wire), recording(), uncompiled():
+        with step_axis(f"{others} ranks", group, wire), recording(), uncompiled():
             out = call_with(step, flat, roles, values)
     except Exception as error:
         if kept_by(step, is_fake):

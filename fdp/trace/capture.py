@@ -132,7 +132,7 @@ def capture(
         stack.enter_context(rewound(fakes))
         # The fused recurrent layers of oneDNN cannot be replayed (their backward takes a tensor that the trace does
         # not have). All else that oneDNN does is chosen when the program runs, not here.
-        stack.enter_context(_without_onednn())
+        stack.enter_context(without_onednn())
         # The code of the graph module is never run: what is emitted is. Writing it would take a tenth of the time.
         stack.enter_context(_use_lazy_graph_module(True))
         stack.enter_context(_copyable())
@@ -272,7 +272,8 @@ def _caching_casts(enabled: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _without_onednn() -> Iterator[None]:
+def without_onednn() -> Iterator[None]:
+    """Choose torch's own kernels where oneDNN has some."""
     # Not torch.backends.mkldnn.flags(): that also sets a TF32 option, with a warning on machines that have none.
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)

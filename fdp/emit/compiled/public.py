@@ -30,6 +30,7 @@ from fdp.emit.places import is_scaled, slot_name
 from fdp.emit.program import OwnMessages
 from fdp.errors import CompileError, FdpError, build_message
 from fdp.group import Group, registered_name, way_to_reduce
+from fdp.other_ranks import OtherRanks
 from fdp.plan import Bucket, Plan
 from fdp.trace import Geometry, capture_functional
 
@@ -38,8 +39,8 @@ _NAMESPACE = "_c10d_functional"
 _UPDATES = {hidden: UPDATES.get(fused._schema.name.split("::")[-1]) for fused, hidden in FUSED.items()}
 _warned = False
 
-_Message = tuple[str, int, torch.dtype]
-"""What can be seen of an all-reduce in a compiled program: its operation, number of elements and dtype."""
+_PAD_BYTES = 16
+"""A multiple of the size of every dtype."""
 
 
 def asks_for_public() -> bool:
@@ -104,8 +105,7 @@ def compile_publicly(
     messages = _Messages(plan, group, name)
 
     def carry_out(*values: torch.Tensor) -> Any:
-        messages.multiplied.clear()
-        messages.seen.clear()
+        messages.moved.clear()
         held = {slot: _Slot() for slot in slots}
         return _Carrying(functional, messages, held).run(*values, *held.values())
 
@@ -114,8 +114,8 @@ def compile_publicly(
     lowered = lower_publicly(plan.trace.name, graph, dict(options.settings))
     if not sends:
         return lowered, None
-    multiplied = frozenset(messages.multiplied)
-    return lowered, OwnMessages(lambda: _Pretending(plan.trace.name, group.size, multiplied), _is_of_message)
+    moved = dict(messages.moved)
+    return lowered, OwnMessages(lambda others: _Pretending(plan.trace.name, others, moved), _is_of_message)
 
 
 def _geometry(value: torch.Tensor) -> Geometry:
@@ -174,15 +174,13 @@ class _Messages:
         plan: the plan.
         group: the ranks.
         name: the name that the group is registered under. (A group itself would be kept alive by the graph.)
-        seen: the all-reduces so far, and whether `multiplied` holds them.
-        multiplied: those whose sum is to be a mean, the division being made before or after it.
+        moved: what dtype the values have that travel as bytes, by the number of bytes that a rank sends.
     """
 
     plan: Plan
     group: Group
     name: str
-    seen: dict[_Message, bool] = field(default_factory=dict)
-    multiplied: set[_Message] = field(default_factory=set)
+    moved: dict[int, torch.dtype] = field(default_factory=dict)
 
     def send(self, bucket: Bucket, members: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         """Start the message of a bucket; returns the function that waits, and takes the result apart."""
@@ -193,7 +191,7 @@ class _Messages:
         lengths = [len(each) for each in flat]
         if bucket.op in ("broadcast", "all_gather"):
             # What is only moved needs no dtype that the backend knows.
-            message = _together([each.view(torch.uint8) for each in flat])
+            message = self._told_apart(_together([each.view(torch.uint8) for each in flat]), bucket.dtype)
             if bucket.op == "broadcast":
                 sent = operators.broadcast(message, bucket.root, self.name)
             else:
@@ -207,7 +205,6 @@ class _Messages:
             message = _together(flat)
             if divide == "before":
                 message = message / self.group.size
-            message = self._told_apart(op, message, scaled or divide is not None)
             sent = operators.all_reduce(message, op, self.name)
 
         def finish() -> list[torch.Tensor]:
@@ -215,7 +212,7 @@ class _Messages:
             if divide == "after":
                 result = result / self.group.size
             if bucket.op == "all_gather":
-                rows = result.view(self.group.size, -1).view(bucket.dtype).split(lengths, dim=1)
+                rows = result.view(self.group.size, -1).view(bucket.dtype)[:, : sum(lengths)].split(lengths, dim=1)
                 return [row.reshape(-1, *member.shape) for row, member in zip(rows, members, strict=True)]
             if bucket.op == "broadcast":
                 result = result.view(bucket.dtype)
@@ -226,14 +223,10 @@ class _Messages:
 
         return finish
 
-    def _told_apart(self, op: str, message: torch.Tensor, multiplied: bool) -> torch.Tensor:
-        """Let a rehearsal see which messages are means: no sum of another kind has the same number of elements."""
-        key = (op, message.numel(), message.dtype)
-        while self.seen.setdefault(key, multiplied) is not multiplied:
-            message = torch.cat([message, message.new_zeros(1)])
-            key = (op, message.numel(), message.dtype)
-        if multiplied:
-            self.multiplied.add(key)
+    def _told_apart(self, message: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Let a run without other ranks see what the bytes of a message are: other dtypes have other lengths."""
+        while self.moved.setdefault(message.numel(), dtype) is not dtype:
+            message = torch.cat([message, message.new_zeros(_PAD_BYTES)])
         return message
 
 
@@ -244,9 +237,9 @@ def _together(flat: Sequence[torch.Tensor]) -> torch.Tensor:
 class _Pretending(TorchDispatchMode):
     """Answers the collectives of a compiled program on this rank alone, as `Buffer.pretend` does."""
 
-    def __init__(self, name: str, size: int, multiplied: frozenset[_Message]) -> None:
+    def __init__(self, name: str, others: OtherRanks, moved: Mapping[int, torch.dtype]) -> None:
         super().__init__()
-        self.name, self.size, self.multiplied = name, size, multiplied
+        self.name, self.others, self.moved = name, others, moved
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -254,15 +247,20 @@ class _Pretending(TorchDispatchMode):
             return func(*args, **kwargs)
         what = func._schema.name.split("::")[-1]
         message = args[0]
-        if what in ("wait_tensor", "broadcast_"):
+        if what == "wait_tensor":
             return message
-        if what == "broadcast":
-            return message.clone()
+        if what in ("broadcast", "broadcast_"):
+            result = message if what == "broadcast_" else message.clone()
+            self.others.broadcast_(result.view(self.moved[message.numel()]), args[1])
+            return result
         if what in ("all_reduce", "all_reduce_"):
-            factor = self.size if (args[1], message.numel(), message.dtype) in self.multiplied else 1
-            return message.mul_(factor) if what == "all_reduce_" else message * factor
+            result = message if what == "all_reduce_" else message.clone()
+            self.others.all_reduce_(result, {"avg": "mean"}.get(args[1], args[1]))
+            return result
         if what in ("all_gather_into_tensor", "all_gather_into_tensor_out"):
-            gathered = message.repeat(self.size, *(1 for _ in message.shape[1:]))
+            dtype, size = self.moved[message.numel()], self.others.size
+            gathered = message.new_empty(size * message.numel())
+            self.others.all_gather_(gathered.view(size, -1).view(dtype), message.view(dtype))
             return kwargs["out"].copy_(gathered) if "out" in kwargs else gathered
         raise CompileError(
             build_message(

@@ -1,0 +1,59 @@
+"""When a step is compared once more: what the first call did not show, a later one may.
+
+At calls 2, 4, 8, ... of a signature, as long as all of these comparisons together take less than a hundredth of the
+time that the steps have taken. Each rank decides by its own clock: a comparison sends nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+SHARE = 0.01
+"""Of the time that steps take, so much may go into comparisons after the first."""
+
+clock: Callable[[], float] = time.perf_counter
+
+
+class Again:
+    """Comparisons of one signature after its first call.
+
+    Args:
+        first_s: seconds that the comparison at the first call took: more than a later one does.
+
+    Attributes:
+        at: the next call to look at, counted from one; 0 for none.
+        spent_s: seconds that comparisons have taken.
+    """
+
+    def __init__(self, first_s: float) -> None:
+        self.at = 2
+        self.spent_s = 0.0
+        self._expected_s = first_s
+        self._step_s = float("inf")
+
+    def look(self, compare: Callable[[], bool], run: Callable[[], Any]) -> Any:
+        """Make a call, after a comparison if there is time for one.
+
+        Args:
+            compare: compares on the inputs of the call; returns whether it is to come again.
+            run: makes the call.
+
+        Returns:
+            What the call returns.
+        """
+        calls, self.at = self.at, 2 * self.at
+        taken_s = calls * self._step_s if self._step_s < float("inf") else 0.0
+        if self.spent_s + self._expected_s <= SHARE * taken_s:
+            begun = clock()
+            comes_again = compare()
+            self._expected_s = clock() - begun
+            self.spent_s += self._expected_s
+            if not comes_again:
+                self.at = 0
+        # The shortest of the calls that were looked at: others may have waited for something.
+        begun = clock()
+        result = run()
+        self._step_s = min(self._step_s, clock() - begun)
+        return result

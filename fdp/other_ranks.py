@@ -1,0 +1,113 @@
+"""What the other ranks hold while a program runs on one rank alone: nothing is sent, and collectives have results.
+
+A collective that gave back what it was given would hide mistakes: a value that is read before its average is there, or
+from before it, would be right by chance. So in a comparison the other ranks hold *something else*: a function of what
+this rank holds. The function is the same for each element, wherever it lies. So it does not matter whether a value
+is reduced by itself or as a part of a bucket.
+
+- Floating-point and complex numbers are multiplied by a share of the rank, between 0.5 and 0.875. What is zero stays
+  zero, what is positive stays positive, what is finite stays finite: flags, variances, weights and probabilities go on
+  to be such. (There is no offset, because a flag that is zero on all ranks has to stay zero: `pmax` counts NaNs so.)
+- Integers above one get smaller, and stay positive. Places in a table stay in the table, and counts do not become zero.
+- Booleans are negated.
+- Other dtypes, which have no arithmetic, stay as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Kind = Literal["different", "equal"]
+
+_SCALED = frozenset({
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+})  # fmt: skip
+_LOWERED = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+
+
+@dataclass(frozen=True)
+class OtherRanks:
+    """The ranks of a group as one of them takes them to be, while nothing is sent.
+
+    Attributes:
+        size: how many ranks there are.
+        rank: this one.
+        kind: "different" if the others hold something else, "equal" if they hold what this one holds.
+    """
+
+    size: int
+    rank: int
+    kind: Kind = "different"
+
+    @property
+    def axis_name(self) -> str:
+        """The name under which markers carry this: a backward pass on another thread reads it there."""
+        return f"{self.kind} ranks: {self.rank} of {self.size}"
+
+    @classmethod
+    def of_axis(cls, name: str) -> OtherRanks | None:
+        """What `axis_name` says; None for another name."""
+        kind, found, numbers = name.partition(" ranks: ")
+        if not found or kind not in ("different", "equal"):
+            return None
+        rank, _, size = numbers.partition(" of ")
+        return cls(int(size), int(rank), "equal" if kind == "equal" else "different")
+
+    def all_reduce_(self, x: torch.Tensor, op: str, scaled: bool = False) -> None:
+        """Reduce a tensor in place.
+
+        Args:
+            x: what this rank contributes.
+            op: "mean", "sum", "max" or "min".
+            scaled: the values have been divided by the number of ranks, so that their sum is the mean.
+        """
+        if op in ("max", "min"):
+            choose = torch.maximum if op == "max" else torch.minimum
+            own = x.clone()
+            for factor, fewer in self._distinct:
+                choose(x, _held(own, factor, fewer), out=x)
+        elif x.dtype in _LOWERED:
+            own = x.clone()
+            for rank in self._others:
+                x.add_(_held(own, *self._share(rank)))
+        else:
+            total = 1 + sum(self._share(rank)[0] for rank in self._others)
+            factor = total / self.size if op == "mean" and not scaled else total
+            if factor != 1:
+                x.mul_(factor)
+
+    def all_gather_(self, out: torch.Tensor, own: torch.Tensor) -> None:
+        """Fill `out` ([size, *own.shape]) with what each rank holds."""
+        for rank, row in enumerate(out.unbind(0)):
+            row.copy_(own if rank == self.rank else _held(own, *self._share(rank)))
+
+    def broadcast_(self, x: torch.Tensor, root: int) -> None:
+        """Put what the root holds in the place of what this rank holds."""
+        if root != self.rank:
+            x.copy_(_held(x, *self._share(root)))
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    @property
+    def _distinct(self) -> set[tuple[float, int]]:
+        return {self._share(rank) for rank in self._others}
+
+    def _share(self, rank: int) -> tuple[float, int]:
+        """By what a rank's numbers are multiplied, and by how much its integers are less."""
+        return (1 - (1 + rank % 4) / 8, 1 + rank % 4) if self.kind == "different" else (1.0, 0)
+
+
+def _held(own: torch.Tensor, factor: float, fewer: int) -> torch.Tensor:
+    """What another rank holds in place of what this one holds."""
+    if own.dtype in _SCALED:
+        return own * factor
+    if own.dtype in _LOWERED:
+        return torch.where(own > 1, (own - fewer).clamp_min(1), own) if fewer else own
+    if own.dtype == torch.bool:
+        return ~own if fewer else own
+    return own
