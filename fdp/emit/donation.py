@@ -40,13 +40,16 @@ class Placement:
     cloned: set[int] = field(default_factory=set)
 
 
-def place_outputs(plan: Plan, same: Mapping[fx.Node, fx.Node], accesses: Accesses) -> Placement:
+def place_outputs(
+    plan: Plan, same: Mapping[fx.Node, fx.Node], accesses: Accesses, plain: bool = False
+) -> Placement:
     """Decide where every output of a plan lives.
 
     Args:
         plan: the plan; its order says what is read when.
         same: views that are their own base.
         accesses: what the plan does to memory, and when.
+        plain: whether every new value is copied into the donated input, at the end.
 
     Returns:
         The placement.
@@ -83,6 +86,9 @@ def place_outputs(plan: Plan, same: Mapping[fx.Node, fx.Node], accesses: Accesse
             owned.add(home)
         elif home in taken or home in accesses.writes:
             continue
+        elif plain:
+            placement.copies.setdefault(len(plan.schedule) - 1, []).append((target, node))
+            owned.add(home)
         elif (
             (clone := clones.get((memory, target))) is not None
             and memory not in owned
