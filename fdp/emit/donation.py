@@ -40,9 +40,7 @@ class Placement:
     cloned: set[int] = field(default_factory=set)
 
 
-def place_outputs(
-    plan: Plan, same: Mapping[fx.Node, fx.Node], accesses: Accesses, plain: bool = False
-) -> Placement:
+def place_outputs(plan: Plan, same: Mapping[fx.Node, fx.Node], accesses: Accesses, plain: bool = False) -> Placement:
     """Decide where every output of a plan lives.
 
     Args:

@@ -11,7 +11,8 @@ from torch import fx
 from fdp.emit.layout import Layout
 from fdp.emit.lines import Line
 from fdp.emit.writer import Writer, bind_object, literal
-from fdp.trace.loops import Repeated, changed_operands
+from fdp.trace.control import Repeated
+from fdp.trace.loops import changed_operands
 
 
 class Body(Protocol):

@@ -86,8 +86,8 @@ def write_program(
         rank: this process's rank, for `fdp.axis_index`.
         communicates: False in a world of one, where a mean or sum of one value is that value.
         tick: called at the beginning of the program and at the end of each of its parts, to have them timed.
-        plain: whether every operator is called as it was traced, with new memory for its results, and copied from there:
-            what runs in place of a program that turned out to be wrong.
+        plain: whether every operator is called as it was traced, with new memory for its results, which are copied from
+            there: what runs in place of a program that turned out to be wrong.
 
     Returns:
         The program.

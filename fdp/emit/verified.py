@@ -48,8 +48,8 @@ def verified_program(plan: Plan, rank: int, communicates: bool, tick: Callable[[
             )
         ) from error
     warnings.warn(
-        f"fdp: a faster program for step {plan.trace.name!r} was found to be wrong before it ran. A plainer one, which is "
-        "right, runs in its place; it is slower and takes more memory. Please report this to the authors of fdp: "
+        f"fdp: a faster program for step {plan.trace.name!r} was found to be wrong before it ran. A plainer one, which "
+        "is right, runs in its place; it is slower and takes more memory. Please report this to the authors of fdp: "
         + "; ".join(line.strip() for line in str(found).splitlines()[:-1]),
         stacklevel=2,
     )

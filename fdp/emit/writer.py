@@ -16,7 +16,7 @@ from fdp.emit.donation import Placement
 from fdp.emit.lines import Line
 from fdp.emit.places import Places
 from fdp.plan import Plan
-from fdp.trace.branches import choose
+from fdp.trace.control import choose
 from fdp.trace.effects import effects_of
 
 

@@ -7,8 +7,7 @@ it adds up lies in tensors of zeros that it shares with the rest of the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -40,25 +39,6 @@ class RunLoop:
 
 
 run_loop = RunLoop()
-
-
-@dataclass(frozen=True)
-class Repeated:
-    """What runs the program of a loop's body.
-
-    Attributes:
-        function: the program: takes a list of the number of the time and the operands, and two functions that start
-            messages and wait for them; it has none.
-        numbers: the number of each time.
-    """
-
-    function: Callable[..., Any]
-    numbers: tuple[torch.Tensor, ...]
-
-    def __call__(self, operands: Sequence[torch.Tensor]) -> None:
-        function = self.function
-        for number in self.numbers:
-            function([number, *operands], None, None)
 
 
 def is_loop(node: fx.Node) -> bool:

@@ -19,8 +19,7 @@ import torch
 from torch import fx
 
 from fdp.dispatch import TorchDispatchMode
-from fdp.trace.branches import choose
-from fdp.trace.loops import Repeated
+from fdp.trace.control import Repeated, choose
 from fdp.verify.failure import VerificationError
 from fdp.verify.higher import higher_order, operator_name, run_loop
 from fdp.verify.machine import Machine
@@ -123,7 +122,9 @@ class Execution(Machine):
             self.arena[device] = block = Block("arena", f"memory of the step on {device}")
             self._allocate(block, layout.size_bytes)
             self.where.update((memory, (device, offset)) for memory, offset in layout.offsets.items())
-        self._places = {name: t for name, place in program.places.items() if (t := self._place(name, place)) is not None}
+        self._places = {
+            name: t for name, place in program.places.items() if (t := self._place(name, place)) is not None
+        }
         self.inputs = [self._from_outside(view) for view in reference.inputs]
         for item, tensor in zip(reference.trace.inputs, self.inputs, strict=True):
             self._hold(item.name, tensor)
@@ -196,7 +197,7 @@ class Execution(Machine):
         copy = types.FunctionType(function.__code__, around, function.__name__, function.__defaults__)
         copy.__kwdefaults__ = bound
         try:
-            with torch.no_grad(), self._dispatch:
+            with self._dispatch:
                 return copy(list(self.inputs), self._start, self._wait)
         except Exception as error:
             line = _line_of(error, function.__code__)

@@ -91,7 +91,9 @@ class Machine:
         if not operator.uninitialised:
             for index, made in enumerate(results):
                 targets += [(index if place is None else (index, place), view) for place, view in views_in(made)]
-        rule = None if values.folded(call) else RULES.get(name)
+        # An operator that writes where it reads computes what it computes, and not what a rule says.
+        as_usual = not values.folded(call) and not any(type(key) is tuple for key in arguments)
+        rule = RULES.get(name) if as_usual else None
         stores = []
         for index, view in targets:
             term = None if rule is None else rule(values, arguments, by_name, index, view.shape, view.dtype)

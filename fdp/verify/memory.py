@@ -139,7 +139,12 @@ class View(NamedTuple):
 
     def lies_like(self, other: View) -> bool:
         """Whether it is the same elements in the same order."""
-        return (self.start, self.shape, self.stride, self.dtype) == (other.start, other.shape, other.stride, other.dtype)
+        return (self.start, self.shape, self.stride, self.dtype) == (
+            other.start,
+            other.shape,
+            other.stride,
+            other.dtype,
+        )
 
     def transposed(self) -> View:
         """The same elements with the dimensions in the opposite order."""
@@ -192,10 +197,19 @@ class Memory:
         block, start = view.block, view.start
         block.writes += 1
         store = Store(term, start, view.shape, view.stride, view.dtype)
-        if view.dense:
+        if view.dense and term.key[:4] == ("load", view.shape, view.stride, view.dtype):
+            self._copy_cells(block, start, view.span, term.key[4])
+        elif view.dense:
             self._replace(block, start, start + view.span, (store,))
         else:
             self._lay_over(block, start, start + view.span, store)
+
+    def _copy_cells(self, block: Block, start: int, span: int, pieces: tuple[Any, ...]) -> None:
+        """Memory is copied as it lies, so that whoever looks at it under its first shape sees its first value."""
+        for low, high, layers in pieces:
+            end = start + (high or span)
+            copied = tuple(Store(term, start + at, *geometry) for term, at, *geometry in layers)
+            self._replace(block, start + low, end, copied or None)
 
     def give_up(self, block: Block, start: int, size: int) -> None:
         """Let bytes hold nothing."""
@@ -380,11 +394,11 @@ def _is_small(lies: Any, unit: int, size: int) -> bool:
 def _mask(lies: Any, start: int, size: int, unit: int) -> torch.Tensor:
     """Which units of memory from a byte on a geometry touches."""
     each = lies.dtype.itemsize // unit
-    at = torch.arange(each) + (lies.start - start) // unit
+    at = torch.arange(each, device="cpu") + (lies.start - start) // unit
     for number, step in zip(lies.shape, lies.stride, strict=True):
         if step:
-            at = (at.unsqueeze(-1) + torch.arange(number) * (step * each)).reshape(-1)
-    mask = torch.zeros(size, dtype=torch.bool)
+            at = (at.unsqueeze(-1) + torch.arange(number, device="cpu") * (step * each)).reshape(-1)
+    mask = torch.zeros(size, dtype=torch.bool, device="cpu")
     mask[at[(at >= 0) & (at < size)]] = True
     return mask
 

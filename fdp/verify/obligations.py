@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -34,7 +35,20 @@ def verify_program(
     Raises:
         VerificationError: it does not, or it cannot be followed; names the first line that goes wrong.
     """
-    _verify(plan.trace, plan, program, Reference(plan.trace, rank), communicates, tick)
+    with _plain_context():
+        _verify(plan.trace, plan, program, Reference(plan.trace, rank), communicates, tick)
+
+
+@contextmanager
+def _plain_context() -> Iterator[None]:
+    """Steps run without autocast and inference mode, whatever is on around the call."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        for device in ("cpu", "cuda", "xpu"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(torch.no_grad())  # to leave inference mode switches gradients on
+        yield
 
 
 def _verify(
@@ -191,7 +205,9 @@ class _Messages:
                 op = "sum" if scaled is None else "mean"
             else:
                 op = bucket.op
-            sent = execution.values.combined(op, bucket.root, bucket.accumulate_dtype, term if scaled is None else scaled)
+            sent = execution.values.combined(
+                op, bucket.root, bucket.accumulate_dtype, term if scaled is None else scaled
+            )
             expected = self._reference.markers[self._trace.operations[reduction.operation].node]
             if sent is not expected:
                 raise VerificationError(

@@ -31,7 +31,9 @@ _HIDDEN_VIEWS = ("aten::_unsafe_view",)
 """Return a view, and their schemas do not say so."""
 
 _FOR_SHAPE_ALONE: dict[str, str] = {
-    **dict.fromkeys((f"{name}_like" for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")), "self"),
+    **dict.fromkeys(
+        (f"{name}_like" for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")), "self"
+    ),
     **dict.fromkeys((f"new_{name}" for name in ("empty", "empty_strided", "zeros", "ones", "full")), "self"),
     "bernoulli.p": "self",
     "axis_index": "like",
@@ -85,8 +87,6 @@ class Operator:
         reshapes: it changes in place under which shape a tensor looks at its memory.
         number: its result is no tensor, and is no value that is read from memory.
         entrywise: it does the same to each entry of its lists, one after the other.
-        pointwise: each element of the result depends on the same element of the arguments alone, and is written after
-            that was read.
         random: it may draw random numbers.
         uninitialised: its result holds what happened to be in memory.
         known: whether all it does is what its schema says: not so of operators of somebody else's.
@@ -99,7 +99,6 @@ class Operator:
     reshapes: bool
     number: bool
     entrywise: bool
-    pointwise: bool
     random: bool
     uninitialised: bool
     known: bool
@@ -121,6 +120,17 @@ class Operator:
             if parameter.name in ("dropout_p", "dropout", "p") and isinstance(value, (int, float)) and value == 0:
                 return False
         return True
+
+    @functools.cached_property
+    def pointwise(self) -> bool:
+        """Whether each element of the result depends on the same element of the arguments alone, and is written after
+        that was read. (PyTorch tags such operators, but not every overload of them.)"""
+        namespace, name = self.name.split("::")
+        if self.entrywise or name in ("copy", "fill", "zero", "clone", "_to_copy"):
+            return True
+        packets = [getattr(getattr(torch.ops, namespace), each, None) for each in (name, f"{name}_")]
+        overloads = [getattr(packet, each) for packet in packets if packet is not None for each in packet.overloads()]
+        return any(torch.Tag.pointwise in overload.tags for overload in overloads)
 
     def written(self, values: Sequence[Any]) -> list[int]:
         """Which arguments a call changes, by position."""
@@ -191,7 +201,6 @@ def operator_of(target: Any) -> Operator:
         reshapes=torch.Tag.inplace_view in tags,
         number=base in _NUMBERS,
         entrywise=entrywise,
-        pointwise=_is_pointwise(namespace, base, functional),
         # Markers of fdp's have the tag so that no value is frozen in them.
         random=torch.Tag.nondeterministic_seeded in tags and namespace != "fdp",
         uninitialised=base in _UNINITIALISED,
@@ -199,19 +208,7 @@ def operator_of(target: Any) -> Operator:
     )
 
 
-@functools.lru_cache(maxsize=None)
-def _is_pointwise(namespace: str, base: str, functional: str) -> bool:
-    """Whether an operator is tagged as pointwise; not every overload of it need be."""
-    if functional in ("copy", "fill", "zero", "clone", "_to_copy"):
-        return True
-    packets = [getattr(getattr(torch.ops, namespace), name, None) for name in {base, functional}]
-    overloads = [getattr(packet, name) for packet in packets if packet is not None for name in packet.overloads()]
-    return any(torch.Tag.pointwise in overload.tags for overload in overloads)
-
-
-def _parameter(
-    name: str, base: str, overload: str, argument: Any, entrywise: bool, returned: int | None
-) -> Parameter:
+def _parameter(name: str, base: str, overload: str, argument: Any, entrywise: bool, returned: int | None) -> Parameter:
     info = argument.alias_info
     filled = argument.name in _FILLED.get(name, ())
     shape_alone = argument.name in (_FOR_SHAPE_ALONE.get(base), _FOR_SHAPE_ALONE.get(f"{base}.{overload}"))

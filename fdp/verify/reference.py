@@ -63,6 +63,15 @@ class Memories:
         view = view_of(block, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, marks)
         return view._replace(start=view.start + start) if start else view
 
+    def join(self, value: Any, base: torch.Tensor) -> None:
+        """Let tensors whose memory is not known lie in that of another, as its views do."""
+        if isinstance(value, (list, tuple)):
+            for each in value:
+                self.join(each, base)
+        elif value.layout is base.layout is torch.strided and not self.knows(value):
+            self.blocks[value.untyped_storage()._cdata] = self.blocks[base.untyped_storage()._cdata]
+            self.kept.append(value)
+
     def knows(self, value: Any) -> bool:
         """Whether the memory of a tensor, or of any in a list, is known."""
         if isinstance(value, torch.Tensor):
@@ -203,6 +212,9 @@ class Reference(Machine):
     def _operator(self, node: fx.Node, target: Any) -> None:
         operator = operator_of(target)
         value = node.meta.get("val")
+        if operator.views:
+            # What looks at a closed-over tensor has an example storage of its own, and yet the same memory.
+            self.memories.join(value, node.args[0].meta["val"])  # type: ignore[union-attr]
         if operator.number or operator.reshapes or (operator.views and self.memories.knows(value)):
             return
         given = [self._given(each) for each in operator.bind(node.args, node.kwargs)]
@@ -255,7 +267,9 @@ class Reference(Machine):
                 results = [each for each, owner in zip(results, operator.results, strict=True) if owner is None]
             known = [self.memories.knows(each) for each in results]
             views = [self._views(each) for each in results]
-            self.records.setdefault(call, []).append(Record(reads, layout, views, results, isinstance(value, torch.Tensor)))
+            self.records.setdefault(call, []).append(
+                Record(reads, layout, views, results, isinstance(value, torch.Tensor))
+            )
             self._same_numbers(call, results)
             views = [hidden(each) if was else each for each, was in zip(views, known, strict=True)]
             if operator is not None and not operator.uninitialised and operator.known:

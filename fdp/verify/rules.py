@@ -66,7 +66,9 @@ def _addmm(v: Values, a: Arguments, given: Given, index: Any, shape: Any, dtype:
         return None
     if beta == 0:
         product = _product(v, one, two)
-        return product if alpha == 1 else v.apply("aten::mul", {"self": product, "other": v.encode(alpha)}, shape, dtype)
+        return (
+            product if alpha == 1 else v.apply("aten::mul", {"self": product, "other": v.encode(alpha)}, shape, dtype)
+        )
     if beta == 1 and alpha == 1:
         return v.apply("aten::add", {"self": a["self"], "other": _product(v, one, two)}, shape, dtype)
     return None
@@ -89,7 +91,7 @@ def _foreach_add(v: Values, a: Arguments, given: Given, index: Any, shape: Any, 
     number = given[name] if type(given[name]) in (int, float) else None
     if number is None and a[name] is not None and getattr(a[name], "dtype", None) == dtype:
         number = v.number_in(a[name])
-    if number is None or not math.isfinite(number) or torch.tensor(number, dtype=dtype).item() != number:
+    if number is None or not math.isfinite(number) or torch.tensor(number, dtype=dtype, device="cpu").item() != number:
         return None
     number = int(number) if number == int(number) else number
     return v.apply("aten::add", {"self": a["self"], "other": v.encode(number)}, shape, dtype)

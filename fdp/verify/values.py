@@ -127,7 +127,7 @@ class Values:
         key = (type(value), repr(value), dtype) if not isinstance(value, torch.Tensor) else None
         known = self._elements.get(key)
         if known is None:
-            element = torch.full((), value, dtype=dtype) if key else value.detach().cpu().reshape(())
+            element = torch.full((), value, dtype=dtype, device="cpu") if key else value.detach().cpu().reshape(())
             known = (_bytes(element), element)
             if key:
                 self._elements[key] = known
@@ -160,9 +160,7 @@ class Values:
             return self.element(term).item()
         return None
 
-    def fold(
-        self, call: Term, arguments: Arguments, results: Sequence[View], compute: Callable[[], Any]
-    ) -> None:
+    def fold(self, call: Term, arguments: Arguments, results: Sequence[View], compute: Callable[[], Any]) -> None:
         """Compute a call that depends on no input, so that its results are known by their bytes.
 
         Args:
@@ -198,7 +196,7 @@ class Values:
         if inner.key[0] == "full":
             return self.full(self.element(inner), shape, dtype)
         if inner.key[0] == "constant":
-            lies = torch.empty_strided(inner_shape, inner_stride, dtype=dtype).copy_(self.tensors[inner])
+            lies = torch.empty_strided(inner_shape, inner_stride, dtype=dtype, device="cpu").copy_(self.tensors[inner])
             return self.constant(lies.as_strided(shape, stride, -start // dtype.itemsize))
         return term
 
