@@ -12,7 +12,7 @@ from fdp.verify.terms import Term
 from fdp.verify.values import Arguments, Values
 
 Fresh = Callable[[Term, list[View]], list[Any]]
-"""(call, the tensors that it is given) -> its results in new memory: views, numbers, or None for what is an argument."""
+"""(call, the tensors that it is given) -> its results in new memory: views, numbers; None for what is an argument."""
 
 
 class Machine:

@@ -139,7 +139,7 @@ def _shared(
 
 
 def _wrong_memory(trace: Trace, execution: Execution, outputs: list[torch.Tensor]) -> Iterator[str]:
-    """What comes from outside holds at the end what the trace leaves in it, but for the new values in donated memory."""
+    """What comes from outside holds at the end what the trace leaves in it, but for new values in donated memory."""
     reference, values = execution.reference, execution.values
     given_back = {
         reference.inputs[output.slot].block

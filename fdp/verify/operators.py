@@ -160,7 +160,7 @@ class Operator:
         return tuple(name for name, read in (("weight", for_input), ("input", for_weight)) if not read)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def operator_of(target: Any) -> Operator:
     """What is known of an overload of an operator of torch, or of somebody else's."""
     schema = target._schema
