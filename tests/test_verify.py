@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import fake_group
 from torch import fx
 
 import fdp
@@ -18,7 +19,6 @@ from fdp.emit.layout import Layout, Lifetime
 from fdp.emit.program import Program, write_program
 from fdp.trace.effects import effects_of, storages_of
 from fdp.verify import VerificationError, verify_program
-from graphs import fake_group
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
