@@ -2,8 +2,8 @@
 
     python benchmarks/verification.py [--layers N ...] [--cases NAME ...] [--rounds N]
 
-The steps: GPT-2 of Hugging Face's transformers with its default sizes (12 layers are GPT-2 small), and models of `cases.py`, all
-under fused AdamW, donated. Nothing is run. Of each, seconds of the processor (median over rounds,
+The steps: GPT-2 of Hugging Face's transformers with its default sizes (12 layers are GPT-2 small), and models of
+`cases.py`, all under fused AdamW, donated. Nothing is run. Of each, seconds of the processor (median over rounds,
 least and most), since other processes may be at work; and what proving takes as a share of tracing. The first round of
 all is the first in the process: it reads the schemas of the operators, which later ones know.
 """

@@ -25,37 +25,9 @@ from fdp.verify.higher import higher_order, operator_name, run_loop
 from fdp.verify.machine import Machine
 from fdp.verify.memory import Block, View, view_of
 from fdp.verify.operators import Operator, operator_of
+from fdp.verify.program import Place, Program
 from fdp.verify.reference import Record, Reference, hidden, layout_arguments, marks_of
 from fdp.verify.terms import Term, describe
-
-
-class Place(Protocol):
-    """Where a tensor lies, as a program says it: see `fdp.emit.places.Place`."""
-
-    memory: Any
-    start_bytes: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-
-
-class Layout(Protocol):
-    """Where pieces of memory lie, as a program says it: see `fdp.emit.layout.Layout`."""
-
-    offsets: Mapping[Any, int]
-    size_bytes: int
-
-
-class Program(Protocol):
-    """A program, as far as it is looked at: see `fdp.emit.program.Program`."""
-
-    source: str
-    function: Callable[..., Any]
-    places: Mapping[str, Any]
-    layouts: Mapping[torch.device, Any]
-    scaled: frozenset[int]
-    loops: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -144,7 +116,7 @@ class Execution(Machine):
         tensor.set_(self._storages[block], start // dtype.itemsize, shape, stride)
         return tensor
 
-    def _place(self, name: str, place: Any) -> torch.Tensor | None:
+    def _place(self, name: str, place: Place) -> torch.Tensor | None:
         if place.memory not in self.where:
             return None  # a value that turned out not to be used
         device, offset = self.where[place.memory]

@@ -10,68 +10,16 @@ wherever it lies.
 from __future__ import annotations
 
 import bisect
-import functools
 from typing import Any, NamedTuple
 
 import torch
 
+from fdp.verify.extents import UNBOUNDED, extent_of, general_extent
 from fdp.verify.failure import VerificationError
 from fdp.verify.terms import Term, Terms
 
-_UNBOUNDED = 2**62
 _EXACT_UNITS = 2**22
 """Up to so many elements, what a view with gaps touches is looked at element by element."""
-
-
-class Extent(NamedTuple):
-    """How a tensor of a shape and strides lies, in elements.
-
-    Attributes:
-        shape: its shape; what is not known ahead is an expression.
-        stride: its strides; 0 for a dimension of size one, whatever is said there.
-        span: from its first element to behind its last.
-        numel: its elements; -1 if that is not known.
-        dense: whether it has no gaps and no element twice.
-    """
-
-    shape: tuple[Any, ...]
-    stride: tuple[Any, ...]
-    span: int
-    numel: int
-    dense: bool
-
-
-@functools.lru_cache(maxsize=65536)
-def extent_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> Extent:
-    """The extent of a shape and strides that are known."""
-    numel, span = 1, 1
-    for size, step in zip(shape, stride, strict=True):
-        numel *= size
-        span += (size - 1) * step
-    if numel == 0:
-        return Extent(shape, (0,) * len(shape), 0, 0, True)
-    stride = tuple(0 if size == 1 else step for size, step in zip(shape, stride, strict=True))
-    dense, expected = True, 1
-    for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size > 1):
-        dense = dense and step == expected
-        expected *= size
-    return Extent(shape, stride, span, numel, dense)
-
-
-def plain(number: Any) -> Any:
-    """A number as something that can be compared: one that is read from a tensor is an expression."""
-    return number if type(number) is int else number.node.expr if hasattr(number, "node") else int(number)
-
-
-def general_extent(shape: Any, stride: Any) -> Extent:
-    """The extent of a shape and strides, some of which may not be known ahead."""
-    try:
-        return extent_of(tuple(shape), tuple(stride))
-    except TypeError:  # symbolic numbers cannot be hashed
-        shape, stride = tuple(map(plain, shape)), tuple(map(plain, stride))
-        if all(type(number) is int for number in (*shape, *stride)):
-            return extent_of(shape, stride)
-        return Extent(shape, stride, _UNBOUNDED, -1, False)
 
 
 class Block:
@@ -159,7 +107,7 @@ def view_of(block: Block, offset: Any, shape: Any, stride: Any, dtype: torch.dty
         extent = general_extent(shape, stride)
     size = dtype.itemsize
     start = offset * size if type(offset) is int else 0
-    span = extent.span * size if extent.span < _UNBOUNDED else _UNBOUNDED
+    span = extent.span * size if extent.span < UNBOUNDED else UNBOUNDED
     return View(block, start, extent.shape, extent.stride, dtype, span, extent.numel, extent.dense, marks)
 
 
@@ -352,7 +300,7 @@ def _touched(view: View, pieces: list[Any]) -> list[Any]:
     unit = min(view.dtype.itemsize, *(store.dtype.itemsize for store in stores), 8)
     size = -(-view.span // unit)
     edges = [view.start, *(store.start for store in stores), *(low for low, _, _ in pieces)]
-    if view.span >= _UNBOUNDED or any((edge - view.start) % unit for edge in edges):
+    if view.span >= UNBOUNDED or any((edge - view.start) % unit for edge in edges):
         return pieces
     if not all(_is_small(lies, unit, size) for lies in (view, *stores)):
         return pieces

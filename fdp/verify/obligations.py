@@ -11,9 +11,11 @@ import torch
 from fdp.errors import build_message
 from fdp.plan.record import Bucket, Plan, Start, Wait
 from fdp.trace.record import Trace
-from fdp.verify.execution import Execution, Program
+from fdp.verify.execution import Execution
+from fdp.verify.extents import extent_of
 from fdp.verify.failure import VerificationError
-from fdp.verify.memory import Block, View, extent_of, view_of
+from fdp.verify.memory import Block, View, view_of
+from fdp.verify.program import Program
 from fdp.verify.reference import Reference
 from fdp.verify.terms import Term, describe
 

@@ -11,9 +11,10 @@ import torch
 from torch import fx
 
 from fdp.trace.record import Trace
+from fdp.verify.extents import plain
 from fdp.verify.higher import higher_order, operator_name, run_loop
 from fdp.verify.machine import Machine, views_in
-from fdp.verify.memory import Block, View, is_undefined, plain, view_of
+from fdp.verify.memory import Block, View, is_undefined, view_of
 from fdp.verify.operators import Operator, operator_of
 from fdp.verify.terms import Term
 from fdp.verify.values import Values

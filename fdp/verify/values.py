@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from fdp.verify.memory import Memory, View, plain
+from fdp.verify.extents import plain
+from fdp.verify.memory import Memory, View
 from fdp.verify.terms import Term, Terms
 
 _FOLDED_BYTES = 2**18
