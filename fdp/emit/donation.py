@@ -17,7 +17,7 @@ from fdp.emit.accesses import Accesses
 from fdp.emit.forms import form_of
 from fdp.emit.views import geometry
 from fdp.plan import Plan
-from fdp.trace.effects import is_marker, storages_of
+from fdp.trace.effects import effects_of, is_marker, storages_of
 from fdp.trace.record import Trace
 
 
@@ -152,10 +152,14 @@ def _clones(graph: fx.Graph, same: Mapping[fx.Node, fx.Node]) -> dict[tuple[int,
 
 
 def _foreign_memory(trace: Trace) -> set[int]:
-    """Memory that a result must not be left in: that of closed-over tensors and of buckets."""
-    return {
-        storage
-        for node in trace.graph.graph.nodes
-        if node.op == "get_attr" or is_marker(node, "all_reduce", "all_gather", "broadcast")
-        for storage in storages_of(node)
-    }
+    """Memory that a result must not be left in: that of closed-over tensors and of buckets.
+
+    Each use of a closed-over tensor, and each first view of it, may have an example storage of its own.
+    """
+    foreign: set[fx.Node] = set()
+    for node in trace.graph.graph.nodes:
+        if node.op == "get_attr" or is_marker(node, "all_reduce", "all_gather", "broadcast"):
+            foreign.add(node)
+        elif node.op == "call_function" and effects_of(node).view and node.args[0] in foreign:
+            foreign.add(node)
+    return {storage for node in foreign for storage in storages_of(node)}
