@@ -158,6 +158,7 @@ def _foreign_memory(trace: Trace) -> set[int]:
     """
     foreign: set[fx.Node] = set()
     for node in trace.graph.graph.nodes:
-        if node.op == "get_attr" or is_marker(node, "all_reduce", "all_gather", "broadcast") or (node.op == "call_function" and effects_of(node).view and node.args[0] in foreign):
+        looks = node.op == "call_function" and effects_of(node).view and node.args[0] in foreign
+        if looks or node.op == "get_attr" or is_marker(node, "all_reduce", "all_gather", "broadcast"):
             foreign.add(node)
     return {storage for node in foreign for storage in storages_of(node)}

@@ -202,14 +202,12 @@ class _Messages:
             reduction = self._trace.reductions[member]
             slot, result = self._lies(execution, bucket, at)
             term = execution.values.read(slot)
-            scaled = execution.reference.shares.get(term) if index in self._program.scaled else None
+            op = bucket.op
             if index in self._program.scaled:
-                op = "sum" if scaled is None else "mean"
-            else:
-                op = bucket.op
-            sent = execution.values.combined(
-                op, bucket.root, bucket.accumulate_dtype, term if scaled is None else scaled
-            )
+                # A sum of shares of 1/N is a mean.
+                whole = self._reference.shares.get(term) or execution.values.unshared(term)
+                op, term = ("sum", term) if whole is None else ("mean", whole)
+            sent = execution.values.combined(op, bucket.root, bucket.accumulate_dtype, term)
             expected = self._reference.markers[self._trace.operations[reduction.operation].node]
             if sent is not expected:
                 raise VerificationError(

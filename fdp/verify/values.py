@@ -121,6 +121,25 @@ class Values:
             shape = term.shape
         return self.terms.make(("combined", op, root, accumulate, term, shape), shape, term.dtype)
 
+    def unshared(self, term: Term) -> Term | None:
+        """What a share of a mean is the share of: a number times 1/N, or a view of such. None if it is none."""
+        if term.key[0] == "result" and term.key[1].key[1] == "aten::mul":
+            factors = dict(term.key[1].key[2])
+            whole = factors.get("self")
+            if type(whole) is not Term or factors != {"self": whole, "other": self.encode(1 / self.size)}:
+                return None
+            return whole if (whole.shape, whole.dtype) == (term.shape, term.dtype) else None
+        if term.key[0] != "load":
+            return None
+        # Each element is multiplied by itself, so a view of the shares is the share of the view.
+        pieces = []
+        for low, high, layers in term.key[4]:
+            wholes = [(self.unshared(layer[0]), *layer[1:]) for layer in layers]
+            if not wholes or any(whole[0] is None or whole[-1] != term.dtype for whole in wholes):
+                return None
+            pieces.append((low, high, tuple(wholes)))
+        return self.terms.make((*term.key[:4], tuple(pieces)), term.shape, term.dtype)
+
     # Constants.
 
     def full(self, value: Any, shape: Any, dtype: torch.dtype) -> Term:
@@ -203,7 +222,9 @@ class Values:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.reshape(-1).view(torch.uint8).tolist())
+    # Into new memory: one element may have any stride, and then cannot be looked at as bytes.
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu").copy_(tensor.reshape(-1))
+    return bytes(flat.view(torch.uint8).tolist())
 
 
 def _is_small(lies: Any) -> bool:
