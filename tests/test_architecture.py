@@ -18,8 +18,8 @@ import fdp
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "fdp"
 
-# A file imports only from lower floors. The packages trace/, plan/ and emit/ are one floor each, and optim/ counts
-# as one file of its floor; inside a package files import freely. Other files of one floor know nothing of each
+# A file imports only from lower floors. The packages trace/, plan/, verify/ and emit/ are one floor each, and optim/
+# counts as one file of its floor; inside a package files import freely. Other files of one floor know nothing of each
 # other. A new file gets its floor here.
 FLOORS = (
     ("errors", "dispatch"),
@@ -38,6 +38,7 @@ FLOORS = (
     # the flow
     ("trace",),
     ("plan",),
+    ("verify",),
     ("emit",),
     ("measure",),
     ("plans_on_disk",),

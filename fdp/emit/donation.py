@@ -17,7 +17,7 @@ from fdp.emit.accesses import Accesses
 from fdp.emit.forms import form_of
 from fdp.emit.views import geometry
 from fdp.plan import Plan
-from fdp.trace.effects import is_marker, storages_of
+from fdp.trace.effects import effects_of, is_marker, storages_of
 from fdp.trace.record import Trace
 
 
@@ -40,13 +40,14 @@ class Placement:
     cloned: set[int] = field(default_factory=set)
 
 
-def place_outputs(plan: Plan, same: Mapping[fx.Node, fx.Node], accesses: Accesses) -> Placement:
+def place_outputs(plan: Plan, same: Mapping[fx.Node, fx.Node], accesses: Accesses, plain: bool = False) -> Placement:
     """Decide where every output of a plan lives.
 
     Args:
         plan: the plan; its order says what is read when.
         same: views that are their own base.
         accesses: what the plan does to memory, and when.
+        plain: whether every new value is copied into the donated input, at the end.
 
     Returns:
         The placement.
@@ -83,6 +84,9 @@ def place_outputs(plan: Plan, same: Mapping[fx.Node, fx.Node], accesses: Accesse
             owned.add(home)
         elif home in taken or home in accesses.writes:
             continue
+        elif plain:
+            placement.copies.setdefault(len(plan.schedule) - 1, []).append((target, node))
+            owned.add(home)
         elif (
             (clone := clones.get((memory, target))) is not None
             and memory not in owned
@@ -148,10 +152,13 @@ def _clones(graph: fx.Graph, same: Mapping[fx.Node, fx.Node]) -> dict[tuple[int,
 
 
 def _foreign_memory(trace: Trace) -> set[int]:
-    """Memory that a result must not be left in: that of closed-over tensors and of buckets."""
-    return {
-        storage
-        for node in trace.graph.graph.nodes
-        if node.op == "get_attr" or is_marker(node, "all_reduce", "all_gather", "broadcast")
-        for storage in storages_of(node)
-    }
+    """Memory that a result must not be left in: that of closed-over tensors and of buckets.
+
+    Each use of a closed-over tensor, and each first view of it, may have an example storage of its own.
+    """
+    foreign: set[fx.Node] = set()
+    for node in trace.graph.graph.nodes:
+        looks = node.op == "call_function" and effects_of(node).view and node.args[0] in foreign
+        if looks or node.op == "get_attr" or is_marker(node, "all_reduce", "all_gather", "broadcast"):
+            foreign.add(node)
+    return {storage for node in foreign for storage in storages_of(node)}

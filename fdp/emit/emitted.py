@@ -22,9 +22,10 @@ from fdp.emit.compiled import Options, compile_program, resolve_options, why_not
 from fdp.emit.in_flight import InFlight
 from fdp.emit.lines import Part
 from fdp.emit.order import Agreed, Agreements, Order
-from fdp.emit.program import Program, write_program
+from fdp.emit.program import Program
 from fdp.emit.replication import Replication
 from fdp.emit.signature import check_signature
+from fdp.emit.verified import verified_program
 from fdp.errors import ArgumentError, FdpError, PeerError, build_message
 from fdp.group import Group, resolve_group
 from fdp.in_step import alone_on, leave_behind, refuse_left_behind
@@ -96,7 +97,7 @@ class Emitted:
         self.options = None if options is None else options.settled(_devices(plan))
         self.digest = digest(plan, self._how(None))
         if self.options is None:
-            self._program = write_program(plan, group.rank, self._communicates, tick)
+            self._program = verified_program(plan, group.rank, self._communicates, tick)
         else:
             self._program = compile_program(plan, group, self._communicates, self.options, self._may_record())
         self.source, self._function = self._program.source, self._program.function

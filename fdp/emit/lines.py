@@ -63,7 +63,10 @@ def drop_unused(lines: Sequence[Line], outputs: Iterable[str]) -> list[Line]:
 
 
 def lay_out_lines(
-    lines: Sequence[Line], memory_of: Mapping[str, Any], sizes: Mapping[Any, tuple[torch.device, int]]
+    lines: Sequence[Line],
+    memory_of: Mapping[str, Any],
+    sizes: Mapping[Any, tuple[torch.device, int]],
+    shared: bool = True,
 ) -> dict[torch.device, Layout]:
     """Place every piece of memory that a program uses.
 
@@ -71,6 +74,7 @@ def lay_out_lines(
         lines: of the program.
         memory_of: for each name of a value at a fixed place, the piece that it is in.
         sizes: device and size in bytes of each piece.
+        shared: whether pieces that are not needed at the same time may share memory.
 
     Returns:
         A layout for each device.
@@ -91,7 +95,10 @@ def lay_out_lines(
         # A bucket may be on the wire, and has a place of its own.
         inherits = () if isinstance(memory, tuple) else heirs[memory]
         inherits = tuple(other for other in inherits if not isinstance(other, tuple) and other != memory)
-        pieces.setdefault(device, []).append(Lifetime(memory, size_bytes, index, last[memory], inherits))
+        lifetime = Lifetime(memory, size_bytes, index, last[memory], inherits)
+        if not shared:
+            lifetime = Lifetime(memory, size_bytes, 0, len(lines))
+        pieces.setdefault(device, []).append(lifetime)
     return {device: lay_out(found) for device, found in pieces.items()}
 
 

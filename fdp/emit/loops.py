@@ -11,6 +11,7 @@ from torch import fx
 from fdp.emit.layout import Layout
 from fdp.emit.lines import Line
 from fdp.emit.writer import Writer, bind_object, literal
+from fdp.trace.control import Repeated
 from fdp.trace.loops import changed_operands
 
 
@@ -72,12 +73,5 @@ def compiled_loop(body: Body, count: int, node: fx.Node) -> Callable[..., None]:
     return run_apart
 
 
-def _runner(body: Body, count: int, device: torch.device) -> Callable[[Sequence[torch.Tensor]], None]:
-    numbers = list(torch.arange(count, device=device).split(1))
-    function = body.function
-
-    def run(operands: Sequence[torch.Tensor]) -> None:
-        for number in numbers:
-            function([number, *operands], None, None)
-
-    return run
+def _runner(body: Body, count: int, device: torch.device) -> Repeated:
+    return Repeated(body.function, tuple(torch.arange(count, device=device).split(1)))

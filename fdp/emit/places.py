@@ -96,6 +96,7 @@ def find_places(
     accesses: Accesses,
     travelling: Mapping[int, list[fx.Node]],
     alone: set[fx.Node],
+    plain: bool = False,
 ) -> Places:
     """Give a fixed place to every value that can have one.
 
@@ -109,15 +110,17 @@ def find_places(
         accesses: what the plan does to memory, and when.
         travelling: for each bucket that is sent, its markers.
         alone: markers that send nothing.
+        plain: whether buckets alone have places.
 
     Returns:
         The places.
     """
     builder = _Builder(plan, same, placement, accesses)
-    builder.join_alone(alone)
-    builder.find_owners()
-    builder.places.constants = constant_values(builder.graph, builder.kept | accesses.writes.keys())
-    builder.place_results()
+    if not plain:
+        builder.join_alone(alone)
+        builder.find_owners()
+        builder.places.constants = constant_values(builder.graph, builder.kept | accesses.writes.keys())
+        builder.place_results()
     for index, markers in travelling.items():
         builder.place_bucket(plan.buckets[index], markers)
     builder.name_places()

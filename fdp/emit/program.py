@@ -89,7 +89,9 @@ class Program:
     names: Mapping[str, str] = field(default_factory=dict)
 
 
-def write_program(plan: Plan, rank: int, communicates: bool, tick: Callable[[], None] | None = None) -> Program:
+def write_program(
+    plan: Plan, rank: int, communicates: bool, tick: Callable[[], None] | None = None, plain: bool = False
+) -> Program:
     """Generate the program of a plan.
 
     Args:
@@ -97,6 +99,8 @@ def write_program(plan: Plan, rank: int, communicates: bool, tick: Callable[[], 
         rank: this process's rank, for `fdp.axis_index`.
         communicates: False in a world of one, where a mean or sum of one value is that value.
         tick: called at the beginning of the program and at the end of each of its parts, to have them timed.
+        plain: whether every operator is called as it was traced, with new memory for its results, which are copied from
+            there: what runs in place of a program that turned out to be wrong.
 
     Returns:
         The program.
@@ -107,16 +111,19 @@ def write_program(plan: Plan, rank: int, communicates: bool, tick: Callable[[], 
     def marker(member: int) -> fx.Node:
         return nodes[plan.trace.operations[plan.trace.reductions[member].operation].node]
 
-    same, accesses = redundant_views(graph), Accesses(plan)
-    added = find_added(graph, same, accesses)
-    placement = place_outputs(plan, same, accesses)
+    same, accesses = {} if plain else redundant_views(graph), Accesses(plan)
+    added = {} if plain else find_added(graph, same, accesses)
+    placement = place_outputs(plan, same, accesses, plain)
     markers = {b.index: [marker(m) for m in b.members] for b in plan.buckets if communicates or b.op == "all_gather"}
     travelling = {node for members in markers.values() for node in members}
     alone = {marker(index) for index in range(len(plan.trace.reductions))} - travelling
-    places = find_places(plan, same, placement, accesses, markers, alone)
+    places = find_places(plan, same, placement, accesses, markers, alone, plain)
     reserved = {stem: free_name(stem, nodes) for stem in ("inputs", "start", "wait")}
-    bodies = {loop.node: write_program(plan_trace(loop.body), rank, communicates=False) for loop in plan.trace.loops}
-    writer = Writer(plan, rank, same, placement, accesses, places, markers, reserved, bodies, added)
+    bodies = {
+        loop.node: write_program(plan_trace(loop.body), rank, communicates=False, plain=plain)
+        for loop in plan.trace.loops
+    }
+    writer = Writer(plan, rank, same, placement, accesses, places, markers, reserved, bodies, added, plain)
     placeholders = graph.find_nodes(op="placeholder")
     for node in placeholders:
         writer.local[node] = node.name
@@ -127,7 +134,7 @@ def write_program(plan: Plan, rank: int, communicates: bool, tick: Callable[[], 
             writer.local[node] = bind_object(writer, places.constants[node], node.name)
         elif node.name in places.named:
             writer.local[node] = node.name
-    fillings, filled = early_fillings(writer), set[str]()
+    fillings, filled = {} if plain else early_fillings(writer), set[str]()
     _copy_back(writer, -1)
     belongs(writer.lines, BEFORE)
     for at, item in enumerate(plan.schedule):
@@ -160,7 +167,8 @@ def write_program(plan: Plan, rank: int, communicates: bool, tick: Callable[[], 
         belongs(writer.lines[first:], Part("run", at))
     outputs = _write_outputs(writer)
     belongs(writer.lines, Part("run", len(plan.schedule) - 1))
-    writer.lines = drop_unused(writer.lines, outputs)
+    if not plain:
+        writer.lines = drop_unused(writer.lines, outputs)
     memory_of = places.memory | {bucket_name(index): ("bucket", index) for index in markers}
     fixed = {*places.named, *(bucket_name(index) for index in markers)}
     sizes = dict(places.sizes)
@@ -168,7 +176,7 @@ def write_program(plan: Plan, rank: int, communicates: bool, tick: Callable[[], 
         for called, key, size in memory_of_body(loop, body):
             memory_of[called], sizes[key] = key, size
             fixed.add(called)
-    layouts = lay_out_lines(writer.lines, memory_of, sizes)
+    layouts = lay_out_lines(writer.lines, memory_of, sizes, shared=not plain)
     inputs = [writer.local[node] for node in placeholders]
     ticks = None if tick is None else bind_object(writer, tick, "tick")
     source = assemble(writer.lines, inputs, outputs, writer.bound, fixed, layouts, writer.reserved, ticks)
@@ -228,7 +236,7 @@ def _write_operator(writer: Writer, node: fx.Node, lanes: list[int]) -> None:
     target: Any = node.target
     split = bool(lanes) and len(lanes) < lane_count(node)
     args, kwargs = arguments_of(node, lanes) if split else (list(node.args), dict(node.kwargs))
-    if (shorter := counted_up(target, args, kwargs)) is not None:
+    if not writer.plain and (shorter := counted_up(target, args, kwargs)) is not None:
         target, args, kwargs = shorter
     parts = [literal(writer, value, uses) for value in args]
     parts += [f"{key}={literal(writer, value, uses)}" for key, value in kwargs.items()]

@@ -16,6 +16,7 @@ from fdp.emit.donation import Placement
 from fdp.emit.lines import Line
 from fdp.emit.places import Places
 from fdp.plan import Plan
+from fdp.trace.control import choose
 from fdp.trace.effects import effects_of
 
 
@@ -34,6 +35,7 @@ class Writer:
         reserved: what the program calls its own parameters.
         bodies: the programs of the bodies of loops, by node.
         added: for each addition in place that computes the product which it adds, that product.
+        plain: whether every operator is called as it was traced.
         local: the name of each value that has one so far.
         lines: the program so far.
         bound: objects that it uses, by name.
@@ -51,6 +53,7 @@ class Writer:
     reserved: Mapping[str, str]
     bodies: Mapping[str, Any]
     added: Mapping[fx.Node, fx.Node]
+    plain: bool = False
     local: dict[fx.Node, str] = field(default_factory=dict)
     lines: list[Line] = field(default_factory=list)
     bound: dict[str, Any] = field(default_factory=dict)
@@ -101,19 +104,17 @@ def bind_operator(writer: Writer, target: Any, args: Any = (), kwargs: Mapping[s
         def example(node: fx.Node) -> Any:
             return node.meta.get("val")
 
-        function = bind(target, fx.map_arg(args, example), fx.map_arg(dict(kwargs or {}), example))
+        if writer.plain:
+            function = target._op
+        else:
+            function = bind(target, fx.map_arg(args, example), fx.map_arg(dict(kwargs or {}), example))
         stem = str(target).removesuffix(".default").replace(".", "_")
         if writer.bound.setdefault(stem, function) is not function:
             stem = bind_object(writer, function, stem)
         return stem
     if target is torch.ops.higher_order.cond:
-        return bind_object(writer, _choose, "cond")
+        return bind_object(writer, choose, "cond")
     return bind_object(writer, target, getattr(target, "__name__", "operator"))
-
-
-def _choose(condition: torch.Tensor, first: Any, second: Any, operands: Any) -> Any:
-    """What torch.cond does when it runs. (Called by itself, the operator leaves Dynamo unable to compile another.)"""
-    return first(*operands) if condition else second(*operands)
 
 
 def literal(writer: Writer, value: Any, uses: set[str]) -> str:

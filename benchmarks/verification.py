@@ -1,0 +1,109 @@
+"""How long it takes to prove a program, against tracing, planning and writing it.
+
+    python benchmarks/verification.py [--layers N ...] [--cases NAME ...] [--rounds N]
+
+The steps: GPT-2 of Hugging Face's transformers with its default sizes (12 layers are GPT-2 small), and models of
+`cases.py`, all under fused AdamW, donated. Nothing is run. Of each, seconds of the processor (median over rounds,
+least and most), since other processes may be at work; and what proving takes as a share of tracing. The first round of
+all is the first in the process: it reads the schemas of the operators, which later ones know.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from cases import CASES
+from rich.console import Console
+from rich.table import Table
+
+import fdp
+from fdp.emit.program import write_program
+from fdp.verify import verify_program
+
+TARGET = 0.1
+Step = Callable[[Any, Any], Any]
+
+
+def _trained(model: torch.nn.Module, loss: Callable[[Any, Any], torch.Tensor], batch: Any) -> tuple[Step, Any, Any]:
+    """A training step of a model with its state and batch; `loss` takes the model as a function, and the batch."""
+    apply, params, buffers = fdp.from_module(model.train())
+    optimizer = fdp.optim.from_torch(torch.optim.AdamW, lr=1e-4, fused=True)
+
+    def step(state: Any, batch: Any) -> Any:
+        def loss_fn(params: Any) -> torch.Tensor:
+            return loss(lambda *args, **kwargs: apply(params, state["buffers"], *args, **kwargs)[0], batch)
+
+        value, grads = fdp.value_and_grad(loss_fn)(state["params"])
+        params, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": params, "buffers": state["buffers"], "opt": opt}, fdp.pmean(value)
+
+    return step, {"params": params, "buffers": buffers, "opt": optimizer.init(params)}, batch
+
+
+def _gpt2(layers: int) -> tuple[Step, Any, Any]:
+    import transformers
+
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=layers))
+    ids = torch.randint(model.config.vocab_size, (2, 64))
+    return _trained(model, lambda apply, ids: apply(input_ids=ids, labels=ids).loss, ids)
+
+
+def _case(name: str) -> tuple[Step, Any, Any]:
+    case = CASES[name]
+    return _trained(case.model(), lambda apply, batch: case.loss(apply(batch["x"]), batch), case.batch())
+
+
+def _seconds(call: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.process_time()
+    result = call()
+    return time.process_time() - start, result
+
+
+def measure(step: Step, state: Any, batch: Any, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each stage, in each round."""
+    found: dict[str, list[float]] = {"trace": [], "plan": [], "emit": [], "verify": []}
+    for _ in range(rounds):
+        made = fdp.data_parallel(step, donate_argnums=0)
+        seconds, trace = _seconds(lambda made=made: made.trace(state, batch))
+        found["trace"].append(seconds)
+        seconds, plan = _seconds(trace.plan)
+        found["plan"].append(seconds)
+        seconds, program = _seconds(lambda plan=plan: write_program(plan, 0, False))
+        found["emit"].append(seconds)
+        seconds, _ = _seconds(lambda plan=plan, program=program: verify_program(plan, program, 0, False))
+        found["verify"].append(seconds)
+    return found
+
+
+def _rows(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[[], tuple[Step, Any, Any]]]]:
+    for layers in arguments.layers:
+        yield f"GPT-2, {layers} layers", lambda layers=layers: _gpt2(layers)
+    for name in arguments.cases:
+        yield name, lambda name=name: _case(name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, nargs="*", default=[12])
+    parser.add_argument("--cases", nargs="*", default=["deep-narrow", "host-bound", "resnet18"], choices=sorted(CASES))
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    table = Table(title=f"seconds of the processor, {arguments.rounds} rounds: median (least to most)")
+    for column in ("step", "trace", "plan", "emit", "verify", f"verify / trace (target {TARGET})"):
+        table.add_column(column)
+    for name, make in _rows(arguments):
+        found = measure(*make(), arguments.rounds)
+        cells = [f"{statistics.median(s):.3f} ({min(s):.3f} to {max(s):.3f})" for s in found.values()]
+        ratios = [one / two for one, two in zip(found["verify"], found["trace"], strict=True)]
+        table.add_row(name, *cells, f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

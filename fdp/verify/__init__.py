@@ -1,0 +1,15 @@
+"""Is a program what its trace says? Proved for each program before it runs, without the code that wrote it.
+
+Trace and program are both carried out on memory that holds terms in place of numbers (`memory`, `terms`): the trace in
+its own order with memory of its own for each value (`reference`), the program by calling it on tensors without values
+(`execution`). Then results, messages and memory are compared (`obligations`). What is known of operators is read off
+their schemas (`operators`); which calls compute the same as others is listed in `rules`.
+
+References: Pnueli, Siegel and Singerman, Translation Validation (TACAS 1998); Tristan and Leroy, Formal Verification of
+Translation Validators: A Case Study on Instruction Scheduling Optimizations (POPL 2008), for CompCert.
+"""
+
+from fdp.verify.failure import VerificationError
+from fdp.verify.obligations import verify_program
+
+__all__ = ["VerificationError", "verify_program"]

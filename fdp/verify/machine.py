@@ -1,0 +1,172 @@
+"""Calls of operators on memory that holds terms: what both sides, trace and program, are carried out with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from fdp.verify.memory import View
+from fdp.verify.operators import Operator
+from fdp.verify.rules import NEEDS_NO_ARGUMENT, RULES
+from fdp.verify.terms import Term
+from fdp.verify.values import Arguments, Values
+
+Fresh = Callable[[Term, list[View]], list[Any]]
+"""(call, the tensors that it is given) -> its results in new memory: views, numbers; None for what is an argument."""
+
+
+class Machine:
+    """Carries calls out.
+
+    Attributes:
+        values: makes terms.
+        memory: what they lie in.
+        drawn: all that has been drawn from generators of random numbers so far, in order.
+    """
+
+    def __init__(self, values: Values) -> None:
+        self.values, self.memory = values, values.memory
+        self._undrawn = self.drawn = values.terms.make(("generators",))
+        self._defaults: dict[Operator, list[Any]] = {}
+
+    @property
+    def draws(self) -> bool:
+        """Whether anything has been drawn."""
+        return self.drawn is not self._undrawn
+
+    def wrote(self, term: Term) -> None:
+        """A value was computed, or copied."""
+
+    def perform(self, operator: Operator, given: Sequence[Any], fresh: Fresh) -> list[Any]:
+        """Carry a call out.
+
+        Args:
+            operator: what is called.
+            given: what it is given for each of its parameters, with views in place of tensors.
+            fresh: makes its results, if it has some in new memory.
+
+        Returns:
+            Each result, or None for one that is an argument.
+        """
+        if not operator.entrywise:
+            return self._call(operator, given, fresh)
+        lists = [value for p, value in zip(operator.parameters, given, strict=True) if p.entries and value]
+        made: list[Any] = []
+
+        def all_entries(call: Term, reads: list[View]) -> list[Any]:
+            # The results of all entries come at once; each entry then fills its own.
+            if not made:
+                made.extend(fresh(call, reads))
+            return [each[entry] for each in made]
+
+        for entry in range(max(map(len, lists), default=0)):
+            own = [
+                (value[entry] if value else None) if p.entries and isinstance(value, (list, tuple)) else value
+                for p, value in zip(operator.parameters, given, strict=True)
+            ]
+            self._call(operator, own, all_entries)
+        return made or [None] * len(operator.results)
+
+    def _call(self, operator: Operator, given: Sequence[Any], fresh: Fresh) -> list[Any]:
+        values, name = self.values, operator.name
+        by_name = {p.name: value for p, value in zip(operator.parameters, given, strict=True)}
+        written = operator.written(given)
+        arguments, reads = self._arguments(operator, given, by_name, written)
+        draws = operator.draws(given)
+        if draws:
+            arguments["*drawn"] = self.drawn
+        call = values.call(name, arguments)
+        results: list[Any] = [None] * len(operator.results)
+        if None in operator.results:
+            for index, made in zip(
+                [at for at, owner in enumerate(operator.results) if owner is None], fresh(call, reads), strict=True
+            ):
+                results[index] = made
+        targets: list[tuple[Any, View]] = []
+        for at in written:
+            parameter = operator.parameters[at]
+            index = parameter.name if parameter.returned is None else parameter.returned
+            for place, view in views_in(given[at]):
+                targets.append((index if place is None else (index, place), view))
+        if not operator.uninitialised:
+            for index, made in enumerate(results):
+                targets += [(index if place is None else (index, place), view) for place, view in views_in(made)]
+        # An operator that writes where it reads computes what it computes, and not what a rule says.
+        as_usual = not values.folded(call) and not any(type(key) is tuple for key in arguments)
+        rule = RULES.get(name) if as_usual else None
+        stores = []
+        for index, view in targets:
+            term = None if rule is None else rule(values, arguments, by_name, index, view.shape, view.dtype)
+            stores.append((view, values.result(call, index, view.shape, view.dtype) if term is None else term))
+        for view, term in stores:
+            self.memory.write(view, term)
+            self.wrote(term)
+        if draws:
+            shapes = tuple(view.shape for _, view in targets)
+            self.drawn = values.terms.make(("drawn", call, shapes))
+        return results
+
+    def _arguments(
+        self, operator: Operator, given: Sequence[Any], by_name: dict[str, Any], written: list[int]
+    ) -> tuple[Arguments, list[View]]:
+        values = self.values
+        unread = operator.unread(given)
+        if operator.name in NEEDS_NO_ARGUMENT:
+            unread = (*unread, *NEEDS_NO_ARGUMENT[operator.name](by_name))
+        defaults = self._defaults.get(operator)
+        if defaults is None:
+            defaults = self._defaults[operator] = [values.encode(p.default) for p in operator.parameters]
+        arguments: Arguments = {}
+        views: list[View] = []
+        read: list[tuple[int, str, View]] = []
+        for at, (parameter, value, default) in enumerate(zip(operator.parameters, given, defaults, strict=True)):
+            name = parameter.name
+            found = [view for _, view in views_in(value)]
+            views += found
+            if not parameter.matters:
+                continue
+            if found and (not parameter.read or name in unread):
+                if at not in written:  # looked at for its shape alone
+                    arguments[name] = tuple(("like", view.shape, view.dtype) for view in found)
+                continue
+            if found:
+                read.extend((at, name, view) for view in found)
+            encoded = values.encode(value)
+            if encoded != default or type(encoded) is not type(default):
+                arguments[name] = encoded
+        for at in written:
+            for _, view in views_in(given[at]):
+                self._mark_overlaps(operator, arguments, at, view, read, written, given)
+        return arguments, views
+
+    def _mark_overlaps(
+        self,
+        operator: Operator,
+        arguments: Arguments,
+        at: int,
+        target: View,
+        read: list[tuple[int, str, View]],
+        written: list[int],
+        given: Sequence[Any],
+    ) -> None:
+        """An operator that writes where it still reads computes something else: how the two lie is part of the call.
+
+        Not so if it looks at each element before it writes it, and reads and writes the same ones.
+        """
+        for other, name, view in read:
+            if other != at and view.overlaps(target) and not (operator.pointwise and view.lies_like(target)):
+                arguments["*overlaps", at, name] = (view.start - target.start, view.shape, view.stride, view.dtype)
+        for other in written:
+            for _, view in views_in(given[other]) if other > at else ():
+                if view.overlaps(target):
+                    arguments["*both written", at, other] = (view.start - target.start, view.shape, view.stride)
+
+
+def views_in(value: Any) -> Iterator[tuple[Any, View]]:
+    """The views in an argument or a result, with their positions if it is a list."""
+    if type(value) is View:
+        yield None, value
+    elif isinstance(value, (list, tuple)):
+        for at, each in enumerate(value):
+            if type(each) is View:
+                yield at, each

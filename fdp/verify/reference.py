@@ -1,0 +1,367 @@
+"""What a trace computes: its graph, carried out in its own order, with memory of its own for each value."""
+
+from __future__ import annotations
+
+import operator as python_operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fdp.trace.record import Trace
+from fdp.verify.extents import plain
+from fdp.verify.higher import higher_order, operator_name, run_loop
+from fdp.verify.machine import Machine, views_in
+from fdp.verify.memory import Block, View, is_undefined, view_of
+from fdp.verify.operators import Operator, operator_of
+from fdp.verify.terms import Term
+from fdp.verify.values import Values
+
+
+@dataclass(frozen=True)
+class Record:
+    """A call in the trace, and how its results lie in new memory.
+
+    Attributes:
+        reads: the tensors that it was given.
+        layout: its arguments that decide on nothing but how results lie.
+        results: views, lists of views, or numbers; those of one call that share memory share a block.
+        examples: the same as the trace has them.
+        single: whether a function that takes functions returned one tensor, not in a list.
+    """
+
+    reads: list[View]
+    layout: tuple[Any, ...]
+    results: list[Any]
+    examples: list[Any]
+    single: bool
+
+
+@dataclass
+class Memories:
+    """Which memory the storages of example tensors stand for: a block, and the byte of it at which a storage begins."""
+
+    blocks: dict[int, tuple[Block, int]] = field(default_factory=dict)
+    kept: list[Any] = field(default_factory=list)
+
+    def view(self, tensor: torch.Tensor) -> View:
+        """A tensor as a view; memory that was not known is new."""
+        if tensor.layout is not torch.strided:
+            entry = self.blocks.get(id(tensor))
+            if entry is None:
+                entry = self.blocks[id(tensor)] = Block("fresh"), 0
+                self.kept.append(tensor)
+            return view_of(entry[0], 0, tensor.shape, _steps(tensor.shape), tensor.dtype)
+        storage = tensor.untyped_storage()._cdata
+        entry = self.blocks.get(storage)
+        if entry is None:
+            entry = self.blocks[storage] = Block("fresh"), 0
+            self.kept.append(tensor)
+        block, start = entry
+        marks = marks_of(tensor)
+        view = view_of(block, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, marks)
+        return view._replace(start=view.start + start) if start else view
+
+    def join(self, value: Any, base: torch.Tensor) -> None:
+        """Let tensors whose memory is not known lie in that of another, as its views do."""
+        if isinstance(value, (list, tuple)):
+            for each in value:
+                self.join(each, base)
+        elif value.layout is base.layout is torch.strided and not self.knows(value):
+            self.blocks[value.untyped_storage()._cdata] = self.blocks[base.untyped_storage()._cdata]
+            self.kept.append(value)
+
+    def knows(self, value: Any) -> bool:
+        """Whether the memory of a tensor, or of any in a list, is known."""
+        if isinstance(value, torch.Tensor):
+            strided = value.layout is torch.strided
+            return (value.untyped_storage()._cdata if strided else id(value)) in self.blocks
+        return isinstance(value, (list, tuple)) and any(map(self.knows, value))
+
+
+def marks_of(tensor: torch.Tensor) -> tuple[str, ...]:
+    """Whether a tensor stands for the conjugate, or the negative, of what its memory holds."""
+    conj, neg = tensor.is_conj(), tensor.is_neg()
+    return () if not conj and not neg else ("conj",) * conj + ("neg",) * neg
+
+
+def _steps(shape: Sequence[Any]) -> tuple[int, ...]:
+    steps, step = [], 1
+    for size in reversed(shape):
+        steps.append(step)
+        step *= size if type(size) is int else 1
+    return tuple(reversed(steps))
+
+
+class Reference(Machine):
+    """A trace, carried out.
+
+    Attributes:
+        trace: it.
+        inputs: its inputs.
+        closed: the tensors that it closes over, by identity: the real ones, with their views.
+        outputs: its results, and what they are at its end.
+        markers: for each reduction, by the name of its node, what it computes.
+        shares: for each value whose mean is taken, divided by the number of ranks, the value itself.
+        records: of its calls.
+        sizes: of the memory from outside, in bytes.
+        pristine: what that memory holds before anything runs.
+        bodies: of its loops, by node.
+        higher: the operators of other kinds in it: functions that take functions.
+        reads_undefined: whether it reads what happens to be in memory.
+    """
+
+    def __init__(self, trace: Trace, rank: int) -> None:
+        super().__init__(Values(rank, trace.world_size))
+        self.trace = trace
+        self.memories = Memories()
+        self.inputs: list[View] = []
+        self.closed: dict[int, tuple[torch.Tensor, View]] = {}
+        self.outputs: list[tuple[View, Term]] = []
+        self.markers: dict[str, Term] = {}
+        self.shares: dict[Term, Term] = {}
+        self.records: dict[Term, list[Record]] = {}
+        self.sizes: dict[Block, int] = {}
+        self.pristine: dict[Block, Block] = {}
+        self.bodies: dict[str, Reference] = {}
+        self.higher: dict[int, Any] = {}
+        self.reads_undefined = False
+        self._means: list[Term] = []
+        self._node: Any = None
+        self._loops = {loop.node: loop for loop in trace.loops}
+        self._run()
+        self.values.terms.tracing = False
+
+    @property
+    def changed(self) -> list[int]:
+        """Of the body of a loop: which of the operands it changes the memory of. (Its first input is a number.)"""
+        return [at for at, view in enumerate(self.inputs[1:]) if view.block.writes > view.block.initial]
+
+    def wrote(self, term: Term) -> None:
+        if term.origin is None:
+            term.origin = self._node.name
+        if is_undefined(term):
+            self.reads_undefined = True
+
+    def _run(self) -> None:
+        module = self.trace.graph
+        self._hold(module)
+        for index, node in enumerate(module.graph.find_nodes(op="placeholder")):
+            self.inputs.append(self._input(node, index))
+        for block in self.sizes:
+            block.initial = block.writes
+            self.pristine[block] = block.copied()
+        for node in module.graph.nodes:
+            self._node = node
+            if node.op == "call_function":
+                self._function(node)
+        share = 1 / self.values.size
+        for term in self._means:
+            product = {"self": term, "other": self.values.encode(share)}
+            scaled = self.values.apply("aten::mul", product, term.shape, term.dtype)  # type: ignore[arg-type]
+            self.shares[scaled] = term
+        made: Any = module.graph.output_node().args[0]
+        for node in made:
+            view = self.memories.view(node.meta["val"])
+            self.outputs.append((view, self.values.read(view)))
+
+    def _input(self, node: fx.Node, index: int) -> View:
+        tensor = node.meta["val"]
+        known = self.memories.knows(tensor)
+        view = self.memories.view(tensor)
+        if not known:
+            name, size = self.trace.inputs[index].name, _bytes_of(tensor, view)
+            view.block.kind, view.block.name = "input", name
+            self.sizes[view.block] = size
+            fill_with_own(self.values, view, ("input", index), size, name)
+        return view
+
+    def _hold(self, module: fx.GraphModule) -> None:
+        """Closed-over tensors share memory where they do so in truth: by address."""
+        nodes = []
+        for node in module.graph.find_nodes(op="get_attr"):
+            held = getattr(module, str(node.target), None)
+            if isinstance(held, torch.Tensor):
+                nodes.append((node, held))
+        places, sizes = _by_address([held for _, held in nodes])
+        for index, (block, size) in enumerate(sizes):
+            whole = view_of(block, 0, (size,), (1,), torch.uint8)
+            held_bytes = self.values.terms.make(("closed over", index, size), (size,), torch.uint8)
+            held_bytes.origin = "what the step closes over"
+            self.memory.write(whole, held_bytes)
+            self.sizes[block] = size
+        for node, held in nodes:
+            example = node.meta["val"]
+            key = example.untyped_storage()._cdata if example.layout is torch.strided else id(example)
+            self.memories.blocks[key] = places[id(held)]
+            self.memories.kept.append(example)
+            self.closed[id(held)] = held, self.memories.view(example)
+
+    def _function(self, node: fx.Node) -> None:
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload):
+            self._operator(node, target)
+        elif node.name in self._loops:
+            self._loop(node)
+        elif target is not python_operator.getitem and _holds_tensors(node.meta.get("val")):
+            self.higher[id(target)] = target
+            given = [self._given(value) for value in (*node.args, *node.kwargs.values())]
+            higher_order(self, operator_name(target), given, self._fresh(node, (), None))
+
+    def _operator(self, node: fx.Node, target: Any) -> None:
+        operator = operator_of(target)
+        value = node.meta.get("val")
+        if operator.views:
+            # What looks at a closed-over tensor has an example storage of its own, and yet the same memory.
+            self.memories.join(value, node.args[0].meta["val"])  # type: ignore[union-attr]
+        if operator.number or operator.reshapes or (operator.views and self.memories.knows(value)):
+            return
+        given = [self._given(each) for each in operator.bind(node.args, node.kwargs)]
+        layout = layout_arguments(self.values, operator, given)
+        self.perform(operator, given, self._fresh(node, layout, operator))
+        if operator.name == "fdp::all_reduce":
+            self._note_marker(node, given)
+        elif operator.name.startswith("fdp::") and isinstance(value, torch.Tensor):
+            self.markers[node.name] = self.values.read(self.memories.view(value))
+
+    def _note_marker(self, node: fx.Node, given: list[Any]) -> None:
+        self.markers[node.name] = self.values.read(self.memories.view(node.meta["val"]))
+        if given[1] == "mean":
+            self._means.append(self.values.read(given[0]))
+
+    def _loop(self, node: fx.Node) -> None:
+        loop = self._loops[node.name]
+        body = self.bodies[node.name] = Reference(loop.body, self.values.rank)
+        operands: Any = node.args[2]
+        views = [self._given(operand) for operand in operands]
+        run_loop(self, node.name, loop.count, views, body.changed, body.draws)
+
+    def _given(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            if value.op == "get_attr":
+                held = getattr(self.trace.graph, str(value.target), None)
+                if not isinstance(held, torch.Tensor):
+                    return held
+            return self._views(value.meta["val"])
+        if isinstance(value, (list, tuple)):
+            return [self._given(each) for each in value]
+        return value
+
+    def _views(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.memories.view(value)
+        if isinstance(value, (list, tuple)):
+            return [self._views(each) for each in value]
+        return value
+
+    def _fresh(self, node: fx.Node, layout: tuple[Any, ...], operator: Operator | None) -> Any:
+        """Results lie as the example values do."""
+
+        def fresh(call: Term, reads: list[View]) -> list[Any]:
+            value = node.meta.get("val")
+            results = list(value) if operator is None or len(operator.results) > 1 else [value]
+            if operator is None and isinstance(value, torch.Tensor):
+                results = [value]
+            if operator is not None:
+                results = [each for each, owner in zip(results, operator.results, strict=True) if owner is None]
+            known = [self.memories.knows(each) for each in results]
+            views = [self._views(each) for each in results]
+            self.records.setdefault(call, []).append(
+                Record(reads, layout, views, results, isinstance(value, torch.Tensor))
+            )
+            self._same_numbers(call, results)
+            views = [hidden(each) if was else each for each, was in zip(views, known, strict=True)]
+            if operator is not None and not operator.uninitialised and operator.known:
+                self._fold(node, call, operator, views)
+            return views
+
+        return fresh
+
+    def _same_numbers(self, call: Term, results: list[Any]) -> None:
+        """A number that is read twice from the same value is one number."""
+        first = self.records[call][0].results
+        for one, two in zip(first, results, strict=True):
+            if isinstance(two, (torch.SymInt, torch.SymFloat, torch.SymBool)) and one is not two:
+                self.values.symbols[plain(two)] = plain(one)
+
+    def _fold(self, node: fx.Node, call: Term, operator: Operator, results: list[Any]) -> None:
+        views = [view for result in results for _, view in views_in(result)]
+        if operator.random or operator.entrywise or not views or not operator.name.startswith("aten::"):
+            return
+        if any(owner is not None for owner in operator.results):
+            return
+        target: Any = node.target
+
+        def actual(argument: fx.Node) -> Any:
+            view = self._given(argument)
+            device = argument.meta["val"].device
+            return self.values.realised(self.values.read(view), device)
+
+        def compute() -> Any:
+            return target(*fx.map_arg(node.args, actual), **fx.map_arg(node.kwargs, actual))
+
+        self.values.fold(call, dict(call.key[2]), views, compute)
+
+
+def hidden(value: Any) -> Any:
+    """Results that are arguments themselves: nothing is written to them."""
+    if isinstance(value, View):
+        return None
+    return [hidden(each) for each in value] if isinstance(value, list) else value
+
+
+def layout_arguments(values: Values, operator: Operator, given: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments of a call that decide on nothing but how its results lie."""
+    return tuple(
+        values.encode(value)
+        for parameter, value in zip(operator.parameters, given, strict=True)
+        if not parameter.matters and not parameter.written
+    )
+
+
+def fill_with_own(values: Values, view: View, key: tuple[Any, ...], size: int, name: str) -> None:
+    """Let memory from outside hold what it holds: bytes, and on top of them the tensor that is known to be there."""
+    around = values.terms.make(("memory", *key, size), (size,), torch.uint8)
+    around.origin = f"the memory of {name}"
+    if not view.dense or view.span < size:
+        values.memory.write(view_of(view.block, 0, (size,), (1,), torch.uint8), around)
+    term = values.terms.make((*key, view.shape, view.dtype), view.shape, view.dtype)
+    term.origin = name
+    values.memory.write(view._replace(marks=()), term)
+
+
+def _bytes_of(tensor: torch.Tensor, view: View) -> int:
+    return int(tensor.untyped_storage().nbytes()) if tensor.layout is torch.strided else view.start + view.span
+
+
+def _by_address(
+    tensors: Sequence[torch.Tensor],
+) -> tuple[dict[int, tuple[Block, int]], list[tuple[Block, int]]]:
+    """For each tensor, a block, and where its storage begins in it; and all blocks with their sizes in bytes."""
+    places: dict[int, tuple[Block, int]] = {}
+    sizes: list[tuple[Block, int]] = []
+    spans = []
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            places[id(tensor)] = Block("closed"), 0
+            sizes.append((places[id(tensor)][0], tensor.numel() * tensor.itemsize))
+        else:
+            storage = tensor.untyped_storage()
+            spans.append((str(tensor.device), storage.data_ptr(), storage.nbytes(), id(tensor)))
+    begin, end, device = 0, -1, ""
+    for where, address, size, key in sorted(spans):
+        if where != device or address >= end or not size:
+            begin, device = address, where
+            sizes.append((Block("closed"), 0))
+        end = max(end, address + size) if begin != address else address + size
+        sizes[-1] = sizes[-1][0], end - begin
+        places[key] = sizes[-1][0], address - begin
+    return places, sizes
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_tensors, value))
+    return isinstance(value, torch.Tensor)

@@ -1,0 +1,245 @@
+"""How terms are made: of literals, of constants, and of calls of operators on terms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fdp.verify.extents import plain
+from fdp.verify.memory import Memory, View
+from fdp.verify.terms import Term, Terms
+
+_FOLDED_BYTES = 2**18
+"""Results that depend on no input are computed up to this size; larger ones are terms like any other."""
+
+Arguments = dict[str, Any]
+
+
+class Values:
+    """Makes terms.
+
+    Attributes:
+        terms: where they come from.
+        memory: what is read from.
+        rank: this process's.
+        size: number of ranks.
+        held: objects that occur in terms by their identity, which must stay what they are.
+        tensors: the constants, in numbers.
+        symbols: of numbers that are read from tensors, those that are the same as others.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.terms = Terms()
+        self.memory = Memory(self.terms)
+        self.rank, self.size = rank, size
+        self.held: dict[int, Any] = {}
+        self.tensors: dict[Term, torch.Tensor] = {}
+        self.symbols: dict[Any, Any] = {}
+        self._folded: dict[Term, tuple[Term, ...]] = {}
+        self._elements: dict[Any, tuple[bytes, torch.Tensor]] = {}
+
+    # Literals, and tensors that are read.
+
+    def read(self, view: View) -> Term:
+        """The value of a tensor; a constant under another shape is a constant."""
+        term = self.memory.read(view)
+        return self._simplified(term) if term.key[0] == "load" else term
+
+    def encode(self, value: Any) -> Any:
+        """An argument as part of a term: views are read."""
+        kind = type(value)
+        if kind is View:
+            return self.read(value)
+        if value is None or kind is int or kind is str or kind is torch.dtype or kind is Term:
+            return value
+        if kind is bool:
+            return ("bool", value)  # not the same as 1
+        if kind is float:
+            return ("float", repr(value))  # tells 0.0 from -0.0, and NaN is NaN
+        if isinstance(value, (list, tuple)):
+            return tuple(map(self.encode, value))
+        if kind is complex:
+            return ("complex", repr(value))
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            found = plain(value)
+            return ("number", found.xreplace(self.symbols) if hasattr(found, "xreplace") else found)
+        if isinstance(value, torch.Generator):
+            return ("generator", value._cdata)  # the same one may be another object
+        if isinstance(value, (int, float)):  # of a class of somebody's own
+            return (type(value).__name__, repr(value))
+        if isinstance(value, (torch.device, torch.layout, torch.memory_format)):
+            return value
+        self.held[id(value)] = value
+        return (type(value).__name__, id(value))
+
+    # Calls.
+
+    def call(self, name: str, arguments: Arguments) -> Term:
+        """A call of an operator; its results are further terms."""
+        return self.terms.make(("call", name, frozenset(arguments.items())))
+
+    def result(self, call: Term, index: Any, shape: Any, dtype: torch.dtype) -> Term:
+        """A result of a call."""
+        folded = self._folded.get(call)
+        if folded is not None and type(index) is int:
+            return folded[index]
+        return self.terms.make(("result", call, index, shape, dtype), shape, dtype)
+
+    def folded(self, call: Term) -> bool:
+        """Whether the results of a call are known by their bytes."""
+        return call in self._folded
+
+    def apply(self, name: str, arguments: Arguments, shape: Any, dtype: torch.dtype) -> Term:
+        """The only result of a call."""
+        return self.result(self.call(name, arguments), 0, shape, dtype)
+
+    def cast(self, term: Term, dtype: torch.dtype) -> Term:
+        """A value in another dtype."""
+        if term.dtype == dtype:
+            return term
+        if term.key[0] == "full":
+            return self.full(self.element(term).to(dtype), term.shape, dtype)
+        return self.terms.make(("cast", term, dtype), term.shape, dtype)
+
+    def expand(self, term: Term, shape: Any) -> Term:
+        """A value in another shape, repeated along dimensions of size one."""
+        if term.shape == shape:
+            return term
+        if term.key[0] == "full":
+            return self.full(self.element(term), shape, term.dtype)
+        return self.terms.make(("expand", term, shape), shape, term.dtype)
+
+    def combined(self, op: str, root: int, accumulate: Any, term: Term) -> Term:
+        """What ranks make of a value together."""
+        if op == "all_gather":
+            shape = (self.size, *term.shape)
+        elif self.size == 1:
+            return term  # one rank's mean, sum, maximum or broadcast is its own value
+        else:
+            shape = term.shape
+        return self.terms.make(("combined", op, root, accumulate, term, shape), shape, term.dtype)
+
+    def unshared(self, term: Term) -> Term | None:
+        """What a share of a mean is the share of: a number times 1/N, or a view of such. None if it is none."""
+        if term.key[0] == "result" and term.key[1].key[1] == "aten::mul":
+            factors = dict(term.key[1].key[2])
+            whole = factors.get("self")
+            if type(whole) is not Term or factors != {"self": whole, "other": self.encode(1 / self.size)}:
+                return None
+            return whole if (whole.shape, whole.dtype) == (term.shape, term.dtype) else None
+        if term.key[0] != "load":
+            return None
+        # Each element is multiplied by itself, so a view of the shares is the share of the view.
+        pieces = []
+        for low, high, layers in term.key[4]:
+            wholes = [(self.unshared(layer[0]), *layer[1:]) for layer in layers]
+            if not wholes or any(whole[0] is None or whole[-1] != term.dtype for whole in wholes):
+                return None
+            pieces.append((low, high, tuple(wholes)))
+        return self.terms.make((*term.key[:4], tuple(pieces)), term.shape, term.dtype)
+
+    # Constants.
+
+    def full(self, value: Any, shape: Any, dtype: torch.dtype) -> Term:
+        """A tensor whose elements are all one number."""
+        key = (type(value), repr(value), dtype) if not isinstance(value, torch.Tensor) else None
+        known = self._elements.get(key)
+        if known is None:
+            element = torch.full((), value, dtype=dtype, device="cpu") if key else value.detach().cpu().reshape(())
+            known = (_bytes(element), element)
+            if key:
+                self._elements[key] = known
+        raw, element = known
+        term = self.terms.make(("full", raw, shape, dtype), shape, dtype)
+        self._elements[term] = known
+        return term
+
+    def element(self, term: Term) -> torch.Tensor:
+        """The number that a tensor is full of, as a tensor without dimensions."""
+        return self._elements[term][1]
+
+    def constant(self, tensor: torch.Tensor) -> Term:
+        """A value that is known: by its bytes."""
+        tensor = tensor.detach()
+        shape, dtype = tuple(tensor.shape), tensor.dtype
+        if tensor.numel() == 0:
+            return self.terms.make(("empty", shape, dtype), shape, dtype)
+        flat = tensor.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        raw = _bytes(flat)
+        if raw == raw[: dtype.itemsize] * flat.numel():
+            return self.full(flat[0], shape, dtype)
+        term = self.terms.make(("constant", raw, shape, dtype), shape, dtype)
+        self.tensors.setdefault(term, tensor)
+        return term
+
+    def number_in(self, term: Any) -> Any:
+        """The number that a value without dimensions is known to be; None if it is not."""
+        if type(term) is Term and term.key[0] == "full" and term.shape == ():
+            return self.element(term).item()
+        return None
+
+    def fold(self, call: Term, arguments: Arguments, results: Sequence[View], compute: Callable[[], Any]) -> None:
+        """Compute a call that depends on no input, so that its results are known by their bytes.
+
+        Args:
+            call: as a term, of an operator that computes and does nothing else.
+            arguments: of the call, as terms.
+            results: of the call.
+            compute: what computes them; it may be called under no circumstances but these.
+        """
+        if call in self._folded or not all(map(_is_small, results)) or not all(map(_is_known, arguments.values())):
+            return
+        with torch.no_grad():
+            made = compute()
+        made = [made] if isinstance(made, torch.Tensor) else list(made)
+        if [(tuple(x.shape), x.dtype) for x in made] == [(view.shape, view.dtype) for view in results]:
+            self._folded[call] = tuple(map(self.constant, made))
+
+    def realised(self, term: Term, device: torch.device) -> torch.Tensor:
+        """A constant in numbers."""
+        if term.key[0] == "full":
+            return self.element(term).to(device).expand(term.shape).contiguous()
+        if term.key[0] == "empty":
+            return torch.empty(term.shape, dtype=term.dtype, device=device)
+        return self.tensors[term].to(device)
+
+    def _simplified(self, term: Term) -> Term:
+        """A view of a constant is a constant."""
+        _, shape, stride, dtype, pieces = term.key
+        if len(pieces) != 1 or len(pieces[0][2]) != 1:
+            return term
+        inner, start, inner_shape, inner_stride, inner_dtype = pieces[0][2][0]
+        if inner_dtype != dtype:
+            return term
+        if inner.key[0] == "full":
+            return self.full(self.element(inner), shape, dtype)
+        if inner.key[0] == "constant":
+            lies = torch.empty_strided(inner_shape, inner_stride, dtype=dtype, device="cpu").copy_(self.tensors[inner])
+            return self.constant(lies.as_strided(shape, stride, -start // dtype.itemsize))
+        return term
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    # Into new memory: one element may have any stride, and then cannot be looked at as bytes.
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu").copy_(tensor.reshape(-1))
+    return bytes(flat.view(torch.uint8).tolist())
+
+
+def _is_small(lies: Any) -> bool:
+    """Whether a value of a shape and dtype may be computed ahead."""
+    numel = 1
+    for size in lies.shape:
+        if type(size) is not int:
+            return False
+        numel *= size
+    return bool(numel * lies.dtype.itemsize <= _FOLDED_BYTES)
+
+
+def _is_known(argument: Any) -> bool:
+    if type(argument) is Term:
+        return argument.key[0] in ("constant", "full", "empty") and _is_small(argument)
+    if type(argument) is tuple:
+        return argument[:1] not in (("number",), ("generator",), ("like",)) and all(map(_is_known, argument))
+    return True

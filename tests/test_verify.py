@@ -1,0 +1,275 @@
+"""Programs are proved before they run: right ones are let through, wrong ones are not run."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from graphs import fake_group
+from torch import fx
+
+import fdp
+from fdp.emit import donation, fill, lines, places, program
+from fdp.emit.layout import Layout, Lifetime
+from fdp.emit.program import Program, write_program
+from fdp.trace.effects import effects_of, storages_of
+from fdp.verify import VerificationError, verify_program
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def prove(step: Callable[..., Any], *args: Any, world: int = 1, donate: Any = (), plain: bool = False) -> str:
+    """Write a step's program and prove it; returns its text."""
+    group = fake_group(world) if world > 1 else None
+    transformed = fdp.data_parallel(step, donate_argnums=donate, group=group, bucket_cap_mb=1)
+    plan = transformed.plan(*args)
+    made = write_program(plan, 0, world > 1, plain=plain)
+    verify_program(plan, made, 0, world > 1)
+    return made.source
+
+
+# The validator knows nothing of what it checks.
+
+
+def test_the_validator_shares_no_code_with_what_it_checks() -> None:
+    # Values of the trace and the plan, what the trace says of control flow, and how operators are seen.
+    allowed = {
+        "fdp.dispatch", "fdp.errors", "fdp.plan.record", "fdp.trace.control", "fdp.trace.record",
+    }  # fmt: skip
+    found = set()
+    for path in (ROOT / "fdp" / "verify").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            found |= {name for name in names if name.startswith("fdp") and not name.startswith("fdp.verify")}
+    assert found <= allowed
+
+
+# Right programs.
+
+
+def train(state: dict[str, torch.Tensor], batch: torch.Tensor) -> Any:
+    def loss(params: dict[str, torch.Tensor]) -> torch.Tensor:
+        return ((batch @ params["a"]).relu() @ params["b"]).square().mean()
+
+    params = {name: state[name] for name in ("a", "b")}
+    value, grads = fdp.value_and_grad(loss)(params)
+    mean = fdp.pmean(value)
+    momentum = {name: state[f"m{name}"] * 0.9 + grads[name] for name in params}
+    new = {name: params[name] - 0.1 * momentum[name] for name in params}
+    return {**new, **{f"m{name}": momentum[name] for name in momentum}}, mean
+
+
+def start() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {"a": torch.randn(4, 6), "b": torch.randn(6, 3), "ma": torch.zeros(4, 6), "mb": torch.zeros(6, 3)}
+
+
+def mixed(state: dict[str, torch.Tensor], batch: torch.Tensor) -> Any:
+    noise = torch.nn.functional.dropout(batch, 0.5)
+    grid = torch.arange(6.0).view(2, 3)
+    total = torch.zeros(5, 6)
+    total[:, ::2] = noise[:, :3] @ grid.t() @ torch.ones(2, 3)
+    total[:, 1::2] = 2.0
+    total[1:3].add_(1)
+    picked = torch.cond(batch.sum() > 0, lambda x: x.sin(), lambda x: x * 2, (total,))
+    return {"a": state["a"] + 1, "count": state["count"] + 1}, fdp.pmean(picked.sum()), fdp.psum(total.t())
+
+
+def looped(w: torch.Tensor, batch: torch.Tensor) -> Any:
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return (x @ w).tanh().square().mean()
+
+    value, grad = fdp.accumulate(fdp.value_and_grad(loss), 3)(w, batch)
+    return w - 0.1 * fdp.pmean(grad), fdp.pmean(value)
+
+
+RIGHT: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
+    "training": (train, lambda: (start(), torch.randn(5, 4))),
+    "in a loop": (looped, lambda: (torch.randn(4, 4), torch.randn(6, 4))),
+    "mixed": (mixed, lambda: ({"a": torch.ones(3), "count": torch.zeros(())}, torch.randn(5, 4))),
+}
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["fast", "plain"])
+@pytest.mark.parametrize("donate", [(), 0], ids=["kept", "donated"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_programs_are_let_through(name: str, world: int, donate: Any, plain: bool) -> None:
+    step, arguments = RIGHT[name]
+    prove(step, *arguments(), world=world, donate=donate, plain=plain)
+
+
+# Wrong programs: what was found in the wild, and what the writers of programs could get wrong.
+
+
+def average_and_add(w: torch.Tensor, x: torch.Tensor) -> Any:
+    """The product of a gradient is added after the gradient was averaged."""
+    g = x.t() @ x
+    p = g @ w
+    h = (x @ w).tanh().sum(0)
+    gm, hm = fdp.pmean((g, h))
+    t = gm * 1.0
+    t.add_(p)
+    return fdp.pmean(t), hm
+
+
+def squared_and_added(state: dict[str, torch.Tensor], batch: torch.Tensor) -> Any:
+    state["s"].add_(state["s"] @ state["a"])
+    return state, fdp.pmean(batch.sum())
+
+
+def turned(state: torch.Tensor, batch: torch.Tensor) -> Any:
+    h = batch.cumprod(0)
+    k = h[:]
+    h.t_()
+    return state + 1, fdp.pmean(k + 1), fdp.pmean(h * 3)
+
+
+def naively_added(graph: fx.Graph, same: Mapping[fx.Node, fx.Node], *_: Any) -> dict[fx.Node, fx.Node]:
+    """Products that are computed where they are added, whatever comes between."""
+    found = {}
+    for node in graph.nodes:
+        product = same.get(node.args[1], node.args[1]) if node.target is torch.ops.aten.add_.Tensor else None
+        if product is not None and product.target is torch.ops.aten.mm.default:
+            found[node] = product
+    return found
+
+
+def naively_redundant(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Views that lie like their bases, whatever happens to the bases."""
+    found: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and effects_of(node).view and isinstance(node.meta["val"], torch.Tensor):
+            base: Any = node.args[0]
+            one, two = base.meta["val"], node.meta["val"]
+            if storages_of(base) == storages_of(node) and (one.shape, one.stride()) == (two.shape, two.stride()):
+                found[node] = found.get(base, base)
+    return found
+
+
+def test_a_product_is_not_put_off_past_the_message_that_its_argument_travels_in(monkeypatch: Any) -> None:
+    monkeypatch.setattr(program, "find_added", naively_added)
+    with pytest.raises(VerificationError, match="addmm_"):
+        prove(average_and_add, torch.randn(4, 4), torch.randn(5, 4), world=2)
+
+
+def test_an_operator_does_not_read_what_it_writes(monkeypatch: Any) -> None:
+    monkeypatch.setattr(program, "find_added", naively_added)
+    with pytest.raises(VerificationError, match="addmm_"):
+        prove(squared_and_added, {"s": torch.eye(4), "a": torch.ones(4, 4)}, torch.randn(5, 4), donate=0)
+
+
+def test_a_view_does_not_turn_with_its_base(monkeypatch: Any) -> None:
+    monkeypatch.setattr(program, "redundant_views", naively_redundant)
+    with pytest.raises(VerificationError):
+        prove(turned, torch.ones(3), torch.randn(4, 4), world=2)
+
+
+def all_in_one_place(pieces: Sequence[Lifetime]) -> Layout:
+    size = sum(piece.size_bytes + 64 for piece in pieces)
+    return Layout(dict.fromkeys((piece.key for piece in pieces), 0), size, size)
+
+
+def start_first(writer: Any, bucket: Any, filled: Any) -> None:
+    before = len(writer.lines)
+    fill.write_start(writer, bucket, filled)
+    writer.lines.insert(before, writer.lines.pop())
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def yes(*_: Any, **__: Any) -> bool:
+    return True
+
+
+def fits_whatever_reads_it(builder: Any, bucket: Any, marker: fx.Node) -> bool:
+    source: Any = marker.args[0]
+    number, value = storages_of(source)[0], source.meta["val"]
+    whole = value.is_contiguous() and value.untyped_storage().nbytes() == value.numel() * value.itemsize
+    return bool(builder.home.get(number) == (number, 0) and whole)
+
+
+def any_argument(writer: Any, node: fx.Node) -> tuple[str, ...]:
+    names = (program.name_of(writer, argument) for argument in node.all_input_nodes)
+    return tuple(name for name in names if name in writer.places.named)
+
+
+def forgetful(source: Any, function: Any, places: Any, layouts: Any, scaled: Any, **others: Any) -> Program:
+    return Program(source, function, places, layouts, frozenset(), **others)
+
+
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "all values lie in one place": (lines, "lay_out", all_in_one_place),
+    "buckets start before they are filled": (program, "write_start", start_first),
+    "gradients are not divided": (program, "write_division", nothing),
+    "gradients are not copied": (program, "write_copy", nothing),
+    "any output is written into the state": (donation, "_can_write", yes),
+    "shares of a mean are averaged": (program, "Program", forgetful),
+    "any gradient is computed in its bucket": (places._Builder, "_fits_bucket", fits_whatever_reads_it),
+    "results take the place of any argument": (program, "_replaceable", any_argument),
+}
+
+
+def faulty(state: dict[str, torch.Tensor], batch: torch.Tensor) -> Any:
+    """A step in which each of the faults shows."""
+    h = (batch @ state["a"]).tanh()
+    g = batch.t() @ h
+    q = (g + 1).tanh()
+    turned = (q * q.t()).sum()
+    early = fdp.pmean(g)
+    large = fdp.pmean((h.sum() * torch.ones(600, 600)).tanh())
+    seen = (g * turned).sum()
+    return {"a": (state["a"] @ early) * state["b"], "b": state["a"] + large.sum()}, fdp.pmean((seen, h.t(), g.t()))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_program_is_found_out(fault: str, monkeypatch: Any) -> None:
+    arguments = {"a": torch.randn(4, 4), "b": torch.randn(4, 4)}, torch.randn(5, 4)
+    prove(faulty, *arguments, world=2, donate=0)
+    target, name, wrong = FAULTS[fault]
+    monkeypatch.setattr(target, name, wrong)
+    if name == "write_copy":
+        monkeypatch.setattr(fill, "_EARLY_FROM_BYTES", 0)
+    with pytest.raises(VerificationError, match="does not compute what its trace says"):
+        prove(faulty, *arguments, world=2, donate=0)
+
+
+# What happens then.
+
+
+def test_a_plain_program_runs_in_place_of_a_wrong_one(monkeypatch: Any) -> None:
+    monkeypatch.setattr(lines, "lay_out", all_in_one_place)
+    state, batch = start(), torch.randn(5, 4)
+    expected, loss = train({name: value.clone() for name, value in state.items()}, batch)
+    step = fdp.data_parallel(train, donate_argnums=0)
+    with pytest.warns(UserWarning, match="was found to be wrong before it ran.*report this"):
+        found, mean = step(state, batch)
+    torch.testing.assert_close((found, mean), (expected, loss))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(found, batch)  # said once
+
+
+def test_nothing_runs_where_the_plain_program_is_wrong_as_well(monkeypatch: Any) -> None:
+    write = program.write_program
+
+    def swapped(*args: Any, **kwargs: Any) -> Any:
+        made = write(*args, **kwargs)
+        source = made.source.replace("return [", "return [*reversed([").rstrip() + ")]\n"
+        namespace = dict(made.function.__kwdefaults__)
+        exec(compile(source, "<fdp step swapped>", "exec"), namespace)
+        return Program(source, namespace["step"], made.places, made.layouts, made.scaled)
+
+    monkeypatch.setattr("fdp.emit.verified.write_program", swapped)
+    step = fdp.data_parallel(lambda w, x: (w * 2, w * 3))
+    with pytest.raises(fdp.TraceError, match=r"no program for step .* could be proved right") as error:
+        step(torch.ones(3), torch.ones(3))
+    assert "Remedy:" in str(error.value)
