@@ -100,7 +100,7 @@ class Execution(Machine):
         self.inputs = [self._from_outside(view) for view in reference.inputs]
         for item, tensor in zip(reference.trace.inputs, self.inputs, strict=True):
             self._hold(item.name, tensor)
-        self._code = program.function.__code__  # type: ignore[attr-defined]
+        self._code = program.function.__code__
 
     # Tensors without values.
 

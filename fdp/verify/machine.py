@@ -78,14 +78,14 @@ class Machine:
         call = values.call(name, arguments)
         results: list[Any] = [None] * len(operator.results)
         if None in operator.results:
-            for index, made in zip(
+            for position, made in zip(
                 [at for at, owner in enumerate(operator.results) if owner is None], fresh(call, reads), strict=True
             ):
-                results[index] = made
+                results[position] = made
         targets: list[tuple[Any, View]] = []
         for at in written:
             parameter = operator.parameters[at]
-            index = parameter.name if parameter.returned is None else parameter.returned
+            index: Any = parameter.name if parameter.returned is None else parameter.returned
             for place, view in views_in(given[at]):
                 targets.append((index if place is None else (index, place), view))
         if not operator.uninitialised:

@@ -208,7 +208,7 @@ class Memory:
             raise _in_flight("read", view.block)
         if (len(pieces) > 1 and not view.dense) or not all(_is_one(layers) for _, _, layers in pieces):
             pieces = _touched(view, pieces)
-        found = []
+        found: list[tuple[int, int, tuple[Any, ...]]] = []
         for low, high, layers in pieces:
             if layers is None:
                 found.append((low - start, high - start, ()))

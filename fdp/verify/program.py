@@ -11,27 +11,52 @@ import torch
 class Place(Protocol):
     """Where a tensor lies, as a program says it: see `fdp.emit.places.Place`."""
 
-    memory: Any
-    start_bytes: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
+    @property
+    def memory(self) -> Any: ...
+
+    @property
+    def start_bytes(self) -> int: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def stride(self) -> tuple[int, ...]: ...
+
+    @property
+    def offset(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
 
 class Layout(Protocol):
     """Where pieces of memory lie, as a program says it: see `fdp.emit.layout.Layout`."""
 
-    offsets: Mapping[Any, int]
-    size_bytes: int
+    @property
+    def offsets(self) -> Mapping[Any, int]: ...
+
+    @property
+    def size_bytes(self) -> int: ...
 
 
 class Program(Protocol):
     """A program, as far as it is looked at: see `fdp.emit.program.Program`."""
 
-    source: str
-    function: Callable[..., Any]
-    places: Mapping[str, Any]
-    layouts: Mapping[torch.device, Any]
-    scaled: frozenset[int]
-    loops: Mapping[str, Any]
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def function(self) -> Callable[..., Any]: ...
+
+    @property
+    def places(self) -> Mapping[str, Any]: ...
+
+    @property
+    def layouts(self) -> Mapping[torch.device, Any]: ...
+
+    @property
+    def scaled(self) -> frozenset[int]: ...
+
+    @property
+    def loops(self) -> Mapping[str, Any]: ...

@@ -160,7 +160,7 @@ class Reference(Machine):
         share = 1 / self.values.size
         for term in self._means:
             product = {"self": term, "other": self.values.encode(share)}
-            scaled = self.values.apply("aten::mul", product, term.shape, term.dtype)  # type: ignore[arg-type]
+            scaled = self.values.apply("aten::mul", product, term.shape, term.dtype)
             self.shares[scaled] = term
         made: Any = module.graph.output_node().args[0]
         for node in made:
@@ -260,7 +260,7 @@ class Reference(Machine):
         """Results lie as the example values do."""
 
         def fresh(call: Term, reads: list[View]) -> list[Any]:
-            value = node.meta.get("val")
+            value: Any = node.meta.get("val")
             results = list(value) if operator is None or len(operator.results) > 1 else [value]
             if operator is None and isinstance(value, torch.Tensor):
                 results = [value]

@@ -19,7 +19,7 @@ from fdp.verify.memory import View
 from fdp.verify.terms import Term
 from fdp.verify.values import Arguments, Values
 
-Given = dict[str, Any]
+Given = dict[Any, Any]
 """Arguments before they are read: views and literals, by name."""
 
 Rule = Callable[[Values, Arguments, Given, Any, Any, torch.dtype], "Term | None"]

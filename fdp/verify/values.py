@@ -14,7 +14,7 @@ from fdp.verify.terms import Term, Terms
 _FOLDED_BYTES = 2**18
 """Results that depend on no input are computed up to this size; larger ones are terms like any other."""
 
-Arguments = dict[str, Any]
+Arguments = dict[Any, Any]
 
 
 class Values:
@@ -66,7 +66,7 @@ class Values:
             found = plain(value)
             return ("number", found.xreplace(self.symbols) if hasattr(found, "xreplace") else found)
         if isinstance(value, torch.Generator):
-            return ("generator", value._cdata)  # the same one may be another object
+            return ("generator", value._cdata)  # type: ignore[attr-defined] # the same one may be another object
         if isinstance(value, (int, float)):  # of a class of somebody's own
             return (type(value).__name__, repr(value))
         if isinstance(value, (torch.device, torch.layout, torch.memory_format)):
