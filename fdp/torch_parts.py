@@ -20,7 +20,7 @@ import torch
 from fdp.errors import FdpError, build_message
 
 TESTED = ("2.13", "2.15")
-"""The oldest and the newest release that the whole test suite was run with."""
+"""The oldest and the newest release that fdp takes without a warning; docs/torch.md says what was run with which."""
 
 NEEDED: Mapping[str, tuple[str, ...]] = {
     # Of modules that fdp imports when it is imported, and of what every call asks for.
@@ -36,6 +36,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
         "torch._dynamo.config.patch",
         "torch._dynamo.register_backend",
         "torch._foreach_mul",
+        "torch._neg_view",
         "torch._ops.OpOverload",
         "torch._prims_common.suggest_memory_format",
         "torch._subclasses.fake_tensor.DataDependentOutputException",
@@ -46,7 +47,9 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
         "torch.autograd.profiler._is_profiler_enabled",
         "torch.fx._lazy_graph_module._use_lazy_graph_module",
         "torch.fx.experimental.proxy_tensor.get_proxy_mode",
+        "torch.fx.experimental.proxy_tensor.get_proxy_slot",
         "torch.fx.experimental.proxy_tensor.make_fx",
+        "torch.fx.experimental.proxy_tensor.set_proxy_slot",
         "torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode",
         "torch.fx.experimental.symbolic_shapes.ShapeEnv",
         "torch.nn.Module._apply",
@@ -60,6 +63,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
         "torch.UntypedStorage._cdata",
         "torch.UntypedStorage._new_with_weak_ptr",
         "torch.ops.aten.add.Tensor._op",
+        "torch.ops.aten.add.Tensor._overloadname",
         "torch.ops.aten.add.Tensor._schema",
     ),
     "tracing a step": (
