@@ -61,7 +61,7 @@ def _verify(
     communicates: bool,
     tick: Callable[[], None] | None,
 ) -> None:
-    messages = _Messages(trace, plan, program, reference, communicates)
+    messages = Messages(trace, plan, program, reference, communicates)
     execution = Execution(reference, program, messages, tick)
     try:
         outputs = execution.run()
@@ -169,7 +169,7 @@ def _reshaped(execution: Execution) -> Iterator[str]:
             yield f"{name} has other strides or another shape after a call"
 
 
-class _Messages:
+class Messages:
     """The messages of a program: what they carry, and that each starts and is waited for in its turn.
 
     Args:

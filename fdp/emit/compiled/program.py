@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,12 +23,24 @@ from fdp.emit.layout import Layout, Lifetime, lay_out
 from fdp.emit.loops import compiled_loop
 from fdp.emit.places import Place, gathered_at_bytes, is_scaled, memory_bytes, slot_name
 from fdp.emit.program import Program
+from fdp.emit.verified import verified_program
 from fdp.emit.views import redundant_views
 from fdp.errors import CompileError, build_message
 from fdp.exchange import all_say
 from fdp.group import Group
 from fdp.plan import Bucket, Plan, plan_trace
 from fdp.trace.effects import effects_of, is_marker
+from fdp.verify import VerificationError
+from fdp.verify.lowered import Returned, verify_lowered
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The buckets of a compiled program: where members lie, and which hold values divided by the number of ranks."""
+
+    places: Mapping[str, Place]
+    layouts: Mapping[torch.device, Layout]
+    scaled: frozenset[int]
 
 
 def compile_program(plan: Plan, group: Group, communicates: bool, options: Options, records: bool) -> Program:
@@ -67,7 +81,23 @@ def compile_program(plan: Plan, group: Group, communicates: bool, options: Optio
         loop.node: compile_program(plan_trace(loop.body), group, False, options, records=False) for loop in trace.loops
     }
     own_messages = None
-    lowered = None if asks_for_public() else _lower(trace.name, functional, options)
+    scaled = frozenset(b.index for b in plan.buckets if b.index in markers and is_scaled(b, trace.world_size))
+    returned = _returned(plan, placement)
+
+    def prove(lowered: fx.GraphModule, decomposed: Mapping[Any, Callable[..., Any]]) -> None:
+        buckets = Buckets(places, layouts, scaled)
+        verify_lowered(plan, lowered, held, buckets, returned, group.rank, communicates, decomposed)
+
+    try:
+        lowered = None if asks_for_public() else _lower(trace.name, functional, options, prove)
+    except VerificationError as error:
+        warnings.warn(
+            f"fdp: the graph to compile of step {trace.name!r} was found to be wrong before it ran. The step runs "
+            "operator by operator in its place. Please report this to the authors of fdp: "
+            + "; ".join(line.strip() for line in str(error).splitlines()[:-1]),
+            stacklevel=2,
+        )
+        return verified_program(plan, group.rank, communicates)
     if lowered is None and bodies:
         raise CompileError(
             build_message(
@@ -79,7 +109,7 @@ def compile_program(plan: Plan, group: Group, communicates: bool, options: Optio
         # Taken apart by inductor itself: how it wants that is private, too.
         lowered, own_messages = compile_publicly(functional({}), plan, group, list(places), options)
         places, layouts = {}, {}
-    source = _wrapper(plan, placement, len(held), list(places))
+    source = _wrapper(returned, len(held), list(places))
     function, recording = lowered.function, None
     if records:
         donated = frozenset(index for index, item in enumerate(trace.inputs) if item.donated)
@@ -93,17 +123,20 @@ def compile_program(plan: Plan, group: Group, communicates: bool, options: Optio
         compiled_loop(bodies[loop.node], loop.count, nodes[loop.node]) for loop in trace.loops
     ]  # by number
     exec(compile(source, f"<fdp step {trace.name}>", "exec"), namespace)
-    scaled = frozenset(b.index for b in plan.buckets if b.index in markers and is_scaled(b, trace.world_size))
     text = "\n\n".join([source, lowered.source, *(body.source for body in bodies.values())])
     return Program(text, namespace["step"], places, layouts, scaled, recording, own_messages, loops=bodies)
 
 
-def _lower(name: str, functional: Callable[..., fx.GraphModule], options: Options) -> Lowered | None:
+def _lower(
+    name: str, functional: Callable[..., fx.GraphModule], options: Options, prove: Callable[..., None]
+) -> Lowered | None:
     """Compile by the private entry, which keeps the plan; None if this torch has none that fdp knows."""
     try:
-        graph = functional(decompositions(dict(options.settings)))
+        decomposed = decompositions(dict(options.settings))
+        graph = functional(decomposed)
         declare(graph.graph, options.multiplies, options.draws_alike)
         graph.recompile()
+        prove(graph, decomposed)
         return lower(name, graph, dict(options.settings))
     except Unusable as error:
         warn_of_public(str(error))
@@ -150,19 +183,25 @@ def _place(bucket: Bucket, start_bytes: int, shape: Sequence[int]) -> Place:
     return Place(("bucket", bucket.index), start_bytes, tuple(shape), stride, 0, bucket.dtype)
 
 
-def _wrapper(plan: Plan, placement: Placement, constants: int, slots: Sequence[str]) -> str:
-    """The text of the function that calls what was compiled: it adds slots, and gives donated inputs back."""
+def _returned(plan: Plan, placement: Placement) -> list[Returned]:
+    """Where each result of a step is: a donated input goes back to the caller as the object that it is."""
     position = {node: index for index, node in enumerate(plan.trace.graph.graph.find_nodes(op="placeholder"))}
-    outputs: list[str] = []
-    kept: list[int] = []
+    found: list[Returned] = []
     made = 0
     for index, node in enumerate(placement.returned):
         if node in position and index not in placement.cloned:
-            outputs.append(f"given[{len(kept)}]")
-            kept.append(position[node])
+            found.append(("given", position[node]))
         else:
-            outputs.append(f"made[{made}]")
+            found.append(("made", made))
             made += 1
+    return found
+
+
+def _wrapper(returned: Sequence[Returned], constants: int, slots: Sequence[str]) -> str:
+    """The text of the function that calls what was compiled: it adds slots, and gives donated inputs back."""
+    kept = [number for where, number in returned if where == "given"]
+    given = iter(range(len(kept)))
+    outputs = [f"given[{next(given)}]" if where == "given" else f"made[{number}]" for where, number in returned]
     lines = ["def step(inputs, start, wait):"]
     if kept:
         lines.append(f"    given = [inputs[index] for index in {kept}]")

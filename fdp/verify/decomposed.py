@@ -1,0 +1,144 @@
+"""A trace as a compiler wants to see it: the trace's graph in its own order, taken apart into the compiler's operators.
+
+What PyTorch does on the way, functionalization and decompositions, is what it does to a program that is compiled, too,
+and is trusted. All that fdp decides is left out: there is no plan, no bucket, and nothing shares memory. Collectives
+stay what they are; updates by fused optimizers, and loops, become calls of one operator that changes nothing.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fdp.trace.capture import Geometry, capture_functional
+from fdp.trace.record import Trace
+
+_aten = torch.ops.aten
+_library = torch.library.Library("fdp_verify", "DEF")
+_library.define("changed(Tensor[] tensors, int number) -> Tensor[]")
+_library.impl("changed", lambda tensors, number: [x.clone() for x in tensors], "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "fdp_verify::changed", lambda tensors, number: [torch.empty_like(x) for x in tensors], lib=_library
+)
+CHANGED = torch.ops.fdp_verify.changed.default
+"""What tensors are after the call of that number."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that changes some of what it is given.
+
+    Attributes:
+        node: in the trace.
+        tensors: the nodes of the tensors that it is given, each once.
+    """
+
+    node: fx.Node
+    tensors: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class Decomposed:
+    """A trace, taken apart.
+
+    Attributes:
+        graph: takes the inputs of the step and then what it closes over; returns the step's results. Inputs that the
+            step changes are changed at its very end.
+        calls: those that are calls of `CHANGED` in it, by number.
+        closed_over: the nodes of the trace that hold the tensors that are closed over, in the order of its inputs.
+        markers: for the node of each collective in it, the node in the trace.
+    """
+
+    graph: fx.GraphModule
+    calls: tuple[Call, ...]
+    closed_over: tuple[fx.Node, ...]
+    markers: Mapping[fx.Node, str]
+
+
+def decompose(trace: Trace, decompositions: Mapping[Any, Callable[..., Any]]) -> Decomposed:
+    """Take a trace apart.
+
+    Args:
+        trace: it.
+        decompositions: how the compiler wants operators taken apart.
+
+    Returns:
+        The trace, taken apart.
+    """
+    module = trace.graph
+    placeholders = module.graph.find_nodes(op="placeholder")
+    held = {node: getattr(module, str(node.target), None) for node in module.graph.find_nodes(op="get_attr")}
+    closed_over = tuple(node for node, value in held.items() if isinstance(value, torch.Tensor))
+    inputs: list[Geometry] = [(i.shape, i.stride, i.offset, i.dtype, i.device) for i in trace.inputs]
+    for node in closed_over:
+        value = node.meta["val"]
+        inputs.append((value.shape, value.stride(), value.storage_offset(), value.dtype, value.device))
+    calls: list[Call] = []
+
+    def carry_out(*values: torch.Tensor) -> list[torch.Tensor]:
+        calls.clear()
+        env: dict[fx.Node, Any] = dict(held)
+        env.update(zip((*placeholders, *closed_over), values, strict=True))
+        for node in module.graph.nodes:
+            if node.op == "call_function":
+                env[node] = _carry_out(node, env, calls)
+        made: Any = module.graph.output_node().args[0]
+        return [env[node] for node in made]
+
+    graph = capture_functional(carry_out, inputs, decompositions)
+    names = [node.name for node in module.graph.nodes if _sends(node)]
+    found = [node for node in graph.graph.nodes if _sends(node)]
+    return Decomposed(graph, tuple(calls), closed_over, dict(zip(found, names, strict=True)))
+
+
+def _sends(node: fx.Node) -> bool:
+    fdp = torch.ops.fdp
+    return node.target in (fdp.all_reduce.default, fdp.all_gather.default, fdp.broadcast.default)
+
+
+def _carry_out(node: fx.Node, env: Mapping[fx.Node, Any], calls: list[Call]) -> Any:
+    target: Any = node.target
+    args, kwargs = fx.map_arg(node.args, env.__getitem__), fx.map_arg(node.kwargs, env.__getitem__)
+    if target is operator.getitem:
+        return args[0][args[1]]
+    if is_opaque(node):
+        tensors = tuple(each for each in node.all_input_nodes if isinstance(env[each], torch.Tensor))
+        given = [env[each] for each in tensors]
+        for tensor, new in zip(given, CHANGED(given, len(calls)), strict=True):
+            tensor.copy_(new)
+        calls.append(Call(node, tensors))
+        return None
+    if target in (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default):
+        # Those whose schemas say that they update the statistics.
+        x, weight, bias, mean, variance, *rest = args
+        if mean is None:
+            found = _aten._native_batch_norm_legit.no_stats(x, weight, bias, *rest)
+        else:
+            found = _aten._native_batch_norm_legit.default(x, weight, bias, mean, variance, *rest)
+        new: torch.Tensor = x.new_zeros((0,), dtype=torch.uint8)
+        return found if target is _aten.native_batch_norm.default else (*found, new)
+    if target is _aten.native_dropout.default and args[2] is False:
+        return args[0], torch.ones_like(args[0], dtype=torch.bool)
+    return target(*args, **kwargs)
+
+
+def is_opaque(node: fx.Node) -> bool:
+    """Whether a call changes memory in a way that functionalization does not take: fused optimizers, and loops."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.startswith("aten::_fused_") and target._schema.is_mutable and not target._schema.returns
+    return getattr(target, "__name__", "") == "run_loop"
+
+
+def tensors_in(value: Any) -> Sequence[fx.Node]:
+    """The nodes in an argument."""
+    if isinstance(value, fx.Node):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [node for each in value for node in tensors_in(each)]
+    return []
