@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from fdp.emit.accesses import Accesses
+from fdp.emit.compiled.apart import Apart
 from fdp.emit.compiled.barriers import running
 from fdp.emit.compiled.graph import functional_graph, result_name
 from fdp.emit.compiled.inductor import Lowered, Unusable, decompositions, lower
@@ -118,6 +119,10 @@ def compile_program(plan: Plan, group: Group, communicates: bool, options: Optio
         recording = function = Recording(
             trace.name, function, len(trace.inputs), donated, compares, lambda yes: all_say(group, yes)
         )
+    if recording is None:
+        # Inputs that are not donated, and closed-over tensors, are the caller's: only the former may be returned.
+        free = frozenset(at for at, item in enumerate(trace.inputs) if not item.donated)
+        function = Apart(function, free, alone=len(free) < len(trace.inputs))
     namespace: dict[str, Any] = {"compiled": function, "constants": held, "running": running}
     namespace["loops"] = [
         compiled_loop(bodies[loop.node], loop.count, nodes[loop.node]) for loop in trace.loops
