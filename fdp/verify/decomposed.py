@@ -103,7 +103,8 @@ def _sends(node: fx.Node) -> bool:
 
 def _carry_out(node: fx.Node, env: Mapping[fx.Node, Any], calls: list[Call]) -> Any:
     target: Any = node.target
-    args, kwargs = fx.map_arg(node.args, env.__getitem__), fx.map_arg(node.kwargs, env.__getitem__)
+    args: Any = fx.map_arg(node.args, env.__getitem__)
+    kwargs: Any = fx.map_arg(node.kwargs, env.__getitem__)
     if target is operator.getitem:
         return args[0][args[1]]
     if is_opaque(node):
@@ -120,8 +121,8 @@ def _carry_out(node: fx.Node, env: Mapping[fx.Node, Any], calls: list[Call]) -> 
             found = _aten._native_batch_norm_legit.no_stats(x, weight, bias, *rest)
         else:
             found = _aten._native_batch_norm_legit.default(x, weight, bias, mean, variance, *rest)
-        new: torch.Tensor = x.new_zeros((0,), dtype=torch.uint8)
-        return found if target is _aten.native_batch_norm.default else (*found, new)
+        reserved = x.new_zeros((0,), dtype=torch.uint8)
+        return found if target is _aten.native_batch_norm.default else (*found, reserved)
     if target is _aten.native_dropout.default and args[2] is False:
         return args[0], torch.ones_like(args[0], dtype=torch.bool)
     return target(*args, **kwargs)
@@ -131,7 +132,9 @@ def is_opaque(node: fx.Node) -> bool:
     """Whether a call changes memory in a way that functionalization does not take: fused optimizers, and loops."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.startswith("aten::_fused_") and target._schema.is_mutable and not target._schema.returns
+        return (
+            target._schema.name.startswith("aten::_fused_") and target._schema.is_mutable and not target._schema.returns
+        )
     return getattr(target, "__name__", "") == "run_loop"
 
 

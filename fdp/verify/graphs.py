@@ -92,7 +92,7 @@ class Graph(Machine):
     def _operator(self, node: fx.Node, operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         raw = operator.bind(node.args, node.kwargs)
         given = operator.bind(args, kwargs)
-        value = node.meta.get("val")
+        value: Any = node.meta.get("val")
         if not _holds_tensors(value) and (operator.number or value is not None):
             encoded = {p.name: self.values.encode(each) for p, each in zip(operator.parameters, given, strict=True)}
             return self.values.call(operator.name, encoded)

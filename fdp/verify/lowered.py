@@ -13,10 +13,10 @@ from fdp.plan.record import Plan
 from fdp.trace.record import Trace
 from fdp.verify.decomposed import CHANGED, Decomposed, decompose
 from fdp.verify.failure import VerificationError
-from fdp.verify.graphs import Graph
+from fdp.verify.graphs import Graph, Special
 from fdp.verify.higher import run_loop
 from fdp.verify.memory import Block, View, view_of
-from fdp.verify.obligations import Messages
+from fdp.verify.messages import Messages
 from fdp.verify.operators import operator_of
 from fdp.verify.reference import fill_with_own
 from fdp.verify.terms import Term, describe
@@ -142,7 +142,7 @@ class _Decomposed:
                 term = self.held[id(tensor)] = values.terms.make(key, tuple(tensor.shape), tensor.dtype)
                 term.origin = str(node.target)
             closed_over.append(held_view(values, tensor, term))
-        special = {CHANGED._schema.name: self._changed}
+        special: dict[str, Special] = {CHANGED._schema.name: self._changed}
         for name in ("fdp::all_reduce", "fdp::all_gather", "fdp::broadcast"):
             special[name] = self._marker
         self.graph = Graph(values, found.graph, [*self.inputs, *closed_over], special)
@@ -161,7 +161,7 @@ class _Decomposed:
             term = values.combined(args[1], 0, args[6] if len(args) > 6 else None, value)
             if args[1] == "mean":
                 scaled = {"self": value, "other": values.encode(1 / values.size)}
-                self.shares[values.apply("aten::mul", scaled, value.shape, value.dtype)] = value  # type: ignore[arg-type]
+                self.shares[values.apply("aten::mul", scaled, value.shape, value.dtype)] = value
         view = graph.fresh_view(node.meta["val"])
         graph.memory.write(view, term)
         self.markers[self._found.markers[node]] = values.read(view)
@@ -333,7 +333,7 @@ def _generator(name: str) -> Any:
 
     def run(graph: Graph, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         operator = operator_of(target)
-        value = node.meta.get("val")
+        value: Any = node.meta.get("val")
         made = graph.perform(operator, operator.bind(args, kwargs), lambda call, reads: [graph.fresh_view(value)])
         return made[0] if made else None
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 
 from fdp.errors import build_message
-from fdp.plan.record import Bucket, Plan, Start, Wait
+from fdp.plan.record import Plan
 from fdp.trace.record import Trace
 from fdp.verify.execution import Execution
-from fdp.verify.extents import extent_of
 from fdp.verify.failure import VerificationError
 from fdp.verify.memory import Block, View, view_of
+from fdp.verify.messages import Messages
 from fdp.verify.program import Program
 from fdp.verify.reference import Reference
-from fdp.verify.terms import Term, describe
+from fdp.verify.terms import describe
 
 _ALIGNMENT_BYTES = 64
 
@@ -167,132 +166,3 @@ def _reshaped(execution: Execution) -> Iterator[str]:
     for name, tensor, view in execution.held:
         if execution.view(tensor) != view:
             yield f"{name} has other strides or another shape after a call"
-
-
-class Messages:
-    """The messages of a program: what they carry, and that each starts and is waited for in its turn.
-
-    Args:
-        trace: that it was written for.
-        plan: likewise; None for the body of a loop, which sends nothing.
-        program: it.
-        reference: the trace, carried out.
-        communicates: whether messages are sent, other than those that gather.
-    """
-
-    def __init__(
-        self, trace: Trace, plan: Plan | None, program: Program, reference: Reference, communicates: bool
-    ) -> None:
-        self._trace, self._program, self._reference = trace, program, reference
-        buckets = () if plan is None else plan.buckets
-        self._buckets = {b.index: b for b in buckets if communicates or b.op == "all_gather"}
-        schedule = () if plan is None else plan.schedule
-        self._order = [
-            ("start" if isinstance(item, Start) else "wait", item.bucket)
-            for item in schedule
-            if isinstance(item, (Start, Wait)) and item.bucket in self._buckets
-        ]
-        self._done: list[tuple[str, int]] = []
-        self._sent: dict[int, list[tuple[View, Term]]] = {}
-
-    def start(self, execution: Execution, index: int) -> None:
-        """Note what a bucket holds; it is on the wire from here on."""
-        bucket = self._next("start", index)
-        for at, member in enumerate(bucket.members):
-            reduction = self._trace.reductions[member]
-            slot, result = self._lies(execution, bucket, at)
-            term = execution.values.read(slot)
-            op = bucket.op
-            if index in self._program.scaled:
-                # A sum of shares of 1/N is a mean.
-                whole = self._reference.shares.get(term) or execution.values.unshared(term)
-                op, term = ("sum", term) if whole is None else ("mean", whole)
-            sent = execution.values.combined(op, bucket.root, bucket.accumulate_dtype, term)
-            expected = self._reference.markers[self._trace.operations[reduction.operation].node]
-            if sent is not expected:
-                raise VerificationError(
-                    f"bucket {index} sends {describe(sent)} for {reduction.name}, not {describe(expected)}"
-                )
-            self._sent.setdefault(index, []).append((result, sent))
-        for block, start, size in self._regions(execution, bucket):
-            execution.memory.take_off(block, start, size)
-
-    def wait(self, execution: Execution, index: int) -> None:
-        """The results are there."""
-        bucket = self._next("wait", index)
-        for block, start, size in self._regions(execution, bucket):
-            execution.memory.land(block, start, size)
-        for result, term in self._sent.pop(index):
-            execution.memory.write(result, term)
-
-    def missing(self) -> Iterator[str]:
-        """What did not happen."""
-        left = self._order[len(self._done) :]
-        if left:
-            yield "these did not happen: " + ", ".join(f"{what} of bucket {index}" for what, index in left)
-        for index in self._buckets:
-            if self._order.count(("start", index)) != 1 or self._order.count(("wait", index)) != 1:
-                yield f"the plan does not start and wait for bucket {index} once each"
-        starts = [index for what, index in self._order if what == "start"]
-        if starts != sorted(starts):
-            yield f"the plan starts buckets in the order {starts}; all ranks start them in that of their numbers"
-
-    def _next(self, what: str, index: int) -> Bucket:
-        expected = self._order[len(self._done)] if len(self._done) < len(self._order) else None
-        if expected != (what, index):
-            planned = "nothing" if expected is None else f"the {expected[0]} of bucket {expected[1]}"
-            raise VerificationError(f"{what} of bucket {index}, where the plan has {planned}")
-        self._done.append((what, index))
-        return self._buckets[index]
-
-    def _own_bytes(self, bucket: Bucket) -> int:
-        numel, size = bucket.numel, self._trace.world_size
-        if bucket.accumulate_dtype is not None:
-            numel = -(-numel // size) * size
-        return numel * bucket.dtype.itemsize
-
-    def _behind(self, bucket: Bucket) -> int:
-        """Where, in the memory of a bucket, begins what comes from other ranks, if it has a place of its own."""
-        return -(-self._own_bytes(bucket) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-    def _regions(self, execution: Execution, bucket: Bucket) -> Iterator[tuple[Block, int, int]]:
-        """The bytes that a message reads or writes."""
-        device, start = execution.where["bucket", bucket.index]
-        own = self._own_bytes(bucket)
-        regions = [(start, own)]
-        if bucket.op == "all_gather":
-            regions.append((start + self._behind(bucket), own * self._trace.world_size))
-        elif bucket.accumulate_dtype is not None:
-            regions.append((start + self._behind(bucket), own))
-        for begin, size in regions:
-            if begin + size > self._program.layouts[device].size_bytes:
-                raise VerificationError(f"bucket {bucket.index} lies beyond the memory of the step")
-            yield execution.arena[device], begin, size
-
-    def _lies(self, execution: Execution, bucket: Bucket, at: int) -> tuple[View, View]:
-        """A member of a bucket: where what is sent lies, and where the result will."""
-        if ("bucket", bucket.index) not in execution.where:
-            raise VerificationError(f"bucket {bucket.index} has no memory")
-        device, start = execution.where["bucket", bucket.index]
-        shape, offset = self._trace.reductions[bucket.members[at]].shape, bucket.offsets[at]
-        steps: tuple[Any, ...] = ()
-        numel = 1
-        for size in reversed(shape):
-            steps = (numel, *steps)
-            numel *= size
-        itemsize = bucket.dtype.itemsize
-        if offset + numel > bucket.numel:
-            raise VerificationError(f"a member lies behind the end of bucket {bucket.index}")
-        block, begin = execution.arena[device], start + offset * itemsize
-        slot = _view(block, begin, tuple(shape), steps, bucket.dtype)
-        if bucket.op != "all_gather":
-            return slot, slot
-        begin += self._behind(bucket)
-        whole, apart = (self._trace.world_size, *shape), (bucket.numel, *steps)
-        return slot, _view(block, begin, whole, apart, bucket.dtype)
-
-
-def _view(block: Block, start: int, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> View:
-    extent = extent_of(shape, stride)
-    span = extent.span * dtype.itemsize
-    return View(block, start, extent.shape, extent.stride, dtype, span, extent.numel, extent.dense)

@@ -1,0 +1,163 @@
+"""The graph of a compiled step is proved before the compiler gets it. (No compiler runs here: that takes long.)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import fake_group
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fdp
+from fdp.emit.compiled import Options, graph, passes, program
+from fdp.emit.places import slot_name
+
+TABLE = torch.randn(4)
+
+
+class Reached(Exception):
+    """The compiler was reached: the graph is right."""
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reached(*args: Any) -> None:
+        raise Reached
+
+    monkeypatch.setattr(program, "lower", reached)
+
+
+def compile_step(step: Callable[..., Any], *args: Any, world: int = 1, **options: Any) -> Any:
+    group = fake_group(world)
+    transformed = fdp.data_parallel(step, group=group, check_replication=False, **options)
+    plan = transformed.trace(*args).plan(options.get("bucket_cap_mb", 25))
+    settled = Options().settled({torch.device("cpu")})
+    return program.compile_program(plan, group, world > 1, settled, records=False)
+
+
+def training(optimizer_class: Any, **settings: Any) -> tuple[Callable[..., Any], Any, Any]:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 4))
+    apply, params, buffers = fdp.from_module(model)
+    optimizer = fdp.optim.from_torch(optimizer_class, lr=1e-3, **settings)
+
+    def train(state: Any, batch: Any) -> Any:
+        def loss_fn(params: Any) -> Any:
+            out, new = apply(params, state["buffers"], batch["x"])
+            return F.cross_entropy(out, batch["y"]), new
+
+        (loss, new), grads = fdp.value_and_grad(loss_fn, has_aux=True)(state["params"])
+        params, opt = optimizer.update(grads, state["opt"], state["params"])
+        buffers = {k: (fdp.pmean if v.is_floating_point() else fdp.pmax)(v) for k, v in new.items()}
+        return {"params": params, "opt": opt, "buffers": buffers}, fdp.pmean(loss)
+
+    state = {"params": params, "opt": optimizer.init(params), "buffers": buffers}
+    return train, state, {"x": torch.randn(6, 8), "y": torch.randint(4, (6,))}
+
+
+@pytest.mark.parametrize("donated", [(), 0])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    "optimizer_class, settings",
+    [(torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.RMSprop, {})],
+    ids=["AdamW", "SGD", "RMSprop"],
+)
+def test_training_steps_are_proved(optimizer_class: Any, settings: Any, world: int, donated: Any) -> None:
+    with pytest.raises(Reached):
+        compile_step(*training(optimizer_class, **settings), world=world, donate_argnums=donated)
+
+
+def accumulated(params: Any, batch: Any) -> Any:
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return (F.dropout(batch @ params["w"], 0.1).tanh() @ params["w"]).square().mean()
+
+    loss, grads = fdp.accumulate(fdp.value_and_grad(loss_fn), microbatches=3)(params, batch)
+    return {"w": params["w"] - 0.1 * grads["w"]}, fdp.pmean(loss)
+
+
+def checkpointed(params: Any, batch: Any) -> Any:
+    def loss_fn(params: Any) -> Any:
+        hidden = checkpoint(lambda x: F.dropout((x @ params["w"]).tanh(), 0.3), batch, use_reentrant=False)
+        return hidden.square().mean()
+
+    loss, grads = fdp.value_and_grad(loss_fn)(params)
+    return {"w": params["w"] - grads["w"]}, fdp.pmean(loss)
+
+
+def in_place(params: Any, batch: Any) -> Any:
+    w = params["w"].clone()
+    w[0:2].add_(batch[:2].mean())
+    w.t().mul_(2)
+    view = w[:, 1:]
+    view.add_(1)
+    chosen = torch.cond(batch.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (batch,))
+    number = batch.sum().item()
+    return {"w": w}, chosen * number, torch.bernoulli(batch.sigmoid().double()), w[1], TABLE * torch.arange(4.0)
+
+
+def gathered(params: Any, batch: Any) -> Any:
+    everybody = fdp.all_gather(batch.mean(0))
+    first = fdp.broadcast(batch.sum(0))
+    return {"w": params["w"] * everybody.amax(0)}, fdp.pmax(first), params["w"] + fdp.axis_index()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("step", [accumulated, checkpointed, in_place, gathered], ids=lambda step: step.__name__)
+def test_odd_steps_are_proved(step: Callable[..., Any], world: int) -> None:
+    with pytest.raises(Reached):
+        compile_step(step, {"w": torch.randn(4, 4)}, torch.randn(6, 4), world=world, donate_argnums=0)
+
+
+# Wrong graphs: one mistake at a time.
+
+
+def changed_late(params: Any, batch: Any) -> Any:
+    grads = fdp.grad(lambda p: ((batch @ p["w"]) @ p["v"]).tanh().square().mean())(params)
+    return {name: params[name] - grads[name] for name in params}, params["w"] * 2
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, wrong: Callable[..., Any], world: int = 2) -> None:
+    args = {"w": torch.randn(4, 4), "v": torch.randn(4, 4)}, torch.randn(6, 4)
+    with pytest.raises(Reached):
+        compile_step(changed_late, *args, world=world, donate_argnums=0)
+    monkeypatch.setattr(place, name, wrong)
+    with pytest.warns(UserWarning, match="found to be wrong before it ran"):
+        made = compile_step(changed_late, *args, world=world, donate_argnums=0)
+    assert made.own_messages is None
+    assert "aten" in made.source  # operator by operator
+
+
+def test_a_bucket_that_is_filled_with_other_members_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(monkeypatch, graph, "slot_name", lambda bucket, at: slot_name(bucket, 1 - at))
+
+
+def test_a_division_too_many_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(monkeypatch, graph, "is_scaled", lambda bucket, size: True)
+
+
+def test_changes_of_inputs_before_their_last_reader_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(module: Any) -> None:
+        for node in list(module.nodes):
+            if node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder":
+                for reader in node.args[0].users:
+                    if reader.target is torch.ops.aten.mul.Tensor:
+                        node.append(reader)
+
+    refused(monkeypatch, passes, "_copy_early", wrong, world=1)
+
+
+def test_a_message_that_is_waited_for_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = graph._Lowering.run
+
+    def wrong(self: Any) -> Any:
+        waits: list[Any] = []
+        monkeypatch.setattr(graph, "wait", lambda *args: waits.append(args))
+        made = right(self)
+        for args in waits:
+            torch.ops.fdp_compiled.wait.default(*args)
+        return made
+
+    refused(monkeypatch, graph._Lowering, "run", wrong)
