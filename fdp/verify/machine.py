@@ -121,7 +121,12 @@ class Machine:
         read: list[tuple[int, str, View]] = []
         for at, (parameter, value, default) in enumerate(zip(operator.parameters, given, defaults, strict=True)):
             name = parameter.name
-            found = [view for _, view in views_in(value)]
+            kind = type(value)
+            found: Sequence[View] = ()
+            if kind is View:
+                found = (value,)
+            elif kind is list or kind is tuple:
+                found = [view for _, view in views_in(value)]
             views += found
             if not parameter.matters:
                 continue
@@ -131,7 +136,7 @@ class Machine:
                 continue
             if found:
                 read.extend((at, name, view) for view in found)
-            encoded = values.encode(value)
+            encoded = value if value is None else values.encode(value)
             if encoded != default or type(encoded) is not type(default):
                 arguments[name] = encoded
         for at in written:

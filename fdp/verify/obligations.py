@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -36,8 +37,21 @@ def verify_program(
     Raises:
         VerificationError: it does not, or it cannot be followed; names the first line that goes wrong.
     """
-    with _plain_context():
+    with _plain_context(), _without_collections():
         _verify(plan.trace, plan, program, Reference(plan.trace, rank), communicates, tick)
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Terms refer to older terms alone and are soon gone; a search for cycles among all objects of torch and the trace
+    would take longer than the rest."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -132,8 +132,14 @@ class Operator:
         overloads = [getattr(packet, each) for packet in packets if packet is not None for each in packet.overloads()]
         return any(torch.Tag.pointwise in overload.tags for overload in overloads)
 
+    @functools.cached_property
+    def _declared(self) -> tuple[int, ...]:
+        return tuple(at for at, parameter in enumerate(self.parameters) if parameter.written)
+
     def written(self, values: Sequence[Any]) -> list[int]:
         """Which arguments a call changes, by position."""
+        if self.name not in _WRITES_UNDECLARED and not self.name.startswith("aten::_fused_"):
+            return [at for at in self._declared if values[at] is not None]
         given = {parameter.name: value for parameter, value in zip(self.parameters, values, strict=True)}
         undeclared: tuple[str, ...] = ()
         if given.get("training", given.get("train", True)):
