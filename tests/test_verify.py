@@ -37,8 +37,8 @@ def prove(step: Callable[..., Any], *args: Any, world: int = 1, donate: Any = ()
 
 
 def test_the_validator_shares_no_code_with_what_it_checks() -> None:
-    # Values of the trace and the plan, what the trace says of control flow, how operators are seen, and how PyTorch takes
-    # a graph apart for a compiler.
+    # Values of the trace and the plan, what the trace says of control flow, how operators are seen, how PyTorch takes a
+    # graph apart for a compiler.
     allowed = {
         "fdp.dispatch", "fdp.errors", "fdp.plan.record", "fdp.trace.capture", "fdp.trace.control", "fdp.trace.record",
     }  # fmt: skip
