@@ -8,7 +8,7 @@ RUN := $(VENV)/bin/python -m
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format fuzz bench bench-overlap bench-compiled docs clean
+.PHONY: help demo test faults lint format fuzz bench bench-overlap bench-compiled docs clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ demo: $(INSTALLED)  ## train a digit classifier on two ranks of this machine
 # their names, and not those with few tests last: those of compiled steps are few, and take long.
 test: $(INSTALLED)  ## every test; some: ARGS="tests/test_x.py -k word"; with another torch: TORCH=2.15.0
 	$(RUN) pytest $(or $(ARGS),--numprocesses 2 --dist loadfile --no-loadscope-reorder)
+
+faults: $(INSTALLED)  ## mistakes seeded into the emitter, one at a time: is each one that changes a number caught?
+	OMP_NUM_THREADS=1 $(VENV)/bin/python tests/run_faults.py $(ARGS)
 
 lint: $(INSTALLED)  ## ruff (rules and format) and mypy
 	$(RUN) ruff check .

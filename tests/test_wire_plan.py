@@ -230,7 +230,7 @@ def test_second_messages_start_while_later_gradients_are_made() -> None:
         def start_wide(self, group: Any, arrived: Any = None) -> Mean:
             return Mean(self.index)
 
-    flying = in_flight.InFlight({index: Stub(index) for index in range(3)}, fake_group(2))  # type: ignore[misc]
+    flying = in_flight.InFlight({index: Stub(index) for index in range(3)}, fake_group(2), None)  # type: ignore[misc]
     for index in range(3):
         flying.start(index)
     assert said == ["to 0", "to 1", "from 0", "to 2", "from 1"]

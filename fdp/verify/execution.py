@@ -270,6 +270,8 @@ class Execution(Machine):
 
         def fresh(call: Term, reads: list[View]) -> list[Any]:
             record = self._recorded(call, layout_arguments(self.values, operator, raw), reads)
+            if record is not None and operator.entrywise and not _as_many(record, operator, raw):
+                record = None  # of the entries of a call in the trace, these are some
             views, tensors = self._by_kernel(func, operator, raw) if record is None else self._like(record, reads)
             made.extend(tensors)
             return views
@@ -371,6 +373,12 @@ class Execution(Machine):
             while frame is not None and frame.f_code is not self._code:
                 frame = frame.f_back
             self.suspect = Suspect(0 if frame is None else frame.f_lineno, describe(term), term)
+
+
+def _as_many(record: Record, operator: Operator, raw: Sequence[Any]) -> bool:
+    """Whether a call of the trace has as many entries as one of the program."""
+    given = {len(value) for p, value in zip(operator.parameters, raw, strict=True) if p.entries and value}
+    return all(len(each) in given for each in record.results if isinstance(each, list))
 
 
 def _flat(results: Any) -> list[View]:

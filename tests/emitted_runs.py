@@ -1,0 +1,217 @@
+"""Run the emitted program of a step on ranks of one process, and compare with plain eager PyTorch.
+
+Nothing here looks at how a program was verified: the numbers are an oracle of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import optree
+import torch
+from fault_reports import Outcome
+from faulty_programs import Program
+from simulated_ranks import Messages, SimulatedGroup, Turns, poison
+from traced_programs import CALLS, SEED, Prepared
+
+from fdp.emit import arena, wide_mean
+from fdp.emit.in_flight import InFlight
+from fdp.group import Group
+from fdp.plan import Plan, plan_trace
+
+
+class Different(Exception):
+    """A number is not what plain PyTorch computes, or what it was."""
+
+
+def differs(program: Program, plan: Plan, emitted: Sequence[Any], expected: list[list[Any]]) -> str | None:
+    """What is wrong with the numbers of emitted programs, one for each rank; None if nothing is.
+
+    Raises:
+        Exception: whatever a program raises by itself.
+    """
+    try:
+        for late in (False, True):
+            turns = Turns(program.world, SEED)
+            with _carried_by(Messages(turns, late)):
+                turns.run(lambda rank, turns=turns: _calls(program, plan, emitted[rank], rank, expected[rank]))
+    except Different as error:
+        return str(error)
+    return None
+
+
+@contextmanager
+def _carried_by(messages: Messages) -> Iterator[None]:
+    """Let the emitter's messages be simulated ones."""
+    names = ("start_all_reduce", "start_all_gather", "start_broadcast")
+    before = {name: getattr(arena, name) for name in names}, wide_mean.dist, wide_mean.start_all_gather
+    for name in names:
+        setattr(arena, name, getattr(messages, name))
+    wide_mean.dist = SimpleNamespace(all_to_all_single=messages.all_to_all_single)
+    wide_mean.start_all_gather = messages.start_all_gather
+    try:
+        yield
+    finally:
+        for name in names:
+            setattr(arena, name, before[0][name])
+        wide_mean.dist, wide_mean.start_all_gather = before[1:]
+
+
+class _Runnable:
+    """An emitted program in memory of its own, as `fdp.emit.Emitted` runs it."""
+
+    def __init__(self, plan: Plan, program: Any, rank: int) -> None:
+        self._plan, self._program = plan, program
+        self._group = SimulatedGroup(plan.trace.world_size, rank)
+        self._blocks = {
+            device: torch.empty(layout.size_bytes, dtype=torch.uint8, device=device)
+            for device, layout in program.layouts.items()
+        }
+        for function, values in arena.all_place_values(program, self._blocks):
+            function.__globals__.update(values)
+        self._buffers = arena.make_buffers(plan, program, self._blocks)
+
+    def __call__(self, leaves: list[torch.Tensor]) -> Any:
+        for block in self._blocks.values():
+            poison(block)  # steps share memory: between two calls another one may have used it
+        flying: Any = InFlight(self._buffers, self._group, None)  # type: ignore[arg-type]
+        with torch.no_grad():
+            outputs = iter(self._program.function(leaves, flying.start, flying.wait))
+        made = [o.constant if o.node is None else next(outputs) for o in self._plan.trace.outputs]
+        return self._plan.trace.out_spec.unflatten(made)
+
+
+def _calls(program: Program, plan: Plan, emitted: Any, rank: int, expected: list[Any]) -> None:
+    """Call a program several times; what it returned stays what it was, until the caller writes to it."""
+    run, state = _Runnable(plan, emitted, rank), program.state()
+    closed = {name: getattr(plan.trace.graph, name) for name, _ in plan.trace.graph.named_buffers()}
+    held = optree.tree_map(torch.clone, closed)
+    kept: list[tuple[Any, Any]] = []
+    for call in range(CALLS):
+        batch = program.batch(rank, call)
+        untouched = [batch] if program.donate else [batch, state]
+        before = optree.tree_map(torch.clone, untouched)
+        # A list that nobody else holds: the program empties it.
+        new, results = run(optree.tree_leaves((state, batch)))
+        _compare(f"rank {rank}, call {call}", (new, results), expected[call], program.tolerance)
+        _compare(f"rank {rank}, call {call}, inputs that are not donated", untouched, before)
+        _compare(f"rank {rank}, call {call}, closed-over tensors", closed, held)
+        for tree, values in kept:
+            _compare(f"rank {rank}, results of a call before call {call}", tree, values)
+        for tree, _ in kept:
+            for leaf in optree.tree_leaves(tree):
+                leaf.fill_(77)  # they are the caller's
+        kept = [(results, optree.tree_map(torch.clone, results))]
+        if not program.donate:
+            kept.append((new, optree.tree_map(torch.clone, new)))
+        state = new if program.donate else optree.tree_map(torch.clone, new)
+
+
+def _compare(where: str, found: Any, wanted: Any, tolerance: float = 0.0) -> None:
+    paths, ones, _ = optree.tree_flatten_with_path(found)
+    twos = optree.tree_leaves(wanted)
+    for path, one, two in itertools.zip_longest(paths, ones, twos):
+        if (one.shape, one.dtype) != (two.shape, two.dtype):
+            raise Different(f"{where}, {path}: {one.dtype} {list(one.shape)} for {two.dtype} {list(two.shape)}")
+        if torch.equal(one, two):
+            continue
+        if not one.numel() or not tolerance or not one.is_floating_point():
+            share = 1.0
+        else:
+            share = float((one - two).abs().max() / two.abs().max())
+        if not share <= tolerance:
+            raise Different(f"{where}, {path}: off by {share:.2g}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ways:
+    """How programs are made.
+
+    Attributes:
+        write: writes the program of a plan for a rank, without verifying it.
+        given: likewise, what a user gets: verified, and another one in its place if it is refused.
+        verify: `fdp.verify.verify_program`, None if there is no validator.
+        tolerance: by what share of its largest value a result may differ, at least.
+    """
+
+    write: Callable[[Plan, int, bool], Any]
+    given: Callable[[Plan, int, bool], Any]
+    verify: Callable[[Plan, Any, int, bool], None] | None
+    tolerance: float = 0.0
+
+
+def ways_of(compiled: bool) -> Ways:
+    """How programs are made, compiled or not."""
+    from fdp.emit import Emitted
+    from fdp.emit.compiled import compile_program, resolve_options
+    from fdp.emit.program import write_program
+
+    try:
+        from fdp.verify import verify_program
+    except ImportError:
+        verify_program = None
+    options = resolve_options(True) if compiled else None
+
+    def group_of(plan: Plan, rank: int) -> Group:
+        return Group(None, plan.trace.world_size, rank)
+
+    def given(plan: Plan, rank: int, communicates: bool) -> Any:
+        return Emitted(plan, group_of(plan, rank), options=options)._program
+
+    def compiling(plan: Plan, rank: int, communicates: bool) -> Any:
+        assert options is not None
+        settled = options.settled({torch.device("cpu")})
+        return compile_program(plan, group_of(plan, rank), communicates, settled, False)
+
+    # The compiler adds up in another order.
+    return Ways(compiling if compiled else write_program, given, verify_program, 1e-6 if compiled else 0.0)
+
+
+def outcomes_of(prepared: Prepared, ways: Ways) -> Iterator[Outcome]:
+    """Plan a step, emit it for each rank and verify that; then compare its numbers.
+
+    Returns:
+        Two outcomes: that if computing the numbers should end the process, and that if it did not.
+    """
+    program, expected, communicates = prepared.program, prepared.expected, prepared.program.world > 1
+    program = dataclasses.replace(program, tolerance=max(program.tolerance, ways.tolerance))
+    user = None
+    refusal = numbers = raised = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            plan = plan_trace(prepared.trace, program.cap)
+            emitted = [ways.write(plan, rank, communicates) for rank in range(program.world)]
+        except Exception as error:
+            yield from [Outcome(raised=_in_short(error))] * 2
+            return
+        if ways.verify is not None:
+            try:
+                for rank, each in enumerate(emitted):
+                    ways.verify(plan, each, rank, communicates)
+            except Exception as error:
+                if type(error).__name__ != "VerificationError":
+                    raise
+                refusal = _in_short(error)
+        yield Outcome(refusal=refusal, raised="the process died")
+        try:
+            numbers = differs(program, plan, emitted, expected)
+        except Exception as error:
+            raised = _in_short(error)
+        if numbers is not None and ways.verify is not None:
+            # Whoever runs a step that is refused gets right numbers from another program, or an error.
+            with contextlib.suppress(Exception):
+                given = [ways.given(plan, rank, communicates) for rank in range(program.world)]
+                user = differs(program, plan, given, expected)
+    yield Outcome(numbers, raised, refusal, user)
+
+
+def _in_short(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:300].replace("\n", " | ")

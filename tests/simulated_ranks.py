@@ -1,0 +1,228 @@
+"""Several ranks in one process, without a process group: threads of which one runs at a time.
+
+`Turns` lets each rank run until it needs what another one sends. `Plain` is what a step calls in place of fdp: a loop
+over ranks, plain eager PyTorch and nothing else. `Messages` stands for the backend of an emitted step. It may do what a
+backend may do: read what it sends at once or as late as the wait, and write to the memory of a message at any time
+between.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import optree
+import torch
+
+
+class OutOfStep(RuntimeError):
+    """Ranks wait for different messages."""
+
+
+class Turns:
+    """Runs one function a rank, one at a time.
+
+    Args:
+        size: number of ranks.
+        seed: random numbers on rank r begin with seed + r.
+    """
+
+    def __init__(self, size: int, seed: int = 0) -> None:
+        self.size = size
+        self._condition = threading.Condition()
+        self._turn = 0
+        self._posted: dict[Hashable, dict[int, Any]] = {}
+        self._wanted: dict[int, Hashable] = {}
+        self._finished: set[int] = set()
+        self._error: BaseException | None = None
+        self._random = [torch.Generator().manual_seed(seed + rank).get_state() for rank in range(size)]
+        self._results: list[Any] = [None] * size
+
+    def run(self, function: Callable[[int], Any]) -> list[Any]:
+        """Call a function with the number of each rank; the results in rank order."""
+        before = torch.get_rng_state()
+        threads = [threading.Thread(target=self._serve, args=(function, rank)) for rank in range(self.size)]
+        torch.set_rng_state(self._random[0])
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        torch.set_rng_state(before)
+        if self._error is not None:
+            raise self._error
+        return self._results
+
+    def exchange(self, rank: int, key: Hashable, value: Any) -> list[Any]:
+        """Give a value to all ranks, and get theirs; which exchange it is, the key says."""
+        self._posted.setdefault(key, {})[rank] = value
+        self._wanted[rank] = key
+        while len(self._posted[key]) < self.size:
+            if all(self._is_stuck(other) for other in range(self.size)):
+                wanted = {other: str(key) for other, key in self._wanted.items()}
+                raise OutOfStep(f"ranks wait for different messages: {wanted}")
+            self._pass_on(rank)
+        del self._wanted[rank]
+        return [self._posted[key][other] for other in range(self.size)]
+
+    def _is_stuck(self, rank: int) -> bool:
+        key = self._wanted.get(rank)
+        return rank in self._finished or (key is not None and len(self._posted[key]) < self.size)
+
+    def _serve(self, function: Callable[[int], Any], rank: int) -> None:
+        with self._condition:
+            self._condition.wait_for(lambda: self._turn == rank)
+        try:
+            if self._error is None:
+                self._results[rank] = function(rank)
+        except BaseException as error:
+            self._error = self._error or error
+        self._finished.add(rank)
+        self._pass_on(rank)
+
+    def _pass_on(self, rank: int) -> None:
+        others = [r % self.size for r in range(rank + 1, rank + self.size) if r % self.size not in self._finished]
+        if not others:
+            return
+        self._random[rank] = torch.get_rng_state()
+        with self._condition:
+            self._turn = others[0]
+            torch.set_rng_state(self._random[self._turn])
+            self._condition.notify_all()
+            if rank not in self._finished:
+                self._condition.wait_for(lambda: self._turn == rank)
+                if self._error is not None:
+                    raise OutOfStep("another rank raised an error")
+
+
+class Plain:
+    """What the steps of `faulty_programs` call in place of fdp: the same names, in plain eager PyTorch."""
+
+    def __init__(self, turns: Turns, rank: int) -> None:
+        self._turns, self._rank, self._count = turns, rank, 0
+
+    def _all(self, x: torch.Tensor) -> torch.Tensor:
+        self._count += 1
+        return torch.stack(self._turns.exchange(self._rank, self._count, x.detach().clone()))
+
+    def psum(self, tree: Any) -> Any:
+        return optree.tree_map(lambda x: self._all(x).sum(0).to(x.dtype), tree)
+
+    def pmean(self, tree: Any) -> Any:
+        return optree.tree_map(lambda x: self._all(x).sum(0) / self._turns.size, tree)
+
+    def pmax(self, tree: Any) -> Any:
+        return optree.tree_map(lambda x: self._all(x).amax(0), tree)
+
+    def all_gather(self, tree: Any) -> Any:
+        return optree.tree_map(self._all, tree)
+
+    def broadcast(self, tree: Any, root: int = 0) -> Any:
+        return optree.tree_map(lambda x: self._all(x)[root].clone(), tree)
+
+    def axis_index(self) -> torch.Tensor:
+        return torch.tensor(self._rank)
+
+    def value_and_grad(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Of this rank's own value; gradients averaged over ranks."""
+
+        def both(params: Any, *others: Any) -> tuple[Any, Any]:
+            value, found = self._own(function, params, *others)
+            return value, self.pmean(found)
+
+        both.own = lambda *args: self._own(function, *args)  # type: ignore[attr-defined]
+        return both
+
+    def grad(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: self.value_and_grad(function)(*args)[1]
+
+    def accumulate(self, function: Any, microbatches: int) -> Callable[..., Any]:
+        """What `value_and_grad` returned, for each part of a batch; averaged over parts, then over ranks."""
+
+        def averaged(params: Any, batch: Any) -> tuple[Any, Any]:
+            leaves, spec = optree.tree_flatten(batch)
+            pieces = [
+                optree.tree_unflatten(spec, [x.chunk(microbatches)[at] for x in leaves]) for at in range(microbatches)
+            ]
+            found = [function.own(params, piece) for piece in pieces]
+            value, grads = optree.tree_map(lambda *each: sum(each) / microbatches, *found)
+            return value, self.pmean(grads)
+
+        return averaged
+
+    @staticmethod
+    def _own(function: Callable[..., Any], params: Any, *others: Any) -> tuple[Any, Any]:
+        leaves, spec = optree.tree_flatten(params)
+        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        value = function(optree.tree_unflatten(spec, leaves), *others)
+        found = torch.autograd.grad(value, leaves, allow_unused=True)
+        grads = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
+        return value.detach(), optree.tree_unflatten(spec, grads)
+
+
+class Messages:
+    """What carries the messages of emitted steps.
+
+    Args:
+        turns: of the ranks.
+        late: whether a message reads what it sends when it is waited for; else when it is started, and its memory holds
+            NaN until it is waited for. A backend may do either.
+    """
+
+    def __init__(self, turns: Turns, late: bool) -> None:
+        self._turns, self._late = turns, late
+        self._counts = [0] * turns.size
+
+    def _send(
+        self, group: Any, kind: Hashable, own: torch.Tensor, to: torch.Tensor, combined: Callable[[list[Any]], Any]
+    ) -> Callable[[], None]:
+        number = self._counts[group.rank] = self._counts[group.rank] + 1
+        key = (number, kind, tuple(own.shape), own.dtype)
+        sent = None if self._late else own.clone()
+        if not self._late:
+            poison(to)
+
+        def wait() -> None:
+            to.copy_(combined(self._turns.exchange(group.rank, key, own.clone() if sent is None else sent)))
+
+        return wait
+
+    def start_all_reduce(self, own: torch.Tensor, op: str, group: Any, arrived: Any = None) -> Callable[[], None]:
+        def combined(values: list[Any]) -> Any:
+            stacked = torch.stack(values)
+            if op in ("max", "min"):
+                return stacked.amax(0) if op == "max" else stacked.amin(0)
+            return stacked.sum(0) / (len(values) if op == "mean" else 1)
+
+        return self._send(group, op, own, own, combined)
+
+    def start_broadcast(self, own: torch.Tensor, root: int, group: Any, arrived: Any = None) -> Callable[[], None]:
+        return self._send(group, ("broadcast", root), own, own, lambda values: values[root])
+
+    def start_all_gather(
+        self, out: torch.Tensor, own: torch.Tensor, group: Any, arrived: Any = None
+    ) -> Callable[[], None]:
+        return self._send(group, "all_gather", own, out, lambda values: torch.stack(values).view_as(out))
+
+    def all_to_all_single(self, out: torch.Tensor, own: torch.Tensor, group: Any, async_op: bool) -> Any:
+        def combined(values: Sequence[torch.Tensor]) -> torch.Tensor:
+            return torch.cat([value.view(group.size, -1)[group.rank] for value in values])
+
+        return SimpleNamespace(wait=self._send(group, "all_to_all", own, out, combined))
+
+
+class SimulatedGroup:
+    """As much of `fdp.group.Group` as an emitted step asks for; it is its own process group."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.size, self.rank = size, rank
+
+    @property
+    def process_group(self) -> SimulatedGroup:
+        return self
+
+
+def poison(memory: torch.Tensor) -> None:
+    """Fill contiguous memory with ones: as numbers NaN, -1 or True."""
+    memory.view(-1).view(torch.uint8).fill_(255)

@@ -1,0 +1,51 @@
+"""Seeded faults: each still fits its file, and a few of them are made, run and caught; `make faults` makes all."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+
+import pytest
+import run_faults
+from seeded_faults import COMPILED_FAULTS, FAULTS, Fault
+
+_EVERY = [fault for table in (FAULTS, COMPILED_FAULTS) for faults in table.values() for fault in faults]
+
+
+@pytest.mark.parametrize("fault", _EVERY, ids=lambda fault: fault.name)
+def test_what_a_fault_replaces_is_there_once(fault: Fault) -> None:
+    ast.parse(run_faults.source_with(fault))
+
+
+def test_names_of_faults_are_unique() -> None:
+    assert len({fault.name for fault in _EVERY}) == len(_EVERY)
+
+
+def test_a_fault_that_fits_no_more_is_noticed() -> None:
+    with pytest.raises(ValueError, match="0 times"):
+        run_faults.source_with(Fault("gone", "emit/layout.py", "no such text", "", ""))
+
+
+_SHOWN = {
+    "heir of a living parent": "chain",
+    "offset of a view dropped": "in_a_row",
+    "copied back before the last reader": "old_values",
+    "read after the bucket started": "in_the_bucket",
+    "packed before it is whole": "early",
+    "deferred without a word": "deferred_past_a_message",
+    "no wait for what is only returned": "in_a_row",
+    "calls wait for one bucket": "two_at_once",
+}
+"""Of each kind of fault one, with a program that shows it."""
+
+
+def test_faults_that_change_a_number_are_caught_before_it_is_computed() -> None:
+    words = [*_SHOWN, "--programs", *sorted(set(_SHOWN.values())), "--workers", "1"]
+    done = subprocess.run(
+        [sys.executable, run_faults.__file__, *words], capture_output=True, text=True, timeout=280, check=False
+    )
+    lines = {name: line for name in _SHOWN for line in done.stdout.splitlines() if f" {name} " in line}
+    assert lines.keys() == _SHOWN.keys(), done.stdout + done.stderr
+    assert not [line for line in lines.values() if not line.endswith(": caught")], done.stdout
+    assert done.returncode == 0, done.stdout
