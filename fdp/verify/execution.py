@@ -204,6 +204,7 @@ class Execution(Machine):
             block = Block("constant", name)
             self._blocks[tensor.untyped_storage()._cdata] = block, 0
             self.memory.write(self.view(tensor), self.values.constant(value))
+            block.initial = block.writes
         self._hold(name, tensor)
         return tensor
 

@@ -176,7 +176,9 @@ def _wrong_memory(trace: Trace, execution: Execution, outputs: list[torch.Tensor
 
 
 def _reshaped(execution: Execution) -> Iterator[str]:
-    """What outlives a call is still looked at under the shape that it had."""
+    """What outlives a call is still looked at under the shape that it had; constants hold what they held."""
     for name, tensor, view in execution.held:
+        if view.block.kind == "constant" and view.block.writes > view.block.initial:
+            yield f"{name} is written, and a later call reads it"
         if execution.view(tensor) != view:
             yield f"{name} has other strides or another shape after a call"

@@ -66,18 +66,18 @@ def describe(term: Any, depth: int = 3) -> str:
         return str(term)
     if term.origin is not None:
         return term.origin
+    if depth <= 0:
+        return "..."
     kind = term.key[0]
     if kind == "result":
         return describe(term.key[1], depth) + (f"[{term.key[2]}]" if term.key[2] not in (0, "self") else "")
     if kind == "call":
-        if depth == 0:
-            return "..."
         arguments = sorted(term.key[2], key=lambda pair: str(pair[0]))
         return f"{term.key[1]}({', '.join(f'{name}={describe(value, depth - 1)}' for name, value in arguments)})"
     if kind == "load":
         pieces = [describe(layer[0], depth - 1) for piece in term.key[4] for layer in piece[2]]
-        return f"a view of {', '.join(dict.fromkeys(pieces))}" if depth else "a view"
+        return f"a view of {', '.join(dict.fromkeys(pieces))}"
     if kind == "full":
         return f"a constant {list(term.shape)}"
-    parts = [describe(each, depth - 1) if depth else "..." for each in term.key[1:] if isinstance(each, Term)]
+    parts = [describe(each, depth - 1) for each in term.key[1:] if isinstance(each, Term)]
     return f"{kind}({', '.join(parts)})" if parts else str(kind)
