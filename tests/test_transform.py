@@ -258,7 +258,7 @@ def test_python_side_effects_happen_when_a_signature_is_new_and_never_again() ->
         seen.append(len(batch))
         return shifted(state, batch)
 
-    for check, most in ((False, 1), (True, 2)):  # traced; and run once beside its trace
+    for check, most in ((False, 1), (True, 3)):  # traced; and run beside its trace: on these inputs, and on moved ones
         seen.clear()
         transform = fdp.data_parallel(step, check_trace=check)
         transform(torch.ones(2), torch.ones(3))

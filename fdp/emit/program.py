@@ -204,8 +204,10 @@ def _write_call(writer: Writer, node: fx.Node, lanes: list[int]) -> None:
     elif node.target is operator.getitem:
         _write_entry(writer, node)
     elif is_marker(node, "vary"):
-        clone = bind_operator(writer, _aten.clone.default, node.args[:1])
-        emit(writer, f"{clone}({literal(writer, node.args[0], uses)})", uses, node)
+        # Contiguous, as the marker itself makes it.
+        format_ = bind_object(writer, torch.contiguous_format, "contiguous_format")
+        clone = bind_operator(writer, _aten.clone.default, node.args[:1], {"memory_format": torch.contiguous_format})
+        emit(writer, f"{clone}({literal(writer, node.args[0], uses)}, memory_format={format_})", uses, node)
     elif is_loop(node):
         write_loop(writer, node)
     elif is_marker(node, "axis_index"):

@@ -45,12 +45,12 @@ def teach(fake_mode: Any) -> Callable[[], bool]:
     def dispatch_all_others(func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Any) -> object:
         nonlocal asked
         asked = True
-        if func.namespace == "aten" and func._schema.name.removeprefix("aten::") in FUSED_OPTIMIZERS:
+        if getattr(func, "namespace", "") == "aten" and func._schema.name.removeprefix("aten::") in FUSED_OPTIMIZERS:
             return None
         if func in _CTC_LOSS:
             with fake_mode:
                 return _ctc_results(args[0], args[1], args[3])
-        if func._schema.is_mutable and func.namespace != "fdp":
+        if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable and func.namespace != "fdp":
             # An operator that changes closed-over tensors alone would be run on them, as if it made a constant.
             args, kwargs = map_aggregate((tuple(args), dict(kwargs or {})), stand_in)
         result = dispatch(func, types, args, kwargs)

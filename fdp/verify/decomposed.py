@@ -8,7 +8,7 @@ stay what they are; updates by fused optimizers, and loops, become calls of one 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +17,17 @@ from torch import fx
 
 from fdp.trace.capture import Geometry, capture_functional
 from fdp.trace.record import Trace
+from fdp.verify.operators import operator_of
 
 _aten = torch.ops.aten
 _library = torch.library.Library("fdp_verify", "DEF")
-_library.define("changed(Tensor[] tensors, int number) -> Tensor[]")
-_library.impl("changed", lambda tensors, number: [x.clone() for x in tensors], "CompositeExplicitAutograd")
+_library.define("changed(Tensor[] changed, Tensor[] tensors, int number) -> Tensor[]")
+_library.impl("changed", lambda changed, tensors, number: [x.clone() for x in changed], "CompositeExplicitAutograd")
 torch.library.register_fake(
-    "fdp_verify::changed", lambda tensors, number: [torch.empty_like(x) for x in tensors], lib=_library
+    "fdp_verify::changed", lambda changed, tensors, number: [torch.empty_like(x) for x in changed], lib=_library
 )
 CHANGED = torch.ops.fdp_verify.changed.default
-"""What tensors are after the call of that number."""
+"""(tensors that are changed, all tensors, a number) -> what the former are after the call of that number."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,12 @@ class Call:
     Attributes:
         node: in the trace.
         tensors: the nodes of the tensors that it is given, each once.
+        changed: those that it changes.
     """
 
     node: fx.Node
     tensors: tuple[fx.Node, ...]
+    changed: tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ def decompose(trace: Trace, decompositions: Mapping[Any, Callable[..., Any]]) ->
         value = node.meta["val"]
         inputs.append((value.shape, value.stride(), value.storage_offset(), value.dtype, value.device))
     calls: list[Call] = []
+    loops = {loop.node: loop.body for loop in trace.loops}
 
     def carry_out(*values: torch.Tensor) -> list[torch.Tensor]:
         calls.clear()
@@ -86,7 +90,7 @@ def decompose(trace: Trace, decompositions: Mapping[Any, Callable[..., Any]]) ->
         env.update(zip((*placeholders, *closed_over), values, strict=True))
         for node in module.graph.nodes:
             if node.op == "call_function":
-                env[node] = _carry_out(node, env, calls)
+                env[node] = _carry_out(node, env, calls, loops)
         made: Any = module.graph.output_node().args[0]
         return [env[node] for node in made]
 
@@ -101,7 +105,7 @@ def _sends(node: fx.Node) -> bool:
     return node.target in (fdp.all_reduce.default, fdp.all_gather.default, fdp.broadcast.default)
 
 
-def _carry_out(node: fx.Node, env: Mapping[fx.Node, Any], calls: list[Call]) -> Any:
+def _carry_out(node: fx.Node, env: Mapping[fx.Node, Any], calls: list[Call], loops: Mapping[str, Trace]) -> Any:
     target: Any = node.target
     args: Any = fx.map_arg(node.args, env.__getitem__)
     kwargs: Any = fx.map_arg(node.kwargs, env.__getitem__)
@@ -109,10 +113,11 @@ def _carry_out(node: fx.Node, env: Mapping[fx.Node, Any], calls: list[Call]) -> 
         return args[0][args[1]]
     if is_opaque(node):
         tensors = tuple(each for each in node.all_input_nodes if isinstance(env[each], torch.Tensor))
-        given = [env[each] for each in tensors]
-        for tensor, new in zip(given, CHANGED(given, len(calls)), strict=True):
+        call = Call(node, tensors, tuple(each for each in tensors if each in _written(node, loops)))
+        given = [env[each] for each in call.changed]
+        for tensor, new in zip(given, CHANGED(given, [env[each] for each in tensors], len(calls)), strict=True):
             tensor.copy_(new)
-        calls.append(Call(node, tensors))
+        calls.append(call)
         return None
     if target in (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default):
         # Those whose schemas say that they update the statistics.
@@ -138,10 +143,31 @@ def is_opaque(node: fx.Node) -> bool:
     return getattr(target, "__name__", "") == "run_loop"
 
 
-def tensors_in(value: Any) -> Sequence[fx.Node]:
-    """The nodes in an argument."""
+def _written(node: fx.Node, loops: Mapping[str, Trace]) -> set[fx.Node]:
+    """What a call that is opaque changes."""
+    if node.name in loops:
+        operands: Any = node.args[2]
+        return {operands[at] for at in changed_by(loops[node.name])}
+    operator = operator_of(node.target)
+    given = operator.bind(node.args, node.kwargs)
+    return {each for at in operator.written(given) for each in _nodes_in(given[at])}
+
+
+def changed_by(body: Trace) -> frozenset[int]:
+    """Which of its operands a loop changes: those that its body leaves changed. (Its first input is a number.)"""
+    placeholders = body.graph.graph.find_nodes(op="placeholder")[1:]
+    memory = [node.meta["val"].untyped_storage()._cdata for node in placeholders]
+    written = set()
+    for node in body.graph.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload):
+            operator = operator_of(node.target)
+            given = operator.bind(node.args, node.kwargs)
+            for at in operator.written(given):
+                written |= {each.meta["val"].untyped_storage()._cdata for each in _nodes_in(given[at])}
+    return frozenset(at for at, number in enumerate(memory) if number in written)
+
+
+def _nodes_in(value: Any) -> list[fx.Node]:
     if isinstance(value, fx.Node):
         return [value]
-    if isinstance(value, (list, tuple)):
-        return [node for each in value for node in tensors_in(each)]
-    return []
+    return [node for each in value for node in _nodes_in(each)] if isinstance(value, (list, tuple)) else []

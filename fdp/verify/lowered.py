@@ -11,7 +11,7 @@ from torch import fx
 from fdp.errors import build_message
 from fdp.plan.record import Plan
 from fdp.trace.record import Trace
-from fdp.verify.decomposed import CHANGED, Decomposed, decompose
+from fdp.verify.decomposed import CHANGED, Decomposed, changed_by, decompose
 from fdp.verify.failure import VerificationError
 from fdp.verify.graphs import Graph, Special
 from fdp.verify.higher import run_loop
@@ -169,9 +169,9 @@ class _Decomposed:
 
     def _changed(self, graph: Graph, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[View]:
         """A call that changes what it is given, on copies."""
-        call = self._found.calls[args[1]]
+        call = self._found.calls[args[2]]
         copies = {}
-        for each, view in zip(call.tensors, args[0], strict=True):
+        for each, view in zip(call.tensors, args[1], strict=True):
             copies[each] = view._replace(block=Block("fresh"), start=0)
             graph.memory.write(copies[each], self.values.read(view))
 
@@ -188,7 +188,7 @@ class _Decomposed:
         else:
             _, count, operands = call.node.args
             loop_on(graph, self.trace, call.node.name, count, given(operands))
-        return [copies[each] for each in call.tensors]
+        return [copies[each] for each in call.changed]
 
 
 class _Lowered:
@@ -266,22 +266,6 @@ def held_view(values: Values, tensor: torch.Tensor, term: Term) -> View:
     view = view_of(Block("closed over"), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
     values.memory.write(view, term)
     return view
-
-
-def changed_by(body: Trace) -> frozenset[int]:
-    """Which of its operands a loop changes: those that its body leaves changed. (Its first input is a number.)"""
-    placeholders = body.graph.graph.find_nodes(op="placeholder")[1:]
-    memory = [node.meta["val"].untyped_storage()._cdata for node in placeholders]
-    written = set()
-    for node in body.graph.graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload):
-            operator = operator_of(node.target)
-            given = operator.bind(node.args, node.kwargs)
-            for at in operator.written([each if each is None else 0 for each in given]):
-                for each in given[at] if isinstance(given[at], (list, tuple)) else [given[at]]:
-                    if isinstance(each, fx.Node):
-                        written.add(each.meta["val"].untyped_storage()._cdata)
-    return frozenset(at for at, number in enumerate(memory) if number in written)
 
 
 def loop_on(graph: Graph, trace: Trace, name: str, count: int, operands: Sequence[View]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from fdp.emit.check.copies import give_back_memory
 from fdp.emit.check.held import closed_over_unchanged, undisturbed
 from fdp.emit.check.leaves import Difference, same_bits
@@ -54,6 +56,9 @@ def check_graph(emitted: Emitted, offenders: Sequence[Difference], case: Case) -
     Raises:
         TraceError: it does not.
     """
+    if not all(isinstance(each, torch.Tensor) for o in offenders for each in (o.found, o.expected)):
+        # A Python value that is another one: no rounding makes it so.
+        raise wrong_trace(emitted.plan.trace.name, [offender.text for offender in offenders])
     positions = dict(zip((offender.index for offender in offenders), positions_of(emitted, offenders), strict=True))
     exact = replay(emitted, case.inputs(), case.others)
     unlike = [offender for offender in offenders if not same_bits(exact[positions[offender.index]], offender.expected)]

@@ -106,12 +106,12 @@ class SideBySide:
         Copies take the memory of the last run's, unless a result lies in it that is still needed: to touch new memory
         for the first time takes as long as much of a step.
         """
-        taken = {leaf.untyped_storage().data_ptr() for leaf in alive if isinstance(leaf, torch.Tensor)}
+        taken = {_address(leaf) for leaf in alive if isinstance(leaf, torch.Tensor)}
         values = []
         for at, kept in enumerate(self._kept):
             if kept is None:
                 memory = self._given.pop(at, None)
-                if memory is not None and memory.untyped_storage().data_ptr() in taken:
+                if memory is not None and _address(memory) in taken:
                     memory = None
                 kept = self._given[at] = self._copy(at, move, memory)
             values.append(kept)
@@ -259,6 +259,14 @@ def positions_of(program: Emitted, offenders: Sequence[Difference]) -> list[int]
     outputs = program.plan.trace.outputs
     before = [sum(output.node is not None for output in outputs[:at]) for at in range(len(outputs))]
     return [before[offender.index] for offender in offenders]
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    """Where the memory of a tensor begins; None for zeros that take no memory, as autograd makes them."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return None
 
 
 def _detached(tree: Any) -> Any:
