@@ -796,3 +796,14 @@ def test_arrays_that_are_copied_are_constants() -> None:
     step = fdp.data_parallel(lambda w, b: w + torch.tensor(array) + torch.as_tensor(array).mul(2))
     for _ in range(2):
         assert step(torch.ones(3), torch.ones(3)).tolist() == [1.0, 4.0, 7.0]
+
+
+def test_views_of_a_closed_over_tensor_that_come_as_a_list() -> None:
+    table = torch.randn(4, 4)
+
+    def step(state: torch.Tensor, batch: torch.Tensor) -> Any:
+        return state + batch.sum() * table.chunk(2)[1].sum(), table.split(2)[0] * 2
+
+    x = torch.randn(3)
+    found = fdp.data_parallel(step, batch_argnums=())(torch.ones(2), x)
+    torch.testing.assert_close(found, step(torch.ones(2), x))
