@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -73,7 +73,6 @@ class Replay:
         inputs: a tensor for each placeholder; they may be changed.
         others: what this rank takes the other ranks to hold.
         after: called after each call with its node, a way to look values up, and its result.
-        given: for some nodes, values to use in place of what they compute.
     """
 
     def __init__(
@@ -82,9 +81,8 @@ class Replay:
         inputs: Sequence[torch.Tensor],
         others: OtherRanks,
         after: Callable[[fx.Node, Lookup, Any], None] | None = None,
-        given: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        self._module, self._others, self._after, self._given = graph_module, others, after, given or {}
+        self._module, self._others, self._after = graph_module, others, after
         self._values: dict[fx.Node, Any] = dict(
             zip(graph_module.graph.find_nodes(op="placeholder"), inputs, strict=True)
         )
@@ -94,8 +92,7 @@ class Replay:
         with torch.no_grad():
             order = [node for node in self._module.graph.nodes if node.op == "call_function"]
             for node, last in zip(order, last_uses(order), strict=True):
-                given = self._given.get(node.name)
-                result = call_node(node, self.value_of, self._others) if given is None else given.clone()
+                result = call_node(node, self.value_of, self._others)
                 if self._after is not None:
                     self._after(node, self.value_of, result)
                 self._values[node] = result

@@ -11,7 +11,7 @@ scientific computation (Mathematics and Computers in Simulation 1993).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,6 @@ def replay(
     emitted: Emitted,
     inputs: Sequence[torch.Tensor],
     others: OtherRanks,
-    given: Mapping[str, torch.Tensor] | None = None,
     seed: int | None = None,
 ) -> list[torch.Tensor]:
     """Run the graph of a step by itself, with the random numbers that the step draws.
@@ -51,7 +50,6 @@ def replay(
         emitted: the step.
         inputs: of it; they may be changed.
         others: what this rank takes the other ranks to hold.
-        given: values for some nodes, in place of what they compute.
         seed: where there is one, results are changed in their last places.
 
     Returns:
@@ -61,7 +59,7 @@ def replay(
     with undisturbed(emitted), plain_surroundings():
         if after is not None:
             inputs = [after.change(tensor) for tensor in inputs]
-        return Replay(emitted.plan.trace.graph, inputs, others, after, given).run()
+        return Replay(emitted.plan.trace.graph, inputs, others, after).run()
 
 
 class Excuses:
@@ -73,7 +71,6 @@ class Excuses:
         others: what this rank takes the other ranks to hold.
         positions: which of the tensors among its results are asked for.
         alike: whether what is to be excused ran on the same kernels.
-        given: values for some nodes, in place of what they compute.
     """
 
     def __init__(
@@ -83,15 +80,14 @@ class Excuses:
         others: OtherRanks,
         positions: Sequence[int],
         alike: bool = False,
-        given: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self._times = _TIMES_ALIKE if alike else _TIMES
-        whole = replay(emitted, inputs(), others, given)
+        whole = replay(emitted, inputs(), others)
         self.exact = {at: whole[at] for at in positions}
         self._bars = {at: torch.zeros(value.shape, dtype=torch.float64) for at, value in self.exact.items()}
         del whole
         for seed in range(_RUNS):
-            run = replay(emitted, inputs(), others, given, seed)
+            run = replay(emitted, inputs(), others, seed)
             for at, bar in self._bars.items():
                 torch.maximum(bar, _away(run[at], self.exact[at]), out=bar)
             del run
