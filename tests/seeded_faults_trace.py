@@ -234,7 +234,8 @@ def _in_a_copy(fault: TraceFault | None, program: str, answer: Any) -> None:
 
 def outcomes(faults: list[TraceFault | None], programs: list[str]) -> list[tuple[str, str]]:
     """The outcome of each program with its fault, or with none; each in a process of its own."""
-    context = multiprocessing.get_context("fork")
+    # Not a fork: where the tests run, fdp has been imported already, without the fault.
+    context = multiprocessing.get_context("spawn")
     found = []
     for fault, program in zip(faults, programs, strict=True):
         answer = context.SimpleQueue()
