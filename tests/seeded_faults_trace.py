@@ -19,29 +19,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from seeded_faults import Fault
 from torch.utils.checkpoint import checkpoint
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[1] / "fdp"
 
 
 @dataclass(frozen=True)
-class TraceFault:
-    """One mistake.
+class TraceFault(Fault):
+    """One mistake in what traces a step.
 
     Attributes:
-        name: short and unique.
-        file: where, below the package.
-        old: text that is there exactly once.
-        new: what stands there with the mistake.
-        why: what is wrong, in a sentence.
         program: which of `PROGRAMS` shows it.
     """
 
-    name: str
-    file: str
-    old: str
-    new: str
-    why: str
     program: str
 
 
