@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -33,11 +33,13 @@ class Place:
         world: number of processes.
         backend: of their process group; None for no process group at all.
         cache: the folder where the compiler keeps what it has compiled; None for wherever it does by itself.
+        tree: the folder of another working tree of fdp, which is measured in place of this one; None for this one.
     """
 
     world: int
     backend: str | None
     cache: str | None = None
+    tree: str | None = None
 
     def apart(self, contender: str) -> Place:
         """The same place, with a cache of a contender's own if there is one."""
@@ -45,11 +47,30 @@ class Place:
 
     def without_group(self) -> Place:
         """As many processes that compute at the same time, and have nobody to talk to."""
-        return Place(self.world, None, self.cache)
+        return dataclasses.replace(self, backend=None)
 
     def why_not(self) -> str | None:
         """Why nothing can run there; None if something can."""
         return None
+
+    @contextlib.contextmanager
+    def importing(self) -> Iterator[None]:
+        """A context in which a process that is started finds the tree's fdp first; the benchmarks are this tree's."""
+        if self.tree is None:
+            yield
+            return
+        sys.path.insert(0, os.path.abspath(self.tree))
+        try:
+            yield
+        finally:
+            sys.path.pop(0)
+
+    def check_tree(self) -> None:
+        """Make sure that this process has the tree's fdp."""
+        import fdp
+
+        if self.tree is not None and not fdp.__file__.startswith(os.path.abspath(self.tree)):
+            raise RuntimeError(f"fdp was imported from {fdp.__file__}, and not from {self.tree}")
 
     def opened(self) -> contextlib.AbstractContextManager[None]:
         """A context inside of which the place exists."""
@@ -79,6 +100,7 @@ def _rank_main(place: Place, rank: int, port: int, conn: Any, make: Callable[...
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = place.cache  # asked for anew whenever something is compiled
         place.join(rank, port)
         worker = make(*args)
+        place.check_tree()
         while True:
             try:
                 method, asked = conn.recv()
@@ -114,15 +136,18 @@ class Crew:
         # Not forked from here: a rank's memory is measured, and must hold nothing of this process's. The fork server
         # has imported modules (also those that torch.optim imports when it is first used) and done nothing else, which
         # saves each rank the seconds that the imports take.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.profiler", "torch._dynamo", "fdp"])
+        # Of another tree's fdp it knows nothing.
+        context: Any = multiprocessing.get_context("forkserver" if place.tree is None else "spawn")
+        if place.tree is None:
+            context.set_forkserver_preload(["torch", "torch.profiler", "torch._dynamo", "fdp"])
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
         for rank in range(place.world):
             ours, theirs = context.Pipe()
             arguments = (place, rank, self._store.port, theirs, make, args)
             process = context.Process(target=_rank_main, args=arguments, daemon=True)
-            process.start()
+            with place.importing():
+                process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)

@@ -192,15 +192,15 @@ def measure_step_times(
         if CASES[case_name].draws:
             for name in contenders:
                 with Crew(place.apart(name), Trainer, case_name, name, False) as crew:
-                    _warm_up(f"{name} without dropout", crew, [without.add])
+                    warm_up(f"{name} without dropout", crew, [without.add])
         crews = {name: stack.enter_context(Crew(place.apart(name), Trainer, case_name, name)) for name in contenders}
         for name, crew in crews.items():
             if CASES[case_name].draws:
                 # Its ranks still have to agree.
-                _warm_up(name, crew, [SamenessCheck(CASES[case_name]).add, without.refuse_alike])
+                warm_up(name, crew, [SamenessCheck(CASES[case_name]).add, without.refuse_alike])
             else:
-                _warm_up(name, crew, [without.add])
-        return _take_turns(crews, rounds, tell)
+                warm_up(name, crew, [without.add])
+        return take_turns(crews, rounds, tell)
 
 
 def measure_entries(
@@ -227,14 +227,15 @@ def measure_entries(
         for entry in entries:
             crew = Crew(entry.place, Trainer, case, entry.contender)
             crews[entry.name] = stack.enter_context(crew)
-            _warm_up(entry.name, crew, [same.add] if entry.trains else [])
-        times = _take_turns(crews, rounds, tell)
+            warm_up(entry.name, crew, [same.add] if entry.trains else [])
+        times = take_turns(crews, rounds, tell)
         for name, crew in crews.items():
             afterwards(name, crew)
     return times
 
 
-def _take_turns(crews: Mapping[str, Crew], rounds: int, tell: Tell | None) -> dict[str, StepTimes]:
+def take_turns(crews: Mapping[str, Crew], rounds: int, tell: Tell | None) -> dict[str, StepTimes]:
+    """Times crews of a `Trainer` each; by name."""
     found: dict[str, list[list[list[_Step]]]] = {name: [] for name in crews}  # by round, rank, step
     for i, order in enumerate(turns(list(crews), rounds)):
         for name in order:
@@ -244,7 +245,7 @@ def _take_turns(crews: Mapping[str, Crew], rounds: int, tell: Tell | None) -> di
     return {name: _of_slowest(by_round) for name, by_round in found.items()}
 
 
-def _warm_up(name: str, crew: Crew, checks: Sequence[Callable[[str, Mapping[str, torch.Tensor]], None]]) -> None:
+def warm_up(name: str, crew: Crew, checks: Sequence[Callable[[str, Mapping[str, torch.Tensor]], None]]) -> None:
     """Has a crew train some steps, and shows the parameters of each rank to the checks."""
     with tempfile.TemporaryDirectory() as folder:
         paths = crew.ask("warm_up", WARMUP, folder)

@@ -62,7 +62,8 @@ def _is_asked() -> bool:
         asked = True
 
     with _asked_instead(note):
-        torch.compile(lambda: None, backend="eager")()
+        # Made as what `torch.compile` returns is made, without the half second of imports of a first `torch.compile`.
+        torch._dynamo.run(lambda: None)()
     return asked
 
 

@@ -6,6 +6,7 @@ Everything that fdp needs from torch.distributed beyond its documented interface
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,13 +77,15 @@ class Group:
             return "none"
         from torch.distributed import distributed_c10d as c10d
 
-        # "cpu:gloo,cuda:nccl"; a backend of one's own prints as its bare name and serves every device.
-        config = dict(part.split(":", 1) for part in self._backend_config(c10d).split(",") if ":" in part)
-        return config.get(device.type)
+        return _backends(str(c10d._world.pg_backend_config[self.process_group])).get(device.type)
 
-    def _backend_config(self, c10d: Any) -> str:
-        config = str(c10d._world.pg_backend_config[self.process_group])
-        return config if ":" in config else ",".join(f"{d}:{config}" for d in ("cpu", "cuda", "xpu", "mps"))
+
+@functools.cache
+def _backends(config: str) -> dict[str, str]:
+    """By type of device the backend, from a text such as "cpu:gloo,cuda:nccl"."""
+    if ":" not in config:  # a backend of one's own prints as its bare name and serves every device
+        return dict.fromkeys(("cpu", "cuda", "xpu", "mps"), config)
+    return dict(part.split(":", 1) for part in config.split(",") if ":" in part)
 
 
 def resolve_group(group: Any = None) -> Group:

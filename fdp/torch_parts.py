@@ -73,6 +73,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
         "torch._C._set_mkldnn_enabled",
         "torch._dynamo.config.error_on_nested_fx_trace",
         "torch._dynamo.eval_frame._callback_from_stance",
+        "torch._dynamo.run",
         "torch._guards.detect_fake_mode",
         "torch._higher_order_ops.utils._in_hop_compile",
         "torch._subclasses.fake_tensor.FakeTensorMode.dispatch",

@@ -65,7 +65,9 @@ class _Call(Generic[T]):
         self._shared = flat.shared
         # An empty tensor lies nowhere, and may be a part of any memory.
         self._any_empty = any(tensor.numel() == 0 for tensor in tensors)
-        stay = _that_stay(trace) if flat.shared == () and not self._any_empty else []
+        sharing = {position for pair in flat.shared or () for position in pair}
+        free = flat.shared is not None and not self._any_empty
+        stay = [position for position in _that_stay(trace) if position not in sharing] if free else []
         pass_by = sorted(set(range(len(tensors))) - set(stay))
         self._staying, self._passing = _picker(stay, len(tensors)), _picker(pass_by, len(tensors))
         self._staying_like = tensors_like(self._staying(tensors))
@@ -75,6 +77,7 @@ class _Call(Generic[T]):
         self._staying_sizes = list(map(_extent_bytes, self._staying(tensors)))
         self._lay = _Addresses(list(map(_address, self._staying(tensors))), self._staying_sizes)
         self._pieces = _Pieces(self._passing(tensors) + self._staying(tensors), flat.shared or ())
+        self._passing_pieces = _Pieces(self._passing(tensors), flat.shared or ())
 
     def recognise(self, leaves: list[Any], static: tuple[Any, ...]) -> list[torch.Tensor] | None:
         """The tensors among leaves of the same structure if this call's program certainly serves them, else None."""
@@ -114,19 +117,30 @@ class _Call(Generic[T]):
             # The same bytes in the same shapes. They shared no memory a call ago, so they share none now, and a program
             # can find nothing different about them; their offset is not in it.
             sizes = [tensor.untyped_storage().nbytes() for tensor in passing]
-            return not overlap(bases, sizes) and all(map(lay.are_apart_from, bases, sizes))
+            if not all(map(lay.are_apart_from, bases, sizes)):
+                return False
+            if not self._shared:
+                return not overlap(bases, sizes)
+            lie = self._passing_pieces.lie_apart(bases, list(map(_address, passing))) and self._pairs_share(tensors)
+            return lie or sharing_pattern(tensors) == self._shared
         if not self._staying_offsets.are_of(staying):
             return False
         bases += self._staying_offsets.bases_at(addresses)
         # If those share that did, and no bytes of others lie in one place, the same share. (Storages that touch beyond
         # what the tensors use, or begin in one place, may still be apart, or not.)
-        if not self._pieces.lie_apart(bases, list(map(_address, passing)) + addresses) or not all(
-            tensors[one].untyped_storage()._cdata == tensors[two].untyped_storage()._cdata for one, two in self._shared
-        ):
+        lie_apart = self._pieces.lie_apart(bases, list(map(_address, passing)) + addresses)
+        if not (lie_apart and self._pairs_share(tensors)):
             return sharing_pattern(tensors) == self._shared
         # As a whole, since another thread may be reading it.
         self._lay = _Addresses(addresses, self._staying_sizes)
         return True
+
+    def _pairs_share(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether tensors that had one storage in the earlier call have one now."""
+        assert self._shared is not None
+        return all(
+            tensors[one].untyped_storage()._cdata == tensors[two].untyped_storage()._cdata for one, two in self._shared
+        )
 
 
 class _Offsets:
