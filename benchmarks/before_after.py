@@ -24,7 +24,7 @@ from cases import CASES
 from command import Begin, carry_out, options, positive
 from contenders import CONTENDERS, Contender, SamenessCheck
 from figures import Figures, Setting
-from launch import Crew, Tell, run_in
+from launch import Crew, run_in
 from rich.table import Table
 from run import ONE, RANKS
 from step_time import StepTimes, Trainer, align, paired_ratio, take_turns, turns, warm_up

@@ -83,6 +83,8 @@ class Preparation:
         self._agreed: Agreements = {}
         self._automatic = Automatic(settings.network, keeps=settings.options is not None)
         self._again: weakref.WeakKeyDictionary[Emitted, Again] = weakref.WeakKeyDictionary()
+        # Of those that are still to be compared on perturbed inputs: which results were finite on those of a call.
+        self._finite: weakref.WeakKeyDictionary[Emitted, list[bool]] = weakref.WeakKeyDictionary()
         self._previous: Summary | None = None
         self._prepared = 0
         self.traces = 0
@@ -109,7 +111,7 @@ class Preparation:
             plan = self._planned(flat, roles, group)
             emitted = Emitted(plan, group, self._agreed, settings.check_replication)
             if settings.check_trace and settings.options is None:
-                self._check(emitted, lambda: check_emitted(emitted, self._step, flat, roles))
+                self._check(emitted, lambda: self._check_on_call(emitted, flat, roles))
         except Exception as error:
             if group.size > 1 and not self._prepared:
                 announce_failure(group, error)
@@ -131,7 +133,9 @@ class Preparation:
         """Compare a step that has been running; returns whether that is to be done again."""
         try:
             with _one_at_a_time:
-                return check_again(emitted, self._step, flat, roles)
+                comes_again = check_again(emitted, self._step, flat, roles, self._finite.get(emitted))
+            self._finite.pop(emitted, None)
+            return comes_again
         except BaseException as error:
             # The other ranks have sent messages by now, or will, and this one will not.
             leave_behind(emitted.group, f"step {self._name!r} was left by {type(error).__name__}: {first_line(error)}")
@@ -142,7 +146,12 @@ class Preparation:
         with _one_at_a_time:
             compared = if_memory_allows(emitted, "the comparison at the first call", compare)
         if compared:
-            self._again[emitted] = Again(time.perf_counter() - begun)
+            self._again[emitted] = Again(time.perf_counter() - begun, owed=emitted in self._finite)
+
+    def _check_on_call(self, emitted: Emitted, flat: Flat, roles: Roles) -> None:
+        """Compare on the inputs of the first call. Those of later calls are for the second one to prepare for: a step
+        that is called once need not wait for it, and what it returns has been compared."""
+        self._finite[emitted] = check_emitted(emitted, self._step, flat, roles, on="call")
 
     def again(self, emitted: Emitted) -> Again | None:
         """When a step that was prepared is compared again; None for never."""

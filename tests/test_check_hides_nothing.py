@@ -8,12 +8,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from graphs import fake_group
 
 import fdp
+from fdp import preparation
 from fdp.emit import Emitted, check_emitted
 from fdp.emit.check import again, memory, of_program, side_by_side
 from fdp.emit.check.copies import copy_of, perturb_
@@ -307,7 +309,7 @@ class Clock:
 def test_it_comes_again_for_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, compared = Clock(), list[int]()
     monkeypatch.setattr(again, "clock", clock)
-    plan = again.Again(first_s=5.0)
+    plan = again.Again(first_s=5.0, owed=False)
     for call in range(2, 5000):
         clock.now += 1.0 if call != plan.at else 0.0
         if call == plan.at:
@@ -323,6 +325,49 @@ def test_it_comes_again_for_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPa
             plan.look(compare, run)
             assert plan.spent_s <= 0.01 * call
     assert compared == [512, 1024, 2048, 4096]
+
+
+def test_what_is_owed_comes_whatever_it_takes_and_until_nothing_is_refused() -> None:
+    plan, compared = again.Again(first_s=1e9, owed=True), list[int]()
+
+    def refuses() -> bool:
+        raise fdp.TraceError("no")
+
+    def agrees() -> bool:
+        compared.append(plan.at)
+        return True
+
+    assert plan.at == 2
+    for call in (3, 4):
+        with pytest.raises(fdp.TraceError):
+            plan.look(refuses, lambda: pytest.fail("what was refused ran"))
+        assert plan.at == call  # the next call is looked at again
+    assert plan.look(agrees, lambda: "ran") == "ran"
+    assert len(compared) == 1
+    plan.look(lambda: pytest.fail("there is no time for it"), lambda: None)
+
+
+def test_what_the_first_inputs_hide_is_found_before_the_second_call() -> None:
+    def step(state: dict[str, torch.Tensor], x: torch.Tensor) -> dict[str, torch.Tensor]:
+        # A number that the trace holds fast; of a state of zeros nobody can tell.
+        return {"m": state["m"] * (2.0 if tracing else 3.0) + fdp.pmean(x)}
+
+    tracing = True
+    checked = fdp.data_parallel(step, donate_argnums=0)
+    original = preparation.check_emitted
+
+    def untraced(*args: Any, **kwargs: Any) -> Any:
+        nonlocal tracing
+        tracing = False
+        return original(*args, **kwargs)
+
+    with mock.patch.object(preparation, "check_emitted", untraced):
+        first = checked({"m": torch.zeros(3)}, torch.ones(3))
+    assert torch.equal(first["m"], torch.ones(3))  # which is right
+    for _ in range(2):
+        with pytest.raises(fdp.TraceError, match="does not compute what the step computes"):
+            checked(first, torch.ones(3))
+    assert torch.equal(first["m"], torch.ones(3))
 
 
 def test_a_number_that_changed_since_the_trace_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,14 @@ from fdp.emit.check.held import closed_over_unchanged, undisturbed
 from fdp.emit.check.memory import if_memory_allows
 from fdp.emit.check.of_program import check_emitted, check_graph
 from fdp.emit.check.rounding import Excuses
-from fdp.emit.check.side_by_side import Case, NotRunnable, SideBySide, positions_of
+from fdp.emit.check.side_by_side import Case, NotRunnable, On, SideBySide, positions_of
 
 __all__ = [
     "Again",
     "Case",
     "Excuses",
     "NotRunnable",
+    "On",
     "SideBySide",
     "check_emitted",
     "check_graph",

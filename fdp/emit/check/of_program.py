@@ -13,12 +13,19 @@ from fdp.emit.check.leaves import Difference, same_bits
 from fdp.emit.check.lockstep import in_order_of_plan, unlike_graph
 from fdp.emit.check.refusals import wrong_program, wrong_trace
 from fdp.emit.check.rounding import Excuses, replay
-from fdp.emit.check.side_by_side import Case, SideBySide, positions_of
+from fdp.emit.check.side_by_side import Case, On, SideBySide, positions_of
 from fdp.emit.emitted import Emitted
 from fdp.trace import Flat, Roles, recording, without_onednn
 
 
-def check_emitted(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Roles, perturbed: bool = True) -> None:
+def check_emitted(
+    emitted: Emitted,
+    step: Callable[..., Any],
+    flat: Flat,
+    roles: Roles,
+    on: On = "both",
+    finite: Sequence[bool] = (),
+) -> list[bool]:
     """Run a step and what was emitted for it side by side.
 
     Where results differ by more than they may, the reason is looked for: the trace may be wrong, the program may be
@@ -29,7 +36,11 @@ def check_emitted(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles:
         step: the user's function.
         flat: the arguments of a call; they are not changed.
         roles: what each argument is.
-        perturbed: whether they are compared on perturbed inputs as well.
+        on: which inputs.
+        finite: what an earlier comparison returned, if this one is on perturbed inputs alone.
+
+    Returns:
+        For each leaf of the results, whether it was finite on the inputs of a call.
 
     Raises:
         TraceError: names each output that differs, and by how much; or each operator; or each input that was changed.
@@ -43,8 +54,9 @@ def check_emitted(emitted: Emitted, step: Callable[..., Any], flat: Flat, roles:
 
     give_back_memory()
     with closed_over_unchanged(emitted), recording():
-        SideBySide(emitted, step, flat, roles, explain).run(perturbed)
+        known = SideBySide(emitted, step, flat, roles, explain).run(on, finite)
     give_back_memory()
+    return known
 
 
 def check_graph(emitted: Emitted, offenders: Sequence[Difference], case: Case) -> None:

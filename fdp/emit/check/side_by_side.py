@@ -3,8 +3,8 @@
 Both run on this rank alone, and take the other ranks to hold something else than this one (see `OtherRanks`). So no
 other rank is needed, and whatever the trace got wrong (a constant that should not be one, an operator that does not do
 what its schema says, a view that was taken for a copy) shows as a difference instead of as a wrong number. The inputs
-are those of the call; and then the same ones perturbed, since zeros, equal copies and a learning rate of zero, which
-first calls have, hide mistakes.
+are those of the call; or the same ones perturbed, since zeros, equal copies and a learning rate of zero, which first
+calls have, hide mistakes.
 
 It is the moment of a training run that takes the most memory, so it holds on to little. Beside the arguments there are
 at most, at one time: the results of the step, and what one run of the program takes on copies of the arguments (the
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -58,6 +58,9 @@ class Case:
     by_itself: Callable[[], list[Any]]
 
 
+On = Literal["call", "perturbed", "both"]
+"""The inputs of a call, the same ones perturbed, or first those and then these."""
+
 Explain = Callable[[list[Difference], Case], None]
 """Looks at the results that differ; returns if all of them do so by rounding, and raises otherwise."""
 
@@ -90,15 +93,30 @@ class SideBySide:
         self._kept: list[torch.Tensor | None] = []
         self._given: dict[int, torch.Tensor] = {}
 
-    def run(self, perturbed: bool) -> None:
-        """Compare on the inputs of the call; and then on perturbed ones, if the step can take them."""
-        self._compare(0.0)
-        if perturbed and any(tensor.is_floating_point() or tensor.is_complex() for tensor in self._flat.tensors):
+    def run(self, on: On, finite: Sequence[bool] = ()) -> list[bool]:
+        """Compare.
+
+        Args:
+            on: which inputs; perturbed ones are left out if the step cannot take them.
+            finite: what an earlier comparison returned, if this one is on perturbed inputs alone.
+
+        Returns:
+            For each leaf of the results, whether it was finite on the inputs of a call.
+        """
+        self._finite = list(finite)
+        if on != "perturbed":
+            self._compare(0.0)
+        if on != "call" and any(tensor.is_floating_point() or tensor.is_complex() for tensor in self._flat.tensors):
             any(self._compare(move) for move in MOVES)
         self._kept, self._given = [], {}
+        return self._finite
 
     def _copy(self, at: int, move: float, memory: torch.Tensor | None = None) -> torch.Tensor:
         return perturb_(copy_of(self._flat.tensors[at], memory), move, at)
+
+    def _value(self, at: int, move: float) -> torch.Tensor:
+        """An input, to be read only."""
+        return self._copy(at, move) if move else self._flat.tensors[at].detach()
 
     def _fresh(self, move: float, alive: Sequence[Any] = ()) -> list[torch.Tensor]:
         """What a run may change is copied for it; what it may not is copied once for all of them.
@@ -143,7 +161,7 @@ class SideBySide:
         if expected_spec != found_spec:
             raise other_structure(self._trace.name, found_spec, expected_spec)
         names = pytree.names_in(expected_spec, "output")
-        before_of = old_values(self._trace, lambda at: self._copy(at, move))
+        before_of = old_values(self._trace, lambda at: self._value(at, move))
         if drawn and not move:
             # Random numbers that torch does not know of are drawn. They are frozen; does anything depend on them?
             offenders = different(names, found, expected, before_of)
@@ -227,8 +245,7 @@ class SideBySide:
         changed = [
             item.name
             for at, (item, kept) in enumerate(zip(self._trace.inputs, self._kept, strict=True))
-            if kept is not None
-            and not same_bits(self._copy(at, move) if move else self._flat.tensors[at].detach(), kept)
+            if kept is not None and not same_bits(self._value(at, move), kept)
         ]
         if changed:
             raise changes_inputs(self._trace.name, changed)

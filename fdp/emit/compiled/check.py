@@ -13,6 +13,7 @@ from fdp.emit.check import (
     Case,
     Excuses,
     NotRunnable,
+    On,
     SideBySide,
     check_emitted,
     check_graph,
@@ -58,14 +59,16 @@ def check_compiled(compiled: Emitted, emitted: Emitted, step: Callable[..., Any]
         _check_shapes(compiled, emitted, flat)
         return
     try:
-        compare_compiled(compiled, step, flat, roles, perturbed=True)
+        compare_compiled(compiled, step, flat, roles, "both")
     except NotRunnable as error:
         check_emitted(emitted, step, flat, roles)  # or it is the trace that cannot be run
         assert isinstance(error.__cause__, Exception)
         raise _not_runnable(emitted.plan.trace.name, error.__cause__) from error.__cause__
 
 
-def check_again(program: Emitted, step: Callable[..., Any], flat: Flat, roles: Roles) -> bool:
+def check_again(
+    program: Emitted, step: Callable[..., Any], flat: Flat, roles: Roles, finite: Sequence[bool] | None = None
+) -> bool:
     """Compare a step that has been running, on the inputs of another call.
 
     Args:
@@ -73,6 +76,7 @@ def check_again(program: Emitted, step: Callable[..., Any], flat: Flat, roles: R
         step: the user's function.
         flat: the arguments of the call; they are not changed.
         roles: what each argument is.
+        finite: what `check_emitted` returned at the first call, if the comparison on perturbed inputs is still to come.
 
     Returns:
         Whether it could be compared.
@@ -89,10 +93,10 @@ def check_again(program: Emitted, step: Callable[..., Any], flat: Flat, roles: R
 
     def compare() -> None:
         if program.options is None:
-            check_emitted(program, step, flat, roles, perturbed=False)
+            check_emitted(program, step, flat, roles, "call" if finite is None else "perturbed", finite or ())
             return
         try:
-            compare_compiled(program, step, flat, roles, perturbed=False)
+            compare_compiled(program, step, flat, roles, "call")
         except NotRunnable as error:
             assert isinstance(error.__cause__, Exception)
             raise _not_runnable(program.plan.trace.name, error.__cause__) from error.__cause__
@@ -107,7 +111,7 @@ def can_compare(compiled: Emitted) -> bool:
     return compiled.options.draws_alike or not any(effects_of(node).random for node in graph.nodes)
 
 
-def compare_compiled(compiled: Emitted, step: Callable[..., Any], flat: Flat, roles: Roles, perturbed: bool) -> None:
+def compare_compiled(compiled: Emitted, step: Callable[..., Any], flat: Flat, roles: Roles, on: On) -> None:
     """As `check_compiled`, for a compiled step that can be compared; an error of its own is a `NotRunnable`."""
 
     def explain(offenders: list[Difference], case: Case) -> None:
@@ -125,7 +129,7 @@ def compare_compiled(compiled: Emitted, step: Callable[..., Any], flat: Flat, ro
 
     give_back_memory()
     with closed_over_unchanged(compiled), recording():
-        SideBySide(compiled, step, flat, roles, explain, wants_cause=True).run(perturbed)
+        SideBySide(compiled, step, flat, roles, explain, wants_cause=True).run(on)
     give_back_memory()
 
 
