@@ -95,6 +95,24 @@ FAULTS = (
                "        if argument.name in _UNDECLARED_WRITES.get(target, ()):\n",
                "        if argument.name in _UNDECLARED_WRITES.get(target, ()) and not nodes:\n",
                "batch normalisation changes memory that nobody knows to change", "running statistics"),
+    TraceFault("arguments in another order", "trace/build.py",
+               "    it = iter(values)\n", "    it = iter(values[::-1])\n",
+               "the step gets another argument than it was given", "arguments that look alike"),
+    TraceFault("static arguments in another order", "trace/build.py",
+               "    fixed = iter(flat.static)\n", "    fixed = iter(flat.static[::-1])\n",
+               "the step gets another constant than it was given", "static arguments"),
+    TraceFault("the first argument again and again", "trace/build.py",
+               "leaves = [next(it) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.leaves]",
+               "leaves = [values[0] if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.leaves]",
+               "an argument takes the place of the others", "arguments that look alike"),
+    TraceFault("numbers that are not the caller's", "trace/build.py",
+               "leaves = [next(it) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.leaves]",
+               "leaves = [next(it) if isinstance(leaf, torch.Tensor) else type(leaf)(1) for leaf in flat.leaves]",
+               "a constant is another one", "arguments that look alike"),
+    TraceFault("static arguments taken apart in another order", "trace/arguments.py",
+               "    return trees, tuple(args[i] for i in sorted(roles.static))",
+               "    return trees, tuple(args[i] for i in sorted(roles.static, reverse=True))",
+               "the step gets another constant than it was given", "static arguments"),
 )  # fmt: skip
 
 
@@ -155,9 +173,18 @@ def _programs() -> dict[str, Callable[[], tuple[Any, tuple[Any, ...], dict[str, 
         out = F.batch_norm(x, mean, var, training=True)
         return {"mean": fdp.pmean(mean), "var": fdp.pmean(var)}, seen, fdp.pmean(out.square().sum() + mean.sum())
 
+    def alike(state: Any, other: Any, x: Any) -> Any:
+        mean = fdp.pmean(x.sum(0))
+        return {"a": state["a"] - 2 * state["b"] * other["rate"], "b": other["b"] * mean}, state["a"] @ other["b"]
+
+    def with_static(w: Any, x: Any, factor: float, other: float) -> Any:
+        return w * factor + fdp.pmean(x.sum(0)) / other
+
     ab = {"a": w[:, 0].contiguous(), "b": w}
     bn = {"mean": torch.zeros(4), "var": torch.ones(4)}
     small = {"bucket_cap_mb": 0.00001}
+    pair, others = {"a": w, "b": w + 1}, {"b": w * 3, "rate": 0.25}
+    static = {"static_argnums": (2, 3), "batch_argnums": 1}
     return {
         "read then changed": lambda: (read_then_changed, (w, x), {}),
         "changed then read": lambda: (changed_then_read, (w, x), {}),
@@ -168,6 +195,8 @@ def _programs() -> dict[str, Callable[[], tuple[Any, tuple[Any, ...], dict[str, 
         "checkpointed dropout": lambda: (checkpointed, (w, x), {}),
         "largest": lambda: (largest, (w, x), {}),
         "broadcast": lambda: (broadcast, (w, x), {}),
+        "arguments that look alike": lambda: (alike, (pair, others, x[:4]), {"check_replication": False}),
+        "static arguments": lambda: (with_static, (w, x, 3.0, 5.0), static),
         "running statistics": lambda: (statistics, (bn, x), {"donate_argnums": 0}),
     }
 

@@ -50,6 +50,7 @@ class Flat:
         donated: indices of leaves of donated arguments.
         shared: which tensors share memory, as in `sharing_pattern`; None if that does not matter.
         key: equal for two calls exactly if one trace serves both.
+        args: the arguments themselves.
     """
 
     leaves: list[Any]
@@ -58,6 +59,7 @@ class Flat:
     donated: tuple[int, ...]
     shared: tuple[tuple[int, int], ...] | None
     key: tuple[Any, ...]
+    args: tuple[Any, ...]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -165,12 +167,12 @@ def flatten(args: tuple[Any, ...], roles: Roles) -> Flat:
     leaves, spec = pytree.flatten(trees)
     key: tuple[Any, ...] = (spec, describe_static(static), *map(describe_leaf, leaves))
     if not roles.donated:
-        return Flat(leaves, spec, static, (), None, key)
+        return Flat(leaves, spec, static, (), None, key, args)
     donated = _leaves_of(roles.donated, spec, roles)
     # Whether tensors share memory decides what may be written in place; so does what autograd keeps of them.
     shared = sharing_pattern([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
     history = tuple(i for i in donated if isinstance(leaf := leaves[i], torch.Tensor) and _is_bound(leaf))
-    return Flat(leaves, spec, static, donated, shared, (*key, shared, history))
+    return Flat(leaves, spec, static, donated, shared, (*key, shared, history), args)
 
 
 def _leaves_of(positions: frozenset[int], spec: pytree.Spec, roles: Roles) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from fdp.comparable import comparable
 from fdp.dynamo import uncompiled
 from fdp.errors import FdpError, TraceError, build_message
 from fdp.group import Group
-from fdp.labels import unlabelled, with_labels
+from fdp.labels import PerRank, unlabelled, with_labels
 from fdp.other_ranks import Kind
 from fdp.trace.arguments import Flat, Roles, describe_inputs
 from fdp.trace.capture import capture, is_fake, recording, untraceable
@@ -167,6 +167,28 @@ def call_with(step: Callable[..., Any], flat: Flat, roles: Roles, values: Sequen
     return step(*(next(fixed) if i in roles.static else next(moving) for i in range(len(roles.names))))
 
 
+def _call_by_itself(step: Callable[..., Any], flat: Flat, roles: Roles, values: Sequence[torch.Tensor]) -> Any:
+    """Call a step as its caller did, with other tensors in the place of those that he gave.
+
+    Each takes the place of one in the caller's own arguments, wherever that stands. `call_with`, with which the step is
+    traced, goes by positions in a row; what goes wrong there shows where the two are compared.
+    """
+    others: dict[int, list[torch.Tensor]] = {}
+    for tensor, value in zip(flat.tensors, values, strict=True):
+        others.setdefault(id(tensor), []).append(value)
+    args: list[Any] = []
+    for position, arg in enumerate(flat.args):
+        if position not in roles.static:
+            leaves, spec = pytree.flatten(arg, whole=PerRank)
+            leaves = [leaf.value if isinstance(leaf, PerRank) else leaf for leaf in leaves]
+            if not all(others.get(id(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor)):
+                return call_with(step, flat, roles, values)  # a container that makes new tensors whenever it is asked
+            found = [others[id(leaf)].pop(0) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            arg = pytree.unflatten(spec, found)
+        args.append(arg)
+    return step(*args)
+
+
 def run_untraced(
     step: Callable[..., Any],
     flat: Flat,
@@ -185,7 +207,7 @@ def run_untraced(
     """
     try:
         with step_axis(f"{others} ranks", group, wire), recording(), uncompiled():
-            out = call_with(step, flat, roles, values)
+            out = _call_by_itself(step, flat, roles, values)
     except Exception as error:
         if kept_by(step, is_fake):
             raise _kept(step) from error
