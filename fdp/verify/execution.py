@@ -22,6 +22,7 @@ from fdp.dispatch import TorchDispatchMode
 from fdp.trace.control import Repeated, choose
 from fdp.verify.failure import VerificationError
 from fdp.verify.higher import higher_order, operator_name, run_loop
+from fdp.verify.kernels import why_not_trusted
 from fdp.verify.machine import Machine
 from fdp.verify.memory import Block, View, view_of
 from fdp.verify.operators import Operator, operator_of
@@ -101,6 +102,7 @@ class Execution(Machine):
         for item, tensor in zip(reference.trace.inputs, self.inputs, strict=True):
             self._hold(item.name, tensor)
         self._code = program.function.__code__
+        self._traced = {node.target for node in reference.trace.graph.graph.nodes}
 
     # Tensors without values.
 
@@ -267,6 +269,9 @@ class Execution(Machine):
             return func(*args, **kwargs)
         raw = operator.bind(args, kwargs)
         given = self._views(raw)
+        # Where the trace calls an out variant itself, that one is meant.
+        if operator.out and func not in self._traced and (why := why_not_trusted(operator, given)) is not None:
+            raise VerificationError(why)
         made: list[Any] = []
 
         def fresh(call: Term, reads: list[View]) -> list[Any]:

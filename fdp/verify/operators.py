@@ -90,6 +90,7 @@ class Operator:
         random: it may draw random numbers.
         uninitialised: its result holds what happened to be in memory.
         known: whether all it does is what its schema says: not so of operators of somebody else's.
+        out: whether it writes its results to where it is told to.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Operator:
     random: bool
     uninitialised: bool
     known: bool
+    out: bool
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The value of each argument."""
@@ -211,6 +213,7 @@ def operator_of(target: Any) -> Operator:
         random=torch.Tag.nondeterministic_seeded in tags and namespace != "fdp",
         uninitialised=base in _UNINITIALISED,
         known=namespace in ("aten", "prims", "fdp", "fdp_generator"),
+        out=any(argument.is_out for argument in schema.arguments),
     )
 
 
