@@ -22,17 +22,31 @@ from simulated_ranks import Messages, SimulatedGroup, Turns, poison
 from traced_programs import CALLS, SEED, Prepared
 
 from fdp.emit import arena, wide_mean
+from fdp.emit.compiled import program as compiled_program
 from fdp.emit.in_flight import InFlight
 from fdp.group import Group
 from fdp.plan import Plan, plan_trace
+from fdp.verify import VerificationError, verify_made, verify_program
+
+Prove = Callable[[Plan, Any, Any, Any], None]
+"""(plan, program, its memory, its buckets): `fdp.verify.verify_made`."""
 
 
 class Different(Exception):
     """A number is not what plain PyTorch computes, or what it was."""
 
 
-def differs(program: Program, plan: Plan, emitted: Sequence[Any], expected: list[list[Any]]) -> str | None:
+def differs(
+    program: Program, plan: Plan, emitted: Sequence[Any], expected: list[list[Any]], prove: Prove | None = None
+) -> str | None:
     """What is wrong with the numbers of emitted programs, one for each rank; None if nothing is.
+
+    Args:
+        program: the step.
+        plan: its plan.
+        emitted: a program for each rank.
+        expected: the results of plain PyTorch: for each rank, those of each call.
+        prove: looks at the tensors that are made for a program, before it runs; None for nobody.
 
     Raises:
         Exception: whatever a program raises by itself.
@@ -41,7 +55,7 @@ def differs(program: Program, plan: Plan, emitted: Sequence[Any], expected: list
         for late in (False, True):
             turns = Turns(program.world, SEED)
             with _carried_by(Messages(turns, late)):
-                turns.run(lambda rank, turns=turns: _calls(program, plan, emitted[rank], rank, expected[rank]))
+                turns.run(lambda rank, turns=turns: _calls(program, plan, emitted[rank], rank, expected[rank], prove))
     except Different as error:
         return str(error)
     return None
@@ -78,19 +92,35 @@ class _Runnable:
             function.__globals__.update(values)
         self._buffers = arena.make_buffers(plan, program, self._blocks)
 
+    def prove(self, prove: Prove) -> None:
+        """Have what was made looked at."""
+        prove(self._plan, self._program, self._blocks, self._buffers)
+
     def __call__(self, leaves: list[torch.Tensor]) -> Any:
         for block in self._blocks.values():
             poison(block)  # steps share memory: between two calls another one may have used it
-        flying: Any = InFlight(self._buffers, self._group, None)  # type: ignore[arg-type]
+        flying: Any = InFlight(self._buffers, self._group, _Numbered())  # type: ignore[arg-type]
         with torch.no_grad():
             outputs = iter(self._program.function(leaves, flying.start, flying.wait))
         made = [o.constant if o.node is None else next(outputs) for o in self._plan.trace.outputs]
         return self._plan.trace.out_spec.unflatten(made)
 
 
-def _calls(program: Program, plan: Plan, emitted: Any, rank: int, expected: list[Any]) -> None:
+class _Numbered:
+    """Says of a call which it is, as `fdp.emit.order.Order` does: what lies behind the first message is overwritten."""
+
+    awaits_first = False
+
+    def before_start(self, buffer: Any) -> None:
+        if buffer.header is not None:
+            buffer.header.fill_(1)
+
+
+def _calls(program: Program, plan: Plan, emitted: Any, rank: int, expected: list[Any], prove: Prove | None) -> None:
     """Call a program several times; what it returned stays what it was, until the caller writes to it."""
     run, state = _Runnable(plan, emitted, rank), program.state()
+    if prove is not None:
+        run.prove(prove)
     closed = {name: getattr(plan.trace.graph, name) for name, _ in plan.trace.graph.named_buffers()}
     held = optree.tree_map(torch.clone, closed)
     kept: list[tuple[Any, Any]] = []
@@ -135,15 +165,17 @@ class Ways:
     """How programs are made.
 
     Attributes:
-        write: writes the program of a plan for a rank, without verifying it.
+        write: writes the program of a plan for a rank, whether it is right or not.
         given: likewise, what a user gets: verified, and another one in its place if it is refused.
-        verify: `fdp.verify.verify_program`, None if there is no validator.
+        verify: says what the validator says of what `write` wrote.
+        prove: likewise, of the tensors that are made for it.
         tolerance: by what share of its largest value a result may differ, at least.
     """
 
     write: Callable[[Plan, int, bool], Any]
     given: Callable[[Plan, int, bool], Any]
-    verify: Callable[[Plan, Any, int, bool], None] | None
+    verify: Callable[[Plan, Any, int, bool], None]
+    prove: Prove
     tolerance: float = 0.0
 
 
@@ -153,10 +185,6 @@ def ways_of(compiled: bool) -> Ways:
     from fdp.emit.compiled import compile_program, resolve_options
     from fdp.emit.program import write_program
 
-    try:
-        from fdp.verify import verify_program
-    except ImportError:
-        verify_program = None
     options = resolve_options(True) if compiled else None
 
     def group_of(plan: Plan, rank: int) -> Group:
@@ -165,13 +193,37 @@ def ways_of(compiled: bool) -> Ways:
     def given(plan: Plan, rank: int, communicates: bool) -> Any:
         return Emitted(plan, group_of(plan, rank), options=options)._program
 
+    if options is None:
+        return Ways(write_program, given, verify_program, verify_made)
+    settled = options.settled({torch.device("cpu")})
+    refusals: list[tuple[Any, Exception]] = []
+
     def compiling(plan: Plan, rank: int, communicates: bool) -> Any:
-        assert options is not None
-        settled = options.settled({torch.device("cpu")})
-        return compile_program(plan, group_of(plan, rank), communicates, settled, False)
+        """Compile a graph whatever the validator, which looks at it before, says of it."""
+        found: list[Exception] = []
+        looks = compiled_program.verify_lowered
+
+        def look(*args: Any) -> None:
+            try:
+                looks(*args)
+            except VerificationError as error:
+                found.append(error)
+
+        compiled_program.verify_lowered = look
+        try:
+            made = compile_program(plan, group_of(plan, rank), communicates, settled, False)
+        finally:
+            compiled_program.verify_lowered = looks
+        refusals.extend((made, error) for error in found)
+        return made
+
+    def verify(plan: Plan, program: Any, rank: int, communicates: bool) -> None:
+        for made, error in refusals:
+            if made is program:
+                raise error
 
     # The compiler adds up in another order.
-    return Ways(compiling if compiled else write_program, given, verify_program, 1e-6 if compiled else 0.0)
+    return Ways(compiling, given, verify, verify_made, 1e-6)
 
 
 def outcomes_of(prepared: Prepared, ways: Ways) -> Iterator[Outcome]:
@@ -192,25 +244,32 @@ def outcomes_of(prepared: Prepared, ways: Ways) -> Iterator[Outcome]:
         except Exception as error:
             yield from [Outcome(raised=_in_short(error))] * 2
             return
-        if ways.verify is not None:
-            try:
-                for rank, each in enumerate(emitted):
-                    ways.verify(plan, each, rank, communicates)
-            except Exception as error:
-                if type(error).__name__ != "VerificationError":
-                    raise
-                refusal = _in_short(error)
+        try:
+            for rank, each in enumerate(emitted):
+                ways.verify(plan, each, rank, communicates)
+                if (runnable := _runnable(plan, each, rank)) is not None:
+                    runnable.prove(ways.prove)
+        except VerificationError as error:
+            refusal = _in_short(error)
         yield Outcome(refusal=refusal, raised="the process died")
         try:
             numbers = differs(program, plan, emitted, expected)
         except Exception as error:
             raised = _in_short(error)
-        if numbers is not None and ways.verify is not None:
+        if numbers is not None:
             # Whoever runs a step that is refused gets right numbers from another program, or an error.
             with contextlib.suppress(Exception):
                 given = [ways.given(plan, rank, communicates) for rank in range(program.world)]
-                user = differs(program, plan, given, expected)
+                user = differs(program, plan, given, expected, ways.prove)
     yield Outcome(numbers, raised, refusal, user)
+
+
+def _runnable(plan: Plan, program: Any, rank: int) -> _Runnable | None:
+    """A program in memory; None where that raises an error, as it will again when its numbers are computed."""
+    try:
+        return _Runnable(plan, program, rank)
+    except Exception:
+        return None
 
 
 def _in_short(error: Exception) -> str:

@@ -33,13 +33,11 @@ class Report:
         fault: which; None for the sources as they are.
         outcomes: for each program, what became of it.
         error: why nothing could be run, if nothing could.
-        validated: whether there was a validator.
     """
 
     fault: Fault | None
     outcomes: dict[str, Outcome]
     error: str | None = None
-    validated: bool = False
 
     @property
     def changed(self) -> list[str]:
@@ -67,7 +65,7 @@ class Report:
         if self.error is not None:
             return "raises"
         if self.uncaught:
-            return "UNCAUGHT" if self.validated else "no validator"
+            return "UNCAUGHT"
         if self.changed:
             return "caught"
         return "raises" if self.raised else "harmless"

@@ -93,8 +93,8 @@ def run_one(
         programs: names of those to run.
         prepared: the traces of programs that are to run operator by operator. None to compile them: then this process
             must not have imported fdp yet.
-        tell: called with whether there is a validator; then with (name, `Outcome`), twice for each program: before its
-            numbers are computed, which may end this process, and after.
+        tell: called with (name, `Outcome`), twice for each program: before its numbers are computed, which may end this
+            process, and after.
     """
     if prepared is None:
         assert "fdp" not in sys.modules, "fdp has been imported without the fault"
@@ -108,7 +108,6 @@ def run_one(
 
     assert seeding is None or sys.modules[seeding.module].__loader__ is seeding, "the fault was not imported"
     ways = emitted_runs.ways_of(prepared is None)
-    tell(ways.verify is not None)
     for name in programs:
         one = traced_programs.prepare(name) if prepared is None else prepared[name]
         for outcome in emitted_runs.outcomes_of(one, ways):
@@ -135,10 +134,9 @@ class _Running:
     end: float
     outcomes: dict[str, Outcome]
     left: list[str]
-    validated: bool = False
 
     def report(self, error: str | None = None) -> Report:
-        return Report(self.fault, self.outcomes, error, self.validated)
+        return Report(self.fault, self.outcomes, error)
 
 
 def run_all(
@@ -213,13 +211,10 @@ def _hear(pipe: Any, job: _Running) -> tuple[bool, str | None]:
     if told is None or isinstance(told, str):
         job.left = []
         return True, told
-    if isinstance(told, bool):
-        job.validated = told
-    else:
-        name, outcome = told
-        if name in job.outcomes and job.left[0] == name:
-            job.left.pop(0)
-        job.outcomes[name] = outcome
+    name, outcome = told
+    if name in job.outcomes and job.left[0] == name:
+        job.left.pop(0)
+    job.outcomes[name] = outcome
     return False, None
 
 

@@ -889,6 +889,45 @@ _ARENA = (
         "own = _flat(block, 0, numel, bucket.dtype)",
         "messages carry other memory than the program fills",
     ),
+    Fault(
+        "everything is scaled",
+        "emit/arena.py",
+        "scaled = bucket.index in program.scaled",
+        "scaled = True",
+        "what is not divided is added up",
+    ),
+    Fault(
+        "strides of a place dropped",
+        "emit/arena.py",
+        "return block.as_strided(place.shape, place.stride, block.storage_offset() + start)",
+        "return block.as_strided(place.shape, torch.empty(place.shape, device='meta').stride(), "
+        "block.storage_offset() + start)",
+        "a view is made in another order",
+    ),
+    Fault(
+        "one type for all places",
+        "emit/arena.py",
+        "block = typed.get((device, place.dtype))",
+        "block = next((each for each in typed.values() if each.itemsize == place.dtype.itemsize), None)",
+        "integers are looked at as numbers of the same size",
+    ),
+)
+
+_HEADER = (
+    Fault(
+        "header without memory",
+        "emit/places.py",
+        "return (bucket.numel + header_numel(bucket, world_size)) * bucket.dtype.itemsize",
+        "return bucket.numel * bucket.dtype.itemsize",
+        "what says which call a message belongs to lies over another value",
+    ),
+    Fault(
+        "header over the last member",
+        "emit/arena.py",
+        "header = message[bucket.numel : bucket.numel + extra]",
+        "header = message[bucket.numel - 1 : bucket.numel - 1 + extra]",
+        "off by one",
+    ),
 )
 
 FAULTS: dict[str, tuple[Fault, ...]] = {
@@ -902,6 +941,7 @@ FAULTS: dict[str, tuple[Fault, ...]] = {
     "shortcuts": _SHORTCUTS,
     "schedule": _SCHEDULE,
     "arena": _ARENA,
+    "header": _HEADER,
 }
 """Faults in what emits a step operator by operator, by what they are in."""
 

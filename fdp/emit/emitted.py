@@ -25,7 +25,7 @@ from fdp.emit.order import Agreed, Agreements, Order
 from fdp.emit.program import Program
 from fdp.emit.replication import Replication
 from fdp.emit.signature import check_signature
-from fdp.emit.verified import verified_program
+from fdp.emit.verified import prove_made, verified_program
 from fdp.errors import ArgumentError, FdpError, PeerError, build_message
 from fdp.group import Group, resolve_group
 from fdp.in_step import alone_on, leave_behind, refuse_left_behind
@@ -324,10 +324,11 @@ class Emitted:
             return
         with moving:
             self.leave(self._arena)
+            self._arena, self._blocks = arena, blocks
             for function, values in all_place_values(self._program, blocks):
                 function.__globals__.update(values)
             self._buffers = make_buffers(self.plan, self._program, blocks)
-            self._arena, self._blocks = arena, blocks
+            prove_made(self.plan, self._program, blocks, self._buffers)
             arena.tenants.add(self)
 
     def leave_memory(self) -> None:

@@ -1,14 +1,17 @@
-"""Programs that are proved before they run: the fast one, or a plain one if the fast one is wrong."""
+"""Programs that are proved before they run: the fast one, or a plain one if the fast one is wrong; and their memory."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+import torch
+
+from fdp.emit.arena import Buffer
 from fdp.emit.program import Program, write_program
 from fdp.errors import TraceError, build_message
 from fdp.plan import Plan
-from fdp.verify import VerificationError, verify_program
+from fdp.verify import VerificationError, verify_made, verify_program
 
 
 def verified_program(plan: Plan, rank: int, communicates: bool, tick: Callable[[], None] | None = None) -> Program:
@@ -54,3 +57,23 @@ def verified_program(plan: Plan, rank: int, communicates: bool, tick: Callable[[
         stacklevel=2,
     )
     return plain
+
+
+def prove_made(
+    plan: Plan, program: Program, blocks: Mapping[torch.device, torch.Tensor], buffers: Mapping[int, Buffer]
+) -> None:
+    """Prove that the tensors that were made for a program lie where its proof had them.
+
+    Args:
+        plan: the plan.
+        program: its program, which finds them.
+        blocks: the memory that they were made in, as bytes.
+        buffers: its buckets, by index.
+
+    Raises:
+        TraceError: they do not.
+    """
+    try:
+        verify_made(plan, program, blocks, buffers)
+    except VerificationError as error:
+        raise TraceError(str(error)) from error

@@ -9,14 +9,13 @@ import torch
 
 from fdp.plan.record import Bucket, Plan, Start, Wait
 from fdp.trace.record import Trace
+from fdp.verify.buckets import parts_of
 from fdp.verify.extents import extent_of
 from fdp.verify.failure import VerificationError
 from fdp.verify.memory import Block, Memory, View
 from fdp.verify.program import Program
 from fdp.verify.terms import Term, describe
 from fdp.verify.values import Values
-
-_ALIGNMENT_BYTES = 64
 
 
 class Expected(Protocol):
@@ -123,29 +122,13 @@ class Messages:
         self._done.append((what, index))
         return self._buckets[index]
 
-    def _own_bytes(self, bucket: Bucket) -> int:
-        numel, size = bucket.numel, self._trace.world_size
-        if bucket.accumulate_dtype is not None:
-            numel = -(-numel // size) * size
-        return numel * bucket.dtype.itemsize
-
-    def _behind(self, bucket: Bucket) -> int:
-        """Where, in the memory of a bucket, begins what comes from other ranks, if it has a place of its own."""
-        return -(-self._own_bytes(bucket) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
     def _regions(self, execution: Sender, bucket: Bucket) -> Iterator[tuple[Block, int, int]]:
         """The bytes that a message reads or writes."""
         device, start = execution.where["bucket", bucket.index]
-        own = self._own_bytes(bucket)
-        regions = [(start, own)]
-        if bucket.op == "all_gather":
-            regions.append((start + self._behind(bucket), own * self._trace.world_size))
-        elif bucket.accumulate_dtype is not None:
-            regions.append((start + self._behind(bucket), own))
-        for begin, size in regions:
-            if begin + size > self._program.layouts[device].size_bytes:
+        for begin, size in parts_of(bucket, self._trace.world_size).regions():
+            if start + begin + size > self._program.layouts[device].size_bytes:
                 raise VerificationError(f"bucket {bucket.index} lies beyond the memory of the step")
-            yield execution.arena[device], begin, size
+            yield execution.arena[device], start + begin, size
 
     def _lies(self, execution: Sender, bucket: Bucket, at: int) -> tuple[View, View]:
         """A member of a bucket: where what is sent lies, and where the result will."""
@@ -165,7 +148,7 @@ class Messages:
         slot = _view(block, begin, tuple(shape), steps, bucket.dtype)
         if bucket.op != "all_gather":
             return slot, slot
-        begin += self._behind(bucket)
+        begin += parts_of(bucket, self._trace.world_size).behind_bytes
         whole, apart = (self._trace.world_size, *shape), (bucket.numel, *steps)
         return slot, _view(block, begin, whole, apart, bucket.dtype)
 

@@ -19,8 +19,6 @@ from fdp.verify.program import Program
 from fdp.verify.reference import Reference
 from fdp.verify.terms import describe
 
-_ALIGNMENT_BYTES = 64
-
 
 def verify_program(
     plan: Plan, program: Program, rank: int, communicates: bool, tick: Callable[[], None] | None = None

@@ -1,0 +1,54 @@
+"""Where the parts of a bucket lie in its memory, and which bytes its message reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fdp.plan.record import Bucket
+
+_ALIGNMENT_BYTES = 64
+_HEADER_NUMEL = 64
+_CARRIERS = ("mean", "sum", "max", "min")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a bucket, in elements but for `behind_bytes`; the members are its first `numel` elements.
+
+    Attributes:
+        numel: the members.
+        header: what stands behind them, and says which call a message belongs to.
+        sent: what this rank sends: members and header, filled up where ranks share them evenly.
+        behind_bytes: where what others send begins, if it has memory of its own.
+        arriving: what others send there.
+        itemsize: bytes of an element.
+    """
+
+    numel: int
+    header: int
+    sent: int
+    behind_bytes: int
+    arriving: int
+    itemsize: int
+
+    def regions(self) -> Iterator[tuple[int, int]]:
+        """The bytes that the message reads or writes: where they begin, and how many."""
+        yield 0, self.sent * self.itemsize
+        if self.arriving:
+            yield self.behind_bytes, self.arriving * self.itemsize
+
+
+def parts_of(bucket: Bucket, world_size: int) -> Parts:
+    """The parts of a bucket on a number of ranks."""
+    itemsize, numel = bucket.dtype.itemsize, bucket.numel
+    # The first of all that start; where ranks compute with what they send, and 256 ones are not zero.
+    carries = bucket.index == 0 and bucket.op in _CARRIERS and (itemsize > 1 or world_size < 256)
+    header = _HEADER_NUMEL if carries and world_size > 1 else 0
+    sent = numel + header
+    wide = bucket.accumulate_dtype is not None
+    if wide:
+        sent = -(-sent // world_size) * world_size
+    behind_bytes = -(-sent * itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    arriving = sent if wide else world_size * numel if bucket.op == "all_gather" else 0
+    return Parts(numel, header, sent, behind_bytes, arriving, itemsize)

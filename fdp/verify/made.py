@@ -1,0 +1,194 @@
+"""Do the tensors that were made for a program lie where its proof had them?
+
+A program is proved on stand-ins, which lie where its places and layouts say. When it runs, somebody makes tensors in
+real memory: for each place, among the globals of its function, and for each bucket. Here they are looked at, each time
+that they are made and before the program runs. Nothing is read from memory, so it costs less than making them did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from fdp.errors import build_message
+from fdp.plan.record import Bucket, Plan
+from fdp.verify.buckets import parts_of
+from fdp.verify.failure import VerificationError
+from fdp.verify.program import Program
+
+_Memory = tuple[torch.device, int, int]
+"""Memory on a device: its address, and which storage it belongs to."""
+
+
+class Buffer(Protocol):
+    """A bucket in memory, as far as it is looked at: see `fdp.emit.arena.Buffer`."""
+
+    @property
+    def bucket(self) -> Bucket: ...
+
+    @property
+    def own(self) -> torch.Tensor: ...
+
+    @property
+    def gathered(self) -> torch.Tensor | None: ...
+
+    @property
+    def scaled(self) -> bool: ...
+
+    @property
+    def received(self) -> torch.Tensor | None: ...
+
+    @property
+    def message(self) -> torch.Tensor | None: ...
+
+    @property
+    def header(self) -> torch.Tensor | None: ...
+
+
+def verify_made(
+    plan: Plan, program: Program, blocks: Mapping[torch.device, torch.Tensor], buffers: Mapping[int, Buffer]
+) -> None:
+    """Prove that what was made in memory for a program is what the proof of the program took for granted.
+
+    Args:
+        plan: that it was written for.
+        program: proved; its function finds the tensors at its places.
+        blocks: for each device the memory that they were made in, as bytes.
+        buffers: what was made for its buckets, by index.
+
+    Raises:
+        VerificationError: a tensor lies elsewhere, or otherwise; names each.
+    """
+    memory: dict[torch.device, _Memory] = {}
+    offenders = []
+    for device, layout in program.layouts.items():
+        block = blocks.get(device)
+        if block is None or not _holds(block, device, layout.size_bytes):
+            offenders.append(f"the memory on {device} is not {layout.size_bytes} bytes in a row")
+        else:
+            memory[device] = block.device, block.data_ptr(), block.untyped_storage()._cdata
+    if not offenders:
+        offenders += [*_wrong_places(program, memory), *_wrong_buffers(plan, program, memory, buffers)]
+    if offenders:
+        raise VerificationError(
+            build_message(
+                f"the memory of step {plan.trace.name!r} is not what its program was proved with.",
+                offenders,
+                remedy="report this to the authors of fdp, with the step.",
+            )
+        )
+
+
+def _holds(block: torch.Tensor, device: torch.device, size_bytes: int) -> bool:
+    return (
+        block.dtype == torch.uint8
+        and block.device.type == device.type
+        and device.index in (None, block.device.index)
+        and block.dim() == 1
+        and block.is_contiguous()
+        and block.numel() >= size_bytes
+    )
+
+
+def _wrong_places(program: Program, memory: Mapping[torch.device, _Memory]) -> Iterator[str]:
+    """The tensors that a function finds, and those that the bodies of its loops do."""
+    where: dict[Any, _Memory] = {}
+    for device, layout in program.layouts.items():
+        there, address, storage = memory[device]
+        where.update((key, (there, address + offset, storage)) for key, offset in layout.offsets.items())
+    found: Any = program.function.__globals__
+    seen = set()
+    for name, place in program.places.items():
+        at = where.get(place.memory)
+        if at is None:
+            continue  # a value that turned out not to be used: the program was proved without it
+        tensor = found.get(name)
+        start_bytes = place.start_bytes + place.offset * place.dtype.itemsize
+        if not _lies(tensor, at, start_bytes, place.shape, place.stride, place.dtype):
+            yield f"{name} is not the place that it should be: {_described(tensor, at)}"
+        elif id(tensor) in seen:
+            yield f"{name} is one object with another place, and would take part in a change of its shape"
+        seen.add(id(tensor))
+    for node, body in program.loops.items():
+        # The body of a loop has its memory out of that of the program around it; one without memory has no places.
+        own = {device: where.get(("loop", node, device)) for device in body.layouts}
+        if any(at is None and body.layouts[device].size_bytes for device, at in own.items()):
+            yield f"the body of {node} has no memory"
+        else:
+            yield from _wrong_places(body, {device: at or memory[device] for device, at in own.items()})
+
+
+def _wrong_buffers(
+    plan: Plan, program: Program, memory: Mapping[torch.device, _Memory], buffers: Mapping[int, Buffer]
+) -> Iterator[str]:
+    size = plan.trace.world_size
+    starts = {}
+    for device, layout in program.layouts.items():
+        there, address, storage = memory[device]
+        for bucket in plan.buckets:
+            if bucket.device == device and ("bucket", bucket.index) in layout.offsets:
+                starts[bucket.index] = there, address + layout.offsets["bucket", bucket.index], storage
+    if buffers.keys() != starts.keys():
+        yield f"buckets {sorted(buffers)} were made, and not {sorted(starts)}"
+        return
+    for index, at in starts.items():
+        bucket, buffer = plan.buckets[index], buffers[index]
+        parts, dtype = parts_of(bucket, size), bucket.dtype
+        if buffer.bucket != bucket:
+            yield f"bucket {index} is taken for another one"
+        if buffer.scaled != (index in program.scaled):
+            yield f"bucket {index} is {'' if buffer.scaled else 'not '}taken for one that holds shares of means"
+        wide = bucket.accumulate_dtype is not None
+        gathers = bucket.op == "all_gather"
+        own = parts.sent if wide else parts.numel
+        message = buffer.own if buffer.message is None else buffer.message
+        expected: dict[str, tuple[torch.Tensor | None, int, tuple[int, ...] | None]] = {
+            "what this rank contributes": (buffer.own, 0, (own,)),
+            "what is sent": (message, 0, (parts.sent,)),
+            "what is gathered": (buffer.gathered, parts.behind_bytes, (size, parts.numel) if gathers else None),
+            "what is received": (buffer.received, parts.behind_bytes, (parts.sent,) if wide else None),
+            "the header": (buffer.header, parts.numel * parts.itemsize, (parts.header,) if parts.header else None),
+        }
+        for what, (tensor, start_bytes, shape) in expected.items():
+            if shape is None:
+                right = tensor is None
+            else:
+                stride = (1,) if len(shape) == 1 else (shape[1], 1)
+                right = _lies(tensor, at, start_bytes, shape, stride, dtype)
+            if not right:
+                yield f"{what} of bucket {index} is not what it should be: {_described(tensor, at)}"
+
+
+def _lies(
+    tensor: torch.Tensor | None,
+    memory: _Memory,
+    start_bytes: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+) -> bool:
+    """Whether a tensor looks at some memory from a byte on, under a geometry, and at what it holds as it is."""
+    device, address, storage = memory
+    return (
+        tensor is not None
+        # Of no elements, it lies nowhere.
+        and (tensor.data_ptr() == address + start_bytes or 0 in shape)
+        and tensor.shape == shape
+        and tensor.stride() == stride
+        and tensor.dtype == dtype
+        and tensor.device == device
+        and tensor.untyped_storage()._cdata == storage
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def _described(tensor: Any, memory: _Memory) -> str:
+    if not isinstance(tensor, torch.Tensor):
+        return "it is missing"
+    where = f"{tensor.data_ptr() - memory[1]} bytes from the beginning of its piece"
+    if tensor.untyped_storage()._cdata != memory[2]:
+        where = "in other memory"
+    return f"{tensor.dtype}, shape {list(tensor.shape)}, strides {list(tensor.stride())}, {where}"
