@@ -23,6 +23,10 @@ _AVERAGING_BACKENDS = ("gloo", "nccl", "xccl", "hccl")
 """Backends known to take ReduceOp.AVG; on any other a mean is a sum and a division."""
 
 
+Arrived = Callable[[], None]
+"""Called once when a message has arrived, perhaps by another thread."""
+
+
 @dataclass(frozen=True)
 class Group:
     """The ranks that a step runs on: a c10d process group, or a world of one.
@@ -79,6 +83,22 @@ class Group:
 
         return _backends(str(c10d._world.pg_backend_config[self.process_group])).get(device.type)
 
+    def all_reduce(self, buffer: torch.Tensor, op: str, arrived: Arrived | None = None) -> Callable[[], None]:
+        """As `start_all_reduce`, on these ranks."""
+        return start_all_reduce(buffer, op, self, arrived)
+
+    def broadcast(self, buffer: torch.Tensor, root: int, arrived: Arrived | None = None) -> Callable[[], None]:
+        """As `start_broadcast`, on these ranks."""
+        return start_broadcast(buffer, root, self, arrived)
+
+    def all_gather(self, out: torch.Tensor, own: torch.Tensor, arrived: Arrived | None = None) -> Callable[[], None]:
+        """As `start_all_gather`, on these ranks."""
+        return start_all_gather(out, own, self, arrived)
+
+    def all_to_all(self, out: torch.Tensor, own: torch.Tensor) -> Callable[[], None]:
+        """As `start_all_to_all`, on these ranks."""
+        return start_all_to_all(out, own, self)
+
 
 @functools.cache
 def _backends(config: str) -> dict[str, str]:
@@ -134,10 +154,6 @@ def resolve_group(group: Any = None) -> Group:
             )
         )
     return Group(weakref.ref(group), dist.get_world_size(group), rank)
-
-
-Arrived = Callable[[], None]
-"""Called once when a message has arrived, perhaps by another thread."""
 
 
 def start_all_reduce(buffer: torch.Tensor, op: str, group: Group, arrived: Arrived | None = None) -> Callable[[], None]:
@@ -214,6 +230,15 @@ def start_all_gather(
     parts = list(_as_bytes(out).view(group.size, -1).unbind(0))
     work = dist.all_gather(parts, _as_bytes(own), group=group.process_group, async_op=True)
     _call_back(work, arrived)
+    return work.wait
+
+
+def start_all_to_all(out: torch.Tensor, own: torch.Tensor, group: Group) -> Callable[[], None]:
+    """Start sending each rank its piece of `own`, and filling `out` with the pieces that all ranks have for this one.
+
+    Both are flat, of as many elements as ranks can share evenly. Returns the function that waits.
+    """
+    work = dist.all_to_all_single(_as_bytes(out), _as_bytes(own), group=group.process_group, async_op=True)
     return work.wait
 
 

@@ -10,8 +10,6 @@ import dataclasses
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import optree
@@ -21,15 +19,20 @@ from faulty_programs import Program
 from simulated_ranks import Messages, SimulatedGroup, Turns, poison
 from traced_programs import CALLS, SEED, Prepared
 
-from fdp.emit import arena, wide_mean
+from fdp.emit import arena
 from fdp.emit.compiled import program as compiled_program
 from fdp.emit.in_flight import InFlight
+from fdp.emit.verified import sending
 from fdp.group import Group
 from fdp.plan import Plan, plan_trace
-from fdp.verify import VerificationError, verify_made, verify_program
+from fdp.verify import VerificationError, verify_made, verify_program, verify_sent
 
 Prove = Callable[[Plan, Any, Any, Any], None]
 """(plan, program, its memory, its buckets): `fdp.verify.verify_made`."""
+
+
+_LOOKS = ("verify_lowered", "verify_loops", "_prove_own_operators")
+"""By which the validator looks at what a compiler gets."""
 
 
 class Different(Exception):
@@ -54,36 +57,22 @@ def differs(
     try:
         for late in (False, True):
             turns = Turns(program.world, SEED)
-            with _carried_by(Messages(turns, late)):
-                turns.run(lambda rank, turns=turns: _calls(program, plan, emitted[rank], rank, expected[rank], prove))
+            messages = Messages(turns, late)
+            turns.run(
+                lambda rank, messages=messages: _calls(
+                    program, plan, emitted[rank], SimulatedGroup(messages, rank), expected[rank], prove
+                )
+            )
     except Different as error:
         return str(error)
     return None
 
 
-@contextmanager
-def _carried_by(messages: Messages) -> Iterator[None]:
-    """Let the emitter's messages be simulated ones."""
-    names = ("start_all_reduce", "start_all_gather", "start_broadcast")
-    before = {name: getattr(arena, name) for name in names}, wide_mean.dist, wide_mean.start_all_gather
-    for name in names:
-        setattr(arena, name, getattr(messages, name))
-    wide_mean.dist = SimpleNamespace(all_to_all_single=messages.all_to_all_single)
-    wide_mean.start_all_gather = messages.start_all_gather
-    try:
-        yield
-    finally:
-        for name in names:
-            setattr(arena, name, before[0][name])
-        wide_mean.dist, wide_mean.start_all_gather = before[1:]
-
-
 class _Runnable:
     """An emitted program in memory of its own, as `fdp.emit.Emitted` runs it."""
 
-    def __init__(self, plan: Plan, program: Any, rank: int) -> None:
-        self._plan, self._program = plan, program
-        self._group = SimulatedGroup(plan.trace.world_size, rank)
+    def __init__(self, plan: Plan, program: Any, group: SimulatedGroup | None = None) -> None:
+        self._plan, self._program, self._group = plan, program, group
         self._blocks = {
             device: torch.empty(layout.size_bytes, dtype=torch.uint8, device=device)
             for device, layout in program.layouts.items()
@@ -116,9 +105,11 @@ class _Numbered:
             buffer.header.fill_(1)
 
 
-def _calls(program: Program, plan: Plan, emitted: Any, rank: int, expected: list[Any], prove: Prove | None) -> None:
+def _calls(
+    program: Program, plan: Plan, emitted: Any, group: SimulatedGroup, expected: list[Any], prove: Prove | None
+) -> None:
     """Call a program several times; what it returned stays what it was, until the caller writes to it."""
-    run, state = _Runnable(plan, emitted, rank), program.state()
+    run, state, rank = _Runnable(plan, emitted, group), program.state(), group.rank
     if prove is not None:
         run.prove(prove)
     closed = {name: getattr(plan.trace.graph, name) for name, _ in plan.trace.graph.named_buffers()}
@@ -201,19 +192,24 @@ def ways_of(compiled: bool) -> Ways:
     def compiling(plan: Plan, rank: int, communicates: bool) -> Any:
         """Compile a graph whatever the validator, which looks at it before, says of it."""
         found: list[Exception] = []
-        looks = compiled_program.verify_lowered
 
-        def look(*args: Any) -> None:
-            try:
-                looks(*args)
-            except VerificationError as error:
-                found.append(error)
+        def noting(look: Callable[..., None]) -> Callable[..., None]:
+            def look_and_note(*args: Any) -> None:
+                try:
+                    look(*args)
+                except VerificationError as error:
+                    found.append(error)
 
-        compiled_program.verify_lowered = look
+            return look_and_note
+
+        looks = {name: getattr(compiled_program, name) for name in _LOOKS}
         try:
+            for name, look in looks.items():
+                setattr(compiled_program, name, noting(look))
             made = compile_program(plan, group_of(plan, rank), communicates, settled, False)
         finally:
-            compiled_program.verify_lowered = looks
+            for name, look in looks.items():
+                setattr(compiled_program, name, look)
         refusals.extend((made, error) for error in found)
         return made
 
@@ -247,8 +243,9 @@ def outcomes_of(prepared: Prepared, ways: Ways) -> Iterator[Outcome]:
         try:
             for rank, each in enumerate(emitted):
                 ways.verify(plan, each, rank, communicates)
-                if (runnable := _runnable(plan, each, rank)) is not None:
+                if (runnable := _runnable(plan, each)) is not None:
                     runnable.prove(ways.prove)
+                verify_sent(plan, each, rank, sending(plan, each))
         except VerificationError as error:
             refusal = _in_short(error)
         yield Outcome(refusal=refusal, raised="the process died")
@@ -264,10 +261,10 @@ def outcomes_of(prepared: Prepared, ways: Ways) -> Iterator[Outcome]:
     yield Outcome(numbers, raised, refusal, user)
 
 
-def _runnable(plan: Plan, program: Any, rank: int) -> _Runnable | None:
+def _runnable(plan: Plan, program: Any) -> _Runnable | None:
     """A program in memory; None where that raises an error, as it will again when its numbers are computed."""
     try:
-        return _Runnable(plan, program, rank)
+        return _Runnable(plan, program)
     except Exception:
         return None
 

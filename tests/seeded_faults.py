@@ -930,6 +930,44 @@ _HEADER = (
     ),
 )
 
+_SENDING = (
+    Fault(
+        "shares are averaged",
+        "emit/arena.py",
+        '"sum" if self.scaled else self.bucket.op',
+        "self.bucket.op",
+        "values that were divided when the bucket was filled are divided once more",
+    ),
+    Fault(
+        "rank 0 is every root",
+        "emit/arena.py",
+        "return group.broadcast(self.own, self.bucket.root, arrived)",
+        "return group.broadcast(self.own, 0, arrived)",
+        "values come from another rank than asked for",
+    ),
+    Fault(
+        "not divided in the wider type",
+        "emit/wide_mean.py",
+        "copy_(total.div_(self._group.size))",
+        "copy_(total)",
+        "a sum in place of a mean",
+    ),
+    Fault(
+        "the last rank is left out",
+        "emit/wide_mean.py",
+        "for piece in self._pieces[1:]:",
+        "for piece in self._pieces[1:-1]:",
+        "off by one",
+    ),
+    Fault(
+        "means are not waited for",
+        "emit/wide_mean.py",
+        "        assert self._finish is not None\n        self._finish()\n",
+        "        assert self._finish is not None\n",
+        "the second message of a mean may be under way when it is read",
+    ),
+)
+
 FAULTS: dict[str, tuple[Fault, ...]] = {
     "layout": _LAYOUT,
     "lifetimes": _LIFETIMES,
@@ -942,6 +980,7 @@ FAULTS: dict[str, tuple[Fault, ...]] = {
     "schedule": _SCHEDULE,
     "arena": _ARENA,
     "header": _HEADER,
+    "sending": _SENDING,
 }
 """Faults in what emits a step operator by operator, by what they are in."""
 

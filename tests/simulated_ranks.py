@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import optree
@@ -165,13 +164,13 @@ class Messages:
     """What carries the messages of emitted steps.
 
     Args:
-        turns: of the ranks.
+        turns: of the ranks, `size` of them.
         late: whether a message reads what it sends when it is waited for; else when it is started, and its memory holds
             NaN until it is waited for. A backend may do either.
     """
 
     def __init__(self, turns: Turns, late: bool) -> None:
-        self._turns, self._late = turns, late
+        self._turns, self._late, self.size = turns, late, turns.size
         self._counts = [0] * turns.size
 
     def _send(
@@ -205,22 +204,30 @@ class Messages:
     ) -> Callable[[], None]:
         return self._send(group, "all_gather", own, out, lambda values: torch.stack(values).view_as(out))
 
-    def all_to_all_single(self, out: torch.Tensor, own: torch.Tensor, group: Any, async_op: bool) -> Any:
+    def start_all_to_all(self, out: torch.Tensor, own: torch.Tensor, group: Any) -> Callable[[], None]:
         def combined(values: Sequence[torch.Tensor]) -> torch.Tensor:
             return torch.cat([value.view(group.size, -1)[group.rank] for value in values])
 
-        return SimpleNamespace(wait=self._send(group, "all_to_all", own, out, combined))
+        return self._send(group, "all_to_all", own, out, combined)
 
 
 class SimulatedGroup:
-    """As much of `fdp.group.Group` as an emitted step asks for; it is its own process group."""
+    """As much of `fdp.group.Group` as an emitted step asks for."""
 
-    def __init__(self, size: int, rank: int) -> None:
-        self.size, self.rank = size, rank
+    def __init__(self, messages: Messages, rank: int) -> None:
+        self.size, self.rank, self._messages = messages.size, rank, messages
 
-    @property
-    def process_group(self) -> SimulatedGroup:
-        return self
+    def all_reduce(self, buffer: torch.Tensor, op: str, arrived: Any = None) -> Callable[[], None]:
+        return self._messages.start_all_reduce(buffer, op, self, arrived)
+
+    def broadcast(self, buffer: torch.Tensor, root: int, arrived: Any = None) -> Callable[[], None]:
+        return self._messages.start_broadcast(buffer, root, self, arrived)
+
+    def all_gather(self, out: torch.Tensor, own: torch.Tensor, arrived: Any = None) -> Callable[[], None]:
+        return self._messages.start_all_gather(out, own, self, arrived)
+
+    def all_to_all(self, out: torch.Tensor, own: torch.Tensor) -> Callable[[], None]:
+        return self._messages.start_all_to_all(out, own, self)
 
 
 def poison(memory: torch.Tensor) -> None:

@@ -7,7 +7,12 @@ from samples import exhaustive
 from seeded_faults_trace import FAULTS, TraceFault, outcomes
 
 # Each takes a process that imports a copy of the package.
-SOME = ("changes not waited for", "a mean is a sum", "random numbers are not drawn again")
+SOME = (
+    "changes not waited for",
+    "a mean is a sum",
+    "random numbers are not drawn again",
+    "the first argument again and again",
+)
 
 
 def test_there_are_enough_of_them() -> None:

@@ -15,7 +15,7 @@ from fdp.emit.loops import blocks_of_body
 from fdp.emit.places import Place, gathered_at_bytes, header_numel, received_at_bytes, shared_numel
 from fdp.emit.program import Program
 from fdp.emit.wide_mean import WideMean
-from fdp.group import Arrived, Group, start_all_gather, start_all_reduce, start_broadcast
+from fdp.group import Arrived, Group
 from fdp.other_ranks import OtherRanks
 from fdp.plan import Bucket, Plan
 
@@ -134,11 +134,11 @@ class Buffer:
     def start(self, group: Group, arrived: Arrived | None = None) -> Callable[[], None]:
         """Start the collective; returns the function that waits for it."""
         if self.gathered is not None:
-            return start_all_gather(self.gathered, self.own, group, arrived)
+            return group.all_gather(self.gathered, self.own, arrived)
         if self.bucket.op == "broadcast":
-            return start_broadcast(self.own, self.bucket.root, group, arrived)
+            return group.broadcast(self.own, self.bucket.root, arrived)
         message = self.own if self.message is None else self.message
-        return start_all_reduce(message, "sum" if self.scaled else self.bucket.op, group, arrived)
+        return group.all_reduce(message, "sum" if self.scaled else self.bucket.op, arrived)
 
     def start_wide(self, group: Group, arrived: Arrived | None = None) -> WideMean:
         """Start the mean that is added up in a wider dtype."""

@@ -25,7 +25,7 @@ from fdp.emit.order import Agreed, Agreements, Order
 from fdp.emit.program import Program
 from fdp.emit.replication import Replication
 from fdp.emit.signature import check_signature
-from fdp.emit.verified import prove_made, verified_program
+from fdp.emit.verified import prove_made, prove_sent, verified_program
 from fdp.errors import ArgumentError, FdpError, PeerError, build_message
 from fdp.group import Group, resolve_group
 from fdp.in_step import alone_on, leave_behind, refuse_left_behind
@@ -100,6 +100,7 @@ class Emitted:
             self._program = verified_program(plan, group.rank, self._communicates, tick)
         else:
             self._program = compile_program(plan, group, self._communicates, self.options, self._may_record())
+        prove_sent(plan, self._program, group.rank)
         self.source, self._function = self._program.source, self._program.function
         self._arena: Arena | None = None
         self._blocks: Mapping[torch.device, torch.Tensor] = {}

@@ -1,4 +1,5 @@
-"""Programs that are proved before they run: the fast one, or a plain one if the fast one is wrong; and their memory."""
+"""What is proved before it runs: programs, the fast one or a plain one if the fast one is wrong; their memory; and what
+sends their messages."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from fdp.emit.arena import Buffer
+from fdp.emit.arena import Buffer, make_buffers
+from fdp.emit.in_flight import InFlight
 from fdp.emit.program import Program, write_program
 from fdp.errors import TraceError, build_message
 from fdp.plan import Plan
-from fdp.verify import VerificationError, verify_made, verify_program
+from fdp.verify import VerificationError, verify_made, verify_program, verify_sent
 
 
 def verified_program(plan: Plan, rank: int, communicates: bool, tick: Callable[[], None] | None = None) -> Program:
@@ -77,3 +79,25 @@ def prove_made(
         verify_made(plan, program, blocks, buffers)
     except VerificationError as error:
         raise TraceError(str(error)) from error
+
+
+def prove_sent(plan: Plan, program: Program, rank: int) -> None:
+    """Prove that what sends the messages of a program sends what the proof of the program took for granted.
+
+    Args:
+        plan: the plan.
+        program: its program.
+        rank: this process's rank.
+
+    Raises:
+        TraceError: it does not.
+    """
+    try:
+        verify_sent(plan, program, rank, sending(plan, program))
+    except VerificationError as error:
+        raise TraceError(str(error)) from error
+
+
+def sending(plan: Plan, program: Program) -> Callable[..., InFlight]:
+    """What makes what sends the messages of a call, given the memory that they lie in, the ranks, and the order."""
+    return lambda blocks, ranks, order: InFlight(make_buffers(plan, program, blocks), ranks, order)

@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
-from fdp.group import Arrived, Group, start_all_gather
+from fdp.group import Arrived, Group
 
 
 class WideMean:
@@ -40,22 +39,19 @@ class WideMean:
     ) -> None:
         self._own, self._pieces = own, received.view(group.size, -1)
         self._accumulate, self._group, self._arrived = accumulate, group, arrived
-        # Bytes: what is only moved needs no dtype that the backend can add.
-        self._work = dist.all_to_all_single(
-            received.view(torch.uint8), own.view(torch.uint8), group=group.process_group, async_op=True
-        )
+        self._wait = group.all_to_all(received, own)
         self._finish: Callable[[], None] | None = None
 
     def turn(self) -> None:
         """Wait for everybody's values of this rank's piece, add them up, and start sending the mean to all ranks."""
         if self._finish is not None:
             return
-        self._work.wait()
+        self._wait()
         total = self._pieces[0].to(self._accumulate)
         for piece in self._pieces[1:]:  # in the order of ranks: the result is a function of the values alone
             total += piece
         mean = self._pieces[0].copy_(total.div_(self._group.size))
-        self._finish = start_all_gather(self._own.view_as(self._pieces), mean, self._group, self._arrived)
+        self._finish = self._group.all_gather(self._own.view_as(self._pieces), mean, self._arrived)
 
     def finish(self) -> None:
         """Wait until the means of all pieces are there."""

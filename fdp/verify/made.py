@@ -18,8 +18,8 @@ from fdp.verify.buckets import parts_of
 from fdp.verify.failure import VerificationError
 from fdp.verify.program import Program
 
-_Memory = tuple[torch.device, int, int]
-"""Memory on a device: its address, and which storage it belongs to."""
+_Memory = tuple[int, int]
+"""Where some memory begins, and which storage it belongs to (which is on one device)."""
 
 
 class Buffer(Protocol):
@@ -68,7 +68,7 @@ def verify_made(
         if block is None or not _holds(block, device, layout.size_bytes):
             offenders.append(f"the memory on {device} is not {layout.size_bytes} bytes in a row")
         else:
-            memory[device] = block.device, block.data_ptr(), block.untyped_storage()._cdata
+            memory[device] = block.data_ptr(), block.untyped_storage()._cdata
     if not offenders:
         offenders += [*_wrong_places(program, memory), *_wrong_buffers(plan, program, memory, buffers)]
     if offenders:
@@ -96,8 +96,8 @@ def _wrong_places(program: Program, memory: Mapping[torch.device, _Memory]) -> I
     """The tensors that a function finds, and those that the bodies of its loops do."""
     where: dict[Any, _Memory] = {}
     for device, layout in program.layouts.items():
-        there, address, storage = memory[device]
-        where.update((key, (there, address + offset, storage)) for key, offset in layout.offsets.items())
+        address, storage = memory[device]
+        where.update((key, (address + offset, storage)) for key, offset in layout.offsets.items())
     found: Any = program.function.__globals__
     seen = set()
     for name, place in program.places.items():
@@ -126,10 +126,10 @@ def _wrong_buffers(
     size = plan.trace.world_size
     starts = {}
     for device, layout in program.layouts.items():
-        there, address, storage = memory[device]
+        address, storage = memory[device]
         for bucket in plan.buckets:
             if bucket.device == device and ("bucket", bucket.index) in layout.offsets:
-                starts[bucket.index] = there, address + layout.offsets["bucket", bucket.index], storage
+                starts[bucket.index] = address + layout.offsets["bucket", bucket.index], storage
     if buffers.keys() != starts.keys():
         yield f"buckets {sorted(buffers)} were made, and not {sorted(starts)}"
         return
@@ -170,16 +170,14 @@ def _lies(
     dtype: torch.dtype,
 ) -> bool:
     """Whether a tensor looks at some memory from a byte on, under a geometry, and at what it holds as it is."""
-    device, address, storage = memory
     return (
         tensor is not None
         # Of no elements, it lies nowhere.
-        and (tensor.data_ptr() == address + start_bytes or 0 in shape)
+        and (tensor.data_ptr() == memory[0] + start_bytes or 0 in shape)
         and tensor.shape == shape
         and tensor.stride() == stride
-        and tensor.dtype == dtype
-        and tensor.device == device
-        and tensor.untyped_storage()._cdata == storage
+        and tensor.dtype is dtype
+        and tensor.untyped_storage()._cdata == memory[1]
         and not tensor.is_conj()
         and not tensor.is_neg()
     )
@@ -188,7 +186,7 @@ def _lies(
 def _described(tensor: Any, memory: _Memory) -> str:
     if not isinstance(tensor, torch.Tensor):
         return "it is missing"
-    where = f"{tensor.data_ptr() - memory[1]} bytes from the beginning of its piece"
-    if tensor.untyped_storage()._cdata != memory[2]:
+    where = f"{tensor.data_ptr() - memory[0]} bytes from the beginning of its piece"
+    if tensor.untyped_storage()._cdata != memory[1]:
         where = "in other memory"
     return f"{tensor.dtype}, shape {list(tensor.shape)}, strides {list(tensor.stride())}, {where}"

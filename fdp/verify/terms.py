@@ -77,6 +77,8 @@ def describe(term: Any, depth: int = 3) -> str:
     if kind == "load":
         pieces = [describe(layer[0], depth - 1) for piece in term.key[4] for layer in piece[2]]
         return f"a view of {', '.join(dict.fromkeys(pieces))}"
+    if kind == "combined":
+        return f"{term.key[1]}({describe(term.key[4], depth - 1)})"
     if kind == "full":
         return f"a constant {list(term.shape)}"
     parts = [describe(each, depth - 1) for each in term.key[1:] if isinstance(each, Term)]

@@ -26,6 +26,10 @@ DECLARED: dict[Any, Any] = {}
 """For each operator without declared effects, the one that takes its place."""
 
 
+IMPLEMENTED: dict[str, Callable[..., Any]] = {}
+"""What each operator calls, by its name."""
+
+
 class _Running(threading.local):
     """The step that a thread is running: what to call when its program starts a bucket, waits for one, or gets to a
     loop."""
@@ -95,6 +99,7 @@ def _define(name: str, schema: str, run: Callable[..., Any], *tags: torch.Tag) -
     # A compiler may lay values out as it likes, but not these: fused optimizers do not look at strides.
     _library.define(f"{name}{schema}", tags=(torch.Tag.needs_exact_strides, *tags))
     _library.impl(name, run, "CompositeExplicitAutograd")
+    IMPLEMENTED[name] = run
     operator = getattr(torch.ops.fdp_compiled, name).default
     fake = (lambda value, *a, **k: torch.empty_like(value)) if schema.endswith("Tensor") else (lambda *a, **k: None)
     torch.library.register_fake(f"fdp_compiled::{name}", fake, lib=_library)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch import fx
 
 from fdp.emit.accesses import Accesses
 from fdp.emit.compiled.apart import Apart
-from fdp.emit.compiled.barriers import running
+from fdp.emit.compiled.barriers import IMPLEMENTED, running
 from fdp.emit.compiled.graph import functional_graph, result_name
 from fdp.emit.compiled.inductor import Lowered, Unusable, decompositions, lower
 from fdp.emit.compiled.options import Options
@@ -32,6 +33,7 @@ from fdp.group import Group
 from fdp.plan import Bucket, Plan, plan_trace
 from fdp.trace.effects import effects_of, is_marker
 from fdp.verify import VerificationError
+from fdp.verify.implementations import verify_implementations, verify_loops
 from fdp.verify.lowered import Returned, verify_lowered
 
 
@@ -86,6 +88,8 @@ def compile_program(plan: Plan, group: Group, communicates: bool, options: Optio
     returned = _returned(plan, placement)
 
     def prove(lowered: fx.GraphModule, decomposed: Mapping[Any, Callable[..., Any]]) -> None:
+        _prove_own_operators()
+        verify_loops(trace, lambda body, found: compiled_loop(body, found.count, nodes[found.node]))
         buckets = Buckets(places, layouts, scaled)
         verify_lowered(plan, lowered, held, buckets, returned, group.rank, communicates, decomposed)
 
@@ -130,6 +134,12 @@ def compile_program(plan: Plan, group: Group, communicates: bool, options: Optio
     exec(compile(source, f"<fdp step {trace.name}>", "exec"), namespace)
     text = "\n\n".join([source, lowered.source, *(body.source for body in bodies.values())])
     return Program(text, namespace["step"], places, layouts, scaled, recording, own_messages, loops=bodies)
+
+
+@functools.cache
+def _prove_own_operators() -> None:
+    """Prove, once in a process, that fdp's own operators do what the proof of graphs takes them for."""
+    verify_implementations(IMPLEMENTED, running)
 
 
 def _lower(

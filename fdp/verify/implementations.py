@@ -1,0 +1,232 @@
+"""Do fdp's own operators for compilers do what the proof of graphs (`lowered.py`) takes them for?
+
+A compiler is told that such an operator changes some of its arguments, and calls a function when it comes to it. Each
+of these functions is called here on tensors without values, and what it does is compared with what the proof says of
+it. That depends on no graph, so it is done once in a process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from fdp.dispatch import TorchDispatchMode
+from fdp.errors import build_message
+from fdp.trace.record import Loop, Trace
+from fdp.verify.decomposed import changed_by
+from fdp.verify.failure import VerificationError
+from fdp.verify.followed import Followed
+from fdp.verify.operators import operator_of
+from fdp.verify.terms import Term, describe
+from fdp.verify.values import Values
+
+Running = Callable[[Any, Any, Any], AbstractContextManager[Any]]
+"""(start, wait, loops) -> a context in which the operators call these."""
+
+_CHANGED = {"start_": "slots", "wait_": "slots", "loop_": "changed", "multiply_into": "target", "discard_": "value",
+            "rewind_": "state", "resume_": "state"}  # fmt: skip
+"""What operators have to say that they change, so that a compiler keeps them where they are."""
+
+_FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+_FLOAT = torch.float32
+
+
+def verify_implementations(implementations: Mapping[str, Callable[..., Any]], running: Running) -> None:
+    """Prove that fdp's own operators for compilers do what the proof of graphs takes them for.
+
+    Args:
+        implementations: what each operator of the namespace `fdp_compiled` calls, by its name.
+        running: says what those do that start messages, wait for them, or run loops.
+
+    Raises:
+        VerificationError: names each that does something else.
+    """
+    offenders = [
+        *_undeclared(), *_products(implementations["multiply_into"]), *_copies(implementations),
+        *_draws(implementations), *_updates(implementations), *_messages(implementations, running),
+    ]  # fmt: skip
+    if offenders:
+        raise VerificationError(
+            build_message(
+                "operators of fdp for compilers do not do what their names say.",
+                offenders,
+                remedy="report this to the authors of fdp.",
+            )
+        )
+
+
+def _undeclared() -> Iterator[str]:
+    for name, changed in _CHANGED.items():
+        schema = getattr(torch.ops.fdp_compiled, name).default._schema
+        says = [each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+        if says != [changed]:
+            yield f"{name} says that it changes {says}, not {changed}"
+
+
+def _products(multiply: Callable[..., Any]) -> Iterator[str]:
+    """A product times a number, in a place of any shape, whatever was there."""
+    for factor in (1.0, 0.25):
+        for shape in ((2, 5), (10,), (5, 2)):
+            followed = Followed(Values(0, 1))
+            one, two = followed.given((2, 3), _FLOAT, "one"), followed.given((3, 5), _FLOAT, "two")
+            target = followed.given(shape, _FLOAT, "what was there")
+            values = followed.values
+            expected = values.apply(
+                "aten::mm", {"self": followed.read(one), "mat2": followed.read(two)}, (2, 5), _FLOAT
+            )
+            if factor != 1.0:
+                expected = values.apply("aten::mul", {"self": expected, "other": values.encode(factor)}, (2, 5), _FLOAT)
+            with followed:
+                multiply(target, one, two, factor)
+            yield from _unlike("multiply_into", followed.read(target.view(2, 5)), expected)
+
+
+def _copies(implementations: Mapping[str, Callable[..., Any]]) -> Iterator[str]:
+    followed = Followed(Values(0, 1))
+    value, target = followed.given((2, 3), _FLOAT, "a value"), followed.given((2, 3), _FLOAT, "what was there")
+    expected = followed.read(value)
+    with followed:
+        made = implementations["snapshot"](value)
+        implementations["copy_into"](target, value)
+    yield from _unlike("snapshot", followed.read(made), expected)
+    yield from _unlike("copy_into", followed.read(target), expected)
+    if followed.view(made).block is followed.view(value).block:
+        yield "snapshot returns what it was given"
+
+
+def _draws(implementations: Mapping[str, Callable[..., Any]]) -> Iterator[str]:
+    followed = Followed(Values(0, 1))
+    value, values = followed.given((2, 3), _FLOAT, "a value"), followed.values
+    arguments = {"self": followed.read(value), "*drawn": followed.drawn}
+    with followed:
+        implementations["discard_"](value)
+        if followed.draws:
+            yield "discard_ draws random numbers"
+        made = implementations["draw_bernoulli"](value)
+    expected = values.apply("aten::bernoulli", arguments, (2, 3), _FLOAT)
+    yield from _unlike("draw_bernoulli", followed.read(made), expected)
+    yield from _unlike("discard_", followed.read(value), arguments["self"])
+
+
+def _updates(implementations: Mapping[str, Callable[..., Any]]) -> Iterator[str]:
+    """Fused optimizers are handed what they are given."""
+    for stem in _FUSED:
+        packet = getattr(torch.ops.aten, stem)
+        for overload in packet.overloads():
+            target = getattr(packet, overload)
+            bind = operator_of(target).bind
+            bare = stem.strip("_") + ("" if overload == "default" else f"__{overload}")
+            args, kwargs = _distinct_arguments(target)
+            for name in (bare, f"{bare}_"):
+                noted = _Noting()
+                with noted:
+                    implementations[name](*args, **kwargs)
+                calls = [(func, _identities(bind(*given))) for func, *given in noted.calls]
+                if calls != [(target, _identities(bind(args, kwargs)))]:
+                    yield f"{name} does not hand {target} what it is given"
+
+
+def _distinct_arguments(target: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments of an operator no two of which are alike."""
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for at, argument in enumerate(target._schema.arguments):
+        kind = str(argument.type)
+        value: Any = {
+            "List[Tensor]": [torch.empty(at + 1, device="meta")], "Tensor": torch.empty((), device="meta"),
+            "float": 0.5 + at, "bool": bool(at % 2),
+        }.get(kind)  # fmt: skip
+        if argument.kwarg_only:
+            kwargs[argument.name] = value
+        else:
+            args.append(value)
+    return args, kwargs
+
+
+def _messages(implementations: Mapping[str, Callable[..., Any]], running: Running) -> Iterator[str]:
+    noted: list[Any] = []
+    slots, others = [torch.empty(1, device="meta")], [torch.empty(2, device="meta")]
+
+    def loop(number: int) -> Callable[..., None]:
+        return lambda *operands: noted.append(("loop", number, _identities(operands)))
+
+    with running(
+        lambda index: noted.append(("start", index)), lambda index: noted.append(("wait", index)), [loop(0), loop(1)]
+    ):
+        for name in ("start", "start_", "wait", "wait_"):
+            implementations[name](slots, 3)
+            if noted != [(name.strip("_"), 3)]:
+                yield f"{name} of bucket 3 calls {noted}"
+            noted.clear()
+        for name in ("loop", "loop_"):
+            implementations[name](slots, others, 1)
+            if noted != [("loop", 1, _identities((slots, others)))]:
+                yield f"{name} does not run the loop that it is told to, or on other tensors"
+            noted.clear()
+
+
+def verify_loops(trace: Trace, made_for: Callable[[Any, Loop], Callable[..., None]]) -> None:
+    """Prove that what runs a loop runs its body as often as it is to, each time on what the loop is given.
+
+    Args:
+        trace: of the step.
+        made_for: makes what runs a loop, given the program of its body and the loop: a function of the tensors that the
+            loop changes, and of the others.
+
+    Raises:
+        VerificationError: it does something else.
+    """
+    for loop in trace.loops:
+        writes = changed_by(loop.body)
+        count = len(loop.body.graph.graph.find_nodes(op="placeholder")) - 1
+        operands = [torch.empty(at, device="meta") for at in range(count)]
+        body = _Body()
+        run = made_for(body, loop)
+        run([operands[at] for at in sorted(writes)], [operands[at] for at in range(count) if at not in writes])
+        expected = [([at], _identities(operands)) for at in range(loop.count)]
+        if [(number.tolist(), _identities(given)) for number, *given in body.given] != expected:
+            raise VerificationError(
+                build_message(
+                    f"what runs a loop of step {trace.name!r} runs its body on something else.",
+                    [loop.node],
+                    remedy="report this to the authors of fdp, with the step.",
+                )
+            )
+
+
+class _Body:
+    """The program of a loop's body, which notes what it is given."""
+
+    layouts: Mapping[torch.device, Any] = {}
+
+    def __init__(self) -> None:
+        self.given: list[list[torch.Tensor]] = []
+
+    def function(self, inputs: list[torch.Tensor], start: Any, wait: Any) -> None:
+        self.given.append(list(inputs))
+
+
+class _Noting(TorchDispatchMode):
+    """Notes operators with what they are given, and carries none out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((func, args, kwargs or {}))
+
+
+def _identities(value: Any) -> Any:
+    """Arguments as something that can be compared: tensors by what they are."""
+    if isinstance(value, torch.Tensor):
+        return ("tensor", id(value))
+    return [_identities(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def _unlike(name: str, found: Term, expected: Term) -> Iterator[str]:
+    if found is not expected:
+        yield f"{name} computes {describe(found)}, not {describe(expected)}"

@@ -1,0 +1,274 @@
+"""Do the messages of a program carry what its proof says that they carry, and leave there what it says?
+
+To the proof of a program `start(k)` sends bucket k, and after `wait(k)` the result is in its place. What does that is
+carried out here: on tensors without values that lie as the buckets do, with ranks that note what they are asked for and
+say what each message leaves in memory. The ranks themselves (`fdp/group.py`) are trusted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from fdp.errors import build_message
+from fdp.plan.record import Bucket, Plan, Start, Wait
+from fdp.verify.buckets import Parts, parts_of
+from fdp.verify.failure import VerificationError
+from fdp.verify.followed import Followed
+from fdp.verify.memory import View
+from fdp.verify.program import Program
+from fdp.verify.terms import Term, describe
+from fdp.verify.values import Values
+
+
+class Sender(Protocol):
+    """What sends the messages of one call."""
+
+    def start(self, index: int) -> None:
+        """Start the message of a bucket."""
+
+    def wait(self, index: int) -> None:
+        """Wait for it."""
+
+
+Sending = Callable[[Mapping[torch.device, torch.Tensor], Any, Any], Sender]
+"""(memory, ranks, what says of a call which it is) -> what sends the messages of a call."""
+
+
+def verify_sent(plan: Plan, program: Program, rank: int, sending: Sending) -> None:
+    """Prove that what sends the messages of a program sends what the proof of the program took for granted.
+
+    Args:
+        plan: that the program was written for.
+        program: places and layouts of its buckets, and which hold shares of means.
+        rank: this process's.
+        sending: makes what sends them.
+
+    Raises:
+        VerificationError: it does not; names the bucket.
+    """
+    for looks_first in (False, True):
+        try:
+            _Call(plan, program, rank, looks_first).follow(sending)
+        except Exception as error:
+            what = str(error) if isinstance(error, VerificationError) else f"{type(error).__name__}: {error}"
+            raise VerificationError(
+                build_message(
+                    f"the messages of step {plan.trace.name!r} do not carry what its program sends.",
+                    [what],
+                    remedy="report this to the authors of fdp, with the step.",
+                )
+            ) from error
+
+
+class _Numbered:
+    """Stands for what says of a call which it is: in a header that is written before the first message starts."""
+
+    def __init__(self, looks_first: bool) -> None:
+        self.awaits_first = looks_first
+
+    def before_start(self, buffer: Any) -> None:
+        pass
+
+    def after_wait(self, buffer: Any) -> None:
+        pass
+
+
+class _Call:
+    """The messages of one call.
+
+    Args:
+        plan: that says when each starts and is waited for.
+        program: where buckets lie.
+        rank: this process's.
+        looks_first: whether the first message has to be there before anything that came back is read.
+    """
+
+    def __init__(self, plan: Plan, program: Program, rank: int, looks_first: bool) -> None:
+        self._plan, self._program, self._order = plan, program, _Numbered(looks_first)
+        size = plan.trace.world_size
+        self._followed = Followed(Values(rank, size))
+        self._blocks = {
+            device: self._followed.memory_of(layout.size_bytes, f"memory of the step on {device}")
+            for device, layout in program.layouts.items()
+        }
+        self._ranks = _Ranks(self._followed, size, rank)
+        self._where = {
+            bucket.index: layout.offsets["bucket", bucket.index]
+            for device, layout in program.layouts.items()
+            for bucket in plan.buckets
+            if bucket.device == device and ("bucket", bucket.index) in layout.offsets
+        }
+
+    def follow(self, sending: Sending) -> None:
+        sender, order = sending(self._blocks, self._ranks, self._order), []
+        for item in self._plan.schedule:
+            if not isinstance(item, (Start, Wait)) or item.bucket not in self._where:
+                continue
+            bucket = self._plan.buckets[item.bucket]
+            if isinstance(item, Start):
+                self._fill(bucket)
+                with self._followed:
+                    sender.start(item.bucket)
+                order.append(item.bucket)
+            else:
+                with self._followed:
+                    sender.wait(item.bucket)
+                self._compare(bucket)
+        if self._ranks.under_way:
+            raise VerificationError(f"{self._ranks.under_way} messages are not waited for")
+
+    def _view(self, bucket: Bucket, start_bytes: int, *shape: int) -> View:
+        """Memory of a bucket, from a byte on."""
+        start = self._where[bucket.index] + start_bytes
+        tensor = self._blocks[bucket.device][start:]
+        numel = 1
+        for each in shape:
+            numel *= each
+        tensor = tensor[: numel * bucket.dtype.itemsize].view(bucket.dtype).view(shape)
+        return self._followed.view(tensor)
+
+    def _fill(self, bucket: Bucket) -> None:
+        """Let a bucket hold what is to be sent: its members in one, and the header; as one where pieces are sent."""
+        parts = parts_of(bucket, self._plan.trace.world_size)
+        for start_bytes, numel in _pieces(bucket, parts):
+            view = self._view(bucket, start_bytes, numel)
+            term = self._own(bucket, start_bytes, numel)
+            self._followed.memory.write(view, term)
+            # Buckets may share memory one after the other.
+            self._ranks.parts = [part for part in self._ranks.parts if not part.overlaps(view)] + [view]
+        if bucket.accumulate_dtype is not None:
+            self._ranks.widened[self._own(bucket, 0, parts.sent)] = bucket.accumulate_dtype
+
+    def _own(self, bucket: Bucket, start_bytes: int, numel: int) -> Term:
+        name = f"bucket {bucket.index}" if not start_bytes else f"the header of bucket {bucket.index}"
+        terms = self._followed.values.terms
+        term = terms.make(("own", bucket.index, start_bytes, (numel,), bucket.dtype), (numel,), bucket.dtype)
+        term.origin = name
+        return term
+
+    def _compare(self, bucket: Bucket) -> None:
+        """The result has to be in its place."""
+        values, size = self._followed.values, self._plan.trace.world_size
+        parts = parts_of(bucket, size)
+        op = "sum" if bucket.index in self._program.scaled else bucket.op
+        for start_bytes, numel in _pieces(bucket, parts):
+            own = self._own(bucket, start_bytes, numel)
+            expected = values.combined(op, bucket.root, bucket.accumulate_dtype, own)
+            if bucket.op == "all_gather":
+                view = self._view(bucket, parts.behind_bytes, size, numel)
+            else:
+                view = self._view(bucket, start_bytes, numel)
+            found = values.read(view)
+            if found is not expected:
+                raise VerificationError(
+                    f"after its message bucket {bucket.index} holds {describe(found)}, not {describe(expected)}"
+                )
+
+
+def _pieces(bucket: Bucket, parts: Parts) -> list[tuple[int, int]]:
+    """What is sent as one: where it begins, in bytes, and how many elements it has."""
+    if bucket.accumulate_dtype is not None:
+        return [(0, parts.sent)]
+    pieces = [(0, parts.numel), (parts.numel * parts.itemsize, parts.header)]
+    return [piece for piece in pieces if piece[1]]
+
+
+class _Ranks:
+    """Stands for `fdp.group.Group`: ranks that say what a message leaves in memory.
+
+    A backend may read what it sends, and write to where results go, at any time from the start to the wait.
+
+    Attributes:
+        size: number of ranks.
+        rank: this process's.
+        parts: of what may be sent: what has been filled.
+        widened: for what is added up in a wider dtype, in which.
+        under_way: messages that have started and are not waited for.
+    """
+
+    def __init__(self, followed: Followed, size: int, rank: int) -> None:
+        self.size, self.rank, self._followed = size, rank, followed
+        self.parts: list[View] = []
+        self.widened: dict[Term, torch.dtype] = {}
+        self.under_way = 0
+        self._means: dict[Term, Term] = {}
+
+    def all_reduce(self, buffer: torch.Tensor, op: str, arrived: Any = None) -> Callable[[], None]:
+        return self._combine(buffer, op, 0)
+
+    def broadcast(self, buffer: torch.Tensor, root: int, arrived: Any = None) -> Callable[[], None]:
+        return self._combine(buffer, "broadcast", root)
+
+    def all_gather(self, out: torch.Tensor, own: torch.Tensor, arrived: Any = None) -> Callable[[], None]:
+        into, source = self._contiguous(out), self._contiguous(own)
+        if into.shape != (self.size, *source.shape) or into.dtype != source.dtype:
+            raise VerificationError(f"{list(source.shape)} elements are gathered as {list(into.shape)}")
+        term, values = self._followed.values.read(source), self._followed.values
+        mean = self._means.get(term)
+        if mean is None:
+            results = [(into, values.combined("all_gather", 0, None, term))]
+        else:
+            # Each rank gathers what all of them have added up, each a piece.
+            whole = self._followed.view(out.view(-1))
+            results = [(whole, values.combined("mean", 0, self.widened[mean], mean))]
+        return self._send([source, into], results)
+
+    def all_to_all(self, out: torch.Tensor, own: torch.Tensor) -> Callable[[], None]:
+        into, source, values = self._contiguous(out), self._contiguous(own), self._followed.values
+        numel = source.numel // self.size
+        if into.shape != source.shape or into.dtype != source.dtype or source.shape != (numel * self.size,):
+            raise VerificationError(f"{list(source.shape)} elements are exchanged for {list(into.shape)}")
+        term = values.read(source)
+        pieces = [values.terms.make(("piece", each, term), (numel,), source.dtype) for each in range(self.size)]
+        if (wide := self.widened.get(term)) is not None:
+            self._means[self._mean(pieces, wide, source.dtype)] = term
+        views = [self._followed.view(each) for each in out.view(self.size, numel).unbind(0)]
+        return self._send([source, into], list(zip(views, pieces, strict=True)))
+
+    def _mean(self, pieces: list[Term], wide: torch.dtype, dtype: torch.dtype) -> Term:
+        """What a rank makes of the pieces of all: the mean, added up in the order of ranks and rounded once."""
+        values, shape = self._followed.values, pieces[0].shape
+        total = values.cast(pieces[0], wide)
+        for piece in pieces[1:]:
+            total = values.apply("aten::add", {"self": total, "other": piece}, shape, wide)
+        total = values.apply("aten::div", {"self": total, "other": values.encode(self.size)}, shape, wide)
+        return values.cast(total, dtype)
+
+    def _combine(self, buffer: torch.Tensor, op: str, root: int) -> Callable[[], None]:
+        """Combine element by element what is in a bucket, part by part."""
+        whole, values = self._contiguous(buffer), self._followed.values
+        inside = [
+            part
+            for part in self.parts
+            if part.block is whole.block and whole.start <= part.start < whole.start + whole.span
+        ]
+        if sum(part.span for part in inside) != whole.span or any(part.dtype != whole.dtype for part in inside):
+            raise VerificationError(f"{whole.span} bytes are sent that are not those of a bucket")
+        results = [(part, values.combined(op, root, None, values.read(part))) for part in inside]
+        return self._send([whole], results)
+
+    def _contiguous(self, tensor: torch.Tensor) -> View:
+        if not tensor.is_contiguous():
+            raise VerificationError("a message is not contiguous")
+        return self._followed.view(tensor)
+
+    def _send(self, touched: list[View], results: list[tuple[View, Term]]) -> Callable[[], None]:
+        memory, left = self._followed.memory, [1]
+        for view in touched:
+            memory.take_off(view.block, view.start, view.span)
+        self.under_way += 1
+
+        def wait() -> None:
+            if not left:
+                return
+            left.clear()
+            self.under_way -= 1
+            for view in touched:
+                memory.land(view.block, view.start, view.span)
+            for view, term in results:
+                memory.write(view, term)
+
+        return wait
