@@ -200,7 +200,6 @@ def one_dies() -> tuple[str, str, float]:
     state, batch = make_state(SIZES), torch.randn(8, SIZES[0])
     state, _ = step(state, batch)
     if dist.get_rank() == 1:
-
         prove = Buffer.start
 
         def die(buffer: Buffer, group: Any, arrived: Any = None) -> Any:
