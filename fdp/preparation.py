@@ -22,6 +22,7 @@ from fdp.emit import (
     check_again,
     check_compiled,
     check_emitted,
+    check_lies,
     compile_together,
     if_memory_allows,
 )
@@ -110,7 +111,9 @@ class Preparation:
             refuse_unhashable(self._name, flat, roles)
             plan = self._planned(flat, roles, group)
             emitted = Emitted(plan, group, self._agreed, settings.check_replication)
-            if settings.check_trace and settings.options is None:
+            if not settings.check_trace:
+                self._check_lies(emitted, flat)
+            elif settings.options is None:
                 self._check(emitted, lambda: self._check_on_call(emitted, flat, roles))
         except Exception as error:
             if group.size > 1 and not self._prepared:
@@ -152,6 +155,14 @@ class Preparation:
         """Compare on the inputs of the first call. Those of later calls are for the second one to prepare for: a step
         that is called once need not wait for it, and what it returns has been compared."""
         self._finite[emitted] = check_emitted(emitted, self._step, flat, roles, on="call")
+
+    def _check_lies(self, emitted: Emitted, flat: Flat) -> None:
+        """What a comparison would see of draws, for a step that is not compared."""
+        options = self._settings.options
+        if options is None or options.settled(tensor.device for tensor in flat.tensors).draws_alike:
+            with _one_at_a_time:
+                what = "a run that shows how its values lie in memory"
+                if_memory_allows(emitted, what, lambda: check_lies(emitted, flat.tensors))
 
     def again(self, emitted: Emitted) -> Again | None:
         """When a step that was prepared is compared again; None for never."""

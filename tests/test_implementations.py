@@ -50,14 +50,21 @@ def other_numbers(name: str) -> Callable[..., None]:
     return run
 
 
+def twice(call: str) -> list[torch.Tensor]:
+    made: list[torch.Tensor] = IMPLEMENTED["draw_of_nothing"](call)
+    made[0].new_empty(1).normal_()
+    return made
+
+
 WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
     "a product is added to what was there": ("multiply_into", beta_left_out, "multiply_into computes"),
     "the factor of a product": ("multiply_into", factor_left_out, "multiply_into computes"),
     "a product that reads its place": ("multiply_into", added, "multiply_into computes"),
     "a copy that is none": ("snapshot", lambda value: value, "returns what it was given"),
     "a copy of nothing": ("copy_into", lambda target, value: None, "copy_into computes what was there"),
-    "numbers from elsewhere": ("draw_bernoulli", lambda value: torch.rand_like(value), "draw_bernoulli computes"),
-    "numbers that nobody wants": ("discard_", lambda value: value.normal_(), "discard_ draws"),
+    "numbers from elsewhere": ("draw", lambda read, call: [torch.rand_like(read[0])], "draw of aten.bernoulli.default"),
+    "numbers that nobody wants": ("draw_of_nothing", twice, "draws something else as well"),
+    "a draw in place": ("draw", lambda read, call: [read[0].bernoulli_(0.25)], "changes what it is given"),
     "a parameter is left out": ("fused_adam_", without_the_last("fused_adam_"), "fused_adam_ does not hand"),
     "a setting is left out": ("fused_sgd", other_numbers("fused_sgd"), "fused_sgd does not hand"),
     "another optimizer": ("fused_adamw_", IMPLEMENTED["fused_adam_"], "fused_adamw_ does not hand"),

@@ -5,7 +5,7 @@ signature -> emitted;
 check; compiled, in place of places and program, for a step that is compiled
 """
 
-from fdp.emit.check import Again, check_emitted, if_memory_allows
+from fdp.emit.check import Again, check_emitted, check_lies, if_memory_allows
 from fdp.emit.compiled import resolve_options, unwrap_compiled
 from fdp.emit.compiled.check import check_again, check_compiled
 from fdp.emit.compiled.together import compile_together
@@ -18,6 +18,7 @@ __all__ = [
     "check_again",
     "check_compiled",
     "check_emitted",
+    "check_lies",
     "compile_together",
     "emit_plan",
     "if_memory_allows",

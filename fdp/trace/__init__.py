@@ -18,6 +18,7 @@ from fdp.trace.changes import Summary, describe_change, summarise
 from fdp.trace.keywords import by_position, signature_of
 from fdp.trace.record import Input, Operation, Output, Reduction, Trace
 from fdp.trace.remembered import RememberedCalls
+from fdp.trace.unsure import unsure_for_draws
 
 __all__ = [
     "Flat",
@@ -43,5 +44,6 @@ __all__ = [
     "signature_of",
     "summarise",
     "trace_step",
+    "unsure_for_draws",
     "without_onednn",
 ]

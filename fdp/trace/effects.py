@@ -244,12 +244,15 @@ def list_arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Whether an operator that can draw random numbers does: attention and dropout that drop nothing do not."""
+    """Whether an operator that can draw random numbers does: attention that drops nothing, and evaluation, do not.
+
+    (`native_dropout` and `bernoulli` with a probability of zero do, though nothing shows in their results.)
+    """
     target: Any = node.target
     given = {argument.name: value for argument, value in bound_arguments(node)}
     for argument in target._schema.arguments:
         value = given.get(argument.name, argument.default_value)
-        if argument.name in ("dropout_p", "p", "dropout") and value == 0 and isinstance(value, (int, float)):
+        if argument.name in ("dropout_p", "dropout") and value == 0 and isinstance(value, (int, float)):
             return False
         if argument.name in ("train", "training") and value is False:
             return False

@@ -2,7 +2,8 @@
 
 What PyTorch does on the way, functionalization and decompositions, is what it does to a program that is compiled, too,
 and is trusted. All that fdp decides is left out: there is no plan, no bucket, and nothing shares memory. Collectives
-stay what they are; updates by fused optimizers, and loops, become calls of one operator that changes nothing.
+stay what they are; updates by fused optimizers, loops, and what draws random numbers become calls of one operator that
+changes nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import fx
 
 from fdp.trace.capture import Geometry, capture_functional
 from fdp.trace.record import Trace
+from fdp.verify.higher import draws_in
 from fdp.verify.operators import operator_of
 
 _aten = torch.ops.aten
@@ -28,21 +30,26 @@ torch.library.register_fake(
 )
 CHANGED = torch.ops.fdp_verify.changed.default
 """(tensors that are changed, all tensors, a number) -> what the former are after the call of that number."""
+torch.fx.has_side_effect(CHANGED)  # a draw of which nothing is used is one
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call that changes some of what it is given.
+    """A call that changes some of what it is given, or draws random numbers.
 
     Attributes:
         node: in the trace.
         tensors: the nodes of the tensors that it is given, each once.
         changed: those that it changes.
+        made: how its results in new memory lie: what `CHANGED` changes before the others. (Of a draw alone.)
+        draws: whether it draws. The numbers then depend on how all tensors lie in the trace.
     """
 
     node: fx.Node
     tensors: tuple[fx.Node, ...]
     changed: tuple[fx.Node, ...]
+    made: tuple[torch.Tensor, ...] = ()
+    draws: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,12 +70,13 @@ class Decomposed:
     markers: Mapping[fx.Node, str]
 
 
-def decompose(trace: Trace, decompositions: Mapping[Any, Callable[..., Any]]) -> Decomposed:
+def decompose(trace: Trace, decompositions: Mapping[Any, Callable[..., Any]], draws_alike: bool) -> Decomposed:
     """Take a trace apart.
 
     Args:
         trace: it.
         decompositions: how the compiler wants operators taken apart.
+        draws_alike: whether draws are to stay what they are. If not, they are taken apart as the compiler likes.
 
     Returns:
         The trace, taken apart.
@@ -90,7 +98,8 @@ def decompose(trace: Trace, decompositions: Mapping[Any, Callable[..., Any]]) ->
         env.update(zip((*placeholders, *closed_over), values, strict=True))
         for node in module.graph.nodes:
             if node.op == "call_function":
-                env[node] = _carry_out(node, env, calls, loops)
+                drawn = draws_alike and draws(node)
+                env[node] = _drawn(node, env, calls) if drawn else _carry_out(node, env, calls, loops)
         made: Any = module.graph.output_node().args[0]
         return [env[node] for node in made]
 
@@ -131,6 +140,51 @@ def _carry_out(node: fx.Node, env: Mapping[fx.Node, Any], calls: list[Call], loo
     if target is _aten.native_dropout.default and args[2] is False:
         return args[0], torch.ones_like(args[0], dtype=torch.bool)
     return target(*args, **kwargs)
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a node draws random numbers: an operator, or a function of functions that do. Not so a loop."""
+    target = node.target
+    if node.op != "call_function":
+        return False
+    if not isinstance(target, torch._ops.OpOverload):
+        return target is not operator.getitem and not is_opaque(node) and any(map(draws_in, _held_by(node)))
+    found = operator_of(target)
+    return found.random and not found.name.startswith("fdp") and found.draws(found.bind(node.args, node.kwargs))
+
+
+def _held_by(node: fx.Node) -> list[Any]:
+    """What stands for itself among the arguments of a node."""
+    return [getattr(node.graph.owning_module, str(a.target), None) for a in node.all_input_nodes if a.op == "get_attr"]
+
+
+def _drawn(node: fx.Node, env: Mapping[fx.Node, Any], calls: list[Call]) -> Any:
+    """A call that draws: it changes new memory for each result, and what it is given to fill."""
+    example: Any = node.meta["val"]
+    examples = list(example) if isinstance(example, (list, tuple)) else [example]
+    tensors = tuple(each for each in node.all_input_nodes if isinstance(env[each], torch.Tensor))
+    owners: list[Any] = [None] * len(examples)
+    changed: tuple[fx.Node, ...] = ()
+    if isinstance(node.target, torch._ops.OpOverload):
+        found = operator_of(node.target)
+        given = found.bind(node.args, node.kwargs)
+        owners = [None if at is None else given[at] for at in found.results]
+        changed = tuple(each for at in found.written(given) for each in _nodes_in(given[at]))
+    made = tuple(
+        each for each, owner in zip(examples, owners, strict=True) if owner is None and isinstance(each, torch.Tensor)
+    )
+    new = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in made]
+    old = [env[each] for each in changed]
+    results = CHANGED([*new, *old], [env[each] for each in tensors], len(calls))
+    calls.append(Call(node, tensors, changed, made, draws=True))
+    for tensor, value in zip(old, results[len(new) :], strict=True):
+        tensor.copy_(value)
+    fresh = iter(results)
+    returned = [
+        env[owner] if owner is not None else next(fresh) if isinstance(each, torch.Tensor) else each
+        for each, owner in zip(examples, owners, strict=True)
+    ]
+    return returned if isinstance(example, (list, tuple)) else returned[0]
 
 
 def is_opaque(node: fx.Node) -> bool:

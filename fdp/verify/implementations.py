@@ -7,6 +7,7 @@ it. That depends on no graph, so it is done once in a process.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -26,8 +27,10 @@ from fdp.verify.values import Values
 Running = Callable[[Any, Any, Any], AbstractContextManager[Any]]
 """(start, wait, loops) -> a context in which the operators call these."""
 
-_CHANGED = {"start_": "slots", "wait_": "slots", "loop_": "changed", "multiply_into": "target", "discard_": "value",
-            "rewind_": "state", "resume_": "state"}  # fmt: skip
+_CHANGED = {
+    "start_": "slots", "wait_": "slots", "loop_": "changed", "multiply_into": "target", "rewind_": "state",
+    "resume_": "state",
+}  # fmt: skip
 """What operators have to say that they change, so that a compiler keeps them where they are."""
 
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
@@ -98,17 +101,33 @@ def _copies(implementations: Mapping[str, Callable[..., Any]]) -> Iterator[str]:
 
 
 def _draws(implementations: Mapping[str, Callable[..., Any]]) -> Iterator[str]:
-    followed = Followed(Values(0, 1))
-    value, values = followed.given((2, 3), _FLOAT, "a value"), followed.values
-    arguments = {"self": followed.read(value), "*drawn": followed.drawn}
-    with followed:
-        implementations["discard_"](value)
-        if followed.draws:
-            yield "discard_ draws random numbers"
-        made = implementations["draw_bernoulli"](value)
-    expected = values.apply("aten::bernoulli", arguments, (2, 3), _FLOAT)
-    yield from _unlike("draw_bernoulli", followed.read(made), expected)
-    yield from _unlike("discard_", followed.read(value), arguments["self"])
+    """A draw calls what its text says, on what it is given or on a copy of that, and once."""
+    lies = {"size": [2, 3], "stride": [3, 1], "dtype": "float32", "device": "meta"}
+    read = {"read": 0, "stride": [3, 1]}
+    keywords = {"dtype": {"dtype": "float32"}, "device": {"device": "meta"}}
+    kind: dict[str, Any] = {"dtype": _FLOAT, "device": "meta"}
+    calls: tuple[tuple[str, str, list[Any], dict[str, Any], Callable[[torch.Tensor], torch.Tensor]], ...] = (
+        ("draw", "aten.bernoulli.default", [read], {}, torch.bernoulli),
+        ("draw", "aten.bernoulli_.float", [read, 0.25], {}, lambda value: value.bernoulli_(0.25)),
+        ("draw_of_nothing", "aten.rand.default", [[2, 3]], keywords, lambda _: torch.rand([2, 3], **kind)),
+    )
+    for name, operator, arguments, named, directly in calls:
+        changes = operator.split(".")[1].endswith("_")
+        said = {"operator": operator, "arguments": arguments, "keywords": named}
+        text = json.dumps({**said, "results": [None if changes else lies], "written": [lies] if changes else []})
+        values = Values(0, 1)
+        ours, theirs = Followed(values), Followed(values)
+        value, other = (each.given((2, 3), _FLOAT, "a value") for each in (ours, theirs))
+        before = ours.read(value)
+        with ours:
+            made = implementations[name](text) if name == "draw_of_nothing" else implementations[name]([value], text)
+        with theirs:
+            expected = directly(other)
+        yield from _unlike(f"{name} of {operator}", ours.read(made[0]), theirs.read(expected))
+        if len(made) != 1 or ours.drawn is not theirs.drawn:
+            yield f"{name} of {operator} draws something else as well"
+        if ours.read(value) is not before:
+            yield f"{name} of {operator} changes what it is given"
 
 
 def _updates(implementations: Mapping[str, Callable[..., Any]]) -> Iterator[str]:

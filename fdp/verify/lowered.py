@@ -12,6 +12,7 @@ from fdp.errors import build_message
 from fdp.plan.record import Plan
 from fdp.trace.record import Trace
 from fdp.verify.decomposed import CHANGED, Decomposed, changed_by, decompose
+from fdp.verify.draws import drawn_as_said, drawn_in_trace, drawn_inside, functions_that_draw
 from fdp.verify.failure import VerificationError
 from fdp.verify.graphs import Graph, Special
 from fdp.verify.higher import run_loop
@@ -35,6 +36,7 @@ def verify_lowered(
     rank: int,
     communicates: bool,
     decompositions: Mapping[Any, Callable[..., Any]],
+    generators: Sequence[torch.Generator] | None,
 ) -> None:
     """Prove that a graph computes what the trace of a plan says, before a compiler gets it.
 
@@ -49,13 +51,15 @@ def verify_lowered(
         rank: this process's.
         communicates: False in a world of one, where a mean or sum of one value is that value.
         decompositions: how the compiler wants operators taken apart.
+        generators: what draws in the graph mean by the numbers of generators; None if draws are not the trace's own,
+            but the compiler's, of which nothing is proved but their order.
 
     Raises:
         VerificationError: it does not, or it cannot be followed.
     """
     trace = plan.trace
-    reference = _Decomposed(trace, decompose(trace, decompositions), rank)
-    lowered = _Lowered(reference, graph, held, program)
+    reference = _Decomposed(trace, decompose(trace, decompositions, generators is not None), rank)
+    lowered = _Lowered(reference, graph, held, program, generators or ())
     messages = Messages(trace, plan, program, reference, communicates)
     lowered.messages = messages
     try:
@@ -170,6 +174,8 @@ class _Decomposed:
     def _changed(self, graph: Graph, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[View]:
         """A call that changes what it is given, on copies."""
         call = self._found.calls[args[2]]
+        if call.draws:
+            return drawn_in_trace(graph, self.trace.graph, call, node, args[1])
         copies = {}
         for each, view in zip(call.tensors, args[1], strict=True):
             copies[each] = view._replace(block=Block("fresh"), start=0)
@@ -201,9 +207,14 @@ class _Lowered:
     """
 
     def __init__(
-        self, reference: _Decomposed, module: fx.GraphModule, held: Sequence[torch.Tensor], program: Any
+        self,
+        reference: _Decomposed,
+        module: fx.GraphModule,
+        held: Sequence[torch.Tensor],
+        program: Any,
+        generators: Sequence[torch.Generator],
     ) -> None:
-        self.reference, self.values = reference, reference.values
+        self.reference, self.values, self.generators = reference, reference.values, generators
         self.memory = self.values.memory
         self.messages: Messages | None = None
         trace = reference.trace
@@ -223,7 +234,8 @@ class _Lowered:
             f"fdp_compiled::{name}": run
             for name, run in {
                 "start_": self._start, "wait_": self._wait, "loop_": self._loop, "snapshot": _snapshot,
-                "multiply_into": _multiply_into, "discard_": _nothing, "rewind_": _generator("rewind"),
+                "multiply_into": _multiply_into, "draw": self._draw,
+                "draw_of_nothing": self._draw_of_nothing, "rewind_": _generator("rewind"),
                 "resume_": _generator("resume"), **_fused(),
             }.items()
         }  # fmt: skip
@@ -245,12 +257,25 @@ class _Lowered:
     def _loop(self, graph: Graph, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         changed, others, number = args
         trace = self.reference.trace
+        if number >= len(trace.loops):
+            apart = functions_that_draw(trace.graph)[number - len(trace.loops)]
+            for place, result in zip(changed, drawn_inside(graph, trace.graph, apart, others), strict=True):
+                graph.memory.write(place, self.values.read(result))
+            return
         loop = trace.loops[number]
         writes = changed_by(loop.body)
         rest, first = iter(others), iter(changed)
         count = len(changed) + len(others)
         operands = [next(first) if at in writes else next(rest) for at in range(count)]
         loop_on(graph, trace, loop.node, loop.count, operands)
+
+    def _draw(self, graph: Graph, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[View]:
+        return drawn_as_said(graph, node, args[0], args[1], self.generators)
+
+    def _draw_of_nothing(
+        self, graph: Graph, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[View]:
+        return drawn_as_said(graph, node, (), args[0], self.generators)
 
 
 def input_view(values: Values, trace: Trace, number: int) -> View:
@@ -280,10 +305,6 @@ def loop_on(graph: Graph, trace: Trace, name: str, count: int, operands: Sequenc
 
 def _nothing_new(call: Term, reads: list[View]) -> list[Any]:
     return []
-
-
-def _nothing(graph: Graph, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """A draw that is not used: it was carried out where it was drawn."""
 
 
 def _snapshot(graph: Graph, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> View:

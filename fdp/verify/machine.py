@@ -71,10 +71,12 @@ class Machine:
         values, name = self.values, operator.name
         by_name = {p.name: value for p, value in zip(operator.parameters, given, strict=True)}
         written = operator.written(given)
-        arguments, reads = self._arguments(operator, given, by_name, written)
+        arguments, reads, values_read = self._arguments(operator, given, by_name, written)
         draws = operator.draws(given)
         if draws:
+            # Which number is drawn for which element is a matter of how they lie.
             arguments["*drawn"] = self.drawn
+            arguments["*lies"] = tuple(map(_lies, values_read))
         call = values.call(name, arguments)
         results: list[Any] = [None] * len(operator.results)
         if None in operator.results:
@@ -102,13 +104,13 @@ class Machine:
             self.memory.write(view, term)
             self.wrote(term)
         if draws:
-            shapes = tuple(view.shape for _, view in targets)
-            self.drawn = values.terms.make(("drawn", call, shapes))
+            lies = tuple((_lies(view), view.dtype) for _, view in targets)
+            self.drawn = values.terms.make(("drawn", call, lies))
         return results
 
     def _arguments(
         self, operator: Operator, given: Sequence[Any], by_name: dict[str, Any], written: list[int]
-    ) -> tuple[Arguments, list[View]]:
+    ) -> tuple[Arguments, list[View], list[View]]:
         values = self.values
         unread = operator.unread(given)
         if operator.name in NEEDS_NO_ARGUMENT:
@@ -142,7 +144,7 @@ class Machine:
         for at in written:
             for _, view in views_in(given[at]):
                 self._mark_overlaps(operator, arguments, at, view, read, written, given)
-        return arguments, views
+        return arguments, views, [view for _, _, view in read]
 
     def _mark_overlaps(
         self,
@@ -165,6 +167,23 @@ class Machine:
             for _, view in views_in(given[other]) if other > at else ():
                 if view.overlaps(target):
                     arguments["*both written", at, other] = (view.start - target.start, view.shape, view.stride)
+
+
+def _lies(view: View) -> tuple[Any, ...]:
+    """How the elements of a tensor lie in memory, as far as what is drawn for them depends on it.
+
+    That is in which order, and where there are gaps, however wide; of elements that share memory, all of it.
+    """
+    if view.numel == 0:
+        return ()
+    found, reach = [], 1
+    dims = [(step, at) for at, (step, number) in enumerate(zip(view.stride, view.shape, strict=True)) if number != 1]
+    for step, at in sorted(dims):
+        if step < reach:
+            return view.stride
+        found.append((at, step == reach))
+        reach = step * view.shape[at]
+    return tuple(found)
 
 
 def views_in(value: Any) -> Iterator[tuple[Any, View]]:

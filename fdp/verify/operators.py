@@ -113,13 +113,16 @@ class Operator:
         return values
 
     def draws(self, values: Sequence[Any]) -> bool:
-        """Whether a call draws random numbers: attention without dropout and evaluation do not."""
+        """Whether a call draws random numbers: attention without dropout and evaluation do not.
+
+        (A probability of zero is drawn for all the same.)
+        """
         if not self.random:
             return False
         for parameter, value in zip(self.parameters, values, strict=True):
             if parameter.name in ("train", "training") and value is False:
                 return False
-            if parameter.name in ("dropout_p", "dropout", "p") and isinstance(value, (int, float)) and value == 0:
+            if parameter.name in ("dropout_p", "dropout") and isinstance(value, (int, float)) and value == 0:
                 return False
         return True
 

@@ -22,8 +22,13 @@ from fdp.trace.loops import is_loop
 Lookup = Callable[[fx.Node], Any]
 """The value of a node."""
 
+After = Callable[[fx.Node, Lookup, Any], None]
+"""What is called after each call with its node, a way to look values up, and its result."""
 
-def call_node(node: fx.Node, value_of: Lookup, others: OtherRanks, lanes: Sequence[int] = ()) -> Any:
+
+def call_node(
+    node: fx.Node, value_of: Lookup, others: OtherRanks, lanes: Sequence[int] = (), after: After | None = None
+) -> Any:
     """Call the operator of a node, or some lanes of it.
 
     Args:
@@ -31,6 +36,7 @@ def call_node(node: fx.Node, value_of: Lookup, others: OtherRanks, lanes: Sequen
         value_of: gives the value of each node that it takes; what it changes in place is changed.
         others: what this rank takes the other ranks to hold.
         lanes: which entries of its lists to call it with; all of them if there are none.
+        after: for a loop, what is called after each call in its body.
 
     Returns:
         What it returns.
@@ -43,7 +49,7 @@ def call_node(node: fx.Node, value_of: Lookup, others: OtherRanks, lanes: Sequen
     if is_loop(node):
         body, count, operands = values
         for index in range(count):
-            Replay(body, [torch.tensor([index], device=node.meta["index_device"]), *operands], others).run()
+            Replay(body, [torch.tensor([index], device=node.meta["index_device"]), *operands], others, after).run()
         return None
     if node.target is torch.ops.higher_order.cond:
         condition, first, second, operands = values
@@ -72,7 +78,8 @@ class Replay:
         graph_module: the graph.
         inputs: a tensor for each placeholder; they may be changed.
         others: what this rank takes the other ranks to hold.
-        after: called after each call with its node, a way to look values up, and its result.
+        after: called after each call, also in the bodies of loops where `looks_inside`.
+        looks_inside: see `after`.
     """
 
     def __init__(
@@ -80,9 +87,11 @@ class Replay:
         graph_module: fx.GraphModule,
         inputs: Sequence[torch.Tensor],
         others: OtherRanks,
-        after: Callable[[fx.Node, Lookup, Any], None] | None = None,
+        after: After | None = None,
+        looks_inside: bool = False,
     ) -> None:
         self._module, self._others, self._after = graph_module, others, after
+        self._inside = after if looks_inside else None
         self._values: dict[fx.Node, Any] = dict(
             zip(graph_module.graph.find_nodes(op="placeholder"), inputs, strict=True)
         )
@@ -92,7 +101,7 @@ class Replay:
         with torch.no_grad():
             order = [node for node in self._module.graph.nodes if node.op == "call_function"]
             for node, last in zip(order, last_uses(order), strict=True):
-                result = call_node(node, self.value_of, self._others)
+                result = call_node(node, self.value_of, self._others, after=self._inside)
                 if self._after is not None:
                     self._after(node, self.value_of, result)
                 self._values[node] = result

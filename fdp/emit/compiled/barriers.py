@@ -32,28 +32,36 @@ IMPLEMENTED: dict[str, Callable[..., Any]] = {}
 
 class _Running(threading.local):
     """The step that a thread is running: what to call when its program starts a bucket, waits for one, or gets to a
-    loop."""
+    loop; and what it draws from besides torch's own generators."""
 
     start: Callable[[int], None] | None = None
     wait: Callable[[int], None] | None = None
     loops: Sequence[Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]] = ()
+    generators: Sequence[torch.Generator] = ()
 
 
 _running = _Running()
 
 
 @contextmanager
-def running(start: Any, wait: Any, loops: Sequence[Callable[..., None]] = ()) -> Iterator[None]:
-    """Say what the operators `start`, `wait` and `loop` do in this thread.
+def running(
+    start: Any, wait: Any, loops: Sequence[Callable[..., None]] = (), generators: Sequence[torch.Generator] = ()
+) -> Iterator[None]:
+    """Say what the operators `start`, `wait` and `loop` do in this thread, and what `draw` knows by number.
 
     Compiled code is cached across processes and shared between steps, so it cannot hold them itself.
     """
-    before = _running.start, _running.wait, _running.loops
-    _running.start, _running.wait, _running.loops = start, wait, loops
+    before = _running.start, _running.wait, _running.loops, _running.generators
+    _running.start, _running.wait, _running.loops, _running.generators = start, wait, loops, generators
     try:
         yield
     finally:
-        _running.start, _running.wait, _running.loops = before
+        _running.start, _running.wait, _running.loops, _running.generators = before
+
+
+def generators_running() -> Sequence[torch.Generator]:
+    """What the step that this thread is running draws from, besides torch's own generators."""
+    return _running.generators
 
 
 def _start(slots: Sequence[torch.Tensor], bucket: int) -> None:
@@ -87,44 +95,51 @@ def _snapshot(value: torch.Tensor) -> torch.Tensor:
     return value.clone()
 
 
-def _bernoulli(value: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-    return torch.bernoulli(value, generator=generator)
+def _fake_like(value: torch.Tensor, *others: Any) -> torch.Tensor:
+    return torch.empty_like(value)
 
 
-def _discard(value: torch.Tensor) -> None:
+def _nothing_new(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-def _define(name: str, schema: str, run: Callable[..., Any], *tags: torch.Tag) -> Any:
+def define(
+    name: str, schema: str, run: Callable[..., Any], *tags: torch.Tag, fake: Callable[..., Any] = _nothing_new
+) -> Any:
+    """Define an operator.
+
+    Args:
+        name: its name.
+        schema: what it takes and returns.
+        run: what it does.
+        tags: further tags.
+        fake: what it returns for fake tensors.
+    """
     # A compiler may lay values out as it likes, but not these: fused optimizers do not look at strides.
     _library.define(f"{name}{schema}", tags=(torch.Tag.needs_exact_strides, *tags))
     _library.impl(name, run, "CompositeExplicitAutograd")
     IMPLEMENTED[name] = run
     operator = getattr(torch.ops.fdp_compiled, name).default
-    fake = (lambda value, *a, **k: torch.empty_like(value)) if schema.endswith("Tensor") else (lambda *a, **k: None)
     torch.library.register_fake(f"fdp_compiled::{name}", fake, lib=_library)
     # So that no pass takes it for dead code.
     torch.fx.has_side_effect(operator)
     return operator
 
 
-start = _define("start", "(Tensor[] slots, int bucket) -> ()", _start)
-wait = _define("wait", "(Tensor[] slots, int bucket) -> ()", _wait)
-loop = _define("loop", "(Tensor[] changed, Tensor[] others, int number) -> ()", _loop)
-copy_into = _define("copy_into", "(Tensor target, Tensor value) -> ()", _copy)
-snapshot = _define("snapshot", "(Tensor value) -> Tensor", _snapshot)
+start = define("start", "(Tensor[] slots, int bucket) -> ()", _start)
+wait = define("wait", "(Tensor[] slots, int bucket) -> ()", _wait)
+loop = define("loop", "(Tensor[] changed, Tensor[] others, int number) -> ()", _loop)
+copy_into = define("copy_into", "(Tensor target, Tensor value) -> ()", _copy)
+snapshot = define("snapshot", "(Tensor value) -> Tensor", _snapshot, fake=_fake_like)
 """A clone that no pass may replace by what it was made of: that is changed later."""
 
-start_ = _define("start_", "(Tensor(a!)[] slots, int bucket) -> ()", _start)
-wait_ = _define("wait_", "(Tensor(a!)[] slots, int bucket) -> ()", _wait)
-multiply_into = _define("multiply_into", "(Tensor(a!) target, Tensor one, Tensor two, float factor) -> ()", _multiply)
+start_ = define("start_", "(Tensor(a!)[] slots, int bucket) -> ()", _start)
+wait_ = define("wait_", "(Tensor(a!)[] slots, int bucket) -> ()", _wait)
+multiply_into = define("multiply_into", "(Tensor(a!) target, Tensor one, Tensor two, float factor) -> ()", _multiply)
 _random = torch.Tag.nondeterministic_seeded
-draw_bernoulli = _define("draw_bernoulli", "(Tensor value, Generator? generator=None) -> Tensor", _bernoulli, _random)
-discard_ = _define("discard_", "(Tensor(a!) value) -> ()", _discard, _random)
-"""Keeps a draw whose numbers are not used: those that follow would be others without it."""
-loop_ = _define("loop_", "(Tensor(a!)[] changed, Tensor[] others, int number) -> ()", _loop, _random)
-rewind_ = _define("rewind_", "(Tensor(a!) state, Device device) -> Tensor", rewind, _random)
-resume_ = _define("resume_", "(Tensor(a!) state, Device device) -> ()", RESUME, _random)
+loop_ = define("loop_", "(Tensor(a!)[] changed, Tensor[] others, int number) -> ()", _loop, _random)
+rewind_ = define("rewind_", "(Tensor(a!) state, Device device) -> Tensor", rewind, _random, fake=_fake_like)
+resume_ = define("resume_", "(Tensor(a!) state, Device device) -> ()", RESUME, _random)
 """They change the generator, of which a schema cannot tell: said of the state, it keeps them. The tag keeps their place
 among the operators that draw, as a loop may: the compiler lets those that have it follow one another."""
 DECLARED.update({REWIND: rewind_, RESUME: resume_})
@@ -143,9 +158,9 @@ def _define_fused(operator: Any) -> None:
     def run(*args: Any, **kwargs: Any) -> None:
         operator(*args, **kwargs)
 
-    hidden = _define(stem, "(" + re.sub(r"\([a-z]+!\)", "", arguments), run)
+    hidden = define(stem, "(" + re.sub(r"\([a-z]+!\)", "", arguments), run)
     FUSED[operator] = hidden
-    DECLARED[hidden] = _define(f"{stem}_", f"({arguments}", run)
+    DECLARED[hidden] = define(f"{stem}_", f"({arguments}", run)
 
 
 for _name in FUSED_OPTIMIZERS:
@@ -159,7 +174,6 @@ for _operator in (STATE, REWIND, RESUME):
 
 CHANGING = (
     multiply_into,
-    discard_,
     *(operator for operator in DECLARED.values() if operator is not _aten.copy_.default),
 )
 """The operators of this file that say that they change their arguments."""

@@ -16,6 +16,8 @@ from torch import fx
 
 from fdp.emit.accesses import Accesses
 from fdp.emit.compiled.barriers import FUSED, copy_into, loop, snapshot, start, wait
+from fdp.emit.compiled.drawing import draw, draw_of_nothing
+from fdp.emit.compiled.draws import Draw, described, draws, operands_of
 from fdp.emit.donation import Placement
 from fdp.emit.places import Place, is_scaled, slot_name
 from fdp.emit.program import arguments_of, lane_count
@@ -38,8 +40,11 @@ class _Lowering:
         accesses: Accesses,
         markers: Mapping[int, list[fx.Node]],
         alone: set[fx.Node],
+        drawn: Mapping[fx.Node, Draw],
+        apart: Sequence[fx.Node],
     ) -> None:
         self.plan, self.placement, self.markers, self.alone = plan, placement, markers, alone
+        self.drawn = drawn
         self.trace, self.accesses = plan.trace, accesses
         graph = self.trace.graph
         self.nodes = {node.name: node for node in graph.graph.nodes}
@@ -51,7 +56,8 @@ class _Lowering:
         self.slots: dict[str, torch.Tensor] = {}
         self.early = _early_members(markers, accesses)
         self.filled: set[tuple[int, int]] = set()
-        self.numbers = {found.node: number for number, found in enumerate(self.trace.loops)}
+        by_number = [*(found.node for found in self.trace.loops), *(node.name for node in apart)]
+        self.numbers = {name: number for number, name in enumerate(by_number)}
 
     def run(self) -> list[torch.Tensor]:
         self._copy_back(-1)
@@ -136,6 +142,9 @@ class _Lowering:
         if is_loop(node):
             self._loop(node)
             return
+        if node.name in self.numbers:
+            self._as_it_is(node)
+            return
         if node in self.alone:
             value = self._value(node.args[0])  # type: ignore[arg-type]
             self.values[node] = value.contiguous() if self._is_never_changed(node) else _copy(value)
@@ -150,7 +159,7 @@ class _Lowering:
         args, kwargs = arguments_of(node, lanes) if split else (list(node.args), dict(node.kwargs))
         args, kwargs = fx.map_arg(args, self._value), fx.map_arg(kwargs, self._value)
         try:
-            result = self._run(target, args, kwargs)
+            result = self._draw(node) if node in self.drawn else self._run(target, args, kwargs)
         except FdpError:
             raise
         except Exception as error:
@@ -172,6 +181,28 @@ class _Lowering:
             self.values[operands[each]] = snapshot(self._value(operands[each]))
         given = ([self._value(operands[each]) for each in group] for group in (changed, others))
         loop(*given, self.numbers[node.name])
+
+    def _as_it_is(self, node: fx.Node) -> None:
+        """Call what runs a function of functions, which puts its results into places that no pass sees through."""
+        example: Any = node.meta["val"]
+        results = example if isinstance(example, (list, tuple)) else [example]
+        operands = [self._value(each) for each in operands_of(node)]
+        places = [snapshot(_empty_like(each)) for each in results]
+        loop(places, operands, self.numbers[node.name])
+        self.values[node] = places if isinstance(example, (list, tuple)) else places[0]
+
+    def _draw(self, node: fx.Node) -> Any:
+        """Draw as the step does; what that changes is changed to what was drawn."""
+        found = self.drawn[node]
+        read = [self._value(each) for each in found.read]
+        made = draw(read, found.text) if read else draw_of_nothing(found.text)
+        for each, value in zip(reversed(found.written), reversed(made), strict=False):
+            self._value(each).copy_(value)
+        results = [
+            made[what] if kind == "made" else self._value(what) if kind == "changed" else what
+            for kind, what in found.results
+        ]
+        return results[0] if len(results) == 1 else tuple(results)
 
     def _refusal(self, node: fx.Node, error: Exception) -> CompileError:
         first = first_line(error).split(". ")[0]
@@ -202,6 +233,10 @@ class _Lowering:
         if target is _aten.native_dropout.default and args[2] is False:
             return args[0], torch.ones_like(args[0], dtype=torch.bool)  # the operator itself hands its argument back
         return target(*args, **kwargs)
+
+
+def _empty_like(example: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=example.device)
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:
@@ -258,6 +293,7 @@ def functional_graph(
     constants: Sequence[fx.Node],
     slots: Mapping[str, Place],
     decompositions: Mapping[Any, Callable[..., Any]],
+    apart: Sequence[fx.Node] | None,
 ) -> fx.GraphModule:
     """Carry a plan out on fake tensors, and keep what it does.
 
@@ -270,6 +306,8 @@ def functional_graph(
         constants: nodes whose values are the same at every call.
         slots: places of members in their buckets, and of what comes back.
         decompositions: how the compiler wants operators taken apart.
+        apart: functions of functions that run as they are, since they draw; they are counted behind loops. None if
+            the compiler draws random numbers in its own way.
 
     Returns:
         A graph that takes the inputs of the step, constants and slots, and returns those outputs that are no donated
@@ -287,9 +325,11 @@ def functional_graph(
         device = plan.buckets[place.memory[1]].device
         inputs.append((place.shape, place.stride, place.offset, place.dtype, device))
 
+    drawn = {node: described(node) for node in plan.trace.graph.graph.nodes if apart is not None and draws(node)}
+
     def carry_out(*values: torch.Tensor) -> list[torch.Tensor]:
         given = (*placeholders, *constants)
-        lowering = _Lowering(plan, placement, accesses, markers, alone)
+        lowering = _Lowering(plan, placement, accesses, markers, alone, drawn, apart or ())
         lowering.values.update(zip(given, values, strict=False))
         lowering.slots.update(zip(slots, values[len(given) :], strict=True))
         return lowering.run()

@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp.emit.compiled.barriers import CHANGING, draw_bernoulli, start_, wait_
+from fdp.emit.compiled.barriers import CHANGING, start_, wait_
 from fdp.errors import CompileError, FdpError, build_message
 
 KEPT: Mapping[str, Any] = {
@@ -104,11 +104,7 @@ def decompositions(settings: Settings) -> Mapping[Any, Callable[..., Any]]:
         from torch._inductor.decomposition import select_decomp_table
 
         with config.patch(_patches(settings)):
-            found = dict(select_decomp_table())
-            if config.fallback_random:
-                # Its way draws in float32 whatever the dtype is: in float64 other numbers than the operator's.
-                found[torch.ops.aten.bernoulli.default] = draw_bernoulli
-            return found
+            return dict(select_decomp_table())
 
 
 _lowering = threading.RLock()

@@ -10,48 +10,26 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp.emit.compiled.barriers import DECLARED, copy_into, declare_effects, discard_, multiply_into, snapshot
+from fdp.emit.compiled.barriers import DECLARED, copy_into, declare_effects, multiply_into, snapshot
 from fdp.emit.views import geometry
 from fdp.trace.effects import bound_arguments, storages_of
 
 _aten = torch.ops.aten
 
 
-def declare(graph: fx.Graph, multiply: bool, draws_alike: bool) -> None:
+def declare(graph: fx.Graph, multiply: bool) -> None:
     """Say in a functional graph what changes memory, and when.
 
     Args:
         graph: changed in place.
         multiply: whether products are computed right in their buckets, by the library's kernel.
-        draws_alike: whether random numbers are those that the step itself draws.
     """
     graph.eliminate_dead_code()
-    if draws_alike:
-        _keep_unused_draws(graph)
     _keep_snapshots(graph)
     _copy_early(graph)
     if multiply:
         _multiply_into_slots(graph)
     declare_effects(graph)
-
-
-def _keep_unused_draws(graph: fx.Graph) -> None:
-    """Keep every draw, used or not: a compiler leaves out what is not used, and what is drawn next would be another.
-
-    (Dead code elimination of torch.fx keeps them; the scheduler of inductor, which comes later, does not.)
-    """
-    for node in graph.nodes:
-        target = node.target
-        if node.users or not isinstance(target, torch._ops.OpOverload) or target.namespace.startswith("fdp"):
-            continue  # fdp's own are kept for what else they do
-        if torch.Tag.nondeterministic_seeded in target.tags:
-            value, made = node.meta["val"], node
-            with graph.inserting_after(node):
-                if not isinstance(value, torch.Tensor):
-                    made = graph.call_function(operator.getitem, (node, 0))
-                    made.meta["val"] = value = value[0]
-            with graph.inserting_after(made):
-                graph.call_function(discard_, (made,)).meta["val"] = None
 
 
 def _written_by(node: fx.Node) -> Iterator[int]:

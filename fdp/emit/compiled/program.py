@@ -14,6 +14,8 @@ from torch import fx
 from fdp.emit.accesses import Accesses
 from fdp.emit.compiled.apart import Apart
 from fdp.emit.compiled.barriers import IMPLEMENTED, running
+from fdp.emit.compiled.drawing import as_it_is
+from fdp.emit.compiled.draws import functions_that_draw, generators_of, operands_of
 from fdp.emit.compiled.graph import functional_graph, result_name
 from fdp.emit.compiled.inductor import Lowered, Unusable, decompositions, lower
 from fdp.emit.compiled.options import Options
@@ -76,9 +78,12 @@ def compile_program(plan: Plan, group: Group, communicates: bool, options: Optio
     alone = {marker(index) for index in range(len(trace.reductions))} - travelling
     constants, held = _constants(trace.graph, group.rank)
     places, layouts = _place_buckets(plan, markers)
+    alike, generators = options.draws_alike, generators_of(trace.graph)
+    apart = functions_that_draw(trace.graph) if alike else []
 
     def functional(decomposed: Mapping[Any, Callable[..., Any]]) -> fx.GraphModule:
-        return functional_graph(plan, placement, accesses, markers, alone, constants, places, decomposed)
+        own = apart if alike else None
+        return functional_graph(plan, placement, accesses, markers, alone, constants, places, decomposed, own)
 
     bodies = {
         loop.node: compile_program(plan_trace(loop.body), group, False, options, records=False) for loop in trace.loops
@@ -91,7 +96,8 @@ def compile_program(plan: Plan, group: Group, communicates: bool, options: Optio
         _prove_own_operators()
         verify_loops(trace, lambda body, found: compiled_loop(body, found.count, nodes[found.node]))
         buckets = Buckets(places, layouts, scaled)
-        verify_lowered(plan, lowered, held, buckets, returned, group.rank, communicates, decomposed)
+        own = generators if alike else None
+        verify_lowered(plan, lowered, held, buckets, returned, group.rank, communicates, decomposed, own)
 
     try:
         lowered = None if asks_for_public() else _lower(trace.name, functional, options, prove)
@@ -103,10 +109,11 @@ def compile_program(plan: Plan, group: Group, communicates: bool, options: Optio
             stacklevel=2,
         )
         return verified_program(plan, group.rank, communicates)
-    if lowered is None and bodies:
+    if lowered is None and (bodies or apart):
+        what = "fdp.accumulate" if bodies else f"{apart[0].target} around what draws random numbers"
         raise CompileError(
             build_message(
-                f"step {trace.name!r} cannot be compiled: the public entry of inductor does not take fdp.accumulate.",
+                f"step {trace.name!r} cannot be compiled: the public entry of inductor does not take {what}.",
                 remedy="compile=False runs it operator by operator.",
             )
         )
@@ -128,9 +135,9 @@ def compile_program(plan: Plan, group: Group, communicates: bool, options: Optio
         free = frozenset(at for at, item in enumerate(trace.inputs) if not item.donated)
         function = Apart(function, free, alone=len(free) < len(trace.inputs))
     namespace: dict[str, Any] = {"compiled": function, "constants": held, "running": running}
-    namespace["loops"] = [
-        compiled_loop(bodies[loop.node], loop.count, nodes[loop.node]) for loop in trace.loops
-    ]  # by number
+    by_number = [compiled_loop(bodies[loop.node], loop.count, nodes[loop.node]) for loop in trace.loops]
+    namespace["loops"] = [*by_number, *(as_it_is(node, operands_of(node)) for node in apart)]
+    namespace["generators"] = generators
     exec(compile(source, f"<fdp step {trace.name}>", "exec"), namespace)
     text = "\n\n".join([source, lowered.source, *(body.source for body in bodies.values())])
     return Program(text, namespace["step"], places, layouts, scaled, recording, own_messages, loops=bodies)
@@ -149,7 +156,7 @@ def _lower(
     try:
         decomposed = decompositions(dict(options.settings))
         graph = functional(decomposed)
-        declare(graph.graph, options.multiplies, options.draws_alike)
+        declare(graph.graph, options.multiplies)
         graph.recompile()
         prove(graph, decomposed)
         return lower(name, graph, dict(options.settings))
@@ -225,6 +232,6 @@ def _wrapper(returned: Sequence[Returned], constants: int, slots: Sequence[str])
         lines.append("    inputs += [held.detach() for held in constants]")
     if slots:
         lines.append(f"    inputs += [{', '.join(slots)}]")
-    lines += ["    with running(start, wait, loops):", "        made = compiled(inputs)"]
+    lines += ["    with running(start, wait, loops, generators):", "        made = compiled(inputs)"]
     lines.append(f"    return [{', '.join(outputs)}]")
     return "\n".join(lines) + "\n"

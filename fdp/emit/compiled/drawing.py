@@ -1,0 +1,195 @@
+"""What a compiled step calls where it draws random numbers: what a text says, on tensors that lie as the text says."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from fdp.emit.compiled.barriers import define, generators_running
+from fdp.trace.control import choose
+
+NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+"""Kinds of arguments that are written by the name that they have in torch."""
+
+
+def is_written(schema: Any) -> bool:
+    """Whether an operator changes what it is given for an argument, or a result is what it changed."""
+    return schema.alias_info is not None and schema.alias_info.is_write
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call that draws, read from its text.
+
+    Attributes:
+        operator: what is called.
+        arguments: by position, with records in place of tensors and generators.
+        keywords: by name, likewise.
+        owned: numbers of tensors that are read and written: they get memory of their own.
+        lies: how what is returned lies.
+    """
+
+    operator: Any
+    arguments: list[Any]
+    keywords: dict[str, Any]
+    owned: frozenset[int]
+    lies: list[dict[str, Any]]
+
+    def run(self, read: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        given: dict[int, torch.Tensor] = {}
+
+        def built(value: Any) -> Any:
+            if isinstance(value, list):
+                return [built(each) for each in value]
+            if not isinstance(value, dict):
+                return value
+            if "generator" in value:
+                return generators_running()[value["generator"]]
+            if "size" in value:
+                return _empty(value)
+            number = value["read"]
+            if number not in given:
+                given[number] = laid_out(read[number], value["stride"], anew=number in self.owned)
+            return given[number]
+
+        arguments = [built(value) for value in self.arguments]
+        keywords = {name: built(value) for name, value in self.keywords.items()}
+        made = self.operator(*arguments, **keywords)
+        schema = self.operator._schema
+        results = made if isinstance(made, (list, tuple)) else [made]
+        found = [
+            each
+            for returned, each in zip(schema.returns, results, strict=True)
+            if not is_written(returned) and isinstance(each, torch.Tensor)
+        ]
+        given_as = dict(zip((each.name for each in schema.arguments), arguments, strict=False)) | keywords
+        for argument in filter(is_written, schema.arguments):
+            value = given_as.get(argument.name, [])
+            found += value if isinstance(value, list) else [value]
+        return [laid_out(each, lies["stride"]) for each, lies in zip(found, self.lies, strict=True)]
+
+
+@functools.lru_cache(4096)
+def _call_of(text: str) -> _Call:
+    """Read a call from its text."""
+    said = json.loads(text)
+    namespace, packet, overload = said["operator"].split(".")
+    operator = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    arguments, keywords = _literal(said["arguments"]), {name: _literal(each) for name, each in said["keywords"].items()}
+    given = dict(zip((each.name for each in operator._schema.arguments), arguments, strict=False)) | keywords
+    written = (given.get(each.name) for each in operator._schema.arguments if is_written(each))
+    owned = frozenset(each["read"] for value in written for each in _records(value) if "read" in each)
+    lies = [each for each in (*said["results"], *said["written"]) if each is not None]
+    return _Call(operator, arguments, keywords, owned, _literal(lies))
+
+
+def _records(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        yield value
+    elif isinstance(value, list):
+        for each in value:
+            yield from _records(each)
+
+
+def _literal(value: Any) -> Any:
+    """A value of the text, with what has a name in torch in place of the name."""
+    if isinstance(value, list):
+        return [_literal(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if "size" in value:
+        return {**value, "dtype": getattr(torch, value["dtype"]), "device": torch.device(value["device"])}
+    if "device" in value:
+        return torch.device(value["device"])
+    return next((getattr(torch, value[name]) for name in NAMED if name in value), value)
+
+
+def _draw(read: Sequence[torch.Tensor], call: str) -> list[torch.Tensor]:
+    return _call_of(call).run(read)
+
+
+def _fake_draw(read: Sequence[torch.Tensor], call: str) -> list[torch.Tensor]:
+    return [_empty(lies) for lies in _call_of(call).lies]
+
+
+def _empty(lies: Mapping[str, Any]) -> torch.Tensor:
+    return torch.empty_strided(lies["size"], lies["stride"], dtype=lies["dtype"], device=lies["device"])
+
+
+_random = torch.Tag.nondeterministic_seeded
+draw = define("draw", "(Tensor[] read, str call) -> Tensor[]", _draw, _random, fake=_fake_draw)
+"""(the tensors that a call reads, the call in text) -> its new results, and what it changes, anew.
+
+The tag keeps draws in order: the compiler lets operators that have it follow one another."""
+draw_of_nothing = define(
+    "draw_of_nothing", "(str call) -> Tensor[]", partial(_draw, ()), _random, fake=partial(_fake_draw, ())
+)
+"""The same for a call that reads no tensor. Functionalization sees by that, and not by an empty list, that what comes
+out is new."""
+
+
+def laid_out(tensor: torch.Tensor, stride: Sequence[int], anew: bool = False) -> torch.Tensor:
+    """A tensor, or a copy, whose elements lie under given strides.
+
+    Args:
+        tensor: any tensor.
+        stride: how its elements are to lie. Where two come to lie in one place they are equal.
+        anew: whether it must be a copy.
+    """
+    size = tensor.shape
+    if not anew and all(n == 1 or s == t for n, s, t in zip(size, stride, tensor.stride(), strict=True)):
+        return tensor
+    reach = 1
+    for step, number in sorted((s, n) for s, n in zip(stride, size, strict=True) if n != 1):
+        if step < reach:
+            places = offsets(size, stride)
+            flat = tensor.new_empty(int(places.max()) + 1 if tensor.numel() else 0)
+            flat[places.to(tensor.device)] = tensor.reshape(-1)
+            return flat.as_strided(size, stride)
+        reach += (number - 1) * step
+    return torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def offsets(size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """Where each element lies, in the order of the elements."""
+    found = torch.zeros(1, dtype=torch.int64, device="cpu")
+    for number, step in zip(size, stride, strict=True):
+        found = (found.unsqueeze(1) + torch.arange(number, device="cpu") * step).reshape(-1)
+    return found
+
+
+def as_it_is(
+    node: fx.Node, operands: Sequence[fx.Node]
+) -> Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]:
+    """What runs a function of functions in a compiled program, operator by operator.
+
+    Args:
+        node: of a trace.
+        operands: the tensors that it is given.
+
+    Returns:
+        A function of (the places of the results, the operands).
+    """
+    target: Any = choose if node.target is torch.ops.higher_order.cond else node.target
+    module: Any = node.graph.owning_module
+    strides = [each.meta["val"].stride() for each in operands]
+
+    def run(changed: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
+        lying = [laid_out(each, stride) for each, stride in zip(others, strides, strict=True)]
+        given = dict(zip(operands, lying, strict=True))
+
+        def value(each: fx.Node) -> Any:
+            return given[each] if each in given else getattr(module, str(each.target))
+
+        made = target(*fx.map_arg(node.args, value), **fx.map_arg(node.kwargs, value))
+        for place, result in zip(changed, made if isinstance(made, (list, tuple)) else [made], strict=True):
+            place.copy_(result)
+
+    return run

@@ -1,0 +1,224 @@
+"""Draws of random numbers in a compiled step, each a call that a compiler can neither lay out anew nor leave out.
+
+Which number an operator draws for which element depends on how the elements lie in memory. A compiler lays values out
+as it likes. So a draw becomes a call of `drawing.draw`, which is told in text what the step itself calls, and how all
+tensors lie that this call reads, fills and returns. What lies otherwise when it runs is laid out like that first.
+
+A condition, or another function of functions, in which anything is drawn is not compiled at all: a compiler would lay
+out what is in it, and keep no order between its draws and others. It runs operator by operator, as loops run apart.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fdp.emit.compiled.drawing import NAMED, is_written, offsets
+from fdp.errors import CompileError, build_message
+from fdp.trace.effects import bound_arguments, effects_of, operator_name, storages_of
+from fdp.trace.loops import is_loop
+
+_LIKE = ("rand_like", "randn_like", "randint_like")
+"""Operators that look at their first argument for shape, dtype and strides alone."""
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a node of a trace is an operator that draws. (Those that turn generators back are fdp's own.)"""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace.startswith("fdp"):
+        return False
+    return effects_of(node).random
+
+
+def functions_that_draw(module: fx.GraphModule) -> list[fx.Node]:
+    """The nodes of a trace that call functions which draw. (Loops of fdp's own are programs of their own.)"""
+    called = [node for node in module.graph.nodes if node.op == "call_function" and not is_loop(node)]
+    return [node for node in called if not isinstance(node.target, torch._ops.OpOverload) and effects_of(node).random]
+
+
+def generators_of(module: fx.GraphModule) -> list[torch.Generator]:
+    """The generators that a trace draws from besides torch's own; `draw` knows them by their number."""
+    held = (getattr(module, str(node.target), None) for node in module.graph.find_nodes(op="get_attr"))
+    # The same one may be another object.
+    found = {each._cdata: each for each in held if isinstance(each, torch.Generator)}  # type: ignore[attr-defined]
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a node that draws becomes.
+
+    Attributes:
+        text: the argument `call` of `draw`.
+        read: the tensors that it is given.
+        written: what the node changes; `draw` returns them anew, behind its other results.
+        results: for each result of the node, ("made", its number in what `draw` returns), ("changed", the node that it
+            is), or ("known", what it is), if it is no tensor.
+    """
+
+    text: str
+    read: tuple[fx.Node, ...]
+    written: tuple[fx.Node, ...]
+    results: tuple[tuple[str, Any], ...]
+
+
+def described(node: fx.Node) -> Draw:
+    """Say in text what a node of a trace draws.
+
+    Raises:
+        CompileError: it is given a number that is read from a tensor, or it draws into memory that it reads otherwise.
+    """
+    target: Any = node.target
+    bound = list(bound_arguments(node))
+    read: dict[fx.Node, int] = {}
+    for schema, value in bound:
+        for each in _tensors_in(value):
+            if _is_read(node, schema, each) and not any(_lie_alike(each, other) for other in read):
+                read[each] = len(read)
+    written = [each for schema, value in bound if is_written(schema) for each in _tensors_in(value)]
+    if any(_overlap(one, two) for one in written for two in (*read, *written)):
+        raise _refusal(node, "draws into memory that it reads", "draw into a clone.")
+    arguments = [_encoded(node, value, read) for value in node.args]
+    keywords = {name: _encoded(node, value, read) for name, value in node.kwargs.items()}
+    owners = {
+        name: value for schema, value in bound if is_written(schema) for name in schema.alias_info.before_set
+    }  # fmt: skip
+    results: list[tuple[str, Any]] = []
+    lies: list[dict[str, Any] | None] = []
+    count, example = 0, node.meta["val"]
+    examples = [example] if len(target._schema.returns) == 1 else example
+    for schema, each in zip(target._schema.returns, examples, strict=True):
+        if is_written(schema):
+            results.append(("changed", next(owners[name] for name in schema.alias_info.before_set)))
+        elif isinstance(each, torch.Tensor):
+            results.append(("made", count))
+            lies.append(_lies(each))
+            count += 1
+        else:
+            results.append(("known", each))
+            lies.append(None)
+    text = {
+        "operator": str(target),
+        "arguments": arguments,
+        "keywords": keywords,
+        "results": lies,
+        "written": [_lies(each.meta["val"]) for each in written],
+    }
+    return Draw(json.dumps(text), tuple(read), tuple(written), tuple(results))
+
+
+def _encoded(node: fx.Node, value: Any, read: Mapping[fx.Node, int]) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_encoded(node, each, read) for each in value]
+    if isinstance(value, fx.Node):
+        example = value.meta.get("val")
+        if isinstance(example, torch.Tensor):
+            known = next((at for each, at in read.items() if _lie_alike(each, value)), None)
+            return _lies(example) if known is None else {"read": known, "stride": _narrowed(example)}
+        module: Any = node.graph.owning_module
+        value = getattr(module, str(value.target), None) if value.op == "get_attr" else value
+        if isinstance(value, torch.Generator):
+            known_as = [each._cdata for each in generators_of(module)]  # type: ignore[attr-defined]
+            return {"generator": known_as.index(value._cdata)}  # type: ignore[attr-defined]
+    for name, kind in NAMED.items():
+        if isinstance(value, kind):
+            return {name: str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise _refusal(node, "is given a number that is read from a tensor", "draw with numbers that Python knows.")
+
+
+def _lies(example: torch.Tensor) -> dict[str, Any]:
+    """How a tensor lies in memory of its own."""
+    kind = {"dtype": str(example.dtype).removeprefix("torch."), "device": str(example.device)}
+    return {"size": list(example.shape), "stride": _narrowed(example), **kind}
+
+
+def _narrowed(example: torch.Tensor) -> list[int]:
+    """The strides of a tensor, with gaps of one element where it has larger ones.
+
+    Operators see in which order elements lie, and whether there are gaps, and not how wide these are. A column of a
+    large matrix need not be drawn into another large matrix.
+    """
+    stride = list(example.stride())
+    end = new_end = 1
+    for step, at in sorted((step, at) for at, step in enumerate(stride) if example.shape[at] != 1):
+        if step < end:
+            return list(example.stride())  # elements share memory
+        stride[at] = new_end + (step != end)
+        end, new_end = step * example.shape[at], stride[at] * example.shape[at]
+    return stride
+
+
+def _is_read(node: fx.Node, schema: Any, given: fx.Node) -> bool:
+    """Whether what a node draws depends on the values of an argument."""
+    effects = effects_of(node)
+    if given not in effects.reads:
+        return False
+    if is_written(schema):
+        return not (effects.overwrites or schema.is_out)
+    return not (schema.name == "self" and operator_name(node) in _LIKE)
+
+
+def _tensors_in(value: Any) -> Iterator[fx.Node]:
+    if isinstance(value, fx.Node):
+        if isinstance(value.meta.get("val"), torch.Tensor):
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors_in(each)
+
+
+def _lie_alike(one: fx.Node, two: fx.Node) -> bool:
+    """Whether two nodes are the same elements in the same order."""
+    if storages_of(one) != storages_of(two):
+        return False
+    a, b = one.meta["val"], two.meta["val"]
+    return (a.shape, a.stride(), a.storage_offset(), a.dtype) == (b.shape, b.stride(), b.storage_offset(), b.dtype)
+
+
+def _overlap(one: fx.Node, two: fx.Node) -> bool:
+    """Whether two nodes share some of their elements, but are not the same ones in the same order."""
+    if one is two or storages_of(one) != storages_of(two) or _lie_alike(one, two):
+        return False
+    a, b = one.meta["val"], two.meta["val"]
+    return a.dtype != b.dtype or bool(torch.isin(_places(a), _places(b)).any())
+
+
+def _places(example: torch.Tensor) -> torch.Tensor:
+    return offsets(example.shape, example.stride()) + int(example.storage_offset())
+
+
+def _refusal(node: fx.Node, what: str, remedy: str) -> CompileError:
+    return CompileError(
+        build_message(
+            f"{node.target} {what}, which a compiled step cannot do.",
+            [str(node.meta.get("source") or "at an unknown line")],
+            remedy=f"{remedy.removesuffix('.')}; compile=False runs it as it is.",
+        )
+    )
+
+
+def operands_of(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a function of functions is given.
+
+    Raises:
+        CompileError: it is given, or returns, a number that is read from a tensor.
+    """
+    given = [each for each in node.all_input_nodes if each.op != "get_attr" or _is_tensor(each)]
+    example: Any = node.meta["val"]
+    results = example if isinstance(example, (list, tuple)) else [example]
+    if not all(map(_is_tensor, given)) or not all(isinstance(each, torch.Tensor) for each in results):
+        raise _refusal(node, "draws, and takes or returns a number", "take a tensor.")
+    return given
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
