@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -161,3 +163,120 @@ def test_a_message_that_is_waited_for_too_late_is_refused(monkeypatch: pytest.Mo
         return made
 
     refused(monkeypatch, graph._Lowering, "run", wrong)
+
+
+# Draws: of the wrong operator, in the wrong order, of the wrong generator, or for elements in another order.
+
+GENERATORS = torch.Generator(), torch.Generator()
+
+
+def drawing(params: Any, batch: Any) -> Any:
+    first, second = GENERATORS
+    w = params["w"].t().clone()
+    w[:, ::2].normal_()
+    torch.rand(2)
+    noise = F.dropout((batch * 2).t(), 0.5) + torch.rand_like(batch.t(), memory_format=torch.contiguous_format)
+    likely = torch.bernoulli(batch.sigmoid().t())
+    one = torch.cond(batch.sum() > 0, lambda x: F.dropout(x, 0.5), lambda x: x * 1, (batch,))
+    two = torch.cond(batch.sum() > 0, lambda x: x.cos(), lambda x: torch.rand_like(x), (batch,))
+    own = torch.rand(3, generator=first) - torch.rand(3, generator=second)
+    p = batch.sigmoid()
+    p.bernoulli_(p)
+    return {"w": w}, noise, likely, one, two, own, p, torch.native_dropout(batch, 0.5, True)
+
+
+def with_text(change: Callable[[dict[str, Any]], None]) -> Callable[[Any], Any]:
+    right = graph.described
+
+    def described(node: Any) -> Any:
+        found = right(node)
+        said = json.loads(found.text)
+        change(said)
+        return dataclasses.replace(found, text=json.dumps(said))
+
+    return described
+
+
+def filled_in_rows(said: dict[str, Any]) -> None:
+    for each in (*said["arguments"], *said["results"], *said["written"]):
+        if isinstance(each, dict) and "size" in each:
+            each["stride"] = list(torch.empty(each["size"], device="meta").stride())
+
+
+def read_in_rows(said: dict[str, Any]) -> None:
+    for each in said["arguments"]:
+        if isinstance(each, dict) and "read" in each:
+            each["stride"] = sorted(each["stride"], reverse=True)
+
+
+def another_operator(said: dict[str, Any]) -> None:
+    said["operator"] = said["operator"].replace("normal_", "uniform_")
+
+
+def another_number(said: dict[str, Any]) -> None:
+    said["arguments"] = [0.25 if each == 0.5 else each for each in said["arguments"]]
+
+
+def another_generator(said: dict[str, Any]) -> None:
+    if "generator" in said["keywords"]:
+        said["keywords"]["generator"]["generator"] ^= 1
+
+
+def another_dtype(said: dict[str, Any]) -> None:
+    for each in (*said["arguments"], *said["results"], *said["written"]):
+        if isinstance(each, dict) and "dtype" in each and said["operator"].startswith("aten.bernoulli_.float"):
+            each["dtype"] = "float64"
+
+
+def refuses_draws(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, wrong: Any) -> None:
+    args = {"w": torch.randn(4, 6)}, torch.randn(6, 4)
+    with pytest.raises(Reached):
+        compile_step(drawing, *args)
+    monkeypatch.setattr(place, name, wrong)
+    with pytest.warns(UserWarning, match="found to be wrong before it ran"):
+        compile_step(drawing, *args)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [filled_in_rows, read_in_rows, another_operator, another_number, another_generator, another_dtype],
+    ids=lambda change: change.__name__,
+)
+def test_other_draws_are_refused(change: Callable[[dict[str, Any]], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    refuses_draws(monkeypatch, graph, "described", with_text(change))
+
+
+def test_draws_that_are_left_out_or_change_places_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = program.declare
+
+    def without_the_unused(module: torch.fx.Graph, *options: bool) -> None:
+        right(module, *options)
+        for node in module.nodes:
+            if node.target is torch.ops.fdp_compiled.draw_of_nothing.default and not node.users:
+                module.erase_node(node)
+                return
+        raise AssertionError("there is none")
+
+    def in_another_order(module: torch.fx.Graph, *options: bool) -> None:
+        right(module, *options)
+        drawn = [node for node in module.nodes if node.target is torch.ops.fdp_compiled.draw_of_nothing.default]
+        drawn[0].prepend(drawn[1])
+
+    for wrong in (without_the_unused, in_another_order):
+        with monkeypatch.context() as patch:
+            refuses_draws(patch, program, "declare", wrong)
+
+
+def test_conditions_that_draw_and_change_places_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = program.functions_that_draw
+    refuses_draws(monkeypatch, program, "functions_that_draw", lambda module: right(module)[::-1])
+
+
+def test_gaps_may_be_narrower_than_in_the_trace() -> None:
+    def step(params: Any, batch: Any) -> Any:
+        drawn = batch[:, 3].clone().normal_() + torch.rand_like(batch)[:, 0]
+        batch.clone()[:, 1].uniform_()
+        return params, drawn, torch.normal(batch[:, 2], 1.0)
+
+    with pytest.raises(Reached):
+        compile_step(step, {"w": torch.randn(4)}, torch.randn(50, 40))
