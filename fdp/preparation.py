@@ -28,7 +28,7 @@ from fdp.emit import (
 )
 from fdp.emit.compiled import Options
 from fdp.emit.order import Agreements
-from fdp.errors import first_line
+from fdp.errors import CompileError, TraceError, first_line
 from fdp.exchange import announce_failure
 from fdp.group import Group
 from fdp.in_step import leave_behind
@@ -114,7 +114,7 @@ class Preparation:
             if not settings.check_trace:
                 self._check_lies(emitted, flat)
             elif settings.options is None:
-                self._check(emitted, lambda: self._check_on_call(emitted, flat, roles))
+                self._check(emitted, flat, lambda: self._check_on_call(emitted, flat, roles))
         except Exception as error:
             if group.size > 1 and not self._prepared:
                 announce_failure(group, error)
@@ -144,10 +144,17 @@ class Preparation:
             leave_behind(emitted.group, f"step {self._name!r} was left by {type(error).__name__}: {first_line(error)}")
             raise
 
-    def _check(self, emitted: Emitted, compare: Callable[[], None]) -> None:
+    def _check(self, emitted: Emitted, flat: Flat, compare: Callable[[], None]) -> None:
+        def compare_or_say_why() -> None:
+            try:
+                compare()
+            except (TraceError, CompileError):
+                check_lies(emitted, flat.tensors)  # which names the operator, if that is why
+                raise
+
         begun = time.perf_counter()
         with _one_at_a_time:
-            compared = if_memory_allows(emitted, "the comparison at the first call", compare)
+            compared = if_memory_allows(emitted, "the comparison at the first call", compare_or_say_why)
         if compared:
             self._again[emitted] = Again(time.perf_counter() - begun, owed=emitted in self._finite)
 
@@ -196,7 +203,7 @@ class Preparation:
             with _one_at_a_time:
                 made = Emitted(emitted.plan, emitted.group, self._agreed, settings.check_replication, settings.options)
                 if settings.check_trace:
-                    self._check(made, lambda: check_compiled(made, emitted, self._step, flat, roles))
+                    self._check(made, flat, lambda: check_compiled(made, emitted, self._step, flat, roles))
                     # What they shared was large enough for the other one, whose values all have places in it.
                     emitted.leave_memory()
                     made.leave_memory()

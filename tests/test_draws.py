@@ -160,7 +160,7 @@ def assert_draws_like_eager(function: Draws, x: torch.Tensor, how: str, check_tr
 
 WAYS = [
     *(("plain", name) for name in LAYOUTS),
-    *(("compiled", name) for name in (LAYOUTS if ALL_SAMPLES else ("transposed", "channels_last", "column"))),
+    *(("compiled", name) for name in (LAYOUTS if ALL_SAMPLES else ("transposed", "column"))),
     *(("public", name) for name in (LAYOUTS if ALL_SAMPLES else ("sliced",))),
 ]
 
@@ -324,22 +324,29 @@ OTHERWISE: dict[str, Draws] = {
 @pytest.mark.parametrize("name", OTHERWISE)
 def test_values_that_lie_otherwise_than_torch_says_are_refused(name: str, how: str) -> None:
     x = torch.randn(6, 5).t()
-    state, closed = torch.random.get_rng_state(), x.clone()
     with pytest.raises(fdp.TraceError, match="lie in memory in another order than torch says") as caught:
         assert_draws_like_eager(OTHERWISE[name], x, how)
     assert "strides" in str(caught.value) and "test_draws.py" in str(caught.value)
     assert ".contiguous()" in str(caught.value)
-    assert torch.equal(x, closed) and state is not None
     assert_draws_like_eager(lambda x: OTHERWISE[name](x.contiguous()), x, how)
 
 
 def test_the_refusal_leaves_random_numbers_and_arguments_alone() -> None:
     x = torch.randn(6, 5).t()
-    step = fdp.data_parallel(lambda w, x: (w, OTHERWISE["logsigmoid"](x)), check_trace=False, check_replication=False)
-    before = torch.random.get_rng_state()
+    step = fdp.data_parallel(
+        lambda w, x: (w.normal_(), OTHERWISE["logsigmoid"](x)), donate_argnums=0, check_trace=False,
+        check_replication=False,
+    )  # fmt: skip
+    w, before = torch.ones(2), torch.random.get_rng_state()
     with pytest.raises(fdp.TraceError, match=r"aten\.log_sigmoid_forward"):
-        step(torch.ones(2), x)
-    assert torch.equal(before, torch.random.get_rng_state())
+        step(w, x)
+    assert torch.equal(before, torch.random.get_rng_state()) and torch.equal(w, torch.ones(2))
+
+
+@pytest.mark.parametrize("how", ["plain", "compiled"])
+def test_the_comparison_says_so_as_well(how: str) -> None:
+    with pytest.raises(fdp.TraceError, match="lie in memory in another order than torch says"):
+        assert_draws_like_eager(OTHERWISE["logsigmoid"], torch.randn(6, 5).t(), how, check_trace=True)
 
 
 def test_microbatches_are_looked_at() -> None:
@@ -375,6 +382,7 @@ def some(*size: int, dtype: torch.dtype) -> torch.Tensor:
 
 def lying(size: tuple[int, ...], dtype: torch.dtype) -> Iterator[torch.Tensor]:
     count = len(size)
+    yield some(2, 3, 4, 5, dtype=dtype).contiguous(memory_format=torch.channels_last)
     for order in itertools.permutations(range(count)):
         back = sorted(range(count), key=order.__getitem__)
         yield some(*(size[at] for at in order), dtype=dtype).permute(back)
@@ -395,7 +403,7 @@ def test_operators_that_are_trusted_lie_as_their_rules_say(operator: Any, dtype:
     name = str(operator).removeprefix("aten.").removesuffix(".default")
     binary = name in ("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor")
     scalar = name in ("add.Scalar", "mul.Scalar", "div.Scalar")
-    for size in ((3, 4), (2, 3, 4), (2, 4, 3, 5)):
+    for size in ((3, 4), (2, 3, 4)):
         for x in lying(size, dtype):
             given = GIVEN.get(name, GIVEN.get(name.split(".")[0], lambda x: (x,)))(x)
             calls = [(x, x), (x, 2.0), (x, torch.tensor(2.0))] if binary else [(x, 2.0)] if scalar else [given]
