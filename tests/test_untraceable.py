@@ -212,6 +212,10 @@ UNSEEN = "made out of the trace's sight"
 WHERE, MASK = "torch.where(condition, a, b)", "torch.where(mask, x, 0)"
 
 # What was done; what is wrong with it; a part of the remedy.
+# Since torch 2.15 a number that is read from a tensor may be an index or a length, and is refused as what it is used for.
+PLACE = f"{VALUE}|takes a slice at a place that it reads from a tensor"
+LENGTH = f"{VALUE}|makes tensors whose shape depends on the values of others"
+
 REFUSED: dict[str, tuple[Case, str, str]] = {
     "if": (lambda w, b: w if b.sum() > 3 else -w, VALUE, WHERE),
     "assert": (assertion, "asserts something about the value of a tensor", "check data before the step"),
@@ -223,11 +227,11 @@ REFUSED: dict[str, tuple[Case, str, str]] = {
     "sorted": (lambda w, b: torch.stack(sorted(w)), VALUE, WHERE),
     "math.sqrt of item": (lambda w, b: w * max(b.sum().item(), 1.0), VALUE, WHERE),
     "a list at the place of a tensor": (lambda w, b: NAMES[w.argmax() % 2] and w, VALUE, "index_select"),
-    "a row at the place of a tensor": (lambda w, b: b[b[:, 0].argmax()], VALUE, "index_select"),
+    "a row at the place of a tensor": (lambda w, b: b[b[:, 0].argmax()], PLACE, "index_select"),
     "a slice up to a tensor": (lambda w, b: b[: b[:, 0].argmax()], VALUE, WHERE),
     "a dict at a number": (lambda w, b: {1.0: w}.get(b.sum().item(), w), VALUE, WHERE),
     "zeros of a read length": (lambda w, b: torch.zeros(int(w.sum())), VALUE, WHERE),
-    "arange of a read length": (lambda w, b: torch.arange(w.sum().item()), VALUE, "mask what is too much"),
+    "arange of a read length": (lambda w, b: torch.arange(w.sum().item()), LENGTH, "mask what is too much"),
     "torch.tensor of tensors": (lambda w, b: torch.tensor([w[0], w[1]]), VALUE, "torch.stack"),
     "dlpack": (lambda w, b: torch.from_dlpack(w), VALUE, ""),
     "a format": (lambda w, b: (w, f"{b.sum():.2f}")[0], VALUE, "return a metric as a tensor"),
@@ -282,7 +286,7 @@ def test_what_a_step_cannot_do_is_refused_with_its_line_and_a_remedy(name: str) 
         fdp.data_parallel(case, check_replication=False, check_trace=False)(*data(0))
     text = str(caught.value)
     what, *offenders, last = text.splitlines()
-    assert reason in what and f"step {case.__name__!r}" in what, text
+    assert re.search(reason, what) and f"step {case.__name__!r}" in what, text
     assert last.startswith("Remedy: ") and remedy in last, text
     if "returns" in reason:
         assert offenders[0].startswith("  output['loss']: "), text

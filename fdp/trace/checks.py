@@ -97,11 +97,11 @@ def check_shapes(name: str, graph: fx.Graph) -> None:
     if offenders:
         raise TraceError(
             build_message(
-                f"step {name!r} makes tensors whose shape depends on the values of others; a while_loop that is "
-                "differentiated does so.",
+                f"step {name!r} makes tensors whose shape depends on the values of others, as a while_loop that is "
+                "differentiated does.",
                 offenders,
-                remedy="differentiate loops of a known length: a Python loop, which is unrolled into the graph, or "
-                "associative_scan.",
+                remedy="give shapes as Python numbers, and mask what is too much; differentiate loops of a known "
+                "length: a Python loop, which is unrolled into the graph, or associative_scan.",
             )
         )
 
