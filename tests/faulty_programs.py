@@ -372,6 +372,17 @@ def noise(c: Any, s: Tree, b: Tree) -> Any:
     return {"w": s["w"] - grads["w"]}, [later, local, torch.randn(3, dtype=DOUBLE)]
 
 
+@_program({"w": (5, 4)}, {"x": (6, 5)})
+def drawn_anywhere(c: Any, s: Tree, b: Tree) -> Any:
+    """Draws into memory in other orders than that of rows."""
+    hidden = F.dropout((b["x"] @ s["w"]).t(), 0.5)
+    noise = torch.empty(6, 12, dtype=DOUBLE).fill_(1.0)
+    noise[:, ::2].normal_()
+    noise.t()[1::2].uniform_()
+    grads = c.grad(lambda p: (hidden.t() * (b["x"] @ p["w"]) * torch.rand_like(hidden).t()).pow(2).sum())(s)
+    return {"w": s["w"] - grads["w"]}, [hidden, noise, torch.bernoulli(b["x"].t().sigmoid())]
+
+
 @_program({"w": (6, 6)}, {"x": (6, 6)}, cap=0.0001)
 def two_at_once(c: Any, s: Tree, b: Tree) -> Any:
     """Operations that need two buckets, through views and by themselves."""

@@ -1078,8 +1078,8 @@ _BARRIERS = (
     Fault(
         "compiled, a wait changes nothing",
         "emit/compiled/barriers.py",
-        'wait_ = _define("wait_", "(Tensor(a!)[] slots, int bucket) -> ()", _wait)',
-        'wait_ = _define("wait_", "(Tensor[] slots, int bucket) -> ()", _wait)',
+        'wait_ = define("wait_", "(Tensor(a!)[] slots, int bucket) -> ()", _wait)',
+        'wait_ = define("wait_", "(Tensor[] slots, int bucket) -> ()", _wait)',
         "the compiler may read a result before it is there",
     ),
     Fault(
@@ -1091,8 +1091,47 @@ _BARRIERS = (
     ),
 )
 
-COMPILED_FAULTS: dict[str, tuple[Fault, ...]] = {"graph": _GRAPH, "passes": _PASSES, "barriers": _BARRIERS}
+_DRAWS = (
+    Fault(
+        "compiled, drawn row by row",
+        "emit/compiled/draws.py",
+        '"stride": _narrowed(example), **kind',
+        '"stride": torch.empty(example.shape, device="cpu").stride(), **kind',
+        "a draw fills memory in the order of the rows, and not as the step does",
+    ),
+    Fault(
+        "compiled, drawn without gaps",
+        "emit/compiled/draws.py",
+        "stride[at] = new_end + (step != end)",
+        "stride[at] = new_end",
+        "an operator that draws otherwise for memory with gaps gets memory without",
+    ),
+    Fault(
+        "compiled, drawn for nobody",
+        "emit/compiled/graph.py",
+        "            self._value(each).copy_(value)\n        results = [",
+        "            pass\n        results = [",
+        "what an operator in place has drawn is left out",
+    ),
+)
+
+COMPILED_FAULTS: dict[str, tuple[Fault, ...]] = {
+    "graph": _GRAPH,
+    "passes": _PASSES,
+    "barriers": _BARRIERS,
+    "draws": _DRAWS,
+}
 """Faults in what is handed to the compiler."""
 
-COMPILED_PROGRAMS = ("adamw", "foreach", "accumulate", "large", "early", "in_the_bucket", "old_values", "returned")
+COMPILED_PROGRAMS = (
+    "adamw",
+    "foreach",
+    "accumulate",
+    "large",
+    "early",
+    "in_the_bucket",
+    "old_values",
+    "returned",
+    "drawn_anywhere",
+)
 """The steps that these are tried on."""
