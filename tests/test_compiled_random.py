@@ -53,7 +53,33 @@ def bernoulli_of_each_dtype(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return w + sum(weight * one.float().sum(0) for weight, one in zip(weights, drawn, strict=True))
 
 
-FUNCTIONS = [unused_dropout, unused_of_all_kinds, used_in_part, bernoulli_of_each_dtype]
+def draws_that_decide_nothing(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """With probabilities of zero and one, and of constants: the generator goes on all the same."""
+    torch.bernoulli(x, 0.0)
+    torch.native_dropout(x, 0.0, True)
+    drawn = [torch.bernoulli(x, 0.0), torch.bernoulli(torch.ones(5, 4), 0.0), x.clone().bernoulli_(0)]
+    drawn += [torch.bernoulli(x, 1.0), x.clone().bernoulli_(torch.zeros(4)), torch.zeros(5, 4).bernoulli_(0)]
+    drawn += [torch.native_dropout(x, p, train)[0] for p in (0.0, 1.0) for train in (True, None, False)]
+    drawn += [torch.empty_like(x).normal_(0, 0), torch.empty_like(x).uniform_(1, 1)]
+    return w + sum(one.sum(0) for one in drawn) + torch.rand(4)
+
+
+def nothing_is_drawn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Layers that drop nothing, or everything, look at no generator; nor do draws of no elements."""
+    dropped = [F.dropout(x, 0.0), F.dropout(x, 1.0), F.alpha_dropout(x, 0.0, True), F.rrelu(x, training=False)]
+    q = x[None, None]
+    dropped.append(F.scaled_dot_product_attention(q, q, q, dropout_p=0.0)[0, 0])
+    return w + sum(one.sum(0) for one in dropped) + torch.empty(0).bernoulli_(0.0).sum() + torch.rand(4)
+
+
+FUNCTIONS = [
+    unused_dropout,
+    unused_of_all_kinds,
+    used_in_part,
+    bernoulli_of_each_dtype,
+    draws_that_decide_nothing,
+    nothing_is_drawn,
+]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
@@ -68,3 +94,49 @@ def test_the_same_numbers_are_drawn_whether_they_are_used_or_not(
         torch.manual_seed(seed)
         torch.testing.assert_close(found, function(w, x))
         assert torch.equal(after, torch.rand(2))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("function", [draws_that_decide_nothing, nothing_is_drawn], ids=lambda f: f.__name__)
+def test_a_probability_of_zero_leaves_the_generator_where_the_step_leaves_it(
+    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], compiled: bool
+) -> None:
+    step = fdp.data_parallel(function, compile=compiled, batch_argnums=(), check_replication=False)
+    w, x = torch.ones(4), torch.randn(5, 4)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        found, left = step(w, x), torch.get_rng_state()
+        torch.manual_seed(seed)
+        torch.testing.assert_close(found, function(w, x))
+        assert torch.equal(left, torch.get_rng_state())
+
+
+def test_a_draw_with_probability_zero_is_a_draw() -> None:
+    def step(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        torch.bernoulli(x, 0.0)
+        torch.native_dropout(x, 0.0, True)
+        return w + fdp.pmean(F.dropout(x, 0.0).sum(0))
+
+    trace = fdp.data_parallel(step).trace(torch.ones(4), torch.ones(5, 4))
+    targets = [str(operation.target) for operation in trace.operations]
+    # Nobody uses what they draw, and they are kept.
+    assert [t for t in targets if "bernoulli" in t or "dropout" in t] == [
+        "aten.bernoulli.p",
+        "aten.native_dropout.default",
+    ]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_dropout_that_drops_nothing_is_no_other_name_of_its_argument(compiled: bool) -> None:
+    def function(w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        kept = [torch.native_dropout(w, p, train)[0] for p, train in ((0.0, True), (0.5, False), (0.0, None))]
+        w.add_(1)
+        own = torch.native_dropout(x, 1.0, False)[0].mul_(2)
+        return w, *kept, own * x
+
+    step = fdp.data_parallel(function, compile=compiled, donate_argnums=0, batch_argnums=(), check_replication=False)
+    for _ in range(2):
+        for found, expected in zip(
+            step(torch.ones(4), torch.full((4,), 3.0)), function(torch.ones(4), torch.full((4,), 3.0)), strict=True
+        ):
+            assert torch.equal(found, expected)

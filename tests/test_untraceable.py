@@ -212,7 +212,7 @@ UNSEEN = "made out of the trace's sight"
 WHERE, MASK = "torch.where(condition, a, b)", "torch.where(mask, x, 0)"
 
 # What was done; what is wrong with it; a part of the remedy.
-# Since torch 2.15 a number that is read from a tensor may be an index or a length, and is refused as what it is used for.
+# Since torch 2.15 a number that is read from a tensor may be an index or a length, and is refused for what it is used.
 PLACE = f"{VALUE}|takes a slice at a place that it reads from a tensor"
 LENGTH = f"{VALUE}|makes tensors whose shape depends on the values of others"
 

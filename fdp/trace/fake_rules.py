@@ -17,6 +17,8 @@ from fdp.trace.effects import FUSED_OPTIMIZERS
 
 _CTC_LOSS = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
 
+_DROPOUT = torch.ops.aten.native_dropout.default
+
 _BATCH_NORMS = {torch.ops.aten.native_batch_norm.default: 0, torch.ops.aten.native_batch_norm_backward.default: 1}
 """Operators whose rule for fake tensors is amended, and where their input stands among the arguments."""
 
@@ -29,6 +31,8 @@ def teach(fake_mode: Any) -> Callable[[], bool]:
     only to learn that it returns nothing: seconds, and a second copy of the state.
     The table of a CTC loss is as wide as the longest target, which its rule does not know. It is taken to be as wide as
     it can be: nobody sees it but the operator's own derivative, which gets the real one.
+    Dropout that drops nothing hands its very argument back by its rule, and a new tensor by its kernel for CPUs: to the
+    tracer the argument would be that result from there on.
 
     Returns:
         A function that says whether an operator has come by since.
@@ -54,6 +58,9 @@ def teach(fake_mode: Any) -> Callable[[], bool]:
             # An operator that changes closed-over tensors alone would be run on them, as if it made a constant.
             args, kwargs = map_aggregate((tuple(args), dict(kwargs or {})), stand_in)
         result = dispatch(func, types, args, kwargs)
+        if func is _DROPOUT and result[0] is args[0] and (args[2] is not False or args[0].device.type == "cpu"):
+            with fake_mode:
+                return torch.empty_like(args[0]), result[1]
         return _laid_out(fake_mode, func, args, result) if func in _BATCH_NORMS else result
 
     fake_mode.dispatch = dispatch_all_others

@@ -138,7 +138,9 @@ def _carry_out(node: fx.Node, env: Mapping[fx.Node, Any], calls: list[Call], loo
         reserved = x.new_zeros((0,), dtype=torch.uint8)
         return found if target is _aten.native_batch_norm.default else (*found, reserved)
     if target is _aten.native_dropout.default and args[2] is False:
-        return args[0], torch.ones_like(args[0], dtype=torch.bool)
+        # A new tensor on a CPU; other kernels hand their argument back.
+        kept = args[0].clone() if args[0].device.type == "cpu" else args[0]
+        return kept, torch.ones_like(args[0], dtype=torch.bool)
     return target(*args, **kwargs)
 
 

@@ -231,7 +231,9 @@ class _Lowering:
             found = _batch_norm(*args, **kwargs)
             return (*found, args[0].new_zeros((0,), dtype=torch.uint8))
         if target is _aten.native_dropout.default and args[2] is False:
-            return args[0], torch.ones_like(args[0], dtype=torch.bool)  # the operator itself hands its argument back
+            # The kernel for CPUs makes a copy; that of other devices hands its argument back.
+            kept = args[0].clone() if args[0].device.type == "cpu" else args[0]
+            return kept, torch.ones_like(args[0], dtype=torch.bool)
         return target(*args, **kwargs)
 
 
