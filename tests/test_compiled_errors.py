@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import models
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import fdp
-from fdp.emit.compiled import program
+from fdp.emit.compiled import inductor, program
 
 Tree = dict[str, torch.Tensor]
 
@@ -47,14 +48,42 @@ def test_an_operator_that_cannot_be_lowered_is_named(monkeypatch: pytest.MonkeyP
     check_refused(step, "aten.lgamma.default", "NotImplementedError: no loop for this")
 
 
-def test_a_missing_compiler_is_an_error() -> None:
-    from torch._inductor import config
+@pytest.mark.parametrize("first", [True, False])
+def test_a_missing_compiler_is_an_error(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether or not it is the first step to be compiled: only then is the compiler tried with vector instructions."""
+    from torch._inductor import config, cpu_vec_isa
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    tried: list[str] = []
+
+    class Instructions:
+        """Stands for vector instructions that nobody has tried yet, as those of the processor may have been."""
+
+        def __str__(self) -> str:
+            return "some"
+
+        def __bool__(self) -> bool:
+            tried.append(get_cpp_compiler())
+            return False
 
     def step(state: Tree, batch: torch.Tensor) -> Tree:
-        return {"w": state["w"] * 1.25 - 3, "n": state["n"] + 1}
+        return {"w": state["w"] * (1.25 if first else 1.5) - 3, "n": state["n"] + 1}
 
-    with config.patch({"cpp.cxx": ("no-such-compiler",)}):
-        check_refused(step, "InvalidCxxCompiler", "compiler")
+    untried = functools.cache(inductor._try_the_best_vectors.__wrapped__)
+    with monkeypatch.context() as patch, config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        if first:
+            patch.setattr(cpu_vec_isa, "supported_vec_isa_list", [Instructions()])
+            patch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["some"])
+            patch.setattr(inductor, "_try_the_best_vectors", untried)
+        else:
+            patch.setattr(inductor, "_try_the_best_vectors", lambda: None)
+        check_refused(step, "InvalidCxxCompiler", "found no C++ compiler", "install a C++ compiler")
+    assert tried == []
+    if first:  # a compiler that is there by the next time is tried, and found
+        monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", [Instructions()])
+        monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["some"])
+        untried()
+        assert len(tried) == 1
 
 
 def corrupted(monkeypatch: pytest.MonkeyPatch) -> None:

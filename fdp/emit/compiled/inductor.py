@@ -174,12 +174,12 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
             stack.enter_context(tracing(TracingContext(mode)))
             stack.enter_context(torch.no_grad())
             _let_readers_come_first()
-            if any(example.device.type == "cpu" for example in examples):
-                _try_the_best_vectors()
             prepare, compile_inner = compile_fx._recursive_joint_graph_passes, compile_fx.compile_fx_inner
             inspect.signature(prepare).bind(graph)
             inspect.signature(compile_inner).bind(graph, examples, is_inference=True)
         try:
+            if any(example.device.type == "cpu" for example in examples):
+                _try_the_best_vectors()  # the first to ask for a C++ compiler
             compiled: Any = compile_inner(prepare(graph), examples, is_inference=True)
         except FdpError:
             raise
@@ -339,10 +339,13 @@ def refusal(name: str, error: Exception) -> CompileError:
     operators = [line.removeprefix("target: ") for line in lines if line.startswith("target: ")]
     first = lines[0] if lines else type(inner).__name__
     what = f"operator {operators[0]}" if operators else "an operator, or the C++ compiler"
+    missing = type(inner).__name__ == "InvalidCxxCompiler"
+    remedy = "install a C++ compiler (g++ or clang++), or name one in the environment variable CXX; " if missing else ""
     return CompileError(
         build_message(
-            f"step {name!r} cannot be compiled: inductor failed on {what}.",
+            f"step {name!r} cannot be compiled: inductor "
+            + ("found no C++ compiler." if missing else f"failed on {what}."),
             [f"{type(inner).__name__}: {first}"],
-            remedy="compile=False runs it operator by operator.",
+            remedy=remedy + "compile=False runs it operator by operator.",
         )
     )
