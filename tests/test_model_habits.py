@@ -149,6 +149,40 @@ def test_memory_that_is_read_before_it_is_filled(fill: Any) -> None:
         step(torch.ones(2), torch.tensor([0, 1]))
 
 
+def looked_at_for_its_shape(w: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    unset = torch.empty(2, 3)
+    like = [
+        torch.rand_like(unset),
+        torch.randn_like(unset),
+        torch.randint_like(unset, 5),
+        torch.randint_like(unset, 2, 5),
+    ]
+    like += [torch.zeros_like(unset), torch.ones_like(unset), torch.full_like(unset, 2.0), torch.fill(unset, 3.0)]
+    like += [unset.new_zeros(2, 3), unset.new_ones(2, 3), unset.new_full((2, 3), 4.0), torch.fill(unset, batch.sum())]
+    return w + fdp.pmean(torch.stack(like).sum((0, 1)) * batch)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_memory_that_is_looked_at_for_its_shape_alone(compiled: bool) -> None:
+    step = fdp.data_parallel(looked_at_for_its_shape, compile=compiled)
+    for seed in range(2):
+        w, batch = torch.ones(3), torch.randn(3)
+        torch.manual_seed(seed)
+        found = step(w, batch)
+        torch.manual_seed(seed)
+        torch.testing.assert_close(found, looked_at_for_its_shape(w, batch))
+
+
+def test_memory_that_is_looked_at_for_its_shape_and_read() -> None:
+    @fdp.data_parallel
+    def step(w: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        unset = torch.empty(())
+        return w + fdp.pmean(torch.fill(unset, unset) * batch)
+
+    with pytest.raises(fdp.TraceError, match="reads uninitialised memory"):
+        step(torch.ones(3), torch.ones(3))
+
+
 class Converting(nn.Module):
     """A router that computes in float32 whatever the model does, and says so at every call."""
 

@@ -50,6 +50,12 @@ _REPLACES = frozenset({
     "index_put_", "index_copy_", "index_fill_", "scatter_", "masked_fill_", "masked_scatter_",
 })  # fmt: skip
 
+_SHAPE_ALONE = frozenset({
+    # Operators that take their first argument for its shape, dtype and device: new values, drawn or all the same.
+    "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
+    "new_zeros", "new_ones", "new_full", "fill",
+})  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Effects:
@@ -129,9 +135,13 @@ def _read_effects(node: fx.Node) -> Effects:
 def taken_for_shape(node: fx.Node) -> tuple[fx.Node, ...]:
     """The arguments of which a node reads the shape alone, though its schema does not say so.
 
-    The backward of a convolution reads its weight for the gradient of the input only, and the input for that of the
-    weight. `vmap` relies on it: where one of the two is not asked for, it passes memory that nobody has filled.
+    Such is the first argument of `rand_like`. And the backward of a convolution reads its weight for the gradient of
+    the input only, and the input for that of the weight. `vmap` relies on it: where one of the two is not asked for, it
+    passes memory that nobody has filled.
     """
+    if getattr(node.target, "namespace", "") == "aten" and operator_name(node) in _SHAPE_ALONE:
+        like, *others = (value for _, value in bound_arguments(node))
+        return () if any(like in _nodes_in(other) for other in others) else tuple(_nodes_in(like))
     if node.target is not _aten.convolution_backward.default:
         return ()
     given = {argument.name: value for argument, value in bound_arguments(node)}
