@@ -218,12 +218,49 @@ def reads_what_it_closes_over(s: Tree, b: Tensor) -> Tree:
     return TABLE[0], TABLE, t @ b[:2], TABLE.detach().sum() + FROM_NUMPY, TABLE[1, 1].item() * b
 
 
+PLACES = torch.tensor([1, 2])
+SCALE, SCALES = torch.tensor(2.0), torch.tensor([2.0, 3.0])
+
+NUMBERS: dict[str, Callable[[], Any]] = {
+    # Numbers that are read from what the step closes over, alone, with numbers, and with tensors made of numbers.
+    "item": lambda: SCALE.item(),
+    "tolist": lambda: SCALES.tolist()[1] + SCALE.tolist(),
+    "of a view": lambda: SCALES[1].item(),
+    "of a copy": lambda: SCALE.clone().item(),
+    "with numbers": lambda: (SCALE * 2).item() + (SCALE + 1).item() - (SCALE / 2).item() + (3 - SCALE).item(),
+    "converted": lambda: SCALE.double().item() + SCALE.to(torch.float16).item(),
+    "with a constant": lambda: (torch.tensor(1.0) + SCALE).item() + torch.tensor(1.0).mul_(SCALE).item(),
+    "into a constant": lambda: torch.tensor(1.0).copy_(SCALE).item() + torch.stack([torch.tensor(1.0), SCALE]).sum().item(),
+    "into a part of a constant": lambda: torch.tensor([1.0, 2.0]).index_fill_(0, torch.tensor([1]), SCALE).sum().item(),
+    "of several": lambda: torch._foreach_mul([SCALE], 2)[0].item(),
+    "as a number": lambda: torch.add(torch.ones(()), torch.ones(()), alpha=SCALE) * torch.full((), SCALE),
+}  # fmt: skip
+
+
+def reads_numbers_of_what_it_closes_over(s: Tree, b: Tensor) -> Tree:
+    return [b * number() for number in NUMBERS.values()]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_numbers_of_closed_over_tensors_are_read_anew(compiled: bool) -> None:
+    step = fdp.data_parallel(reads_numbers_of_what_it_closes_over, check_replication=False, compile=compiled)
+    try:
+        for call in range(3):
+            SCALE.fill_(2.0 + call)
+            SCALES.fill_(3.0 - call)
+            same(step(state(), batch(call)), reads_numbers_of_what_it_closes_over(state(), batch(call)))
+    finally:
+        SCALE.fill_(2.0)
+        SCALES.copy_(torch.tensor([2.0, 3.0]))
+    assert step.traces == 1
+
+
 RIGHT: dict[str, Case] = {
     f.__name__: f
     for f in (
         other_value, other_shape_and_dtype, exchanged, view_that_moves, through_the_getter, parameters_of_its_own,
         in_hooks, saved_for_a_backward_pass, set_and_resized, given_out_arguments, turned, windows, lazy_flags,
-        buffers_of_a_module, reads_what_it_closes_over,
+        buffers_of_a_module, reads_what_it_closes_over, reads_numbers_of_what_it_closes_over,
     )
 }  # fmt: skip
 
@@ -434,6 +471,7 @@ def output_with_another_name(s: Tree, b: Tensor) -> Tree:
 
 PURITY, TRACE = fdp.PurityError, fdp.TraceError
 GIVES, SIGHT, OWN = "gives tensors another shape", "closes over, out of the trace's sight", "that it does not own"
+VALUE = "reads the value of a tensor, which a traced step does not have"
 NO_MEMORY, NOT_TRACED = "changes memory that a trace does not have", "runs by itself but cannot be traced"
 
 # What was done; the error; what is wrong with it; who is named; a part of the remedy.
@@ -514,6 +552,18 @@ REFUSED: dict[str, tuple[Case, type, str, str, str]] = {
     ),
     "closed over, storage.resize_": (
         lambda s, b: (LARGE.untyped_storage().resize_(0), LARGE * 1)[1], PURITY, SIGHT, "LARGE: resize_", ""
+    ),
+    "closed over, if": (lambda s, b: b if COUNT else -b, TRACE, VALUE, "", "torch.where"),
+    "closed over, if what is computed": (lambda s, b: b if COUNT * 2 > 1 else -b, TRACE, VALUE, "", "torch.where"),
+    "closed over, int": (lambda s, b: b * int(COUNT), TRACE, VALUE, "", "torch.where"),
+    "closed over, an index": (lambda s, b: b[COUNT.long()], TRACE, "reads ", "", "index_select"),
+    "closed over, a list": (lambda s, b: [b, -b][PLACES.tolist()[0]], TRACE, VALUE, "", "torch.where"),
+    "closed over, equal": (lambda s, b: b if torch.equal(PLACES, PLACES) else -b, TRACE, VALUE, "", "torch.where"),
+    "closed over, allclose": (
+        lambda s, b: b if torch.allclose(COUNT, torch.tensor(0.0)) else -b, TRACE, VALUE, "", "torch.where"
+    ),
+    "closed over, tensor_split": (
+        lambda s, b: torch.tensor_split(b, PLACES)[1], TRACE, VALUE, "", "numbers"
     ),
     "an array that a tensor looks at": (writes_to_an_array, PURITY, SIGHT, "SHARED: its values", "as an argument"),
     "a buffer of a closed-over module": (closed_over_module, PURITY, SIGHT, r"MODULE\.a: this buffer became", "from_module"),

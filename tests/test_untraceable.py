@@ -44,6 +44,37 @@ def masked_assignment(w: Tensor, b: Tensor) -> Tensor:
     return x * w
 
 
+def masked_by_one_value(w: Tensor, b: Tensor) -> Any:
+    """Masks without dimensions: the whole of what is assigned to is replaced, or nothing."""
+    loss, rows, kept, whole, apart = b.sum(), b.clone(), b.clone(), b * w, w * 2
+    loss[loss > 5] = 5.0
+    rows[b.sum() > 6.5] = w
+    rows[1:][b.sum() < 6.5] = torch.zeros(1, 1, 3)
+    kept[b.sum() > 1e6] = float("nan")
+    whole[w[0] > 0] = whole * 2
+    apart.t()[w[0] > w[1]] = b[0, 0]
+    return loss, rows, kept, whole, apart
+
+
+def masked_by_one_value_and_differentiated(w: Tensor, b: Tensor) -> Any:
+    def loss(w: Tensor) -> Tensor:
+        x = w * b
+        x[b.sum() > 6.5] = 0.5
+        return (x**2).sum()
+
+    return fdp.value_and_grad(loss)(w)
+
+
+def constants_of_its_own(w: Tensor, b: Tensor) -> Any:
+    """What `torch.tensor` makes is the step's own, and new at each call."""
+    table, row, number = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor(2.0)
+    table[0] = b.sum()
+    table[1].mul_(5)
+    row[0, 1:] = w[:2]
+    number.mul_(b[0, 0])
+    return table * w, row, number, torch.tensor([1, 2])[int(torch.tensor(0) + 1)]
+
+
 def backward_and_grad(w: Tensor, b: Tensor) -> Any:
     p = w.clone().requires_grad_()
     (p * b).sum().backward()
@@ -127,6 +158,9 @@ def leaky(w: Tensor, b: Tensor) -> Any:
 
 RIGHT: dict[str, Case] = {
     "x[mask] = number": masked_assignment,
+    "x[mask without dimensions] = number": masked_by_one_value,
+    "gradient of x[mask without dimensions] = number": masked_by_one_value_and_differentiated,
+    "tensors of numbers, changed": constants_of_its_own,
     "where": lambda w, b: torch.where(b > 0.5, b, w),
     "item in arithmetic": lambda w, b: w * b.sum().item() + round(w.sum().item(), 2),
     "list of a tensor": lambda w, b: torch.stack(list(w)[::-1]) * len(b),
@@ -207,6 +241,7 @@ def saved(w: Tensor, b: Tensor) -> Tensor:
 
 SHAPE = "makes a tensor whose shape depends on the values of another"
 VALUE = "reads the value of a tensor, which a traced step does not have"
+PLACE = "reads "  # the value of a tensor; or, from torch 2.15 on, the place of a slice from one
 RETURNED = "returns values of tensors as Python numbers"
 UNSEEN = "made out of the trace's sight"
 WHERE, MASK = "torch.where(condition, a, b)", "torch.where(mask, x, 0)"
@@ -229,6 +264,11 @@ REFUSED: dict[str, tuple[Case, str, str]] = {
     "a list at the place of a tensor": (lambda w, b: NAMES[w.argmax() % 2] and w, VALUE, "index_select"),
     "a row at the place of a tensor": (lambda w, b: b[b[:, 0].argmax()], PLACE, "index_select"),
     "a slice up to a tensor": (lambda w, b: b[: b[:, 0].argmax()], VALUE, WHERE),
+    "values at a mask without dimensions": (lambda w, b: b.clone()[b.sum() > 3], VALUE, WHERE),
+    "a mask without dimensions, and more": (lambda w, b: b.clone().__setitem__((b.sum() > 3, 0), 1.0), VALUE, WHERE),
+    "a row at the place of a tensor, assigned": (
+        lambda w, b: b.clone().__setitem__(w.argmax(), 1.0), PLACE, "index_select"
+    ),
     "a dict at a number": (lambda w, b: {1.0: w}.get(b.sum().item(), w), VALUE, WHERE),
     "zeros of a read length": (lambda w, b: torch.zeros(int(w.sum())), VALUE, WHERE),
     "arange of a read length": (lambda w, b: torch.arange(w.sum().item()), LENGTH, "mask what is too much"),

@@ -33,6 +33,7 @@ from fdp.group import Group
 from fdp.recomputation import why_not
 from fdp.trace.effects import effects_of, is_marker, storages_of
 from fdp.trace.fake_rules import teach
+from fdp.trace.reading import read_anew, values_anew
 from fdp.trace.remedies import MADE_SHAPE, READ_VALUE, remedy_for
 from fdp.trace.rewinding import drop_idle_rewinds, rewound
 from fdp.trace.source import Source, failing_line, library_line, source_lines, users_lines
@@ -116,13 +117,16 @@ def capture(
             set_proxy_slot(tensor, tracer, get_proxy_slot(other, tracer))
             tensor.fake_device, tensor.constant = other.fake_device, None
 
+        def tracing() -> bool:
+            return get_proxy_mode() is mode
+
         unseen = Unseen(
             inputs, names or [f"argument {i}" for i in range(len(inputs))], is_fake, stand_for,
-            lambda: next(reversed(tracer.graph.nodes)), lambda: get_proxy_mode() is mode, closed_over,
+            lambda: next(reversed(tracer.graph.nodes)), tracing, closed_over,
         )  # fmt: skip
         # Under autocast around the call, `make_fx` has a parameter converted anew at each use: its gradients would be
         # added up in another dtype.
-        with source_lines(tracer), _caching_casts(caches), unseen.watched():
+        with source_lines(tracer), _caching_casts(caches), unseen.watched(), values_anew(is_fake, tracing):
             return unseen.settle(flat_step(*inputs))
 
     with ExitStack() as stack:
@@ -139,7 +143,9 @@ def capture(
         # A mistake of the step's own is raised; torch would print it as well.
         stack.enter_context(_silenced("torch._subclasses.fake_tensor"))
         try:
-            graph_module = make_fx(recorded, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
+            table = dict(read_anew(is_fake, _judge_constant))
+            tracer = make_fx(recorded, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)
+            graph_module = tracer(*fakes)
         except FdpError as error:
             _name_place(name, error)
             # Of the way through the tracer, which is long, the author of the step wants to see his own lines.
@@ -203,6 +209,14 @@ def capture_functional(
 def is_fake(value: Any) -> bool:
     """Whether a value is a tensor of a trace, which has no values."""
     return isinstance(value, FakeTensor)
+
+
+def _judge_constant(tensor: Any) -> None:
+    """Take a tensor for a constant only where the fake-tensor mode does: to the tracer closed-over ones are as well."""
+    mode = get_proxy_mode()
+    slot: Any = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
+    if slot is not None and tensor.constant is None:
+        slot.constant = None
 
 
 @contextmanager

@@ -17,6 +17,12 @@ from fdp.trace.effects import FUSED_OPTIMIZERS
 
 _CTC_LOSS = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
 
+_REAL = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+"""Types of tensors that have values: those that a step closes over."""
+
+_LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+"""What `torch.tensor` calls on the numbers that it was given, as a tensor with values."""
+
 _DROPOUT = torch.ops.aten.native_dropout.default
 
 _BATCH_NORMS = {torch.ops.aten.native_batch_norm.default: 0, torch.ops.aten.native_batch_norm_backward.default: 1}
@@ -40,7 +46,7 @@ def teach(fake_mode: Any) -> Callable[[], bool]:
     dispatch, asked = fake_mode.dispatch, False
 
     def stand_in(tensor: Any) -> Any:
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        if type(tensor) not in _REAL:
             return tensor
         # Another object each time, as what is remembered for the tensor must not be turned.
         remembered = fake_mode.from_tensor(tensor, static_shapes=True)
@@ -54,13 +60,18 @@ def teach(fake_mode: Any) -> Callable[[], bool]:
         if func in _CTC_LOSS:
             with fake_mode:
                 return _ctc_results(args[0], args[1], args[3])
-        if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable and func.namespace != "fdp":
-            # An operator that changes closed-over tensors alone would be run on them, as if it made a constant.
+        if isinstance(func, torch._ops.OpOverload) and func.namespace != "fdp" and func not in _LIFTS and (
+            func._schema.is_mutable or any(type(value) in _REAL for value in args[:2])
+        ):  # fmt: skip
+            # Of closed-over tensors and numbers alone an operator would be run, as if it made a constant.
             args, kwargs = map_aggregate((tuple(args), dict(kwargs or {})), stand_in)
         result = dispatch(func, types, args, kwargs)
         if func is _DROPOUT and result[0] is args[0] and (args[2] is not False or args[0].device.type == "cpu"):
             with fake_mode:
                 return torch.empty_like(args[0]), result[1]
+        if func in _LIFTS and result.constant is None:
+            with fake_mode:
+                return torch.empty_like(result)  # its own memory, and not that of the tensor with values
         return _laid_out(fake_mode, func, args, result) if func in _BATCH_NORMS else result
 
     fake_mode.dispatch = dispatch_all_others

@@ -72,7 +72,7 @@ class Unseen:
                 (torch._C, "_swap_tensor_impl", self._swap),
                 *((kind, name, self._storage_write) for kind in _STORAGES for name in _STORAGE_WRITES),
             ):
-                stack.enter_context(_replaced(owner, name, make))
+                stack.enter_context(replaced(owner, name, make))
             yield
 
     def settle(self, outputs: Sequence[Any]) -> list[Any]:
@@ -224,7 +224,7 @@ class Unseen:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
     """Put something in place of an attribute that others inherit, or look up, by name."""
     own = vars(owner).get(name)
     setattr(owner, name, make(getattr(owner, name)))
