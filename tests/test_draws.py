@@ -415,3 +415,42 @@ def test_operators_that_are_trusted_lie_as_their_rules_say(operator: Any, dtype:
                     said = operator(*fakes)
                 for one, two in zip(optree.tree_leaves(operator(*call)), optree.tree_leaves(said), strict=True):
                     assert one.stride() == two.stride(), (call[0].stride(), one.stride(), two.stride())
+
+
+def test_draws_that_are_used_in_their_shape_alone_keep_their_place() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        first = torch.bernoulli(x.abs().clamp(0, 1))
+        like = torch.zeros_like(torch.rand_like(x))
+        torch.native_dropout(x, 0.5, True)
+        return first + like + torch.rand_like(first) + torch.bernoulli(first * 0.5)
+
+    for how in ("compiled", "public"):
+        assert_draws_like_eager(function, torch.randn(6, 5).t(), how)
+
+
+def test_an_unused_draw_right_before_a_condition_that_draws_is_refused_where_it_is_compiled() -> None:
+    def train(w: torch.Tensor, x: torch.Tensor) -> Any:
+        torch.rand(3)
+        return w + torch.cond(x.sum() > 0, torch.rand_like, torch.randn_like, (w,))
+
+    options: dict[str, Any] = {"check_replication": False, "check_trace": False}
+    w, x = torch.ones(3), torch.randn(4, 3)
+    with pytest.raises(fdp.CompileError, match="random numbers that it does not use, right before a function"):
+        fdp.data_parallel(train, compile=True, **options)(w, x)
+    assert fdp.data_parallel(train, **options)(w, x).shape == (3,)
+
+
+def test_an_unused_draw_before_an_accumulation_keeps_its_place() -> None:
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x * w, 0.5).sum()
+
+    def train(w: torch.Tensor, x: torch.Tensor) -> Any:
+        torch.rand(3)
+        return w - fdp.accumulate(fdp.value_and_grad(loss), 2)(w, x)[1]
+
+    options: dict[str, Any] = {"check_replication": False, "check_trace": False}
+    w, x, found = torch.ones(3), torch.randn(4, 3), []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        found.append(fdp.data_parallel(train, compile=compiled, **options)(w, x))
+    torch.testing.assert_close(*found)

@@ -248,18 +248,30 @@ def test_other_draws_are_refused(change: Callable[[dict[str, Any]], None], monke
 
 def test_draws_that_are_left_out_or_change_places_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     right = program.declare
+    own = torch.ops.fdp_compiled
+
+    def apart(module: torch.fx.Graph) -> None:
+        """Draws that are not handed what the one before returned."""
+        for node in module.find_nodes(op="call_function", target=own.draw.default):
+            *read, last = node.args[0]
+            if last.args[0].target in (own.draw.default, own.draw_of_nothing.default):
+                node.args = (read, node.args[1]) if read else (node.args[1],)
+                node.target = node.target if read else own.draw_of_nothing.default
+        module.eliminate_dead_code()
 
     def without_the_unused(module: torch.fx.Graph, *options: bool) -> None:
         right(module, *options)
+        apart(module)
         for node in module.nodes:
-            if node.target is torch.ops.fdp_compiled.draw_of_nothing.default and not node.users:
+            if node.target is own.draw_of_nothing.default and not node.users:
                 module.erase_node(node)
                 return
         raise AssertionError("there is none")
 
     def in_another_order(module: torch.fx.Graph, *options: bool) -> None:
         right(module, *options)
-        drawn = [node for node in module.nodes if node.target is torch.ops.fdp_compiled.draw_of_nothing.default]
+        apart(module)
+        drawn = module.find_nodes(op="call_function", target=own.draw_of_nothing.default)
         drawn[0].prepend(drawn[1])
 
     for wrong in (without_the_unused, in_another_order):

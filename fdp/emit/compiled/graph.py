@@ -44,7 +44,7 @@ class _Lowering:
         apart: Sequence[fx.Node],
     ) -> None:
         self.plan, self.placement, self.markers, self.alone = plan, placement, markers, alone
-        self.drawn = drawn
+        self.drawn, self.last_drawn = drawn, list[torch.Tensor]()
         self.trace, self.accesses = plan.trace, accesses
         graph = self.trace.graph
         self.nodes = {node.name: node for node in graph.graph.nodes}
@@ -192,10 +192,15 @@ class _Lowering:
         self.values[node] = places if isinstance(example, (list, tuple)) else places[0]
 
     def _draw(self, node: fx.Node) -> Any:
-        """Draw as the step does; what that changes is changed to what was drawn."""
+        """Draw as the step does; what that changes is changed to what was drawn.
+
+        Each draw is handed what the last one returned, which its text does not speak of. A compiler may keep draws in
+        order by their tag; but by way of what they return, and not of what it finds that nobody uses.
+        """
         found = self.drawn[node]
-        read = [self._value(each) for each in found.read]
+        read = [*(self._value(each) for each in found.read), *self.last_drawn]
         made = draw(read, found.text) if read else draw_of_nothing(found.text)
+        self.last_drawn = made[:1] or self.last_drawn
         for each, value in zip(reversed(found.written), reversed(made), strict=False):
             self._value(each).copy_(value)
         results = [
@@ -336,4 +341,31 @@ def functional_graph(
         lowering.slots.update(zip(slots, values[len(given) :], strict=True))
         return lowering.run()
 
-    return capture_functional(carry_out, inputs, decompositions)
+    graph = capture_functional(carry_out, inputs, decompositions)
+    _refuse_unused_draws_before_loops(plan, graph.graph)
+    return graph
+
+
+def _refuse_unused_draws_before_loops(plan: Plan, graph: fx.Graph) -> None:
+    """A compiler keeps what draws behind the draw before it by what that returns: somebody has to use it.
+
+    The next draw does, and behind the loop of an accumulation that draws there is one: the last microbatch's. Other
+    functions of functions are handed nothing but their own operands.
+    """
+    last: fx.Node | None = None
+    for node in graph.nodes:
+        if node.target in (draw, draw_of_nothing):
+            last = node
+        elif (
+            node.target is loop
+            and node.args[2] >= len(plan.trace.loops)
+            and last is not None
+            and not any(part.users for part in last.users)
+        ):
+            raise CompileError(
+                build_message(
+                    f"step {plan.trace.name!r} cannot be compiled: it draws random numbers that it does not use, "
+                    "right before a function of functions that draws, and a compiler might change their order.",
+                    remedy="leave them out; compile=False runs the step as it is.",
+                )
+            )
