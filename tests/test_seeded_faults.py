@@ -36,16 +36,26 @@ _SHOWN = {
     "deferred without a word": "deferred_past_a_message",
     "no wait for what is only returned": "in_a_row",
     "calls wait for one bucket": "two_at_once",
+    "statistics are added up": "batch_norm",
+    "buckets at the beginning": "in_a_row",
+    "header over the last member": "in_a_row",
+    "not divided in the wider type": "wire",
 }
 """Of each kind of fault one, with a program that shows it."""
 
+_SHOWN_COMPILED = {"compiled, not divided": "large", "compiled, beta left out": "large"}
+"""Likewise, of compiled steps."""
 
-def test_faults_that_change_a_number_are_caught_before_it_is_computed() -> None:
-    words = [*_SHOWN, "--programs", *sorted(set(_SHOWN.values())), "--workers", "1"]
+
+@pytest.mark.parametrize(
+    "shown, option", [(_SHOWN, []), (_SHOWN_COMPILED, ["--compiled"])], ids=["emitted", "compiled"]
+)
+def test_faults_that_change_a_number_are_caught_before_it_is_computed(shown: dict[str, str], option: list[str]) -> None:
+    words = [*shown, *option, "--programs", *sorted(set(shown.values())), "--workers", "1"]
     done = subprocess.run(
         [sys.executable, run_faults.__file__, *words], capture_output=True, text=True, timeout=280, check=False
     )
-    lines = {name: line for name in _SHOWN for line in done.stdout.splitlines() if f" {name} " in line}
-    assert lines.keys() == _SHOWN.keys(), done.stdout + done.stderr
+    lines = {name: line for name in shown for line in done.stdout.splitlines() if f" {name} " in line}
+    assert lines.keys() == shown.keys(), done.stdout + done.stderr
     assert not [line for line in lines.values() if not line.endswith(": caught")], done.stdout
     assert done.returncode == 0, done.stdout
