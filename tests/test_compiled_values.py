@@ -233,3 +233,19 @@ def train_adversaries() -> None:
 
 def test_two_optimizers_in_one_step() -> None:
     ranks.run(2, train_adversaries)
+
+
+@pytest.mark.parametrize("public", [False, True], ids=["own entry", "public entry"])
+def test_a_factor_in_a_sum_with_a_product_is_kept(public: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch.compile of torch 2.13 makes one addmm of the two, and forgets the factor.
+    monkeypatch.setenv("FDP_PUBLIC_INDUCTOR", str(int(public)))
+
+    def step(state: torch.Tensor, batch: torch.Tensor) -> Any:
+        one = torch.add(state @ state, state, alpha=2)
+        other = (state @ batch).mul_(0.5).add_(state, alpha=-3)
+        return torch.add(state, state @ one, alpha=0.25), other, torch.sub(state @ one, state, alpha=2)
+
+    state, batch = torch.randn(4, 4), torch.randn(4, 4)
+    compiled = fdp.data_parallel(step, compile=True, check_trace=False, check_replication=False)
+    for found, expected in zip(compiled(state, batch), step(state, batch), strict=True):
+        torch.testing.assert_close(found, expected)

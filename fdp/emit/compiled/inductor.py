@@ -104,7 +104,19 @@ def decompositions(settings: Settings) -> Mapping[Any, Callable[..., Any]]:
         from torch._inductor.decomposition import select_decomp_table
 
         with config.patch(_patches(settings)):
-            return dict(select_decomp_table())
+            return {**select_decomp_table(), **OWN_DECOMPOSITIONS}
+
+
+def _add_of_a_product(one: Any, other: Any, *, alpha: Any = 1) -> Any:
+    """A sum with a factor, taken apart: inductor makes one kernel of a product and a sum, and forgets the factor.
+
+    (`addmm` in its pass behind the backward pass; seen in torch 2.13, with `torch.compile` as well.)
+    """
+    return NotImplemented if alpha == 1 else torch.ops.aten.add.Tensor(one, torch.ops.aten.mul.Tensor(other, alpha))
+
+
+OWN_DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {torch.ops.aten.add.Tensor: _add_of_a_product}
+"""What is taken apart for either entry, since inductor is wrong about the whole."""
 
 
 _lowering = threading.RLock()

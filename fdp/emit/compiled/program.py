@@ -17,7 +17,7 @@ from fdp.emit.compiled.barriers import IMPLEMENTED, running
 from fdp.emit.compiled.drawing import as_it_is
 from fdp.emit.compiled.draws import functions_that_draw, generators_of, operands_of
 from fdp.emit.compiled.graph import functional_graph, result_name
-from fdp.emit.compiled.inductor import Lowered, Unusable, decompositions, lower
+from fdp.emit.compiled.inductor import OWN_DECOMPOSITIONS, Lowered, Unusable, decompositions, lower
 from fdp.emit.compiled.options import Options
 from fdp.emit.compiled.passes import declare
 from fdp.emit.compiled.public import asks_for_public, compile_publicly, warn_of_public
@@ -119,7 +119,7 @@ def compile_program(plan: Plan, group: Group, communicates: bool, options: Optio
         )
     if lowered is None:
         # Taken apart by inductor itself: how it wants that is private, too.
-        lowered, own_messages = compile_publicly(functional({}), plan, group, list(places), options)
+        lowered, own_messages = compile_publicly(functional(OWN_DECOMPOSITIONS), plan, group, list(places), options)
         places, layouts = {}, {}
     source = _wrapper(returned, len(held), list(places))
     function, recording = lowered.function, None
