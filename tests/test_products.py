@@ -171,3 +171,13 @@ def sums_around_messages(cap: float) -> Any:
 @pytest.mark.parametrize("cap", [1e-5, 25.0])
 def test_a_product_of_what_lies_in_a_bucket_is_computed_before_the_bucket_starts(cap: float) -> None:
     ranks.run(2, sums_around_messages, cap)
+
+
+def test_a_product_that_is_added_to_itself() -> None:
+    def step(state: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        product = state.t() @ state
+        product.add_(product)
+        return product * 2
+
+    state, batch = torch.randn(4, 4), torch.ones(2)
+    assert torch.equal(fdp.data_parallel(step)(state, batch), step(state, batch))
