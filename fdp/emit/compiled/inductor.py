@@ -110,9 +110,11 @@ def decompositions(settings: Settings) -> Mapping[Any, Callable[..., Any]]:
 def _add_of_a_product(one: Any, other: Any, *, alpha: Any = 1) -> Any:
     """A sum with a factor, taken apart: inductor makes one kernel of a product and a sum, and forgets the factor.
 
-    (`addmm` in its pass behind the backward pass; seen in torch 2.13, with `torch.compile` as well.)
+    (`addmm` in its pass behind the backward pass; seen in torch 2.13, with `torch.compile` as well.) Of a factor that
+    is known at each call only, nothing can be asked here.
     """
-    return NotImplemented if alpha == 1 else torch.ops.aten.add.Tensor(one, torch.ops.aten.mul.Tensor(other, alpha))
+    is_one = isinstance(alpha, int | float) and alpha == 1
+    return NotImplemented if is_one else torch.ops.aten.add.Tensor(one, torch.ops.aten.mul.Tensor(other, alpha))
 
 
 OWN_DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {torch.ops.aten.add.Tensor: _add_of_a_product}
