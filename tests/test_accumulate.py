@@ -247,6 +247,25 @@ def test_gradients_that_travel_narrow_are_rounded_once() -> None:
     torch.testing.assert_close(step(params, batch), plain(loss_fn, params, batch)[1])
 
 
+def job_gradients_that_nothing_is_added_to() -> None:
+    """Their totals are made in the loop, and cast for the wire behind it."""
+
+    def value(params: Tree, batch: Tree) -> torch.Tensor:
+        return batch["x"].sum()
+
+    @fdp.data_parallel(wire_dtype=torch.bfloat16)
+    def step(params: Tree, batch: Tree) -> Any:
+        return fdp.accumulate(fdp.grad(value), microbatches=2)(params, batch)
+
+    params = params_of(dtype=torch.float32)
+    found = step(params, batch_of(16, dist.get_rank(), 2, dtype=torch.float32))
+    torch.testing.assert_close(found, {name: torch.zeros_like(p) for name, p in params.items()}, rtol=0, atol=0)
+
+
+def test_gradients_that_nothing_is_added_to() -> None:
+    ranks.run(2, job_gradients_that_nothing_is_added_to)
+
+
 def test_a_complex_parameter_and_an_empty_microbatch() -> None:
     def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return (x.to(w.dtype) @ w).abs().square().sum()

@@ -130,3 +130,32 @@ def donated_batch_alias() -> None:
 
 def test_a_batch_that_aliases_the_donated_state() -> None:
     ranks.run(2, donated_batch_alias)
+
+
+def job_a_gradient_that_gets_other_memory(compiled: bool, read: bool) -> None:
+    """Its bucket has room for the gradient alone, and its message may be under way."""
+
+    @fdp.data_parallel(bucket_cap_mb=6e-5, compile=compiled, check_replication=False)
+    def step(state: Tree, batch: torch.Tensor) -> Any:
+        grads = fdp.grad(lambda p: (p["a"] @ batch).square().sum() + p["none"].sum())(state)
+        before = (grads["b"] + 1) * 2 if read else state["b"] * 2
+        torch.mm(grads["a"], state["a"], out=grads["b"])
+        grads["none"].resize_(2, 2).fill_(3)
+        return grads, before, grads["b"].t() @ batch
+
+    rank = dist.get_rank()
+    a, b = torch.arange(16.0, dtype=DOUBLE).view(4, 4), torch.ones(4, 1, dtype=DOUBLE)
+    batch = [torch.full((4,), 1.0 + r, dtype=DOUBLE) for r in range(2)]
+    mean = sum(2 * torch.outer(a @ x, x) for x in batch) / 2
+    expected = {"a": mean, "b": mean @ a, "none": torch.full((2, 2), 3.0, dtype=DOUBLE)}, b * 2
+    for _ in range(3):
+        grads, before, product = step({"a": a, "b": b, "none": torch.ones(0, dtype=DOUBLE)}, batch[rank])
+        torch.testing.assert_close((grads, before), expected)
+        torch.testing.assert_close(product, (mean @ a).t() @ batch[rank])
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized:UserWarning")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("read", [False, True])
+def test_a_gradient_that_gets_other_memory(compiled: bool, read: bool) -> None:
+    ranks.run(2, job_a_gradient_that_gets_other_memory, compiled, read)

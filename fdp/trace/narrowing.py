@@ -16,6 +16,8 @@ from fdp.trace.effects import effects_of, is_marker, storages_of
 def round_early(graph: fx.Graph) -> None:
     """Move each cast of a gradient for the wire right behind what makes, or last changes, what it reads.
 
+    What was made in a loop, and never changed after it, is cast behind the loop: the loop runs many times.
+
     Args:
         graph: a traced graph; its order is changed.
     """
@@ -24,6 +26,13 @@ def round_early(graph: fx.Graph) -> None:
         return
     writers: dict[int, list[fx.Node]] = {}
     order: dict[fx.Node, int] = {}
+    ends: dict[fx.Node, fx.Node] = {}
+    for begin in (node for node in graph.nodes if is_marker(node, "loop_begin")):
+        end = next(node for node in begin.users if is_marker(node, "loop_end"))
+        node = begin
+        while node is not end:
+            ends[node] = end
+            node = node.next
     for index, node in enumerate(graph.nodes):
         order[node] = index
         if node.op == "call_function":
@@ -35,6 +44,7 @@ def round_early(graph: fx.Graph) -> None:
         behind = [w for storage in storages_of(source) for w in writers.get(storage, ()) if order[w] < order[cast]]
         behind.append(source)
         last = max(behind, key=order.__getitem__)
+        last = ends.get(last, last)
         if last.op == "call_function":
             last.append(cast)
             cast.meta["backward"], cast.meta["source"] = last.meta.get("backward"), last.meta.get("source")

@@ -7,12 +7,13 @@ turns an object that something else names: not a view that stands for its base, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from fdp import pytree
 from fdp.errors import PurityError, TraceError, build_message
 from fdp.trace.effects import bound_arguments, effects_of, operator_name, storages, storages_of
 from fdp.trace.record import Input
@@ -142,18 +143,60 @@ def _replacement(
     if name in ("resize_", "resize_as_"):
         if given.meta["val"].numel():
             return None  # what is added holds whatever was in memory
-        return lambda: become(_aten.empty_strided.default, list(value.shape), list(value.stride()), **made)
+
+        def begin() -> None:
+            _move_away(given, [user for user, index in order.items() if index >= order[node]])
+            become(_aten.empty_strided.default, list(value.shape), list(value.stride()), **made)
+
+        return begin
     if not is_out:
         return None
 
     def give_another() -> None:
+        moved = _move_away(given, [user for user, index in order.items() if index >= order[node]])
         with node.graph.inserting_before(node):
             new = node.graph.call_function(_aten.empty_strided.default, (list(value.shape), list(value.stride())), made)
-        new.meta.update(val=value, source=node.meta.get("source"), backward=node.meta.get("backward"))
+        new.meta.update(val=moved[id(value)], source=node.meta.get("source"), backward=node.meta.get("backward"))
         node.replace_input_with(given, new)
         node.meta.pop("effects", None)
 
     return give_another
+
+
+def _move_away(given: fx.Node, later: Iterable[fx.Node]) -> dict[int, Any]:
+    """Say that nodes which lay in the memory of another one lie in new memory: it was left when it could not hold more.
+
+    torch keeps the storage, and gives it other memory; a trace tells memory by the storage. (A gradient that was
+    averaged lies in its bucket, say, where there is room for it alone.)
+
+    Args:
+        given: what lay in the memory first.
+        later: nodes from the one that left it on.
+
+    Returns:
+        What each example value became, by the `id` of what it was.
+    """
+    left = set(storages_of(given))
+    nodes = [node for node in later if not left.isdisjoint(storages_of(node))]
+    values = {
+        id(value): value
+        for node in nodes
+        for value in pytree.leaves_of(node.meta["val"])
+        if not left.isdisjoint(storages(value))
+    }
+    first = next(iter(values.values()))
+    memory = first.new_empty(max(map(_end, values.values())), dtype=torch.uint8).untyped_storage()
+
+    def elsewhere(value: Any) -> Any:
+        lies = value.new_empty(0).set_(memory, value.storage_offset(), value.shape, value.stride())
+        lies = lies.conj() if value.is_conj() else lies
+        return torch._neg_view(lies) if value.is_neg() else lies
+
+    moved = {number: elsewhere(value) for number, value in values.items()}
+    for node in nodes:
+        node.meta["val"] = pytree.map_leaves(lambda value: moved.get(id(value), value), node.meta["val"])
+        node.meta.pop("effects", None)
+    return moved
 
 
 def _view_of(target: Any) -> Any:
