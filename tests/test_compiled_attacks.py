@@ -240,6 +240,18 @@ def test_an_operator_that_changes_its_argument_is_refused_by_name() -> None:
         fdp.data_parallel(step, compile=True)(torch.ones(2), torch.ones(2))
 
 
+def test_a_write_through_windows_is_refused_with_another_way() -> None:
+    def step(w: Tree, batch: Tree) -> Tree:
+        w = w.clone()
+        w.unfold(0, 3, 2).copy_(batch.unfold(0, 3, 2))
+        return fdp.per_rank(w)
+
+    w, batch = torch.zeros(4), torch.arange(4.0)
+    assert fdp.data_parallel(step)(w, batch).tolist() == [0.0, 1.0, 2.0, 0.0]
+    with pytest.raises(fdp.CompileError, match=r"(?s)internal overlap.*Remedy: write to elements by indexing"):
+        fdp.data_parallel(step, compile=True)(w, batch)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_state_that_requires_gradients_in_inference_mode(compiled: bool) -> None:
     step = fdp.data_parallel(lambda st, b: {"w": st["w"] * 0.5 + fdp.pmean(b)}, compile=compiled)

@@ -320,3 +320,42 @@ def unused_and_frozen() -> None:
 
 def test_unused_and_frozen_parameters() -> None:
     ranks.run(2, unused_and_frozen)
+
+
+# --- second derivatives that are zero: torch makes them without memory ---------------------------------
+
+
+def through_a_sign(p: Tree, x: torch.Tensor) -> torch.Tensor:
+    return (p["a"] * x).abs().mean() + (-(p["a"] * x).abs()).mean() + (p["b"] * x).abs().sum() + p["b"].relu().sum()
+
+
+SECOND: dict[str, Callable[[Any, Tree, torch.Tensor], Any]] = {
+    "alone": lambda grad, p, x: sum(g.sum() for g in grad(p, x).values()),
+    "with others": lambda grad, p, x: sum((g.sin() * (1 + p[k] * p[k])).sum() for k, g in grad(p, x).items()),
+    "twice": lambda grad, p, x: sum((g * g.exp()).cumsum(0).sum() for g in grad(p, x).values()),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", list(SECOND))
+def test_second_derivatives_that_are_zero(name: str, compiled: bool) -> None:
+    import fdp
+
+    def step(params: Tree, x: torch.Tensor) -> Any:
+        def outer(p: Tree) -> torch.Tensor:
+            return SECOND[name](fdp.grad(through_a_sign), p, x)
+
+        return fdp.grad(outer)(params)
+
+    g = torch.Generator().manual_seed(3)
+    params = {k: torch.randn(4, generator=g, dtype=torch.float64) for k in "ab"}
+    params["unused"] = torch.ones(2, dtype=torch.float64)
+    x = torch.randn(4, generator=g, dtype=torch.float64)
+    given = leaves(params)
+    every = list(given.values())
+    first = torch.autograd.grad(through_a_sign(given, x), every, create_graph=True, materialize_grads=True)
+    value = SECOND[name](lambda p, x: dict(zip(given, first, strict=True)), given, x)
+    expected = dict(zip(given, torch.autograd.grad(value, every, materialize_grads=True), strict=True))
+    traced = fdp.data_parallel(step, compile=compiled)
+    for _ in range(2):
+        torch.testing.assert_close(traced(params, x), expected, rtol=1e-12, atol=1e-12)

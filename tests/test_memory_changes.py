@@ -155,6 +155,7 @@ def turned(s: Tree, b: Tensor) -> Tree:
         lambda x: x.as_strided_((2, 2), (1, 3), 1),
         lambda x: x.squeeze_(),
     ):
+        s["w"].detach_()  # an error, if the comparison's copies were views
         h = (s["w"] * 1).detach_()
         same, alias = h[:], h.detach()
         change(h)

@@ -19,7 +19,7 @@ from fdp.group import Group
 from fdp.labels import PerRank, unlabelled, with_labels
 from fdp.other_ranks import Kind
 from fdp.trace.arguments import Flat, Roles, describe_inputs
-from fdp.trace.capture import capture, is_fake, recording, untraceable
+from fdp.trace.capture import capture, is_fake, untraceable
 from fdp.trace.checks import (
     check_branches,
     check_closure,
@@ -44,6 +44,7 @@ from fdp.trace.record import Operation, Output, Reduction, Trace
 from fdp.trace.replicated import closed_over, replicated_calls
 from fdp.trace.reshapes import reshape_by_views
 from fdp.trace.results import plain, refuse_foreign_outputs
+from fdp.trace.switches import recording
 from fdp.trace.untouched import check_untouched, untouched
 from fdp.trace.variance import Cause, varying_nodes
 from fdp.wire import Wire

@@ -1,15 +1,13 @@
 """Run a step once on fake tensors and keep every operator that it calls, in order, as one flat graph.
 
-Everything that tracing needs from private parts of torch is in this file: `make_fx`, the fake-tensor mode, the
-shape environment, graph modules whose code is written when it is first asked for, and the flag that tells libraries
-that somebody is compiling (they then skip checks that would read the value of a tensor).
+What tracing needs from private parts of torch is in this file and in switches.py: here `make_fx`, the fake-tensor
+mode, the shape environment, and graph modules whose code is written when it is first asked for.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,14 +18,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.distributions import Distribution
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from fdp import torch_parts
 from fdp.axis import step_axis
-from fdp.dynamo import uncompiled
 from fdp.errors import FdpError, TraceError, build_message
 from fdp.group import Group
 from fdp.recomputation import why_not
@@ -37,13 +33,13 @@ from fdp.trace.reading import read_anew, values_anew
 from fdp.trace.remedies import MADE_SHAPE, READ_VALUE, remedy_for
 from fdp.trace.rewinding import drop_idle_rewinds, rewound
 from fdp.trace.source import Source, failing_line, library_line, source_lines, users_lines
+from fdp.trace.switches import TRACING, caching_casts, compiling, copyable, recording, silenced, without_onednn
 from fdp.trace.unseen import Unseen
 from fdp.wire import Wire
 
 Geometry = tuple[Sequence[int], Sequence[int], int, torch.dtype, torch.device]
 """Shape, strides and offset in elements, dtype, device."""
 
-_WHAT = "tracing a step"
 _VALUE_READ = (
     DataDependentOutputException,
     GuardOnDataDependentSymNode,
@@ -91,7 +87,7 @@ def capture(
         PurityError: it changes a closed-over tensor, or gives an argument memory of another kind, out of the
             dispatcher's sight.
     """
-    torch_parts.require(_WHAT)
+    torch_parts.require(TRACING)
     torch_parts.warn_if_untested()
     why_not()  # looked at here, before any tracer is at work
     # Closed-over tensors are real; they become constants of the graph and are judged later.
@@ -104,7 +100,7 @@ def capture(
             for tensor in tensors
         ]
     if fakes and not (taught() and all(type(fake) is FakeTensor for fake in fakes)):
-        raise torch_parts.refusal(_WHAT, ["tensors without values are not made by FakeTensorMode.dispatch"])
+        raise torch_parts.refusal(TRACING, ["tensors without values are not made by FakeTensorMode.dispatch"])
 
     caches = torch.is_autocast_cache_enabled()
 
@@ -126,7 +122,7 @@ def capture(
         )  # fmt: skip
         # Under autocast around the call, `make_fx` has a parameter converted anew at each use: its gradients would be
         # added up in another dtype.
-        with source_lines(tracer), _caching_casts(caches), unseen.watched(), values_anew(is_fake, tracing):
+        with source_lines(tracer), caching_casts(caches), unseen.watched(), values_anew(is_fake, tracing):
             return unseen.settle(flat_step(*inputs))
 
     with ExitStack() as stack:
@@ -139,11 +135,11 @@ def capture(
         stack.enter_context(without_onednn())
         # The code of the graph module is never run: what is emitted is. Writing it would take a tenth of the time.
         stack.enter_context(_use_lazy_graph_module(True))
-        stack.enter_context(_copyable())
+        stack.enter_context(copyable(FakeTensor))
         # A mistake of the step's own is raised; torch would print it as well.
-        stack.enter_context(_silenced("torch._subclasses.fake_tensor"))
+        stack.enter_context(silenced("torch._subclasses.fake_tensor"))
         try:
-            table = dict(read_anew(is_fake, _judge_constant))
+            table = {**read_anew(is_fake, _judge_constant), torch.ops.aten._efficientzerotensor.default: _zeros}
             tracer = make_fx(recorded, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)
             graph_module = tracer(*fakes)
         except FdpError as error:
@@ -157,7 +153,7 @@ def capture(
             raise refusal from error
     called = [node for node in graph_module.graph.nodes if node.op == "call_function"]
     if called and not any("source" in node.meta for node in called):
-        raise torch_parts.refusal(_WHAT, ["the tracer makes nodes in another way than by its create_node"])
+        raise torch_parts.refusal(TRACING, ["the tracer makes nodes in another way than by its create_node"])
     drop_idle_rewinds(graph_module.graph)
     _drop_dead_code(graph_module)
     _complete_examples(graph_module, fake_mode)
@@ -202,7 +198,7 @@ def capture_functional(
             for shape, stride, offset, dtype, device in inputs
         ]
     functional = torch.func.functionalize(carry_out, remove="mutations")
-    with torch.no_grad(), _silenced("torch._subclasses.fake_tensor"):
+    with torch.no_grad(), silenced("torch._subclasses.fake_tensor"):
         return make_fx(functional, decomposition_table=dict(decompositions), tracing_mode="fake")(*fakes)
 
 
@@ -211,100 +207,19 @@ def is_fake(value: Any) -> bool:
     return isinstance(value, FakeTensor)
 
 
+def _zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Zeros with memory, for those without that derivatives make: where torch fills in zeros for them, for an operator
+    that does not know them, it mistakes the device of a fake tensor for "meta".
+    """
+    return torch.ops.aten.zeros.default(*args, **kwargs)
+
+
 def _judge_constant(tensor: Any) -> None:
     """Take a tensor for a constant only where the fake-tensor mode does: to the tracer closed-over ones are as well."""
     mode = get_proxy_mode()
     slot: Any = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
     if slot is not None and tensor.constant is None:
         slot.constant = None
-
-
-@contextmanager
-def _copyable() -> Iterator[None]:
-    """Let `copy.deepcopy` copy fake tensors, where torch would go round in circles; and dlpack ends in an error.
-
-    (For a fake tensor `torch.from_dlpack` ends the process. A fake tensor has neither method of its own.)
-    """
-
-    def copy_tensor(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
-        if not tensor.is_leaf:
-            raise RuntimeError("copy.deepcopy takes leaf tensors only: use x.detach().clone(), or x.clone()")
-        with torch.no_grad():
-            memo[id(tensor)] = tensor.clone().requires_grad_(tensor.requires_grad)
-        copied: torch.Tensor = memo[id(tensor)]
-        return copied
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise RuntimeError("dlpack: its data is not allocated yet")
-
-    ways = {"__deepcopy__": copy_tensor, "__dlpack__": refuse}
-    for name, way in ways.items():
-        setattr(FakeTensor, name, way)
-    try:
-        yield
-    finally:
-        for name in ways:
-            delattr(FakeTensor, name)
-
-
-@contextmanager
-def compiling() -> Iterator[None]:
-    """Tell libraries that values must not be read, and let functions under `torch.compile` be traced through."""
-    validates = Distribution._validate_args
-    with torch.compiler._compile_session_context(), uncompiled():
-        if not torch.compiler.is_compiling():
-            raise torch_parts.refusal(
-                _WHAT, ["torch.compiler._compile_session_context does not set torch.compiler.is_compiling()"]
-            )
-        # Dynamo does so, too. The comparison at the first call runs with what the user has chosen.
-        Distribution.set_default_validate_args(False)
-        try:
-            yield
-        finally:
-            Distribution.set_default_validate_args(validates)
-
-
-@contextmanager
-def recording() -> Iterator[None]:
-    """Let autograd record, whatever the caller has switched off around the call of a step."""
-    with ExitStack() as stack:
-        if torch.is_inference_mode_enabled():  # not otherwise: torch.cond does not run under the context manager
-            stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        yield
-
-
-@contextmanager
-def _caching_casts(enabled: bool) -> Iterator[None]:
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(enabled)
-    try:
-        yield
-    finally:
-        torch.clear_autocast_cache()
-        torch.set_autocast_cache_enabled(before)
-
-
-@contextmanager
-def without_onednn() -> Iterator[None]:
-    """Choose torch's own kernels where oneDNN has some."""
-    # Not torch.backends.mkldnn.flags(): that also sets a TF32 option, with a warning on machines that have none.
-    enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(enabled)
-
-
-@contextmanager
-def _silenced(name: str) -> Iterator[None]:
-    logger = logging.getLogger(name)
-    disabled, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = disabled
 
 
 def _name_place(name: str, error: FdpError) -> None:

@@ -35,7 +35,7 @@ class Report:
         bits: for each call a number for the bits of each value that is called equal on all ranks, with its path.
         excused: values that are right as far as the program is well-conditioned.
         exact: nothing was rounded.
-        written: inputs that plain PyTorch changes, by their kind.
+        written: inputs that plain PyTorch writes in place, by their kind.
         unequal: values that are called equal on all ranks, and are not in plain PyTorch.
     """
 
@@ -85,7 +85,7 @@ def run_programs(programs: Sequence[Program]) -> Report:
         judge = Judge(programs)
     except Exception as error:
         return Report("invalid", type(error).__name__, str(error)[:500])
-    written = {kind for calls in judge.calls for call in calls for kind, paths in call.changed.items() if paths}
+    written = {kind for calls in judge.calls for call in calls for kind in call.written}
     unequal = _unequal(programs, judge)
     try:
         with warnings.catch_warnings():

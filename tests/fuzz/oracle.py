@@ -22,6 +22,7 @@ class Call:
         leaves: paths and copies of what the step returned: the state, and the results.
         shared: for each leaf, whether it shares memory with the new state or with what the step closes over.
         changed: for each kind of input, the paths of those that were changed in place.
+        written: kinds of input that were written in place, if only with what they held.
         geometry: of state, batch and closed-over tensors after the call.
         closed: copies of the closed-over tensors, after the call.
         drawn: a random number that is drawn after the call.
@@ -30,6 +31,7 @@ class Call:
     leaves: list[tuple[str, Any]]
     shared: list[bool]
     changed: dict[str, list[str]]
+    written: set[str]
     geometry: list[Any]
     closed: list[Any]
     drawn: float
@@ -68,6 +70,7 @@ def run_plain(
             batch = make_batch(rank, number)
             inputs = {"state": state, "batch": batch, "closed": closed}
             before = {kind: plain.mapped(copied, tree) for kind, tree in inputs.items()}
+            versions = {kind: versions_of(tree) for kind, tree in inputs.items()}
             torch.manual_seed(seed_of(rank, number))
             new, results = step(state, batch)
             drawn = float(torch.rand(()))
@@ -86,6 +89,7 @@ def run_plain(
                     [(path, copied(leaf)) for path, leaf in leaves],
                     [memory(leaf) in held for _, leaf in leaves],
                     changed,
+                    {kind for kind, tree in inputs.items() if changed[kind] or versions[kind] != versions_of(tree)},
                     geometry((state, batch, closed)),
                     [copied(x) for _, x in plain.parts(closed)],
                     drawn,
@@ -109,6 +113,10 @@ def unshared(state: Any) -> Any:
 
 def copied(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def versions_of(tree: Any) -> list[int]:
+    return [x._version for _, x in plain.parts(tree) if isinstance(x, torch.Tensor)]
 
 
 def memory(leaf: Any) -> int:

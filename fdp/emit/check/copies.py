@@ -36,7 +36,8 @@ def copy_of(tensor: torch.Tensor, memory: torch.Tensor | None = None) -> torch.T
         # Another view: whoever still has the earlier copy has its own shape and flags.
         memory = memory.detach().as_strided((offset + size,), (1,), 0)
     memory[offset:].copy_(tensor.as_strided((size,), (1,), offset))
-    return memory.as_strided(tensor.shape, tensor.stride(), offset)
+    # Not a view: a step may call `detach_` of what it is given.
+    return memory.as_strided(tensor.shape, tensor.stride(), offset).data
 
 
 def perturb_(copy: torch.Tensor, move: float, seed: int) -> torch.Tensor:

@@ -211,12 +211,14 @@ class _Lowering:
 
     def _refusal(self, node: fx.Node, error: Exception) -> CompileError:
         first = first_line(error).split(". ")[0]
+        remedy = "an operator of one's own must return new tensors, and change none; compile=False runs it as it is."
+        if "internal overlap" in first:
+            remedy = "write to elements by indexing (x[places] = values); compile=False runs it as it is."
         return CompileError(
             build_message(
                 f"step {self.trace.name!r} cannot be compiled: operator {node.target} cannot be taken apart.",
                 [f"{node.meta.get('source') or 'at an unknown line'}: {type(error).__name__}: {first}"],
-                remedy="an operator of one's own must return new tensors, and change none; compile=False runs it as "
-                "it is.",
+                remedy=remedy,
             )
         )
 
