@@ -249,3 +249,23 @@ def test_a_factor_in_a_sum_with_a_product_is_kept(public: bool, monkeypatch: pyt
     compiled = fdp.data_parallel(step, compile=True, check_trace=False, check_replication=False)
     for found, expected in zip(compiled(state, batch), step(state, batch), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("public", [False, True], ids=["own entry", "public entry"])
+def test_of_equal_extremes_the_first_counts(public: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch.compile of torch 2.13 takes the one that lies first in memory.
+    monkeypatch.setenv("FDP_PUBLIC_INDUCTOR", str(int(public)))
+
+    def step(state: torch.Tensor, batch: torch.Tensor) -> Any:
+        value, across = (state.t() + batch).relu(), (state + batch)[:, 1:].t()
+        return (
+            value.argmax(), value.argmin(), value.argmax(keepdim=True), across.argmin(), value.argmax(0),
+            value.argmin(1, keepdim=True), value.max(1).indices, value.min(0).indices, state[0, 0].argmax(),
+        )  # fmt: skip
+
+    compiled = fdp.data_parallel(step, compile=True, check_trace=False, check_replication=False)
+    for seed in range(4):
+        g = torch.Generator().manual_seed(seed)
+        state, batch = (torch.randint(-1, 2, (5, 5), generator=g).float() for _ in range(2))
+        for found, expected in zip(compiled(state, batch), step(state, batch), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)

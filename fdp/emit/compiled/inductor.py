@@ -117,7 +117,26 @@ def _add_of_a_product(one: Any, other: Any, *, alpha: Any = 1) -> Any:
     return NotImplemented if is_one else torch.ops.aten.add.Tensor(one, torch.ops.aten.mul.Tensor(other, alpha))
 
 
-OWN_DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {torch.ops.aten.add.Tensor: _add_of_a_product}
+def _first_of_all(operator: Any) -> Callable[..., Any]:
+    """The place of an extreme among all elements, looked for along a row: the first one counts, of several equal.
+
+    Inductor goes through a whole tensor in the order in which it lies, and takes what comes first there (seen in torch
+    2.13, with `torch.compile` as well).
+    """
+
+    def place(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+        if dim is not None or x.dim() < 2:
+            return NotImplemented
+        found = operator(x.reshape(-1), 0)
+        return found.reshape([1] * x.dim()) if keepdim else found
+
+    return place
+
+
+OWN_DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
+    torch.ops.aten.add.Tensor: _add_of_a_product,
+    **{each: _first_of_all(each) for each in (torch.ops.aten.argmax.default, torch.ops.aten.argmin.default)},
+}
 """What is taken apart for either entry, since inductor is wrong about the whole."""
 
 
