@@ -32,6 +32,8 @@ def reason(program: Program, report: Report) -> str | None:
         return "a view by places in memory of an argument that fdp.accumulate cuts (docs/memory.md)"
     if error == "CompileError" and "internal overlap" in text and ".unfold(" in program.text:
         return "compiled: writes through a view that unfolds (docs/compile.md)"
+    if error == "CompileError" and "Cannot view a tensor with shape" in text:
+        return "compiled: a view of what was changed through another one (docs/compile.md)"
     if error in ("TraceError", "PurityError") and "data" in traits and "does not compute what the step" not in text:
         return "replaces the memory of a tensor"
     return None

@@ -214,6 +214,11 @@ class _Lowering:
         remedy = "an operator of one's own must return new tensors, and change none; compile=False runs it as it is."
         if "internal overlap" in first:
             remedy = "write to elements by indexing (x[places] = values); compile=False runs it as it is."
+        elif "Cannot view a tensor" in first:
+            remedy = (
+                "change nothing in place through a view that lies in another order (x = x.triu(), not x.t().triu_()); "
+                "compile=False runs it as it is."
+            )
         return CompileError(
             build_message(
                 f"step {self.trace.name!r} cannot be compiled: operator {node.target} cannot be taken apart.",
