@@ -84,6 +84,13 @@ def failing(program: Program) -> bool:
     return judge([program], [run_programs([program])]).status == "failed"
 
 
+def test_a_program_with_a_list_among_its_options_is_made_smaller() -> None:
+    program = draw(0, 1)
+    several = dataclasses.replace(program, options=dataclasses.replace(program.options, bucket_cap_mb=[1e-05, 25.0]))
+    small = shrunk(several, lambda candidate: candidate.options.bucket_cap_mb == [1e-05, 25.0], seconds=5)
+    assert small.options.bucket_cap_mb == [1e-05, 25.0] and len(small.text) < len(several.text)
+
+
 def test_a_broken_emitter_is_found_and_shrunk_to_a_script_that_fails_by_itself(tmp_path: pathlib.Path) -> None:
     with emitter_takes_the_minimum():
         found = next(p for p in drawn(1, 400) if "torch.maximum" in p.text and failing(p))

@@ -26,7 +26,7 @@ def shrunk(program: Program, fails: Fails, seconds: float = 90.0, most: int = 40
         most: so many programs may be tried.
     """
     end, tried = time.monotonic() + seconds, 0
-    seen = {program}
+    seen = {repr(program)}  # an option may be a list
     changed = True
     while changed:
         changed = False
@@ -35,11 +35,11 @@ def shrunk(program: Program, fails: Fails, seconds: float = 90.0, most: int = 40
             while again:
                 again = False
                 for candidate in passage(program):
-                    if candidate in seen:
+                    if repr(candidate) in seen:
                         continue
                     if tried >= most or time.monotonic() > end:
                         return program
-                    seen.add(candidate)
+                    seen.add(repr(candidate))
                     if not _valid(candidate):
                         continue
                     tried += 1
