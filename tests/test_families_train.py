@@ -116,7 +116,7 @@ def chosen() -> list[Case]:
     names, optimizers = list(FAMILIES), list(OPTIMIZERS)
     if ALL_SAMPLES:
         return [(name, optimizer) for name in (*FAMILIES, *MORE) for optimizer in optimizers]
-    return [(names[index % len(names)], optimizer) for index, optimizer in enumerate(optimizers)][::4]
+    return [(names[index % len(names)], optimizer) for index, optimizer in enumerate(optimizers)][::7]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from samples import ALL_SAMPLES
 CHUNKS = 12
 # Samples of some modules are a product of every option with every other (857 in one case): about so many are taken,
 # at a distance that is odd, so that no option of two values is always the same. FDP_ALL_SAMPLES=1 takes all.
-MOST_SAMPLES = 3
+MOST_SAMPLES = 2
 
 RIGHT, REFUSED, WRONG = "right", "refused", "wrong"
 # Of a sample that is right: its gradients are not all zero or NaN, and the two calls have different losses.

@@ -9,7 +9,6 @@ from seeded_faults_trace import FAULTS, TraceFault, outcomes
 # Each takes a process that imports a copy of the package.
 SOME = (
     "changes not waited for",
-    "a mean is a sum",
     "random numbers are not drawn again",
     "the first argument again and again",
 )
