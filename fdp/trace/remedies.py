@@ -26,7 +26,10 @@ _SCALER = (
     'state["opt"]["scale"].'
 )
 
+_TOO_LONG = "the length of a tensor cannot be read from another: make the longest one, and mask what is too much."
+
 _BY_FUNCTION = {
+    "arange": _TOO_LONG,
     "one_hot": "pass num_classes to one_hot; without it, the largest value decides on the shape.",
     "cov": "torch.cov looks at values: centre the rows with x - x.mean(1, keepdim=True), and take x @ x.mT / (n - 1).",
     "corrcoef": "torch.corrcoef looks at values: centre the rows and divide them by their norms, and take x @ x.mT.",
@@ -56,8 +59,7 @@ _BY_TEXT = {
     "numbers where they take numbers.",
     "expected b_val": "the branches of torch.cond have gradients with other strides (that of x.sum() is one number, "
     "expanded): sum behind torch.cond, not in it; or choose between results with torch.where.",
-    "dispatch_on_subclass": "the length of a tensor cannot be read from another: make the longest one, and mask what "
-    "is too much.",
+    "dispatch_on_subclass": _TOO_LONG,
 }
 _VALIDATED = (
     "it checks the values of its arguments: leave out validate_args=True, which is off anyway while a step is traced "
