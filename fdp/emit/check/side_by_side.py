@@ -87,6 +87,7 @@ class SideBySide:
         wants_cause: bool = False,
     ) -> None:
         self._program, self._step, self._flat, self._roles = program, step, flat, roles
+        self._tensors = flat.tensors  # looked for among the leaves at each asking
         self._explain, self._wants_cause = explain, wants_cause
         self._trace = program.plan.trace
         self._finite: list[bool] = []
@@ -106,17 +107,17 @@ class SideBySide:
         self._finite = list(finite)
         if on != "perturbed":
             self._compare(0.0)
-        if on != "call" and any(tensor.is_floating_point() or tensor.is_complex() for tensor in self._flat.tensors):
+        if on != "call" and any(tensor.is_floating_point() or tensor.is_complex() for tensor in self._tensors):
             any(self._compare(move) for move in MOVES)
         self._kept, self._given = [], {}
         return self._finite
 
     def _copy(self, at: int, move: float, memory: torch.Tensor | None = None) -> torch.Tensor:
-        return perturb_(copy_of(self._flat.tensors[at], memory), move, at)
+        return perturb_(copy_of(self._tensors[at], memory), move, at)
 
     def _value(self, at: int, move: float) -> torch.Tensor:
         """An input, to be read only."""
-        return self._copy(at, move) if move else self._flat.tensors[at].detach()
+        return self._copy(at, move) if move else self._tensors[at].detach()
 
     def _fresh(self, move: float, alive: Sequence[Any] = ()) -> list[torch.Tensor]:
         """What a run may change is copied for it; what it may not is copied once for all of them.
