@@ -15,7 +15,7 @@ import pathlib
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import families
 import models
@@ -33,6 +33,7 @@ INSTALLED = importlib.util.find_spec("transformers") is not None
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="no transformers: pip install fdp[huggingface]")
 
 RIGHT = "right"
+Item = TypeVar("Item")
 # Python 3.10 gets an older release, where more models read values of tensors: those may be refused.
 TABLE_IS_OF = (5, 23)
 RELEASE = tuple(map(int, importlib.metadata.version("transformers").split(".")[:2])) if INSTALLED else TABLE_IS_OF
@@ -173,8 +174,8 @@ def forms_of(name: str) -> list[bool]:
     return [True, False] if ALL_SAMPLES else [list(every()).index(name) % 2 == 0]
 
 
-def in_chunks(names: list[str], size: int) -> list[list[str]]:
-    return [names[start : start + size] for start in range(0, len(names), size)]
+def in_chunks(items: list[Item], size: int) -> list[list[Item]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def worst(names: list[str]) -> dict[tuple[str, bool], tuple[str, str]]:

@@ -48,7 +48,7 @@ def find_added(graph: fx.Graph, same: Mapping[fx.Node, fx.Node], accesses: Acces
             product.target is _aten.mm.default
             and form_of(product) is not None
             and _is_like(node.args[0], product)
-            and not {*storages_of(node.args[0])} & {*storages_of(product)}  # a product that is added to itself
+            and set(storages_of(node.args[0])).isdisjoint(storages_of(product))  # not a product that is added to itself
             and _readers(product) == {node}
             and not _may_change(product, node, accesses, donated)
         ):

@@ -139,7 +139,12 @@ def capture(
         # A mistake of the step's own is raised; torch would print it as well.
         stack.enter_context(silenced("torch._subclasses.fake_tensor"))
         try:
-            table = {**read_anew(is_fake, _judge_constant), torch.ops.aten._efficientzerotensor.default: _zeros}
+            # Derivatives make zeros without memory. Where an operator does not know those, torch fills in zeros, and
+            # mistakes the device of a fake tensor for "meta".
+            with_memory: dict[Any, Callable[..., Any]] = {
+                torch.ops.aten._efficientzerotensor.default: torch.ops.aten.zeros.default
+            }
+            table = {**read_anew(is_fake, _judge_constant), **with_memory}
             tracer = make_fx(recorded, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)
             graph_module = tracer(*fakes)
         except FdpError as error:
@@ -205,13 +210,6 @@ def capture_functional(
 def is_fake(value: Any) -> bool:
     """Whether a value is a tensor of a trace, which has no values."""
     return isinstance(value, FakeTensor)
-
-
-def _zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Zeros with memory, for those without that derivatives make: where torch fills in zeros for them, for an operator
-    that does not know them, it mistakes the device of a fake tensor for "meta".
-    """
-    return torch.ops.aten.zeros.default(*args, **kwargs)
 
 
 def _judge_constant(tensor: Any) -> None:

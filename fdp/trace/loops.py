@@ -64,11 +64,20 @@ def outline_loops(name: str, graph_module: fx.GraphModule) -> None:
     Raises:
         TraceError: a loop leaves values behind, or changes what is not its own; names the lines.
     """
-    graph = graph_module.graph
-    begins = [node for node in graph.nodes if is_marker(node, "loop_begin")]
-    for number, begin in enumerate(begins):
-        end = next(node for node in begin.users if is_marker(node, "loop_end"))
-        _outline(name, graph_module, begin, end, f"fdp_loop_{number}")
+    for number, (begin, region, end) in enumerate(list(regions_of(graph_module.graph))):
+        _outline(name, graph_module, begin, region, end, f"fdp_loop_{number}")
+
+
+def regions_of(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[fx.Node], fx.Node]]:
+    """The loops of a graph that are not outlined yet: the mark before each, the nodes in it, and the mark behind."""
+    for begin in graph.nodes:
+        if is_marker(begin, "loop_begin"):
+            end = next(node for node in begin.users if is_marker(node, "loop_end"))
+            region, node = [], begin.next
+            while node is not end:
+                region.append(node)
+                node = node.next
+            yield begin, region, end
 
 
 def loops_of(name: str, graph_module: fx.GraphModule) -> Iterator[Loop]:
@@ -120,9 +129,10 @@ def _trace_of_body(name: str, graph_module: fx.GraphModule, loop: fx.Node) -> Tr
     )
 
 
-def _outline(name: str, graph_module: fx.GraphModule, begin: fx.Node, end: fx.Node, attribute: str) -> None:
+def _outline(
+    name: str, graph_module: fx.GraphModule, begin: fx.Node, region: list[fx.Node], end: fx.Node, attribute: str
+) -> None:
     graph = graph_module.graph
-    region = list(_between(begin, end))
     inside = set(region)
     left = {n for node in region for n in storages_of(node) if any(user not in inside for user in node.users)}
     moved = _move_ahead(graph_module, begin, region, left)
@@ -158,13 +168,6 @@ def _outline(name: str, graph_module: fx.GraphModule, begin: fx.Node, end: fx.No
         graph.erase_node(node)
     graph.erase_node(end)
     graph.erase_node(begin)
-
-
-def _between(begin: fx.Node, end: fx.Node) -> Iterator[fx.Node]:
-    node = begin.next
-    while node is not end:
-        yield node
-        node = node.next
 
 
 def _move_ahead(graph_module: fx.GraphModule, begin: fx.Node, region: list[fx.Node], left: set[int]) -> set[fx.Node]:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import fx
 
 from fdp.trace.effects import effects_of, is_marker, storages_of
+from fdp.trace.loops import regions_of
 
 
 def round_early(graph: fx.Graph) -> None:
@@ -26,13 +27,7 @@ def round_early(graph: fx.Graph) -> None:
         return
     writers: dict[int, list[fx.Node]] = {}
     order: dict[fx.Node, int] = {}
-    ends: dict[fx.Node, fx.Node] = {}
-    for begin in (node for node in graph.nodes if is_marker(node, "loop_begin")):
-        end = next(node for node in begin.users if is_marker(node, "loop_end"))
-        node = begin
-        while node is not end:
-            ends[node] = end
-            node = node.next
+    ends = {node: end for _, region, end in regions_of(graph) for node in region}
     for index, node in enumerate(graph.nodes):
         order[node] = index
         if node.op == "call_function":

@@ -140,12 +140,13 @@ def _replacement(
     if _is_named_later(given, node, order):
         return None
     made: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+    later = [other for other, index in order.items() if index >= order[node]]
     if name in ("resize_", "resize_as_"):
         if given.meta["val"].numel():
             return None  # what is added holds whatever was in memory
 
         def begin() -> None:
-            _move_away(given, [user for user, index in order.items() if index >= order[node]])
+            _move_away(given, later)
             become(_aten.empty_strided.default, list(value.shape), list(value.stride()), **made)
 
         return begin
@@ -153,7 +154,7 @@ def _replacement(
         return None
 
     def give_another() -> None:
-        moved = _move_away(given, [user for user, index in order.items() if index >= order[node]])
+        moved = _move_away(given, later)
         with node.graph.inserting_before(node):
             new = node.graph.call_function(_aten.empty_strided.default, (list(value.shape), list(value.stride())), made)
         new.meta.update(val=moved[id(value)], source=node.meta.get("source"), backward=node.meta.get("backward"))

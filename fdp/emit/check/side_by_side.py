@@ -87,7 +87,7 @@ class SideBySide:
         wants_cause: bool = False,
     ) -> None:
         self._program, self._step, self._flat, self._roles = program, step, flat, roles
-        self._tensors = flat.tensors  # looked for among the leaves at each asking
+        self._tensors = flat.tensors  # once: each access goes through all leaves
         self._explain, self._wants_cause = explain, wants_cause
         self._trace = program.plan.trace
         self._finite: list[bool] = []

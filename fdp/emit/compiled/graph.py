@@ -194,8 +194,8 @@ class _Lowering:
     def _draw(self, node: fx.Node) -> Any:
         """Draw as the step does; what that changes is changed to what was drawn.
 
-        Each draw is handed what the last one returned, which its text does not speak of. A compiler may keep draws in
-        order by their tag; but by way of what they return, and not of what it finds that nobody uses.
+        Each draw takes the result of the draw before as one more operand, which it ignores. A compiler orders draws by
+        their results; without this operand it may reorder a draw whose result is not used.
         """
         found = self.drawn[node]
         read = [*(self._value(each) for each in found.read), *self.last_drawn]
@@ -354,10 +354,10 @@ def functional_graph(
 
 
 def _refuse_unused_draws_before_loops(plan: Plan, graph: fx.Graph) -> None:
-    """A compiler keeps what draws behind the draw before it by what that returns: somebody has to use it.
+    """Refuse an unused draw right before a function of functions: a compiler might change their order.
 
-    The next draw does, and behind the loop of an accumulation that draws there is one: the last microbatch's. Other
-    functions of functions are handed nothing but their own operands.
+    A compiler orders draws by their results, so each has to be used. The next draw uses it; behind the loop of an
+    accumulation there is one, that of the last microbatch. Other functions of functions take only their own operands.
     """
     last: fx.Node | None = None
     for node in graph.nodes:
