@@ -6,12 +6,9 @@ step_fn --trace--> Trace --plan--> Plan --emit--> callable
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 import types
-import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,8 +19,6 @@ from fdp.axis import inside_step
 from fdp.dynamo import breaks_graph
 from fdp.emit import (
     BREAK_REASON,
-    Again,
-    Emitted,
     resolve_options,
     unwrap_compiled,
 )
@@ -34,6 +29,7 @@ from fdp.measure import profile_step
 from fdp.plan import Network, Plan, Timeline
 from fdp.plan.buckets import resolve_caps
 from fdp.preparation import Preparation, Settings
+from fdp.signatures import Known, Signatures, clock
 from fdp.surroundings import surroundings
 from fdp.table import count
 from fdp.trace import (
@@ -49,35 +45,8 @@ from fdp.trace import (
 )
 from fdp.wire import Wire, resolve_wire
 
-_MOST_SIGNATURES = 64
-"""So many signatures a step keeps, those that were called last; each has a program and bucket memory of its own."""
-
 _Place = tuple[int, Group, Any]
 """Where a call happens: its number of arguments, the group, and what `surroundings` says."""
-
-_clock = itertools.count()
-"""Counts calls, so that it can be told which signature was called last."""
-
-
-@dataclass
-class _Known:
-    """A signature that has been prepared.
-
-    Attributes:
-        emitted: what runs.
-        again: when it is compared with the function again; None for never.
-        looks_at: the next of its calls for which that is asked; 0 for none.
-        calls: how often it has been called.
-        remembered: what is remembered of a call of it.
-        last_call: when it was called last.
-    """
-
-    emitted: Emitted
-    again: Again | None = None
-    looks_at: int = 0
-    calls: int = 0
-    remembered: Any = None
-    last_call: int = 0
 
 
 class Step:
@@ -116,10 +85,9 @@ class Step:
         self._group = resolve_group(group) if isinstance(group, dist.ProcessGroup) else group
         self._settings = Settings(bucket_cap_mb, options, check_replication, check_trace, wire, network)
         self._preparation = Preparation(step_fn, self._name, self._settings)
-        self._known: dict[Any, _Known] = {}
-        self._forgotten: set[int] | None = set()
+        self._known = Signatures(self._name)
         self._roles: dict[int, Roles] = {}
-        self._calls: RememberedCalls[_Known] = RememberedCalls()
+        self._calls: RememberedCalls[Known] = RememberedCalls()
         self._by_places = False  # whether programs differ where inputs begin elsewhere in their memory
         self._preparing = threading.RLock()
         self._signature = signature_of(step_fn)
@@ -254,13 +222,13 @@ class Step:
         if recognised is None:
             recognised = self._look_up(flatten(args, roles), roles, place)
         known, tensors = recognised
-        known.last_call = next(_clock)
+        known.last_call = next(clock)
         known.calls += 1
         if known.calls == known.looks_at:
             return self._look_again(known, tensors, args, roles)
         return known.emitted.run(tensors)
 
-    def _look_again(self, known: _Known, tensors: list[torch.Tensor], args: tuple[Any, ...], roles: Roles) -> Any:
+    def _look_again(self, known: Known, tensors: list[torch.Tensor], args: tuple[Any, ...], roles: Roles) -> Any:
         """Make a call before which the step may be compared with the function once more."""
         again = known.again
         assert again is not None
@@ -272,20 +240,20 @@ class Step:
         finally:
             known.looks_at = again.at
 
-    def _look_up(self, flat: Flat, roles: Roles, place: _Place) -> tuple[_Known, list[torch.Tensor]]:
+    def _look_up(self, flat: Flat, roles: Roles, place: _Place) -> tuple[Known, list[torch.Tensor]]:
         """Find a call by its signature worked out in full, or prepare that signature."""
         key = self._key(flat, place)
-        known = self._find(key)
+        known = self._known.find(key)
         if known is None:
             # Of this step, not of the process: ranks may wait for each other here, each with another step of a thread.
             with self._preparing:
-                known = self._find(key)  # another thread may have been faster
+                known = self._known.find(key)  # another thread may have been faster
                 if known is None:
                     emitted = self._preparation.prepare(flat, roles, place[1])
                     again = self._preparation.again(emitted)
-                    known = _Known(emitted, again, 0 if again is None else again.at)
+                    known = Known(emitted, again, 0 if again is None else again.at)
                     self._by_places |= known.emitted.plan.trace.tells_places
-                    self._keep(self._key(flat, place), known)
+                    self._known.keep(self._key(flat, place), known)
         known.remembered = self._calls.remember(place, flat, known.emitted.plan.trace, known, known.remembered)
         return known, flat.tensors
 
@@ -293,29 +261,6 @@ class Step:
         """What decides on the program of a call."""
         offsets = tuple(tensor.storage_offset() for tensor in flat.tensors) if self._by_places else ()
         return flat.key, place, offsets
-
-    def _find(self, key: Any) -> _Known | None:
-        try:
-            return self._known.get(key)
-        except TypeError:
-            return None  # an argument cannot be hashed; which one, is said when the signature is prepared
-
-    def _keep(self, key: Any, known: _Known) -> None:
-        known.last_call = next(_clock)
-        if self._forgotten is not None and hash(key) in self._forgotten:
-            self._forgotten = None  # said once
-            warnings.warn(
-                f"fdp: step {self._name!r} was traced again for arguments that it had been traced for: it keeps the "
-                f"{_MOST_SIGNATURES} signatures that were called last. Pad batches to fewer sizes; or make a step for "
-                "each range of sizes.",
-                stacklevel=6,
-            )
-        if len(self._known) >= _MOST_SIGNATURES:
-            oldest = min(self._known, key=lambda other: self._known[other].last_call)
-            del self._known[oldest]
-            if self._forgotten is not None:
-                self._forgotten.add(hash(oldest))
-        self._known[key] = known
 
     def _resolve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Flat, Roles, _Place]:
         """What is known of the arguments of a method that does not have to be quick."""

@@ -43,7 +43,7 @@ FLOORS = (
     ("measure",),
     ("plans_on_disk",),
     ("automatic",),
-    ("preparation",),
+    ("preparation", "signatures"),
     ("transform",),
     ("__init__",),
 )

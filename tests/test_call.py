@@ -398,7 +398,7 @@ def test_a_refused_leaf_is_refused_at_every_call() -> None:
 
 
 def test_old_signatures_are_forgotten_and_those_in_use_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fdp.transform, "_MOST_SIGNATURES", 3)
+    monkeypatch.setattr(fdp.signatures, "_MOST_SIGNATURES", 3)
     monkeypatch.setattr(remembered, "MOST", 1)
     step = fdp.data_parallel(lambda w, b: w + fdp.pmean(b.sum()), check_trace=False)
 

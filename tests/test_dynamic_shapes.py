@@ -142,7 +142,7 @@ def test_the_warning_says_what_changed_and_what_to_do(what: str) -> None:
 
 def test_more_shapes_than_are_kept_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that was called last longest ago goes; it is traced anew when it comes again, and is right."""
-    monkeypatch.setattr(fdp.transform, "_MOST_SIGNATURES", 5)
+    monkeypatch.setattr(fdp.signatures, "_MOST_SIGNATURES", 5)
     monkeypatch.setattr(remembered, "MOST", 1)
     step = fdp.data_parallel(shifted, check_trace=False)
     w = torch.ones(2)

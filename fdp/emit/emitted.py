@@ -19,6 +19,7 @@ from fdp.emit.agreement import agree, digest
 from fdp.emit.arena import ARENAS, Arena, Buffer, all_place_values, make_buffers, moving
 from fdp.emit.closed_over import ClosedOver
 from fdp.emit.compiled import Options, compile_program, resolve_options, why_not_recorded
+from fdp.emit.diagnostics import lost_contact, profiler_range, refuse_missing_backends
 from fdp.emit.in_flight import InFlight
 from fdp.emit.lines import Part
 from fdp.emit.order import Agreed, Agreements, Order
@@ -26,14 +27,13 @@ from fdp.emit.program import Program
 from fdp.emit.replication import Replication
 from fdp.emit.signature import check_signature
 from fdp.emit.verified import prove_made, prove_sent, verified_program
-from fdp.errors import ArgumentError, FdpError, PeerError, build_message
+from fdp.errors import ArgumentError, FdpError, build_message
 from fdp.group import Group, resolve_group
 from fdp.in_step import alone_on, leave_behind, refuse_left_behind
 from fdp.other_ranks import Kind, OtherRanks
-from fdp.plan import Bucket, Plan
+from fdp.plan import Plan
 from fdp.stages import enters
 from fdp.surroundings import plain_surroundings
-from fdp.table import format_bytes
 
 BREAK_REASON = (
     "an fdp step is one program already, with messages in it that a second compiler must not move. Leave "
@@ -110,7 +110,7 @@ class Emitted:
         self._all_tensors = all(constant is _TENSOR for constant in self._constants)
         self._closed_over = ClosedOver(plan.trace)
         self._replication = Replication(plan.trace, compare_state)
-        self._check_backends()
+        refuse_missing_backends(plan, group)
 
     @breaks_graph(BREAK_REASON)
     def __call__(self, *args: Any) -> Any:
@@ -179,7 +179,7 @@ class Emitted:
 
         def start(index: int) -> None:
             try:
-                with self._range("starts", index):
+                with profiler_range(self.plan, index, "starts"):
                     if not flying:
                         flying.append(InFlight(self._buffers, self.group, order))
                     arrived = None if observer is None else functools.partial(observer.arrived, index)
@@ -189,7 +189,7 @@ class Emitted:
 
         def wait(index: int) -> None:
             try:
-                with self._range("is waited for", index):
+                with profiler_range(self.plan, index, "is waited for"):
                     flying[0].wait(index)
             except (RuntimeError, dist.DistError) as error:
                 raise self._peer_error(index, error) from error
@@ -347,20 +347,6 @@ class Emitted:
             arena.tenants.discard(self)
             self._arena, self._blocks, self._buffers = None, {}, {}
 
-    def _range(self, what: str, index: int) -> Any:
-        """A range in the trace of a profiler, if one is at work."""
-        # Private to torch. Relied on: it is true while a profiler is at work; if it were not, ranges would be missing.
-        if not torch.autograd.profiler._is_profiler_enabled:
-            return _NO_CHANGE
-        bucket = self.plan.buckets[index]
-        size, dtype = format_bytes(bucket.size_bytes), str(bucket.dtype).removeprefix("torch.")
-        described = f"{bucket.op} of {size} {dtype}, {self._members(bucket)}"
-        return torch.profiler.record_function(f"fdp: bucket {index} {what}: {described}")
-
-    def _members(self, bucket: Bucket) -> str:
-        names = [self.plan.trace.reductions[member].name for member in bucket.members]
-        return ", ".join(names[:3]) + (f", ... ({len(names)} in all)" if len(names) > 3 else "")
-
     def _put_together(self, outputs: Sequence[Any]) -> Any:
         """What the step returns, of its tensors."""
         if not self._all_tensors:
@@ -369,36 +355,8 @@ class Emitted:
         return self.plan.trace.out_spec.unflatten(outputs)
 
     def _peer_error(self, index: int | None, error: Exception) -> FdpError:
-        if self._order is not None and (elsewhere := self._order.explain()) is not None:
-            return elsewhere
-        where = "in one of its messages"
-        if index is not None:
-            bucket = self.plan.buckets[index]
-            where = f"in the {bucket.op} of bucket {index}: {self._members(bucket)}"
-        others = [rank for rank in range(self.group.size) if rank != self.group.rank]
-        return PeerError(
-            build_message(
-                f"step {self.plan.trace.name!r} on rank {self.group.rank} lost contact with the other ranks.",
-                [
-                    where,
-                    f"one of ranks {others} died, stopped, or left the step",
-                    f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}",
-                ],
-                remedy="look for the first error among the logs of all ranks; start the job again from its last "
-                "checkpoint (donated state may be half updated).",
-            )
-        )
-
-    def _check_backends(self) -> None:
-        for bucket in self.plan.buckets:
-            if self.group.backend_for(bucket.device) is None:
-                raise ArgumentError(
-                    build_message(
-                        f"step {self.plan.trace.name!r} reduces tensors on {bucket.device}, and its process group has "
-                        f"no backend for {bucket.device.type}.",
-                        remedy='initialise it with one for each device: init_process_group("cpu:gloo,cuda:nccl").',
-                    )
-                )
+        elsewhere = None if self._order is None else self._order.explain()
+        return lost_contact(self.plan, self.group, index, error) if elsewhere is None else elsewhere
 
 
 def _devices(plan: Plan) -> set[torch.device]:
@@ -408,7 +366,6 @@ def _devices(plan: Plan) -> set[torch.device]:
 
 
 _TENSOR = object()
-_NO_CHANGE = nullcontext()
 
 
 @enters("emit")

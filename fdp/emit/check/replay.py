@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp.emit.program import arguments_of
+from fdp.emit.calls import arguments_of
 from fdp.other_ranks import OtherRanks
 from fdp.trace.effects import effects_of, is_marker
 from fdp.trace.loops import is_loop
