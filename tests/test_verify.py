@@ -14,9 +14,10 @@ from graphs import fake_group
 from torch import fx
 
 import fdp
-from fdp.emit import donation, fill, lines, places, program
+from fdp.emit import calls, donation, fill, lines, places, program
 from fdp.emit.layout import Layout, Lifetime
 from fdp.emit.program import Program, write_program
+from fdp.emit.writer import name_of
 from fdp.trace.effects import storages_of
 from fdp.verify import VerificationError, verify_program
 
@@ -218,7 +219,7 @@ def fits_whatever_reads_it(builder: Any, bucket: Any, marker: fx.Node) -> bool:
 
 
 def any_argument(writer: Any, node: fx.Node) -> tuple[str, ...]:
-    names = (program.name_of(writer, argument) for argument in node.all_input_nodes)
+    names = (name_of(writer, argument) for argument in node.all_input_nodes)
     return tuple(name for name in names if name in writer.places.named)
 
 
@@ -229,12 +230,12 @@ def forgetful(source: Any, function: Any, places: Any, layouts: Any, scaled: Any
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "all values lie in one place": (lines, "lay_out", all_in_one_place),
     "buckets start before they are filled": (program, "write_start", start_first),
-    "gradients are not divided": (program, "write_division", nothing),
+    "gradients are not divided": (calls, "write_division", nothing),
     "gradients are not copied": (program, "write_copy", nothing),
     "any output is written into the state": (donation, "_can_write", yes),
     "shares of a mean are averaged": (program, "Program", forgetful),
     "any gradient is computed in its bucket": (places._Builder, "_fits_bucket", fits_whatever_reads_it),
-    "results take the place of any argument": (program, "_replaceable", any_argument),
+    "results take the place of any argument": (calls, "_replaceable", any_argument),
 }
 
 
