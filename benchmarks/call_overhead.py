@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fdp
-from fdp.emit import Emitted
+from fdp.runtime import Emitted
 
 SIZES = (10, 100, 400, 1600)
 SHAPE = (2, 2)

@@ -33,8 +33,8 @@ from rich.console import Console
 from rich.table import Table
 from step_time import WARMUP, paired_ratio, turns
 
-from fdp.emit.arena import Buffer
-from fdp.emit.order import Order
+from fdp.runtime.arena import Buffer
+from fdp.runtime.order import Order
 
 WAYS = ("silent", "said", "ahead")
 CLOCKS = ("wall", "processor")
@@ -66,7 +66,7 @@ bare_buffers: dict[int, Buffer] = {}
 @contextlib.contextmanager
 def ahead() -> Iterator[None]:
     """Let the group know of another step, whose first message is like no other one."""
-    from fdp.emit.order import _rolls
+    from fdp.runtime.order import _rolls
 
     kinds = [roll.kinds for roll in _rolls.values()]
     for each in kinds:

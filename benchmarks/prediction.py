@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from contenders import Contender
 
-from fdp.group import resolve_group
+from fdp.distributed.group import resolve_group
 from fdp.measure import measure_agreed_costs, measure_network
 from fdp.plan import Network
 

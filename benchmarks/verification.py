@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fdp
-from fdp.emit.program import write_program
+from fdp.emit.codegen.program import write_program
 from fdp.verify import verify_program
 
 TARGET = 0.1

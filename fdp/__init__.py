@@ -10,15 +10,11 @@ Each stage is a value: `step.trace(*args)`, `trace.plan()`, `plan.emit()`. They 
 tested without a process group.
 """
 
-import fdp.torch_parts  # noqa: F401  (first: it says what is wrong where nothing else could be imported)
+import fdp.pytorch.parts  # noqa: F401  (first: it says what is wrong where nothing else could be imported)
 
 # isort: split
 from fdp import optim, random
-from fdp.accumulation import accumulate
-from fdp.autodiff import grad, value_and_grad
-from fdp.batch_norm import sync_batch_norm
-from fdp.checkpoint import load, save
-from fdp.collectives import all_gather, axis_index, axis_size, broadcast, per_rank, pmax, pmean, pmin, psum
+from fdp.collectives.over_pytrees import all_gather, axis_index, axis_size, broadcast, per_rank, pmax, pmean, pmin, psum
 from fdp.errors import (
     AgreementError,
     ArgumentError,
@@ -29,14 +25,19 @@ from fdp.errors import (
     ReplicationError,
     TraceError,
 )
-from fdp.generators import seed
+from fdp.gradients.accumulation import accumulate
+from fdp.gradients.autodiff import grad, value_and_grad
 from fdp.join import join
-from fdp.labels import PerRank
-from fdp.modules import from_module
-from fdp.plan import Network, Plan, Scaling, Timeline, scaling
-from fdp.state import assert_replicated, replicate
+from fdp.nn.batch_norm import sync_batch_norm
+from fdp.nn.modules import from_module
+from fdp.plan import Network, Plan, Scaling, scaling
+from fdp.random.generators import seed
+from fdp.state.checkpoint import load, save
+from fdp.state.labels import PerRank
+from fdp.state.replicate import assert_replicated, replicate
+from fdp.step.transform import Step, data_parallel
+from fdp.timeline import Timeline
 from fdp.trace import Trace
-from fdp.transform import Step, data_parallel
 
 __version__ = "0.1.0"
 

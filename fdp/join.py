@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from fdp import pytree
-from fdp.axis import refuse_inside
+from fdp.context.axis import refuse_inside
+from fdp.distributed.desynchronised import doubt, leave_behind, why_left_behind
+from fdp.distributed.exchange import exchange, next_turn, timeout_s, wait_for_keys
+from fdp.distributed.group import Group, Ranks, resolve_group, start_all_gather
 from fdp.errors import ArgumentError, PeerError, build_message, first_line
-from fdp.exchange import exchange, next_turn, timeout_s, wait_for_keys
-from fdp.group import Group, resolve_group, start_all_gather
-from fdp.in_step import doubt, leave_behind, why_left_behind
 from fdp.pytree import Tree
-from fdp.state import replicate
+from fdp.state.replicate import replicate
 
 _HAS, _OUT, _RAISED = 0, 1, 2
 """What a rank says of its next batch."""
@@ -34,7 +34,7 @@ Weighted = tuple[Tree, torch.Tensor]
 
 
 def join(
-    batches: Iterable[Tree], group: Any = None, *, count: Callable[[Tree], float] | None = None, padding: str = "last"
+    batches: Iterable[Tree], group: Ranks = None, *, count: Callable[[Tree], float] | None = None, padding: str = "last"
 ) -> Iterator[Weighted]:
     """Go through batches on all ranks together, until the last rank has run out.
 

@@ -19,12 +19,12 @@ from faulty_programs import Program
 from simulated_ranks import Messages, SimulatedGroup, Turns, poison
 from traced_programs import CALLS, SEED, Prepared
 
-from fdp.emit import arena
-from fdp.emit.compiled import program as compiled_program
-from fdp.emit.in_flight import InFlight
-from fdp.emit.verified import sending
-from fdp.group import Group
+from fdp.distributed.group import Group
+from fdp.emit.compiled import compiler as compiled_program
 from fdp.plan import Plan, plan_trace
+from fdp.runtime import arena
+from fdp.runtime.in_flight import InFlight
+from fdp.runtime.verified import sending
 from fdp.verify import VerificationError, verify_made, verify_program, verify_sent
 
 Prove = Callable[[Plan, Any, Any, Any], None]
@@ -96,7 +96,7 @@ class _Runnable:
 
 
 class _Numbered:
-    """Says of a call which it is, as `fdp.emit.order.Order` does: what lies behind the first message is overwritten."""
+    """Says which call it is, as `fdp.runtime.order.Order` does: what lies behind the first message is overwritten."""
 
     awaits_first = False
 
@@ -172,9 +172,9 @@ class Ways:
 
 def ways_of(compiled: bool) -> Ways:
     """How programs are made, compiled or not."""
-    from fdp.emit import Emitted
+    from fdp.emit.codegen.program import write_program
     from fdp.emit.compiled import compile_program, resolve_options
-    from fdp.emit.program import write_program
+    from fdp.runtime import Emitted
 
     options = resolve_options(True) if compiled else None
 

@@ -20,7 +20,7 @@ from samples import ALL_SAMPLES
 from torch import fx
 
 import fdp
-from fdp.group import Group
+from fdp.distributed.group import Group
 from fdp.trace import Operation, Reduction, Trace
 
 Tree = Any

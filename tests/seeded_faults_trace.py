@@ -63,10 +63,10 @@ FAULTS = (
     TraceFault("one microbatch is lost", "trace/loops.py",
                "(held, begin.args[1], operands)", "(held, begin.args[1] - 1, operands)",
                "a loop runs one time too few", "microbatches"),
-    TraceFault("random numbers are not drawn again", "trace/rewinding.py",
+    TraceFault("random numbers are not drawn again", "trace/rng_replay.py",
                "    _set(state, device)\n    return before", "    return before",
                "what is recomputed drops other elements", "checkpointed dropout"),
-    TraceFault("no rewinding", "trace/rewinding.py",
+    TraceFault("no rewinding", "trace/rng_replay.py",
                "            if drawn[node] == drawn[resume]:", "            if drawn[node] <= drawn[resume]:",
                "what goes back to a state of the generator is left out", "checkpointed dropout"),
     TraceFault("a mean is a sum", "trace/build.py",
@@ -205,9 +205,10 @@ def outcome(program: str) -> tuple[str, str]:
     """What becomes of a program under the package that is imported now: ("refused" | "wrong" | "same", text)."""
     import fdp
     from fdp import pytree
-    from fdp.emit import Emitted, check_emitted
-    from fdp.group import Group
+    from fdp.compare import check_emitted
+    from fdp.distributed.group import Group
     from fdp.plan import plan_trace
+    from fdp.runtime import Emitted
     from fdp.trace import run_untraced
 
     class _Ranks(Group):

@@ -212,7 +212,7 @@ class Messages:
 
 
 class SimulatedGroup:
-    """As much of `fdp.group.Group` as an emitted step asks for."""
+    """As much of `fdp.distributed.group.Group` as an emitted step asks for."""
 
     def __init__(self, messages: Messages, rank: int) -> None:
         self.size, self.rank, self._messages = messages.size, rank, messages

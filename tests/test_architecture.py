@@ -18,36 +18,79 @@ import fdp
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "fdp"
 
-# A file imports only from lower floors. The packages trace/, plan/, verify/ and emit/ are one floor each, and optim/
-# counts as one file of its floor; inside a package files import freely. Other files of one floor know nothing of each
-# other. A new file gets its floor here.
-FLOORS = (
-    ("errors", "dispatch"),
-    ("torch_parts",),
-    # helpers
-    ("pytree", "table", "stages", "group", "fingerprint", "skeleton", "dynamo", "wire", "recomputation", "hashing"),
-    ("other_ranks",),
-    ("comparable", "exchange", "in_step", "labels", "rank_local"),
-    ("axis", "surroundings", "deferral", "random"),
-    ("generators",),
-    ("markers",),
-    ("transposes",),
-    ("collectives", "batch_norm"),
-    ("autodiff", "optim", "modules", "state"),
-    ("accumulation", "checkpoint", "join"),
+# The rooms of the house, from the ground up; a room is a folder, or a single file. In each room its floors, from the
+# ground up. A file imports from lower rooms, and from lower floors of its own room. Files of one floor know nothing of
+# each other. A new file gets its floor here.
+ROOMS: dict[str, tuple[str, ...]] = {
+    # the ground: no knowledge of steps
+    "errors": (),
+    "pytree": (),
+    "tables": (),
+    "pytorch": ("dispatch guards parts", "dynamo recomputation"),
+    "distributed": ("comparable fingerprint group header other_ranks wire", "desynchronised exchange"),
+    "context": ("accumulating ambient axis",),
+    # what a user calls
+    "random": ("hashing", "keys", "generators"),
+    "state": ("labels rank_local", "replicate", "checkpoint"),
+    "collectives": ("markers", "over_pytrees transposes"),
+    "gradients": ("autodiff", "accumulation"),
+    "nn": ("batch_norm meta_copy", "modules"),
+    "optim": (
+        "checks tracing", "rule", "optimizer", "entries", "clipping partition schedules", "skipping",
+        "averaging loss_scale",
+    ),
+    "join": (),
     # the flow
-    ("trace",),
-    ("plan",),
-    ("verify",),
-    ("emit",),
-    ("measure",),
-    ("plans_on_disk",),
-    ("automatic",),
-    ("preparation", "signatures"),
-    ("transform",),
-    ("__init__",),
-)
-FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+    "trace": (
+        "closure control effects keywords overlap source structure switches",
+        "fake_rules remedies replicated rng_replay silent_changes trace untouched variance",
+        "arguments dependencies reshapes value_reads",
+        "capture changes loops pairing recognise results",
+        "checks uncertain_strides wire_cast",
+        "build",
+    ),
+    "timeline": ("timeline", "rows", "perfetto picture report"),
+    "plan": (
+        "cost.costs cost.network", "cost.estimate cost.forecast cost.ticks",
+        "plan", "buckets schedule simulate", "ddp",
+        "search.chain", "search.layers", "search.optimum", "search.planner",
+        "build", "scaling", "scaling_picture",
+    ),
+    "verify": (
+        "buckets extents failure operators program terms", "made memory", "kernels values", "messages rules", "machine",
+        "followed higher", "decomposed reference sent", "execution graphs implementations", "draws obligations",
+        "lowered",
+    ),
+    "emit": (
+        "memory.constants memory.layout memory.liveness memory.out_variants memory.views",
+        "memory.donation", "memory.planning",
+        "codegen.bindings codegen.lines", "codegen.writer",
+        "codegen.loops codegen.packing codegen.products codegen.shortcuts", "codegen.calls", "codegen.program",
+        "proved",
+        "compiled.barriers compiled.recording compiled.unaliased compiled.updates",
+        "compiled.drawing compiled.inductor compiled.passes", "compiled.draws compiled.options",
+        "compiled.graph", "compiled.public", "compiled.compiler",
+    ),
+    "runtime": (
+        "agreement closed_over diagnostics replication signature wide_mean", "arena", "order", "in_flight", "verified",
+        "emitted",
+    ),
+    "compare": (
+        "copies leaves recheck refusals replay ulps", "fits_in_memory restored",
+        "lockstep rounding side_by_side strides", "op_by_op", "compiled",
+    ),
+    "measure": ("agreed clock dry_run fit", "intervals link machine", "operations", "profile"),
+    "step": ("buckets_on_disk cache compile_together", "automatic_buckets", "first_call", "transform"),
+}  # fmt: skip
+
+# `Trace.plan`, `Plan.emit` and the like are methods of values that lie below what they call. Each is a function-local
+# import, and a type under TYPE_CHECKING: a type checker follows it, and nothing else may do so.
+TO_THE_NEXT_STAGE = {
+    "fdp.trace.trace": {"fdp.plan", "fdp.plan.buckets", "fdp.plan.build"},
+    "fdp.timeline.timeline": {"fdp.timeline.perfetto", "fdp.timeline.picture", "fdp.timeline.report"},
+    "fdp.plan.plan": {"fdp.plan.simulate", "fdp.runtime", "fdp.runtime.emitted"},
+    "fdp.plan.scaling": {"fdp.plan.scaling_picture"},
+}
 
 MAX_LINES = 420
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "common", "misc", "helpers", "tools"}
@@ -110,9 +153,18 @@ def own_module(name: str, known: frozenset[str]) -> str | None:
     return name or None
 
 
-def part_of(module: str) -> str:
-    """The entry of FLOORS that a module belongs to."""
-    return module.split(".")[1] if "." in module else "__init__"
+def height_of(module: str, known: frozenset[str]) -> tuple[int, int]:
+    """The room of a file, and its floor there, as numbers; what a folder exports is its top floor."""
+    if module == "fdp":
+        return len(ROOMS), 0
+    room, _, rest = module.removeprefix("fdp.").partition(".")
+    floors = ROOMS[room]
+    if not rest:
+        return list(ROOMS).index(room), len(floors)
+    inside = {name for name in known if name.startswith(f"{module}.")}
+    if inside:  # a folder in a room: as high as the highest of its files
+        return list(ROOMS).index(room), max(height_of(name, known)[1] for name in inside)
+    return list(ROOMS).index(room), next(floor for floor, names in enumerate(floors) if rest in names.split())
 
 
 def upward_imports(trees: dict[str, ast.Module]) -> list[str]:
@@ -122,12 +174,11 @@ def upward_imports(trees: dict[str, ast.Module]) -> list[str]:
     for module, tree in trees.items():
         for name, line in imported(module, tree):
             target = own_module(name, known)
-            if target is None:
+            if target is None or target == module or target in TO_THE_NEXT_STAGE.get(module, ()):
                 continue
-            here, there = part_of(module), part_of(target)
-            if here == there and module != target and here != "__init__":
-                continue  # inside one package
-            if {here, there} <= FLOOR_OF.keys() and FLOOR_OF[there] >= FLOOR_OF[here]:
+            if target.startswith(f"{module}.") and path_of(module).name == "__init__.py":
+                continue  # what a folder exports
+            if height_of(target, known) >= height_of(module, known):
                 found.append(f"{module}, line {line}: imports {target}")
     return found
 
@@ -136,7 +187,9 @@ def cycles(trees: dict[str, ast.Module]) -> list[str]:
     """Describe one import cycle for each file that lies on one."""
     known = frozenset(trees)
     graph = {
-        module: {own_module(name, known) for name, _ in imported(module, tree)} - {None, module}
+        module: {own_module(name, known) for name, _ in imported(module, tree)}
+        - {None, module}
+        - TO_THE_NEXT_STAGE.get(module, set())
         for module, tree in trees.items()
     }
     found = []
@@ -157,18 +210,32 @@ def cycles(trees: dict[str, ast.Module]) -> list[str]:
 
 
 def test_every_file_has_a_floor() -> None:
-    # fdp/__init__.py is the module "fdp" itself.
-    assert {part_of(module) for module in files()} == set(FLOOR_OF)
+    planned = {f"fdp.{room}.{name}" for room, floors in ROOMS.items() for names in floors for name in names.split()}
+    planned |= {f"fdp.{room}" for room, floors in ROOMS.items() if not floors}
+    assert {module for module in files() if path_of(module).name != "__init__.py"} == planned
 
 
-@pytest.mark.parametrize("module", [m for m in sorted(files()) if m.count(".") and path_of(m).name != "__init__.py"])
-def test_every_file_is_in_the_picture_of_the_design(module: str) -> None:
+def drawn_rooms() -> dict[str, set[str]]:
+    """Folder -> the names of its files, as docs/design.md draws them; files that lie in none are under ""."""
     text = (ROOT / "docs" / "design.md").read_text()
-    picture = text[text.index("## Files and floors") : text.index("`Trace.plan` and `Plan.emit` are methods")]
-    *_, package, file = module.split(".")
-    rows = picture.split("─────\n")
-    row = next(r for r in rows if f" {package}/" in r) if package not in ("fdp", "compiled") else picture
-    assert re.search(rf"\b{file}\b", row), f"{module} is missing from docs/design.md, 'Files and floors'"
+    found: dict[str, set[str]] = {}
+    for line in text[text.index("## Rooms and floors") : text.index("`Trace.plan`, `Plan.timeline`")].splitlines():
+        heading = re.match(r"    (\S+)/ ", line)
+        if heading:
+            room = heading[1]
+        elif line.startswith("    ──"):
+            room = ""
+        elif line.startswith(" " * 10):
+            found.setdefault(room, set()).update(line[at:].split()[0] for at in (10, 64) if line[at:].strip())
+    return found
+
+
+def test_the_design_draws_every_file() -> None:
+    built: dict[str, set[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        if path.name != "__init__.py":
+            built.setdefault(path.parent.relative_to(PACKAGE).as_posix().strip("."), set()).add(path.stem)
+    assert drawn_rooms() == built
 
 
 def test_imports_go_down() -> None:
@@ -182,14 +249,14 @@ def test_no_import_cycles() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "from fdp.transform import Step",
-        "import fdp.transform",
+        "from fdp.step.transform import Step",
+        "import fdp.step.transform",
         "import fdp",
         "from fdp import Step",
         "from .transform import Step",
         "from . import transform",
-        "def f():\n    from fdp.transform import Step",
-        "if TYPE_CHECKING:\n    from fdp.transform import Step",
+        "def f():\n    from fdp.step.transform import Step",
+        "if TYPE_CHECKING:\n    from fdp.step.transform import Step",
     ],
 )
 def test_an_import_upwards_is_seen_however_it_is_written(source: str) -> None:
@@ -197,10 +264,30 @@ def test_an_import_upwards_is_seen_however_it_is_written(source: str) -> None:
     assert upward_imports({**files(), "fdp.errors": ast.parse(source)})
 
 
-def test_an_import_of_a_sibling_is_seen() -> None:
-    assert upward_imports({**files(), "fdp.optim": ast.parse("import fdp.modules")})
-    assert not upward_imports({**files(), "fdp.trace.build": ast.parse("from fdp.trace import record")})
-    assert cycles({**files(), "fdp.trace.record": ast.parse("from fdp.trace.build import x")})
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("fdp.optim.rule", "import fdp.optim.optimizer"),  # up, inside of a room
+        ("fdp.optim.rule", "def f():\n    from fdp.optim import optimizer"),
+        ("fdp.optim.rule", "from fdp.optim import from_torch"),  # what the room exports is above its files
+        ("fdp.trace.arguments", "from fdp.trace.dependencies import x"),  # a sibling
+        ("fdp.plan.cost.costs", "from fdp.plan import plan_trace"),
+        ("fdp.plan.cost.costs", "from fdp.plan import search"),
+        ("fdp.emit.memory.layout", "from fdp.emit import codegen"),
+        ("fdp.trace.trace", "from fdp.runtime import Emitted"),  # the next stage but one
+    ],
+)
+def test_an_import_inside_of_a_room_is_seen(module: str, source: str) -> None:
+    assert upward_imports({**files(), module: ast.parse(source)})
+
+
+def test_an_import_downwards_is_let_through() -> None:
+    assert not upward_imports({**files(), "fdp.trace.build": ast.parse("from fdp.trace import trace")})
+    assert not upward_imports({**files(), "fdp.step.cache": ast.parse("from fdp.emit.memory import layout")})
+
+
+def test_a_cycle_is_seen() -> None:
+    assert cycles({**files(), "fdp.trace.source": ast.parse("from fdp.trace.build import x")})
 
 
 @pytest.mark.parametrize("module", files())

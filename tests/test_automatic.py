@@ -13,9 +13,9 @@ import torch.distributed as dist
 from samples import exhaustive
 
 import fdp
-import fdp.automatic
-import fdp.measure.network
-import fdp.plans_on_disk
+import fdp.measure.link
+import fdp.step.automatic_buckets
+import fdp.step.buckets_on_disk
 
 LAYERS, WIDTH = 8, 256
 NETWORK = fdp.Network(latency_s=1e-4, bandwidth_bytes_per_s=1e8)
@@ -183,12 +183,12 @@ def call_with_network(compile: bool = False) -> Any:
     def refuse(*args: Any) -> Any:
         raise AssertionError("the network was given")
 
-    fdp.automatic.measure_link, kept = refuse, fdp.automatic.measure_link
+    fdp.step.automatic_buckets.measure_link, kept = refuse, fdp.step.automatic_buckets.measure_link
     try:
         step = fdp.data_parallel(update, network=NETWORK, compile=compile)
         ws, _ = step(start(), batch_of(16))
     finally:
-        fdp.automatic.measure_link = kept
+        fdp.step.automatic_buckets.measure_link = kept
     return plan_of(step).forecast, plan_of(step).messages, ws
 
 
@@ -205,7 +205,7 @@ def call_compiled(measures: bool) -> Any:
         raise AssertionError("measured")
 
     if not measures:
-        fdp.automatic.measure_costs = refuse
+        fdp.step.automatic_buckets.measure_costs = refuse
     step = fdp.data_parallel(update, compile=True)
     step(start(), batch_of(16))
     return plan_of(step).messages
@@ -230,28 +230,28 @@ def test_a_compiled_step_has_the_same_buckets_at_the_next_start(tmp_path: pathli
 
 def test_what_is_no_plan_is_not_taken(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    fdp.plans_on_disk.keep_groups("x", ((0, 2), (1,)))
+    fdp.step.buckets_on_disk.keep_groups("x", ((0, 2), (1,)))
     members = {0, 1, 2}
-    assert fdp.plans_on_disk.find_groups("x", members) == ((0, 2), (1,))
-    assert fdp.plans_on_disk.find_groups("y", members) is None
+    assert fdp.step.buckets_on_disk.find_groups("x", members) == ((0, 2), (1,))
+    assert fdp.step.buckets_on_disk.find_groups("y", members) is None
     for text in ("", "[[0, 0], [1, 2]]", "[[0, 1, 2, 3]]", "[[0, 1, 2], []]", "{}7", "[1]", "[[0, 2]]"):
         (tmp_path / "fdp-plans" / "x").write_text(text)
-        assert fdp.plans_on_disk.find_groups("x", members) is None, text
+        assert fdp.step.buckets_on_disk.find_groups("x", members) is None, text
     monkeypatch.setenv("FDP_MEASURE_AGAIN", "1")
-    fdp.plans_on_disk.keep_groups("x", ((0, 2), (1,)))
-    assert fdp.plans_on_disk.find_groups("x", members) is None
+    fdp.step.buckets_on_disk.keep_groups("x", ((0, 2), (1,)))
+    assert fdp.step.buckets_on_disk.find_groups("x", members) is None
 
 
 def call_small() -> Any:
     def refuse(*args: Any) -> Any:
         raise AssertionError("measured")
 
-    fdp.automatic.measure_costs, kept = refuse, fdp.automatic.measure_costs
+    fdp.step.automatic_buckets.measure_costs, kept = refuse, fdp.step.automatic_buckets.measure_costs
     try:
         step = fdp.data_parallel(lambda w, x: w - fdp.grad(lambda w: (x @ w).square().mean())(w))
         step(torch.ones(64), torch.ones(3, 64))
     finally:
-        fdp.automatic.measure_costs = kept
+        fdp.step.automatic_buckets.measure_costs = kept
     return plan_of(step).forecast
 
 
@@ -265,7 +265,7 @@ def one_cannot_measure() -> None:
         def fail(*args: Any) -> Any:
             raise MemoryError("no memory left for a rehearsal")
 
-        fdp.automatic.measure_costs = fail
+        fdp.step.automatic_buckets.measure_costs = fail
     fdp.data_parallel(update)(start(), batch_of(16))
 
 
@@ -279,7 +279,7 @@ def test_a_rank_that_cannot_measure_leaves_nobody_waiting() -> None:
 
 def call_where_nothing_can_be_told() -> Any:
     """The latency is so large that what a few bytes more take is lost in its noise."""
-    fdp.measure.network._Messages.seconds = lambda *args: 0.1
+    fdp.measure.link._Messages.seconds = lambda *args: 0.1
     step = fdp.data_parallel(update)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

@@ -14,7 +14,7 @@ from samples import exhaustive
 from torch import Tensor, nn
 
 import fdp
-from fdp.batch_norm import _Moments, _Normalised
+from fdp.nn.batch_norm import _Moments, _Normalised
 
 DOUBLE = torch.float64
 

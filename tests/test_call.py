@@ -23,10 +23,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fdp
-import fdp.transform
-from fdp.group import resolve_group
-from fdp.surroundings import surroundings
-from fdp.trace import arguments, guards, remembered
+import fdp.step.transform
+from fdp.context.ambient import surroundings
+from fdp.distributed.group import resolve_group
+from fdp.pytorch import guards
+from fdp.trace import arguments, recognise
 from fdp.trace.structure import Structure
 
 Tree = Any
@@ -269,12 +270,12 @@ def test_a_training_loop_is_recognised(donate: Any) -> None:
 @pytest.mark.filterwarnings("ignore:fdp. step .* was traced for the")
 def test_one_more_signature_than_are_remembered_takes_the_long_way_and_is_right() -> None:
     step = fdp.data_parallel(lambda w, b: w + fdp.pmean(b.sum()), check_trace=False)
-    widths = range(1, remembered.MOST + 2)
+    widths = range(1, recognise.MOST + 2)
     for _ in range(2):
         for width in widths:
             assert step(torch.zeros(1), torch.ones(width)).item() == width
     assert step.traces == len(widths)
-    assert len(step._calls._calls) == remembered.MOST
+    assert len(step._calls._calls) == recognise.MOST
     before = {id(known.remembered) for known in step._known.values()}
     for width in widths:
         step(torch.zeros(1), torch.ones(width))
@@ -398,8 +399,8 @@ def test_a_refused_leaf_is_refused_at_every_call() -> None:
 
 
 def test_old_signatures_are_forgotten_and_those_in_use_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fdp.signatures, "_MOST_SIGNATURES", 3)
-    monkeypatch.setattr(remembered, "MOST", 1)
+    monkeypatch.setattr(fdp.step.cache, "_MOST_SIGNATURES", 3)
+    monkeypatch.setattr(recognise, "MOST", 1)
     step = fdp.data_parallel(lambda w, b: w + fdp.pmean(b.sum()), check_trace=False)
 
     def call(width: int) -> None:

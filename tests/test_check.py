@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fdp
-from fdp.emit.check import leaves
+from fdp.compare import leaves
 from fdp.errors import TraceError
 
 

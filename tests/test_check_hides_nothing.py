@@ -15,16 +15,16 @@ import torch
 from graphs import fake_group
 
 import fdp
-from fdp import preparation
-from fdp.emit import Emitted, check_emitted
-from fdp.emit.check import again, memory, of_program, side_by_side
-from fdp.emit.check.copies import copy_of, perturb_
-from fdp.emit.check.held import closed_over_unchanged
-from fdp.emit.check.last_places import change_last_places_
-from fdp.emit.check.lockstep import in_order_of_plan
-from fdp.emit.check.rounding import Excuses, replay
-from fdp.other_ranks import OtherRanks
+from fdp.compare import check_emitted, fits_in_memory, op_by_op, recheck, side_by_side
+from fdp.compare.copies import copy_of, perturb_
+from fdp.compare.lockstep import in_order_of_plan
+from fdp.compare.restored import closed_over_unchanged
+from fdp.compare.rounding import Excuses, replay
+from fdp.compare.ulps import change_last_places_
+from fdp.distributed.other_ranks import OtherRanks
 from fdp.plan import plan_trace
+from fdp.runtime import Emitted
+from fdp.step import first_call
 
 OTHERS = OtherRanks(2, 0)
 
@@ -225,8 +225,8 @@ def test_rounding_that_an_optimizer_amplifies_is_no_mistake(monkeypatch: pytest.
     p, x = attends()
     emitted, flat, roles = made(trains, p, x)
     explained: list[Any] = []
-    judged = of_program.check_graph
-    monkeypatch.setattr(of_program, "check_graph", lambda *args: (explained.extend(args[1]), judged(*args)))
+    judged = op_by_op.check_graph
+    monkeypatch.setattr(op_by_op, "check_graph", lambda *args: (explained.extend(args[1]), judged(*args)))
     with_other_softmax(emitted, monkeypatch, lambda x: change_last_places_(x, 1, torch.Generator().manual_seed(0)))
     check_emitted(emitted, trains, flat, roles)
     assert any("['bias']" in each.text for each in explained), "no result differed: the test shows nothing"
@@ -308,8 +308,8 @@ class Clock:
 
 def test_it_comes_again_for_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, compared = Clock(), list[int]()
-    monkeypatch.setattr(again, "clock", clock)
-    plan = again.Again(first_s=5.0, owed=False)
+    monkeypatch.setattr(recheck, "clock", clock)
+    plan = recheck.Again(first_s=5.0, owed=False)
     for call in range(2, 5000):
         clock.now += 1.0 if call != plan.at else 0.0
         if call == plan.at:
@@ -328,7 +328,7 @@ def test_it_comes_again_for_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_is_owed_comes_whatever_it_takes_and_until_nothing_is_refused() -> None:
-    plan, compared = again.Again(first_s=1e9, owed=True), list[int]()
+    plan, compared = recheck.Again(first_s=1e9, owed=True), list[int]()
 
     def refuses() -> bool:
         raise fdp.TraceError("no")
@@ -354,14 +354,14 @@ def test_what_the_first_inputs_hide_is_found_before_the_second_call() -> None:
 
     tracing = True
     checked = fdp.data_parallel(step, donate_argnums=0)
-    original = preparation.check_emitted
+    original = first_call.check_emitted
 
     def untraced(*args: Any, **kwargs: Any) -> Any:
         nonlocal tracing
         tracing = False
         return original(*args, **kwargs)
 
-    with mock.patch.object(preparation, "check_emitted", untraced):
+    with mock.patch.object(first_call, "check_emitted", untraced):
         first = checked({"m": torch.zeros(3)}, torch.ones(3))
     assert torch.equal(first["m"], torch.ones(3))  # which is right
     for _ in range(2):
@@ -371,7 +371,7 @@ def test_what_the_first_inputs_hide_is_found_before_the_second_call() -> None:
 
 
 def test_a_number_that_changed_since_the_trace_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(again, "SHARE", 1e9)
+    monkeypatch.setattr(recheck, "SHARE", 1e9)
     rate = [0.1]
     step = fdp.data_parallel(lambda w, x: w - rate[0] * x.sum(), check_replication=False)
     w, x = torch.ones(2), torch.ones(2)
@@ -393,7 +393,7 @@ def test_a_number_that_changed_since_the_trace_is_noticed(monkeypatch: pytest.Mo
 
 def test_what_does_not_fit_is_skipped_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     step = fdp.data_parallel(lambda w, x: w + fdp.pmean(x.sum()))
-    monkeypatch.setattr(memory, "available_bytes", lambda device: 3)
+    monkeypatch.setattr(fits_in_memory, "available_bytes", lambda device: 3)
     with pytest.warns(UserWarning, match="comparison at the first call of step .* was skipped: it takes about"):
         step(torch.ones(8), torch.ones(8))
     with warnings.catch_warnings():
@@ -412,8 +412,8 @@ def test_memory_that_runs_out_on_the_way_is_no_mistake_of_the_step() -> None:
         raise RuntimeError("something else")
 
     with pytest.warns(UserWarning, match="memory ran out"):
-        assert not memory.if_memory_allows(emitted, "the comparison", no_memory)
+        assert not fits_in_memory.if_memory_allows(emitted, "the comparison", no_memory)
     with pytest.raises(RuntimeError, match="something else"):
-        memory.if_memory_allows(emitted, "the comparison", another)
-    assert memory.needed_bytes(emitted)[torch.device("cpu")] >= 3 * 8
-    assert 0 < memory.available_bytes(torch.device("cpu")) <= 2**62
+        fits_in_memory.if_memory_allows(emitted, "the comparison", another)
+    assert fits_in_memory.needed_bytes(emitted)[torch.device("cpu")] >= 3 * 8
+    assert 0 < fits_in_memory.available_bytes(torch.device("cpu")) <= 2**62

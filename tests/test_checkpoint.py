@@ -23,7 +23,7 @@ def make_state(seed: int) -> dict[str, Any]:
 
 
 def assert_same_bits(one: dict[str, Any], two: dict[str, Any]) -> None:
-    from fdp.fingerprint import fingerprint
+    from fdp.distributed.fingerprint import fingerprint
 
     assert one["epoch"] == two["epoch"]
     flat = [*one["params"].values(), *one["opt"]], [*two["params"].values(), *two["opt"]]

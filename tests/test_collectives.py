@@ -15,7 +15,7 @@ from graphs import fake_group, same_bits
 from torch.autograd import gradcheck, gradgradcheck
 
 import fdp
-from fdp.axis import current_axis, inside_step, step_axis
+from fdp.context.axis import current_axis, inside_step, step_axis
 
 Collective = Callable[[Any], Any]
 DOUBLE = torch.float64

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 import fdp
-from fdp.comparable import comparable, without_addresses
-from fdp.emit.agreement import schedule_text
+from fdp.distributed.comparable import comparable, without_addresses
+from fdp.runtime.agreement import schedule_text
 
 Tree = Any
 
@@ -66,7 +66,7 @@ def test_two_processes_write_the_same_texts() -> None:
         import sys
         ballast = [bytearray(1000 * n) for n in range(int(sys.argv[1]))]
         import test_comparable as t
-        from fdp.comparable import comparable
+        from fdp.distributed.comparable import comparable
         print([comparable(value) for value in t.values()])
     """)
     found = set()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fdp.emit.compiled.apart import Apart
+from fdp.emit.compiled.unaliased import Apart
 
 
 def returns(*positions: int) -> Any:

@@ -12,7 +12,7 @@ from graphs import fake_group
 
 import fdp
 from fdp.emit.compiled import public, resolve_options
-from fdp.emit.emitted import Emitted
+from fdp.runtime.emitted import Emitted
 
 # Modules of inductor use what torch has deprecated.
 pytestmark = [

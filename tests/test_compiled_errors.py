@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fdp
-from fdp.emit.compiled import inductor, program
+from fdp.emit.compiled import compiler, inductor
 
 Tree = dict[str, torch.Tensor]
 
@@ -88,15 +88,15 @@ def test_a_missing_compiler_is_an_error(first: bool, monkeypatch: pytest.MonkeyP
 
 def corrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on the compiler takes a cosine for a sine; the proof of the graph, which comes first, is left out."""
-    monkeypatch.setattr(program, "verify_lowered", lambda *args: None)
-    declare = program.declare
+    monkeypatch.setattr(compiler, "verify_lowered", lambda *args: None)
+    declare = compile.declare
 
     def corrupt(graph: torch.fx.Graph, *options: bool) -> None:
         declare(graph, *options)
         for node in graph.find_nodes(op="call_function", target=torch.ops.aten.cos.default):
             node.target = torch.ops.aten.sin.default
 
-    monkeypatch.setattr(program, "declare", corrupt)
+    monkeypatch.setattr(compiler, "declare", corrupt)
 
 
 def wavy(state: Tree, batch: torch.Tensor) -> Tree:
@@ -117,8 +117,8 @@ def test_a_program_that_computes_something_else_is_found(monkeypatch: pytest.Mon
 
 def without_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on the compiler loses every fused optimizer; the proof of the graph, which comes first, is left out."""
-    monkeypatch.setattr(program, "verify_lowered", lambda *args: None)
-    declare = program.declare
+    monkeypatch.setattr(compiler, "verify_lowered", lambda *args: None)
+    declare = compile.declare
 
     def corrupt(graph: torch.fx.Graph, *options: bool) -> None:
         declare(graph, *options)
@@ -126,7 +126,7 @@ def without_updates(monkeypatch: pytest.MonkeyPatch) -> None:
             if "fused_adamw" in str(node.target):
                 graph.erase_node(node)
 
-    monkeypatch.setattr(program, "declare", corrupt)
+    monkeypatch.setattr(compiler, "declare", corrupt)
 
 
 def test_a_lost_update_is_found_where_rounding_decides_on_signs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +167,7 @@ def test_check_trace_is_what_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_program_that_does_not_run_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    lower = program.lower
+    lower = compile.lower
 
     def broken(*args: Any) -> Any:
         def function(inputs: list[Any]) -> Any:
@@ -175,7 +175,7 @@ def test_a_program_that_does_not_run_is_an_error(monkeypatch: pytest.MonkeyPatch
 
         return type(lower(*args))(function, "")
 
-    monkeypatch.setattr(program, "lower", broken)
+    monkeypatch.setattr(compiler, "lower", broken)
 
     def step(state: Tree, batch: torch.Tensor) -> Tree:
         return wavy(state, batch)

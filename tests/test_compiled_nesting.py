@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fdp
-from fdp.emit.compiled import program
+from fdp.emit.compiled import compiler
 
 Tree = Any
 
@@ -117,7 +117,7 @@ def test_a_compiled_step_is_unwrapped_and_its_options_hold(
         seen.append(args[2])
         raise fdp.CompileError("far enough")
 
-    monkeypatch.setattr(program, "lower", lower)
+    monkeypatch.setattr(compiler, "lower", lower)
     step = fdp.data_parallel(torch.compile(regression, **asked), compile=compile)
     assert step.__name__ == "regression"
     with pytest.raises(fdp.CompileError, match="far enough"):

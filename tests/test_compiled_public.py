@@ -15,10 +15,11 @@ from graphs import fake_group
 from samples import exhaustive
 
 import fdp
-from fdp.emit import emit_plan, places
 from fdp.emit.compiled import inductor, public
 from fdp.emit.compiled.barriers import FUSED
 from fdp.emit.compiled.updates import UPDATES
+from fdp.emit.memory import planning
+from fdp.runtime import emit_plan
 
 WORLD = 2
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -117,7 +118,7 @@ def every_kind(state: dict[str, Any], batch: torch.Tensor) -> Any:
 def sends_every_kind(scaled: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if scaled:
-            patch.setattr(places, "_SCALED_WHEN_FILLED_BYTES", 0)
+            patch.setattr(planning, "_SCALED_WHEN_FILLED_BYTES", 0)
         batch = (torch.arange(12.0).view(3, 4) - 5) * (1 + dist.get_rank())
         state = {"w": torch.tensor(2.0)}
         expected = fdp.data_parallel(every_kind)(state, batch)

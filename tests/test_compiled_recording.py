@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import fdp
+from fdp.distributed.group import Group
 from fdp.emit.compiled.recording import Recording, why_not_recorded
-from fdp.group import Group
 
 
 class Tape:

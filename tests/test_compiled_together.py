@@ -33,9 +33,9 @@ def call_step() -> torch.Tensor:
 
 def meanwhile(act: Any) -> None:
     """Let rank 1 do something else before it compiles."""
-    from fdp import preparation
+    from fdp.step import first_call
 
-    compile = preparation.Emitted
+    compile = first_call.Emitted
 
     def emitted(*args: Any) -> Any:
         if len(args) > 4 and args[4] is not None and dist.get_rank() == 1:
@@ -45,7 +45,7 @@ def meanwhile(act: Any) -> None:
             _get_default_store().set("rank 0 has compiled", "")
         return made
 
-    preparation.Emitted = emitted  # type: ignore[misc, assignment]
+    first_call.Emitted = emitted  # type: ignore[misc, assignment]
 
 
 def one_is_slow() -> tuple[torch.Tensor, float]:
@@ -79,9 +79,9 @@ def one_fails_at_first() -> torch.Tensor:
         if left:
             raise fdp.CompileError(left.pop())
 
-    from fdp import preparation
+    from fdp.step import first_call
 
-    kept = preparation.Emitted
+    kept = first_call.Emitted
     meanwhile(fail_once)
     try:
         called = fdp.data_parallel(step, compile=True)
@@ -90,7 +90,7 @@ def one_fails_at_first() -> torch.Tensor:
             called(*arguments)
         return called(*arguments)
     finally:
-        preparation.Emitted = kept  # type: ignore[misc]
+        first_call.Emitted = kept  # type: ignore[misc]
 
 
 def one_does_not_compile() -> tuple[str, str]:

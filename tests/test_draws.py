@@ -23,7 +23,7 @@ import fdp
 from fdp.emit.compiled.drawing import laid_out
 from fdp.emit.compiled.public import VARIABLE
 from fdp.trace.fake_rules import teach
-from fdp.trace.unsure import AS_GIVEN
+from fdp.trace.uncertain_strides import AS_GIVEN
 
 Draws = Callable[[torch.Tensor], Any]
 
@@ -363,9 +363,9 @@ def test_microbatches_are_looked_at() -> None:
 
 
 def test_ordinary_models_need_no_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fdp.emit.check import lies
+    from fdp.compare import strides
 
-    monkeypatch.setattr(lies, "Replay", None)
+    monkeypatch.setattr(strides, "Replay", None)
     attention = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.5, batch_first=True)
     apply, params, _ = fdp.from_module(attention)
 

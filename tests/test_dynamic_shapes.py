@@ -14,7 +14,7 @@ import torch.distributed as dist
 from against_oracle import Tree, autograd, data_of, leaves, net_params, task_loss
 
 import fdp
-from fdp.trace import remembered
+from fdp.trace import recognise
 
 
 def train_step(params: Tree, batch: Tree) -> Any:
@@ -142,8 +142,8 @@ def test_the_warning_says_what_changed_and_what_to_do(what: str) -> None:
 
 def test_more_shapes_than_are_kept_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that was called last longest ago goes; it is traced anew when it comes again, and is right."""
-    monkeypatch.setattr(fdp.signatures, "_MOST_SIGNATURES", 5)
-    monkeypatch.setattr(remembered, "MOST", 1)
+    monkeypatch.setattr(fdp.step.cache, "_MOST_SIGNATURES", 5)
+    monkeypatch.setattr(recognise, "MOST", 1)
     step = fdp.data_parallel(shifted, check_trace=False)
     w = torch.ones(2)
     assert told(step, [(w, torch.ones(size)) for size in range(1, 8)]) == []  # nothing has come twice

@@ -28,8 +28,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fdp
-from fdp.axis import step_axis
-from fdp.emit import Emitted, arena, fill, places
+from fdp.context.axis import step_axis
+from fdp.emit.codegen import packing
+from fdp.emit.memory import planning
+from fdp.runtime import Emitted, arena
 
 CALLS = 3
 
@@ -39,8 +41,8 @@ def _executor(request: pytest.FixtureRequest) -> Any:
     """Every test runs once more with what the emitter does for large tensors done for all, in memory full of NaN."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param != "as users have it":
-            patch.setattr(places, "_SCALED_WHEN_FILLED_BYTES", 0)
-            patch.setattr(fill, "_EARLY_FROM_BYTES", 0)
+            patch.setattr(planning, "_SCALED_WHEN_FILLED_BYTES", 0)
+            patch.setattr(packing, "_EARLY_FROM_BYTES", 0)
             patch.setattr(arena.Arena, "fit", poisoning(arena.Arena.fit))
         yield
 

@@ -34,7 +34,7 @@ from test_huggingface import (
 from test_optim import CLASSES
 
 import fdp
-from fdp.emit.check import again
+from fdp.compare import recheck
 
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="no transformers: pip install fdp[huggingface]")
 
@@ -77,7 +77,7 @@ def train(name: str, optimizer_name: str) -> int:
         return {"params": params, "opt": opt, "buffers": models.mean_statistics(new)}, fdp.pmean(loss)
 
     state = fdp.replicate({"params": params, "opt": optimizer.init(params), "buffers": buffers})
-    compared, look = 0, again.Again.look
+    compared, look = 0, recheck.Again.look
 
     def counted(plan: Any, compare: Any, run: Any) -> Any:
         def one() -> bool:
@@ -88,13 +88,13 @@ def train(name: str, optimizer_name: str) -> int:
 
         return look(plan, one, run)
 
-    again.Again.look = counted  # type: ignore[method-assign]
+    recheck.Again.look = counted  # type: ignore[method-assign]
     try:
         for call in range(CALLS):
             torch.manual_seed(10 * call + rank)
             state, _ = step(state, batch_of(family, 100 * call + rank, labelled))
     finally:
-        again.Again.look = look  # type: ignore[method-assign]
+        recheck.Again.look = look  # type: ignore[method-assign]
     assert step.traces == 1
     fdp.assert_replicated(state)
     return compared
@@ -102,8 +102,8 @@ def train(name: str, optimizer_name: str) -> int:
 
 def train_all(cases: list[Case]) -> dict[Case, tuple[str, str]]:
     """One rank's verdict on each case: (right, ""), or (the kind of error, its message)."""
-    verdicts, share = {}, again.SHARE
-    again.SHARE = 1e9
+    verdicts, share = {}, recheck.SHARE
+    recheck.SHARE = 1e9
     try:
         for case in cases:
             begun = time.perf_counter()
@@ -119,7 +119,7 @@ def train_all(cases: list[Case]) -> dict[Case, tuple[str, str]]:
             # Into the rank's log: where it was, should it not come back.
             print(*case, verdicts[case][0], f"{time.perf_counter() - begun:.1f} s", flush=True)
     finally:
-        again.SHARE = share
+        recheck.SHARE = share
     return verdicts
 
 

@@ -10,9 +10,9 @@ import torch
 from graphs import fake_group
 
 import fdp
-from fdp.emit.compiled import Options, program
+from fdp.emit.codegen.loops import compiled_loop
+from fdp.emit.compiled import Options, compiler
 from fdp.emit.compiled.barriers import IMPLEMENTED, running
-from fdp.emit.loops import compiled_loop
 from fdp.trace import Trace
 from fdp.trace.control import Repeated
 from fdp.verify import VerificationError
@@ -127,13 +127,13 @@ def test_a_step_runs_operator_by_operator_where_one_is_wrong(monkeypatch: pytest
     def compile_it() -> Any:
         group = fake_group(2)
         plan = fdp.data_parallel(looped, group=group).plan(torch.eye(4), torch.randn(6, 4))
-        return program.compile_program(plan, group, True, Options().settled({torch.device("cpu")}), records=False)
+        return compiler.compile_program(plan, group, True, Options().settled({torch.device("cpu")}), records=False)
 
-    monkeypatch.setattr(program, "lower", reached)
-    program._prove_own_operators.cache_clear()
+    monkeypatch.setattr(compiler, "lower", reached)
+    compiler._prove_own_operators.cache_clear()
     with pytest.raises(Reached):
         compile_it()
-    program._prove_own_operators.cache_clear()
-    monkeypatch.setattr(program, "IMPLEMENTED", {**IMPLEMENTED, "multiply_into": beta_left_out})
+    compiler._prove_own_operators.cache_clear()
+    monkeypatch.setattr(compiler, "IMPLEMENTED", {**IMPLEMENTED, "multiply_into": beta_left_out})
     with pytest.warns(UserWarning, match="found to be wrong before it ran"):
         assert "aten" in compile_it().source

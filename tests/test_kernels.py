@@ -14,8 +14,8 @@ from test_places import graphs_of, operators_to_try
 from torch import fx
 
 import fdp
-from fdp.emit import forms
-from fdp.emit.program import write_program
+from fdp.emit.codegen.program import write_program
+from fdp.emit.memory import out_variants
 from fdp.verify import VerificationError, verify_program
 from fdp.verify.kernels import WRITE_ONCE, why_not_trusted
 from fdp.verify.memory import Block, View, view_of
@@ -74,7 +74,7 @@ class Trying(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         result = super().run_node(n)
-        form = forms.form_of(n) if n.op == "call_function" else None
+        form = out_variants.form_of(n) if n.op == "call_function" else None
         if form is not None and form.kind == "out":
             for lay in WAYS:
                 self.try_one(n, form, lay, args, kwargs)
@@ -136,7 +136,7 @@ def test_products_with_a_transposed_weight(lay: Any) -> None:
 
 
 def test_every_form_is_trusted() -> None:
-    overloads = [getattr(torch.ops.aten, name) for name in forms._WRITES_IN_PLACE]
+    overloads = [getattr(torch.ops.aten, name) for name in out_variants._WRITES_IN_PLACE]
     operators = [operator_of(getattr(packet, name)) for packet in overloads for name in packet.overloads()]
     assert not [each.name for each in operators if not (each.pointwise or each.name in WRITE_ONCE)]
 
@@ -180,7 +180,7 @@ def normalised(state: Any, batch: torch.Tensor) -> Any:
 def test_an_out_variant_that_adds_to_what_was_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     args = torch.randn(4, 4), torch.randn(5, 3, 4)
     assert "native_batch_norm_out" not in prove(normalised, *args)
-    monkeypatch.setattr(forms, "_is_contiguous", lambda node: True)
+    monkeypatch.setattr(out_variants, "_is_contiguous", lambda node: True)
     with pytest.raises(VerificationError, match="adds the statistics of an argument that lies like this one"):
         prove(normalised, *args)
 
@@ -191,13 +191,13 @@ def test_an_out_variant_that_nobody_tried_is_refused(monkeypatch: pytest.MonkeyP
 
     args = torch.randn(4, 4), torch.randn(5, 4)
     assert "cumprod_out" not in prove(step, *args)
-    monkeypatch.setattr(forms, "_WRITES_IN_PLACE", forms._WRITES_IN_PLACE | {"cumprod"})
-    forms._out_variant.cache_clear()
+    monkeypatch.setattr(out_variants, "_WRITES_IN_PLACE", out_variants._WRITES_IN_PLACE | {"cumprod"})
+    out_variants._out_variant.cache_clear()
     try:
         with pytest.raises(VerificationError, match="it is not known that the out variant of aten::cumprod"):
             prove(step, *args)
     finally:
-        forms._out_variant.cache_clear()
+        out_variants._out_variant.cache_clear()
 
 
 def test_an_out_variant_of_the_step_itself_is_meant() -> None:

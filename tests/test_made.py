@@ -11,10 +11,12 @@ import torch
 from graphs import fake_group
 
 import fdp
-from fdp.emit import arena, loops, places
-from fdp.emit.arena import Buffer, all_place_values, make_buffers
-from fdp.emit.program import Program, write_program
+from fdp.emit.codegen import loops
+from fdp.emit.codegen.program import Program, write_program
+from fdp.emit.memory import planning
 from fdp.plan import Plan
+from fdp.runtime import arena
+from fdp.runtime.arena import Buffer, all_place_values, make_buffers
 from fdp.verify import VerificationError, verify_made, verify_program
 
 Blocks = dict[torch.device, torch.Tensor]
@@ -217,7 +219,7 @@ def test_the_memory_of_the_body_of_a_loop_is_its_own(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("name", STEPS)
 def test_the_header_of_a_message_has_memory_of_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for file in (places, arena):
+    for file in (planning, arena):
         monkeypatch.setattr(file, "header_numel", lambda bucket, size: 0)
     with pytest.raises(VerificationError, match=r"does not compute what its trace says|lies beyond the memory"):
         emitted(name, 2)

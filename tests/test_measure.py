@@ -20,21 +20,21 @@ from hypothesis import strategies as st
 from test_bad_input import check_message, sgd_step
 
 import fdp
-from fdp.emit import Emitted, emit_plan
-from fdp.group import Group, resolve_group, start_all_reduce
+from fdp.distributed.group import Group, resolve_group, start_all_reduce
 from fdp.measure import (
     agreed_costs,
+    link,
     measure_agreed_costs,
     measure_costs,
     measure_link,
     measure_machine,
     measure_network,
-    network,
     operations,
 )
 from fdp.measure.agreed import agreed_seconds
 from fdp.measure.fit import MOST_IN_FLIGHT, fit_line, in_flight_of, ring_numbers, slowdown_of
 from fdp.plan import Costs, Network
+from fdp.runtime import Emitted, emit_plan
 
 CPU = torch.device("cpu")
 SIZES = (64, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24)
@@ -112,7 +112,7 @@ class Made:
 def test_slow_links_are_not_held_up_for_long(base: float, slope: float) -> None:
     """Down to 200 Mbit/s: a second at most, and always enough sizes for a fit."""
     made = Made(base, slope)
-    sizes, seconds = network._time_sizes(made)  # type: ignore[arg-type]
+    sizes, seconds = link._time_sizes(made)  # type: ignore[arg-type]
     assert made.spent_s < 2.0
     assert len(sizes) >= 3
     assert fit_line(sizes, seconds)[1] == pytest.approx(slope, rel=1e-2) or slope * sizes[-1] < 1e-3 * base
@@ -126,7 +126,7 @@ def test_a_latency_that_varies_is_not_taken_for_bandwidth() -> None:
             return super().seconds(sizes, repeats) * rng.uniform(0.97, 1.03)
 
     for _ in range(50):
-        sizes, seconds = network._time_sizes(Jittery(0.03, 8e-9))  # type: ignore[arg-type]
+        sizes, seconds = link._time_sizes(Jittery(0.03, 8e-9))  # type: ignore[arg-type]
         assert fit_line(sizes, seconds)[1] == pytest.approx(8e-9, rel=0.3)
 
 
@@ -255,11 +255,11 @@ def measure_together() -> Any:
         sent.append(args)
         return start_all_reduce(*args)
 
-    network.start_all_reduce = count  # type: ignore[assignment]
+    link.start_all_reduce = count  # type: ignore[assignment]
     try:
         again = measure_network(group, CPU)
     finally:
-        network.start_all_reduce = start_all_reduce
+        link.start_all_reduce = start_all_reduce
     assert again is first.network
     assert not sent, "it is measured once"
     emitted, tensors = prepared(bucket_cap_mb=0.05)
@@ -312,7 +312,7 @@ def one_dies(when: str) -> tuple[list[str], str, float]:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if rank == 1 and when == "in the middle":
-        network._time_beside = die
+        link._time_beside = die
     start = time.monotonic()
     if rank == 1 and when == "before":
         die()

@@ -15,7 +15,7 @@ from torch.testing._internal.common_modules import module_db
 
 import fdp
 from fdp.errors import ArgumentError
-from fdp.modules import from_module
+from fdp.nn.modules import from_module
 
 
 def bits(tree: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fdp
-from fdp.plan.network import OPERATIONS, REDUCING
+from fdp.plan.cost.network import OPERATIONS, REDUCING
 
 
 def ring_by_rounds(size: int, size_bytes: float, latency_s: float, rate: float, rounds: int) -> float:

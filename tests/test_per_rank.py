@@ -18,8 +18,9 @@ import torch.utils._pytree as torch_pytree
 from graphs import fake_group
 
 import fdp
-from fdp import pytree, rank_local
-from fdp.labels import labelled, unlabelled, with_labels
+from fdp import pytree
+from fdp.state import rank_local
+from fdp.state.labels import labelled, unlabelled, with_labels
 from fdp.trace.structure import Structure
 
 Tree = Any

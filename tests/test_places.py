@@ -19,10 +19,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.common_methods_invocations import op_db
 
 import fdp
-from fdp.emit import Emitted, arena, forms, places
-from fdp.emit.bindings import bind
-from fdp.emit.layout import ALIGNMENT_BYTES, Lifetime, lay_out
-from fdp.emit.lines import Line, lay_out_lines
+from fdp.emit.codegen.bindings import bind
+from fdp.emit.codegen.lines import Line, lay_out_lines
+from fdp.emit.memory import out_variants, planning
+from fdp.emit.memory.layout import ALIGNMENT_BYTES, Lifetime, lay_out
+from fdp.runtime import Emitted, arena
 
 Tree = Any
 
@@ -133,7 +134,7 @@ class Comparing(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        form = forms.form_of(n) if n.op == "call_function" else None
+        form = out_variants.form_of(n) if n.op == "call_function" else None
         if form is None or form.kind != "out":
             return super().run_node(n)
         before = optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, (args, kwargs))
@@ -177,7 +178,7 @@ NAMED_OTHERWISE = {
 
 def operators_to_try() -> list[Any]:
     names = {n for group in NAMED_OTHERWISE.values() for n in group}
-    plain = set(forms._WRITES_IN_PLACE)
+    plain = set(out_variants._WRITES_IN_PLACE)
     named = [op for op in op_db if op.name in plain | names or op.name.removeprefix("nn.functional.") in plain]
     return [op for op in named if any(op.supports_dtype(dtype, "cpu") for dtype in (torch.float32, torch.int64))]
 
@@ -197,7 +198,7 @@ def test_a_form_computes_what_the_operator_computes(op: Any) -> None:
 def test_every_operator_with_a_form_was_tried() -> None:
     if not SEEN:
         pytest.skip("the tests above did not run")
-    assert forms._WRITES_IN_PLACE <= SEEN
+    assert out_variants._WRITES_IN_PLACE <= SEEN
 
 
 @pytest.mark.parametrize("scalar", [0.3, 2])
@@ -358,7 +359,7 @@ def test_a_mean_is_divided_while_its_bucket_is_filled(monkeypatch: pytest.Monkey
     step = fdp.data_parallel(squares, group=fake_group(2))
     plain = Emitted(step.plan(state, batch), fake_group(2))
     assert "alpha" not in plain.source
-    monkeypatch.setattr(places, "_SCALED_WHEN_FILLED_BYTES", 0)
+    monkeypatch.setattr(planning, "_SCALED_WHEN_FILLED_BYTES", 0)
     poisoned(monkeypatch)
     scaled = Emitted(step.plan(state, batch), fake_group(2))
     assert "beta=0, alpha=0.5" in scaled.source
@@ -371,7 +372,7 @@ def test_of_several_results_the_one_that_is_averaged_is_divided(monkeypatch: pyt
         out, mean, _ = torch.native_batch_norm(batch, state, None, None, None, True, 0.1, 1e-5)
         return fdp.pmean(mean), fdp.pmean(out.sum())
 
-    monkeypatch.setattr(places, "_SCALED_WHEN_FILLED_BYTES", 0)
+    monkeypatch.setattr(planning, "_SCALED_WHEN_FILLED_BYTES", 0)
     state, batch = torch.ones(8), torch.arange(32.0).view(4, 8)
     emitted = Emitted(fdp.data_parallel(step, group=fake_group(2)).plan(state, batch), fake_group(2))
     expected = torch.native_batch_norm(batch, state, None, None, None, True, 0.1, 1e-5)

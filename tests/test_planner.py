@@ -18,13 +18,13 @@ from torch import fx
 import fdp
 from fdp.plan import Costs, Plan, Run, Start, Wait, plan_trace
 from fdp.plan.buckets import make_buckets
-from fdp.plan.chain import Chain, Fixed
-from fdp.plan.layers import Layers
-from fdp.plan.optimum import best_cuts
-from fdp.plan.planner import FIXED_CAPS_MB
+from fdp.plan.cost.ticks import TICKS_PER_S, Ticks, ticks_of
 from fdp.plan.schedule import order
+from fdp.plan.search.chain import Chain, Fixed
+from fdp.plan.search.layers import Layers
+from fdp.plan.search.optimum import best_cuts
+from fdp.plan.search.planner import FIXED_CAPS_MB
 from fdp.plan.simulate import Clock, outcome
-from fdp.plan.ticks import TICKS_PER_S, Ticks, ticks_of
 from fdp.trace import Operation, Reduction, Trace
 
 MIB = 2**20
@@ -341,7 +341,7 @@ def test_layer_by_layer_the_earliest_end_is_found(seed: int, count: int) -> None
 def test_a_search_that_gives_up_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     chain, ticks = long_chain(300, random.Random(0), 4e6, 1.0, 1e5)
     assert best_cuts(chain, ticks, math.inf).proven
-    monkeypatch.setattr(fdp.plan.layers, "_MOST_STEPS", 1000)
+    monkeypatch.setattr(fdp.plan.search.layers, "_MOST_STEPS", 1000)
     found = best_cuts(chain, ticks, math.inf)
     assert not found.proven and found.end == end_of_chain(chain, ticks, found.ends)
 

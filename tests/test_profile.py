@@ -16,11 +16,11 @@ from test_bad_input import check_message
 from test_measure import make_state, train
 
 import fdp
+from fdp.distributed.group import Group
 from fdp.emit.compiled.public import VARIABLE
-from fdp.group import Group
-from fdp.measure.lanes import Event, blocks, messages
-from fdp.plan import Timeline
-from fdp.plan.timeline import KINDS
+from fdp.measure.intervals import Event, blocks, messages
+from fdp.timeline import Timeline
+from fdp.timeline.timeline import KINDS
 
 SIZES = (16, 256, 256, 4)
 
@@ -112,7 +112,7 @@ def test_profiles_change_nothing_and_tell_of_every_message(options: dict[str, An
 
 
 def sleep_in_messages() -> Timeline:
-    from fdp.emit.arena import Buffer
+    from fdp.runtime.arena import Buffer
 
     start = Buffer.start
 
@@ -194,7 +194,7 @@ def test_messages_out_of_sight_are_not_made_up() -> None:
 
 
 def one_dies() -> tuple[str, str, float]:
-    from fdp.emit.arena import Buffer
+    from fdp.runtime.arena import Buffer
 
     step = fdp.data_parallel(train, donate_argnums=0)
     state, batch = make_state(SIZES), torch.randn(8, SIZES[0])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import fdp
 from fdp import random
-from fdp.hashing import mixed
+from fdp.random.hashing import mixed
 
 MASK = 2**64 - 1
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fdp
-from fdp.fingerprint import fingerprint
+from fdp.distributed.fingerprint import fingerprint
 
 
 def test_a_seed_repeats_and_neighbours_have_nothing_in_common() -> None:

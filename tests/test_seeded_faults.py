@@ -24,7 +24,7 @@ def test_names_of_faults_are_unique() -> None:
 
 def test_a_fault_that_fits_no_more_is_noticed() -> None:
     with pytest.raises(ValueError, match="0 times"):
-        run_faults.source_with(Fault("gone", "emit/layout.py", "no such text", "", ""))
+        run_faults.source_with(Fault("gone", "emit/memory/layout.py", "no such text", "", ""))
 
 
 _SHOWN = {

@@ -12,12 +12,12 @@ from graphs import fake_group
 from test_made import emitted
 
 import fdp
-from fdp.emit import arena, wide_mean
-from fdp.emit.arena import Buffer
-from fdp.emit.in_flight import InFlight
-from fdp.emit.verified import sending
-from fdp.emit.wide_mean import WideMean
 from fdp.plan import Start, Wait
+from fdp.runtime import arena, wide_mean
+from fdp.runtime.arena import Buffer
+from fdp.runtime.in_flight import InFlight
+from fdp.runtime.verified import sending
+from fdp.runtime.wide_mean import WideMean
 from fdp.verify import VerificationError, verify_sent
 
 

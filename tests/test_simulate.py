@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from test_planner import drawn_costs, drawn_network, training
 
 import fdp
-from fdp.plan import Costs, Interval, Machine, Plan, Run, Start, Timeline, estimate, plan_trace, simulate
+from fdp.plan import Costs, Machine, Plan, Run, Start, plan_trace, simulate
+from fdp.plan.cost import estimate
+from fdp.timeline import Interval, Timeline
 from fdp.trace import Trace
 
 MIB = 2**20

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fdp.errors import ArgumentError
-from fdp.modules import from_module
+from fdp.nn.modules import from_module
 
 
 class Listed(nn.Module):

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fdp
-from fdp.plan.lanes import blocks, hidden_s, rows, waits
-from fdp.plan.pictures import BUCKET_COLOURS, ink_on
-from fdp.plan.timeline import Interval, Timeline
+from fdp.timeline.picture import BUCKET_COLOURS, ink_on
+from fdp.timeline.rows import blocks, hidden_s, rows, waits
+from fdp.timeline.timeline import Interval, Timeline
 
 MS = 1e-3
 

@@ -18,13 +18,11 @@ import torch
 import torch.utils.checkpoint
 
 import fdp
-from fdp import dynamo, recomputation, torch_parts
+from fdp.pytorch import dynamo, parts, recomputation
 from fdp.trace import capture as capture_module
 
 ROOT = pathlib.Path(fdp.__file__).parent
-LISTED = {
-    path for table in (torch_parts.NEEDED, torch_parts.KNOWN_OTHERWISE) for paths in table.values() for path in paths
-}
+LISTED = {path for table in (parts.NEEDED, parts.KNOWN_OTHERWISE) for paths in table.values() for path in paths}
 PUBLIC = {"torch._check"}  # documented, for all its name
 
 
@@ -109,19 +107,19 @@ def test_what_is_listed_is_used() -> None:
 
 
 def test_this_torch_has_all_that_is_needed() -> None:
-    assert {what: torch_parts.missing(what) for what in torch_parts.NEEDED} == dict.fromkeys(torch_parts.NEEDED, ())
+    assert {what: parts.missing(what) for what in parts.NEEDED} == dict.fromkeys(parts.NEEDED, ())
 
 
 def test_what_the_package_needs_is_looked_for_before_anything_else_is_imported() -> None:
     imports = [n for n in TREES[ROOT / "__init__.py"].body if isinstance(n, (ast.Import, ast.ImportFrom))]
-    assert ast.unparse(imports[0]) == "import fdp.torch_parts"
+    assert ast.unparse(imports[0]) == "import fdp.pytorch.parts"
     assert ast.unparse(TREES[ROOT / "torch_parts.py"].body[-1]) == "require('importing fdp')"
 
 
 @pytest.fixture
 def _forgotten() -> Iterator[None]:
     """What was looked at once is looked at again, in the test and after it."""
-    asked = (torch_parts.require, torch_parts.warn_if_untested, recomputation.why_not, dynamo._is_asked)
+    asked = (parts.require, parts.warn_if_untested, recomputation.why_not, dynamo._is_asked)
     for each in asked:
         each.cache_clear()
     yield
@@ -138,11 +136,11 @@ def call(step: Any = double, **options: Any) -> Any:
 
 
 @pytest.mark.usefixtures("_forgotten")
-@pytest.mark.parametrize("what", torch_parts.NEEDED)
+@pytest.mark.parametrize("what", parts.NEEDED)
 def test_a_part_that_is_gone_is_named(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_parts, "NEEDED", {what: (*torch_parts.NEEDED[what], "torch._C._gone.away")})
+    monkeypatch.setattr(parts, "NEEDED", {what: (*parts.NEEDED[what], "torch._C._gone.away")})
     with pytest.raises(fdp.FdpError, match="not one that fdp knows") as caught:
-        torch_parts.require(what)
+        parts.require(what)
     assert "torch._C._gone.away does not exist" in str(caught.value)
     assert "Remedy: install a torch from 2." in str(caught.value)
 
@@ -153,7 +151,7 @@ def test_nothing_is_traced_without_the_flag_that_libraries_ask_for(monkeypatch: 
         patch.delattr(torch.compiler, "_compile_session_context")
         with pytest.raises(fdp.FdpError, match="_compile_session_context does not exist"):
             call()
-    torch_parts.require.cache_clear()
+    parts.require.cache_clear()
     monkeypatch.setattr(torch.compiler, "_compile_session_context", contextlib.nullcontext)
     with pytest.raises(fdp.FdpError, match="does not set torch"):
         call()
@@ -223,7 +221,7 @@ def test_checkpointing_is_refused_where_torch_does_it_in_another_way(
 
 @pytest.mark.usefixtures("_forgotten")
 def test_a_newer_torch_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_parts, "TESTED", ("2.11", "2.12"))
+    monkeypatch.setattr(parts, "TESTED", ("2.11", "2.12"))
     with pytest.warns(UserWarning, match=r"fdp was tested with torch 2\.11 to 2\.12, and this is 2\."):
         call()
     with warnings.catch_warnings():
@@ -232,7 +230,7 @@ def test_a_newer_torch_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_versions_are_compared_as_numbers() -> None:
-    assert torch_parts.release("2.9.1") < torch_parts.release("2.13.0+cpu") < torch_parts.release("3.0.0.dev20270101")
+    assert parts.release("2.9.1") < parts.release("2.13.0+cpu") < parts.release("3.0.0.dev20270101")
 
 
 def test_a_step_runs_without_numpy() -> None:

@@ -792,7 +792,7 @@ def test_swapped_leaves_of_a_donated_state(world: int) -> None:
             state = transform(state, torch.ones(2))
             assert same_bits(state, expected)
         else:
-            from fdp.emit import Emitted
+            from fdp.runtime import Emitted
 
             emitted = Emitted(transform.plan(state, torch.ones(2)), fake_group(world))
             before = copied(state)

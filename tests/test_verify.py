@@ -14,10 +14,11 @@ from graphs import fake_group
 from torch import fx
 
 import fdp
-from fdp.emit import calls, donation, fill, lines, places, program
-from fdp.emit.layout import Layout, Lifetime
-from fdp.emit.program import Program, write_program
-from fdp.emit.writer import name_of
+from fdp.emit.codegen import calls, lines, packing, program
+from fdp.emit.codegen.program import Program, write_program
+from fdp.emit.codegen.writer import name_of
+from fdp.emit.memory import donation, planning
+from fdp.emit.memory.layout import Layout, Lifetime
 from fdp.trace.effects import storages_of
 from fdp.verify import VerificationError, verify_program
 
@@ -41,7 +42,8 @@ def test_the_validator_shares_no_code_with_what_it_checks() -> None:
     # Values of the trace and the plan, what the trace says of control flow, how operators are seen, how PyTorch takes a
     # graph apart for a compiler.
     allowed = {
-        "fdp.dispatch", "fdp.errors", "fdp.plan.record", "fdp.trace.capture", "fdp.trace.control", "fdp.trace.record",
+        "fdp.errors", "fdp.plan.plan", "fdp.pytorch.dispatch",
+        "fdp.trace.capture", "fdp.trace.control", "fdp.trace.trace",
     }  # fmt: skip
     found = set()
     for path in (ROOT / "fdp" / "verify").glob("*.py"):
@@ -199,7 +201,7 @@ def all_in_one_place(pieces: Sequence[Lifetime]) -> Layout:
 
 def start_first(writer: Any, bucket: Any, filled: Any) -> None:
     before = len(writer.lines)
-    fill.write_start(writer, bucket, filled)
+    packing.write_start(writer, bucket, filled)
     writer.lines.insert(before, writer.lines.pop())
 
 
@@ -234,7 +236,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "gradients are not copied": (program, "write_copy", nothing),
     "any output is written into the state": (donation, "_can_write", yes),
     "shares of a mean are averaged": (program, "Program", forgetful),
-    "any gradient is computed in its bucket": (places._Builder, "_fits_bucket", fits_whatever_reads_it),
+    "any gradient is computed in its bucket": (planning._Builder, "_fits_bucket", fits_whatever_reads_it),
     "results take the place of any argument": (calls, "_replaceable", any_argument),
 }
 
@@ -258,7 +260,7 @@ def test_a_wrong_program_is_found_out(fault: str, monkeypatch: Any) -> None:
     target, name, wrong = FAULTS[fault]
     monkeypatch.setattr(target, name, wrong)
     if name == "write_copy":
-        monkeypatch.setattr(fill, "_EARLY_FROM_BYTES", 0)
+        monkeypatch.setattr(packing, "_EARLY_FROM_BYTES", 0)
     with pytest.raises(VerificationError, match="does not compute what its trace says"):
         prove(faulty, *arguments, world=2, donate=0)
 
@@ -287,7 +289,7 @@ def test_nothing_runs_where_the_plain_program_is_wrong_as_well(monkeypatch: Any)
         end = made.source[made.source.index("    return [") :]
         return rewritten(made, end, end.replace("[", "[*reversed([").rstrip() + ")]\n")
 
-    monkeypatch.setattr("fdp.emit.verified.write_program", swapped)
+    monkeypatch.setattr("fdp.emit.proved.write_program", swapped)
     step = fdp.data_parallel(lambda w, x: (w * 2, w * 3))
     with pytest.raises(fdp.TraceError, match=r"no program for step .* could be proved right") as error:
         step(torch.ones(3), torch.ones(3))

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fdp
-from fdp.emit.compiled import Options, graph, passes, program
-from fdp.emit.places import slot_name
+from fdp.emit.compiled import Options, compiler, graph, passes
+from fdp.emit.memory.planning import slot_name
 
 TABLE = torch.randn(4)
 
@@ -30,7 +30,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def reached(*args: Any) -> None:
         raise Reached
 
-    monkeypatch.setattr(program, "lower", reached)
+    monkeypatch.setattr(compiler, "lower", reached)
 
 
 def compile_step(step: Callable[..., Any], *args: Any, world: int = 1, **options: Any) -> Any:
@@ -38,7 +38,7 @@ def compile_step(step: Callable[..., Any], *args: Any, world: int = 1, **options
     transformed = fdp.data_parallel(step, group=group, check_replication=False, **options)
     plan = transformed.trace(*args).plan(options.get("bucket_cap_mb", 25))
     settled = Options().settled({torch.device("cpu")})
-    return program.compile_program(plan, group, world > 1, settled, records=False)
+    return compiler.compile_program(plan, group, world > 1, settled, records=False)
 
 
 def training(optimizer_class: Any, **settings: Any) -> tuple[Callable[..., Any], Any, Any]:
@@ -247,7 +247,7 @@ def test_other_draws_are_refused(change: Callable[[dict[str, Any]], None], monke
 
 
 def test_draws_that_are_left_out_or_change_places_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = program.declare
+    right = compile.declare
     own = torch.ops.fdp_compiled
 
     def apart(module: torch.fx.Graph) -> None:
@@ -276,12 +276,12 @@ def test_draws_that_are_left_out_or_change_places_are_refused(monkeypatch: pytes
 
     for wrong in (without_the_unused, in_another_order):
         with monkeypatch.context() as patch:
-            refuses_draws(patch, program, "declare", wrong)
+            refuses_draws(patch, compiler, "declare", wrong)
 
 
 def test_conditions_that_draw_and_change_places_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = program.functions_that_draw
-    refuses_draws(monkeypatch, program, "functions_that_draw", lambda module: right(module)[::-1])
+    right = compiler.functions_that_draw
+    refuses_draws(monkeypatch, compiler, "functions_that_draw", lambda module: right(module)[::-1])
 
 
 def test_gaps_may_be_narrower_than_in_the_trace() -> None:

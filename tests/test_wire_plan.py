@@ -12,8 +12,9 @@ import torch
 from graphs import fake_group, same_bits, table_rows
 
 import fdp
-from fdp.emit import Emitted, check_emitted, in_flight
+from fdp.compare import check_emitted
 from fdp.plan import Plan, Run, Start
+from fdp.runtime import Emitted, in_flight
 from fdp.trace import Roles, flatten, resolve_roles
 
 Tree = dict[str, torch.Tensor]

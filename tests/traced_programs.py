@@ -12,7 +12,7 @@ from faulty_programs import PROGRAMS, Program
 from simulated_ranks import Plain, Turns
 
 import fdp
-from fdp.group import Group
+from fdp.distributed.group import Group
 
 CALLS = 3
 SEED = 17

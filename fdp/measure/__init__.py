@@ -4,8 +4,8 @@ clock, fit -> agreed -> network; rehearsal -> operations; lanes -> profile; mach
 """
 
 from fdp.measure.agreed import agreed_costs
+from fdp.measure.link import measure_link, measure_network
 from fdp.measure.machine import measure_machine
-from fdp.measure.network import measure_link, measure_network
 from fdp.measure.operations import measure_agreed_costs, measure_costs
 from fdp.measure.profile import profile_step
 

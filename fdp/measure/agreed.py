@@ -12,10 +12,10 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from fdp.distributed.desynchronised import leave_behind, why_left_behind
+from fdp.distributed.group import Group, start_all_reduce
 from fdp.errors import ArgumentError, PeerError, build_message
-from fdp.group import Group, start_all_reduce
-from fdp.in_step import leave_behind, why_left_behind
-from fdp.plan.costs import Costs
+from fdp.plan.cost.costs import Costs
 
 _A_SECOND = 10**12
 

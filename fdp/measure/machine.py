@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from fdp.measure.clock import clock_for
-from fdp.plan.estimate import Machine
+from fdp.plan.cost.estimate import Machine
 
 _ROWS = {"cpu": 512, "cuda": 4096}
 _COPIED_BYTES = {"cpu": 2**25, "cuda": 2**28}

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp.emit import Emitted
-from fdp.emit.check import give_back_memory, undisturbed
-from fdp.emit.lines import Part
+from fdp.compare import give_back_memory, undisturbed
+from fdp.emit.codegen.lines import Part
 from fdp.measure.agreed import agreed_costs
 from fdp.measure.clock import Clock, clock_for, cost_of_a_stamp
-from fdp.measure.network import measure_link
-from fdp.measure.rehearsal import fresh
+from fdp.measure.dry_run import fresh
+from fdp.measure.link import measure_link
 from fdp.plan import Plan, Run
-from fdp.plan.costs import Costs
+from fdp.plan.cost.costs import Costs
+from fdp.runtime import Emitted
 from fdp.trace.effects import list_arguments
 
 _REPEATS, _BUDGET_S = 3, 0.5

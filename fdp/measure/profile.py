@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from fdp.emit import Emitted
-from fdp.emit.check import undisturbed
+from fdp.compare import undisturbed
+from fdp.distributed.exchange import come_together
 from fdp.errors import ArgumentError, CompileError, build_message
-from fdp.exchange import come_together
 from fdp.measure.agreed import agreed_seconds, refuse_left
 from fdp.measure.clock import clock_for
-from fdp.measure.lanes import Told, blocks, messages, operations
+from fdp.measure.dry_run import fresh
+from fdp.measure.intervals import Told, blocks, messages, operations
 from fdp.measure.operations import device_of_messages
-from fdp.measure.rehearsal import fresh
-from fdp.plan.timeline import Timeline
+from fdp.runtime import Emitted
+from fdp.timeline.timeline import Timeline
 
 
 def profile_step(emitted: Emitted, tensors: Sequence[torch.Tensor], repeats: int = 3) -> Timeline:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, optim
 
 from fdp import pytree
-from fdp.dynamo import breaks_graph
 from fdp.optim.checks import describe, refusal
 from fdp.optim.rule import Rule
+from fdp.pytorch.dynamo import breaks_graph
 from fdp.pytree import Tree
 
 _ROUTES = ("fused", "foreach", "capturable")

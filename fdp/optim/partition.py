@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from fdp import pytree
-from fdp.labels import unlabelled
 from fdp.optim.checks import check_gradient, describe, mismatch, names, refusal, trains
 from fdp.optim.entries import check_optimizer
 from fdp.optim.optimizer import Optimizer
 from fdp.pytree import Tree
+from fdp.state.labels import unlabelled
 
 
 def partition(label: Callable[[str, Any], str] | Tree, optimizers: Mapping[str, Optimizer]) -> Optimizer:

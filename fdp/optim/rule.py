@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, optim
 
 from fdp import pytree
-from fdp.labels import labelled_inside
 from fdp.optim.checks import (
     check_gradient,
     check_state,
@@ -26,6 +25,7 @@ from fdp.optim.checks import (
 )
 from fdp.optim.tracing import compiling, make_comparisons_traceable, number_of, numbers_of_tensors
 from fdp.pytree import Tree
+from fdp.state.labels import labelled_inside
 
 _HALF = (torch.bfloat16, torch.float16)
 _FUSED_DTYPES = (torch.float32, torch.float64, *_HALF)

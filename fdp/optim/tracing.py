@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import _adafactor
 
-from fdp.torch_parts import refusal
+from fdp.pytorch.parts import refusal
 
 
 @contextlib.contextmanager

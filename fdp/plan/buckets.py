@@ -8,11 +8,11 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from fdp.errors import ArgumentError, build_message
-from fdp.plan.record import Bucket
-from fdp.trace.record import Operation, Reduction
+from fdp.plan.plan import Bucket
+from fdp.trace.trace import Operation, Reduction
 
 MIB = 2**20
 _ALIGNMENT_BYTES = 64
@@ -20,7 +20,11 @@ AUTO_CAP_MB = (1.0, 25.0)
 """What "auto" means: a small first bucket, so that communication begins early, then DDP's usual size."""
 
 
-def resolve_caps(bucket_cap_mb: Any) -> tuple[float, ...]:
+Caps: TypeAlias = float | Sequence[float] | Literal["auto"]
+"""How large buckets may be, in MiB: a number, a list of them (first bucket, next, ...), or "auto"."""
+
+
+def resolve_caps(bucket_cap_mb: Caps) -> tuple[float, ...]:
     """Turn `bucket_cap_mb` into caps in MiB: of the first bucket, the next, ..., the last for all that follow.
 
     Raises:

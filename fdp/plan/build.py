@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from fdp.errors import ArgumentError, build_message
-from fdp.plan.buckets import make_buckets, partition, resolve_caps
-from fdp.plan.costs import Costs
-from fdp.plan.estimate import estimate
-from fdp.plan.forecast import Forecast
-from fdp.plan.network import Network, rank_count
-from fdp.plan.planner import choose, consider
-from fdp.plan.record import Plan
+from fdp.plan.buckets import Caps, make_buckets, partition, resolve_caps
+from fdp.plan.cost.costs import Costs
+from fdp.plan.cost.estimate import estimate
+from fdp.plan.cost.forecast import Forecast
+from fdp.plan.cost.network import Network, rank_count
+from fdp.plan.plan import Plan
 from fdp.plan.schedule import order
-from fdp.stages import enters
+from fdp.plan.search.planner import choose, consider
 from fdp.trace import Trace
 
 
-@enters("plan")
 def plan_trace(
     trace: Trace,
-    bucket_cap_mb: Any = "auto",
+    bucket_cap_mb: Caps = "auto",
     costs: Costs | None = None,
     network: Network | None = None,
     world_size: int | None = None,

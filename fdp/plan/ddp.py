@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from fdp.plan.buckets import MIB, make_buckets
-from fdp.plan.costs import Costs
-from fdp.plan.record import Bucket, Item, Plan, Run, Start, Wait
+from fdp.plan.cost.costs import Costs
+from fdp.plan.plan import Bucket, Item, Plan, Run, Start, Wait
 from fdp.plan.schedule import real_needs
-from fdp.trace.record import Operation, Reduction, Trace
+from fdp.trace.trace import Operation, Reduction, Trace
 
 DDP_CAPS_MB = (1.0, 25.0)
 """What DDP takes unless told otherwise: a first bucket of 1 MiB, and then of 25 MiB."""

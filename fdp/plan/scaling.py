@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fdp.errors import ArgumentError, build_message
 from fdp.plan.build import plan_trace
-from fdp.plan.costs import Costs
+from fdp.plan.cost.costs import Costs
+from fdp.plan.cost.estimate import estimate
+from fdp.plan.cost.network import Network, described, rank_count
 from fdp.plan.ddp import plan_as_ddp
-from fdp.plan.estimate import estimate
-from fdp.plan.network import Network, described, rank_count
-from fdp.plan.record import Plan
+from fdp.plan.plan import Plan
 from fdp.plan.simulate import simulate
-from fdp.stages import enter
-from fdp.table import Table, count, ms
+from fdp.tables import Table, count, ms
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 WORLD_SIZES = tuple(2**k for k in range(11))
 
@@ -73,7 +75,7 @@ class Scaling:
         """
         return self.alone_s / step_s if step_s else 1.0
 
-    def draw(self, path: str | os.PathLike[str] | None = None) -> Any:
+    def draw(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """Draw the time of a step, and the efficiency, against the number of ranks.
 
         Args:
@@ -85,7 +87,9 @@ class Scaling:
         Raises:
             ArgumentError: matplotlib is not installed, or the suffix names no kind of picture.
         """
-        return enter("draw_scaling", self, path)
+        from fdp.plan.scaling_picture import draw_scaling
+
+        return draw_scaling(self, path)
 
     def __str__(self) -> str:
         title = (

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from fdp.plan.pictures import check_path, new_figure, save
 from fdp.plan.scaling import Scaling
-from fdp.stages import enters
+from fdp.timeline.picture import check_path, new_figure, save
 
 _INK, _FONT = "#262626", 9.0
 _LINES = (
@@ -17,7 +16,6 @@ _LINES = (
 )
 
 
-@enters("draw_scaling")
 def draw_scaling(scaling: Scaling, path: str | os.PathLike[str] | None) -> Any:
     """Draw both panels; see `Scaling.draw`."""
     check_path(path)

@@ -13,8 +13,8 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from fdp.plan.record import Bucket, Item, Run, Start, Wait
-from fdp.trace.record import Operation, Reduction
+from fdp.plan.plan import Bucket, Item, Run, Start, Wait
+from fdp.trace.trace import Operation, Reduction
 
 
 def order(

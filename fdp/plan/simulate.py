@@ -10,13 +10,12 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from fdp.plan.costs import Costs
-from fdp.plan.network import Network, rank_count
-from fdp.plan.record import Bucket, Item, Plan, Run, Wait
-from fdp.plan.ticks import TICKS_PER_S, Ticks, ticks_of
-from fdp.plan.timeline import Interval, Timeline
-from fdp.stages import enters
-from fdp.trace.record import Operation, Trace
+from fdp.plan.cost.costs import Costs
+from fdp.plan.cost.network import Network, rank_count
+from fdp.plan.cost.ticks import TICKS_PER_S, Ticks, ticks_of
+from fdp.plan.plan import Bucket, Item, Plan, Run, Wait
+from fdp.timeline.timeline import Interval, Timeline
+from fdp.trace.trace import Operation, Trace
 
 
 @dataclass
@@ -116,7 +115,6 @@ def phases(operations: Sequence[Operation]) -> list[str]:
     return found
 
 
-@enters("timeline")
 def simulate(plan: Plan, costs: Costs, network: Network, world_size: int | None = None) -> Timeline:
     """Foretell what happens when in a step, without running it.
 

@@ -3,23 +3,15 @@
 arguments, keywords -> capture -> checks, variance -> dependencies -> record
 """
 
-from fdp.trace.arguments import (
-    Flat,
-    Roles,
-    flatten,
-    refuse_unhashable,
-    resolve_roles,
-    set_apart,
-    sharing,
-)
+from fdp.trace.arguments import Flat, Roles, flatten, refuse_unhashable, resolve_roles, set_apart, sharing
 from fdp.trace.build import run_untraced, trace_step
 from fdp.trace.capture import Geometry, capture_functional
 from fdp.trace.changes import Summary, describe_change, summarise
 from fdp.trace.keywords import by_position, signature_of
-from fdp.trace.record import Input, Operation, Output, Reduction, Trace
-from fdp.trace.remembered import RememberedCalls
+from fdp.trace.recognise import RememberedCalls
 from fdp.trace.switches import recording, without_onednn
-from fdp.trace.unsure import unsure_for_draws
+from fdp.trace.trace import Input, Operation, Output, Reduction, Trace
+from fdp.trace.uncertain_strides import unsure_for_draws
 
 __all__ = [
     "Flat",

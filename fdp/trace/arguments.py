@@ -13,9 +13,9 @@ import torch
 
 from fdp import pytree
 from fdp.errors import ArgumentError, TraceError, build_message
-from fdp.labels import labelled
+from fdp.state.labels import labelled
 from fdp.trace.overlap import memory_groups
-from fdp.trace.record import Input
+from fdp.trace.trace import Input
 
 PLAIN_TYPES = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format,
           enum.Enum)  # fmt: skip

@@ -11,13 +11,14 @@ import torch
 from torch import fx
 
 from fdp import pytree
-from fdp.axis import step_axis
-from fdp.comparable import comparable
-from fdp.dynamo import uncompiled
+from fdp.context.axis import step_axis
+from fdp.distributed.comparable import comparable
+from fdp.distributed.group import Group
+from fdp.distributed.other_ranks import Kind
+from fdp.distributed.wire import Wire
 from fdp.errors import FdpError, TraceError, build_message
-from fdp.group import Group
-from fdp.labels import PerRank, unlabelled, with_labels
-from fdp.other_ranks import Kind
+from fdp.pytorch.dynamo import uncompiled
+from fdp.state.labels import PerRank, unlabelled, with_labels
 from fdp.trace.arguments import Flat, Roles, describe_inputs
 from fdp.trace.capture import capture, is_fake, untraceable
 from fdp.trace.checks import (
@@ -38,16 +39,15 @@ from fdp.trace.closure import closed_over_names, closed_over_tensors, kept_by
 from fdp.trace.dependencies import operations_of
 from fdp.trace.effects import is_marker
 from fdp.trace.loops import loops_of, outline_loops
-from fdp.trace.narrowing import is_rounded, round_early
 from fdp.trace.pairing import assign_labels, assign_slots
-from fdp.trace.record import Operation, Output, Reduction, Trace
 from fdp.trace.replicated import closed_over, replicated_calls
 from fdp.trace.reshapes import reshape_by_views
 from fdp.trace.results import plain, refuse_foreign_outputs
 from fdp.trace.switches import recording
+from fdp.trace.trace import Operation, Output, Reduction, Trace
 from fdp.trace.untouched import check_untouched, untouched
 from fdp.trace.variance import Cause, varying_nodes
-from fdp.wire import Wire
+from fdp.trace.wire_cast import is_rounded, round_early
 
 
 def trace_step(

@@ -22,20 +22,20 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
-from fdp import torch_parts
-from fdp.axis import step_axis
+from fdp.context.axis import step_axis
+from fdp.distributed.group import Group
+from fdp.distributed.wire import Wire
 from fdp.errors import FdpError, TraceError, build_message
-from fdp.group import Group
-from fdp.recomputation import why_not
+from fdp.pytorch import parts
+from fdp.pytorch.recomputation import why_not
 from fdp.trace.effects import effects_of, is_marker, storages_of
 from fdp.trace.fake_rules import teach
-from fdp.trace.reading import read_anew, values_anew
 from fdp.trace.remedies import MADE_SHAPE, READ_VALUE, remedy_for
-from fdp.trace.rewinding import drop_idle_rewinds, rewound
+from fdp.trace.rng_replay import drop_idle_rewinds, rewound
+from fdp.trace.silent_changes import Unseen
 from fdp.trace.source import Source, failing_line, library_line, source_lines, users_lines
 from fdp.trace.switches import TRACING, caching_casts, compiling, copyable, recording, silenced, without_onednn
-from fdp.trace.unseen import Unseen
-from fdp.wire import Wire
+from fdp.trace.value_reads import read_anew, values_anew
 
 Geometry = tuple[Sequence[int], Sequence[int], int, torch.dtype, torch.device]
 """Shape, strides and offset in elements, dtype, device."""
@@ -87,8 +87,8 @@ def capture(
         PurityError: it changes a closed-over tensor, or gives an argument memory of another kind, out of the
             dispatcher's sight.
     """
-    torch_parts.require(TRACING)
-    torch_parts.warn_if_untested()
+    parts.require(TRACING)
+    parts.warn_if_untested()
     why_not()  # looked at here, before any tracer is at work
     # Closed-over tensors are real; they become constants of the graph and are judged later.
     fake_mode = _fake_mode(allow_non_fake_inputs=True)
@@ -100,7 +100,7 @@ def capture(
             for tensor in tensors
         ]
     if fakes and not (taught() and all(type(fake) is FakeTensor for fake in fakes)):
-        raise torch_parts.refusal(TRACING, ["tensors without values are not made by FakeTensorMode.dispatch"])
+        raise parts.refusal(TRACING, ["tensors without values are not made by FakeTensorMode.dispatch"])
 
     caches = torch.is_autocast_cache_enabled()
 
@@ -158,7 +158,7 @@ def capture(
             raise refusal from error
     called = [node for node in graph_module.graph.nodes if node.op == "call_function"]
     if called and not any("source" in node.meta for node in called):
-        raise torch_parts.refusal(TRACING, ["the tracer makes nodes in another way than by its create_node"])
+        raise parts.refusal(TRACING, ["the tracer makes nodes in another way than by its create_node"])
     drop_idle_rewinds(graph_module.graph)
     _drop_dead_code(graph_module)
     _complete_examples(graph_module, fake_mode)

@@ -16,9 +16,9 @@ from fdp.errors import PurityError, ReplicationError, TraceError, build_message
 from fdp.trace.capture import is_fake
 from fdp.trace.effects import effects_of, inner_nodes, is_marker, replaces_elements, storages_of, taken_for_shape
 from fdp.trace.overlap import memory_groups
-from fdp.trace.record import Input, Output
-from fdp.trace.rewinding import STATE, drawn_anew
+from fdp.trace.rng_replay import STATE, drawn_anew
 from fdp.trace.source import located
+from fdp.trace.trace import Input, Output
 from fdp.trace.variance import Cause
 
 

@@ -24,7 +24,7 @@ from fdp.trace.effects import (
     storages_of,
     target_text,
 )
-from fdp.trace.record import Operation
+from fdp.trace.trace import Operation
 
 
 @dataclass

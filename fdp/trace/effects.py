@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp.comparable import comparable, without_addresses
+from fdp.distributed.comparable import comparable, without_addresses
 
 _aten = torch.ops.aten
 

@@ -17,8 +17,8 @@ from fdp import pytree
 from fdp.errors import TraceError, build_message
 from fdp.trace.dependencies import operations_of
 from fdp.trace.effects import effects_of, is_marker, storages_of
-from fdp.trace.record import Input, Loop, Trace
 from fdp.trace.source import located
+from fdp.trace.trace import Input, Loop, Trace
 
 
 class RunLoop:

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from fdp import labels, pytree
+from fdp import pytree
+from fdp.state import labels
 from fdp.trace.arguments import Flat, Roles
-from fdp.trace.record import Input, Output
+from fdp.trace.trace import Input, Output
 
 _Path = tuple[Any, ...]
 

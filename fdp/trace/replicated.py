@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp.comparable import comparable
-from fdp.fingerprint import fingerprint
+from fdp.distributed.comparable import comparable
+from fdp.distributed.fingerprint import fingerprint
 from fdp.trace.effects import effects_of, inner_nodes, is_marker, operator_name, storages_of, target_text
 
 

@@ -16,8 +16,8 @@ from torch import fx
 from fdp import pytree
 from fdp.errors import PurityError, TraceError, build_message
 from fdp.trace.effects import bound_arguments, effects_of, operator_name, storages, storages_of
-from fdp.trace.record import Input
 from fdp.trace.source import located
+from fdp.trace.trace import Input
 
 _aten = torch.ops.aten
 

@@ -16,7 +16,7 @@ from typing import Any
 from optree import PyTreeKind
 
 from fdp import pytree
-from fdp.labels import PerRank
+from fdp.state.labels import PerRank
 
 _PLAIN = (PyTreeKind.TUPLE, PyTreeKind.LIST, PyTreeKind.DICT, PyTreeKind.ORDEREDDICT, PyTreeKind.NAMEDTUPLE)
 """Containers whose type, length and keys decide on the structure. Others are taken apart in full."""

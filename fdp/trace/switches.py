@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.distributions import Distribution
 
-from fdp import torch_parts
-from fdp.dynamo import uncompiled
+from fdp.pytorch import parts
+from fdp.pytorch.dynamo import uncompiled
 
 TRACING = "tracing a step"
 """What cannot be done where a private part of torch is missing."""
@@ -27,7 +27,7 @@ def compiling() -> Iterator[None]:
     validates = Distribution._validate_args
     with torch.compiler._compile_session_context(), uncompiled():
         if not torch.compiler.is_compiling():
-            raise torch_parts.refusal(
+            raise parts.refusal(
                 TRACING, ["torch.compiler._compile_session_context does not set torch.compiler.is_compiling()"]
             )
         # Dynamo does so, too. The comparison at the first call runs with what the user has chosen.

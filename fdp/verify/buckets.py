@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fdp.plan.record import Bucket
+from fdp.plan.plan import Bucket
 
 _ALIGNMENT_BYTES = 64
 _HEADER_NUMEL = 64

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fdp.trace.capture import Geometry, capture_functional
-from fdp.trace.record import Trace
+from fdp.trace.trace import Trace
 from fdp.verify.higher import draws_in
 from fdp.verify.operators import operator_of
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from fdp.dispatch import TorchDispatchMode
+from fdp.pytorch.dispatch import TorchDispatchMode
 from fdp.trace.control import Repeated, choose
 from fdp.verify.failure import VerificationError
 from fdp.verify.higher import higher_order, operator_name, run_loop

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fdp.dispatch import TorchDispatchMode
+from fdp.pytorch.dispatch import TorchDispatchMode
 from fdp.verify.failure import VerificationError
 from fdp.verify.machine import Machine
 from fdp.verify.memory import Block, View, view_of

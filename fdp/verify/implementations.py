@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from fdp.dispatch import TorchDispatchMode
 from fdp.errors import build_message
-from fdp.trace.record import Loop, Trace
+from fdp.pytorch.dispatch import TorchDispatchMode
+from fdp.trace.trace import Loop, Trace
 from fdp.verify.decomposed import changed_by
 from fdp.verify.failure import VerificationError
 from fdp.verify.followed import Followed

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from fdp.errors import build_message
-from fdp.plan.record import Plan
-from fdp.trace.record import Trace
+from fdp.plan.plan import Plan
+from fdp.trace.trace import Trace
 from fdp.verify.decomposed import CHANGED, Decomposed, changed_by, decompose
 from fdp.verify.draws import drawn_as_said, drawn_in_trace, drawn_inside, functions_that_draw
 from fdp.verify.failure import VerificationError

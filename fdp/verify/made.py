@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from fdp.errors import build_message
-from fdp.plan.record import Bucket, Plan
+from fdp.plan.plan import Bucket, Plan
 from fdp.verify.buckets import parts_of
 from fdp.verify.failure import VerificationError
 from fdp.verify.program import Program
@@ -23,7 +23,7 @@ _Memory = tuple[int, int]
 
 
 class Buffer(Protocol):
-    """A bucket in memory, as far as it is looked at: see `fdp.emit.arena.Buffer`."""
+    """A bucket in memory, as far as it is looked at: see `fdp.runtime.arena.Buffer`."""
 
     @property
     def bucket(self) -> Bucket: ...

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from fdp.plan.record import Bucket, Plan, Start, Wait
-from fdp.trace.record import Trace
+from fdp.plan.plan import Bucket, Plan, Start, Wait
+from fdp.trace.trace import Trace
 from fdp.verify.buckets import parts_of
 from fdp.verify.extents import extent_of
 from fdp.verify.failure import VerificationError

@@ -9,8 +9,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from fdp.errors import build_message
-from fdp.plan.record import Plan
-from fdp.trace.record import Trace
+from fdp.plan.plan import Plan
+from fdp.trace.trace import Trace
 from fdp.verify.execution import Execution
 from fdp.verify.failure import VerificationError
 from fdp.verify.memory import Block, View, view_of

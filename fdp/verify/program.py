@@ -9,7 +9,7 @@ import torch
 
 
 class Place(Protocol):
-    """Where a tensor lies, as a program says it: see `fdp.emit.places.Place`."""
+    """Where a tensor lies, as a program says it: see `fdp.emit.memory.planning.Place`."""
 
     @property
     def memory(self) -> Any: ...
@@ -31,7 +31,7 @@ class Place(Protocol):
 
 
 class Layout(Protocol):
-    """Where pieces of memory lie, as a program says it: see `fdp.emit.layout.Layout`."""
+    """Where pieces of memory lie, as a program says it: see `fdp.emit.memory.layout.Layout`."""
 
     @property
     def offsets(self) -> Mapping[Any, int]: ...
@@ -41,7 +41,7 @@ class Layout(Protocol):
 
 
 class Program(Protocol):
-    """A program, as far as it is looked at: see `fdp.emit.program.Program`."""
+    """A program, as far as it is looked at: see `fdp.emit.codegen.program.Program`."""
 
     @property
     def source(self) -> str: ...

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp.trace.record import Trace
+from fdp.trace.trace import Trace
 from fdp.verify.extents import plain
 from fdp.verify.higher import higher_order, operator_name, run_loop
 from fdp.verify.machine import Machine, views_in

@@ -2,7 +2,7 @@
 
 To the proof of a program `start(k)` sends bucket k, and after `wait(k)` the result is in its place. What does that is
 carried out here: on tensors without values that lie as the buckets do, with ranks that note what they are asked for and
-say what each message leaves in memory. The ranks themselves (`fdp/group.py`) are trusted.
+say what each message leaves in memory. The ranks themselves (`fdp/distributed/group.py`) are trusted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from fdp.errors import build_message
-from fdp.plan.record import Bucket, Plan, Start, Wait
+from fdp.plan.plan import Bucket, Plan, Start, Wait
 from fdp.verify.buckets import Parts, parts_of
 from fdp.verify.failure import VerificationError
 from fdp.verify.followed import Followed
@@ -177,7 +177,7 @@ def _pieces(bucket: Bucket, parts: Parts) -> list[tuple[int, int]]:
 
 
 class _Ranks:
-    """Stands for `fdp.group.Group`: ranks that say what a message leaves in memory.
+    """Stands for `fdp.distributed.group.Group`: ranks that say what a message leaves in memory.
 
     A backend may read what it sends, and write to where results go, at any time from the start to the wait.
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from fdp.emit import bindings, verified
+from fdp.emit.codegen import bindings
+from fdp.runtime import verified
 
 
 @contextmanager

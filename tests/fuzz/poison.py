@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from fdp.emit.arena import ARENAS
+from fdp.runtime.arena import ARENAS
 
 _PERTURB = 0x80
 _M_PERTURB = -6

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from ranks import Ranks, RankTimeout
 
-from fdp.group import resolve_group
-from fdp.in_step import why_left_behind
+from fdp.distributed.desynchronised import why_left_behind
+from fdp.distributed.group import resolve_group
 from fuzz import poison
 from fuzz.execute import Report, run_programs
 from fuzz.program import Program

@@ -1,11 +1,11 @@
 """`Plan` -> one compiled program: forward, backward, messages and updates as a single graph, in the order of the plan.
 
-options; barriers -> graph -> passes -> inductor -> recording -> program; updates -> public, where another torch has
-another inductor; check, together
+options; barriers, draws -> graph -> passes -> inductor -> recording -> compiler; updates -> public, where another torch
+has another inductor
 """
 
+from fdp.emit.compiled.compiler import compile_program
 from fdp.emit.compiled.options import Options, resolve_options, unwrap_compiled
-from fdp.emit.compiled.program import compile_program
 from fdp.emit.compiled.recording import why_not_recorded
 
 __all__ = ["Options", "compile_program", "resolve_options", "unwrap_compiled", "why_not_recorded"]

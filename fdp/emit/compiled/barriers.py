@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fdp.trace.effects import FUSED_OPTIMIZERS
-from fdp.trace.rewinding import RESUME, REWIND, STATE, rewind
+from fdp.trace.rng_replay import RESUME, REWIND, STATE, rewind
 
 _aten = torch.ops.aten
 _library = torch.library.Library("fdp_compiled", "DEF")

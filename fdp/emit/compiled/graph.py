@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp.emit.accesses import Accesses
-from fdp.emit.calls import arguments_of, lane_count
+from fdp.emit.codegen.calls import arguments_of, lane_count
 from fdp.emit.compiled.barriers import FUSED, copy_into, loop, snapshot, start, wait
 from fdp.emit.compiled.drawing import draw, draw_of_nothing
 from fdp.emit.compiled.draws import Draw, described, draws, operands_of
-from fdp.emit.donation import Placement
-from fdp.emit.places import Place, is_scaled, slot_name
+from fdp.emit.memory.donation import Placement
+from fdp.emit.memory.liveness import Accesses
+from fdp.emit.memory.planning import Place, is_scaled, slot_name
 from fdp.errors import CompileError, FdpError, build_message, first_line
 from fdp.plan import Plan, Run, Start
 from fdp.trace import Geometry, capture_functional

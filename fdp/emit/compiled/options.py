@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from fdp.dynamo import taken_apart
 from fdp.emit.compiled.inductor import KEPT, modes, settings_now, type_of
 from fdp.errors import ArgumentError, build_message
-from fdp.torch_parts import require
+from fdp.pytorch.dynamo import taken_apart
+from fdp.pytorch.parts import require
 
 _NOT_FOR_STEPS: Mapping[str, str] = {
     "freezing": "it turns parameters into constants, and a step changes them",

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fdp.emit.compiled.barriers import DECLARED, copy_into, declare_effects, multiply_into, snapshot
-from fdp.emit.views import geometry
+from fdp.emit.memory.views import geometry
 from fdp.trace.effects import bound_arguments, storages_of
 
 _aten = torch.ops.aten

@@ -20,18 +20,18 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from fdp.dispatch import TorchDispatchMode
+from fdp.distributed.group import Group, registered_name, way_to_reduce
+from fdp.distributed.other_ranks import OtherRanks
+from fdp.emit.codegen.program import OwnMessages
 from fdp.emit.compiled.barriers import FUSED, copy_into, start, wait
 from fdp.emit.compiled.graph import result_name
 from fdp.emit.compiled.inductor import Lowered, lower_publicly
 from fdp.emit.compiled.options import Options
 from fdp.emit.compiled.updates import UPDATES
-from fdp.emit.places import is_scaled, slot_name
-from fdp.emit.program import OwnMessages
+from fdp.emit.memory.planning import is_scaled, slot_name
 from fdp.errors import CompileError, FdpError, build_message
-from fdp.group import Group, registered_name, way_to_reduce
-from fdp.other_ranks import OtherRanks
 from fdp.plan import Bucket, Plan
+from fdp.pytorch.dispatch import TorchDispatchMode
 from fdp.trace import Geometry, capture_functional
 
 VARIABLE = "FDP_PUBLIC_INDUCTOR"

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fdp.group import Group
+from fdp.distributed.group import Group
 from fdp.plan import Plan
 
 _WARM_UP = 2

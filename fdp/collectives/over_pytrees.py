@@ -1,0 +1,346 @@
+"""Collectives over pytrees: differentiable, recorded inside a step, run at once outside of one.
+
+Inside a step (a function under `fdp.data_parallel`) a collective becomes a node of the traced graph, which
+the planner puts into a bucket. Outside it talks to the other ranks of the default process group before it
+returns; with no process group it is the collective of a world of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fdp import pytree
+from fdp.collectives import markers
+from fdp.context.accumulating import refuse_deferred
+from fdp.context.axis import current_axis, inside_step
+from fdp.errors import ArgumentError, build_message
+from fdp.pytree import Tree
+from fdp.state.labels import PerRank, unlabelled
+
+_SUMMABLE = frozenset({
+    torch.float64, torch.float32, torch.float16, torch.bfloat16,
+    torch.int64, torch.int32, torch.int8, torch.uint8, torch.complex64, torch.complex128,
+})  # fmt: skip
+
+
+def _map_leaves(name: str, tree: Tree, fn: Callable[[torch.Tensor, str], torch.Tensor], op: str | None = None) -> Tree:
+    """Apply fn(tensor, label) to every leaf; a Python number becomes a tensor that may differ between ranks.
+
+    With an `op`, leaves of a dtype for which it has no meaning are refused, all of them in one error.
+    """
+    refuse_deferred(f"fdp.{name}")
+    leaves, spec = pytree.flatten(unlabelled(tree))  # what comes out is the same on every rank
+    given = []
+    for leaf, path in zip(leaves, pytree.names_in(spec, ""), strict=True):
+        label = f"{name}({path})" if path else name
+        if isinstance(leaf, bool) or not isinstance(leaf, (torch.Tensor, int, float, complex)):
+            raise ArgumentError(
+                build_message(
+                    f"fdp.{name} was given {type(leaf).__name__} at {path or 'its argument'}.",
+                    remedy="pass tensors or numbers; convert booleans with .int() and arrays with torch.as_tensor.",
+                )
+            )
+        if not isinstance(leaf, torch.Tensor):
+            leaf = markers.vary(torch.tensor(leaf), "number")
+        if leaf.layout != torch.strided:
+            raise ArgumentError(
+                build_message(
+                    f"fdp.{name} was given a sparse tensor ({leaf.layout}) at {path or 'its argument'}.",
+                    remedy="pass a dense tensor, for instance x.to_dense().",
+                )
+            )
+        given.append((leaf, label))
+    if op is not None:
+        _refuse_dtypes(op, given)
+    return pytree.unflatten(spec, [fn(leaf, label) for leaf, label in given])
+
+
+def _refuse_dtypes(op: str, given: Sequence[tuple[torch.Tensor, str]]) -> None:
+    """Refuse tensors of a dtype that cannot be combined so."""
+    undefined = [
+        f"{label}: a {op} over ranks is not defined for {x.dtype}."
+        for x, label in given
+        if x.dtype not in _SUMMABLE or (op in ("max", "min") and x.is_complex())
+    ]
+    whole = [
+        f"{label}: the mean of {x.dtype} over ranks is not an integer."
+        for x, label in given
+        if op == "mean" and x.dtype in _SUMMABLE and not (x.is_floating_point() or x.is_complex())
+    ]
+    for texts, remedy in (
+        (undefined, "convert the tensor first, for instance with .int() or .float()."),
+        (
+            whole,
+            "leave out what is equal on every rank already, such as the counters of BatchNorm; or convert with "
+            ".float(), or use fdp.psum, or fdp.pmax.",
+        ),
+    ):
+        if texts:
+            raise ArgumentError(build_message(texts[0], texts[1:], remedy))
+
+
+def _reduce(x: torch.Tensor, op: str, label: str) -> torch.Tensor:
+    axis = current_axis()
+    if x.is_complex():
+        pairs = markers.all_reduce(torch.view_as_real(x.resolve_conj()), op, axis.name, "value", label)
+        return torch.view_as_complex(pairs)
+    if op in ("max", "min") and x.is_floating_point():
+        # Backends compare with <, which loses a NaN of one rank or another: it travels beside.
+        lost = markers.all_reduce(x.detach().isnan().to(x.dtype), "max", axis.name, "value", label)
+        worst = -torch.inf if op == "max" else torch.inf
+        found = markers.all_reduce(x.masked_fill(x.detach().isnan(), worst), op, axis.name, "value", label)
+        return torch.where(lost > 0, torch.nan, found)
+    return markers.all_reduce(x, op, axis.name, "value", label)
+
+
+def psum(tree: Tree) -> Tree:
+    """Sum every leaf over the ranks.
+
+    Args:
+        tree: pytree of tensors of any shape (floating point, integer or complex) and numbers.
+
+    Returns:
+        The tree with each leaf replaced by its sum, equal on every rank. Differentiable: the transpose of
+        `psum` is `psum`.
+
+    Raises:
+        ArgumentError: a leaf is boolean, sparse, or no tensor.
+
+    Example:
+        >>> psum({"right": torch.tensor(3)})
+        {'right': tensor(3)}
+
+    References:
+        JAX, `jax.lax.psum`.
+    """
+    return _map_leaves("psum", tree, lambda x, label: _reduce(x, "sum", label), "sum")
+
+
+def pmean(tree: Tree, weight: torch.Tensor | float | None = None) -> Tree:
+    """Average every leaf over the ranks, exactly for uneven batches when given a weight.
+
+    Args:
+        tree: pytree of floating-point or complex tensors of any shape, and numbers.
+        weight: this rank's share, a scalar (a 0-dim tensor or a number), for instance the number of samples
+            of this rank's batch; None weighs all ranks alike. A rank whose weight is zero contributes nothing,
+            also where its leaf is infinite or NaN. If it is zero on every rank the result is NaN.
+
+    Returns:
+        The tree with each leaf replaced by `sum(weight * leaf) / sum(weight)` over ranks, equal on every
+        rank. Differentiable in the tree and in the weight: the transpose of `pmean` is `pmean`.
+
+    Raises:
+        ArgumentError: a leaf is an integer tensor, boolean, sparse, or no tensor; the weight is no scalar.
+
+    Example:
+        >>> pmean({"loss": torch.tensor(0.5)}, weight=32)
+        {'loss': tensor(0.5000)}
+
+    References:
+        JAX, `jax.lax.pmean`.
+    """
+    if weight is None:
+        return _map_leaves("pmean", tree, lambda x, label: _reduce(x, "mean", label), "mean")
+    if isinstance(weight, bool) or not isinstance(weight, (torch.Tensor, int, float)):
+        raise ArgumentError(
+            build_message(
+                f"fdp.pmean was given a weight of type {type(weight).__name__}.",
+                remedy="pass one real scalar a rank, for instance the number of samples in its batch.",
+            )
+        )
+    if not isinstance(weight, torch.Tensor):
+        # A number here is usually the length of this rank's batch: it may differ between ranks.
+        share: torch.Tensor = markers.vary(torch.tensor(float(weight), dtype=torch.float64), "number")
+    else:
+        share = weight
+    if share.dim() != 0 or share.is_complex():
+        raise ArgumentError(
+            build_message(
+                f"fdp.pmean was given a weight of shape {tuple(share.shape)} and {share.dtype}.",
+                remedy="pass one real scalar a rank, for instance the number of samples in its batch.",
+            )
+        )
+    share = share.double()
+    total = _reduce(share, "sum", "pmean(weight)")
+
+    def weighted(x: torch.Tensor, label: str) -> torch.Tensor:
+        if x.dtype in (torch.float16, torch.bfloat16):
+            # A weight such as 100,000 tokens does not fit into sixteen bits, nor does 257 exactly.
+            return weighted(x.float(), label).to(x.dtype)
+        real = x.real.dtype if x.is_complex() else x.dtype
+        local = share.to(device=x.device, dtype=real)
+        if isinstance(weight, torch.Tensor) or weight == 0:
+            # What does not count may be anything, such as the mean of no samples, and 0 * NaN is NaN. Finite values
+            # stay, for the sake of the derivative with respect to the weight.
+            x = x.masked_fill((local == 0) & ~x.detach().isfinite(), 0)
+        # Dividing first would need the total before anything is sent: one round trip more.
+        scaled = x * local
+        return _reduce(scaled, "sum", label) / total.to(device=x.device, dtype=real)
+
+    return _map_leaves("pmean", tree, weighted, "mean")
+
+
+def pmax(tree: Tree) -> Tree:
+    """Take the maximum of every leaf over the ranks, element by element.
+
+    Args:
+        tree: pytree of real tensors and numbers.
+
+    Returns:
+        The tree of maxima, equal on every rank. Not differentiable.
+
+    Raises:
+        ArgumentError: a leaf is boolean, complex, sparse, or no tensor.
+
+    Example:
+        >>> pmax(torch.tensor([1.0, 2.0]))
+        tensor([1., 2.])
+    """
+    return _map_leaves("pmax", tree, lambda x, label: _reduce(x, "max", label), "max")
+
+
+def pmin(tree: Tree) -> Tree:
+    """Take the minimum of every leaf over the ranks, element by element.
+
+    Args:
+        tree: pytree of real tensors and numbers.
+
+    Returns:
+        The tree of minima, equal on every rank. Not differentiable.
+
+    Raises:
+        ArgumentError: a leaf is boolean, complex, sparse, or no tensor.
+
+    Example:
+        >>> pmin(torch.tensor([1.0, 2.0]))
+        tensor([1., 2.])
+    """
+    return _map_leaves("pmin", tree, lambda x, label: _reduce(x, "min", label), "min")
+
+
+def all_gather(tree: Tree) -> Tree:
+    """Stack every rank's leaf along a new first dimension.
+
+    Args:
+        tree: pytree of tensors (the same shape on every rank) and numbers.
+
+    Returns:
+        The tree with each leaf of shape [*s] replaced by one of shape [ranks, *s], equal on every rank.
+        Differentiable: the transpose sums what all ranks send back to this one.
+
+    Raises:
+        ArgumentError: a leaf is sparse, or no tensor.
+
+    Example:
+        >>> all_gather(torch.tensor([1.0, 2.0]))
+        tensor([[1., 2.]])
+
+    References:
+        JAX, `jax.lax.all_gather`.
+    """
+    axis = current_axis()
+    return _map_leaves("all_gather", tree, lambda x, label: markers.all_gather(x, axis.size, axis.name, label))
+
+
+def broadcast(tree: Tree, root: int = 0) -> Tree:
+    """Give every rank the leaves of one.
+
+    Args:
+        tree: pytree of tensors (the same shapes and dtypes on every rank) and numbers.
+        root: the rank whose values are taken.
+
+    Returns:
+        The root's tree, equal on every rank. Differentiable: the root receives the sum of what all ranks
+        send back, the others zero.
+
+    Raises:
+        ArgumentError: there is no such rank; a leaf is sparse, or no tensor.
+
+    Example:
+        >>> broadcast(torch.tensor([1.0, 2.0]), root=0)
+        tensor([1., 2.])
+    """
+    axis = current_axis()
+    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < axis.size:
+        raise ArgumentError(
+            build_message(
+                f"fdp.broadcast was given root={root} in a world of {axis.size}.",
+                remedy=f"pass a rank from 0 to {axis.size - 1}.",
+            )
+        )
+    return _map_leaves("broadcast", tree, lambda x, label: markers.broadcast(x, root, axis.name, label))
+
+
+def axis_index() -> torch.Tensor:
+    """This process's rank, as a value of the step that differs from rank to rank.
+
+    Returns:
+        A 0-dim int64 tensor on the CPU. It is a tensor so that the trace is the same on every rank.
+
+    Example:
+        >>> axis_index()
+        tensor(0)
+    """
+    out: torch.Tensor = torch.ops.fdp.axis_index.default(torch.empty(()), current_axis().name)
+    return out
+
+
+def axis_size() -> int:
+    """The number of ranks that the running step, or the default process group, has.
+
+    Example:
+        >>> axis_size()
+        1
+    """
+    return current_axis().size
+
+
+def per_rank(tree: Tree) -> Tree:
+    """Say that tensors are each rank's own: inside of a step of its results, outside of one of leaves of a state.
+
+    Inside, it declares outputs that are meant to differ from rank to rank: metrics and the like, which may not go in
+    again as replicated state. Outside, it labels each leaf: what carries on from call to call and is each rank's own
+    (the error of compressed gradients, a local model). A step sees the tensor of a labelled leaf in its place, and it
+    varies; what the step returns there, under the same key path, comes out labelled, whether or not it was declared.
+
+    Args:
+        tree: pytree of tensors of any shape and dtype, and numbers, which become tensors. Inside: part of what the step
+            returns, as it is returned. Outside: a state, or part of one; None and empty containers stay as they are,
+            and so do leaves that are labelled already.
+
+    Returns:
+        Inside, the same values. Outside, the tree with a `PerRank` leaf around each tensor, which is not copied.
+
+    Raises:
+        ArgumentError: a leaf is neither a tensor nor a number.
+
+    Example:
+        >>> state = {"w": torch.zeros(2), "seen": per_rank(torch.tensor(0))}
+        >>> state
+        {'w': tensor([0., 0.]), 'seen': PerRank(tensor(0))}
+        >>> import fdp
+        >>> @fdp.data_parallel(donate_argnums=0)
+        ... def step(state, batch):
+        ...     return {"w": state["w"] + fdp.pmean(batch.mean(0)), "seen": state["seen"] + len(batch)}
+        >>> step(state, torch.ones(4, 2))
+        {'w': tensor([1., 1.]), 'seen': PerRank(tensor(4))}
+    """
+    inside = inside_step()
+
+    def declare(x: Any, path: str) -> Any:
+        if isinstance(x, (bool, int, float, complex)):
+            x = torch.tensor(x)
+        if not isinstance(x, torch.Tensor):
+            raise ArgumentError(
+                build_message(
+                    f"fdp.per_rank was given {type(x).__name__}{f' at {path}' if path else ''}.",
+                    remedy="pass tensors, or convert them first.",
+                )
+            )
+        return markers.vary(x, "per_rank") if inside else PerRank(x)
+
+    leaves, spec = pytree.flatten(unlabelled(tree))
+    return pytree.unflatten(spec, map(declare, leaves, pytree.names_in(spec, "")))

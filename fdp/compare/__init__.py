@@ -1,0 +1,25 @@
+"""Is what was made for a step what the step computes? Compared before a signature first runs, and now and then later.
+
+copies, leaves, restored -> side_by_side; replay, lockstep, rounding: why results differ; op_by_op, compiled; recheck;
+strides: of steps that are not compared
+"""
+
+from fdp.compare.compiled import check_again, check_compiled
+from fdp.compare.copies import copy_of, give_back_memory
+from fdp.compare.fits_in_memory import if_memory_allows
+from fdp.compare.op_by_op import check_emitted
+from fdp.compare.recheck import Again
+from fdp.compare.restored import undisturbed
+from fdp.compare.strides import check_lies
+
+__all__ = [
+    "Again",
+    "check_again",
+    "check_compiled",
+    "check_emitted",
+    "check_lies",
+    "copy_of",
+    "give_back_memory",
+    "if_memory_allows",
+    "undisturbed",
+]

@@ -1,0 +1,144 @@
+"""The check of a program that runs operator by operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fdp.compare.copies import give_back_memory
+from fdp.compare.leaves import Difference, same_bits
+from fdp.compare.lockstep import in_order_of_plan, unlike_graph
+from fdp.compare.refusals import wrong_program, wrong_trace
+from fdp.compare.restored import closed_over_unchanged, undisturbed
+from fdp.compare.rounding import Excuses, replay
+from fdp.compare.side_by_side import Case, On, SideBySide, positions_of
+from fdp.runtime.emitted import Emitted
+from fdp.trace import Flat, Roles, recording, without_onednn
+
+
+def check_emitted(
+    emitted: Emitted,
+    step: Callable[..., Any],
+    flat: Flat,
+    roles: Roles,
+    on: On = "both",
+    finite: Sequence[bool] = (),
+) -> list[bool]:
+    """Run a step and what was emitted for it side by side.
+
+    Where results differ by more than they may, the reason is looked for: the trace may be wrong, the program may be
+    wrong, or rounding was amplified, which is no mistake.
+
+    Args:
+        emitted: the emitted step.
+        step: the user's function.
+        flat: the arguments of a call; they are not changed.
+        roles: what each argument is.
+        on: which inputs.
+        finite: what an earlier comparison returned, if this one is on perturbed inputs alone.
+
+    Returns:
+        For each leaf of the results, whether it was finite on the inputs of a call.
+
+    Raises:
+        TraceError: names each output that differs, and by how much; or each operator; or each input that was changed.
+        PurityError: the step changes tensors that it closes over.
+    """
+
+    def explain(offenders: list[Difference], case: Case) -> None:
+        check_graph(emitted, offenders, case)
+        _check_order(emitted, offenders, case)
+        _check_operators(emitted, offenders, case)
+
+    give_back_memory()
+    with closed_over_unchanged(emitted), recording():
+        known = SideBySide(emitted, step, flat, roles, explain).run(on, finite)
+    give_back_memory()
+    return known
+
+
+def check_graph(emitted: Emitted, offenders: Sequence[Difference], case: Case) -> None:
+    """Judge the trace by results that differ: does its graph compute them as the step does?
+
+    The same operators on the same values, one after the other, make the same bits. Only kernels that do not repeat
+    themselves may differ, as those of an accelerator: by as much as rounding can do.
+
+    Raises:
+        TraceError: it does not.
+    """
+    if not all(isinstance(each, torch.Tensor) for o in offenders for each in (o.found, o.expected)):
+        # A Python value that is another one: no rounding makes it so.
+        raise wrong_trace(emitted.plan.trace.name, [offender.text for offender in offenders])
+    positions = dict(zip((offender.index for offender in offenders), positions_of(emitted, offenders), strict=True))
+    exact = replay(emitted, case.inputs(), case.others)
+    unlike = [offender for offender in offenders if not same_bits(exact[positions[offender.index]], offender.expected)]
+    del exact
+    if not unlike:
+        return
+    # A trace has no kernels of oneDNN that are for several operators at once: of a recurrent layer, for one.
+    with without_onednn():
+        runs = [_some(case.by_itself(), unlike) for _ in range(2)]
+        exact = replay(emitted, case.inputs(), case.others)
+        exact = [exact[positions[offender.index]] for offender in unlike]
+    alike = [same_bits(*pair) for pair in zip(exact, runs[0], strict=True)]
+    if all(alike):
+        return
+    wrong = [offender for offender, same in zip(unlike, alike, strict=True) if not same]
+    if not all(same_bits(*pair) for pair in zip(*runs, strict=True)):
+        excuses = Excuses(emitted, case.inputs, case.others, [positions[offender.index] for offender in wrong], True)
+        wrong = [offender for offender in wrong if not excuses.excused(positions[offender.index], offender.expected)]
+    if wrong:
+        raise wrong_trace(emitted.plan.trace.name, [offender.text for offender in wrong])
+
+
+def _check_operators(emitted: Emitted, offenders: Sequence[Difference], case: Case) -> None:
+    """Judge the program by its operators, each on the inputs that it had; and by whether that was the same program.
+
+    Raises:
+        TraceError: one computes something else; or the results are others when the program runs again.
+    """
+    with undisturbed(emitted):
+        operators, found = unlike_graph(emitted, case.inputs(), case.others)
+    if operators:
+        raise wrong_program(emitted.plan.trace.name, operators)
+    pairs = list(zip(offenders, positions_of(emitted, offenders), strict=True))
+    unlike = [(offender, at) for offender, at in pairs if not same_bits(offender.found, found[at])]
+    if unlike:
+        excuses = Excuses(emitted, case.inputs, case.others, [at for _, at in unlike], alike=True)
+        wrong = [offender.text for offender, at in unlike if not excuses.excused(at, offender.found)]
+        if wrong:
+            raise wrong_program(emitted.plan.trace.name, wrong)
+
+
+def _check_order(emitted: Emitted, offenders: Sequence[Difference], case: Case) -> None:
+    """Judge the order of the plan by results that differ: does it make the same bits as the order of the graph?
+
+    Raises:
+        TraceError: it does not.
+    """
+    positions = positions_of(emitted, offenders)
+    in_order = in_order_of_plan(emitted, case.inputs(), case.others)
+    planned = [in_order[at] for at in positions]
+    del in_order
+    runs = []
+    for _ in range(2):
+        exact = replay(emitted, case.inputs(), case.others)
+        runs.append([exact[at] for at in positions])
+        del exact
+        if all(same_bits(*pair) for pair in zip(planned, runs[0], strict=True)):
+            return
+    unlike = [at for at, one, two in zip(positions, planned, runs[0], strict=True) if not same_bits(one, two)]
+    if not all(same_bits(*pair) for pair in zip(*runs, strict=True)):
+        excuses = Excuses(emitted, case.inputs, case.others, unlike, alike=True)
+        unlike = [at for at in unlike if not excuses.excused(at, planned[positions.index(at)])]
+    if unlike:
+        wrong = [
+            f"{o.text}, in the order of the plan" for o, at in zip(offenders, positions, strict=True) if at in unlike
+        ]
+        raise wrong_program(emitted.plan.trace.name, wrong)
+
+
+def _some(leaves: list[Any], offenders: Sequence[Difference]) -> list[Any]:
+    return [leaves[offender.index] for offender in offenders]

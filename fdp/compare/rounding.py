@@ -1,0 +1,152 @@
+"""How much rounding can do to each element of a result, whatever amplifies it: measured, not assumed.
+
+Compiled arithmetic is fused, so there is no operator whose inputs could be given to another one. In its place the graph
+runs several times, operator by operator, and every operator's results are changed in their last places, at random. What
+comes out differs by what rounding does: by a unit in the last place mostly, by a whole step of Adam where a gradient is
+zero but for rounding. An element may differ by so much, and no other by more on its account.
+
+References: Parker, Monte Carlo Arithmetic (UCLA CSD-970002, 1997); Vignes, A stochastic arithmetic for reliable
+scientific computation (Mathematics and Computers in Simulation 1993).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fdp.compare.replay import Lookup, Replay, makes_values, tensors_in
+from fdp.compare.restored import undisturbed
+from fdp.compare.ulps import change_last_places_
+from fdp.context.ambient import plain_surroundings
+from fdp.distributed.other_ranks import OtherRanks
+from fdp.runtime.emitted import Emitted
+from fdp.trace.effects import effects_of
+
+_RUNS = 8
+"""An element that rounding turns (a comparison, a cast) is turned in about half of the runs."""
+
+_LAST_PLACES = {torch.float64: 8.0, torch.float32: 8.0, torch.complex128: 8.0, torch.complex64: 8.0}
+_LAST_PLACES_NARROW = 2.0
+_TIMES, _TIMES_ALIKE = 16.0, 2.0
+"""An element may differ by so many times what it does in these runs: fused arithmetic rounds in other places, and long
+sums round more often. The same kernels, which only do not repeat themselves, differ by less."""
+
+_OF_OTHERS = 0.5
+"""An element that was turned in no run may differ by this share of what others do: by less than one of their steps."""
+
+
+def replay(
+    emitted: Emitted,
+    inputs: Sequence[torch.Tensor],
+    others: OtherRanks,
+    seed: int | None = None,
+) -> list[torch.Tensor]:
+    """Run the graph of a step by itself, with the random numbers that the step draws.
+
+    Args:
+        emitted: the step.
+        inputs: of it; they may be changed.
+        others: what this rank takes the other ranks to hold.
+        seed: where there is one, results are changed in their last places.
+
+    Returns:
+        The tensors among its results.
+    """
+    after = None if seed is None else _Changing(seed)
+    with undisturbed(emitted), plain_surroundings():
+        if after is not None:
+            inputs = [after.change(tensor) for tensor in inputs]
+        return Replay(emitted.plan.trace.graph, inputs, others, after).run()
+
+
+class Excuses:
+    """What rounding can do to some results of a step.
+
+    Args:
+        emitted: the step.
+        inputs: makes copies of its inputs.
+        others: what this rank takes the other ranks to hold.
+        positions: which of the tensors among its results are asked for.
+        alike: whether what is to be excused ran on the same kernels.
+    """
+
+    def __init__(
+        self,
+        emitted: Emitted,
+        inputs: Callable[[], list[torch.Tensor]],
+        others: OtherRanks,
+        positions: Sequence[int],
+        alike: bool = False,
+    ) -> None:
+        self._times = _TIMES_ALIKE if alike else _TIMES
+        whole = replay(emitted, inputs(), others)
+        self.exact = {at: whole[at] for at in positions}
+        self._bars = {at: torch.zeros(value.shape, dtype=torch.float64) for at, value in self.exact.items()}
+        del whole
+        for seed in range(_RUNS):
+            run = replay(emitted, inputs(), others, seed)
+            for at, bar in self._bars.items():
+                torch.maximum(bar, _away(run[at], self.exact[at]), out=bar)
+            del run
+
+    def excused(self, at: int, found: Any) -> bool:
+        """Whether a result differs from the graph's by no more than rounding can make of it."""
+        exact = self.exact[at]
+        if not isinstance(found, torch.Tensor) or (found.shape, found.dtype) != (exact.shape, exact.dtype):
+            return False
+        if not found.numel():
+            return True
+        bar = self._bars[at]
+        away = _away(found, exact)
+        if not (exact.is_floating_point() or exact.is_complex()):
+            return bool((away <= bar).all())
+        known = bar[bar.isfinite()]
+        usual = float(known.square().mean().sqrt()) if known.numel() else 0.0
+        size = _wide(exact).abs().nan_to_num(0, 0, 0)
+        floor = _TIMES * torch.finfo(exact.dtype).eps * (size + float(size.max()) / 16)
+        return bool((away <= self._times * bar + _OF_OTHERS * usual + floor).all())
+
+
+class _Changing:
+    """Changes results in their last places.
+
+    Args:
+        seed: of the random numbers.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __call__(self, node: fx.Node, value_of: Lookup, result: Any) -> None:
+        """After each operator: what it returned, or what it changed."""
+        written = effects_of(node).writes
+        if written:
+            for argument in written:
+                self.change(value_of(argument))
+        elif makes_values(node):
+            for tensor in tensors_in(result):
+                self.change(tensor)
+
+    def change(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Change a tensor in place."""
+        generator = self._generators.get(tensor.device)
+        if generator is None:
+            generator = self._generators[tensor.device] = torch.Generator(tensor.device).manual_seed(self._seed)
+        return change_last_places_(tensor, _LAST_PLACES.get(tensor.dtype, _LAST_PLACES_NARROW), generator)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().resolve_conj().cpu()
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _away(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+    """By how much each element differs; infinite where one is finite and the other is not, or another NaN."""
+    a, b = _wide(one), _wide(two)
+    away = (a - b).abs()
+    same = (a == b) | ((a != a) & (b != b))
+    return torch.where(same, 0.0, away.nan_to_num(torch.inf))

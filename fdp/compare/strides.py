@@ -1,0 +1,88 @@
+"""Whether values that numbers are drawn for lie in memory as the trace says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import fx
+
+from fdp.compare.copies import copy_of, give_back_memory
+from fdp.compare.replay import Lookup, Replay, tensors_in
+from fdp.compare.restored import closed_over_unchanged, undisturbed
+from fdp.context.ambient import plain_surroundings
+from fdp.distributed.other_ranks import OtherRanks
+from fdp.errors import TraceError, build_message
+from fdp.runtime.emitted import Emitted
+from fdp.trace import unsure_for_draws
+from fdp.trace.source import located
+
+
+class _AllSeen(Exception):
+    """Nothing that runs later matters."""
+
+
+def check_lies(emitted: Emitted, tensors: Sequence[torch.Tensor]) -> None:
+    """Look how values lie for which numbers are drawn, where the trace cannot be sure of it.
+
+    The comparison with the step sees it as well: other numbers are drawn. This is for steps that are not compared. The
+    graph of the trace runs once, on copies, as far as needed.
+
+    Args:
+        emitted: the emitted step.
+        tensors: those of a call; they are not changed.
+
+    Raises:
+        TraceError: names each value that lies otherwise, and the line.
+    """
+    left = unsure_for_draws(emitted.plan.trace)
+    if not left:
+        return
+    otherwise: dict[fx.Node, str] = {}
+    offenders: list[str] = []
+
+    def look(node: fx.Node, value_of: Lookup, result: Any) -> None:
+        for found, said in zip(tensors_in(result), tensors_in(node.meta.get("val")), strict=False):
+            if _order(found) != _order(said):
+                otherwise[node] = f"{located(node)}: strides {list(found.stride())}, not {list(said.stride())}"
+        if node in left:
+            left.discard(node)
+            if node in otherwise:
+                first = next(each for each in otherwise if each is node or _leads_to(each, node))
+                offenders.append(otherwise[first])
+        if not left:
+            raise _AllSeen
+
+    give_back_memory()
+    others = OtherRanks(emitted.group.size, emitted.group.rank, "equal")
+    with closed_over_unchanged(emitted), undisturbed(emitted), plain_surroundings(), suppress(_AllSeen):
+        Replay(emitted.plan.trace.graph, [copy_of(x) for x in tensors], others, look, looks_inside=True).run()
+    give_back_memory()
+    if offenders:
+        raise TraceError(
+            build_message(
+                f"step {emitted.plan.trace.name!r} draws random numbers for values that lie in memory in another order "
+                "than torch says ahead: for other elements than the step itself.",
+                list(dict.fromkeys(offenders)),
+                remedy="call .contiguous() on what is given to dropout, or to whatever else draws.",
+            )
+        )
+
+
+def _leads_to(one: fx.Node, two: fx.Node) -> bool:
+    """Whether a value is made of another one."""
+    seen: set[fx.Node] = set()
+    reached = [two]
+    while reached:
+        node = reached.pop()
+        if node is one:
+            return True
+        reached += [each for each in node.all_input_nodes if each not in seen]
+        seen.update(node.all_input_nodes)
+    return False
+
+
+def _order(tensor: torch.Tensor) -> list[int]:
+    return [step for number, step in zip(tensor.shape, tensor.stride(), strict=True) if number != 1 and tensor.numel()]

@@ -1,0 +1,47 @@
+"""What besides its arguments decides how a step runs: settings of the thread, and how the process was launched."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import torch
+
+from fdp.distributed.group import Group
+
+
+def warn_if_alone_by_mistake(group: Group) -> None:
+    """Say so if ranks were launched, and this one knows nothing of the others."""
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if group.reference is None and launched not in ("", "1"):
+        warnings.warn(
+            f"fdp: {launched} ranks were launched (WORLD_SIZE), but torch.distributed is not initialised: this process "
+            "trains alone. Call torch.distributed.init_process_group() first.",
+            stacklevel=7,
+        )
+
+
+def surroundings() -> Any:
+    """What besides its arguments decides what a step traces to: autocast around the call, and the default dtype."""
+    if not torch._C._is_any_autocast_enabled():  # private to torch: one call that asks for all devices
+        return torch.get_default_dtype()
+    kinds = [device for device in ("cpu", "cuda", "xpu") if torch.is_autocast_enabled(device)]
+    return torch.get_default_dtype(), tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
+
+
+def plain_surroundings() -> Any:
+    """Casts are part of the program already: autocast around the call must not add to them. Results are tensors that
+    autograd may use later: inference mode around the call must not mark them."""
+    inference = torch.is_inference_mode_enabled()
+    # Private to torch. Relied on: it is true if autocast is enabled for any device, in one call for all of them.
+    if not inference and not torch._C._is_any_autocast_enabled():
+        return nullcontext()
+    stack = ExitStack()
+    if inference:
+        stack.enter_context(torch.inference_mode(False))
+    for device in ("cpu", "cuda", "xpu"):
+        if torch.is_autocast_enabled(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
+    return stack

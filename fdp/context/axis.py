@@ -1,0 +1,97 @@
+"""The ranks that the code now running belongs to: a step's group inside a step, the default group elsewhere.
+
+Marker operators carry the axis by name, so that a backward pass on another thread needs no Python context.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from fdp.distributed.desynchronised import refuse_left_behind
+from fdp.distributed.group import Group, resolve_group
+from fdp.distributed.other_ranks import OtherRanks
+from fdp.distributed.wire import Wire
+from fdp.errors import FdpError, build_message
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A line of ranks.
+
+    Attributes:
+        name: "traced" while a step is being traced (its collectives are recorded and never run),
+            that of an `OtherRanks` while a step runs on this rank alone (as in a comparison), else "eager".
+        size: number of ranks.
+        rank: this process's rank.
+        group: the group that an "eager" axis talks to.
+        wire: how gradients travel; None if they do as they are.
+    """
+
+    name: str
+    size: int
+    rank: int
+    group: Group
+    wire: Wire | None = None
+
+
+_local = threading.local()
+
+
+def current_axis() -> Axis:
+    """The axis of the innermost step that this thread is tracing, or the default group."""
+    stack = getattr(_local, "stack", None)
+    if stack:
+        axis: Axis = stack[-1]
+        return axis
+    group = resolve_group(None)
+    return Axis("eager", group.size, group.rank, group)
+
+
+def ranks_for(collective: str) -> Group:
+    """The ranks that a collective outside of a step talks to.
+
+    Raises:
+        PeerError: this rank is no longer in step with them.
+    """
+    group = current_axis().group
+    refuse_left_behind(group, f"fdp.{collective}")
+    return group
+
+
+def inside_step() -> bool:
+    """Whether this thread is tracing a step, or running one beside its trace."""
+    return bool(getattr(_local, "stack", None))
+
+
+def refuse_inside(name: str) -> None:
+    """Refuse a call that only makes sense between steps."""
+    if inside_step():
+        raise FdpError(
+            build_message(
+                f"fdp.{name} was called inside a step.",
+                remedy="call it outside; inside a step use fdp.broadcast, or return the value and compare it outside.",
+            )
+        )
+
+
+@contextmanager
+def step_axis(name: str, group: Group, wire: Wire | None = None) -> Iterator[None]:
+    """Make collectives on this thread belong to a step on `group`.
+
+    Args:
+        name: "traced", to have them recorded; "different ranks" or "equal ranks", to have them computed on this rank
+            alone, which takes the others to hold something else, or the same (see `OtherRanks`).
+        group: the ranks.
+        wire: how gradients travel.
+    """
+    if name != "traced":
+        name = OtherRanks(group.size, group.rank, "equal" if name == "equal ranks" else "different").axis_name
+    stack = _local.__dict__.setdefault("stack", [])
+    stack.append(Axis(name, group.size, group.rank, group, wire))
+    try:
+        yield
+    finally:
+        stack.pop()

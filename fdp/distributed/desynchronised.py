@@ -1,0 +1,101 @@
+"""Whether ranks are still in step with each other: who has left the others, and one step at a time on a group."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from fdp.distributed.group import Group
+from fdp.errors import PeerError, build_message
+
+_left_behind: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+
+
+def leave_behind(group: Group, why: str) -> None:
+    """Note that this rank left a step in the middle: the others are in it still, so no message can be paired."""
+    if group.process_group is not None:
+        _left_behind.setdefault(group.process_group, why)
+
+
+_doubts: weakref.WeakKeyDictionary[dist.ProcessGroup, Callable[[], str | None]] = weakref.WeakKeyDictionary()
+
+
+def doubt(group: Group, find_out: Callable[[], str | None]) -> None:
+    """Note that this rank may have left the others; before it talks to them again, `find_out` says why it has, or None.
+
+    What finds out may wait for the others. To wait at once is not possible in a generator that is closed, nor good
+    for a process that is on its way out.
+    """
+    if group.process_group is not None:
+        _doubts[group.process_group] = find_out
+
+
+def why_left_behind(group: Group) -> str | None:
+    """Why this rank is no longer in step with the others of a group; None if it is."""
+    if group.process_group is None:
+        return None
+    find_out = _doubts.pop(group.process_group, None)
+    if find_out is not None and (why := find_out()) is not None:
+        leave_behind(group, why)
+    return _left_behind.get(group.process_group)
+
+
+def refuse_left_behind(group: Group, what: str) -> None:
+    """Refuse to send a message that would meet another one.
+
+    Args:
+        group: the ranks.
+        what: who is about to talk to them.
+
+    Raises:
+        PeerError: this rank is no longer in step with the others.
+    """
+    if (why := why_left_behind(group)) is not None:
+        raise PeerError(
+            build_message(
+                f"{what} was called on a process group whose ranks are no longer in step.",
+                [why],
+                remedy="let the error end this process; the other ranks wait in what was left. Start the job again "
+                "from its last checkpoint.",
+            )
+        )
+
+
+_busy: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[threading.Lock, list[str]]] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def alone_on(group: Group, name: str) -> Iterator[None]:
+    """Run step `name` as the only one on its group: messages carry no name, ranks pair them by their order.
+
+    Raises:
+        PeerError: another step, or another call of this one, is running on the group. The other ranks may have run the
+            two one after the other, so this rank counts as left behind.
+    """
+    process_group = group.process_group
+    if process_group is None or group.size == 1:
+        yield
+        return
+    lock, running = _busy.get(process_group) or _busy.setdefault(process_group, (threading.Lock(), []))
+    if not lock.acquire(blocking=False):
+        other = next(iter(running), name)
+        leave_behind(group, f"step {name!r} was called while step {other!r} was running")
+        raise PeerError(
+            build_message(
+                f"step {name!r} was called on rank {group.rank} while step {other!r} was running on the same process "
+                "group.",
+                ["from another thread, or from inside of that run", "ranks pair their messages by their order alone"],
+                remedy="let one thread call all steps of a group, one after the other; or make a group for each "
+                "thread with torch.distributed.new_group. Start the job again from its last checkpoint.",
+            )
+        )
+    running.append(name)
+    try:
+        yield
+    finally:
+        running.clear()
+        lock.release()

@@ -1,0 +1,163 @@
+"""Ranks tell each other something through the rendezvous store: without a collective, and within a time limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from fdp.distributed.group import Group
+from fdp.errors import AgreementError, PeerError, build_message
+
+
+def timeout_s() -> float:
+    """Seconds that ranks wait for each other where they compare something: FDP_AGREE_TIMEOUT_S, or 300."""
+    return float(os.environ.get("FDP_AGREE_TIMEOUT_S", 300.0))
+
+
+def next_turn(group: Group) -> str:
+    """A key for the next exchange: ranks that have exchanged equally often get the same one."""
+    if group.process_group is None:
+        return "one"
+    # Counted in the store, so that a group made anew with a new store begins anew.
+    turn = group.store().add(f"fdp/turn/{group.name}/{group.rank}", 1)
+    return f"fdp/exchange/{group.name}/{turn}"
+
+
+def exchange(group: Group, key: str, payload: bytes, timeout_s: float | None) -> list[bytes | None]:
+    """Give every rank every other rank's bytes through the store, without a collective.
+
+    Args:
+        group: the ranks.
+        key: the same on all ranks and never used before.
+        payload: this rank's bytes.
+        timeout_s: seconds to wait for the others, together; None to leave the payload and not wait.
+
+    Returns:
+        One entry a rank; None for a rank that did not come in time.
+    """
+    if group.process_group is None or timeout_s is None:
+        if group.process_group is not None:
+            group.store().set(f"{key}/{group.rank}", payload)
+        return [payload]
+    store = group.store()
+    store.set(f"{key}/{group.rank}", payload)
+    names = [f"{key}/{rank}" for rank in range(group.size)]
+    if not wait_for_keys(store, names, timeout_s):
+        return [store.get(name) if store.check([name]) else None for name in names]
+    return [store.get(name) for name in names]
+
+
+def wait_for_keys(store: Any, names: Sequence[str], timeout_s: float) -> bool:
+    """Wait until all of some keys are in a store; whether they came in time.
+
+    By asking again and again: `store.wait` would keep other threads from the store of the process meanwhile, and they
+    may be what other ranks are waiting for.
+    """
+    end, pause_s = time.monotonic() + timeout_s, 0.001
+    while not store.check(list(names)):
+        if time.monotonic() >= end:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)
+    return True
+
+
+def all_say(group: Group, yes: bool, timeout_s: float = 300.0) -> bool:
+    """Ask all ranks of a group for a yes or no, through the store; whether all said yes, in time."""
+    if group.process_group is None or group.size == 1:
+        return yes
+    return exchange(group, next_turn(group), b"yes" if yes else b"no", timeout_s) == [b"yes"] * group.size
+
+
+def announce_failure(group: Group, error: Exception) -> None:
+    """Tell ranks that may be waiting that this one has no plan to compare; never raises and never waits."""
+    text = f"{type(error).__name__}: {error}"
+    try:
+        turn = next_turn(group)
+        exchange(group, turn, json.dumps({"failed": text}).encode(), timeout_s=None)
+    except Exception:  # the error that is being announced is the one to report
+        return
+
+
+def come_together(group: Group, subject: str, news: str) -> None:
+    """Wait until all ranks are about to do the same thing, before messages are sent that only belong to it.
+
+    Args:
+        group: the ranks.
+        subject: what it is about, the same on every rank, such as "step 'train'".
+        news: what is to happen to it, likewise, such as "is to be profiled".
+
+    Raises:
+        AgreementError: another rank does something else, or did not come in time.
+        PeerError: the store cannot be reached.
+    """
+    own = f"{subject} {news}"
+    found = tell_all(group, {"schedule": own, "marks": {}}, subject, news)
+    others = [other.get("failed") or other["schedule"].splitlines()[0] for other in found]
+    offenders = [f"rank {rank}: {other}" for rank, other in enumerate(others) if other != own]
+    if offenders:
+        raise AgreementError(
+            build_message(
+                f"{own} on rank {group.rank}, and other ranks are about to do something else, or failed.",
+                offenders,
+                remedy="call the same functions in the same order on every rank.",
+            )
+        )
+
+
+def tell_all(group: Group, own: dict[str, Any], subject: str, news: str) -> list[dict[str, Any]]:
+    """Tell every rank something, and hear what every rank has to tell, in rank order; through the store.
+
+    A rank that could not get so far has only "failed" to tell, and why.
+
+    Args:
+        group: the ranks.
+        own: what this rank tells; made of what JSON knows.
+        subject: what it is about, such as "step 'train'".
+        news: what is the matter with it.
+
+    Raises:
+        AgreementError: another rank did not come in time.
+        PeerError: the store cannot be reached.
+    """
+    return tell_all_once(group, own, subject, news)[1]
+
+
+def tell_all_once(group: Group, own: dict[str, Any], subject: str, news: str) -> tuple[int, list[dict[str, Any]]]:
+    """As `tell_all`; also a number for this exchange, which is the same on all ranks and no other exchange's."""
+    limit = timeout_s()
+    try:
+        turn = next_turn(group)
+        found = exchange(group, turn, json.dumps(own).encode(), limit)
+    except (RuntimeError, dist.DistError) as error:
+        raise PeerError(
+            build_message(
+                f"{subject} on rank {group.rank} could not reach the rendezvous store.",
+                [f"{type(error).__name__}: {error}".splitlines()[0]],
+                remedy="look for the first error among the logs of all ranks: the process that holds the store "
+                "(without torchrun that is rank 0) has ended.",
+            )
+        ) from error
+    missing = [rank for rank, payload in enumerate(found) if payload is None]
+    if missing:
+        raise AgreementError(
+            build_message(
+                f"{subject} {news} on rank {group.rank}, and other ranks did not come to compare theirs within "
+                f"{limit:g} s.",
+                [f"rank {rank} did not come" for rank in missing],
+                remedy="call the same functions the same number of times on every rank, steps with arguments of the "
+                "same structure; if tracing takes that long, raise FDP_AGREE_TIMEOUT_S.",
+            )
+        )
+    return _number_of(turn), [json.loads(payload) for payload in found if payload is not None]
+
+
+def _number_of(turn: str) -> int:
+    """The number in a key that `next_turn` made."""
+    last = turn.rpartition("/")[2]
+    return int(last) if last.isdigit() else 0

@@ -1,0 +1,211 @@
+"""How one call of the graph is written: into its fixed place, as an entry of another, or into new memory."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fdp.emit.codegen.lines import Line
+from fdp.emit.codegen.loops import write_loop
+from fdp.emit.codegen.packing import write_division
+from fdp.emit.codegen.products import write_added
+from fdp.emit.codegen.shortcuts import counted_up, transposed_weight
+from fdp.emit.codegen.writer import Writer, bind_object, bind_operator, emit, literal, name_of
+from fdp.emit.memory.out_variants import Form, form_of
+from fdp.emit.memory.planning import result_name
+from fdp.trace.effects import effects_of, is_marker, list_arguments, storages_of
+from fdp.trace.loops import is_loop
+
+_aten = torch.ops.aten
+
+
+def write_call(writer: Writer, node: fx.Node, lanes: list[int]) -> None:
+    """Write what computes a node, if anything has to; of a call whose lanes run apart, these lanes."""
+    uses: set[str] = set()
+    if node in writer.same or node in writer.placement.replaced or node in writer.places.constants:
+        return  # another value takes its place
+    if node in writer.added.values():
+        return  # it is computed where it is added
+    if node in writer.added:
+        write_added(writer, node, writer.added[node])
+        return
+    if node in writer.places.forms or node in writer.placement.written:
+        _write_into_place(writer, node)
+    elif node.name in writer.places.named and not _changes_memory(node):
+        return  # a view of a fixed place is one itself
+    elif node.target is operator.getitem:
+        _write_entry(writer, node)
+    elif is_marker(node, "vary"):
+        # Contiguous, as the marker itself makes it.
+        format_ = bind_object(writer, torch.contiguous_format, "contiguous_format")
+        clone = bind_operator(writer, _aten.clone.default, node.args[:1], {"memory_format": torch.contiguous_format})
+        emit(writer, f"{clone}({literal(writer, node.args[0], uses)}, memory_format={format_})", uses, node)
+    elif is_loop(node):
+        write_loop(writer, node)
+    elif is_marker(node, "axis_index"):
+        own = torch.tensor(writer.rank, dtype=torch.int64, device=node.meta["val"].device)
+        constant = bind_object(writer, own, "axis_index")
+        emit(writer, f"{bind_operator(writer, _aten.clone.default)}({constant})", uses, node)
+    else:
+        _write_operator(writer, node, lanes)
+
+
+def _write_entry(writer: Writer, node: fx.Node) -> None:
+    """One of several values that a call returns."""
+    uses: set[str] = set()
+    sequence: Any = node.args[0]
+    index: Any = node.args[1]
+    if sequence in writer.places.forms:
+        writer.local[node] = result_name(sequence, index)
+    elif writer.local.get(sequence) is None:
+        # One entry of a call whose lanes ran apart, or which was unpacked: each has its own name.
+        writer.local[node] = _entry_name(sequence, index)
+    else:
+        emit(writer, f"{literal(writer, sequence, uses)}[{index!r}]", uses, node)
+
+
+def _write_operator(writer: Writer, node: fx.Node, lanes: list[int]) -> None:
+    """Call an operator that takes new memory for its results, if it needs any."""
+    uses: set[str] = set()
+    target: Any = node.target
+    split = bool(lanes) and len(lanes) < lane_count(node)
+    args, kwargs = arguments_of(node, lanes) if split else (list(node.args), dict(node.kwargs))
+    if not writer.plain and (shorter := counted_up(target, args, kwargs)) is not None:
+        target, args, kwargs = shorter
+    parts = [literal(writer, value, uses) for value in args]
+    parts += [f"{key}={literal(writer, value, uses)}" for key, value in kwargs.items()]
+    call = f"{bind_operator(writer, target, args, kwargs)}({', '.join(parts)})"
+    if split and node.users:
+        targets = tuple(_entry_name(node, lane) for lane in lanes)
+        writer.lines.append(Line(f"({', '.join(targets)},) = {call}", uses, targets))
+    elif _is_unpacked(writer, node):
+        # Each entry is dropped when it is not needed any more, not with the last of them.
+        targets = tuple(_entry_name(node, index) for index in range(len(node.meta["val"])))
+        if (memory := writer.places.memory.get(node.name)) is not None:
+            # Views that have no place themselves (of a conjugate): the place that they look at is in use with them.
+            writer.places.memory.update(dict.fromkeys(targets, memory))
+        writer.lines.append(Line(f"({', '.join(targets)},) = {call}", uses, targets, pure=effects_of(node).pure))
+    else:
+        emit(writer, call, uses, node)
+
+
+def arguments_of(node: fx.Node, lanes: list[int]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call, of their lists only some lanes."""
+    args, kwargs = list(node.args), dict(node.kwargs)
+    for argument, value in list_arguments(node):
+        if value:
+            chosen = [value[lane] for lane in lanes]
+            if argument.name in kwargs:
+                kwargs[argument.name] = chosen
+            else:
+                args[_position(node, argument.name)] = chosen
+    return args, kwargs
+
+
+def _changes_memory(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def _entry_name(node: fx.Node, index: Any) -> str:
+    return f"{node.name}_entry{index}"
+
+
+def _is_unpacked(writer: Writer, node: fx.Node) -> bool:
+    """Whether a call returns several values that are only ever looked at one by one."""
+    return (
+        isinstance(node.meta.get("val"), (list, tuple))
+        and bool(node.users)
+        and node not in writer.placement.returned
+        and all(user.target is operator.getitem for user in node.users)
+    )
+
+
+def _write_into_place(writer: Writer, node: fx.Node) -> None:
+    """Compute a node into its fixed place."""
+    if node in writer.placement.written:
+        # The new value of a donated input, in place of the old one.
+        target = name_of(writer, node)
+        _write_out_call(writer, node, _form(node), [target], {target})
+        return
+    form = writer.places.forms[node]
+    outs = [node.name] if isinstance(node.meta["val"], torch.Tensor) else [
+        result_name(node, index) for index in range(len(node.meta["val"]))
+    ]  # fmt: skip
+    uses = set(outs)
+    marker = writer.places.divided.get(node)
+    divides_itself = marker is not None and form.scaled is not None and not node.kwargs
+    if form.kind == "nothing":
+        return
+    if form.kind == "fill":
+        name = bind_operator(writer, _aten.fill_.Scalar, (node, form.value))
+        writer.lines.append(Line(f"{name}({outs[0]}, {literal(writer, form.value, uses)})", uses))
+    elif form.kind == "copy":
+        name = bind_operator(writer, _aten.copy_.default, (node, node.args[0]))
+        source = literal(writer, node.args[0], uses)
+        writer.lines.append(Line(f"{name}({outs[0]}, {source})", uses, may_replace=_replaceable(writer, node)))
+    else:
+        _write_out_call(writer, node, form, outs, uses, divides_itself)
+    if marker is not None and not divides_itself:
+        averaged: Any = marker.args[0]
+        write_division(writer, marker, outs[storages_of(node).index(*storages_of(averaged))])
+
+
+def _form(node: fx.Node) -> Form:
+    form = form_of(node)
+    assert form is not None
+    return form
+
+
+def _write_out_call(
+    writer: Writer, node: fx.Node, form: Form, outs: list[str], uses: set[str], divides: bool = False
+) -> None:
+    """Call the operator with its out arguments, or the one that also divides by the number of ranks."""
+    args, kwargs, call = [*node.args, *form.extra], dict(node.kwargs), form.operator
+    if (weight := transposed_weight(writer, node)) is not None:
+        call, args = _aten.linear.out, [node.args[1], weight, node.args[0]]
+    if divides:
+        # The product is divided on its way into the bucket.
+        call, args = form.scaled, [node, *args]
+        kwargs = {"beta": 0, "alpha": 1 / writer.plan.trace.world_size}
+    parts = [literal(writer, value, uses) for value in args]
+    parts += [f"{key}={literal(writer, value, uses)}" for key, value in kwargs.items()]
+    parts += [f"{key}={name}" for key, name in zip(form.names, outs, strict=True)]
+    examples = [node.meta["val"]] if len(outs) == 1 else node.meta["val"]
+    name = bind_operator(writer, call, args, {**kwargs, **dict(zip(form.names, examples, strict=True))})
+    line = Line(f"{name}({', '.join(parts)})", uses)
+    if form.pointwise and outs == [node.name]:
+        line.may_replace = _replaceable(writer, node)
+    writer.lines.append(line)
+
+
+def _replaceable(writer: Writer, node: fx.Node) -> tuple[str, ...]:
+    """Arguments whose place the result of a pointwise operator may take: those that are laid out as it is.
+
+    An argument that is there twice, once under another shape, is read in another order than it would be written.
+    """
+    own = writer.places.named[node.name]
+    found: dict[Any, list[str]] = {}
+    for argument in node.all_input_nodes:
+        name = name_of(writer, argument)
+        if (place := writer.places.named.get(name)) is not None:
+            found.setdefault(place.memory, []).append(name)
+    same = []
+    for names in found.values():
+        there = [writer.places.named[name] for name in names]
+        if all((p.shape, p.stride, p.offset, p.dtype) == (own.shape, own.stride, own.offset, own.dtype) for p in there):
+            same.append(names[0])
+    return tuple(same)
+
+
+def lane_count(node: fx.Node) -> int:
+    """How many lanes a call has."""
+    return max(len(value) for _, value in list_arguments(node))
+
+
+def _position(node: fx.Node, name: str) -> int:
+    schema: Any = node.target
+    return [argument.name for argument in schema._schema.arguments].index(name)

@@ -1,0 +1,77 @@
+"""Loops in a program: the body is a program of its own, whose memory is a piece of that of the program around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from fdp.emit.codegen.lines import Line
+from fdp.emit.codegen.writer import Writer, bind_object, literal
+from fdp.emit.memory.layout import Layout
+from fdp.trace.control import Repeated
+from fdp.trace.loops import changed_operands
+
+
+class Body(Protocol):
+    """A program, as far as a loop around it has to know it; the program around a loop is one, too."""
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """Takes a list of tensors, and what starts messages and waits for them."""
+
+    @property
+    def layouts(self) -> Mapping[torch.device, Layout]:
+        """Its memory."""
+
+
+def write_loop(writer: Writer, node: fx.Node) -> None:
+    """Write the call that runs a loop."""
+    body = writer.bodies[node.name]
+    count: Any = node.args[1]
+    operands: Any = node.args[2]
+    uses: set[str] = set()
+    device = node.meta["index_device"]
+    run = bind_object(writer, _runner(body, count, device), "loop")
+    text = f"{run}({literal(writer, list(operands), uses)})"
+    writer.lines.append(Line(text, uses | {name for name, _, _ in memory_of_body(node.name, body)}))
+
+
+def memory_of_body(node: str, body: Body) -> Iterator[tuple[str, tuple[Any, ...], tuple[torch.device, int]]]:
+    """The memory that the body of a loop works in, on each device: what lines call it, its key, and device and size.
+
+    It is in use during the one line that runs the loop.
+    """
+    for device, layout in body.layouts.items():
+        if layout.size_bytes:
+            yield f"memory of {node} on {device}", ("loop", node, device), (device, layout.size_bytes)
+
+
+def blocks_of_body(
+    node: str, body: Body, around: Body, blocks: Mapping[torch.device, torch.Tensor]
+) -> dict[torch.device, torch.Tensor]:
+    """The memory of a loop's body, out of that of the program around it."""
+    found = {}
+    for _, key, (device, size_bytes) in memory_of_body(node, body):
+        start = around.layouts[device].offsets[key]
+        found[device] = blocks[device][start : start + size_bytes]
+    return found
+
+
+def compiled_loop(body: Body, count: int, node: fx.Node) -> Callable[..., None]:
+    """What runs a loop in a compiled program, which keeps apart the tensors that the loop changes."""
+    run = _runner(body, count, node.meta["index_device"])
+    order = [at for group in changed_operands(node) for at in group]
+    back = sorted(range(len(order)), key=order.__getitem__)
+
+    def run_apart(changed: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
+        given = [*changed, *others]
+        run([given[at] for at in back])
+
+    return run_apart
+
+
+def _runner(body: Body, count: int, device: torch.device) -> Repeated:
+    return Repeated(body.function, tuple(torch.arange(count, device=device).split(1)))

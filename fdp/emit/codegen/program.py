@@ -1,0 +1,221 @@
+"""Write the program that carries a plan out: straight-line Python with operators bound to local names.
+
+Values that have a fixed place in the memory of the step are names of that place, and so are all views of them: they
+are made once. The program drops each other value right after its last use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fdp.distributed.other_ranks import OtherRanks
+from fdp.emit.codegen.calls import write_call
+from fdp.emit.codegen.lines import BEFORE, Line, Part, assemble, belongs, drop_unused, lay_out_lines, parts_of
+from fdp.emit.codegen.loops import memory_of_body
+from fdp.emit.codegen.packing import early_fillings, write_copy, write_start
+from fdp.emit.codegen.products import find_added
+from fdp.emit.codegen.writer import (
+    Writer,
+    bind_object,
+    bind_operator,
+    bucket_name,
+    emit,
+    free_name,
+    literal,
+    name_of,
+    names_of_values,
+)
+from fdp.emit.memory.donation import place_outputs
+from fdp.emit.memory.layout import Layout
+from fdp.emit.memory.liveness import Accesses
+from fdp.emit.memory.planning import Place, find_places
+from fdp.emit.memory.views import redundant_views
+from fdp.plan import Plan, Run, Start, plan_trace
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class OwnMessages:
+    """Messages that a program sends by itself, without `start` and `wait`.
+
+    Attributes:
+        pretended: makes a context in which nothing is sent, given what this rank takes the others to hold.
+        caused: whether an error that the program raised comes from one of its messages.
+    """
+
+    pretended: Callable[[OtherRanks], AbstractContextManager[Any]]
+    caused: Callable[[Exception], bool]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A generated step.
+
+    Attributes:
+        source: its text.
+        function: takes a list of input tensors (which it empties), and the functions `start(k)` and `wait(k)`;
+            returns the list of outputs. It finds values at fixed places among its globals.
+        places: the names that it expects there.
+        layouts: for each device, where the pieces of memory lie that places are in.
+        scaled: buckets that it fills with values divided by the number of ranks.
+        recording: what records the program as one piece of work for a device, if it is to be; it begins when its
+            attribute `armed` is set.
+        own_messages: what it sends by itself, if it does.
+        parts: of a program that is timed, what lies between one tick and the next.
+        loops: the programs of the bodies of its loops, by node.
+        names: what it calls the values of the graph, as far as it computes them as they are, by node.
+    """
+
+    source: str
+    function: Callable[..., list[torch.Tensor]]
+    places: Mapping[str, Place]
+    layouts: Mapping[torch.device, Layout]
+    scaled: frozenset[int]
+    recording: Any = None
+    own_messages: OwnMessages | None = None
+    parts: tuple[Part, ...] = ()
+    loops: Mapping[str, Program] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+def write_program(
+    plan: Plan, rank: int, communicates: bool, tick: Callable[[], None] | None = None, plain: bool = False
+) -> Program:
+    """Generate the program of a plan.
+
+    Args:
+        plan: the plan.
+        rank: this process's rank, for `fdp.axis_index`.
+        communicates: False in a world of one, where a mean or sum of one value is that value.
+        tick: called at the beginning of the program and at the end of each of its parts, to have them timed.
+        plain: whether every operator is called as it was traced, with new memory for its results, which are copied from
+            there: what runs in place of a program that turned out to be wrong.
+
+    Returns:
+        The program.
+    """
+    graph = plan.trace.graph.graph
+    nodes = {node.name: node for node in graph.nodes}
+
+    def marker(member: int) -> fx.Node:
+        return nodes[plan.trace.operations[plan.trace.reductions[member].operation].node]
+
+    same, accesses = {} if plain else redundant_views(graph), Accesses(plan)
+    added = {} if plain else find_added(graph, same, accesses)
+    placement = place_outputs(plan, same, accesses, plain)
+    markers = {b.index: [marker(m) for m in b.members] for b in plan.buckets if communicates or b.op == "all_gather"}
+    travelling = {node for members in markers.values() for node in members}
+    alone = {marker(index) for index in range(len(plan.trace.reductions))} - travelling
+    places = find_places(plan, same, placement, accesses, markers, alone, plain)
+    reserved = {stem: free_name(stem, nodes) for stem in ("inputs", "start", "wait")}
+    bodies = {
+        loop.node: write_program(plan_trace(loop.body), rank, communicates=False, plain=plain)
+        for loop in plan.trace.loops
+    }
+    writer = Writer(plan, rank, same, placement, accesses, places, markers, reserved, bodies, added, plain)
+    placeholders = graph.find_nodes(op="placeholder")
+    for node in placeholders:
+        writer.local[node] = node.name
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            writer.local[node] = bind_object(writer, getattr(plan.trace.graph, node.target), "constant")
+        elif node in places.constants:
+            writer.local[node] = bind_object(writer, places.constants[node], node.name)
+        elif node.name in places.named:
+            writer.local[node] = node.name
+    fillings, filled = {} if plain else early_fillings(writer), set[str]()
+    _copy_back(writer, -1)
+    belongs(writer.lines, BEFORE)
+    for at, item in enumerate(plan.schedule):
+        first = len(writer.lines)
+        if isinstance(item, Run):
+            operations = [plan.trace.operations[index] for index in item.operations]
+            node = nodes[operations[0].node]
+            if node in alone:
+                _write_alone(writer, node)
+            elif node not in writer.seen_early:
+                write_call(writer, node, [o.lane for o in operations if o.lane is not None])
+            for filling in fillings.get(node, ()):
+                for view in filling.views:
+                    if view not in writer.local:
+                        write_call(writer, view, [])
+                        writer.seen_early.add(view)
+                write_copy(writer, filling)
+                filled.add(filling.slot)
+        elif item.bucket in markers:
+            if isinstance(item, Start):
+                write_start(writer, plan.buckets[item.bucket], filled)
+            else:
+                text = f"{writer.reserved['wait']}({item.bucket})"
+                writer.lines.append(Line(text, {bucket_name(item.bucket)}, part=Part("wait", item.bucket)))
+                writer.local.update((node, node.name) for node in markers[item.bucket])
+        elif isinstance(item, Start):
+            for member in plan.buckets[item.bucket].members:
+                _write_alone(writer, marker(member))
+        _copy_back(writer, at)
+        belongs(writer.lines[first:], Part("run", at))
+    outputs = _write_outputs(writer)
+    belongs(writer.lines, Part("run", len(plan.schedule) - 1))
+    if not plain:
+        writer.lines = drop_unused(writer.lines, outputs)
+    memory_of = places.memory | {bucket_name(index): ("bucket", index) for index in markers}
+    fixed = {*places.named, *(bucket_name(index) for index in markers)}
+    sizes = dict(places.sizes)
+    for loop, body in bodies.items():
+        for called, key, size in memory_of_body(loop, body):
+            memory_of[called], sizes[key] = key, size
+            fixed.add(called)
+    layouts = lay_out_lines(writer.lines, memory_of, sizes, shared=not plain)
+    inputs = [writer.local[node] for node in placeholders]
+    ticks = None if tick is None else bind_object(writer, tick, "tick")
+    source = assemble(writer.lines, inputs, outputs, writer.bound, fixed, layouts, writer.reserved, ticks)
+    namespace = dict(writer.bound)
+    exec(compile(source, f"<fdp step {plan.trace.name}>", "exec"), namespace)
+    scaled, parts = frozenset(places.scaled), parts_of(writer.lines)
+    names = names_of_values(writer, graph)
+    return Program(source, namespace["step"], places.named, layouts, scaled, parts=parts, loops=bodies, names=names)
+
+
+def _write_alone(writer: Writer, node: fx.Node) -> None:
+    """A reduction that sends nothing: of one rank, or of no elements."""
+    uses: set[str] = set()
+    value = node.meta["val"]
+    if value.numel() == 0:
+        shape, device = list(value.shape), bind_object(writer, value.device, "device")
+        dtype = bind_object(writer, value.dtype, "dtype")
+        empty = bind_operator(writer, _aten.empty.memory_format)
+        emit(writer, f"{empty}({shape}, dtype={dtype}, device={device})", uses, node)
+    elif node in writer.places.alone:
+        source: Any = node.args[0]
+        writer.local[node] = name_of(writer, source)
+    else:
+        name = literal(writer, node.args[0], uses)
+        format_ = bind_object(writer, torch.contiguous_format, "contiguous_format")
+        clone = bind_operator(writer, _aten.clone.default)
+        emit(writer, f"{clone}({name}, memory_format={format_})", uses, node)
+
+
+def _copy_back(writer: Writer, at: int) -> None:
+    for target, node in writer.placement.copies.get(at, ()):
+        uses: set[str] = set()
+        copy = bind_operator(writer, _aten.copy_.default, (target, node))
+        writer.lines.append(Line(f"{copy}({literal(writer, target, uses)}, {literal(writer, node, uses)})", uses))
+
+
+def _write_outputs(writer: Writer) -> list[str]:
+    outputs = []
+    for position, node in enumerate(writer.placement.returned):
+        name = name_of(writer, node)
+        if position in writer.placement.cloned:
+            clone = bind_operator(writer, _aten.clone.default, (node,))
+            writer.lines.append(Line(f"output_{position} = {clone}({name})", {name}, (f"output_{position}",)))
+            name = f"output_{position}"
+        outputs.append(name)
+    return outputs

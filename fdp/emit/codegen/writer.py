@@ -1,0 +1,148 @@
+"""What the writers of a program share: names for values, operators and other objects, and the lines so far."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fdp.emit.codegen.bindings import bind
+from fdp.emit.codegen.lines import Line
+from fdp.emit.memory.donation import Placement
+from fdp.emit.memory.liveness import Accesses
+from fdp.emit.memory.planning import Places
+from fdp.plan import Plan
+from fdp.trace.control import choose
+from fdp.trace.effects import effects_of
+
+
+@dataclass
+class Writer:
+    """The state of writing one program.
+
+    Attributes:
+        plan: what is written.
+        rank: this process's rank.
+        same: views that are their own base.
+        placement: where outputs live.
+        accesses: what the plan does to memory, and when.
+        places: values at fixed places.
+        markers: for each bucket that is sent, the markers of its members.
+        reserved: what the program calls its own parameters.
+        bodies: the programs of the bodies of loops, by node.
+        added: for each addition in place that computes the product which it adds, that product.
+        plain: whether every operator is called as it was traced.
+        local: the name of each value that has one so far.
+        lines: the program so far.
+        bound: objects that it uses, by name.
+        names: the other way round, by identity.
+        seen_early: views that were written before their turn.
+    """
+
+    plan: Plan
+    rank: int
+    same: Mapping[fx.Node, fx.Node]
+    placement: Placement
+    accesses: Accesses
+    places: Places
+    markers: dict[int, list[fx.Node]]
+    reserved: Mapping[str, str]
+    bodies: Mapping[str, Any]
+    added: Mapping[fx.Node, fx.Node]
+    plain: bool = False
+    local: dict[fx.Node, str] = field(default_factory=dict)
+    lines: list[Line] = field(default_factory=list)
+    bound: dict[str, Any] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+    seen_early: set[fx.Node] = field(default_factory=set)
+
+
+def _resolve(writer: Writer, node: fx.Node) -> fx.Node:
+    node = writer.same.get(node, node)
+    node = writer.placement.replaced.get(node, node)
+    return writer.placement.written.get(node, node)
+
+
+def name_of(writer: Writer, node: fx.Node) -> str:
+    """The name of a value in the program."""
+    return writer.local[_resolve(writer, node)]
+
+
+def names_of_values(writer: Writer, graph: fx.Graph) -> dict[str, str]:
+    """The names of the values that a program computes as the graph does: not deferred, nor divided for a mean."""
+    apart = {*writer.added.values(), *writer.places.divided}
+    found = {node.name: writer.local.get(_resolve(writer, node)) for node in graph.nodes if node not in apart}
+    return {node: name for node, name in found.items() if name is not None}
+
+
+def free_name(stem: str, taken: Container[str]) -> str:
+    """A name that no value of the graph has: an operator of somebody else's may be called "start"."""
+    while stem in taken:
+        stem += "_"
+    return stem
+
+
+def bind_object(writer: Writer, value: Any, stem: str) -> str:
+    """Give an object that has no literal a name in the program, which no value of the graph has."""
+    stem = f"const_{stem}"
+    known = writer.names.get(id(value))
+    if known is None:
+        known = stem if stem not in writer.bound else f"{stem}_{len(writer.bound)}"
+        writer.bound[known] = value
+        writer.names[id(value)] = known
+    return known
+
+
+def bind_operator(writer: Writer, target: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> str:
+    """Bind the cheapest way to call an operator with arguments of a kind, given as nodes and constants."""
+    if isinstance(target, torch._ops.OpOverload):
+
+        def example(node: fx.Node) -> Any:
+            return node.meta.get("val")
+
+        if writer.plain:
+            function = target._op
+        else:
+            function = bind(target, fx.map_arg(args, example), fx.map_arg(dict(kwargs or {}), example))
+        stem = str(target).removesuffix(".default").replace(".", "_")
+        if writer.bound.setdefault(stem, function) is not function:
+            stem = bind_object(writer, function, stem)
+        return stem
+    if target is torch.ops.higher_order.cond:
+        return bind_object(writer, choose, "cond")
+    return bind_object(writer, target, getattr(target, "__name__", "operator"))
+
+
+def literal(writer: Writer, value: Any, uses: set[str]) -> str:
+    """An argument as text; the names in it are added to `uses`."""
+    if isinstance(value, fx.Node):
+        name = name_of(writer, value)
+        uses.add(name)
+        return name
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(literal(writer, item, uses) for item in value) + "]"
+    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
+        return repr(value)
+    return bind_object(writer, value, type(value).__name__.strip("_"))
+
+
+def emit(writer: Writer, expression: str, uses: set[str], node: fx.Node) -> None:
+    """Write a line that computes a node, and give its result a name if anybody asks for it."""
+    defines: tuple[str, ...] = ()
+    if node.name in writer.places.named:
+        uses.add(node.name)  # changed in place
+    elif node.users:
+        writer.local[node] = node.name
+        defines = (node.name,)
+        expression = f"{node.name} = {expression}"
+    effects = effects_of(node)
+    writer.lines.append(Line(expression, uses, defines, pure=effects.pure and (bool(defines) or effects.view)))
+
+
+def bucket_name(index: int) -> str:
+    """What stands for a bucket among the names that lines use: it is no name of the program."""
+    return f"bucket {index}"

@@ -1,0 +1,164 @@
+"""Where each output of an emitted step lives: in a donated input, in memory of its own, or in a copy.
+
+An optimizer step is traced as a clone of the state that is updated in place. If the state is donated, and nothing
+reads the old value after the update begins, the clone is the old state itself: no copy, no second state. A new value
+made in any other way is written straight into the donated input if nobody reads the old one any more, or else copied
+there as soon as its last reader is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from fdp.emit.memory.liveness import Accesses
+from fdp.emit.memory.out_variants import form_of
+from fdp.emit.memory.views import geometry
+from fdp.plan import Plan
+from fdp.trace.effects import effects_of, is_marker, storages_of
+from fdp.trace.trace import Trace
+
+
+@dataclass
+class Placement:
+    """Where results go.
+
+    Attributes:
+        replaced: clones that are not made: for each, the donated input that takes its place.
+        written: nodes whose operator writes its result straight into the donated input that it is the new value of.
+        copies: for a position in the schedule, the (input, value) pairs to copy after it.
+        returned: for each tensor output, the node that is returned.
+        cloned: outputs (by position) to be copied at the end, because their memory belongs to somebody else.
+    """
+
+    replaced: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    written: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    copies: dict[int, list[tuple[fx.Node, fx.Node]]] = field(default_factory=dict)
+    returned: list[fx.Node] = field(default_factory=list)
+    cloned: set[int] = field(default_factory=set)
+
+
+def place_outputs(plan: Plan, same: Mapping[fx.Node, fx.Node], accesses: Accesses, plain: bool = False) -> Placement:
+    """Decide where every output of a plan lives.
+
+    Args:
+        plan: the plan; its order says what is read when.
+        same: views that are their own base.
+        accesses: what the plan does to memory, and when.
+        plain: whether every new value is copied into the donated input, at the end.
+
+    Returns:
+        The placement.
+    """
+    trace = plan.trace
+    graph = trace.graph.graph
+    placeholders = graph.find_nodes(op="placeholder")
+    made: list[fx.Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
+    slots = [output.slot for output in trace.outputs if output.node is not None]
+    placement = Placement(returned=list(made))
+
+    donated = {
+        storage
+        for node, item in zip(placeholders, trace.inputs, strict=True)
+        if item.donated
+        for storage in storages_of(node)
+    }
+    pairs = [(node, None if slot is None else placeholders[slot]) for node, slot in zip(made, slots, strict=True)]
+    # Memory of donated inputs that some other output reads until the end.
+    taken = {
+        storage
+        for node, target in pairs
+        if target is None or not _is_same(node, target)
+        for storage in storages_of(node)
+        if storage in donated
+    }
+    clones = _clones(graph, same)
+    owned: set[int] = set()  # memory that is, or becomes, that of a donated input
+    for position, (node, target) in enumerate(pairs):
+        if target is None:
+            continue
+        (home,), (memory,) = storages_of(target), storages_of(node)
+        if _is_same(node, target):
+            owned.add(home)
+        elif home in taken or home in accesses.writes:
+            continue
+        elif plain:
+            placement.copies.setdefault(len(plan.schedule) - 1, []).append((target, node))
+            owned.add(home)
+        elif (
+            (clone := clones.get((memory, target))) is not None
+            and memory not in owned
+            and geometry(clone.meta["val"]) == geometry(node.meta["val"]) == geometry(target.meta["val"])
+            and accesses.last_read(home, except_by=clone) < accesses.first_write(memory)
+        ):
+            placement.replaced[clone] = target
+            owned.update((memory, home))
+        elif memory not in owned and _can_write(same.get(node, node), target, accesses):
+            placement.written[same.get(node, node)] = target
+            owned.update((memory, home))
+        else:
+            last = max(accesses.last_read(home), accesses.last_write(memory), accesses.made.get(memory, -1))
+            placement.copies.setdefault(last, []).append((target, node))
+            owned.add(home)
+        placement.returned[position] = target
+    # Where state is donated, what is returned in new memory may be what is donated next (state that shared memory, or
+    # has grown): one result to a piece of memory, so that the next call changes no other.
+    borrowed = donated | owned | _foreign_memory(trace)
+    for position, (node, target) in enumerate(pairs):
+        if placement.returned[position] is target:
+            continue
+        if borrowed.intersection(storages_of(node)):
+            placement.cloned.add(position)
+        elif donated:
+            borrowed.update(storages_of(node))
+    return placement
+
+
+def _is_same(node: fx.Node, target: fx.Node) -> bool:
+    """Whether a value is an input itself, perhaps changed in place."""
+    return storages_of(node) == storages_of(target) and geometry(node.meta["val"]) == geometry(target.meta["val"])
+
+
+def _can_write(node: fx.Node, target: fx.Node, accesses: Accesses) -> bool:
+    """Whether an operator can write its result into a donated input whose new value that is.
+
+    The input must not be read afterwards; nor by the operator itself, unless it reads each element before writing it.
+    """
+    form = form_of(node) if node in accesses.ran else None
+    if form is None or form.kind != "out" or len(form.names) != 1:
+        return False
+    (home,), (memory,) = storages_of(target), storages_of(node)
+    if geometry(node.meta["val"]) != geometry(target.meta["val"]) or memory in accesses.writes:
+        return False
+    if accesses.last_read(home, except_by=node) >= accesses.ran[node]:
+        return False
+    read = [argument for argument in node.all_input_nodes if home in storages_of(argument)]
+    return not read or (
+        form.pointwise and all(geometry(each.meta["val"]) == geometry(target.meta["val"]) for each in read)
+    )
+
+
+def _clones(graph: fx.Graph, same: Mapping[fx.Node, fx.Node]) -> dict[tuple[int, fx.Node], fx.Node]:
+    """Clones of whole inputs: by the memory of the clone, and the input."""
+    found = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and str(node.target) == "aten.clone.default":
+            source = same.get(node.args[0], node.args[0])
+            if source.op == "placeholder":
+                found[storages_of(node)[0], source] = node
+    return found
+
+
+def _foreign_memory(trace: Trace) -> set[int]:
+    """Memory that a result must not be left in: that of closed-over tensors and of buckets.
+
+    Each use of a closed-over tensor, and each first view of it, may have an example storage of its own.
+    """
+    foreign: set[fx.Node] = set()
+    for node in trace.graph.graph.nodes:
+        looks = node.op == "call_function" and effects_of(node).view and node.args[0] in foreign
+        if looks or node.op == "get_attr" or is_marker(node, "all_reduce", "all_gather", "broadcast"):
+            foreign.add(node)
+    return {storage for node in foreign for storage in storages_of(node)}

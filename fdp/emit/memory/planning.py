@@ -1,0 +1,364 @@
+"""Which values of a step have a fixed place in its memory, and which of those places are in buckets."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fdp.distributed.header import NUMEL, carries
+from fdp.emit.memory.constants import constant_values
+from fdp.emit.memory.donation import Placement
+from fdp.emit.memory.layout import round_up
+from fdp.emit.memory.liveness import Accesses
+from fdp.emit.memory.out_variants import Form, form_of
+from fdp.emit.memory.views import geometry
+from fdp.plan import Bucket, Plan
+from fdp.trace.effects import storages, storages_of
+from fdp.trace.loops import is_loop
+
+_SCALED_WHEN_FILLED_BYTES = 2**20
+"""From this size on, the division of a mean is part of filling the bucket; below, a call for each member would cost
+more than the pass over memory that it saves."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor at a fixed place.
+
+    Attributes:
+        memory: the piece of memory that it is in: a number for one value, ("bucket", index) for a bucket.
+        start_bytes: where its storage begins in that piece.
+        shape: its shape.
+        stride: its strides, in elements.
+        offset: where it begins in its storage, in elements.
+        dtype: its dtype.
+    """
+
+    memory: Any
+    start_bytes: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+@dataclass
+class Places:
+    """The fixed places of a program.
+
+    Attributes:
+        forms: for each node that is computed into a fixed place, how.
+        named: the place of each value, by its name in the program.
+        sizes: device and size in bytes of each piece of memory.
+        memory: for each name, also of views that are made at every call, the piece of memory that it lies in.
+        direct: markers whose argument is computed right into the bucket.
+        scaled: buckets that are filled with values divided by the number of ranks.
+        divided: nodes that compute such a value which nobody else reads, so that they can divide it at once; with
+            the marker that it is for.
+        alone: markers that send nothing and return their argument itself.
+        constants: values that are the same at every call.
+    """
+
+    forms: dict[fx.Node, Form] = field(default_factory=dict)
+    named: dict[str, Place] = field(default_factory=dict)
+    sizes: dict[Any, tuple[torch.device, int]] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
+    direct: set[fx.Node] = field(default_factory=set)
+    scaled: set[int] = field(default_factory=set)
+    divided: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    alone: set[fx.Node] = field(default_factory=set)
+    constants: dict[fx.Node, torch.Tensor] = field(default_factory=dict)
+
+
+def is_scaled(bucket: Bucket, world_size: int) -> bool:
+    """Whether members of a bucket are divided by the number of ranks as it is filled, so that a sum makes the mean.
+
+    All ranks decide alike: on the bucket alone.
+    """
+    fits = bucket.dtype.is_floating_point or bucket.dtype.is_complex
+    # Two large values of sixteen bits have no sum, but a mean.
+    large = bucket.size_bytes >= _SCALED_WHEN_FILLED_BYTES or bucket.dtype == torch.float16
+    # What is added up in a wider dtype is divided in it.
+    return world_size > 1 and bucket.op == "mean" and fits and large and bucket.accumulate_dtype is None
+
+
+def find_places(
+    plan: Plan,
+    same: Mapping[fx.Node, fx.Node],
+    placement: Placement,
+    accesses: Accesses,
+    travelling: Mapping[int, list[fx.Node]],
+    alone: set[fx.Node],
+    plain: bool = False,
+) -> Places:
+    """Give a fixed place to every value that can have one.
+
+    A value can if its operator writes where it is told to, and nobody but the program holds it: it is no input, is
+    not returned, and goes to no operator that might keep it or return it as its own.
+
+    Args:
+        plan: the plan.
+        same: views that are their own base.
+        placement: where outputs live.
+        accesses: what the plan does to memory, and when.
+        travelling: for each bucket that is sent, its markers.
+        alone: markers that send nothing.
+        plain: whether buckets alone have places.
+
+    Returns:
+        The places.
+    """
+    builder = _Builder(plan, same, placement, accesses)
+    if not plain:
+        builder.join_alone(alone)
+        builder.find_owners()
+        builder.places.constants = constant_values(builder.graph, builder.kept | accesses.writes.keys())
+        builder.place_results()
+    for index, markers in travelling.items():
+        builder.place_bucket(plan.buckets[index], markers)
+    builder.name_places()
+    return builder.places
+
+
+class _Builder:
+    """The places so far, and what is known of each piece of memory of the trace (a number, see `storages`) on the way.
+
+    Attributes:
+        places: the places so far.
+        home: where in the step's memory a piece begins: in what, and at which byte.
+        makers: the node that makes it, if it has memory of its own.
+        kept: pieces that belong, or may come to belong, to somebody else.
+        late: the position at which a piece is last read for the sake of outputs.
+    """
+
+    def __init__(self, plan: Plan, same: Mapping[fx.Node, fx.Node], placement: Placement, accesses: Accesses) -> None:
+        self.plan, self.same, self.placement, self.accesses = plan, same, placement, accesses
+        self.graph = plan.trace.graph.graph
+        self.places = Places()
+        self.home: dict[int, tuple[Any, int]] = {}
+        self.makers: dict[int, fx.Node] = {}
+        self.kept: set[int] = set()
+        self.late: dict[int, float] = {}
+        self._root: dict[int, int] = {}
+
+    def _root_of(self, storage: int) -> int:
+        """The memory that a piece turned out to be: that of a marker which sends nothing is its argument's."""
+        return self._root.get(storage, storage)
+
+    def join_alone(self, alone: set[fx.Node]) -> None:
+        """Find the markers that return their argument itself."""
+        inputs = {
+            storage
+            for node in self.graph.nodes
+            if node.op in ("placeholder", "get_attr")
+            for storage in storages_of(node)
+        }
+        for node in self.graph.nodes:
+            if node in alone and self._may_alias(node, inputs):
+                self.places.alone.add(node)
+                (own,), (other,) = storages_of(node), storages_of(node.args[0])
+                self._root[own] = self._root_of(other)
+
+    def _may_alias(self, node: fx.Node, inputs: AbstractSet[int]) -> bool:
+        """Whether the result of a reduction over one rank may be its argument itself: nobody changes either later.
+
+        An input may be changed at any time after: by its owner, or when the new state is copied into it.
+        """
+        source: Any = node.args[0]
+        written = self.accesses.writes
+        return (
+            source.meta["val"].numel() > 0
+            and source.meta["val"].is_contiguous()
+            and not any(storage in written for storage in storages_of(node))
+            and not any(
+                storage in inputs or self.accesses.last_write(storage) > self.accesses.last_read_by(storage, node)
+                for storage in storages_of(source)
+            )
+        )
+
+    def find_owners(self) -> None:
+        """Find the memory that is not the program's alone, and until when outputs need what."""
+        self.kept.update(map(self._root_of, _kept_elsewhere(self.graph, self.placement)))
+        for at, pairs in self.placement.copies.items():
+            for _, node in pairs:
+                self._is_read_late(node, at)
+        for position in self.placement.cloned:
+            self._is_read_late(self.placement.returned[position], math.inf)
+
+    def _is_read_late(self, node: fx.Node, at: float) -> None:
+        for storage in map(self._root_of, storages_of(node)):
+            self.late[storage] = max(at, self.late.get(storage, -1))
+
+    def place_results(self) -> None:
+        """Give results memory of their own."""
+        passed_over = (self.same, self.placement.replaced, self.places.constants)
+        for node in self.graph.nodes:
+            if node.op != "call_function" or any(node in nodes for nodes in passed_over):
+                continue
+            own = [self._root_of(storage) for storage in storages_of(node)]
+            if (
+                not own
+                or len(set(own)) != len(own)
+                or any(number in self.kept or number in self.home for number in own)
+            ):
+                continue
+            form = form_of(node)
+            if form is None:
+                continue
+            self.places.forms[node] = form
+            values = [node.meta["val"]] if isinstance(node.meta["val"], torch.Tensor) else node.meta["val"]
+            for number, value in zip(own, values, strict=True):
+                self.home[number], self.makers[number] = (number, 0), node
+                self.places.sizes[number] = (value.device, value.untyped_storage().nbytes())
+
+    def place_bucket(self, bucket: Bucket, markers: list[fx.Node]) -> None:
+        """Put the results of a bucket into it, and the arguments as well where they can be computed there."""
+        key, size, itemsize = ("bucket", bucket.index), self.plan.trace.world_size, bucket.dtype.itemsize
+        gathers = bucket.op == "all_gather"
+        behind = gathered_at_bytes(bucket)
+        self.places.sizes[key] = (bucket.device, memory_bytes(bucket, size))
+        if is_scaled(bucket, size):
+            self.places.scaled.add(bucket.index)
+        for at, (marker, offset) in enumerate(zip(markers, bucket.offsets, strict=True)):
+            source: Any = marker.args[0]
+            (result,) = storages_of(marker)
+            start_bytes = offset * itemsize
+            self.home[result] = (key, behind if gathers else start_bytes)
+            shape = source.meta["val"].shape
+            contiguous = tuple(torch.empty(shape, device="meta").stride())
+            slot = slot_name(bucket.index, at)
+            self.places.named[slot] = Place(key, start_bytes, tuple(shape), contiguous, 0, bucket.dtype)
+            self.places.memory[slot] = key
+            if self._fits_bucket(bucket, marker):
+                self._place_directly(bucket, marker, start_bytes)
+
+    def _fits_bucket(self, bucket: Bucket, marker: fx.Node) -> bool:
+        """Whether a bucket's member is all of a result with memory of its own, done with when the bucket starts."""
+        source: Any = marker.args[0]
+        value, number, start = source.meta["val"], storages_of(source)[0], self.accesses.starts[bucket.index]
+        return (
+            self._root_of(number) == number
+            and self.home.get(number) == (number, 0)
+            and value.is_contiguous()
+            and value.storage_offset() == 0
+            and value.untyped_storage().nbytes() == value.numel() * bucket.dtype.itemsize
+            and self.accesses.last_read(number, except_by=marker) < start
+            and self.accesses.last_write(number) < start
+            and self.late.get(number, -1) < start
+        )
+
+    def _place_directly(self, bucket: Bucket, marker: fx.Node, start_bytes: int) -> None:
+        """Let a member be computed in its bucket, and be divided there if nobody else needs it undivided."""
+        source: Any = marker.args[0]
+        number = storages_of(source)[0]
+        self.home[number] = (("bucket", bucket.index), start_bytes)
+        del self.places.sizes[number]
+        self.places.direct.add(marker)
+        untouched = self.accesses.first_write(number) == math.inf and number not in self.late
+        unread = self.accesses.last_read(number, except_by=marker) < 0
+        if bucket.index in self.places.scaled and untouched and unread:
+            self.places.divided[self.makers[number]] = marker
+
+    def name_places(self) -> None:
+        """Name the places, and those of all views of them."""
+        for node in self.graph.nodes:
+            for name, value in _named_values(node, self.places):
+                roots = map(self._root_of, storages(value))
+                found = next((self.home[number] for number in roots if number in self.home), None)
+                if found is not None:
+                    self.places.memory[name] = found[0]
+                    if isinstance(value, torch.Tensor) and not value.is_conj() and not value.is_neg():
+                        self.places.named[name] = _place(found, value)
+
+
+def _place(found: tuple[Any, int], value: torch.Tensor) -> Place:
+    shape, stride, offset, dtype, *_ = geometry(value)
+    return Place(*found, shape, stride, offset, dtype)
+
+
+def _named_values(node: fx.Node, places: Places) -> Iterator[tuple[str, Any]]:
+    """What a node makes, with the names in the program."""
+    value: Any = node.meta.get("val")
+    if node.op != "call_function" or node in places.constants:
+        return
+    if node in places.forms and not isinstance(value, torch.Tensor):
+        for index, item in enumerate(value):
+            yield result_name(node, index), item
+    else:
+        yield node.name, value
+
+
+def result_name(node: fx.Node, index: int) -> str:
+    """The name of one of several results of a node that are at fixed places.
+
+    Not the node's name and a number: that is how the graph calls the next node of the same operator.
+    """
+    return f"{node.name}_result{index}"
+
+
+def _kept_elsewhere(graph: fx.Graph, placement: Placement) -> Iterator[int]:
+    """Memory that belongs, or may come to belong, to somebody else."""
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            yield from storages_of(node)
+        elif node.op == "call_function" and node.target is not operator.getitem and not _only_computes(node):
+            for argument in node.all_input_nodes:
+                yield from storages_of(argument)
+    for position, node in enumerate(placement.returned):
+        if position not in placement.cloned:
+            yield from storages_of(node)
+    for node in (*placement.replaced, *placement.written):
+        yield from storages_of(node)
+
+
+def _only_computes(node: fx.Node) -> bool:
+    """Whether an operator neither keeps an argument, nor returns it as its own, nor gives it other memory.
+
+    A branch of a condition may return its argument; what operators of somebody else's do is not known.
+    """
+    if is_loop(node):
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace not in ("aten", "fdp"):
+        return False
+    return torch.Tag.inplace_view not in node.target.tags
+
+
+def gathered_at_bytes(bucket: Bucket) -> int:
+    """Where, in the memory of an all-gather's bucket, the pieces of all ranks begin: behind this rank's own."""
+    return round_up(bucket.numel * bucket.dtype.itemsize)
+
+
+def header_numel(bucket: Bucket, world_size: int) -> int:
+    """Elements behind a bucket's members that say which call it belongs to: only in the one that starts first."""
+    return NUMEL if bucket.index == 0 and carries(bucket.op, bucket.dtype, world_size) else 0
+
+
+def shared_numel(bucket: Bucket, world_size: int) -> int:
+    """Elements of a bucket and its header, filled up so that all ranks can share them evenly."""
+    return -(-(bucket.numel + header_numel(bucket, world_size)) // world_size) * world_size
+
+
+def received_at_bytes(bucket: Bucket, world_size: int) -> int:
+    """Where, in the memory of a bucket that is added up piece by piece, the pieces of all ranks begin."""
+    return round_up(shared_numel(bucket, world_size) * bucket.dtype.itemsize)
+
+
+def memory_bytes(bucket: Bucket, world_size: int) -> int:
+    """The memory that a bucket needs in all."""
+    if bucket.op == "all_gather":
+        return gathered_at_bytes(bucket) + world_size * bucket.numel * bucket.dtype.itemsize
+    if bucket.accumulate_dtype is not None:
+        return 2 * received_at_bytes(bucket, world_size)
+    return (bucket.numel + header_numel(bucket, world_size)) * bucket.dtype.itemsize
+
+
+def slot_name(bucket: int, member: int) -> str:
+    """The name, in a program, of the place of a member in its bucket."""
+    return f"slot{bucket}_{member}"

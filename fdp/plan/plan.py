@@ -1,0 +1,230 @@
+"""The plan of a step, as values: buckets, and the order in which operations, starts and waits follow each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from fdp.errors import ArgumentError, build_message
+from fdp.plan.cost.costs import Costs
+from fdp.plan.cost.estimate import estimate
+from fdp.plan.cost.forecast import Forecast
+from fdp.plan.cost.network import Network
+from fdp.tables import Table, count, format_bytes
+from fdp.timeline.timeline import Timeline
+from fdp.trace.trace import Trace
+
+if TYPE_CHECKING:
+    from fdp.distributed.group import Ranks
+    from fdp.runtime import Emitted
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Reductions that travel in one message.
+
+    Attributes:
+        index: position among the buckets, which is the order in which they start on every rank.
+        op: "mean", "sum", "max", "min", "all_gather" or "broadcast".
+        root: the root rank of a broadcast, else 0.
+        dtype: the dtype that all of it travels in.
+        device: device of all of it.
+        members: indices of its reductions in `Trace.reductions`, in production order.
+        offsets: where each member begins, in elements.
+        numel: elements that this rank contributes, with what lies between members so that each begins aligned.
+        size_bytes: bytes of its members on this rank, as they travel.
+        accumulate_dtype: the dtype that it is added up in, if that is not the one that it travels in: then its members
+            go to the ranks that add them up, and the means come back, in two messages of the bucket's size.
+    """
+
+    index: int
+    op: str
+    root: int
+    dtype: torch.dtype
+    device: torch.device
+    members: tuple[int, ...]
+    offsets: tuple[int, ...]
+    numel: int
+    size_bytes: int
+    accumulate_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """Run an operation; several indices are lanes of one operator call.
+
+    Attributes:
+        operations: indices in `Trace.operations`.
+    """
+
+    operations: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Start:
+    """Fill a bucket and start its collective."""
+
+    bucket: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Wait for the collective of a bucket; from here on its results may be read."""
+
+    bucket: int
+
+
+Item = Run | Start | Wait
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step will do, in order: made without a process group, and the same on every rank.
+
+    Attributes:
+        trace: what was planned.
+        buckets: the messages, in the order in which they start.
+        schedule: every operation, start and wait, in order.
+        bucket_cap_mb: the caps that it was planned for, in MiB: of the first bucket, the next, ...; the last
+            one holds for all that follow. Empty if buckets were chosen by what they cost.
+        forecast: the network and the costs that it was planned for, and what it is expected to take; None if it was
+            planned without.
+    """
+
+    trace: Trace
+    buckets: tuple[Bucket, ...]
+    schedule: tuple[Item, ...]
+    bucket_cap_mb: tuple[float, ...]
+    forecast: Forecast | None = None
+
+    @property
+    def messages(self) -> str:
+        """The schedule as ranks compare it: one line for each reduction, in the order in which they travel."""
+        lines = []
+        for bucket in self.buckets:
+            op = f"{bucket.op} from rank {bucket.root}" if bucket.op == "broadcast" else bucket.op
+            for member in bucket.members:
+                reduction = self.trace.reductions[member]
+                lines.append(
+                    f"bucket {bucket.index}, {op}: {reduction.name} {list(reduction.shape)} {bucket.dtype} on "
+                    f"{bucket.device.type}" + self._added_in(bucket)
+                )
+        if any(bucket.accumulate_dtype is not None for bucket in self.buckets):
+            # Their second messages are sent between others: at which, the order of starts and waits says.
+            order = (str(item) for item in self.schedule if isinstance(item, (Start, Wait)))
+            lines.append(f"order: {', '.join(order)}")
+        return "\n".join(lines)
+
+    def _added_in(self, bucket: Bucket) -> str:
+        if bucket.accumulate_dtype is None:
+            return ""
+        return f", added in {str(bucket.accumulate_dtype).removeprefix('torch.')}"
+
+    def emit(self, group: Ranks = None, compile: bool | Mapping[str, object] = False) -> Emitted:
+        """Make the function that carries the plan out.
+
+        Args:
+            group: the ranks to run on, as for `data_parallel`; None for the default process group. It must have
+                as many ranks as the step was traced for.
+            compile: as for `data_parallel`. What is compiled here is not compared with anything, and other ranks do
+                not wait for it: their first call may.
+
+        Returns:
+            A function of the step's arguments; its attribute `source` is the program that it runs.
+
+        Raises:
+            ArgumentError: the group has another size, or an option has no meaning.
+            CompileError: the compiler cannot take an operator.
+        """
+        from fdp.runtime.emitted import emit_plan
+
+        return emit_plan(self, group, compile)
+
+    def timeline(
+        self, network: Network | None = None, world_size: int | None = None, costs: Costs | None = None
+    ) -> Timeline:
+        """Foretell when everything happens, without running it.
+
+        Args:
+            network: between the ranks; None for the one that was planned for.
+            world_size: number of ranks; None for as many as were planned for. Another number asks what the same plan
+                would do on so many ranks with the same batch on each.
+            costs: seconds of every operation; None for those that were planned with, or without any for an estimate on
+                the default `Machine`, a data-centre accelerator.
+
+        Returns:
+            The `Timeline`: what computes and what is under way at any time.
+
+        Raises:
+            ArgumentError: there is no network; or the costs are those of another trace.
+        """
+        if self.forecast is not None:
+            network, costs = network or self.forecast.network, costs or self.forecast.costs
+            world_size = self.forecast.world_size if world_size is None else world_size
+        if network is None:
+            raise ArgumentError(
+                build_message(
+                    f"the timeline of step {self.trace.name!r} without a network.",
+                    remedy="pass network=fdp.Network(latency_s=..., bandwidth_bytes_per_s=...).",
+                )
+            )
+        from fdp.plan.simulate import simulate
+
+        return simulate(self, costs or estimate(self.trace), network, world_size)
+
+    def __str__(self) -> str:
+        caps = ", ".join(f"{cap:g}" for cap in self.bucket_cap_mb)
+        caps = f"caps {caps} MiB" if caps else "chosen by cost"
+        total = sum(bucket.size_bytes for bucket in self.buckets)
+        title = (
+            f"Plan of {self.trace.name} ({self.trace.source}), {count(self.trace.world_size, 'rank')}: "
+            f"{count(len(self.buckets), 'bucket')}, {format_bytes(total)}, {caps}"
+        )
+        table = Table(title, ("bucket", "op", "dtype", "gradients", "bytes", "starts after", "waited for before"))
+        starts, waits = self._neighbours()
+        for bucket in self.buckets:
+            table.add(
+                bucket.index, bucket.op, str(bucket.dtype).removeprefix("torch.") + self._added_in(bucket),
+                self._contents(bucket),
+                bucket.size_bytes, starts[bucket.index], waits[bucket.index],
+            )  # fmt: skip
+        return str(table) if self.forecast is None else f"{table}\n{self.forecast}"
+
+    def _contents(self, bucket: Bucket) -> str:
+        parts = []
+        for kind, gradient in (("gradient", True), ("other value", False)):
+            names = [
+                self.trace.reductions[member].name
+                for member in bucket.members
+                if (self.trace.reductions[member].kind == "gradient") is gradient
+            ]
+            shown = names if len(names) <= 4 else [names[0], f"... {len(names) - 2} more ...", names[-1]]
+            if names:
+                parts.append(f"{count(len(names), kind)}: {', '.join(shown)}")
+        return "; ".join(parts)
+
+    def _neighbours(self) -> tuple[dict[int, str], dict[int, str]]:
+        """For each bucket, the operation that it starts after and the one that it is waited for before."""
+        starts: dict[int, str] = {}
+        waits: dict[int, str] = {}
+        before, asking = "the beginning", list[int]()
+        for item in self.schedule:
+            if isinstance(item, Start):
+                starts[item.bucket] = before
+            elif isinstance(item, Wait):
+                asking.append(item.bucket)
+            elif not self.trace.operations[item.operations[0]].view:
+                before = self._describe(item)
+                waits.update(dict.fromkeys(asking, before))
+                asking.clear()
+        waits.update(dict.fromkeys(asking, "the end"))
+        return starts, waits
+
+    def _describe(self, run: Run) -> str:
+        operation = self.trace.operations[run.operations[0]]
+        name = operation.target.removeprefix("aten.").rsplit(".", 1)[0]
+        many = f" of {len(run.operations)}" if operation.lane is not None else ""
+        return f"#{run.operations[-1]} {name}{many}" + (f" ({operation.source})" if operation.source else "")

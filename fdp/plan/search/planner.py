@@ -1,0 +1,189 @@
+"""Choose buckets by what they cost: the best cuts that can be found, against every fixed cap in the same simulation.
+
+References: Shi, Chu and Li, MG-WFBP (INFOCOM 2019); Li et al., PyTorch Distributed (VLDB 2020), section 6.2, which
+recommends to sweep bucket sizes by hand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from fdp.plan.buckets import AUTO_CAP_MB, arrange, kind_of, make_buckets, partition, upstream_of
+from fdp.plan.cost.costs import Costs
+from fdp.plan.cost.forecast import Alternative, Forecast
+from fdp.plan.cost.network import Network
+from fdp.plan.cost.ticks import TICKS_PER_S, Ticks, ticks_of
+from fdp.plan.schedule import order
+from fdp.plan.search.chain import chain_of
+from fdp.plan.search.optimum import best_cuts
+from fdp.plan.simulate import outcome
+from fdp.trace.trace import Trace
+
+FIXED_CAPS_MB: tuple[tuple[float, ...], ...] = (AUTO_CAP_MB, (1.0,), (5.0,), (25.0,), (100.0,), (math.inf,))
+"""What "auto" is compared with, and never worse than: what people pass by hand, DDP's default among it."""
+
+_MOST_KINDS = 4
+"""Kinds of reductions whose cuts are chosen; what is left after the largest ones is small."""
+
+_NEARLY = 0.01
+"""Ends that differ by less than this share are as good as equal: nobody measures a step more exactly."""
+
+_EARLIEST = "auto, on this network alone"
+
+Groups = list[tuple[int, ...]]
+
+
+def consider(
+    trace: Trace, caps_mb: Sequence[float], costs: Costs, network: Network, world_size: int
+) -> tuple[Groups, Forecast]:
+    """Make the buckets of given caps, and foretell what they take.
+
+    Args:
+        trace: of the step.
+        caps_mb: of the first bucket, the next, ..., in MiB.
+        costs: of its operations.
+        network: between its ranks.
+        world_size: their number.
+
+    Returns:
+        The members of each bucket, and the forecast.
+
+    Raises:
+        ArgumentError: the costs are those of another trace, or there is no such number of ranks.
+    """
+    groups = partition(trace.reductions, trace.operations, caps_mb)
+    end, exposed = _outcome(trace, groups, ticks_of(trace, costs, network, world_size))
+    return groups, Forecast(network, world_size, costs, _alternative(_caps_name(caps_mb), groups, end, exposed))
+
+
+def choose(
+    trace: Trace, costs: Costs, network: Network, world_size: int, spread: float = 0.0
+) -> tuple[Groups, Forecast]:
+    """Find the buckets with which the simulated step ends earliest.
+
+    Buckets that end at nearly the same time may differ in what becomes of them on a network that is a little faster or
+    slower: a large bucket that is full just when the link is free leaves it idle if the link is free sooner. So where
+    a `spread` is given, those are taken whose ends, on the network, a faster and a slower one, come earliest on
+    average; among those that the searches on the three have found and the fixed caps, as far as they end no later than
+    every fixed cap and at most a hundredth later than the best.
+
+    Where all reductions are of one kind (operation, dtype and device) and none is computed from another's result, the
+    search is exact: `Forecast.optimal` says that no other buckets of neighbours end earlier. Of several kinds the
+    largest is cut first, with the others as the best fixed caps have them, and then the others in turn. Where a
+    reduction is computed from another's result, cuts are chosen as if nothing waited for that other one. Where messages
+    slow computing down, a beam takes the place of the full search. A gradient that is read only together with a later
+    one is taken to be waited for too early. In each case the result is simulated in full, and is taken only if it ends
+    before every fixed cap does.
+
+    Args:
+        trace: of the step.
+        costs: of its operations.
+        network: between its ranks.
+        world_size: their number.
+        spread: by what share messages may turn out faster or slower than on that network; 0 for not at all.
+
+    Returns:
+        The members of each bucket, and the forecast: a function of the arguments alone.
+
+    Raises:
+        ArgumentError: the costs are those of another trace, or there is no such number of ranks.
+    """
+    judge = _Judge(trace, ticks_of(trace, costs, network, world_size))
+    by_caps = {_caps_name(caps): partition(trace.reductions, trace.operations, caps) for caps in FIXED_CAPS_MB}
+    fixed = list(by_caps.values())
+    best, proven = _earliest(judge, fixed)
+    chosen = _steadiest(judge, best, fixed, costs, network, world_size, spread) if spread else best
+    others = dict(by_caps) if chosen == best else {_EARLIEST: best, **by_caps}
+    return chosen, Forecast(
+        network,
+        world_size,
+        costs,
+        _alternative("auto", chosen, *judge.end_of(chosen)),
+        tuple(_alternative(name, groups, *judge.end_of(groups)) for name, groups in others.items()),
+        (proven or judge.ticks.silent) and judge.end_of(chosen)[0] == judge.end_of(best)[0],
+    )
+
+
+class _Judge:
+    """Simulates buckets in full, each once.
+
+    Args:
+        trace: of the step.
+        ticks: what everything takes.
+    """
+
+    def __init__(self, trace: Trace, ticks: Ticks) -> None:
+        self.trace, self.ticks = trace, ticks
+        self._known: dict[Any, tuple[float, float]] = {}
+
+    def end_of(self, groups: Groups) -> tuple[float, float]:
+        """When the step ends, and how much of that nothing is computed, in nanoseconds."""
+        key = tuple(groups)
+        if key not in self._known:
+            self._known[key] = _outcome(self.trace, groups, self.ticks)
+        return self._known[key]
+
+
+def _earliest(judge: _Judge, start: Sequence[Groups]) -> tuple[Groups, bool]:
+    """The buckets with the earliest end that are found, from some to start with; and whether it is proven."""
+    trace, ticks = judge.trace, judge.ticks
+    best, proven = min(start, key=judge.end_of), False
+    upstream = upstream_of(trace.reductions, trace.operations)
+    kinds = _kinds(trace, upstream)
+    for members in kinds[:_MOST_KINDS] if not ticks.silent else ():
+        others = [group for group in best if group[0] not in members]
+        chain = chain_of(trace, sorted(members), others, ticks)
+        cuts = best_cuts(chain, ticks, judge.end_of(best)[0] if chain.exact else math.inf)
+        proven = chain.exact and cuts.proven and len(kinds) == 1
+        own = [tuple(chain.members[a:b]) for a, b in zip((0, *cuts.ends), cuts.ends, strict=False)]
+        groups = arrange([*others, *own], upstream)
+        if own and len(groups) == len(others) + len(own) and judge.end_of(groups) < judge.end_of(best):
+            best = groups
+    return best, proven
+
+
+def _steadiest(
+    judge: _Judge,
+    best: Groups,
+    by_caps: Sequence[Groups],
+    costs: Costs,
+    network: Network,
+    world_size: int,
+    spread: float,
+) -> Groups:
+    """Of buckets that end as early as any, or nearly, those that end earliest on average if the network differs."""
+    judges = [judge]
+    for factor in (1 + spread, 1 / (1 + spread)):
+        other = replace(network, bandwidth_bytes_per_s=network.bandwidth_bytes_per_s * factor)
+        judges.append(_Judge(judge.trace, ticks_of(judge.trace, costs, other, world_size)))
+    found = [best, *by_caps, *(_earliest(other, [best, *by_caps])[0] for other in judges[1:])]
+    latest = min(judge.end_of(best)[0] * (1 + _NEARLY), *(judge.end_of(groups)[0] for groups in by_caps))
+    good = [groups for groups in found if judge.end_of(groups)[0] <= latest]
+    return min(good, key=lambda groups: (sum(each.end_of(groups)[0] for each in judges), judge.end_of(groups)))
+
+
+def _kinds(trace: Trace, upstream: Sequence[int]) -> list[set[int]]:
+    """Reductions that may share buckets, those with the most bytes first."""
+    found: defaultdict[Any, set[int]] = defaultdict(set)
+    for index, reduction in enumerate(trace.reductions):
+        if reduction.numel:
+            found[kind_of(trace.reductions, upstream, index)].add(index)
+    sizes = {kind: sum(trace.reductions[member].size_bytes for member in found[kind]) for kind in found}
+    return [found[kind] for kind in sorted(found, key=lambda kind: -sizes[kind])]
+
+
+def _outcome(trace: Trace, groups: Groups, ticks: Ticks) -> tuple[float, float]:
+    buckets = make_buckets(trace.reductions, groups)
+    return outcome(buckets, order(trace.operations, trace.reductions, buckets), ticks)
+
+
+def _alternative(name: str, groups: Groups, end: float, exposed: float) -> Alternative:
+    return Alternative(name, len(groups), end / TICKS_PER_S, exposed / TICKS_PER_S)
+
+
+def _caps_name(caps_mb: Sequence[float]) -> str:
+    return ", ".join(f"{cap:g}" for cap in caps_mb)

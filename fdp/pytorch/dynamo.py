@@ -1,0 +1,133 @@
+"""Where fdp meets `torch.compile`: what Dynamo must not look into, and what it must leave alone."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from fdp.errors import CompileError, build_message
+from fdp.pytorch.parts import refusal
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def breaks_graph(reason: str) -> Callable[[_Function], _Function]:
+    """Keep a function out of the graphs of others: a graph under `torch.compile` breaks once, around its call.
+
+    Args:
+        reason: what whoever asks for one whole graph (`fullgraph=True`) is told.
+
+    Returns:
+        A decorator.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        apart: _Function = torch.compiler.disable(function, reason=reason)
+        return apart
+
+    return decorate
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run what is under `torch.compile` as plain Python: inside of a step it is part of the step's graph.
+
+    It holds for the whole process: whoever calls this keeps others from doing so meanwhile.
+
+    Not by `torch.compiler.set_stance("force_eager")` alone, which would stop `torch.cond` and its like as well: they
+    have their branches traced by Dynamo. (This relies on `eval_frame._callback_from_stance`, through which each
+    function under `torch.compile` asks at its call whether to compile, and on `_in_hop_compile`, which is true inside
+    of them. Whether functions under `torch.compile` still ask there is looked at once.)
+
+    Raises:
+        FdpError: they do not.
+    """
+    if not _is_asked():
+        raise refusal("tracing a step", ["functions under torch.compile do not ask eval_frame._callback_from_stance"])
+    with _asked_instead(lambda callback, in_hop: callback if in_hop else None):
+        yield
+
+
+@functools.cache
+def _is_asked() -> bool:
+    asked = False
+
+    def note(callback: Any, in_hop: bool) -> None:
+        nonlocal asked
+        asked = True
+
+    with _asked_instead(note):
+        # Made as what `torch.compile` returns is made, without the half second of imports of a first `torch.compile`.
+        torch._dynamo.run(lambda: None)()
+    return asked
+
+
+@contextmanager
+def _asked_instead(decide: Callable[[Any, bool], Any]) -> Iterator[None]:
+    """While this lasts, decide what functions under `torch.compile` are compiled with.
+
+    Args:
+        decide: takes what they would be compiled with, and whether the call comes from inside `torch.cond` or its like.
+    """
+    from torch._dynamo import config, eval_frame
+    from torch._higher_order_ops.utils import _in_hop_compile
+
+    before = eval_frame._callback_from_stance
+
+    def answer(callback: Any) -> Any:
+        return decide(callback, _in_hop_compile())
+
+    with torch.compiler.set_stance("force_eager"), config.patch(error_on_nested_fx_trace=False):
+        eval_frame._callback_from_stance = answer
+        try:
+            yield
+        finally:
+            eval_frame._callback_from_stance = before
+
+
+def taken_apart(step_fn: Any) -> tuple[Any, Mapping[str, Any] | None] | None:
+    """Take what `torch.compile` made of a function apart.
+
+    (This relies on `_torchdynamo_orig_callable`, which is the function, and on `_is_torch_compile` and
+    `_torchdynamo_disable`, which say that it was not merely disabled. `get_compiler_config()` gives inductor's
+    settings, but not with fullgraph=True: then its backend has them, which is found behind the context that
+    `get_compiler_config` is a function of.)
+
+    Args:
+        step_fn: anything.
+
+    Returns:
+        The function, and the settings of inductor that hold in it, None for another backend; None if `torch.compile`
+        has nothing to do with it.
+    """
+    inner = getattr(step_fn, "_torchdynamo_orig_callable", None)
+    disabled = getattr(step_fn, "_torchdynamo_disable", False)
+    if inner is None or not getattr(step_fn, "_is_torch_compile", not disabled):
+        return None
+    get_config = getattr(step_fn, "get_compiler_config", None)
+    wanted = None if get_config is None else get_config()
+    if wanted is None and get_config is not None:
+        found: Any = getattr(inspect.getclosurevars(get_config).nonlocals.get("self"), "callback", None)
+        while hasattr(found, "_torchdynamo_orig_backend"):
+            found = found._torchdynamo_orig_backend
+        wanted = found.get_compiler_config() if hasattr(found, "get_compiler_config") else None
+    return inner, wanted
+
+
+def _refuse(graph: Any, inputs: Any, **options: Any) -> Any:
+    raise CompileError(
+        build_message(
+            'torch.compile(step, backend="fdp"): fdp has no front end through Dynamo. A captured graph does not say '
+            "which inputs differ from rank to rank, which are donated, and what leaves are called.",
+            remedy="decorate the step: fdp.data_parallel(step, compile=True).",
+        )
+    )
+
+
+# So that the reason is given, and not that there is no such backend.
+torch._dynamo.register_backend(compiler_fn=_refuse, name="fdp")

@@ -1,0 +1,8 @@
+"""Running a program: its memory, its messages under way, and what ranks agree on before and at each call.
+
+arena, wide_mean -> in_flight -> verified; order, agreement, signature, closed_over, replication -> emitted
+"""
+
+from fdp.runtime.emitted import BREAK_REASON, Emitted, emit_plan
+
+__all__ = ["BREAK_REASON", "Emitted", "emit_plan"]

@@ -1,0 +1,150 @@
+"""Ranks agree before they talk: they compare schedules through the store, with a time limit, before any collective.
+
+A process group does not check what it is given: ranks that send different buckets hang, or add up numbers that
+have nothing to do with each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from fdp.distributed.comparable import comparable, without_addresses
+from fdp.distributed.exchange import tell_all_once
+from fdp.distributed.fingerprint import fingerprint
+from fdp.distributed.group import Group
+from fdp.errors import AgreementError, ReplicationError, build_message
+from fdp.plan import Plan
+
+_ARITHMETIC = "computes "
+"""How a line about the arithmetic of replicated results begins."""
+
+_KINDS = {"state": "state", "per rank": "labelled state"}
+"""What inputs are called that are of the same shape on every rank; batches need not be."""
+
+
+def schedule_text(plan: Plan, how: str = "") -> str:
+    """Everything about a plan, and about how it is compiled if it is, that must be equal on all ranks."""
+    lines = [f"step {plan.trace.name}", *([f"compiled with {how}"] if how else [])]
+    lines += [
+        f"{_KINDS[item.role]} {item.name} {list(item.shape)} {item.dtype}"
+        for item in plan.trace.inputs
+        if item.role in _KINDS
+    ]
+    lines += plan.messages.splitlines()
+    lines += [f"argument {name} = {value}" for name, value in plan.trace.replicated_constants]
+    lines += [
+        f"output {output.name} = {comparable(output.constant)}" for output in plan.trace.outputs if output.node is None
+    ]
+    lines += [_ARITHMETIC + call for call in plan.trace.replicated_calls]
+    # Key paths are written by whoever wrote the containers: what they hold of addresses must not refuse a step either.
+    return without_addresses("\n".join(lines))
+
+
+def digest(plan: Plan, how: str = "") -> str:
+    """A short name for a schedule: plans with one name need not be compared again."""
+    return hashlib.sha256(schedule_text(plan, how).encode()).hexdigest()
+
+
+def agree(plan: Plan, group: Group, tensors: Sequence[torch.Tensor], compare_state: bool, how: str = "") -> int:
+    """Compare a plan, and the state that it starts from, with those of the other ranks.
+
+    Args:
+        plan: this rank's plan.
+        group: the ranks.
+        tensors: the inputs of the call, in the order of `Trace.inputs`.
+        compare_state: whether replicated inputs and closed-over tensors are compared bit for bit.
+        how: how it is compiled, as text; empty if it is not.
+
+    Returns:
+        The number of this agreement: the same on all ranks, and no other one's on the group.
+
+    Raises:
+        AgreementError: schedules differ, another rank could not make its plan, or one did not come in time.
+        ReplicationError: ranks start from different values of what should be replicated.
+    """
+    marks = _marks(plan, tensors) if compare_state else {}
+    own = {"schedule": schedule_text(plan, how), "marks": marks}
+    name = plan.trace.name
+    number, found = tell_all_once(group, own, f"step {name!r}", "has a new communication schedule")
+    for rank, other in enumerate(found):
+        if "failed" in other:
+            raise AgreementError(
+                build_message(
+                    f"rank {rank} could not prepare step {name!r}, so the ranks cannot run it together.",
+                    [f"rank {rank}: {other['failed']}"],
+                    remedy=f"mend the error on rank {rank}; the other ranks wait for it in vain.",
+                )
+            )
+    first = found[0]
+    for rank, other in enumerate(found):
+        if other["schedule"] != first["schedule"]:
+            raise _disagreement(name, rank, _first_difference(first["schedule"], other["schedule"], rank))
+    # A rank that does not compare has sent nothing to compare with.
+    marked = [(rank, other["marks"]) for rank, other in enumerate(found) if other["marks"]]
+    offenders = [
+        f"{key}: rank {rank} differs from rank {marked[0][0]}"
+        for key in marks
+        for rank, other in marked
+        if other.get(key) != marked[0][1].get(key)
+    ]
+    if offenders:
+        raise ReplicationError(
+            build_message(
+                f"step {name!r} was called with replicated arguments, or closes over tensors, that do not hold the "
+                "same bits on every rank.",
+                offenders,
+                remedy="start from one rank's values: state = fdp.replicate(state); an argument that is meant to "
+                "differ belongs into batch_argnums.",
+            )
+        )
+    return number
+
+
+def _marks(plan: Plan, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
+    marks = {
+        item.name: fingerprint(tensor)
+        for item, tensor in zip(plan.trace.inputs, tensors, strict=True)
+        if item.role == "state"
+    }
+    for target, name in plan.trace.closed_over:
+        label = f"closed-over tensor {name}"
+        label = label if label not in marks else f"{label} ({target})"
+        marks[label] = fingerprint(getattr(plan.trace.graph, target))
+    return marks
+
+
+def _disagreement(name: str, rank: int, difference: list[str]) -> AgreementError:
+    if all(f": {_ARITHMETIC}" in line or "nothing of the kind" in line for line in difference):
+        return AgreementError(
+            build_message(
+                f"ranks 0 and {rank} compute the replicated results of step {name!r} in different ways. "
+                "The first difference:",
+                difference,
+                remedy="let no Python number or branch that differs between ranks (the rank, the length of a batch) go "
+                "into a replicated result; pass such numbers to fdp.psum or pmean(weight=), or as batch tensors.",
+            )
+        )
+    return AgreementError(
+        build_message(
+            f"ranks 0 and {rank} have different communication schedules for step {name!r}. The first difference:",
+            difference,
+            remedy="call the step with state of the same structure, shapes and dtypes on every rank, under "
+            "the same static arguments, bucket_cap_mb, compile, wire_dtype and accumulate_dtype.",
+        )
+    )
+
+
+def _first_difference(first: str, other: str, rank: int) -> list[str]:
+    """What one rank has and the other has not; if that is nothing, where their orders part."""
+    one, two = first.splitlines(), other.splitlines()
+    only_first = next((line for line in one if line not in set(two)), None)
+    only_other = next((line for line in two if line not in set(one)), None)
+    if only_first is None and only_other is None:
+        only_first, only_other = next(
+            (pair for pair in itertools.zip_longest(one, two) if pair[0] != pair[1]), (None, None)
+        )
+    return [f"rank 0: {only_first or 'nothing of the kind'}", f"rank {rank}: {only_other or 'nothing of the kind'}"]

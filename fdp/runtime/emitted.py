@@ -1,0 +1,376 @@
+"""The callable that carries a plan out on a process group."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from fdp import pytree
+from fdp.context.ambient import plain_surroundings
+from fdp.distributed.comparable import comparable
+from fdp.distributed.desynchronised import alone_on, leave_behind, refuse_left_behind
+from fdp.distributed.group import Group, Ranks, resolve_group
+from fdp.distributed.other_ranks import Kind, OtherRanks
+from fdp.emit.codegen.lines import Part
+from fdp.emit.codegen.program import Program
+from fdp.emit.compiled import Options, compile_program, resolve_options, why_not_recorded
+from fdp.emit.proved import verified_program
+from fdp.errors import ArgumentError, FdpError, build_message
+from fdp.plan import Plan
+from fdp.pytorch.dynamo import breaks_graph
+from fdp.runtime.agreement import agree, digest
+from fdp.runtime.arena import ARENAS, Arena, Buffer, all_place_values, make_buffers, moving
+from fdp.runtime.closed_over import ClosedOver
+from fdp.runtime.diagnostics import lost_contact, profiler_range, refuse_missing_backends
+from fdp.runtime.in_flight import InFlight
+from fdp.runtime.order import Agreed, Agreements, Order
+from fdp.runtime.replication import Replication
+from fdp.runtime.signature import check_signature
+from fdp.runtime.verified import prove_made, prove_sent
+from fdp.state import rank_local
+
+BREAK_REASON = (
+    "an fdp step is one program already, with messages in it that a second compiler must not move. Leave "
+    "fullgraph=True away, and the graph breaks once, around the step; to compile the step itself, say "
+    "fdp.data_parallel(compile=True)."
+)
+"""What Dynamo tells whoever has a step inside of a function under `torch.compile`."""
+
+
+class Observer(Protocol):
+    """Who is told about the messages of a run."""
+
+    def around_start(self, start: Callable[[int], None]) -> Callable[[int], None]:
+        """What is called in place of `start`, with the index of a bucket."""
+
+    def around_wait(self, wait: Callable[[int], None]) -> Callable[[int], None]:
+        """What is called in place of `wait`, with the index of a bucket."""
+
+    def arrived(self, index: int) -> None:
+        """The message of a bucket is there. Called by any thread; never, if the backend does not tell."""
+
+
+class _Busy(FdpError):
+    """The step is running already."""
+
+
+class Emitted:
+    """A planned step, ready to run: call it with the arguments of the step.
+
+    Attributes:
+        plan: what it carries out.
+        group: the ranks that it runs on.
+        options: how it was compiled; None if it runs operator by operator.
+        source: the text of the program that it runs.
+        digest: a short name for its schedule: the same on ranks whose messages fit together.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        group: Group,
+        agreed: Agreements | None = None,
+        compare_state: bool = True,
+        options: Options | None = None,
+        tick: Callable[[], None] | None = None,
+        apart: bool = False,
+    ) -> None:
+        if group.size != plan.trace.world_size:
+            raise ArgumentError(
+                build_message(
+                    f"the plan of step {plan.trace.name!r} is for {plan.trace.world_size} ranks, the group has "
+                    f"{group.size}.",
+                    remedy="trace the step with the group that it is to run on.",
+                )
+            )
+        self.plan, self.group = plan, group
+        self._agreed: Agreements = {} if agreed is None else agreed
+        self._order: Order | None = None
+        self._compare_state = compare_state
+        self._communicates = group.size > 1 or apart
+        self.options = None if options is None else options.settled(_devices(plan))
+        self.digest = digest(plan, self._how(None))
+        if self.options is None:
+            self._program = verified_program(plan, group.rank, self._communicates, tick)
+        else:
+            self._program = compile_program(plan, group, self._communicates, self.options, self._may_record())
+        prove_sent(plan, self._program, group.rank)
+        self.source, self._function = self._program.source, self._program.function
+        self._arena: Arena | None = None
+        self._blocks: Mapping[torch.device, torch.Tensor] = {}
+        self._buffers: dict[int, Buffer] = {}
+        self._busy = threading.Lock()
+        self._constants = [o.constant if o.node is None else _TENSOR for o in plan.trace.outputs]
+        self._all_tensors = all(constant is _TENSOR for constant in self._constants)
+        self._closed_over = ClosedOver(plan.trace)
+        self._replication = Replication(plan.trace, compare_state)
+        refuse_missing_backends(plan, group)
+
+    @breaks_graph(BREAK_REASON)
+    def __call__(self, *args: Any) -> Any:
+        """Run the step.
+
+        Args:
+            *args: as for the step that was traced, of the same structure, shapes, dtypes and devices; static
+                arguments are part of the plan and left out.
+
+        Returns:
+            What the step returns.
+
+        Raises:
+            ArgumentError: the arguments do not have the signature of the plan.
+            AgreementError: the ranks' schedules differ, or ranks are at different calls.
+            PeerError: another rank died or stopped answering.
+        """
+        leaves, spec = pytree.flatten(args)
+        check_signature(self.plan.trace, leaves, spec)
+        with alone_on(self.group, self.plan.trace.name):
+            return self.run([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+
+    def timed(self, tick: Callable[[], None], apart: bool = False) -> Emitted:
+        """The same step operator by operator, in a program that can be timed.
+
+        Args:
+            tick: called at the beginning of the program and at the end of each of its `parts`.
+            apart: whether buckets are filled in a world of one, too, where nothing is sent. What is made then is for
+                `rehearse` alone.
+
+        Returns:
+            Another step, of the same plan and group.
+        """
+        return Emitted(self.plan, self.group, self._agreed, self._compare_state, tick=tick, apart=apart)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What lies between one tick and the next, of a step that is timed."""
+        return self._program.parts
+
+    @property
+    def program(self) -> Program:
+        """The program that it runs."""
+        return self._program
+
+    @property
+    def hides_messages(self) -> bool:
+        """Whether its messages start and are waited for out of fdp's sight: compiled code, or a recording, does it."""
+        own, recording = self._program.own_messages, self._program.recording
+        return (own is not None and self._communicates) or (recording is not None and recording.armed)
+
+    def run(self, tensors: list[torch.Tensor], observer: Observer | None = None) -> Any:
+        """Run the step on its input tensors, in the order of `Trace.inputs`; the list is emptied.
+
+        Args:
+            tensors: the inputs.
+            observer: who is told when messages start, arrive and are waited for, if anybody is.
+        """
+        self._closed_over.check(tensors)
+        if rank_local.notes and self._replication.refuses:
+            self._replication.refuse(tensors)
+        self.agree(tensors)
+        if self._communicates:
+            refuse_left_behind(self.group, f"step {self.plan.trace.name!r}")
+        flying: list[InFlight] = []
+
+        def start(index: int) -> None:
+            try:
+                with profiler_range(self.plan, index, "starts"):
+                    if not flying:
+                        flying.append(InFlight(self._buffers, self.group, order))
+                    arrived = None if observer is None else functools.partial(observer.arrived, index)
+                    flying[0].start(index, arrived)
+            except (RuntimeError, dist.DistError) as error:
+                raise self._peer_error(index, error) from error
+
+        def wait(index: int) -> None:
+            try:
+                with profiler_range(self.plan, index, "is waited for"):
+                    flying[0].wait(index)
+            except (RuntimeError, dist.DistError) as error:
+                raise self._peer_error(index, error) from error
+
+        seen = (start, wait) if observer is None else (observer.around_start(start), observer.around_wait(wait))
+        try:
+            order = self._begin()
+            try:
+                outputs = self._execute(tensors, *seen)
+            except (RuntimeError, dist.DistError) as error:
+                own = self._program.own_messages
+                if own is None or not own.caused(error):
+                    raise
+                raise self._peer_error(None, error) from error
+        except BaseException as error:
+            if self._communicates and not isinstance(error, _Busy):
+                text = f"{type(error).__name__}: {error}".splitlines()[0]
+                leave_behind(self.group, f"step {self.plan.trace.name!r} was left in the middle by {text}")
+            raise
+        self._replication.note(outputs)
+        return self._put_together(outputs)
+
+    def _may_record(self) -> bool:
+        """Whether the step can be recorded as one CUDA graph, if that was asked for."""
+        if self.options is None or not self.options.records:
+            return False
+        if (why := why_not_recorded(self.plan, self.group)) is not None:
+            warnings.warn(
+                f"fdp: step {self.plan.trace.name!r} is compiled, and not recorded as a CUDA graph: {why}.",
+                stacklevel=2,
+            )
+        return why is None
+
+    @property
+    def entry(self) -> str:
+        """By which entry to the compiler it was compiled."""
+        return "inductor's own entry" if self._program.own_messages is None else "inductor's public entry"
+
+    def arm(self) -> None:
+        """From now on calls are in earnest: a step that can be recorded as a CUDA graph is, after a few of them."""
+        if self._program.recording is not None:
+            self._program.recording.armed = True
+
+    def agree(self, tensors: list[torch.Tensor], options: Options | None = None) -> bool:
+        """Compare the schedule, and the state that it starts from, with those of the other ranks.
+
+        Args:
+            tensors: the inputs of the call.
+            options: how it is about to be compiled, if it is.
+
+        Returns:
+            Whether there was something to compare: the schedule had not been agreed on before.
+        """
+        if not self._communicates or (key := self._agreement(options)) in self._agreed:
+            return False
+        number = agree(self.plan, self.group, tensors, self._compare_state, self._how(options))
+        self._agreed[key] = Agreed(number, key[0])
+        return True
+
+    def disagree(self, options: Options | None = None) -> None:
+        """Forget that ranks agreed, so that they do it again: something came between."""
+        self._agreed.pop(self._agreement(options), None)
+        self._order = None
+
+    def _begin(self) -> Order | None:
+        """Say which call begins; None if nothing is sent."""
+        if self._order is None:
+            if not self._communicates or not self.plan.buckets:
+                return None
+            self._order = Order(self.plan, self._program, self.group, self._agreed[self._agreement(None)])
+        try:
+            self._order.begin()
+        except (RuntimeError, dist.DistError) as error:
+            raise self._peer_error(None, error) from error
+        return self._order
+
+    def _how(self, options: Options | None) -> str:
+        settled = self.options if options is None else options.settled(_devices(self.plan))
+        return "" if settled is None else comparable(settled)
+
+    def _agreement(self, options: Options | None) -> tuple[str, Group]:
+        if options is None:
+            return self.digest, self.group
+        return digest(self.plan, self._how(options)), self.group
+
+    def rehearse(self, tensors: list[torch.Tensor], kind: Kind = "equal") -> Any:
+        """Run the step on this rank alone; nothing is sent.
+
+        Args:
+            tensors: as for `run`.
+            kind: whether this rank takes the others to hold something else ("different"), or the same ("equal").
+        """
+        others = OtherRanks(self.group.size, self.group.rank, kind)
+
+        def start(index: int) -> None:
+            self._buffers[index].pretend(others)
+
+        own = self._program.own_messages
+        with nullcontext() if own is None else own.pretended(others):
+            return self._put_together(self._execute(tensors, start, lambda index: None))
+
+    def _execute(self, tensors: list[torch.Tensor], start: Callable[[int], None], wait: Callable[[int], None]) -> Any:
+        if not self._busy.acquire(blocking=False):
+            raise _Busy(
+                build_message(
+                    f"step {self.plan.trace.name!r} was called while it was running, from another thread or from "
+                    "itself; its memory holds one call at a time.",
+                    remedy="call it from one thread, or make a second step with fdp.data_parallel.",
+                )
+            )
+        arena = None
+        try:
+            # In this order: to leave inference mode switches gradients on.
+            with plain_surroundings(), torch.no_grad():
+                arena = ARENAS.borrow(self._arena)
+                self._settle_in(arena)
+                outputs = self._function(tensors, start, wait)
+        except BaseException:
+            # Messages may still be in flight: their memory is left to them, and the next call takes new.
+            self.leave(self._arena)
+            arena = None
+            raise
+        finally:
+            if arena is not None:
+                ARENAS.give_back(arena)
+            self._busy.release()
+        return outputs
+
+    def _settle_in(self, arena: Arena) -> None:
+        """Make the tensors at the program's fixed places, unless they are there from the last call."""
+        blocks = arena.fit(self._program.layouts)
+        if self._arena is arena and self._blocks is blocks:
+            return
+        with moving:
+            self.leave(self._arena)
+            self._arena, self._blocks = arena, blocks
+            for function, values in all_place_values(self._program, blocks):
+                function.__globals__.update(values)
+            self._buffers = make_buffers(self.plan, self._program, blocks)
+            prove_made(self.plan, self._program, blocks, self._buffers)
+            arena.tenants.add(self)
+
+    def leave_memory(self) -> None:
+        """Let go of the memory of the last call; the next call takes what it needs."""
+        self.leave(self._arena)
+
+    def leave(self, arena: Arena | None) -> None:
+        """Let go of an arena, if it is the one that the last call used; the next call takes one again."""
+        with moving:
+            if arena is None or self._arena is not arena:
+                return
+            for program in (self._program, *self._program.loops.values()):
+                for name in program.places:
+                    program.function.__globals__.pop(name, None)
+            arena.tenants.discard(self)
+            self._arena, self._blocks, self._buffers = None, {}, {}
+
+    def _put_together(self, outputs: Sequence[Any]) -> Any:
+        """What the step returns, of its tensors."""
+        if not self._all_tensors:
+            it = iter(outputs)
+            outputs = [next(it) if constant is _TENSOR else constant for constant in self._constants]
+        return self.plan.trace.out_spec.unflatten(outputs)
+
+    def _peer_error(self, index: int | None, error: Exception) -> FdpError:
+        elsewhere = None if self._order is None else self._order.explain()
+        return lost_contact(self.plan, self.group, index, error) if elsewhere is None else elsewhere
+
+
+def _devices(plan: Plan) -> set[torch.device]:
+    """The devices that a plan computes on."""
+    values = (node.meta.get("val") for node in plan.trace.graph.graph.nodes)
+    return {value.device for value in values if isinstance(value, torch.Tensor)}
+
+
+_TENSOR = object()
+
+
+def emit_plan(plan: Plan, group: Ranks = None, compile: bool | Mapping[str, object] = False) -> Emitted:
+    """Make the function that carries a plan out on a group (a `ProcessGroup`, a `DeviceMesh`, or None)."""
+    emitted = Emitted(plan, resolve_group(group), options=resolve_options(compile))
+    emitted.arm()
+    return emitted

@@ -1,0 +1,271 @@
+"""Which step, schedule and call a message belongs to, so that a message never meets one of another call unseen.
+
+Ranks pair their messages by order alone. So each call says which it is: in a header behind its first message, where
+the first messages of all steps of a group are alike, so that headers meet headers; otherwise, since messages of unequal
+size or kind cannot be paired at all, in a small message of its own before the first. Which of both it is follows from
+the steps that have run on the group, which are the same on all ranks.
+
+What does not fit is seen by all ranks at once. Each then tells the others through the store where it is.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fdp.distributed.exchange import exchange, timeout_s
+from fdp.distributed.group import Group, start_all_reduce
+from fdp.distributed.header import NUMEL, Header, numbers
+from fdp.emit.codegen.program import Program
+from fdp.emit.memory.planning import header_numel
+from fdp.errors import AgreementError, build_message
+from fdp.plan import Plan
+from fdp.runtime.arena import Buffer
+
+_PATIENCE_S = 30.0
+"""So long a rank waits for the others to say where they are: they find out when they wait for the same message."""
+
+_PATIENCE_WITH_THE_LOST_S = 2.0
+"""Likewise where the backend failed: most often a rank is gone, which says nothing any more."""
+
+Kind = tuple[Any, ...]
+"""What two first messages have in common that can be paired with each other."""
+
+
+@dataclass
+class Agreed:
+    """What ranks have agreed on: a step and its schedule.
+
+    Attributes:
+        number: of the agreement: the same on all ranks, and no other one's on the group.
+        digest: of the schedule.
+        calls: how many times it has been called on this rank.
+    """
+
+    number: int
+    digest: str
+    calls: int = 0
+
+
+Agreements = dict[tuple[str, Group], Agreed]
+"""What has been agreed on so far, by the digest of the schedule and the group."""
+
+
+@dataclass
+class _Roll:
+    """The steps that have run on a process group: on all ranks the same ones, since each run follows its agreement.
+
+    Attributes:
+        kinds: those of their first messages.
+        newest: the number of the last agreement.
+    """
+
+    kinds: set[Kind] = field(default_factory=set)
+    newest: int = 0
+
+
+_rolls: weakref.WeakKeyDictionary[dist.ProcessGroup, _Roll] = weakref.WeakKeyDictionary()
+_enrolling = threading.Lock()
+
+
+class Order:
+    """Says of each call of a step which it is, and looks whether other ranks say the same.
+
+    Args:
+        plan: of the step; it has a bucket.
+        program: what carries it out.
+        group: the ranks; more than one.
+        agreed: what they agreed on.
+    """
+
+    def __init__(self, plan: Plan, program: Program, group: Group, agreed: Agreed) -> None:
+        self._plan, self._group, self._agreed = plan, group, agreed
+        # Otherwise messages start without `start` being called: compiled code does it, or a recording.
+        self._in_sight = program.own_messages is None and program.recording is None
+        assert group.process_group is not None
+        with _enrolling:
+            self._roll = _rolls.setdefault(group.process_group, _Roll())
+        first = plan.buckets[0]
+        self._carries = self._in_sight and header_numel(first, group.size) > 0
+        op = "sum" if 0 in program.scaled else first.op
+        alike = (op, str(first.dtype), str(first.accumulate_dtype), first.device.type, first.numel)
+        # One that carries no header is like no other one.
+        self._kind: Kind = alike if self._carries else (agreed.number,)
+        self._numbers = numbers(agreed.number, agreed.digest)
+        self._header: Header | None = None
+        self._ahead: _Ahead | None = None
+        self._late: list[_Late] = []
+
+    def begin(self) -> None:
+        """A call begins: say so ahead of the first message, if that is due.
+
+        Raises:
+            AgreementError: at an earlier call, of which that was not known yet, another rank was elsewhere.
+        """
+        roll, agreed = self._roll, self._agreed
+        self._look_back()
+        if self._kind not in roll.kinds:
+            roll.kinds.add(self._kind)
+        roll.newest = max(roll.newest, agreed.number)
+        agreed.calls += 1
+        if len(roll.kinds) > 1:
+            if self._ahead is None:
+                self._ahead = _Ahead(self._numbers, self._group, self._plan)
+            self._ahead.start(agreed.calls)
+            if not self._in_sight:
+                self._finish_ahead()
+
+    def before_start(self, buffer: Buffer) -> None:
+        """The first message of the call is about to start.
+
+        Raises:
+            AgreementError: another rank is elsewhere.
+        """
+        if len(self._roll.kinds) > 1:
+            self._finish_ahead()
+        elif self._carries and buffer.header is not None:
+            if self._header is None:
+                self._header = Header(self._numbers, buffer.header.dtype, buffer.header.device)
+            self._header.write(buffer.header, self._agreed.calls)
+
+    @property
+    def awaits_first(self) -> bool:
+        """Whether the first message has to be there before anything that came back is used."""
+        return self._carries and len(self._roll.kinds) == 1
+
+    def after_wait(self, buffer: Buffer) -> None:
+        """The first message of the call is there.
+
+        Raises:
+            AgreementError: another rank is elsewhere.
+        """
+        if self._header is not None and buffer.header is not None and self.awaits_first:
+            self._check(self._header, buffer.header)
+
+    def _finish_ahead(self) -> None:
+        assert self._ahead is not None
+        self._check(self._ahead.header, self._ahead.finish())
+
+    def _check(self, header: Header, arrived: torch.Tensor) -> None:
+        calls = self._agreed.calls
+        if arrived.device.type == "cpu":
+            if not header.is_unanimous(arrived, calls):
+                raise self._mismatch(calls)
+        elif not (arrived.is_cuda and torch.cuda.is_current_stream_capturing()):
+            # To look at it now would wait for the device: it is looked at when it has come over.
+            self._late.append(_Late(header, arrived, calls))
+
+    def _look_back(self) -> None:
+        while self._late and self._late[0].is_here():
+            late = self._late.pop(0)
+            if not late.is_unanimous():
+                raise self._mismatch(late.call, returned=True)
+
+    def _mismatch(self, call: int, returned: bool = False) -> AgreementError:
+        found = self._tell_where(call, _PATIENCE_S)
+        name = self._plan.trace.name
+        what = f"call {call} of step {name!r} on rank {self._group.rank} met another call on another rank."
+        if returned:
+            what += " What it returned is wrong."
+        return _elsewhere(what, found, self._group, self._plan)
+
+    def explain(self) -> AgreementError | None:
+        """Why the backend failed in the middle of a call, if it is that another rank was elsewhere."""
+        found = self._tell_where(self._agreed.calls, _PATIENCE_WITH_THE_LOST_S)
+        own = found[self._group.rank]
+        if all(other is None or _same(other, own) for other in found):
+            return None
+        what = (
+            f"a message of call {self._agreed.calls} of step {self._plan.trace.name!r} failed on rank "
+            f"{self._group.rank}, since another rank was elsewhere."
+        )
+        return _elsewhere(what, found, self._group, self._plan)
+
+    def _tell_where(self, call: int, patience_s: float) -> list[dict[str, Any] | None]:
+        """Tell the other ranks where this one is, and hear where they are; None for those that do not say."""
+        trace, group, agreed = self._plan.trace, self._group, self._agreed
+        own = {
+            "agreement": agreed.number, "digest": agreed.digest, "call": call, "name": trace.name,
+            "source": trace.source,
+        }  # fmt: skip
+        # A rank that has left a call never comes back: one key a rank is enough. A group that is made anew in the same
+        # store agrees anew, under greater numbers.
+        key = f"fdp/order/{group.name}/{self._roll.newest}"
+        found: list[Any] = [None] * group.size
+        try:
+            payload = json.dumps(own).encode()
+            found = [
+                None if text is None else json.loads(text)
+                for text in exchange(group, key, payload, min(patience_s, timeout_s()))
+            ]
+        except (RuntimeError, dist.DistError):
+            pass  # the store is gone with the process that holds it: the others cannot be named
+        found[group.rank] = own
+        return found
+
+
+class _Ahead:
+    """A message of a call's own, that says which it is: the same in size and kind for all steps of a group."""
+
+    def __init__(self, call_numbers: list[int], group: Group, plan: Plan) -> None:
+        cpu = torch.device("cpu")
+        device = cpu if group.backend_for(cpu) is not None else plan.buckets[0].device
+        self.header = Header(call_numbers, torch.int32, device)
+        self._message = torch.zeros(NUMEL, dtype=torch.int32, device=device)
+        self._group = group
+        self._wait: Callable[[], None] | None = None
+
+    def start(self, call: int) -> None:
+        self.header.write(self._message, call)
+        self._wait = start_all_reduce(self._message, "sum", self._group)
+
+    def finish(self) -> torch.Tensor:
+        assert self._wait is not None
+        self._wait()
+        return self._message
+
+
+class _Late:
+    """A header that came back on a device, on its way to the CPU."""
+
+    def __init__(self, header: Header, arrived: torch.Tensor, call: int) -> None:
+        self._header, self.call = header, call
+        self._host = torch.empty(arrived.shape, dtype=arrived.dtype, pin_memory=arrived.is_cuda)
+        self._host.copy_(arrived, non_blocking=True)
+        self._event = torch.Event(arrived.device.type)
+        self._event.record()
+
+    def is_here(self) -> bool:
+        return bool(self._event.query())
+
+    def is_unanimous(self) -> bool:
+        return self._header.is_unanimous(self._host, self.call)
+
+
+def _same(one: Any, two: Any) -> bool:
+    return (one["agreement"], one["digest"], one["call"]) == (two["agreement"], two["digest"], two["call"])
+
+
+def _elsewhere(what: str, found: list[dict[str, Any] | None], group: Group, plan: Plan) -> AgreementError:
+    offenders = []
+    for rank, other in enumerate(found):
+        if other is None:
+            offenders.append(f"rank {rank}: did not say where it is")
+        else:
+            offenders.append(f"rank {rank}: at call {other['call']} of step {other['name']!r} ({other['source']})")
+    spoiled = " (donated state may be half updated)" if any(item.donated for item in plan.trace.inputs) else ""
+    return AgreementError(
+        build_message(
+            what,
+            offenders,
+            remedy="call the same steps in the same order, and equally often, on every rank; start the job again from "
+            f"its last checkpoint{spoiled}.",
+        )
+    )

@@ -1,0 +1,56 @@
+"""What is proved of a program when it is made ready to run: its memory, and what sends its messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from fdp.emit.codegen.program import Program
+from fdp.errors import TraceError
+from fdp.plan import Plan
+from fdp.runtime.arena import Buffer, make_buffers
+from fdp.runtime.in_flight import InFlight
+from fdp.verify import VerificationError, verify_made, verify_sent
+
+
+def prove_made(
+    plan: Plan, program: Program, blocks: Mapping[torch.device, torch.Tensor], buffers: Mapping[int, Buffer]
+) -> None:
+    """Prove that the tensors that were made for a program lie where its proof had them.
+
+    Args:
+        plan: the plan.
+        program: its program, which finds them.
+        blocks: the memory that they were made in, as bytes.
+        buffers: its buckets, by index.
+
+    Raises:
+        TraceError: they do not.
+    """
+    try:
+        verify_made(plan, program, blocks, buffers)
+    except VerificationError as error:
+        raise TraceError(str(error)) from error
+
+
+def prove_sent(plan: Plan, program: Program, rank: int) -> None:
+    """Prove that what sends the messages of a program sends what the proof of the program took for granted.
+
+    Args:
+        plan: the plan.
+        program: its program.
+        rank: this process's rank.
+
+    Raises:
+        TraceError: it does not.
+    """
+    try:
+        verify_sent(plan, program, rank, sending(plan, program))
+    except VerificationError as error:
+        raise TraceError(str(error)) from error
+
+
+def sending(plan: Plan, program: Program) -> Callable[..., InFlight]:
+    """What makes what sends the messages of a call, given the memory that they lie in, the ranks, and the order."""
+    return lambda blocks, ranks, order: InFlight(make_buffers(plan, program, blocks), ranks, order)

@@ -1,0 +1,190 @@
+"""State on many ranks: give every rank the values of one, and check that they still are the same."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+
+from fdp import pytree
+from fdp.context.axis import refuse_inside
+from fdp.distributed.comparable import comparable
+from fdp.distributed.desynchronised import refuse_left_behind
+from fdp.distributed.exchange import tell_all
+from fdp.distributed.fingerprint import fingerprint
+from fdp.distributed.group import Group, Ranks, resolve_group, start_all_gather, start_broadcast
+from fdp.errors import AgreementError, ReplicationError, build_message
+from fdp.pytree import Tree
+from fdp.state import rank_local
+from fdp.state.labels import labelled
+
+
+def replicate(tree: Tree, root: int = 0, group: Ranks = None) -> Tree:
+    """Give every rank the tensors of one: what a job does with its initial state.
+
+    Args:
+        tree: pytree of tensors of the same structure, shapes and dtypes on every rank; other leaves are kept. Leaves
+            labelled with `fdp.per_rank` stay what they are on each rank; they are copied, too.
+        root: the rank whose values are taken.
+        group: as for `data_parallel`.
+
+    Returns:
+        The tree with new tensors, equal bit for bit on every rank but for labelled ones; the argument is not changed.
+
+    Raises:
+        AgreementError: ranks hold trees of different structure, shapes or dtypes.
+
+    Example:
+        >>> replicate({"w": torch.ones(2)})
+        {'w': tensor([1., 1.])}
+    """
+    ranks = resolve_group(group)
+    refuse_inside("replicate")
+    leaves, spec = pytree.flatten(tree)
+    own = labelled(spec)
+    _compare_structure("fdp.replicate", pytree.names_in(spec, "tree"), leaves, own, ranks)
+    out = []
+    for leaf, is_own in zip(leaves, own, strict=True):
+        if isinstance(leaf, torch.Tensor):
+            # Sent in contiguous form, and laid out as it was: a broadcast sends memory, not values.
+            message = leaf.detach().contiguous().clone()
+            if message.numel() and not is_own:
+                start_broadcast(message, root, ranks)()
+            leaf = torch.empty_like(leaf, requires_grad=False).copy_(message)
+        out.append(leaf)
+    return pytree.unflatten(spec, out)
+
+
+def assert_replicated(tree: Tree, group: Ranks = None) -> None:
+    """Check that ranks hold the same bits.
+
+    Tensors that do may go into a step as replicated state, also where a step had returned them as each rank's own.
+
+    Args:
+        tree: pytree of tensors, of the same structure on every rank; other leaves are compared by their text. Leaves
+            labelled with `fdp.per_rank` are left out.
+        group: as for `data_parallel`.
+
+    Raises:
+        ReplicationError: names, on every rank, each leaf that differs and the ranks that differ from rank 0.
+        AgreementError: ranks hold trees of different structure, shapes or dtypes.
+
+    Example:
+        >>> assert_replicated({"w": torch.ones(2)})
+    """
+    ranks = resolve_group(group)
+    refuse_inside("assert_replicated")
+    leaves, spec = pytree.flatten(tree)
+    offenders = differing("fdp.assert_replicated", "tree", leaves, spec, ranks)
+    if offenders:
+        raise ReplicationError(
+            build_message(
+                f"{len(offenders)} of {len(leaves)} leaves do not hold the bits that they hold on rank 0.",
+                offenders,
+                remedy="start from fdp.replicate(state), and let every update be a function of replicated values.",
+            )
+        )
+    own = labelled(spec)
+    rank_local.forget([x for x, is_own in zip(leaves, own, strict=True) if isinstance(x, torch.Tensor) and not is_own])
+
+
+def differing(caller: str, root: str, leaves: list[Any], spec: pytree.Spec, ranks: Group) -> list[str]:
+    """Compare the leaves of a tree that are not labelled between ranks; all ranks call this together.
+
+    Args:
+        caller: the function that the user called, for messages.
+        root: the name of the tree.
+        leaves: of the tree.
+        spec: its structure.
+        ranks: the ranks.
+
+    Returns:
+        A line for each leaf that differs, with the ranks that differ from rank 0; the same on every rank.
+
+    Raises:
+        AgreementError: ranks hold trees of different structure, shapes or dtypes.
+    """
+    names, own = pytree.names_in(spec, root), labelled(spec)
+    _compare_structure(caller, names, leaves, own, ranks)
+    if ranks.size == 1:
+        return []
+    compared = [(name, leaf) for name, leaf, is_own in zip(names, leaves, own, strict=True) if not is_own]
+    table = _gather_marks([_mark(leaf) for _, leaf in compared], ranks, leaves)
+    offenders = []
+    for index, (name, _) in enumerate(compared):
+        column = [row[index] for row in table]
+        odd = [rank for rank, mark in enumerate(column) if mark != column[0]]
+        if odd:
+            offenders.append(f"{name}: rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} of {ranks.size}")
+    return offenders
+
+
+def _mark(leaf: Any) -> int:
+    """A number for a leaf; of what cannot be compared, one for its kind."""
+    if isinstance(leaf, torch.Tensor):
+        plain = type(leaf) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and leaf.layout == torch.strided
+        return fingerprint(leaf) if plain else _text_mark(_kind(leaf))
+    if isinstance(leaf, (set, frozenset)):  # its order depends on the process
+        return _text_mark(comparable(leaf))
+    if hasattr(leaf, "tobytes"):  # an array of NumPy, of which the text shows a part
+        return _bytes_mark(leaf.tobytes())
+    text = repr(leaf)
+    if " at 0x" not in text:
+        return _text_mark(text)
+    try:
+        return _bytes_mark(pickle.dumps(leaf))
+    except Exception:  # whatever its class raises
+        return _text_mark(_kind(leaf))
+
+
+def _text_mark(text: str) -> int:
+    return _bytes_mark(text.encode())
+
+
+def _bytes_mark(data: bytes) -> int:
+    return fingerprint(torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8))
+
+
+def _kind(leaf: Any) -> str:
+    return f"{list(leaf.shape)} {leaf.dtype}" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+
+
+def _compare_structure(caller: str, names: list[str], leaves: list[Any], own: list[bool], ranks: Group) -> None:
+    """All ranks take part in one exchange of fixed size, so that a difference cannot make them hang."""
+    if ranks.size == 1:
+        return
+    refuse_left_behind(ranks, caller)
+    kinds = [
+        f"{name}: {'labelled, ' if is_own else ''}{_kind(leaf)}"
+        for name, leaf, is_own in zip(names, leaves, own, strict=True)
+    ]
+    (marks,) = zip(*_gather_marks([_text_mark("\n".join(kinds))], ranks, leaves), strict=True)
+    odd = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
+    if odd:
+        # All ranks saw the same row of numbers, so all of them are here.
+        found = tell_all(ranks, {"kinds": kinds}, caller, "was called with another tree")
+        lines = []
+        for rank in odd:
+            first, other = found[0]["kinds"], found[rank]["kinds"]
+            lines += [f"rank 0: {kind}" for kind in first if kind not in set(other)][:4]
+            lines += [f"rank {rank}: {kind}" for kind in other if kind not in set(first)][:4]
+        raise AgreementError(
+            build_message(
+                f"{caller} was called with trees that have different structure, shapes or dtypes on different ranks.",
+                lines or [f"ranks {odd} have the leaves of rank 0 in another order"],
+                remedy="build the state by the same code on every rank.",
+            )
+        )
+
+
+def _gather_marks(marks: list[int], ranks: Group, leaves: list[Any]) -> list[list[int]]:
+    device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
+    if ranks.backend_for(torch.device("cpu")) is not None:
+        device = torch.device("cpu")
+    own = torch.tensor(marks, dtype=torch.int64, device=device)
+    out = torch.empty((ranks.size, len(marks)), dtype=torch.int64, device=device)
+    if marks:
+        start_all_gather(out, own, ranks)()
+    rows: list[list[int]] = out.tolist()
+    return rows

@@ -1,0 +1,153 @@
+"""Compile on every rank at once: nobody waits for another's cache, and nobody sends before all are ready.
+
+A rank that finds its program in the cache has it in a second, one that does not may take minutes. Messages that the
+first one sends would wait for the second until the process group's time limit. So ranks tell each other when they are
+ready, through the store; those that are not keep giving signs of life, and are waited for as long as they do.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from rich.console import Console
+
+from fdp.distributed.exchange import next_turn, timeout_s, wait_for_keys
+from fdp.distributed.group import Group
+from fdp.errors import AgreementError, PeerError, build_message
+
+_BEAT_S = 1.0
+_PATIENCE_S = 60.0
+"""A rank that has given no sign for so long (or for the time limit of an agreement, if that is shorter) is gone."""
+
+_LONG_S = 300.0
+"""After so long a rank that waits for others says so."""
+
+_Result = TypeVar("_Result")
+
+
+def compile_together(
+    name: str, group: Group, together: bool, compile: Callable[[], _Result], entry: Callable[[_Result], str]
+) -> _Result:
+    """Compile on this rank while others do.
+
+    Args:
+        name: the user's function, for messages.
+        group: the ranks.
+        together: whether all ranks compile now; otherwise this rank alone does, and the others wait in their next
+            message.
+        compile: compiles.
+        entry: says by which entry to the compiler; it must be the same on all ranks, which decides on the messages.
+
+    Returns:
+        What `compile` returns.
+
+    Raises:
+        AgreementError: another rank could not compile the step, or did so by another entry.
+        PeerError: another rank gave no more signs of life.
+    """
+    if group.size == 1 or not together:
+        with _progress(name, group):
+            return compile()
+    store, turn = group.store(), next_turn(group)
+    try:
+        with _signs_of_life(store, f"{turn}/alive/{group.rank}"), _progress(name, group):
+            result = compile()
+    except Exception as error:
+        with suppress(RuntimeError, dist.DistError):  # the error that is being announced is the one to report
+            store.set(f"{turn}/ready/{group.rank}", f"failed\n{type(error).__name__}: {error}")
+        raise
+    store.set(f"{turn}/ready/{group.rank}", f"ready\n{entry(result)}")
+    _wait_for_others(name, group, store, turn)
+    return result
+
+
+@contextmanager
+def _signs_of_life(store: Any, key: str) -> Iterator[None]:
+    """Count up in the store for as long as the block runs."""
+    ended = threading.Event()
+
+    def count_up() -> None:
+        while not ended.wait(_BEAT_S):
+            try:
+                store.add(key, 1)
+            except (RuntimeError, dist.DistError):
+                return  # the store is gone: whoever needs it next says so
+
+    thread = threading.Thread(target=count_up, name="fdp-signs-of-life", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(_BEAT_S)  # it may be waiting for the store; it ends with the process at the latest
+
+
+def _wait_for_others(name: str, group: Group, store: Any, turn: str) -> None:
+    patience_s = min(_PATIENCE_S, timeout_s())
+    begun, warned = time.monotonic(), False
+    seen: dict[int, tuple[int, float]] = {}
+    missing = [rank for rank in range(group.size) if rank != group.rank]
+    try:
+        while missing:
+            wait_for_keys(store, [f"{turn}/ready/{rank}" for rank in missing], min(_BEAT_S, patience_s))
+            missing = [rank for rank in missing if not store.check([f"{turn}/ready/{rank}"])]
+            now = time.monotonic()
+            for rank in missing:
+                count = store.add(f"{turn}/alive/{rank}", 0)
+                if rank not in seen or seen[rank][0] != count:
+                    seen[rank] = (count, now)
+            if now - begun > _LONG_S and missing and not warned:
+                warned = True
+                warnings.warn(
+                    f"fdp: step {name!r} is compiled on rank {group.rank}, which has waited {_LONG_S:g} s for ranks "
+                    f"{missing}; they are still compiling it.",
+                    stacklevel=2,
+                )
+            gone = [rank for rank in missing if now - seen[rank][1] > patience_s]
+            if gone:
+                raise PeerError(
+                    build_message(
+                        f"step {name!r} is compiled on rank {group.rank}, and other ranks stopped while they were "
+                        "compiling it.",
+                        [f"rank {rank} gave no sign of life for {patience_s:g} s" for rank in gone],
+                        remedy="look for the first error among the logs of all ranks.",
+                    )
+                )
+    except (RuntimeError, dist.DistError) as error:
+        if isinstance(error, PeerError):
+            raise
+        raise PeerError(
+            build_message(
+                f"step {name!r} on rank {group.rank} could not reach the rendezvous store to hear whether all ranks "
+                "have compiled it.",
+                [f"{type(error).__name__}: {error}".splitlines()[0]],
+                remedy="look for the first error among the logs of all ranks: the process that holds the store has "
+                "ended.",
+            )
+        ) from error
+    said = [store.get(f"{turn}/ready/{rank}").decode().splitlines() for rank in range(group.size)]
+    offenders = [f"rank {rank}: {lines[1]}" for rank, lines in enumerate(said) if lines[0] == "failed"]
+    if not offenders and len({lines[1] for lines in said}) > 1:
+        offenders = [f"rank {rank}: compiled by {lines[1]}" for rank, lines in enumerate(said)]
+    if offenders:
+        raise AgreementError(
+            build_message(
+                f"step {name!r} was not compiled on every rank, so the ranks cannot run it together.",
+                offenders,
+                remedy="mend the error there; or compile=False on all ranks.",
+            )
+        )
+
+
+def _progress(name: str, group: Group) -> Any:
+    """Show a person at a terminal that something is going on."""
+    console = Console(stderr=True)
+    if group.rank != 0 or not console.is_terminal:
+        return nullcontext()
+    return console.status(f"fdp: compiling step {name!r} (the next start finds it in the cache)")

@@ -1,0 +1,212 @@
+"""Prepare a step for a new signature: trace, plan, emit, check, and compile if that was asked for.
+
+This is what the first call of a signature does, and nothing of it is done again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fdp.compare import Again, check_again, check_compiled, check_emitted, check_lies, if_memory_allows
+from fdp.context.ambient import warn_if_alone_by_mistake
+from fdp.distributed.desynchronised import leave_behind
+from fdp.distributed.exchange import announce_failure
+from fdp.distributed.group import Group
+from fdp.distributed.wire import Wire
+from fdp.emit.compiled import Options
+from fdp.errors import CompileError, TraceError, first_line
+from fdp.plan import Network, Plan, plan_trace
+from fdp.plan.buckets import Caps
+from fdp.runtime import Emitted
+from fdp.runtime.order import Agreements
+from fdp.step.automatic_buckets import Automatic
+from fdp.step.compile_together import compile_together
+from fdp.trace import Flat, Roles, Summary, Trace, describe_change, refuse_unhashable, summarise, trace_step
+
+_RETRACE_WARNING = 8
+"""After so many traces a step is told that it keeps retracing, once."""
+
+_one_at_a_time = threading.RLock()
+"""Held while a step is traced, checked or compiled: all set switches of torch that hold for the whole process.
+
+Nobody waits for another rank while he holds it."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user asked for, as far as it decides on how a signature is prepared.
+
+    Attributes:
+        bucket_cap_mb: as for `data_parallel`.
+        options: how to compile the step; None to run it operator by operator.
+        check_replication: as for `data_parallel`.
+        check_trace: as for `data_parallel`.
+        wire: how gradients travel, None for as they are.
+        network: between the ranks, if the user gave it.
+    """
+
+    bucket_cap_mb: Caps
+    options: Options | None
+    check_replication: bool
+    check_trace: bool
+    wire: Wire | None
+    network: Network | None
+
+
+class Preparation:
+    """Prepares one step, signature by signature.
+
+    Args:
+        step: the user's function.
+        name: what to call it in messages.
+        settings: how.
+
+    Attributes:
+        traces: how many times the step has been traced.
+    """
+
+    def __init__(self, step: Callable[..., Any], name: str, settings: Settings) -> None:
+        self._step, self._name, self._settings = step, name, settings
+        self._agreed: Agreements = {}
+        self._automatic = Automatic(settings.network, keeps=settings.options is not None)
+        self._again: weakref.WeakKeyDictionary[Emitted, Again] = weakref.WeakKeyDictionary()
+        # Of those that are still to be compared on perturbed inputs: which results were finite on those of a call.
+        self._finite: weakref.WeakKeyDictionary[Emitted, list[bool]] = weakref.WeakKeyDictionary()
+        self._previous: Summary | None = None
+        self._prepared = 0
+        self.traces = 0
+
+    def trace(self, flat: Flat, roles: Roles, group: Group) -> Trace:
+        """Trace the step, without running it."""
+        devices = sorted({x.device.index for x in flat.tensors if x.is_cuda})
+        # Nothing is drawn while tracing; but a step that seeds a generator does it to the real one.
+        with _one_at_a_time, torch.random.fork_rng(devices=devices):
+            self.traces += 1
+            return trace_step(self._step, flat, roles, group, self._settings.check_replication, self._settings.wire)
+
+    def plan(self, flat: Flat, roles: Roles, group: Group) -> Plan:
+        """Trace and plan the step, without running it and without the other ranks."""
+        trace = self.trace(flat, roles, group)
+        return self._automatic.plan_ahead(trace, group) if self._chooses else self._by_caps(trace)
+
+    def prepare(self, flat: Flat, roles: Roles, group: Group) -> Emitted:
+        """Make what runs the step for the signature of some arguments; where ranks have to agree, all of them do."""
+        warn_if_alone_by_mistake(group)
+        settings = self._settings
+        try:
+            refuse_unhashable(self._name, flat, roles)
+            plan = self._planned(flat, roles, group)
+            emitted = Emitted(plan, group, self._agreed, settings.check_replication)
+            if not settings.check_trace:
+                self._check_lies(emitted, flat)
+            elif settings.options is None:
+                self._check(emitted, flat, lambda: self._check_on_call(emitted, flat, roles))
+        except Exception as error:
+            if group.size > 1 and not self._prepared:
+                announce_failure(group, error)
+            raise
+        if settings.options is not None:
+            emitted = self._compile(emitted, flat, roles)  # from here on ranks hear of each other's failures
+        self._prepared += 1
+        if self._prepared == _RETRACE_WARNING and self._previous is not None:
+            changed, remedy = describe_change(self._previous, flat, self._name, roles)
+            warnings.warn(
+                f"fdp: step {self._name!r} was traced for the {_RETRACE_WARNING}th time. What changed last: {changed}. "
+                f"Each trace takes as long as several steps: {remedy}.",
+                stacklevel=6,
+            )
+        self._previous = summarise(flat)
+        return emitted
+
+    def check_again(self, emitted: Emitted, flat: Flat, roles: Roles) -> bool:
+        """Compare a step that has been running; returns whether that is to be done again."""
+        try:
+            with _one_at_a_time:
+                comes_again = check_again(emitted, self._step, flat, roles, self._finite.get(emitted))
+            self._finite.pop(emitted, None)
+            return comes_again
+        except BaseException as error:
+            # The other ranks have sent messages by now, or will, and this one will not.
+            leave_behind(emitted.group, f"step {self._name!r} was left by {type(error).__name__}: {first_line(error)}")
+            raise
+
+    def _check(self, emitted: Emitted, flat: Flat, compare: Callable[[], None]) -> None:
+        def compare_or_say_why() -> None:
+            try:
+                compare()
+            except (TraceError, CompileError):
+                check_lies(emitted, flat.tensors)  # which names the operator, if that is why
+                raise
+
+        begun = time.perf_counter()
+        with _one_at_a_time:
+            compared = if_memory_allows(emitted, "the comparison at the first call", compare_or_say_why)
+        if compared:
+            self._again[emitted] = Again(time.perf_counter() - begun, owed=emitted in self._finite)
+
+    def _check_on_call(self, emitted: Emitted, flat: Flat, roles: Roles) -> None:
+        """Compare on the inputs of the first call. Those of later calls are for the second one to prepare for: a step
+        that is called once need not wait for it, and what it returns has been compared."""
+        self._finite[emitted] = check_emitted(emitted, self._step, flat, roles, on="call")
+
+    def _check_lies(self, emitted: Emitted, flat: Flat) -> None:
+        """What a comparison would see of draws, for a step that is not compared."""
+        options = self._settings.options
+        if options is None or options.settled(tensor.device for tensor in flat.tensors).draws_alike:
+            with _one_at_a_time:
+                what = "a run that shows how its values lie in memory"
+                if_memory_allows(emitted, what, lambda: check_lies(emitted, flat.tensors))
+
+    def again(self, emitted: Emitted) -> Again | None:
+        """When a step that was prepared is compared again; None for never."""
+        return self._again.get(emitted)
+
+    @property
+    def _chooses(self) -> bool:
+        return isinstance(self._settings.bucket_cap_mb, str)
+
+    def _by_caps(self, trace: Trace) -> Plan:
+        return plan_trace(trace, self._settings.bucket_cap_mb, network=self._settings.network)
+
+    def _planned(self, flat: Flat, roles: Roles, group: Group) -> Plan:
+        trace = self.trace(flat, roles, group)
+        if not self._chooses:
+            return self._by_caps(trace)
+        plan = self._automatic.remembered(trace, group)
+        if plan is None:
+            emitted = Emitted(plan_trace(trace), group, self._agreed, self._settings.check_replication)
+            plan = self._automatic.choose(emitted, flat.tensors)
+            emitted.leave_memory()
+            # Should these buckets be the chosen ones, ranks still have to hear whether all could prepare the step.
+            emitted.disagree()
+        return plan
+
+    def _compile(self, emitted: Emitted, flat: Flat, roles: Roles) -> Emitted:
+        """Compile what was emitted, on all ranks at once if all of them have to."""
+        settings = self._settings
+
+        def compiled() -> Emitted:
+            with _one_at_a_time:
+                made = Emitted(emitted.plan, emitted.group, self._agreed, settings.check_replication, settings.options)
+                if settings.check_trace:
+                    self._check(made, flat, lambda: check_compiled(made, emitted, self._step, flat, roles))
+                    # What they shared was large enough for the other one, whose values all have places in it.
+                    emitted.leave_memory()
+                    made.leave_memory()
+            made.arm()
+            return made
+
+        together = emitted.agree(flat.tensors, settings.options)
+        try:
+            return compile_together(self._name, emitted.group, together, compiled, lambda made: made.entry)
+        except Exception:
+            emitted.disagree(settings.options)  # a rank that tries again does so with all others
+            raise

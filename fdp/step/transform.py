@@ -1,0 +1,351 @@
+"""`data_parallel`: the transform, and the `Step` that it returns.
+
+step_fn --trace--> Trace --plan--> Plan --emit--> callable
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fdp.context.ambient import surroundings
+from fdp.context.axis import inside_step
+from fdp.distributed.desynchronised import alone_on
+from fdp.distributed.group import Group, Ranks, resolve_group
+from fdp.distributed.wire import Wire, resolve_wire
+from fdp.emit.compiled import resolve_options, unwrap_compiled
+from fdp.errors import ArgumentError, FdpError, build_message
+from fdp.gradients.autodiff import under_transform
+from fdp.measure import profile_step
+from fdp.plan import Network, Plan
+from fdp.plan.buckets import Caps, resolve_caps
+from fdp.pytorch.dynamo import breaks_graph
+from fdp.runtime import BREAK_REASON
+from fdp.step.cache import Known, Signatures, clock
+from fdp.step.first_call import Preparation, Settings
+from fdp.tables import count
+from fdp.timeline import Timeline
+from fdp.trace import Flat, RememberedCalls, Roles, Trace, by_position, flatten, resolve_roles, set_apart, signature_of
+
+_Place = tuple[int, Group, Any]
+"""Where a call happens: its number of arguments, the group, and what `surroundings` says."""
+
+
+class Step:
+    """A data-parallel step: call it like the function that it was made from."""
+
+    def __init__(
+        self,
+        step_fn: Callable[..., Any],
+        *,
+        batch_argnums: int | Iterable[int] = -1,
+        static_argnums: int | Iterable[int] = (),
+        donate_argnums: int | Iterable[int] = (),
+        group: Ranks = None,
+        bucket_cap_mb: Caps = "auto",
+        compile: Any = False,
+        check_replication: bool = True,
+        check_trace: bool = True,
+        wire: Wire | None = None,
+        network: Network | None = None,
+    ) -> None:
+        step_fn, asked = unwrap_compiled(step_fn)
+        # compile=False is what nobody says: then what torch.compile was told counts.
+        options = resolve_options(asked if compile is False and asked is not None else compile)
+        resolve_caps(bucket_cap_mb)
+        if network is not None and not isinstance(network, Network):
+            raise ArgumentError(
+                build_message(
+                    f"network={network!r}.",
+                    remedy="pass fdp.Network(latency_s=..., bandwidth_bytes_per_s=...), or None to have it measured.",
+                )
+            )
+        functools.update_wrapper(self, step_fn)
+        self._step = step_fn
+        self._argnums = (batch_argnums, static_argnums, donate_argnums)
+        # As a Group, which does not keep a process group alive.
+        self._group = resolve_group(group) if isinstance(group, dist.ProcessGroup) else group
+        self._settings = Settings(bucket_cap_mb, options, check_replication, check_trace, wire, network)
+        self._preparation = Preparation(step_fn, self._name, self._settings)
+        self._known = Signatures(self._name)
+        self._roles: dict[int, Roles] = {}
+        self._calls: RememberedCalls[Known] = RememberedCalls()
+        self._by_places = False  # whether programs differ where inputs begin elsewhere in their memory
+        self._preparing = threading.RLock()
+        self._signature = signature_of(step_fn)
+
+    @property
+    def traces(self) -> int:
+        """How many times it has been traced so far."""
+        return self._preparation.traces
+
+    def __repr__(self) -> str:
+        return f"<fdp.Step {self._name}, traced {count(self.traces, 'time')}>"
+
+    def __reduce__(self) -> Any:
+        """A copy, and what is unpickled, is a new step of the same function and settings; nothing is traced yet."""
+        batch, static, donate = self._argnums
+        settings = self._settings
+        return functools.partial(
+            type(self), self._step, batch_argnums=batch, static_argnums=static, donate_argnums=donate,
+            group=self._group, bucket_cap_mb=settings.bucket_cap_mb, compile=settings.options or False,
+            check_replication=settings.check_replication, check_trace=settings.check_trace, wire=settings.wire,
+            network=settings.network,
+        ), ()  # fmt: skip
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    @breaks_graph(BREAK_REASON)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step; the first call of a signature traces, plans, emits, checks, and agrees with other ranks.
+
+        Args:
+            *args: the step's arguments.
+            **kwargs: likewise, by name.
+
+        Returns:
+            What the step returns; tensors of donated arguments come back as the same objects, with new values.
+
+        Raises:
+            TraceError: the step cannot be traced, or its trace does not compute what it computes.
+            PurityError: it changes an argument in place, or uses parameters that are not among its arguments.
+            ReplicationError: it returns values that may differ between ranks; or ranks start from different state.
+            AgreementError: ranks' schedules differ, or ranks are at different calls.
+            CompileError: the compiler cannot take the step, or its program computes something else.
+            PeerError: another rank died or stopped answering.
+        """
+        if inside_step():
+            # As part of a larger step, it is the plain function: its collectives are planned with the others.
+            return self._step(*args, **kwargs)
+        if under_transform():
+            raise FdpError(
+                build_message(
+                    f"step {self._name!r} was called inside torch.func.grad, vmap or another transform, which cannot "
+                    "see into it.",
+                    remedy="differentiate inside the step; or transform the function that it was made from: "
+                    "step.__wrapped__.",
+                )
+            )
+        if kwargs:
+            args = by_position(self._name, self._signature, args, kwargs)
+        group = resolve_group(self._group)
+        if group.size == 1:
+            return self._call(args, group)
+        with alone_on(group, self._name):
+            return self._call(args, group)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Trace:
+        """Trace the step on example arguments, without running it.
+
+        Args:
+            *args: the step's arguments; only structure, shapes, dtypes, strides and devices matter.
+            **kwargs: likewise, by name.
+
+        Returns:
+            The trace; `print()` it.
+
+        Raises:
+            TraceError: as for a call.
+            PurityError: as for a call.
+            ReplicationError: as for a call.
+        """
+        flat, roles, (_, group, _) = self._resolve(args, kwargs)
+        return self._preparation.trace(flat, roles, group)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """Trace and plan the step on example arguments, without running it.
+
+        Args:
+            *args: as for `trace`.
+            **kwargs: likewise, by name.
+
+        Returns:
+            The plan; `print()` it.
+
+        Raises:
+            TraceError: as for a call.
+            PurityError: as for a call.
+            ReplicationError: as for a call.
+        """
+        flat, roles, (_, group, _) = self._resolve(args, kwargs)
+        return self._preparation.plan(flat, roles, group)
+
+    def profile(self, *args: Any, repeats: int = 3, **kwargs: Any) -> Timeline:
+        """Run the step for real, messages and all, and tell what happened when; nothing is changed, nothing returned.
+
+        Args:
+            *args: as for a call; donated arguments are copied, so that they stay as they are.
+            repeats: runs that are timed, after one that is not; the usual one is told.
+            **kwargs: arguments by name.
+
+        Returns:
+            The timeline of this rank, in seconds. All ranks call this together, and tell of the same run.
+
+        Raises:
+            ArgumentError: `repeats` is not a positive number.
+            CompileError: messages are sent out of fdp's sight: by the compiler's public entry, or a CUDA graph.
+            AgreementError: another rank does something else, or did not come in time.
+            PeerError: another rank died or stopped answering.
+        """
+        flat, roles, place = self._resolve(args, kwargs)
+        with alone_on(place[1], self._name):
+            known, tensors = self._look_up(flat, roles, place)
+            return profile_step(known.emitted, tensors, repeats)
+
+    @property
+    def _name(self) -> str:
+        return getattr(self._step, "__name__", type(self._step).__name__)
+
+    def _call(self, args: tuple[Any, ...], group: Group) -> Any:
+        place = (len(args), group, surroundings())
+        roles = self._roles_for(len(args))
+        recognised = self._calls.recognise(place, *set_apart(args, roles))
+        if recognised is None:
+            recognised = self._look_up(flatten(args, roles), roles, place)
+        known, tensors = recognised
+        known.last_call = next(clock)
+        known.calls += 1
+        if known.calls == known.looks_at:
+            return self._look_again(known, tensors, args, roles)
+        return known.emitted.run(tensors)
+
+    def _look_again(self, known: Known, tensors: list[torch.Tensor], args: tuple[Any, ...], roles: Roles) -> Any:
+        """Make a call before which the step may be compared with the function once more."""
+        again = known.again
+        assert again is not None
+        try:
+            return again.look(
+                lambda: self._preparation.check_again(known.emitted, flatten(args, roles), roles),
+                lambda: known.emitted.run(tensors),
+            )
+        finally:
+            known.looks_at = again.at
+
+    def _look_up(self, flat: Flat, roles: Roles, place: _Place) -> tuple[Known, list[torch.Tensor]]:
+        """Find a call by its signature worked out in full, or prepare that signature."""
+        key = self._key(flat, place)
+        known = self._known.find(key)
+        if known is None:
+            # Of this step, not of the process: ranks may wait for each other here, each with another step of a thread.
+            with self._preparing:
+                known = self._known.find(key)  # another thread may have been faster
+                if known is None:
+                    emitted = self._preparation.prepare(flat, roles, place[1])
+                    again = self._preparation.again(emitted)
+                    known = Known(emitted, again, 0 if again is None else again.at)
+                    self._by_places |= known.emitted.plan.trace.tells_places
+                    self._known.keep(self._key(flat, place), known)
+        known.remembered = self._calls.remember(place, flat, known.emitted.plan.trace, known, known.remembered)
+        return known, flat.tensors
+
+    def _key(self, flat: Flat, place: _Place) -> Any:
+        """What decides on the program of a call."""
+        offsets = tuple(tensor.storage_offset() for tensor in flat.tensors) if self._by_places else ()
+        return flat.key, place, offsets
+
+    def _resolve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Flat, Roles, _Place]:
+        """What is known of the arguments of a method that does not have to be quick."""
+        if kwargs:
+            args = by_position(self._name, self._signature, args, kwargs)
+        roles = self._roles_for(len(args))
+        return flatten(args, roles), roles, (len(args), resolve_group(self._group), surroundings())
+
+    def _roles_for(self, count: int) -> Roles:
+        roles = self._roles.get(count)
+        if roles is None:
+            roles = self._roles[count] = resolve_roles(self._step, count, *self._argnums)
+        return roles
+
+
+def data_parallel(
+    step_fn: Callable[..., Any] | None = None,
+    *,
+    batch_argnums: int | Iterable[int] = -1,
+    static_argnums: int | Iterable[int] = (),
+    donate_argnums: int | Iterable[int] = (),
+    group: Ranks = None,
+    bucket_cap_mb: Caps = "auto",
+    compile: bool | dict[str, Any] = False,
+    check_replication: bool = True,
+    check_trace: bool = True,
+    wire_dtype: torch.dtype | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    network: Network | None = None,
+) -> Any:
+    """Make a step run on many ranks: trace it, plan its communication, and emit a step that overlaps the two.
+
+    Args:
+        step_fn: a pure function of pytrees of tensors; None makes a decorator.
+        batch_argnums: positions of the arguments that differ from rank to rank; all others are replicated state.
+        static_argnums: positions of arguments that are constants of the trace; they are hashed and compared.
+        donate_argnums: positions of arguments whose memory the step may reuse for its results. The tensors that
+            were passed hold the new values afterwards.
+        group: a `ProcessGroup`, a one-dimensional `DeviceMesh`, or None for the default group. With no process
+            group initialised it is a world of one.
+        bucket_cap_mb: size limit of a bucket in MiB; a list of limits (first bucket, next, ...); or "auto": the first
+            call measures the step and the network, and chooses the buckets with which the step ends earliest.
+        compile: False runs the emitted program operator by operator. True compiles the whole step (forward, backward,
+            messages and updates) with inductor; a dict gives settings of `torch._inductor.config`, and "mode" as in
+            `torch.compile`: {"mode": "max-autotune"}.
+        check_replication: whether outputs must be equal on every rank unless declared with `fdp.per_rank`, and
+            whether ranks compare the bits of their state before they first communicate.
+        check_trace: whether a new trace is compared with the step itself, and what was compiled likewise: at the first
+            call, and now and then at later ones, for a hundredth of their time.
+        wire_dtype: torch.bfloat16 or torch.float16, in which wider gradients of `value_and_grad` and `grad` travel;
+            None sends them as they are.
+        accumulate_dtype: torch.float32, to add them up in; None adds them up in the type that they travel in.
+        network: an `fdp.Network` to choose buckets for; None measures the group's, where "auto" needs it.
+
+    Returns:
+        A `Step`, or a decorator that makes one.
+
+    Raises:
+        ArgumentError: an option has no meaning.
+
+    Example:
+        >>> import fdp
+        >>> @fdp.data_parallel
+        ... def step(w, batch):
+        ...     loss, grad = fdp.value_and_grad(lambda w: ((batch @ w) ** 2).mean())(w)
+        ...     return w - 0.1 * grad, fdp.pmean(loss)
+        >>> step(torch.tensor([1.0, 2.0]), torch.eye(2))
+        (tensor([0.9000, 1.8000]), tensor(2.5000))
+
+    References:
+        Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training (VLDB 2020).
+    """
+    options: dict[str, Any] = {
+        "batch_argnums": batch_argnums,
+        "static_argnums": static_argnums,
+        "donate_argnums": donate_argnums,
+        "group": group,
+        "bucket_cap_mb": bucket_cap_mb,
+        "compile": compile,
+        "check_replication": check_replication,
+        "check_trace": check_trace,
+        "network": network,
+    }
+    if step_fn is None:
+        return lambda fn: data_parallel(fn, wire_dtype=wire_dtype, accumulate_dtype=accumulate_dtype, **options)
+    if not callable(step_fn):
+        raise ArgumentError(
+            build_message(
+                f"data_parallel was given {type(step_fn).__name__}, not a function.",
+                remedy="decorate a function: @fdp.data_parallel or @fdp.data_parallel(donate_argnums=0).",
+            )
+        )
+    if isinstance(step_fn, torch.nn.Module):
+        raise ArgumentError(
+            build_message(
+                f"data_parallel was given the module {type(step_fn).__name__}; it transforms training steps.",
+                remedy="apply, params, buffers = fdp.from_module(module), and decorate a step that calls apply.",
+            )
+        )
+    return Step(step_fn, wire=resolve_wire(wire_dtype, accumulate_dtype), **options)

@@ -1,0 +1,274 @@
+"""The trace of a step, as values: inputs, outputs, operations, and the reductions in production order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from fdp import pytree
+from fdp.distributed.wire import Wire
+from fdp.tables import Table, count, format_bytes
+from fdp.trace.effects import storages_of
+
+if TYPE_CHECKING:
+    from fdp.plan import Costs, Network, Plan
+    from fdp.plan.buckets import Caps
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor that goes into the step.
+
+    Attributes:
+        name: key path, such as `state['params']['w']`.
+        shape: its shape.
+        dtype: its dtype.
+        device: its device.
+        stride: its strides, in elements.
+        offset: where it begins in its memory, in elements.
+        role: "batch" (differs from rank to rank), "state" (equal on every rank) or "per rank" (labelled state).
+        donated: whether the step may write its new value into it.
+        shares_memory: whether it overlaps itself or another input, so that writing into it is unsafe.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    stride: tuple[int, ...]
+    offset: int
+    role: str
+    donated: bool
+    shares_memory: bool
+
+
+@dataclass(frozen=True)
+class Output:
+    """A leaf of what the step returns.
+
+    Attributes:
+        name: key path, such as `output[0]['params']['w']`.
+        node: the operation that makes it; None for a leaf that is no tensor.
+        shape: its shape, None if it is no tensor.
+        dtype: its dtype, None if it is no tensor.
+        varying: whether it may differ from rank to rank.
+        per_rank: whether it was declared with `fdp.per_rank`.
+        constant: the leaf itself, if it is no tensor.
+        slot: the index of the donated input whose memory its value goes to, if there is one.
+        labelled: whether it comes out labelled: it takes the place of a labelled input.
+    """
+
+    name: str
+    node: str | None
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+    varying: bool
+    per_rank: bool
+    constant: Any = None
+    slot: int | None = None
+    labelled: bool = False
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operator call, or one lane (one entry of the lists) of a call that can be taken apart.
+
+    Attributes:
+        node: the name of its node in the graph.
+        target: the operator.
+        needs: indices of the operations that must have run before it: those that make what it reads, and those
+            that must not see what it writes. All are smaller than its own index.
+        lane: which entry of the lists, None for a call that stays whole.
+        reduction: index of the reduction that it is, None for an operator that runs on this rank alone.
+        view: whether it only looks at its argument under another shape, at no cost.
+        backward: whether autograd called it in a backward pass.
+        source: the line of the user's code that it comes from, as text.
+    """
+
+    node: str
+    target: str
+    needs: tuple[int, ...]
+    lane: int | None = None
+    reduction: int | None = None
+    view: bool = False
+    backward: bool = False
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A value that ranks combine: a gradient, a metric, a statistic, or what a derivative sends back.
+
+    Attributes:
+        name: key path of the parameter for a gradient, else the collective with the key path in its argument.
+        kind: "gradient", "value", "transpose" (of a collective that was differentiated) or "tangent" (of one that was
+            differentiated forwards).
+        op: "mean", "sum", "max", "min", "all_gather" or "broadcast".
+        root: the root rank of a broadcast, else 0.
+        shape: shape on one rank.
+        dtype: the dtype that it travels in.
+        device: its device.
+        size_bytes: bytes that one rank contributes; those of the wire, if it travels in a narrower dtype than its own.
+        accumulate_dtype: the dtype that it is added up in, if that is not the one that it travels in.
+        produced_by: the operator that makes it.
+        position: index of the operation that makes it; reductions are sorted by it.
+        operation: index of the operation that it is.
+        source: the line of the user's code that it comes from, as text.
+    """
+
+    name: str
+    kind: str
+    op: str
+    root: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    size_bytes: int
+    produced_by: str
+    position: int
+    operation: int
+    source: str
+    accumulate_dtype: torch.dtype | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements on one rank."""
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What a step does several times.
+
+    Attributes:
+        node: the name of the node that stands for it in the graph.
+        count: how many times.
+        body: one time, as a trace of its own: its first input is the number of the time, the others are the arguments
+            of the node, some of which it changes in place.
+    """
+
+    node: str
+    count: int
+    body: Trace
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a step does, read off without running it.
+
+    Attributes:
+        name: the user's function.
+        source: the line where it is defined, as text.
+        world_size: number of ranks that it was traced for.
+        inputs: every tensor that goes in.
+        outputs: every leaf that comes out.
+        operations: every operator call in the order of the user's program.
+        reductions: everything that ranks combine, in the order in which it is produced.
+        replicated_constants: non-tensor arguments, by key path; part of what ranks compare.
+        closed_over: tensors that the step uses without being passed them: attribute of `graph`, and name.
+        replicated_calls: the calls that replicated results come from, numbers and all, as ranks compare them.
+        graph: the graph itself, of operators on example values. Read it; do not change it.
+        in_spec: tree structure of the arguments.
+        out_spec: tree structure of what the step returns.
+        wire: how gradients travel; None if they do as they are.
+        loops: what it does several times.
+    """
+
+    name: str
+    source: str
+    world_size: int
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    operations: tuple[Operation, ...]
+    reductions: tuple[Reduction, ...]
+    replicated_constants: tuple[tuple[str, str], ...]
+    closed_over: tuple[tuple[str, str], ...]
+    replicated_calls: tuple[str, ...]
+    graph: fx.GraphModule = field(compare=False, repr=False)
+    in_spec: pytree.Spec = field(compare=False, repr=False)
+    out_spec: pytree.Spec = field(compare=False, repr=False)
+    wire: Wire | None = None
+    loops: tuple[Loop, ...] = ()
+
+    @property
+    def gradients(self) -> tuple[Reduction, ...]:
+        """The gradients in the order in which the backward pass produces them."""
+        return tuple(reduction for reduction in self.reductions if reduction.kind == "gradient")
+
+    @cached_property
+    def tells_places(self) -> bool:
+        """Whether the step may compute something else where an input begins elsewhere in its memory."""
+        inputs = {number for node in self.graph.graph.find_nodes(op="placeholder") for number in storages_of(node)}
+        for module in self.graph.modules():
+            for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+                # Only there an offset is a number in the graph. (Of what a condition holds, inputs are not known.)
+                if "as_strided" in str(node.target) and (
+                    module is not self.graph
+                    or any(not inputs.isdisjoint(storages_of(argument)) for argument in node.all_input_nodes)
+                ):
+                    return True
+        return False
+
+    def plan(
+        self,
+        bucket_cap_mb: Caps = "auto",
+        costs: Costs | None = None,
+        network: Network | None = None,
+        world_size: int | None = None,
+    ) -> Plan:
+        """Decide on buckets and on the order of everything; no process group is needed.
+
+        Args:
+            bucket_cap_mb: as for `data_parallel`; with a network, "auto" finds the buckets with which the simulated
+                step ends earliest.
+            costs: seconds of every operation; None for an estimate, where there is a network.
+            network: an `fdp.Network` between the ranks; None for none, and "auto" is then a first bucket of 1 MiB, and
+                25 MiB for those that follow.
+            world_size: number of ranks to plan for; None for as many as the step was traced for.
+
+        Returns:
+            The `Plan`.
+
+        Raises:
+            ArgumentError: `bucket_cap_mb` has no meaning; or there are costs, or a world size, but no network.
+        """
+        from fdp.plan.build import plan_trace
+
+        return plan_trace(self, bucket_cap_mb, costs, network, world_size)
+
+    def _of_which_loops(self) -> str:
+        bodies = [f"{loop.count} times {count(len(loop.body.operations), 'operation')}" for loop in self.loops]
+        return f" ({count(len(bodies), 'loop')}: {'; '.join(bodies)})" if bodies else ""
+
+    def __str__(self) -> str:
+        total = sum(reduction.size_bytes for reduction in self.gradients)
+        head = (
+            f"Trace of {self.name} ({self.source}), {count(self.world_size, 'rank')}: "
+            f"{count(len(self.inputs), 'input')}, {count(len(self.outputs), 'output')}, "
+            f"{count(len(self.operations), 'operation')}{self._of_which_loops()}, "
+            f"{count(len(self.gradients), 'gradient')} of {format_bytes(total)}"
+        )
+        reductions = Table("reductions, in the order in which they are produced",
+                           ("#", "name", "kind", "op", "shape", "dtype", "bytes", "produced by", "line"))  # fmt: skip
+        for index, r in enumerate(self.reductions):
+            reductions.add(index, r.name, r.kind, r.op, list(r.shape), _short(r.dtype), r.size_bytes,
+                           r.produced_by, r.source)  # fmt: skip
+        inputs = Table("inputs", ("name", "shape", "dtype", "role", "donated"))
+        for i in self.inputs:
+            inputs.add(i.name, list(i.shape), _short(i.dtype), i.role, "yes" if i.donated else "")
+        outputs = Table("outputs", ("name", "shape", "dtype", "across ranks", "made by"))
+        for o in self.outputs:
+            across = (
+                "labelled" if o.labelled else "per rank" if o.per_rank else "varying" if o.varying else "replicated"
+            )
+            shape = "" if o.shape is None else list(o.shape)
+            outputs.add(o.name, shape, _short(o.dtype), across, o.node or repr(o.constant))
+        return "\n\n".join([head, str(inputs), str(reductions), str(outputs)])
+
+
+def _short(dtype: torch.dtype | None) -> str:
+    return "" if dtype is None else str(dtype).removeprefix("torch.")
