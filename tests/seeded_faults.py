@@ -122,7 +122,7 @@ _LIFETIMES = (
     Fault(
         "entries without a place keep nothing",
         "emit/codegen/calls.py",
-        "            writer.places.memory.update(dict.fromkeys(targets, memory))\n",
+        "            writer.pieces.update(dict.fromkeys(targets, memory))\n",
         "            pass\n",
         "the pieces of a conjugate do not keep its memory",
     ),
@@ -143,8 +143,8 @@ _LIFETIMES = (
     Fault(
         "loop gets half of its memory",
         "emit/codegen/program.py",
-        "memory_of[called], sizes[key] = key, size",
-        "memory_of[called], sizes[key] = key, (size[0], size[1] // 2)",
+        "piece_of[called], sizes[key] = key, size",
+        "piece_of[called], sizes[key] = key, (size[0], size[1] // 2)",
         "the memory of a loop's body overlaps what lives across the loop",
     ),
     Fault(
@@ -236,15 +236,15 @@ _DONATION = (
     ),
     Fault(
         "copied back one item early",
-        "emit/codegen/program.py",
-        "        _copy_back(writer, at)\n",
-        "        _copy_back(writer, at + 1)\n",
+        "emit/memory/instructions.py",
+        "        update(at)\n",
+        "        update(at + 1)\n",
         "off by one",
     ),
     Fault(
         "not copied back before the step",
-        "emit/codegen/program.py",
-        "    _copy_back(writer, -1)\n",
+        "emit/memory/instructions.py",
+        "    update(BEFORE)\n",
         "",
         "state that becomes an input is not copied",
     ),
@@ -373,7 +373,7 @@ _PACKING = (
     Fault(
         "not divided by the product",
         "emit/codegen/calls.py",
-        '"alpha": 1 / writer.plan.trace.world_size',
+        '"alpha": 1 / writer.memory.plan.trace.world_size',
         '"alpha": 1',
         "the division by the number of ranks is left out",
     ),
@@ -386,23 +386,23 @@ _PACKING = (
     ),
     Fault(
         "divided at the start as well",
-        "emit/codegen/packing.py",
-        "elif bucket.index in writer.places.scaled and marker not in divided:",
-        "elif bucket.index in writer.places.scaled:",
+        "emit/memory/instructions.py",
+        "elif bucket in places.scaled and marker not in divided:",
+        "elif bucket in places.scaled:",
         "a value that was divided when it was made is divided again",
     ),
     Fault(
         "not divided at the start",
-        "emit/codegen/packing.py",
-        "elif bucket.index in writer.places.scaled and marker not in divided:",
-        "elif bucket.index in writer.places.scaled and marker in divided:",
+        "emit/memory/instructions.py",
+        "elif bucket in places.scaled and marker not in divided:",
+        "elif bucket in places.scaled and marker in divided:",
         "a value that has readers is sent undivided",
     ),
     Fault(
         "other buckets are divided",
         "emit/codegen/packing.py",
-        "    if filling.bucket in writer.places.scaled:\n",
-        "    if filling.bucket not in writer.places.scaled:\n",
+        "    if bucket in writer.memory.places.scaled:\n",
+        "    if bucket not in writer.memory.places.scaled:\n",
         "copies into buckets that the backend averages are divided, and others not",
     ),
     Fault(
@@ -414,30 +414,30 @@ _PACKING = (
     ),
     Fault(
         "packed before it is whole",
-        "emit/codegen/packing.py",
-        "changed = any(storage in writer.accesses.writes for storage in storages_of(source))",
-        "changed = False",
+        "emit/memory/instructions.py",
+        "            if any(storage in accesses.writes for storage in storages_of(maker)):\n                continue\n",
+        "",
         "a value that is changed in place is copied when it is made",
     ),
     Fault(
         "packed in another order",
         "emit/codegen/packing.py",
-        'slots = ", ".join(filling.slot for filling in missing)',
-        'slots = ", ".join(filling.slot for filling in sorted(missing, key=lambda each: each.source.name))',
+        "[{', '.join(slots)}], [",
+        "[{', '.join(slots[::-1])}], [",
         "members are copied to each other's places",
     ),
     Fault(
         "first member not packed",
         "emit/codegen/packing.py",
-        "        for filling in missing:\n            write_copy(writer, filling)",
-        "        for filling in missing[len(missing) > 1 :]:\n            write_copy(writer, filling)",
+        "for slot, source in zip(slots, sources, strict=True):",
+        "for slot, source in list(zip(slots, sources, strict=True))[len(slots) > 1 :]:",
         "the first is taken to be there already",
     ),
     Fault(
         "packed from the one before",
         "emit/codegen/packing.py",
-        "missing.append(Filling(bucket.index, slot, source, ()))",
-        "missing.append(Filling(bucket.index, slot, missing[-1].source if missing else source, ()))",
+        "writer.memory.markers[pack.bucket][member].args[0]",
+        "writer.memory.markers[pack.bucket][pack.members[0]].args[0]",
         "every member is filled from the first that is missing",
     ),
 )
@@ -621,8 +621,8 @@ _WRITING = (
     Fault(
         "changes in place left out",
         "emit/codegen/calls.py",
-        "elif node.name in writer.places.named and not _changes_memory(node):",
-        "elif node.name in writer.places.named and node.users:",
+        "elif node.name in memory.places.named and not _changes_memory(node):",
+        "elif node.name in memory.places.named and node.users:",
         "an operator that changes a fixed place is taken for a view of it",
     ),
     Fault(
@@ -656,8 +656,8 @@ _WRITING = (
     Fault(
         "rank in a loop",
         "emit/codegen/program.py",
-        "write_program(plan_trace(loop.body), rank, communicates=False",
-        "write_program(plan_trace(loop.body), 0, communicates=False",
+        "write_program(body, rank, communicates=False",
+        "write_program(body, 0, communicates=False",
         "the body of a loop is written for rank 0",
     ),
     Fault(
@@ -684,10 +684,9 @@ _WRITING = (
     Fault(
         "no wait for lone members",
         "emit/codegen/program.py",
-        '                writer.lines.append(Line(text, {bucket_name(item.bucket)}, part=Part("wait", item.bucket)))\n',
-        "                if len(markers[item.bucket]) > 1:\n"
-        "                    writer.lines.append("
-        'Line(text, {bucket_name(item.bucket)}, part=Part("wait", item.bucket)))\n',
+        '            writer.lines.append(Line(text, {bucket_name(bucket)}, part=Part("wait", bucket)))\n',
+        "            if len(writer.memory.markers[bucket]) > 1:\n"
+        '                writer.lines.append(Line(text, {bucket_name(bucket)}, part=Part("wait", bucket)))\n',
         "a bucket of one member is not waited for",
     ),
     Fault(
@@ -710,41 +709,41 @@ _SHORTCUTS = (
     Fault(
         "anything is a transposed weight",
         "emit/codegen/shortcuts.py",
-        "if columns.target is not _aten.t.default or columns.name in writer.places.named:",
-        'if columns.op != "call_function" or columns.name in writer.places.named:',
+        "if columns.target is not _aten.t.default or columns.name in writer.memory.places.named:",
+        'if columns.op != "call_function" or columns.name in writer.memory.places.named:',
         "a weight that is turned upside down is taken for a transposed one",
     ),
     Fault(
         "deferred without a word",
-        "emit/codegen/products.py",
+        "emit/memory/products.py",
         "            accesses.defer(product, node)\n",
         "",
         "a product is computed later than everybody else believes",
     ),
     Fault(
         "deferred past a change",
-        "emit/codegen/products.py",
+        "emit/memory/products.py",
         "            and not _may_change(product, node, accesses, donated)\n",
         "",
         "a factor of a deferred product is changed before it is read",
     ),
     Fault(
         "total among the factors",
-        "emit/codegen/products.py",
+        "emit/memory/products.py",
         "first < at <= last for storage in operands",
         "first < at < last for storage in operands",
         "a product is added to one of its own factors",
     ),
     Fault(
         "deferred although others read it",
-        "emit/codegen/products.py",
+        "emit/memory/products.py",
         "and _readers(product) == {node}",
         "and node in _readers(product)",
         "a product that is not computed is read",
     ),
     Fault(
         "alpha of a sum dropped",
-        "emit/codegen/products.py",
+        "emit/memory/products.py",
         "if node.target is not _aten.add_.Tensor or node.kwargs or",
         "if node.target is not _aten.add_.Tensor or",
         "half of a product is added as a whole",
@@ -994,7 +993,7 @@ _GRAPH = (
     ),
     Fault(
         "compiled, packed before it is whole",
-        "emit/compiled/graph.py",
+        "emit/memory/instructions.py",
         "            if any(storage in accesses.writes for storage in storages_of(maker)):\n                continue\n",
         "",
         "a value that is changed in place is copied when it is made",
@@ -1002,7 +1001,7 @@ _GRAPH = (
     Fault(
         "compiled, bucket returned",
         "emit/compiled/graph.py",
-        "outputs.append(value.clone() if position in self.placement.cloned else value)",
+        "outputs.append(value.clone() if position in placement.cloned else value)",
         "outputs.append(value)",
         "an average is returned in its bucket",
     ),
@@ -1022,9 +1021,9 @@ _GRAPH = (
     ),
     Fault(
         "compiled, gathered values read at one's own",
-        "emit/compiled/compiler.py",
-        'gathered_at_bytes(bucket) if bucket.op == "all_gather" else offset * bucket.dtype.itemsize',
-        "offset * bucket.dtype.itemsize",
+        "emit/memory/planning.py",
+        "self.home[result] = (key, behind if gathers else start_bytes)",
+        "self.home[result] = (key, start_bytes)",
         "the pieces of all ranks begin behind this rank's own",
     ),
 )

@@ -6,6 +6,7 @@ other rank to hold what this one holds, and the plain function does likewise und
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import models
@@ -29,8 +30,9 @@ from hypothesis import strategies as st
 
 import fdp
 from fdp.context.axis import step_axis
-from fdp.emit.codegen import packing
+from fdp.emit.codegen import program
 from fdp.emit.memory import planning
+from fdp.emit.memory.memory_plan import ALL
 from fdp.runtime import Emitted, arena
 
 CALLS = 3
@@ -42,7 +44,7 @@ def _executor(request: pytest.FixtureRequest) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         if request.param != "as users have it":
             patch.setattr(planning, "_SCALED_WHEN_FILLED_BYTES", 0)
-            patch.setattr(packing, "_EARLY_FROM_BYTES", 0)
+            patch.setattr(program, "ALL", dataclasses.replace(ALL, pack_from_bytes=0))
             patch.setattr(arena.Arena, "fit", poisoning(arena.Arena.fit))
         yield
 

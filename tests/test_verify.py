@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import pathlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +18,9 @@ import fdp
 from fdp.emit.codegen import calls, lines, packing, program
 from fdp.emit.codegen.program import Program, write_program
 from fdp.emit.codegen.writer import name_of
-from fdp.emit.memory import donation, planning
+from fdp.emit.memory import donation, instructions, memory_plan, planning
 from fdp.emit.memory.layout import Layout, Lifetime
+from fdp.emit.memory.memory_plan import ALL
 from fdp.trace.effects import storages_of
 from fdp.verify import VerificationError, verify_program
 
@@ -144,13 +146,13 @@ def naively_added(graph: fx.Graph, same: Mapping[fx.Node, fx.Node], *_: Any) -> 
 
 
 def test_a_product_is_not_put_off_past_the_message_that_its_argument_travels_in(monkeypatch: Any) -> None:
-    monkeypatch.setattr(program, "find_added", naively_added)
+    monkeypatch.setattr(memory_plan, "find_added", naively_added)
     with pytest.raises(VerificationError, match="addmm_"):
         prove(average_and_add, torch.randn(4, 4), torch.randn(5, 4), world=2)
 
 
 def test_an_operator_does_not_read_what_it_writes(monkeypatch: Any) -> None:
-    monkeypatch.setattr(program, "find_added", naively_added)
+    monkeypatch.setattr(memory_plan, "find_added", naively_added)
     with pytest.raises(VerificationError, match="addmm_"):
         prove(squared_and_added, {"s": torch.eye(4), "a": torch.ones(4, 4)}, torch.randn(5, 4), donate=0)
 
@@ -199,10 +201,12 @@ def all_in_one_place(pieces: Sequence[Lifetime]) -> Layout:
     return Layout(dict.fromkeys((piece.key for piece in pieces), 0), size, size)
 
 
-def start_first(writer: Any, bucket: Any, filled: Any) -> None:
-    before = len(writer.lines)
-    packing.write_start(writer, bucket, filled)
-    writer.lines.insert(before, writer.lines.pop())
+def sent_first(*args: Any) -> Any:
+    *packed, send = SEND(*args)
+    return [send, *packed]
+
+
+SEND = instructions._send
 
 
 def nothing(*_: Any, **__: Any) -> None:
@@ -222,7 +226,7 @@ def fits_whatever_reads_it(builder: Any, bucket: Any, marker: fx.Node) -> bool:
 
 def any_argument(writer: Any, node: fx.Node) -> tuple[str, ...]:
     names = (name_of(writer, argument) for argument in node.all_input_nodes)
-    return tuple(name for name in names if name in writer.places.named)
+    return tuple(name for name in names if name in writer.memory.places.named)
 
 
 def forgetful(source: Any, function: Any, places: Any, layouts: Any, scaled: Any, **others: Any) -> Program:
@@ -231,9 +235,9 @@ def forgetful(source: Any, function: Any, places: Any, layouts: Any, scaled: Any
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "all values lie in one place": (lines, "lay_out", all_in_one_place),
-    "buckets start before they are filled": (program, "write_start", start_first),
+    "buckets are sent before they are packed": (instructions, "_send", sent_first),
     "gradients are not divided": (calls, "write_division", nothing),
-    "gradients are not copied": (program, "write_copy", nothing),
+    "gradients are not copied": (packing, "_write_copy", nothing),
     "any output is written into the state": (donation, "_can_write", yes),
     "shares of a mean are averaged": (program, "Program", forgetful),
     "any gradient is computed in its bucket": (planning._Builder, "_fits_bucket", fits_whatever_reads_it),
@@ -259,8 +263,8 @@ def test_a_wrong_program_is_found_out(fault: str, monkeypatch: Any) -> None:
     prove(faulty, *arguments, world=2, donate=0)
     target, name, wrong = FAULTS[fault]
     monkeypatch.setattr(target, name, wrong)
-    if name == "write_copy":
-        monkeypatch.setattr(packing, "_EARLY_FROM_BYTES", 0)
+    if name == "_write_copy":
+        monkeypatch.setattr(program, "ALL", dataclasses.replace(ALL, pack_from_bytes=0))
     with pytest.raises(VerificationError, match="does not compute what its trace says"):
         prove(faulty, *arguments, world=2, donate=0)
 

@@ -83,4 +83,6 @@ def plan_groups(
         The plan.
     """
     buckets = make_buckets(trace.reductions, groups)
-    return Plan(trace, buckets, order(trace.operations, trace.reductions, buckets), caps, forecast)
+    schedule = order(trace.operations, trace.reductions, buckets)
+    bodies = tuple(plan_groups(loop.body, ()) for loop in trace.loops)
+    return Plan(trace, buckets, schedule, caps, forecast, bodies)

@@ -92,6 +92,7 @@ class Plan:
             one holds for all that follow. Empty if buckets were chosen by what they cost.
         forecast: the network and the costs that it was planned for, and what it is expected to take; None if it was
             planned without.
+        bodies: plans of the bodies of `Trace.loops`, one each.
     """
 
     trace: Trace
@@ -99,6 +100,7 @@ class Plan:
     schedule: tuple[Item, ...]
     bucket_cap_mb: tuple[float, ...]
     forecast: Forecast | None = None
+    bodies: tuple[Plan, ...] = ()
 
     @property
     def messages(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -198,6 +199,22 @@ class Trace:
     def gradients(self) -> tuple[Reduction, ...]:
         """The gradients in the order in which the backward pass produces them."""
         return tuple(reduction for reduction in self.reductions if reduction.kind == "gradient")
+
+    @cached_property
+    def nodes(self) -> Mapping[str, fx.Node]:
+        """The nodes of the graph, by name."""
+        return {node.name: node for node in self.graph.graph.nodes}
+
+    def marker(self, reduction: int) -> fx.Node:
+        """Find the node that stands for a reduction.
+
+        Args:
+            reduction: its index in `reductions`.
+
+        Returns:
+            The node, of `graph`.
+        """
+        return self.nodes[self.operations[self.reductions[reduction].operation].node]
 
     @cached_property
     def tells_places(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,19 +23,20 @@ from fdp.trace.loops import is_loop
 _aten = torch.ops.aten
 
 
-def write_call(writer: Writer, node: fx.Node, lanes: list[int]) -> None:
+def write_call(writer: Writer, node: fx.Node, lanes: Sequence[int]) -> None:
     """Write what computes a node, if anything has to; of a call whose lanes run apart, these lanes."""
     uses: set[str] = set()
-    if node in writer.same or node in writer.placement.replaced or node in writer.places.constants:
+    memory = writer.memory
+    if node in memory.same or node in memory.placement.replaced or node in memory.places.constants:
         return  # another value takes its place
-    if node in writer.added.values():
+    if node in memory.added.values():
         return  # it is computed where it is added
-    if node in writer.added:
-        write_added(writer, node, writer.added[node])
+    if node in memory.added:
+        write_added(writer, node, memory.added[node])
         return
-    if node in writer.places.forms or node in writer.placement.written:
+    if node in memory.places.forms or node in memory.placement.written:
         _write_into_place(writer, node)
-    elif node.name in writer.places.named and not _changes_memory(node):
+    elif node.name in memory.places.named and not _changes_memory(node):
         return  # a view of a fixed place is one itself
     elif node.target is operator.getitem:
         _write_entry(writer, node)
@@ -58,7 +60,7 @@ def _write_entry(writer: Writer, node: fx.Node) -> None:
     uses: set[str] = set()
     sequence: Any = node.args[0]
     index: Any = node.args[1]
-    if sequence in writer.places.forms:
+    if sequence in writer.memory.places.forms:
         writer.local[node] = result_name(sequence, index)
     elif writer.local.get(sequence) is None:
         # One entry of a call whose lanes ran apart, or which was unpacked: each has its own name.
@@ -67,7 +69,7 @@ def _write_entry(writer: Writer, node: fx.Node) -> None:
         emit(writer, f"{literal(writer, sequence, uses)}[{index!r}]", uses, node)
 
 
-def _write_operator(writer: Writer, node: fx.Node, lanes: list[int]) -> None:
+def _write_operator(writer: Writer, node: fx.Node, lanes: Sequence[int]) -> None:
     """Call an operator that takes new memory for its results, if it needs any."""
     uses: set[str] = set()
     target: Any = node.target
@@ -84,15 +86,15 @@ def _write_operator(writer: Writer, node: fx.Node, lanes: list[int]) -> None:
     elif _is_unpacked(writer, node):
         # Each entry is dropped when it is not needed any more, not with the last of them.
         targets = tuple(_entry_name(node, index) for index in range(len(node.meta["val"])))
-        if (memory := writer.places.memory.get(node.name)) is not None:
+        if (memory := writer.pieces.get(node.name)) is not None:
             # Views that have no place themselves (of a conjugate): the place that they look at is in use with them.
-            writer.places.memory.update(dict.fromkeys(targets, memory))
+            writer.pieces.update(dict.fromkeys(targets, memory))
         writer.lines.append(Line(f"({', '.join(targets)},) = {call}", uses, targets, pure=effects_of(node).pure))
     else:
         emit(writer, call, uses, node)
 
 
-def arguments_of(node: fx.Node, lanes: list[int]) -> tuple[list[Any], dict[str, Any]]:
+def arguments_of(node: fx.Node, lanes: Sequence[int]) -> tuple[list[Any], dict[str, Any]]:
     """The arguments of a call, of their lists only some lanes."""
     args, kwargs = list(node.args), dict(node.kwargs)
     for argument, value in list_arguments(node):
@@ -119,24 +121,24 @@ def _is_unpacked(writer: Writer, node: fx.Node) -> bool:
     return (
         isinstance(node.meta.get("val"), (list, tuple))
         and bool(node.users)
-        and node not in writer.placement.returned
+        and node not in writer.memory.placement.returned
         and all(user.target is operator.getitem for user in node.users)
     )
 
 
 def _write_into_place(writer: Writer, node: fx.Node) -> None:
     """Compute a node into its fixed place."""
-    if node in writer.placement.written:
+    if node in writer.memory.placement.written:
         # The new value of a donated input, in place of the old one.
         target = name_of(writer, node)
         _write_out_call(writer, node, _form(node), [target], {target})
         return
-    form = writer.places.forms[node]
+    form = writer.memory.places.forms[node]
     outs = [node.name] if isinstance(node.meta["val"], torch.Tensor) else [
         result_name(node, index) for index in range(len(node.meta["val"]))
     ]  # fmt: skip
     uses = set(outs)
-    marker = writer.places.divided.get(node)
+    marker = writer.memory.places.divided.get(node)
     divides_itself = marker is not None and form.scaled is not None and not node.kwargs
     if form.kind == "nothing":
         return
@@ -170,7 +172,7 @@ def _write_out_call(
     if divides:
         # The product is divided on its way into the bucket.
         call, args = form.scaled, [node, *args]
-        kwargs = {"beta": 0, "alpha": 1 / writer.plan.trace.world_size}
+        kwargs = {"beta": 0, "alpha": 1 / writer.memory.plan.trace.world_size}
     parts = [literal(writer, value, uses) for value in args]
     parts += [f"{key}={literal(writer, value, uses)}" for key, value in kwargs.items()]
     parts += [f"{key}={name}" for key, name in zip(form.names, outs, strict=True)]
@@ -187,15 +189,15 @@ def _replaceable(writer: Writer, node: fx.Node) -> tuple[str, ...]:
 
     An argument that is there twice, once under another shape, is read in another order than it would be written.
     """
-    own = writer.places.named[node.name]
+    own = writer.memory.places.named[node.name]
     found: dict[Any, list[str]] = {}
     for argument in node.all_input_nodes:
         name = name_of(writer, argument)
-        if (place := writer.places.named.get(name)) is not None:
+        if (place := writer.memory.places.named.get(name)) is not None:
             found.setdefault(place.memory, []).append(name)
     same = []
     for names in found.values():
-        there = [writer.places.named[name] for name in names]
+        there = [writer.memory.places.named[name] for name in names]
         if all((p.shape, p.stride, p.offset, p.dtype) == (own.shape, own.stride, own.offset, own.dtype) for p in there):
             same.append(names[0])
     return tuple(same)

@@ -6,6 +6,7 @@ are made once. The program drops each other value right after its last use.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -16,10 +17,9 @@ from torch import fx
 
 from fdp.distributed.other_ranks import OtherRanks
 from fdp.emit.codegen.calls import write_call
-from fdp.emit.codegen.lines import BEFORE, Line, Part, assemble, belongs, drop_unused, lay_out_lines, parts_of
+from fdp.emit.codegen.lines import Line, Part, assemble, belongs, drop_unused, lay_out_lines, parts_of
 from fdp.emit.codegen.loops import memory_of_body
-from fdp.emit.codegen.packing import early_fillings, write_copy, write_start
-from fdp.emit.codegen.products import find_added
+from fdp.emit.codegen.packing import write_division_in_bucket, write_packing
 from fdp.emit.codegen.writer import (
     Writer,
     bind_object,
@@ -31,12 +31,11 @@ from fdp.emit.codegen.writer import (
     name_of,
     names_of_values,
 )
-from fdp.emit.memory.donation import place_outputs
+from fdp.emit.memory.instructions import Await, Compute, Divide, Instruction, Keep, Pack, Send, Update
 from fdp.emit.memory.layout import Layout
-from fdp.emit.memory.liveness import Accesses
-from fdp.emit.memory.planning import Place, find_places
-from fdp.emit.memory.views import redundant_views
-from fdp.plan import Plan, Run, Start, plan_trace
+from fdp.emit.memory.memory_plan import ALL, NONE, plan_memory
+from fdp.emit.memory.planning import Place
+from fdp.plan import Plan
 
 _aten = torch.ops.aten
 
@@ -102,85 +101,83 @@ def write_program(
         The program.
     """
     graph = plan.trace.graph.graph
-    nodes = {node.name: node for node in graph.nodes}
-
-    def marker(member: int) -> fx.Node:
-        return nodes[plan.trace.operations[plan.trace.reductions[member].operation].node]
-
-    same, accesses = {} if plain else redundant_views(graph), Accesses(plan)
-    added = {} if plain else find_added(graph, same, accesses)
-    placement = place_outputs(plan, same, accesses, plain)
-    markers = {b.index: [marker(m) for m in b.members] for b in plan.buckets if communicates or b.op == "all_gather"}
-    travelling = {node for members in markers.values() for node in members}
-    alone = {marker(index) for index in range(len(plan.trace.reductions))} - travelling
-    places = find_places(plan, same, placement, accesses, markers, alone, plain)
-    reserved = {stem: free_name(stem, nodes) for stem in ("inputs", "start", "wait")}
+    memory = plan_memory(plan, communicates, NONE if plain else ALL)
+    reserved = {stem: free_name(stem, plan.trace.nodes) for stem in ("inputs", "start", "wait")}
     bodies = {
-        loop.node: write_program(plan_trace(loop.body), rank, communicates=False, plain=plain)
-        for loop in plan.trace.loops
+        loop.node: write_program(body, rank, communicates=False, plain=plain)
+        for loop, body in zip(plan.trace.loops, plan.bodies, strict=True)
     }
-    writer = Writer(plan, rank, same, placement, accesses, places, markers, reserved, bodies, added, plain)
+    writer = Writer(memory, rank, reserved, bodies, pieces=dict(memory.places.memory))
     placeholders = graph.find_nodes(op="placeholder")
-    for node in placeholders:
-        writer.local[node] = node.name
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            writer.local[node] = bind_object(writer, getattr(plan.trace.graph, node.target), "constant")
-        elif node in places.constants:
-            writer.local[node] = bind_object(writer, places.constants[node], node.name)
-        elif node.name in places.named:
-            writer.local[node] = node.name
-    fillings, filled = {} if plain else early_fillings(writer), set[str]()
-    _copy_back(writer, -1)
-    belongs(writer.lines, BEFORE)
-    for at, item in enumerate(plan.schedule):
+    _name_what_is_there(writer)
+    for at, group in itertools.groupby(memory.instructions, key=lambda each: each[0]):
         first = len(writer.lines)
-        if isinstance(item, Run):
-            operations = [plan.trace.operations[index] for index in item.operations]
-            node = nodes[operations[0].node]
-            if node in alone:
-                _write_alone(writer, node)
-            elif node not in writer.seen_early:
-                write_call(writer, node, [o.lane for o in operations if o.lane is not None])
-            for filling in fillings.get(node, ()):
-                for view in filling.views:
-                    if view not in writer.local:
-                        write_call(writer, view, [])
-                        writer.seen_early.add(view)
-                write_copy(writer, filling)
-                filled.add(filling.slot)
-        elif item.bucket in markers:
-            if isinstance(item, Start):
-                write_start(writer, plan.buckets[item.bucket], filled)
-            else:
-                text = f"{writer.reserved['wait']}({item.bucket})"
-                writer.lines.append(Line(text, {bucket_name(item.bucket)}, part=Part("wait", item.bucket)))
-                writer.local.update((node, node.name) for node in markers[item.bucket])
-        elif isinstance(item, Start):
-            for member in plan.buckets[item.bucket].members:
-                _write_alone(writer, marker(member))
-        _copy_back(writer, at)
+        for _, instruction in group:
+            _write(writer, instruction)
         belongs(writer.lines[first:], Part("run", at))
     outputs = _write_outputs(writer)
     belongs(writer.lines, Part("run", len(plan.schedule) - 1))
     if not plain:
         writer.lines = drop_unused(writer.lines, outputs)
-    memory_of = places.memory | {bucket_name(index): ("bucket", index) for index in markers}
-    fixed = {*places.named, *(bucket_name(index) for index in markers)}
-    sizes = dict(places.sizes)
+    piece_of = writer.pieces | {bucket_name(index): ("bucket", index) for index in memory.markers}
+    fixed = {*memory.places.named, *(bucket_name(index) for index in memory.markers)}
+    sizes = dict(memory.places.sizes)
     for loop, body in bodies.items():
         for called, key, size in memory_of_body(loop, body):
-            memory_of[called], sizes[key] = key, size
+            piece_of[called], sizes[key] = key, size
             fixed.add(called)
-    layouts = lay_out_lines(writer.lines, memory_of, sizes, shared=not plain)
+    layouts = lay_out_lines(writer.lines, piece_of, sizes, shared=not plain)
     inputs = [writer.local[node] for node in placeholders]
     ticks = None if tick is None else bind_object(writer, tick, "tick")
     source = assemble(writer.lines, inputs, outputs, writer.bound, fixed, layouts, writer.reserved, ticks)
     namespace = dict(writer.bound)
     exec(compile(source, f"<fdp step {plan.trace.name}>", "exec"), namespace)
-    scaled, parts = frozenset(places.scaled), parts_of(writer.lines)
-    names = names_of_values(writer, graph)
-    return Program(source, namespace["step"], places.named, layouts, scaled, parts=parts, loops=bodies, names=names)
+    return Program(
+        source,
+        namespace["step"],
+        memory.places.named,
+        layouts,
+        frozenset(memory.places.scaled),
+        parts=parts_of(writer.lines),
+        loops=bodies,
+        names=names_of_values(writer, graph),
+    )
+
+
+def _name_what_is_there(writer: Writer) -> None:
+    """Name inputs, closed-over tensors, constants, and values at fixed places."""
+    places, trace = writer.memory.places, writer.memory.plan.trace
+    for node in trace.graph.graph.nodes:
+        if node.op == "placeholder" or node.name in places.named:
+            writer.local[node] = node.name
+        elif node.op == "get_attr":
+            writer.local[node] = bind_object(writer, getattr(trace.graph, node.target), "constant")
+        elif node in places.constants:
+            writer.local[node] = bind_object(writer, places.constants[node], node.name)
+
+
+def _write(writer: Writer, instruction: Instruction) -> None:
+    """Write one instruction."""
+    match instruction:
+        case Compute(node, entries):
+            write_call(writer, node, entries)
+        case Keep(marker):
+            _write_alone(writer, marker)
+        case Pack():
+            write_packing(writer, instruction)
+        case Divide():
+            write_division_in_bucket(writer, instruction)
+        case Send(bucket):
+            text = f"{writer.reserved['start']}({bucket})"
+            writer.lines.append(Line(text, {bucket_name(bucket)}, part=Part("start", bucket)))
+        case Await(bucket):
+            text = f"{writer.reserved['wait']}({bucket})"
+            writer.lines.append(Line(text, {bucket_name(bucket)}, part=Part("wait", bucket)))
+            writer.local.update((marker, marker.name) for marker in writer.memory.markers[bucket])
+        case Update(target, value):
+            uses: set[str] = set()
+            copy = bind_operator(writer, _aten.copy_.default, (target, value))
+            writer.lines.append(Line(f"{copy}({literal(writer, target, uses)}, {literal(writer, value, uses)})", uses))
 
 
 def _write_alone(writer: Writer, node: fx.Node) -> None:
@@ -192,7 +189,7 @@ def _write_alone(writer: Writer, node: fx.Node) -> None:
         dtype = bind_object(writer, value.dtype, "dtype")
         empty = bind_operator(writer, _aten.empty.memory_format)
         emit(writer, f"{empty}({shape}, dtype={dtype}, device={device})", uses, node)
-    elif node in writer.places.alone:
+    elif node in writer.memory.places.alone:
         source: Any = node.args[0]
         writer.local[node] = name_of(writer, source)
     else:
@@ -202,18 +199,11 @@ def _write_alone(writer: Writer, node: fx.Node) -> None:
         emit(writer, f"{clone}({name}, memory_format={format_})", uses, node)
 
 
-def _copy_back(writer: Writer, at: int) -> None:
-    for target, node in writer.placement.copies.get(at, ()):
-        uses: set[str] = set()
-        copy = bind_operator(writer, _aten.copy_.default, (target, node))
-        writer.lines.append(Line(f"{copy}({literal(writer, target, uses)}, {literal(writer, node, uses)})", uses))
-
-
 def _write_outputs(writer: Writer) -> list[str]:
     outputs = []
-    for position, node in enumerate(writer.placement.returned):
+    for position, node in enumerate(writer.memory.placement.returned):
         name = name_of(writer, node)
-        if position in writer.placement.cloned:
+        if position in writer.memory.placement.cloned:
             clone = bind_operator(writer, _aten.clone.default, (node,))
             writer.lines.append(Line(f"output_{position} = {clone}({name})", {name}, (f"output_{position}",)))
             name = f"output_{position}"

@@ -18,11 +18,11 @@ def transposed_weight(writer: Writer, node: fx.Node) -> fx.Node | None:
     if node.target is not _aten.addmm.default or node.kwargs:
         return None
     bias, rows, columns = (_node(argument) for argument in node.args)
-    if columns.target is not _aten.t.default or columns.name in writer.places.named:
+    if columns.target is not _aten.t.default or columns.name in writer.memory.places.named:
         return None
     plain = bias.meta["val"].dim() == 1 and rows.meta["val"].dim() == 2
     weight = _node(columns.args[0])
-    return weight if plain and columns not in writer.same else None
+    return weight if plain and columns not in writer.memory.same else None
 
 
 def counted_up(

@@ -12,10 +12,7 @@ from torch import fx
 
 from fdp.emit.codegen.bindings import bind
 from fdp.emit.codegen.lines import Line
-from fdp.emit.memory.donation import Placement
-from fdp.emit.memory.liveness import Accesses
-from fdp.emit.memory.planning import Places
-from fdp.plan import Plan
+from fdp.emit.memory.memory_plan import NONE, MemoryPlan
 from fdp.trace.control import choose
 from fdp.trace.effects import effects_of
 
@@ -25,57 +22,43 @@ class Writer:
     """The state of writing one program.
 
     Attributes:
-        plan: what is written.
+        memory: where values lie, and what is done when.
         rank: this process's rank.
-        same: views that are their own base.
-        placement: where outputs live.
-        accesses: what the plan does to memory, and when.
-        places: values at fixed places.
-        markers: for each bucket that is sent, the markers of its members.
         reserved: what the program calls its own parameters.
         bodies: the programs of the bodies of loops, by node.
-        added: for each addition in place that computes the product which it adds, that product.
-        plain: whether every operator is called as it was traced.
         local: the name of each value that has one so far.
+        pieces: for each name of a value at a fixed place, the piece of memory that it lies in.
         lines: the program so far.
         bound: objects that it uses, by name.
         names: the other way round, by identity.
-        seen_early: views that were written before their turn.
     """
 
-    plan: Plan
+    memory: MemoryPlan
     rank: int
-    same: Mapping[fx.Node, fx.Node]
-    placement: Placement
-    accesses: Accesses
-    places: Places
-    markers: dict[int, list[fx.Node]]
     reserved: Mapping[str, str]
     bodies: Mapping[str, Any]
-    added: Mapping[fx.Node, fx.Node]
-    plain: bool = False
     local: dict[fx.Node, str] = field(default_factory=dict)
+    pieces: dict[str, Any] = field(default_factory=dict)
     lines: list[Line] = field(default_factory=list)
     bound: dict[str, Any] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
-    seen_early: set[fx.Node] = field(default_factory=set)
 
-
-def _resolve(writer: Writer, node: fx.Node) -> fx.Node:
-    node = writer.same.get(node, node)
-    node = writer.placement.replaced.get(node, node)
-    return writer.placement.written.get(node, node)
+    @property
+    def plain(self) -> bool:
+        """Whether every operator is called as it was traced."""
+        return self.memory.savings is NONE
 
 
 def name_of(writer: Writer, node: fx.Node) -> str:
     """The name of a value in the program."""
-    return writer.local[_resolve(writer, node)]
+    return writer.local[writer.memory.value_of(node)]
 
 
 def names_of_values(writer: Writer, graph: fx.Graph) -> dict[str, str]:
     """The names of the values that a program computes as the graph does: not deferred, nor divided for a mean."""
-    apart = {*writer.added.values(), *writer.places.divided}
-    found = {node.name: writer.local.get(_resolve(writer, node)) for node in graph.nodes if node not in apart}
+    memory = writer.memory
+    apart = {*memory.added.values(), *memory.places.divided}
+    found = {node.name: writer.local.get(memory.value_of(node)) for node in graph.nodes if node not in apart}
     return {node: name for node, name in found.items() if name is not None}
 
 
@@ -133,7 +116,7 @@ def literal(writer: Writer, value: Any, uses: set[str]) -> str:
 def emit(writer: Writer, expression: str, uses: set[str], node: fx.Node) -> None:
     """Write a line that computes a node, and give its result a name if anybody asks for it."""
     defines: tuple[str, ...] = ()
-    if node.name in writer.places.named:
+    if node.name in writer.memory.places.named:
         uses.add(node.name)  # changed in place
     elif node.users:
         writer.local[node] = node.name

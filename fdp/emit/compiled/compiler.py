@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,14 +25,12 @@ from fdp.emit.compiled.passes import declare
 from fdp.emit.compiled.public import asks_for_public, compile_publicly, warn_of_public
 from fdp.emit.compiled.recording import Recording
 from fdp.emit.compiled.unaliased import Apart
-from fdp.emit.memory.donation import Placement, place_outputs
 from fdp.emit.memory.layout import Layout, Lifetime, lay_out
-from fdp.emit.memory.liveness import Accesses
-from fdp.emit.memory.planning import Place, gathered_at_bytes, is_scaled, memory_bytes, slot_name
-from fdp.emit.memory.views import redundant_views
+from fdp.emit.memory.memory_plan import COMPILER, MemoryPlan, plan_memory
+from fdp.emit.memory.planning import Place, slot_name
 from fdp.emit.proved import verified_program
 from fdp.errors import CompileError, build_message
-from fdp.plan import Bucket, Plan, plan_trace
+from fdp.plan import Plan
 from fdp.trace.effects import effects_of, is_marker
 from fdp.verify import VerificationError
 from fdp.verify.implementations import verify_implementations, verify_loops
@@ -64,38 +62,25 @@ def compile_program(plan: Plan, group: Group, communicates: bool, options: Optio
     Raises:
         CompileError: the compiler cannot take an operator.
     """
-    trace = plan.trace
-    graph = trace.graph.graph
-    nodes = {node.name: node for node in graph.nodes}
-
-    def marker(member: int) -> fx.Node:
-        return nodes[trace.operations[trace.reductions[member].operation].node]
-
-    accesses = Accesses(plan)
-    placement = place_outputs(plan, redundant_views(graph), accesses)
-    markers = {b.index: [marker(m) for m in b.members] for b in plan.buckets if communicates or b.op == "all_gather"}
-    travelling = {node for members in markers.values() for node in members}
-    alone = {marker(index) for index in range(len(trace.reductions))} - travelling
+    trace, memory = plan.trace, plan_memory(plan, communicates, COMPILER)
     constants, held = _constants(trace.graph, group.rank)
-    places, layouts = _place_buckets(plan, markers)
+    buckets = _buckets(memory)
     alike, generators = options.draws_alike, generators_of(trace.graph)
     apart = functions_that_draw(trace.graph) if alike else []
 
     def functional(decomposed: Mapping[Any, Callable[..., Any]]) -> fx.GraphModule:
-        own = apart if alike else None
-        return functional_graph(plan, placement, accesses, markers, alone, constants, places, decomposed, own)
+        return functional_graph(memory, constants, buckets.places, decomposed, apart if alike else None)
 
     bodies = {
-        loop.node: compile_program(plan_trace(loop.body), group, False, options, records=False) for loop in trace.loops
+        loop.node: compile_program(body, group, False, options, records=False)
+        for loop, body in zip(trace.loops, plan.bodies, strict=True)
     }
     own_messages = None
-    scaled = frozenset(b.index for b in plan.buckets if b.index in markers and is_scaled(b, trace.world_size))
-    returned = _returned(plan, placement)
+    returned = _returned(memory)
 
     def prove(lowered: fx.GraphModule, decomposed: Mapping[Any, Callable[..., Any]]) -> None:
         _prove_own_operators()
-        verify_loops(trace, lambda body, found: compiled_loop(body, found.count, nodes[found.node]))
-        buckets = Buckets(places, layouts, scaled)
+        verify_loops(trace, lambda body, found: compiled_loop(body, found.count, trace.nodes[found.node]))
         own = generators if alike else None
         verify_lowered(plan, lowered, held, buckets, returned, group.rank, communicates, decomposed, own)
 
@@ -119,14 +104,16 @@ def compile_program(plan: Plan, group: Group, communicates: bool, options: Optio
         )
     if lowered is None:
         # Taken apart by inductor itself: how it wants that is private, too.
-        lowered, own_messages = compile_publicly(functional(OWN_DECOMPOSITIONS), plan, group, list(places), options)
-        places, layouts = {}, {}
-    source = _wrapper(returned, len(held), list(places))
+        lowered, own_messages = compile_publicly(
+            functional(OWN_DECOMPOSITIONS), plan, group, list(buckets.places), options
+        )
+        buckets = replace(buckets, places={}, layouts={})
+    source = _wrapper(returned, len(held), list(buckets.places))
     function, recording = lowered.function, None
     if records:
         donated = frozenset(index for index, item in enumerate(trace.inputs) if item.donated)
         # What draws random numbers draws others the second time; what sends messages would send them twice.
-        compares = not markers and not any(effects_of(node).random for node in graph.nodes)
+        compares = not memory.markers and not any(effects_of(node).random for node in trace.nodes.values())
         recording = function = Recording(
             trace.name, function, len(trace.inputs), donated, compares, lambda yes: all_say(group, yes)
         )
@@ -135,11 +122,12 @@ def compile_program(plan: Plan, group: Group, communicates: bool, options: Optio
         free = frozenset(at for at, item in enumerate(trace.inputs) if not item.donated)
         function = Apart(function, free, alone=len(free) < len(trace.inputs))
     namespace: dict[str, Any] = {"compiled": function, "constants": held, "running": running}
-    by_number = [compiled_loop(bodies[loop.node], loop.count, nodes[loop.node]) for loop in trace.loops]
+    by_number = [compiled_loop(bodies[loop.node], loop.count, trace.nodes[loop.node]) for loop in trace.loops]
     namespace["loops"] = [*by_number, *(as_it_is(node, operands_of(node)) for node in apart)]
     namespace["generators"] = generators
     exec(compile(source, f"<fdp step {trace.name}>", "exec"), namespace)
     text = "\n\n".join([source, lowered.source, *(body.source for body in bodies.values())])
+    places, layouts, scaled = buckets.places, buckets.layouts, buckets.scaled
     return Program(text, namespace["step"], places, layouts, scaled, recording, own_messages, loops=bodies)
 
 
@@ -182,32 +170,24 @@ def _constants(graph: fx.GraphModule, rank: int) -> tuple[list[fx.Node], list[to
     return nodes, values
 
 
-def _place_buckets(
-    plan: Plan, markers: Mapping[int, list[fx.Node]]
-) -> tuple[dict[str, Place], dict[torch.device, Layout]]:
-    """Give every bucket memory of its own, and every member a place in it."""
-    places: dict[str, Place] = {}
+def _buckets(memory: MemoryPlan) -> Buckets:
+    """The buckets of a compiled step: what comes back is a name of its own, where the memory plan has it."""
+    named, places = memory.places.named, dict[str, Place]()
     pieces: dict[torch.device, list[Lifetime]] = {}
-    for index, members in markers.items():
-        bucket = plan.buckets[index]
-        for at, (node, offset) in enumerate(zip(members, bucket.offsets, strict=True)):
-            source: Any = node.args[0]
-            places[slot_name(index, at)] = _place(bucket, offset * bucket.dtype.itemsize, source.meta["val"].shape)
-            received_at = gathered_at_bytes(bucket) if bucket.op == "all_gather" else offset * bucket.dtype.itemsize
-            places[result_name(plan, index, at)] = _place(bucket, received_at, node.meta["val"].shape)
-        size_bytes = memory_bytes(bucket, plan.trace.world_size)
-        pieces.setdefault(bucket.device, []).append(Lifetime(("bucket", index), size_bytes, 0, 1))
-    return places, {device: lay_out(found) for device, found in pieces.items()}
+    for index, members in memory.markers.items():
+        for at, marker in enumerate(members):
+            places[slot_name(index, at)] = named[slot_name(index, at)]
+            places[result_name(memory.plan, index, at)] = named[marker.name]
+        device, size_bytes = memory.places.sizes["bucket", index]
+        pieces.setdefault(device, []).append(Lifetime(("bucket", index), size_bytes, 0, 1))
+    layouts = {device: lay_out(found) for device, found in pieces.items()}
+    return Buckets(places, layouts, frozenset(memory.places.scaled))
 
 
-def _place(bucket: Bucket, start_bytes: int, shape: Sequence[int]) -> Place:
-    stride = tuple(torch.empty(shape, device="meta").stride())
-    return Place(("bucket", bucket.index), start_bytes, tuple(shape), stride, 0, bucket.dtype)
-
-
-def _returned(plan: Plan, placement: Placement) -> list[Returned]:
+def _returned(memory: MemoryPlan) -> list[Returned]:
     """Where each result of a step is: a donated input goes back to the caller as the object that it is."""
-    position = {node: index for index, node in enumerate(plan.trace.graph.graph.find_nodes(op="placeholder"))}
+    graph, placement = memory.plan.trace.graph.graph, memory.placement
+    position = {node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))}
     found: list[Returned] = []
     made = 0
     for index, node in enumerate(placement.returned):

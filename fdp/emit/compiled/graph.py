@@ -18,13 +18,13 @@ from fdp.emit.codegen.calls import arguments_of, lane_count
 from fdp.emit.compiled.barriers import FUSED, copy_into, loop, snapshot, start, wait
 from fdp.emit.compiled.drawing import draw, draw_of_nothing
 from fdp.emit.compiled.draws import Draw, described, draws, operands_of
-from fdp.emit.memory.donation import Placement
-from fdp.emit.memory.liveness import Accesses
-from fdp.emit.memory.planning import Place, is_scaled, slot_name
+from fdp.emit.memory.instructions import Await, Compute, Divide, Instruction, Keep, Pack, Send, Update
+from fdp.emit.memory.memory_plan import MemoryPlan
+from fdp.emit.memory.planning import Place, slot_name
 from fdp.errors import CompileError, FdpError, build_message, first_line
-from fdp.plan import Plan, Run, Start
+from fdp.plan import Plan
 from fdp.trace import Geometry, capture_functional
-from fdp.trace.effects import effects_of, is_marker, lanes_of, storages_of
+from fdp.trace.effects import is_marker
 from fdp.trace.loops import changed_operands, is_loop
 
 _aten = torch.ops.aten
@@ -33,104 +33,71 @@ _aten = torch.ops.aten
 class _Lowering:
     """Carries a plan out on the values of a tracer."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        placement: Placement,
-        accesses: Accesses,
-        markers: Mapping[int, list[fx.Node]],
-        alone: set[fx.Node],
-        drawn: Mapping[fx.Node, Draw],
-        apart: Sequence[fx.Node],
-    ) -> None:
-        self.plan, self.placement, self.markers, self.alone = plan, placement, markers, alone
+    def __init__(self, memory: MemoryPlan, drawn: Mapping[fx.Node, Draw], apart: Sequence[fx.Node]) -> None:
+        self.memory, self.plan, self.trace = memory, memory.plan, memory.plan.trace
         self.drawn, self.last_drawn = drawn, list[torch.Tensor]()
-        self.trace, self.accesses = plan.trace, accesses
         graph = self.trace.graph
-        self.nodes = {node.name: node for node in graph.graph.nodes}
         # Branches of a condition, and generators of random numbers; tensors come in as inputs.
         self.values: dict[fx.Node, Any] = {
             node: getattr(graph, str(node.target), None) for node in graph.graph.find_nodes(op="get_attr")
         }
         self.lanes: dict[tuple[fx.Node, int], Any] = {}
         self.slots: dict[str, torch.Tensor] = {}
-        self.early = _early_members(markers, accesses)
-        self.filled: set[tuple[int, int]] = set()
         by_number = [*(found.node for found in self.trace.loops), *(node.name for node in apart)]
         self.numbers = {name: number for number, name in enumerate(by_number)}
 
     def run(self) -> list[torch.Tensor]:
-        self._copy_back(-1)
-        for at, item in enumerate(self.plan.schedule):
-            if isinstance(item, Run):
-                operations = [self.trace.operations[index] for index in item.operations]
-                node = self.nodes[operations[0].node]
-                self._call(node, [o.lane for o in operations if o.lane is not None])
-                for bucket, member, views in self.early.get(node, ()):
-                    for view in views:
-                        self._call(view, [])
-                    self._fill(bucket, member)
-            elif item.bucket not in self.markers:
-                if isinstance(item, Start):
-                    for member in self.plan.buckets[item.bucket].members:
-                        self._call(self._marker(member), [])
-            elif isinstance(item, Start):
-                self._start(item.bucket)
-            else:
-                wait(self._slots_of(item.bucket), item.bucket)
-                for at_, marker in enumerate(self.markers[item.bucket]):
-                    self.values[marker] = self.slots[result_name(self.plan, item.bucket, at_)]
-            self._copy_back(at)
-        outputs = []
-        for position, node in enumerate(self.placement.returned):
-            if node.op == "placeholder" and position not in self.placement.cloned:
+        for _, instruction in self.memory.instructions:
+            self._carry_out(instruction)
+        outputs, placement = [], self.memory.placement
+        for position, node in enumerate(placement.returned):
+            if node.op == "placeholder" and position not in placement.cloned:
                 continue  # it goes back to the caller as the object that it is
             value = self._value(node)
-            outputs.append(value.clone() if position in self.placement.cloned else value)
+            outputs.append(value.clone() if position in placement.cloned else value)
         return outputs
 
-    def _marker(self, member: int) -> fx.Node:
-        return self.nodes[self.trace.operations[self.trace.reductions[member].operation].node]
+    def _carry_out(self, instruction: Instruction) -> None:
+        match instruction:
+            case Compute(node, entries):
+                self._call(node, entries)
+            case Keep(marker):
+                value = self._value(marker.args[0])  # type: ignore[arg-type]
+                self.values[marker] = value if marker in self.memory.places.alone else _copy(value)
+            case Pack(bucket, members):
+                for member in members:
+                    self._pack(bucket, member)
+            case Send(bucket):
+                start(self._slots_of(bucket), bucket)
+            case Await(bucket):
+                wait(self._slots_of(bucket), bucket)
+                for at, marker in enumerate(self.memory.markers[bucket]):
+                    self.values[marker] = self.slots[result_name(self.plan, bucket, at)]
+            case Update(target, new):
+                self.values[target].copy_(self._value(new))
+            case Divide():
+                raise AssertionError("nothing is computed in a bucket by a compiler")
 
     def _value(self, node: fx.Node) -> Any:
-        return self.values[self.placement.replaced.get(node, node)]
-
-    def _is_never_changed(self, marker: fx.Node) -> bool:
-        """Whether the result of a reduction over one rank may be its argument itself."""
-        memory = {*storages_of(marker), *storages_of(marker.args[0])}  # type: ignore[arg-type]
-        for clone, donated in self.placement.replaced.items():
-            if memory.intersection(storages_of(donated)):
-                memory.update(storages_of(clone))  # it is changed when the clone of it is
-        return not any(storage in self.accesses.writes for storage in memory)
+        return self.values[self.memory.placement.replaced.get(node, node)]
 
     def _slots_of(self, bucket: int) -> list[torch.Tensor]:
         """All tensors that a message reads or writes."""
         names: dict[str, None] = {}
-        for at in range(len(self.markers[bucket])):
+        for at in range(len(self.memory.markers[bucket])):
             names[slot_name(bucket, at)] = names[result_name(self.plan, bucket, at)] = None
         return [self.slots[name] for name in names]
 
-    def _start(self, index: int) -> None:
-        for at in range(len(self.markers[index])):
-            if (index, at) not in self.filled:
-                self._fill(index, at)
-        start(self._slots_of(index), index)
-
-    def _fill(self, index: int, at: int) -> None:
+    def _pack(self, index: int, member: int) -> None:
         """Put a member into its bucket, divided by the number of ranks if a sum is to make the mean."""
-        source: Any = self.markers[index][at].args[0]
+        source: Any = self.memory.markers[index][member].args[0]
         value = self._value(source)
-        if is_scaled(self.plan.buckets[index], self.trace.world_size):
+        if index in self.memory.places.scaled:
             value = value * (1 / self.trace.world_size)
-        copy_into(self.slots[slot_name(index, at)], value)
-        self.filled.add((index, at))
+        copy_into(self.slots[slot_name(index, member)], value)
 
-    def _copy_back(self, at: int) -> None:
-        for target, node in self.placement.copies.get(at, ()):
-            self.values[target].copy_(self._value(node))
-
-    def _call(self, node: fx.Node, lanes: list[int]) -> None:
-        if node in self.placement.replaced:
+    def _call(self, node: fx.Node, lanes: Sequence[int]) -> None:
+        if node in self.memory.placement.replaced:
             return
         target: Any = node.target
         if target is operator.getitem:
@@ -144,10 +111,6 @@ class _Lowering:
             return
         if node.name in self.numbers:
             self._as_it_is(node)
-            return
-        if node in self.alone:
-            value = self._value(node.args[0])  # type: ignore[arg-type]
-            self.values[node] = value.contiguous() if self._is_never_changed(node) else _copy(value)
             return
         if is_marker(node, "vary"):
             self.values[node] = _copy(self._value(node.args[0]))  # type: ignore[arg-type]
@@ -169,7 +132,7 @@ class _Lowering:
                 self.lanes.update(((node, lane), one) for lane, one in zip(lanes, result, strict=True))
         else:
             self.values[node] = result
-        if (donated := self.placement.written.get(node)) is not None:
+        if (donated := self.memory.placement.written.get(node)) is not None:
             self.values[donated].copy_(result)
             self.values[node] = self.values[donated]
 
@@ -275,35 +238,8 @@ def result_name(plan: Plan, bucket: int, member: int) -> str:
     return f"{'gathered' if gathers else 'received'}{bucket}_{member}"
 
 
-def _early_members(
-    markers: Mapping[int, list[fx.Node]], accesses: Accesses
-) -> dict[fx.Node, list[tuple[int, int, tuple[fx.Node, ...]]]]:
-    """Members that can be put into their buckets as soon as they are there, so that they need no memory of their own.
-
-    Returns:
-        For the operator call that makes each: the bucket, the member, and the views to look through.
-    """
-    found: dict[fx.Node, list[tuple[int, int, tuple[fx.Node, ...]]]] = {}
-    for bucket, nodes in markers.items():
-        for at, marker in enumerate(nodes):
-            maker: Any = marker.args[0]
-            if any(storage in accesses.writes for storage in storages_of(maker)):
-                continue
-            views: list[fx.Node] = []
-            while effects_of(maker).view and maker.op == "call_function":
-                views.insert(0, maker)
-                maker = maker.args[0]
-            if maker.op == "call_function" and not is_marker(maker) and lanes_of(maker) is None:
-                found.setdefault(maker, []).append((bucket, at, tuple(views)))
-    return found
-
-
 def functional_graph(
-    plan: Plan,
-    placement: Placement,
-    accesses: Accesses,
-    markers: Mapping[int, list[fx.Node]],
-    alone: set[fx.Node],
+    memory: MemoryPlan,
     constants: Sequence[fx.Node],
     slots: Mapping[str, Place],
     decompositions: Mapping[Any, Callable[..., Any]],
@@ -312,11 +248,7 @@ def functional_graph(
     """Carry a plan out on fake tensors, and keep what it does.
 
     Args:
-        plan: the plan.
-        placement: where outputs live.
-        accesses: what the plan does to memory, and when.
-        markers: for each bucket that is sent, the markers of its members.
-        alone: markers that send nothing.
+        memory: where values lie, and what is done when.
         constants: nodes whose values are the same at every call.
         slots: places of members in their buckets, and of what comes back.
         decompositions: how the compiler wants operators taken apart.
@@ -330,6 +262,7 @@ def functional_graph(
     Raises:
         CompileError: an operator cannot be taken apart; names it.
     """
+    plan = memory.plan
     placeholders = plan.trace.graph.graph.find_nodes(op="placeholder")
     inputs: list[Geometry] = [(i.shape, i.stride, i.offset, i.dtype, i.device) for i in plan.trace.inputs]
     for node in constants:
@@ -343,7 +276,7 @@ def functional_graph(
 
     def carry_out(*values: torch.Tensor) -> list[torch.Tensor]:
         given = (*placeholders, *constants)
-        lowering = _Lowering(plan, placement, accesses, markers, alone, drawn, apart or ())
+        lowering = _Lowering(memory, drawn, apart or ())
         lowering.values.update(zip(given, values, strict=False))
         lowering.slots.update(zip(slots, values[len(given) :], strict=True))
         return lowering.run()

@@ -21,7 +21,7 @@ from fdp.trace.effects import effects_of, is_marker, storages_of
 from fdp.trace.trace import Trace
 
 
-@dataclass
+@dataclass(frozen=True)
 class Placement:
     """Where results go.
 

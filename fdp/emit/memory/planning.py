@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +49,7 @@ class Place:
     dtype: torch.dtype
 
 
-@dataclass
+@dataclass(frozen=True)
 class Places:
     """The fixed places of a program.
 
@@ -94,9 +94,10 @@ def find_places(
     same: Mapping[fx.Node, fx.Node],
     placement: Placement,
     accesses: Accesses,
-    travelling: Mapping[int, list[fx.Node]],
-    alone: set[fx.Node],
-    plain: bool = False,
+    markers: Mapping[int, Sequence[fx.Node]],
+    alone: AbstractSet[fx.Node],
+    aliases: bool,
+    results: bool,
 ) -> Places:
     """Give a fixed place to every value that can have one.
 
@@ -108,21 +109,23 @@ def find_places(
         same: views that are their own base.
         placement: where outputs live.
         accesses: what the plan does to memory, and when.
-        travelling: for each bucket that is sent, its markers.
+        markers: for each bucket that is sent, those of its members.
         alone: markers that send nothing.
-        plain: whether buckets alone have places.
+        aliases: whether those may return their argument itself.
+        results: whether values have places; otherwise buckets alone do.
 
     Returns:
         The places.
     """
     builder = _Builder(plan, same, placement, accesses)
-    if not plain:
+    if aliases:
         builder.join_alone(alone)
+    if results:
         builder.find_owners()
-        builder.places.constants = constant_values(builder.graph, builder.kept | accesses.writes.keys())
+        builder.places.constants.update(constant_values(builder.graph, builder.kept | accesses.writes.keys()))
         builder.place_results()
-    for index, markers in travelling.items():
-        builder.place_bucket(plan.buckets[index], markers)
+    for index, members in markers.items():
+        builder.place_bucket(plan.buckets[index], members)
     builder.name_places()
     return builder.places
 
@@ -152,7 +155,7 @@ class _Builder:
         """The memory that a piece turned out to be: that of a marker which sends nothing is its argument's."""
         return self._root.get(storage, storage)
 
-    def join_alone(self, alone: set[fx.Node]) -> None:
+    def join_alone(self, alone: AbstractSet[fx.Node]) -> None:
         """Find the markers that return their argument itself."""
         inputs = {
             storage
@@ -218,7 +221,7 @@ class _Builder:
                 self.home[number], self.makers[number] = (number, 0), node
                 self.places.sizes[number] = (value.device, value.untyped_storage().nbytes())
 
-    def place_bucket(self, bucket: Bucket, markers: list[fx.Node]) -> None:
+    def place_bucket(self, bucket: Bucket, markers: Sequence[fx.Node]) -> None:
         """Put the results of a bucket into it, and the arguments as well where they can be computed there."""
         key, size, itemsize = ("bucket", bucket.index), self.plan.trace.world_size, bucket.dtype.itemsize
         gathers = bucket.op == "all_gather"

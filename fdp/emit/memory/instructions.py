@@ -1,0 +1,179 @@
+"""What a program does, one thing after the other: a plan's schedule, with what packing and donation add to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from fdp.emit.memory.donation import Placement
+from fdp.emit.memory.liveness import Accesses
+from fdp.emit.memory.planning import Places
+from fdp.plan import Plan, Run, Start
+from fdp.trace.effects import effects_of, is_marker, lanes_of, storages_of
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Call an operator.
+
+    Attributes:
+        node: the call.
+        entries: of a call that does the same to each entry of its lists, those that are due; empty for the whole call.
+    """
+
+    node: fx.Node
+    entries: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Take a value as its own reduction: over one rank, or of no elements."""
+
+    marker: fx.Node
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Copy members into their bucket, divided by the number of ranks if a sum is to make the mean."""
+
+    bucket: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Divide:
+    """Divide a member by the number of ranks: it was computed in its bucket, undivided."""
+
+    bucket: int
+    member: int
+
+
+@dataclass(frozen=True)
+class Send:
+    """Start the message of a bucket."""
+
+    bucket: int
+
+
+@dataclass(frozen=True)
+class Await:
+    """Wait for the message of a bucket."""
+
+    bucket: int
+
+
+@dataclass(frozen=True)
+class Update:
+    """Copy a new value into the donated input that it is the new value of."""
+
+    target: fx.Node
+    value: fx.Node
+
+
+Instruction = Compute | Keep | Pack | Divide | Send | Await | Update
+
+BEFORE = -1
+"""The position of what happens before everything that is scheduled."""
+
+
+def instructions_of(
+    plan: Plan,
+    placement: Placement,
+    accesses: Accesses,
+    places: Places,
+    markers: Mapping[int, Sequence[fx.Node]],
+    alone: frozenset[fx.Node],
+    pack_from_bytes: float,
+) -> tuple[tuple[int, Instruction], ...]:
+    """List what a program does.
+
+    Args:
+        plan: the plan.
+        placement: where outputs live.
+        accesses: what the plan does to memory, and when.
+        places: values at fixed places.
+        markers: for each bucket that is sent, the markers of its members.
+        alone: markers that send nothing.
+        pack_from_bytes: members of at least so many bytes are packed as soon as they are computed, so that their own
+            memory can be given back; smaller ones together, when their bucket is sent.
+
+    Returns:
+        The instructions, each with the position in the schedule that it belongs to.
+    """
+    early = _packed_early(markers, accesses, places, pack_from_bytes)
+    found: list[tuple[int, Instruction]] = []
+    seen: set[fx.Node] = set()
+    packed: set[tuple[int, int]] = set()
+
+    def update(at: int) -> None:
+        found.extend((at, Update(target, value)) for target, value in placement.copies.get(at, ()))
+
+    update(BEFORE)
+    for at, item in enumerate(plan.schedule):
+        if isinstance(item, Run):
+            operations = [plan.trace.operations[index] for index in item.operations]
+            node = plan.trace.nodes[operations[0].node]
+            if node in alone:
+                found.append((at, Keep(node)))
+            elif node not in seen:
+                found.append((at, Compute(node, tuple(o.lane for o in operations if o.lane is not None))))
+            for bucket, member, views in early.get(node, ()):
+                found += [(at, Compute(view)) for view in views if view not in seen]
+                found.append((at, Pack(bucket, (member,))))
+                seen.update(views)
+                packed.add((bucket, member))
+        elif item.bucket not in markers:
+            if isinstance(item, Start):
+                found += [(at, Keep(plan.trace.marker(index))) for index in plan.buckets[item.bucket].members]
+        elif isinstance(item, Start):
+            found += [(at, each) for each in _send(item.bucket, markers[item.bucket], places, packed)]
+        else:
+            found.append((at, Await(item.bucket)))
+        update(at)
+    return tuple(found)
+
+
+def _send(
+    bucket: int, markers: Sequence[fx.Node], places: Places, packed: set[tuple[int, int]]
+) -> Iterator[Instruction]:
+    """Pack what is missing in a bucket, and send it."""
+    divided = set(places.divided.values())
+    missing = []
+    for member, marker in enumerate(markers):
+        if marker not in places.direct:
+            if (bucket, member) not in packed:
+                missing.append(member)
+        elif bucket in places.scaled and marker not in divided:
+            yield Divide(bucket, member)
+    if missing:
+        yield Pack(bucket, tuple(missing))
+    yield Send(bucket)
+
+
+def _packed_early(
+    markers: Mapping[int, Sequence[fx.Node]], accesses: Accesses, places: Places, from_bytes: float
+) -> dict[fx.Node, list[tuple[int, int, tuple[fx.Node, ...]]]]:
+    """Members that can be packed as soon as they are computed.
+
+    Returns:
+        For the call that computes them: bucket, member, and the views to look through, in order.
+    """
+    found: dict[fx.Node, list[tuple[int, int, tuple[fx.Node, ...]]]] = {}
+    for bucket, members in markers.items():
+        for at, marker in enumerate(members):
+            maker: Any = marker.args[0]
+            value = maker.meta["val"]
+            if marker in places.direct or value.numel() * value.itemsize < from_bytes:
+                continue
+            if any(storage in accesses.writes for storage in storages_of(maker)):
+                continue
+            views: list[fx.Node] = []
+            while effects_of(maker).view and maker.op == "call_function":
+                views.insert(0, maker)
+                maker = maker.args[0]
+            if maker.op == "call_function" and not is_marker(maker) and lanes_of(maker) is None:
+                found.setdefault(maker, []).append((bucket, at, tuple(views)))
+    return found
