@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fdp import pytree
 from fdp.context.axis import refuse_inside
-from fdp.distributed.desynchronised import doubt, leave_behind, why_left_behind
+from fdp.distributed.desynchronised import doubt, mark_desynchronised, why_desynchronised
 from fdp.distributed.exchange import exchange, next_turn, timeout_s, wait_for_keys
 from fdp.distributed.group import Group, Ranks, resolve_group, start_all_gather
 from fdp.errors import ArgumentError, PeerError, build_message, first_line
@@ -99,7 +99,7 @@ class _Next:
 def _together(
     batches: Iterable[Tree], ranks: Group, count: Callable[[Tree], float] | None, empty: bool
 ) -> Generator[Weighted, None, None]:
-    if (why := why_left_behind(ranks)) is not None:
+    if (why := why_desynchronised(ranks)) is not None:
         raise _lost(ranks, why)
     if ranks.size == 1:
         for batch in batches:
@@ -152,7 +152,7 @@ class _Loop:
     def start(self, state: int) -> Callable[[], list[int]]:
         """Start telling the others what this rank has next; the function returned waits for what they have."""
         ranks = self._ranks
-        if (why := why_left_behind(ranks)) is not None:
+        if (why := why_desynchronised(ranks)) is not None:
             raise _lost(ranks, why)
         own = torch.tensor([state], device=self._device)
         out = torch.empty((ranks.size, 1), dtype=torch.int64, device=self._device)
@@ -160,7 +160,7 @@ class _Loop:
             wait = start_all_gather(out, own, ranks)
 
         def finish() -> list[int]:
-            if (why := why_left_behind(ranks)) is not None:
+            if (why := why_desynchronised(ranks)) is not None:
                 raise _lost(ranks, why)
             with _talking(ranks):
                 wait()
@@ -350,7 +350,9 @@ class _talking:
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if isinstance(error, (RuntimeError, dist.DistError)):
-            leave_behind(self._ranks, f"a message of fdp.join failed: {type(error).__name__}: {first_line(error)}")
+            mark_desynchronised(
+                self._ranks, f"a message of fdp.join failed: {type(error).__name__}: {first_line(error)}"
+            )
             raise _lost(self._ranks, f"{type(error).__name__}: {first_line(error)}") from error
 
 

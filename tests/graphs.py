@@ -1,6 +1,6 @@
 """Random traces and random steps for property tests; and worlds of several ranks without any other rank.
 
-`traces()` draws a `Trace` that is put together by hand: operations, views, lanes, reductions that depend on others.
+`traces()` draws a `Trace` that is put together by hand: operations, views, entries, reductions that depend on others.
 `programs()` draws a step, as a list of instructions that a few lines of Python carry out, plain or under fdp.
 """
 
@@ -91,14 +91,14 @@ def _draw_trace(seed: int, calls: int) -> Trace:
 
     for number in range(calls):
         name, count = f"n{number}", len(operations)
-        kind = "reduction" if rng.random() < density else rng.choice(["call", "call", "view", "lanes"])
-        if kind == "lanes":
+        kind = "reduction" if rng.random() < density else rng.choice(["call", "call", "view", "entries"])
+        if kind == "entries":
             shared = earlier(1)
-            for lane in range(rng.randint(1, 4)):
+            for entry in range(rng.randint(1, 4)):
                 own = {need for need in earlier(2) if need < count} | set(shared)
-                if lane and rng.random() < 0.1:
-                    own.add(count + lane - 1)  # two lanes of one piece of memory
-                operations.append(Operation(name, "aten._foreach.x", tuple(sorted(own)), lane=lane))
+                if entry and rng.random() < 0.1:
+                    own.add(count + entry - 1)  # two entries of one piece of memory
+                operations.append(Operation(name, "aten._foreach.x", tuple(sorted(own)), entry=entry))
         elif kind == "view":
             operations.append(Operation(name, "aten.view.default", earlier(1), view=True))
         elif kind == "call":

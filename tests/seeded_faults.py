@@ -633,17 +633,17 @@ _WRITING = (
         "the third result is written where the second is",
     ),
     Fault(
-        "entries of lanes in another order",
+        "entries in another order of the list",
         "emit/codegen/calls.py",
-        "targets = tuple(_entry_name(node, lane) for lane in lanes)",
-        "targets = tuple(_entry_name(node, lane) for lane in reversed(lanes))",
+        "targets = tuple(_entry_name(node, entry) for entry in entries)",
+        "targets = tuple(_entry_name(node, entry) for entry in reversed(entries))",
         "results of a list operator that runs in parts change places",
     ),
     Fault(
-        "lanes in a row",
+        "entries in a row",
         "emit/codegen/calls.py",
-        "chosen = [value[lane] for lane in lanes]",
-        "chosen = list(value[lanes[0] : lanes[0] + len(lanes)])",
+        "chosen = [value[entry] for entry in entries]",
+        "chosen = list(value[entries[0] : entries[0] + len(entries)])",
         "the entries of one bucket need not follow one another",
     ),
     Fault(
@@ -1008,8 +1008,8 @@ _GRAPH = (
     Fault(
         "compiled, entries in another order",
         "emit/compiled/graph.py",
-        "for lane, one in zip(lanes, result, strict=True)",
-        "for lane, one in zip(lanes[::-1], result, strict=True)",
+        "for entry, one in zip(entries, result, strict=True)",
+        "for entry, one in zip(entries[::-1], result, strict=True)",
         "results of a list operator that runs in parts change places",
     ),
     Fault(

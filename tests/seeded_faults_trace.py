@@ -231,7 +231,7 @@ def outcome(program: str) -> tuple[str, str]:
     runs = []
     for run in (
         lambda values: run_untraced(step, flat, roles, group, values, trace.wire),
-        lambda values: emitted.rehearse(values, "different"),
+        lambda values: emitted.dry_run(values, "different"),
     ):
         torch.manual_seed(7)
         runs.append(pytree.leaves_of(run([tensor.clone() for tensor in flat.tensors])))

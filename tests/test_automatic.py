@@ -263,7 +263,7 @@ def one_cannot_measure() -> None:
     if dist.get_rank() == 1:
 
         def fail(*args: Any) -> Any:
-            raise MemoryError("no memory left for a rehearsal")
+            raise MemoryError("no memory left for a dry run")
 
         fdp.step.automatic_buckets.measure_costs = fail
     fdp.data_parallel(update)(start(), batch_of(16))

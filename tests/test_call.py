@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 import fdp
 import fdp.step.transform
-from fdp.context.ambient import surroundings
+from fdp.context.ambient import ambient_context
 from fdp.distributed.group import resolve_group
 from fdp.pytorch import guards
 from fdp.trace import arguments, recognise
@@ -213,7 +213,7 @@ def test_any_change_between_calls_is_noticed(fn: Callable[..., Any], donate: Any
         alive.append((optree.tree_leaves(state), batch))
         args = (state, options, batch)
         copies = (apart(state), Options(options.scale), apart(batch))
-        place = (3, resolve_group(None), surroundings())
+        place = (3, resolve_group(None), ambient_context())
         found = step._calls.recognise(place, *arguments.set_apart(args, roles))
         if found is not None:
             assert found[0] is step._known[step._key(arguments.flatten(args, roles), place)]
@@ -243,7 +243,7 @@ def same_bits_of_all(one: Tree, two: Tree) -> bool:
 
 def recognised(step: Any, *args: Any) -> bool:
     roles = step._roles_for(len(args))
-    place = (len(args), resolve_group(None), surroundings())
+    place = (len(args), resolve_group(None), ambient_context())
     return step._calls.recognise(place, *arguments.set_apart(args, roles)) is not None
 
 

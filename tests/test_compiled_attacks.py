@@ -42,7 +42,7 @@ def compare(step: Callable[..., Any], world: int = 1, donate: Any = 0) -> None:
     for options in (None, resolve_options(True)):
         emitted = Emitted(plan, group, options=options)
         given: Tree = optree.tree_map(torch.clone, (state, batch))
-        results = [emitted.rehearse(optree.tree_leaves(given)) for _ in range(2)]
+        results = [emitted.dry_run(optree.tree_leaves(given)) for _ in range(2)]
         runs.append((results, given))
     torch.testing.assert_close(runs[1], runs[0])
 

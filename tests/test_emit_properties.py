@@ -1,6 +1,6 @@
 """Emitted steps against the function that they were made from: random programs, donated and not, three calls each.
 
-In a world of one a step runs as it does for a user. For a world of two nothing is sent: `Emitted.rehearse` takes the
+In a world of one a step runs as it does for a user. For a world of two nothing is sent: `Emitted.dry_run` takes the
 other rank to hold what this one holds, and the plain function does likewise under the axis "equal ranks".
 """
 
@@ -69,7 +69,7 @@ def plainly(program: Program, state: Any, batch: Any, call: int, world: int) -> 
 
 
 class Runner:
-    """Runs a program under fdp, in a world of one as users do, in a larger one as a rehearsal."""
+    """Runs a program under fdp, in a world of one as users do, in a larger one as a dry run."""
 
     def __init__(self, program: Program, world: int, cap: Any, donate: bool):
         self.world, self.cap = world, cap
@@ -95,7 +95,7 @@ class Runner:
         if key not in self.emitted:
             self.emitted[key] = Emitted(plan, self.group)
         torch.manual_seed(call)
-        return self.emitted[key].rehearse(optree.tree_leaves((state, batch)))
+        return self.emitted[key].dry_run(optree.tree_leaves((state, batch)))
 
 
 def unshared(state: Any) -> Any:
@@ -373,7 +373,7 @@ OPTIMIZERS = {
 
 
 def trained(name: str, optimizer: str, cap: Any, donate: bool, calls: int = 3) -> tuple[Any, Any]:
-    """What a training step gives after some calls, for a world of two: rehearsed, and plain."""
+    """What a training step gives after some calls, for a world of two: dry-run, and plain."""
     apply, params, buffers = fdp.from_module(models.MODELS[name]())
     kind, options = OPTIMIZERS[optimizer]
     rule = fdp.optim.from_torch(kind, **options)
@@ -385,7 +385,7 @@ def trained(name: str, optimizer: str, cap: Any, donate: bool, calls: int = 3) -
     for call, batch in enumerate(models.batches(name, calls, 4)):
         emitted = emitted or Emitted(step.plan(state, batch), group)
         torch.manual_seed(call)
-        state, metrics = emitted.rehearse(optree.tree_leaves((state, batch)))
+        state, metrics = emitted.dry_run(optree.tree_leaves((state, batch)))
         torch.manual_seed(call)
         with step_axis("equal ranks", group):
             plain, expected = step_fn(plain, batch)

@@ -208,8 +208,8 @@ def test_seconds_are_shared_and_none_is_lost(data: st.DataObject) -> None:
     assert sum(costs.operations_s) == pytest.approx(scale * by_kind["run"])
     assert costs.pack_s_per_byte * packed_bytes == pytest.approx(scale * by_kind["pack"])
     # Lanes of one call take what their bytes take: a matrix twice as large twice the time.
-    lanes = [i for i, o in enumerate(plan.trace.operations) if o.target.startswith("aten._fused_adamw_")]
-    w0, w1 = (costs.operations_s[index] for index in lanes)
+    entries = [i for i, o in enumerate(plan.trace.operations) if o.target.startswith("aten._fused_adamw_")]
+    w0, w1 = (costs.operations_s[index] for index in entries)
     assert w0 == pytest.approx(8 * w1, rel=1e-3)  # each has a counter of steps besides
 
 
@@ -224,8 +224,8 @@ def test_a_program_with_ticks_is_the_program() -> None:
     lines = [line for line in timed.source.splitlines() if line.strip() != "const_tick()"]
     assert [line.replace(", const_tick=const_tick", "") for line in lines] == emitted.source.splitlines()
     with torch.random.fork_rng():
-        one = timed.rehearse([tensor.clone() for tensor in tensors])
-    two = emitted.rehearse([tensor.clone() for tensor in tensors])
+        one = timed.dry_run([tensor.clone() for tensor in tensors])
+    two = emitted.dry_run([tensor.clone() for tensor in tensors])
     assert len(ticks) == len(timed.parts) + 1
     apart = emitted.timed(lambda: None, apart=True)
     for kind in ("start", "wait"):

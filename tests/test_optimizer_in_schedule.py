@@ -44,7 +44,7 @@ def plan_of(change: Any, **options: Any) -> Plan:
 
 
 def events(plan: Plan, *operators: str) -> list[str]:
-    """Starts, waits, and the calls of some operators with the number of their lanes, in order."""
+    """Starts, waits, and the calls of some operators with the number of their entries, in order."""
     found = []
     for item in plan.schedule:
         if isinstance(item, Run):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import fdp
-from fdp.distributed.desynchronised import why_left_behind
+from fdp.distributed.desynchronised import why_desynchronised
 from fdp.distributed.header import BITS, CALLS, NUMEL, Header, carries, numbers, pairs
 from fdp.runtime.arena import Buffer
 
@@ -320,7 +320,7 @@ def in_order() -> list[Any]:
         thread.start()
     for thread in threads:
         thread.join(60)
-    return [*seen, *found, [why_left_behind(fdp.distributed.group.resolve_group(each)) for each in (group, *groups)]]
+    return [*seen, *found, [why_desynchronised(fdp.distributed.group.resolve_group(each)) for each in (group, *groups)]]
 
 
 def test_what_is_in_order_is_not_refused() -> None:

@@ -54,7 +54,7 @@ def test_pieces_that_are_in_use_at_once_do_not_overlap(pieces: list[Lifetime]) -
         assert start >= 0 and start + piece.size_bytes <= layout.size_bytes
     for index, one in enumerate(pieces):
         for two in pieces[:index]:
-            if two.key in one.heirs_of and two.last == one.first:
+            if two.key in one.may_reuse and two.last == one.first:
                 continue  # it may take that one's place
             if one.first <= two.last and two.first <= one.last:
                 first, second = layout.offsets[one.key], layout.offsets[two.key]
@@ -364,7 +364,7 @@ def test_a_mean_is_divided_while_its_bucket_is_filled(monkeypatch: pytest.Monkey
     scaled = Emitted(step.plan(state, batch), fake_group(2))
     assert "beta=0, alpha=0.5" in scaled.source
     tensors = optree.tree_leaves((state, batch))
-    assert same_bits(plain.rehearse(list(tensors)), scaled.rehearse(list(tensors)))
+    assert same_bits(plain.dry_run(list(tensors)), scaled.dry_run(list(tensors)))
 
 
 def test_of_several_results_the_one_that_is_averaged_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,7 +376,7 @@ def test_of_several_results_the_one_that_is_averaged_is_divided(monkeypatch: pyt
     state, batch = torch.ones(8), torch.arange(32.0).view(4, 8)
     emitted = Emitted(fdp.data_parallel(step, group=fake_group(2)).plan(state, batch), fake_group(2))
     expected = torch.native_batch_norm(batch, state, None, None, None, True, 0.1, 1e-5)
-    mean, total = emitted.rehearse([state, batch])
+    mean, total = emitted.dry_run([state, batch])
     assert same_bits((mean, total), (expected[1], expected[0].sum()))
     assert "native_batch_norm_result1, 0.5" in emitted.source
 

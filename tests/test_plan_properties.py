@@ -115,7 +115,7 @@ def check_order(plan: Plan) -> None:
         if isinstance(item, Run):
             # Lanes of one call run as one; each may need the one before.
             assert len({operations[index].node for index in item.operations}) == 1
-            assert len(item.operations) == 1 or all(operations[i].lane is not None for i in item.operations)
+            assert len(item.operations) == 1 or all(operations[i].entry is not None for i in item.operations)
             own = set(item.operations)
         assert needed_by(plan, item) <= ready | own, item
         ready |= own
@@ -196,7 +196,7 @@ def check_levels(plan: Plan) -> None:
     # Lanes of one call that wait for the same bucket go together.
     calls: dict[Any, list[Any]] = {}
     for item in plan.schedule:
-        if isinstance(item, Run) and operations[item.operations[0]].lane is not None:
+        if isinstance(item, Run) and operations[item.operations[0]].entry is not None:
             level = {levels[index] for index in item.operations}
             assert len(level) == 1
             calls.setdefault((operations[item.operations[0]].node, level.pop()), []).append(item)

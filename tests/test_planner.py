@@ -70,7 +70,7 @@ def training(sizes: list[int], read: list[bool], *, joint: bool = False, others:
         norm = (len(operations) - 1,)
     for index, reduction in enumerate(reductions):
         if read[index]:
-            operations.append(Operation("update", "aten._foreach.x", (reduction.operation, *norm), lane=index))
+            operations.append(Operation("update", "aten._foreach.x", (reduction.operation, *norm), entry=index))
     nothing = optree.tree_structure(())
     return Trace("step", "here:1", 2, (), (), tuple(operations), tuple(reductions), (), (), (),
                  fx.GraphModule(torch.nn.Module(), fx.Graph()), nothing, nothing)  # fmt: skip

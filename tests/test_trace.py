@@ -482,7 +482,7 @@ def test_a_fused_optimizer_is_one_operation_a_parameter() -> None:
     params = {name: torch.ones(8, 8, requires_grad=True) for name in "abc"}
     trace = trace_of(step, {"params": params, "opt": optimizer.init(params)}, torch.ones(2), donate_argnums=0)
     updates = [(k, o) for k, o in enumerate(trace.operations) if "_fused_adamw_" in o.target]
-    assert [o.lane for _, o in updates] == [0, 1, 2]
+    assert [o.entry for _, o in updates] == [0, 1, 2]
     assert len({o.node for _, o in updates}) == 1
     operations = trace.operations
 
@@ -497,7 +497,7 @@ def test_a_fused_optimizer_is_one_operation_a_parameter() -> None:
     waits = [k for k, item in enumerate(schedule) if isinstance(item, Wait)]
     for wait, following in zip(waits, [*waits[1:], len(schedule)], strict=True):
         ran = [operations[i] for item in schedule[wait:following] if isinstance(item, Run) for i in item.operations]
-        assert [o.lane for o in ran if "_fused_adamw_" in o.target] in ([0], [1], [2])
+        assert [o.entry for o in ran if "_fused_adamw_" in o.target] in ([0], [1], [2])
 
 
 def test_statistics_of_batch_norm_are_ordered_by_what_writes_them() -> None:

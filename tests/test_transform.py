@@ -796,7 +796,7 @@ def test_swapped_leaves_of_a_donated_state(world: int) -> None:
 
             emitted = Emitted(transform.plan(state, torch.ones(2)), fake_group(world))
             before = copied(state)
-            state = emitted.rehearse([*optree.tree_leaves(state), torch.ones(2)])
+            state = emitted.dry_run([*optree.tree_leaves(state), torch.ones(2)])
             assert same_bits(state["a"], before["b"]) and same_bits(state["b"], before["a"])
             assert same_bits(state["d"], before["c"]) and same_bits(state["c"], before["c"] + 1)
 

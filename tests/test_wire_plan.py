@@ -145,7 +145,7 @@ def test_gradients_under_vmap() -> None:
 
     step = fdp.data_parallel(each, group=fake_group(2), wire_dtype=torch.bfloat16)
     emitted = Emitted(step.plan(torch.ones(16, 3), X), fake_group(2))
-    found = emitted.rehearse([torch.ones(16, 3), X.clone()])
+    found = emitted.dry_run([torch.ones(16, 3), X.clone()])
     assert torch.equal(found, each(torch.ones(16, 3), X).bfloat16().float())
     assert not torch.equal(found, each(torch.ones(16, 3), X))
 

@@ -14,7 +14,7 @@ import torch
 
 from fdp import pytree
 from fdp.collectives import markers
-from fdp.context.accumulating import refuse_deferred
+from fdp.context.accumulating import refuse_while_accumulating
 from fdp.context.axis import current_axis, inside_step
 from fdp.errors import ArgumentError, build_message
 from fdp.pytree import Tree
@@ -31,7 +31,7 @@ def _map_leaves(name: str, tree: Tree, fn: Callable[[torch.Tensor, str], torch.T
 
     With an `op`, leaves of a dtype for which it has no meaning are refused, all of them in one error.
     """
-    refuse_deferred(f"fdp.{name}")
+    refuse_while_accumulating(f"fdp.{name}")
     leaves, spec = pytree.flatten(unlabelled(tree))  # what comes out is the same on every rank
     given = []
     for leaf, path in zip(leaves, pytree.names_in(spec, ""), strict=True):

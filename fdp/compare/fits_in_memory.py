@@ -62,9 +62,8 @@ def needed_bytes(emitted: Emitted) -> dict[torch.device, int]:
     trace = emitted.plan.trace
     for item in trace.inputs:
         needed[item.device] += math.prod(item.shape) * item.dtype.itemsize
-    nodes = {node.name: node for node in trace.graph.graph.nodes}
     for output in trace.outputs:
-        value = nodes[output.node].meta["val"] if output.node is not None else None
+        value = trace.nodes[output.node].meta["val"] if output.node is not None else None
         if isinstance(value, torch.Tensor):
             needed[value.device] += value.numel() * value.itemsize
     for target, _ in trace.closed_over:

@@ -25,7 +25,7 @@ from fdp.compare.leaves import gap_of
 from fdp.compare.replay import Lookup, call_node, held_value, makes_values
 from fdp.compare.restored import RandomState, random_states, set_random_states, undisturbed
 from fdp.compare.ulps import change_last_places_, rounds
-from fdp.context.ambient import plain_surroundings
+from fdp.context.ambient import plain_context
 from fdp.distributed.other_ranks import OtherRanks
 from fdp.emit.memory.planning import result_name
 from fdp.plan import Run, Start
@@ -65,7 +65,7 @@ def unlike_graph(
     timed = emitted.timed(tick)
     beside.append(_Beside(timed, [copy_of(tensor) for tensor in inputs], others))
     try:
-        leaves = pytree.leaves_of(unlabelled(timed.rehearse(inputs, others.kind)))
+        leaves = pytree.leaves_of(unlabelled(timed.dry_run(inputs, others.kind)))
     finally:
         timed.leave_memory()
     found = [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -81,7 +81,7 @@ def in_order_of_plan(emitted: Emitted, inputs: Sequence[torch.Tensor], others: O
     Returns:
         The tensors among its results.
     """
-    with torch.no_grad(), undisturbed(emitted), plain_surroundings():
+    with torch.no_grad(), undisturbed(emitted), plain_context():
         return _Beside(emitted, inputs, others, alone=True).run()
 
 
@@ -99,7 +99,6 @@ class _Beside:
         self._timed, self._others, self._alone = timed, others, alone
         trace = timed.plan.trace
         graph = trace.graph.graph
-        self._nodes = {node.name: node for node in graph.nodes}
         self._values: dict[fx.Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
         self._variants: dict[fx.Node, list[Any]] = {}
         self._before: RandomState | None = None
@@ -159,12 +158,12 @@ class _Beside:
 
     def _calls_of(self, item: Run) -> list[tuple[fx.Node, list[int]]]:
         operations = [self._timed.plan.trace.operations[index] for index in item.operations]
-        lanes = [operation.lane for operation in operations if operation.lane is not None]
-        return [(self._nodes[operations[0].node], lanes)]
+        entries = [operation.entry for operation in operations if operation.entry is not None]
+        return [(self._timed.plan.trace.nodes[operations[0].node], entries)]
 
     def _members(self, bucket: int) -> list[fx.Node]:
         trace, members = self._timed.plan.trace, self._timed.plan.buckets[bucket].members
-        return [self._nodes[trace.operations[trace.reductions[member].operation].node] for member in members]
+        return [trace.marker(member) for member in members]
 
     def _last_positions(self) -> dict[int, list[fx.Node]]:
         """For each position in the schedule, the values that nothing behind it needs."""
@@ -183,9 +182,9 @@ class _Beside:
     def _carry_out(self, at: int, names: Mapping[str, Any]) -> None:
         item = self._timed.plan.schedule[at]
         if isinstance(item, Run):
-            for node, lanes in self._calls_of(item):
-                if node not in self._values or lanes:
-                    self._call(node, lanes, names)
+            for node, entries in self._calls_of(item):
+                if node not in self._values or entries:
+                    self._call(node, entries, names)
         else:
             for marker in self._members(item.bucket):
                 if marker not in self._values:
@@ -203,27 +202,27 @@ class _Beside:
             )
         return self._values[node]
 
-    def _call(self, node: fx.Node, lanes: list[int], names: Mapping[str, Any]) -> None:
+    def _call(self, node: fx.Node, entries: list[int], names: Mapping[str, Any]) -> None:
         """Call what the program has called, on the same values, and compare."""
         effects = effects_of(node)
         arguments = node.all_input_nodes
         for argument in arguments:
             self._value(argument)
         if not makes_values(node):
-            self._keep(node, lanes, call_node(node, self._value, self._others, lanes))
+            self._keep(node, entries, call_node(node, self._value, self._others, entries))
             if any(argument in self._variants for argument in arguments):
                 self._variants[node] = [
                     call_node(node, functools.partial(self._varied, at), self._others) for at in range(_VARIANTS)
                 ]
             return
         if self._alone:
-            self._keep(node, lanes, call_node(node, self._value, self._others, lanes))
+            self._keep(node, entries, call_node(node, self._value, self._others, entries))
             return
         kept = {argument: self._values[argument].clone() for argument in effects.writes}
         state = self._before if effects.random else None
         if state is not None:
             set_random_states(self._timed, state)
-        self._keep(node, lanes, call_node(node, self._value, self._others, lanes))
+        self._keep(node, entries, call_node(node, self._value, self._others, entries))
 
         def again(at: int) -> tuple[Any, dict[fx.Node, torch.Tensor]]:
             """The call once more, on inputs that differ in their last places."""
@@ -235,20 +234,20 @@ class _Beside:
                 if isinstance(self._values[argument], torch.Tensor)
             }
             look_up: Lookup = lambda argument: given.get(argument, self._values.get(argument))  # noqa: E731
-            return call_node(node, look_up, self._others, lanes), given
+            return call_node(node, look_up, self._others, entries), given
 
-        written = [argument for argument in effects.writes if not lanes or argument in _of_lanes(node, lanes)]
+        written = [argument for argument in effects.writes if not entries or argument in _of_entries(node, entries)]
         if is_marker(node) and not is_marker(node, "vary", "axis_index"):
             if any(argument in self._variants for argument in arguments) or self._timed.group.size > 1:
                 self._variants[node] = [again(at)[0] for at in range(_VARIANTS)]
             return
-        self._compare(node, lanes, written, names, again)
+        self._compare(node, entries, written, names, again)
 
-    def _keep(self, node: fx.Node, lanes: list[int], result: Any) -> None:
-        if lanes and isinstance(result, (list, tuple)):
-            entries = self._values.setdefault(node, [None] * len(node.meta["val"]))
-            for lane, entry in zip(lanes, result, strict=True):
-                entries[lane] = entry
+    def _keep(self, node: fx.Node, entries: list[int], result: Any) -> None:
+        if entries and isinstance(result, (list, tuple)):
+            values = self._values.setdefault(node, [None] * len(node.meta["val"]))
+            for entry, value in zip(entries, result, strict=True):
+                values[entry] = value
         else:
             self._values[node] = result
 
@@ -259,7 +258,7 @@ class _Beside:
         value = self._value(node)
         return _varied(value.clone(), at) if isinstance(value, torch.Tensor) else value
 
-    def _compare(self, node: fx.Node, lanes: list[int], written: list[fx.Node], names: Any, again: Any) -> None:
+    def _compare(self, node: fx.Node, entries: list[int], written: list[fx.Node], names: Any, again: Any) -> None:
         """Compare results and changed arguments with those of the program, and go on with the program's."""
         varied: list[tuple[Any, dict[fx.Node, torch.Tensor]]] = []
 
@@ -277,11 +276,11 @@ class _Beside:
             elif not effects_of(node).uninitialised:
                 self._judge(node, result, shown, lambda: [(result, value) for value, _ in variants()])
         elif not written and isinstance(result, (list, tuple)):
-            for index, entry in enumerate(result):
-                at = lanes.index(index) if index in lanes else index
-                shown = self._entry(node, index, names) if not lanes or index in lanes else None
-                if isinstance(entry, torch.Tensor) and shown is not None:
-                    self._judge(node, entry, shown, lambda e=entry, at=at: [(e, value[at]) for value, _ in variants()])
+            for index, one in enumerate(result):
+                at = entries.index(index) if index in entries else index
+                shown = self._entry(node, index, names) if not entries or index in entries else None
+                if isinstance(one, torch.Tensor) and shown is not None:
+                    self._judge(node, one, shown, lambda one=one, at=at: [(one, value[at]) for value, _ in variants()])
         for argument in written:
             owner, own = _owner(argument), self._values[argument]
             shown = self._shown(owner, names)
@@ -348,12 +347,12 @@ def _with_owners(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _of_lanes(node: fx.Node, lanes: Sequence[int]) -> set[fx.Node]:
-    """The arguments of some lanes of a call."""
+def _of_entries(node: fx.Node, entries: Sequence[int]) -> set[fx.Node]:
+    """The arguments of some entries of a call."""
     found: set[fx.Node] = set()
     for value in (*node.args, *node.kwargs.values()):
         if isinstance(value, fx.Node):
             found.add(value)
         elif isinstance(value, (list, tuple)) and value:
-            found.update(value[lane] for lane in lanes if isinstance(value[lane], fx.Node))
+            found.update(value[entry] for entry in entries if isinstance(value[entry], fx.Node))
     return found

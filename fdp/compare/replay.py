@@ -27,21 +27,21 @@ After = Callable[[fx.Node, Lookup, Any], None]
 
 
 def call_node(
-    node: fx.Node, value_of: Lookup, others: OtherRanks, lanes: Sequence[int] = (), after: After | None = None
+    node: fx.Node, value_of: Lookup, others: OtherRanks, entries: Sequence[int] = (), after: After | None = None
 ) -> Any:
-    """Call the operator of a node, or some lanes of it.
+    """Call the operator of a node, or some entries of it.
 
     Args:
         node: a node of a traced graph that calls something.
         value_of: gives the value of each node that it takes; what it changes in place is changed.
         others: what this rank takes the other ranks to hold.
-        lanes: which entries of its lists to call it with; all of them if there are none.
+        entries: which entries of its lists to call it with; all of them if there are none.
         after: for a loop, what is called after each call in its body.
 
     Returns:
         What it returns.
     """
-    args, kwargs = arguments_of(node, list(lanes)) if lanes else (list(node.args), dict(node.kwargs))
+    args, kwargs = arguments_of(node, list(entries)) if entries else (list(node.args), dict(node.kwargs))
     values: Any = fx.map_arg(tuple(args), value_of)
     options: Any = fx.map_arg(kwargs, value_of)
     if is_marker(node):

@@ -20,7 +20,7 @@ from torch import fx
 from fdp.compare.replay import Lookup, Replay, makes_values, tensors_in
 from fdp.compare.restored import undisturbed
 from fdp.compare.ulps import change_last_places_
-from fdp.context.ambient import plain_surroundings
+from fdp.context.ambient import plain_context
 from fdp.distributed.other_ranks import OtherRanks
 from fdp.runtime.emitted import Emitted
 from fdp.trace.effects import effects_of
@@ -56,7 +56,7 @@ def replay(
         The tensors among its results.
     """
     after = None if seed is None else _Changing(seed)
-    with undisturbed(emitted), plain_surroundings():
+    with undisturbed(emitted), plain_context():
         if after is not None:
             inputs = [after.change(tensor) for tensor in inputs]
         return Replay(emitted.plan.trace.graph, inputs, others, after).run()

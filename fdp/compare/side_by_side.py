@@ -226,7 +226,7 @@ class SideBySide:
 
     def _by_program(self, move: float, kind: Kind, alive: Sequence[Any]) -> tuple[list[Any], Any]:
         try:
-            return pytree.flatten(unlabelled(self._program.rehearse(self._fresh(move, alive), kind)))
+            return pytree.flatten(unlabelled(self._program.dry_run(self._fresh(move, alive), kind)))
         except FdpError:
             raise
         except Exception as error:

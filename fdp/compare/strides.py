@@ -12,7 +12,7 @@ from torch import fx
 from fdp.compare.copies import copy_of, give_back_memory
 from fdp.compare.replay import Lookup, Replay, tensors_in
 from fdp.compare.restored import closed_over_unchanged, undisturbed
-from fdp.context.ambient import plain_surroundings
+from fdp.context.ambient import plain_context
 from fdp.distributed.other_ranks import OtherRanks
 from fdp.errors import TraceError, build_message
 from fdp.runtime.emitted import Emitted
@@ -57,7 +57,7 @@ def check_lies(emitted: Emitted, tensors: Sequence[torch.Tensor]) -> None:
 
     give_back_memory()
     others = OtherRanks(emitted.group.size, emitted.group.rank, "equal")
-    with closed_over_unchanged(emitted), undisturbed(emitted), plain_surroundings(), suppress(_AllSeen):
+    with closed_over_unchanged(emitted), undisturbed(emitted), plain_context(), suppress(_AllSeen):
         Replay(emitted.plan.trace.graph, [copy_of(x) for x in tensors], others, look, looks_inside=True).run()
     give_back_memory()
     if offenders:

@@ -67,7 +67,7 @@ class Pending:
 
 
 @dataclass
-class Deferral:
+class AccumulationContext:
     """What is kept while microbatches are gone through.
 
     Attributes:
@@ -105,7 +105,7 @@ class Deferral:
     def differentiating(self, sources: Sequence[torch.Tensor], labels: Sequence[str]) -> Iterator[list[Pending]]:
         """Where the gradients of one call of `value_and_grad` go."""
         if self.inside:
-            refuse_deferred("fdp.value_and_grad, inside of another one,")
+            refuse_while_accumulating("fdp.value_and_grad, inside of another one,")
         if self.calls == len(self.totals):
             self.totals.append([Pending(_zeros_like(s), s, label) for s, label in zip(sources, labels, strict=True)])
         found = self.totals[self.calls]
@@ -129,18 +129,18 @@ class Deferral:
             self.inside = False
 
 
-def current_deferral() -> Deferral | None:
+def current_accumulation() -> AccumulationContext | None:
     """What this thread is adding up, if it is."""
-    return getattr(_local, "deferral", None)
+    return getattr(_local, "accumulation", None)
 
 
-def refuse_deferred(
+def refuse_while_accumulating(
     what: str,
     remedy: str = "average what fdp.accumulate returns, in one message; for a gradient inside of the loss use "
     "torch.func.grad.",
 ) -> None:
     """Refuse what would talk to other ranks, if microbatches are being gone through."""
-    if current_deferral() is not None:
+    if current_accumulation() is not None:
         raise ArgumentError(
             build_message(
                 f"{what} was called inside of what fdp.accumulate calls: ranks would exchange a message for every "
@@ -151,13 +151,13 @@ def refuse_deferred(
 
 
 @contextmanager
-def deferring(deferral: Deferral) -> Iterator[None]:
+def entered(accumulation: AccumulationContext) -> Iterator[None]:
     """Have gradients added up on this thread."""
-    _local.deferral = deferral
+    _local.accumulation = accumulation
     try:
         yield
     finally:
-        _local.deferral = None
+        _local.accumulation = None
 
 
 def _zeros_like(source: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ def warn_if_alone_by_mistake(group: Group) -> None:
         )
 
 
-def surroundings() -> Any:
+def ambient_context() -> Any:
     """What besides its arguments decides what a step traces to: autocast around the call, and the default dtype."""
     if not torch._C._is_any_autocast_enabled():  # private to torch: one call that asks for all devices
         return torch.get_default_dtype()
@@ -31,7 +31,7 @@ def surroundings() -> Any:
     return torch.get_default_dtype(), tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
-def plain_surroundings() -> Any:
+def plain_context() -> Any:
     """Casts are part of the program already: autocast around the call must not add to them. Results are tensors that
     autograd may use later: inference mode around the call must not mark them."""
     inference = torch.is_inference_mode_enabled()

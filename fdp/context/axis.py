@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from fdp.distributed.desynchronised import refuse_left_behind
+from fdp.distributed.desynchronised import refuse_desynchronised
 from fdp.distributed.group import Group, resolve_group
 from fdp.distributed.other_ranks import OtherRanks
 from fdp.distributed.wire import Wire
@@ -57,7 +57,7 @@ def ranks_for(collective: str) -> Group:
         PeerError: this rank is no longer in step with them.
     """
     group = current_axis().group
-    refuse_left_behind(group, f"fdp.{collective}")
+    refuse_desynchronised(group, f"fdp.{collective}")
     return group
 
 

@@ -15,7 +15,7 @@ from fdp.errors import PeerError, build_message
 _left_behind: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 
 
-def leave_behind(group: Group, why: str) -> None:
+def mark_desynchronised(group: Group, why: str) -> None:
     """Note that this rank left a step in the middle: the others are in it still, so no message can be paired."""
     if group.process_group is not None:
         _left_behind.setdefault(group.process_group, why)
@@ -34,17 +34,17 @@ def doubt(group: Group, find_out: Callable[[], str | None]) -> None:
         _doubts[group.process_group] = find_out
 
 
-def why_left_behind(group: Group) -> str | None:
+def why_desynchronised(group: Group) -> str | None:
     """Why this rank is no longer in step with the others of a group; None if it is."""
     if group.process_group is None:
         return None
     find_out = _doubts.pop(group.process_group, None)
     if find_out is not None and (why := find_out()) is not None:
-        leave_behind(group, why)
+        mark_desynchronised(group, why)
     return _left_behind.get(group.process_group)
 
 
-def refuse_left_behind(group: Group, what: str) -> None:
+def refuse_desynchronised(group: Group, what: str) -> None:
     """Refuse to send a message that would meet another one.
 
     Args:
@@ -54,7 +54,7 @@ def refuse_left_behind(group: Group, what: str) -> None:
     Raises:
         PeerError: this rank is no longer in step with the others.
     """
-    if (why := why_left_behind(group)) is not None:
+    if (why := why_desynchronised(group)) is not None:
         raise PeerError(
             build_message(
                 f"{what} was called on a process group whose ranks are no longer in step.",
@@ -83,7 +83,7 @@ def alone_on(group: Group, name: str) -> Iterator[None]:
     lock, running = _busy.get(process_group) or _busy.setdefault(process_group, (threading.Lock(), []))
     if not lock.acquire(blocking=False):
         other = next(iter(running), name)
-        leave_behind(group, f"step {name!r} was called while step {other!r} was running")
+        mark_desynchronised(group, f"step {name!r} was called while step {other!r} was running")
         raise PeerError(
             build_message(
                 f"step {name!r} was called on rank {group.rank} while step {other!r} was running on the same process "

@@ -9,7 +9,14 @@ from typing import Any
 import torch
 
 from fdp import pytree
-from fdp.context.accumulating import Deferral, Pending, current_deferral, deferring, memory_order, refuse_deferred
+from fdp.context.accumulating import (
+    AccumulationContext,
+    Pending,
+    current_accumulation,
+    entered,
+    memory_order,
+    refuse_while_accumulating,
+)
 from fdp.context.axis import current_axis
 from fdp.errors import ArgumentError, build_message
 from fdp.gradients.autodiff import average, under_transform
@@ -68,18 +75,18 @@ def accumulate(
     @functools.wraps(grad_fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         name = getattr(grad_fn, "__name__", type(grad_fn).__name__)
-        _refuse_surroundings(args, kwargs)
+        _refuse_nesting(args, kwargs)
         moving, with_batch = _take_out(name, args, batch_argnums)
         length = _length(name, moving, microbatches)
-        deferral = Deferral(1.0 / microbatches)
-        sums = _Sums(name, microbatches, deferral)
+        accumulation = AccumulationContext(1.0 / microbatches)
+        sums = _Sums(name, microbatches, accumulation)
 
         def go_through(pieces: list[torch.Tensor], index: torch.Tensor | None) -> Any:
-            deferral.begin()
+            accumulation.begin()
             return sums.add(grad_fn(*with_batch(pieces), **kwargs), index)
 
         count, leaves = microbatches - 1, list(moving.values())
-        with deferring(deferral):
+        with entered(accumulation):
             # Behind each other along a new first dimension, from which one microbatch is taken at a time.
             rows = [_in_rows(x[: count * length], count, length) for x in leaves]
 
@@ -108,11 +115,11 @@ class _Sums:
     Args:
         name: of the function that is called with them.
         microbatches: their number.
-        deferral: where gradients and values are.
+        accumulation: where gradients and values are.
     """
 
-    def __init__(self, name: str, microbatches: int, deferral: Deferral) -> None:
-        self._name, self._microbatches, self._deferral = name, microbatches, deferral
+    def __init__(self, name: str, microbatches: int, accumulation: AccumulationContext) -> None:
+        self._name, self._microbatches, self._context = name, microbatches, accumulation
         self._spec: Any = None
         self._kinds: list[Any] = []
         self._sinks: list[Any] = []
@@ -121,7 +128,7 @@ class _Sums:
         """Add what was returned for a microbatch, whose number is that, or None for the last."""
         leaves, spec = pytree.flatten(out)
         self._refuse_lost_gradients(leaves)
-        averages = [self._deferral.average_of(leaf) for leaf in leaves]
+        averages = [self._context.average_of(leaf) for leaf in leaves]
         kinds = [_kind(leaf, average is not None) for leaf, average in zip(leaves, averages, strict=True)]
         if self._spec is None:
             self._spec, self._kinds = spec, kinds
@@ -159,7 +166,7 @@ class _Sums:
 
     def _refuse_lost_gradients(self, leaves: Sequence[Any]) -> None:
         returned = {id(leaf) for leaf in leaves if isinstance(leaf, Pending)}
-        totals = [pending for call in self._deferral.totals for pending in call]
+        totals = [pending for call in self._context.totals for pending in call]
         if not totals:
             raise ArgumentError(
                 build_message(
@@ -168,7 +175,7 @@ class _Sums:
                 )
             )
         lost = [pending.label for pending in totals if id(pending) not in returned]
-        if lost or self._deferral.calls != len(self._deferral.totals):
+        if lost or self._context.calls != len(self._context.totals):
             raise ArgumentError(
                 build_message(
                     f"{self._name!r}, which fdp.accumulate called, does not return the gradients that it takes.",
@@ -202,9 +209,9 @@ def _refuse_arguments(grad_fn: Any, microbatches: Any) -> None:
         )
 
 
-def _refuse_surroundings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if current_deferral() is not None:
-        refuse_deferred("fdp.accumulate")
+def _refuse_nesting(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if current_accumulation() is not None:
+        refuse_while_accumulating("fdp.accumulate")
     differentiated = current_axis().name == "traced" and any(
         isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.leaves_of((args, kwargs))
     )

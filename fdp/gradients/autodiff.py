@@ -18,7 +18,13 @@ import torch
 
 from fdp import pytree
 from fdp.collectives.markers import all_reduce, in_forward_mode, narrow_mean
-from fdp.context.accumulating import Deferral, Pending, current_deferral, memory_order, refuse_deferred
+from fdp.context.accumulating import (
+    AccumulationContext,
+    Pending,
+    current_accumulation,
+    memory_order,
+    refuse_while_accumulating,
+)
 from fdp.context.axis import Axis, current_axis
 from fdp.errors import ArgumentError, build_message
 from fdp.pytorch.dynamo import breaks_graph
@@ -109,9 +115,9 @@ def value_and_grad(
             return _split_aux(name, fn(*new_args, **kwargs), has_aux)
 
         names = _chosen(labels, differentiable)
-        deferral, found = current_deferral(), list[Any]()
-        if deferral is not None:
-            value, aux, found = _grad_deferred(call, sources, names, deferral)
+        accumulation, found = current_accumulation(), list[Any]()
+        if accumulation is not None:
+            value, aux, found = _grad_accumulated(call, sources, names, accumulation)
         else:
             value, aux, local = (_grad_functional if under_transform() else _grad_plain)(call, sources)
             found = [average(g, source, name) for g, source, name in zip(local, sources, names, strict=True)]
@@ -230,16 +236,16 @@ def _grad_functional(
     return value, pytree.unflatten(spec, aux), grads
 
 
-def _grad_deferred(
+def _grad_accumulated(
     call: Callable[..., tuple[torch.Tensor, Any]],
     sources: Sequence[torch.Tensor],
     labels: Sequence[str],
-    deferral: Deferral,
+    accumulation: AccumulationContext,
 ) -> tuple[torch.Tensor, Any, list[Pending]]:
     """Add this microbatch's gradients to their totals, each as soon as it is there."""
     if under_transform():
-        refuse_deferred("fdp.value_and_grad, under a transform of torch.func,")
-    with deferral.differentiating(sources, labels) as totals:
+        refuse_while_accumulating("fdp.value_and_grad, under a transform of torch.func,")
+    with accumulation.differentiating(sources, labels) as totals:
 
         def receive(index: int, grad: torch.Tensor) -> torch.Tensor:
             _refuse_sparse(grad, labels[index])
@@ -249,11 +255,11 @@ def _grad_deferred(
 
         def value_first(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Any]:
             value, aux = call(inputs)
-            deferral.add_value(value)
+            accumulation.add_value(value)
             return value, aux
 
-        value, aux, _ = _grad_plain(value_first, sources, deferral.scale, receive)
-    deferral.values.append(value)
+        value, aux, _ = _grad_plain(value_first, sources, accumulation.scale, receive)
+    accumulation.values.append(value)
     return value, aux, totals
 
 

@@ -1,6 +1,6 @@
 """What things take, in seconds, on this machine and between these ranks.
 
-clock, fit -> agreed -> network; rehearsal -> operations; lanes -> profile; machine
+clock, fit -> agreed -> link, machine; dry_run -> operations; intervals -> profile
 """
 
 from fdp.measure.agreed import agreed_costs

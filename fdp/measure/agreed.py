@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from fdp.distributed.desynchronised import leave_behind, why_left_behind
+from fdp.distributed.desynchronised import mark_desynchronised, why_desynchronised
 from fdp.distributed.group import Group, start_all_reduce
 from fdp.errors import ArgumentError, PeerError, build_message
 from fdp.plan.cost.costs import Costs
@@ -73,7 +73,7 @@ def refuse_left(group: Group) -> None:
     Raises:
         PeerError: it has.
     """
-    if (why := why_left_behind(group)) is not None:
+    if (why := why_desynchronised(group)) is not None:
         raise _lost(group, why)
 
 
@@ -91,7 +91,7 @@ def talking(group: Group) -> Iterator[None]:
         raise  # of numbers that all ranks share: they leave together, and nothing is under way
     except BaseException as error:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
-        leave_behind(group, f"a measurement was left in the middle by {text}")
+        mark_desynchronised(group, f"a measurement was left in the middle by {text}")
         if isinstance(error, (RuntimeError, dist.DistError)):
             raise _lost(group, text) from error
         raise

@@ -59,14 +59,14 @@ def measure_costs(emitted: Emitted, tensors: Sequence[torch.Tensor], start_s: fl
     runs: list[list[float]] = []
     totals: list[float] = []
     with undisturbed(emitted):
-        timed.rehearse(fresh(plan, tensors))  # kernels are chosen, memory is taken
+        timed.dry_run(fresh(plan, tensors))  # kernels are chosen, memory is taken
         begun = time.perf_counter()
         for _ in range(_REPEATS):
             if runs and time.perf_counter() - begun > _BUDGET_S:
                 break
             inputs = fresh(plan, tensors)
             stamps.clear()
-            timed.rehearse(inputs)
+            timed.dry_run(inputs)
             seconds = clock.seconds(stamps[0], stamps)
             runs.append([after - before for before, after in itertools.pairwise(seconds)])
             # Of a long step stamps are a small part.
@@ -112,7 +112,7 @@ def device_of_messages(plan: Plan) -> torch.device:
 def _time(clock: Clock, step: Emitted, inputs: list[torch.Tensor]) -> float:
     clock.settle()
     first = clock.stamp()
-    step.rehearse(inputs)
+    step.dry_run(inputs)
     (second,) = clock.seconds(first, [clock.stamp()])
     return second
 
@@ -165,17 +165,16 @@ def _owners(plan: Plan) -> list[Run | None]:
 
 
 def _shares(plan: Plan) -> list[float]:
-    """How the lanes of a call share its seconds: by their bytes."""
-    nodes = {node.name: node for node in plan.trace.graph.graph.nodes}
+    """How the entries of a call share its seconds: by their bytes."""
     return [
-        1.0 if operation.lane is None else _lane_bytes(nodes[operation.node], operation.lane)
+        1.0 if operation.entry is None else _entry_bytes(plan.trace.nodes[operation.node], operation.entry)
         for operation in plan.trace.operations
     ]
 
 
-def _lane_bytes(node: fx.Node, lane: int) -> float:
+def _entry_bytes(node: fx.Node, entry: int) -> float:
     values = [
-        value[lane].meta["val"] for _, value in list_arguments(node) if len(value) > lane and _is_node(value[lane])
+        value[entry].meta["val"] for _, value in list_arguments(node) if len(value) > entry and _is_node(value[entry])
     ]
     return max(float(sum(value.numel() * value.itemsize for value in values)), 1.0)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fdp.collectives.markers import all_gather, in_forward_mode, vary
 from fdp.collectives.transposes import Gather, Spread
-from fdp.context.accumulating import refuse_deferred
+from fdp.context.accumulating import refuse_while_accumulating
 from fdp.context.axis import current_axis
 from fdp.errors import ArgumentError, build_message
 
@@ -74,7 +74,7 @@ def sync_batch_norm(
     if not training and running_mean is not None and running_var is not None:
         # The statistics may be wider than the input; F.batch_norm takes those of float32 for halves as well.
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps), running_mean, running_var
-    refuse_deferred(
+    refuse_while_accumulating(
         "fdp.sync_batch_norm",
         "normalise each microbatch by its own samples, with nn.BatchNorm, and average the statistics that "
         "fdp.accumulate returns; or take the batch in one piece.",

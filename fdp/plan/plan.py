@@ -54,7 +54,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Run:
-    """Run an operation; several indices are lanes of one operator call.
+    """Run an operation; several indices are entries of one operator call.
 
     Attributes:
         operations: indices in `Trace.operations`.
@@ -228,5 +228,5 @@ class Plan:
     def _describe(self, run: Run) -> str:
         operation = self.trace.operations[run.operations[0]]
         name = operation.target.removeprefix("aten.").rsplit(".", 1)[0]
-        many = f" of {len(run.operations)}" if operation.lane is not None else ""
+        many = f" of {len(run.operations)}" if operation.entry is not None else ""
         return f"#{run.operations[-1]} {name}{many}" + (f" ({operation.source})" if operation.source else "")

@@ -28,7 +28,7 @@ def order(
         buckets: which reductions travel together, in the order in which they start.
 
     Returns:
-        Each operation once (lanes of one call that can run together, together), each bucket's start once, and
+        Each operation once (entries of one call that can run together, together), each bucket's start once, and
         its wait once, after it. Operations of one level keep the order of the user's program.
     """
     bucket_of = {reductions[member].operation: bucket.index for bucket in buckets for member in bucket.members}
@@ -135,11 +135,11 @@ def real_needs(operations: Sequence[Operation], roots: Sequence[int], bucket_of:
 
 
 def calls(operations: Sequence[Operation], levels: Sequence[int], todo: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Join the lanes of one operator call that wait for the same bucket; any other operation is a call of its own."""
+    """Join the entries of one operator call that wait for the same bucket; any other operation is a call of its own."""
 
     def call_of(index: int) -> tuple[int, str | int]:
         operation = operations[index]
-        return levels[index], operation.node if operation.lane is not None else index
+        return levels[index], operation.node if operation.entry is not None else index
 
     for _, group in itertools.groupby(todo, key=call_of):
         yield tuple(group)

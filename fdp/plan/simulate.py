@@ -188,10 +188,10 @@ def let_on(plan: Plan) -> dict[int, tuple[int, ...]]:
     return found
 
 
-def described(operation: Operation, lanes: int) -> str:
+def described(operation: Operation, entries: int) -> str:
     """What an interval of an operation is called."""
     name = operation.target.removeprefix("aten.").rsplit(".", 1)[0]
-    many = f" of {lanes}" if operation.lane is not None else ""
+    many = f" of {entries}" if operation.entry is not None else ""
     return f"{name}{many}" + (f" ({operation.source})" if operation.source else "")
 
 

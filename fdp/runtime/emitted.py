@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from fdp import pytree
-from fdp.context.ambient import plain_surroundings
+from fdp.context.ambient import plain_context
 from fdp.distributed.comparable import comparable
-from fdp.distributed.desynchronised import alone_on, leave_behind, refuse_left_behind
+from fdp.distributed.desynchronised import alone_on, mark_desynchronised, refuse_desynchronised
 from fdp.distributed.group import Group, Ranks, resolve_group
 from fdp.distributed.other_ranks import Kind, OtherRanks
 from fdp.emit.codegen.lines import Part
@@ -140,7 +140,7 @@ class Emitted:
         Args:
             tick: called at the beginning of the program and at the end of each of its `parts`.
             apart: whether buckets are filled in a world of one, too, where nothing is sent. What is made then is for
-                `rehearse` alone.
+                `dry_run` alone.
 
         Returns:
             Another step, of the same plan and group.
@@ -175,7 +175,7 @@ class Emitted:
             self._replication.refuse(tensors)
         self.agree(tensors)
         if self._communicates:
-            refuse_left_behind(self.group, f"step {self.plan.trace.name!r}")
+            refuse_desynchronised(self.group, f"step {self.plan.trace.name!r}")
         flying: list[InFlight] = []
 
         def start(index: int) -> None:
@@ -208,7 +208,7 @@ class Emitted:
         except BaseException as error:
             if self._communicates and not isinstance(error, _Busy):
                 text = f"{type(error).__name__}: {error}".splitlines()[0]
-                leave_behind(self.group, f"step {self.plan.trace.name!r} was left in the middle by {text}")
+                mark_desynchronised(self.group, f"step {self.plan.trace.name!r} was left in the middle by {text}")
             raise
         self._replication.note(outputs)
         return self._put_together(outputs)
@@ -276,7 +276,7 @@ class Emitted:
             return self.digest, self.group
         return digest(self.plan, self._how(options)), self.group
 
-    def rehearse(self, tensors: list[torch.Tensor], kind: Kind = "equal") -> Any:
+    def dry_run(self, tensors: list[torch.Tensor], kind: Kind = "equal") -> Any:
         """Run the step on this rank alone; nothing is sent.
 
         Args:
@@ -304,7 +304,7 @@ class Emitted:
         arena = None
         try:
             # In this order: to leave inference mode switches gradients on.
-            with plain_surroundings(), torch.no_grad():
+            with plain_context(), torch.no_grad():
                 arena = ARENAS.borrow(self._arena)
                 self._settle_in(arena)
                 outputs = self._function(tensors, start, wait)

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 from fdp import pytree
 from fdp.context.axis import refuse_inside
-from fdp.distributed.desynchronised import refuse_left_behind
+from fdp.distributed.desynchronised import refuse_desynchronised
 from fdp.distributed.exchange import announce_failure, come_together
 from fdp.distributed.group import Group, Ranks, resolve_group
 from fdp.errors import ArgumentError, FdpError, ReplicationError, build_message
@@ -61,7 +61,7 @@ def save(path: str | os.PathLike[str], state: Tree, group: Ranks = None, *, rand
     """
     refuse_inside("save")
     ranks = resolve_group(group)
-    refuse_left_behind(ranks, "fdp.save")
+    refuse_desynchronised(ranks, "fdp.save")
     with _ready_on_all_ranks(ranks, "fdp.save"):
         leaves, spec = pytree.flatten(state)
         named = {
@@ -111,7 +111,7 @@ def load(path: str | os.PathLike[str], like: Tree, group: Ranks = None, *, rando
     """
     refuse_inside("load")
     ranks = resolve_group(group)
-    refuse_left_behind(ranks, "fdp.load")
+    refuse_desynchronised(ranks, "fdp.load")
     leaves, spec = pytree.flatten(like)
     names = _names_of(spec, ranks)
     reader = dcp.FileSystemReader(Path(path))

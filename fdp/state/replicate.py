@@ -10,7 +10,7 @@ import torch
 from fdp import pytree
 from fdp.context.axis import refuse_inside
 from fdp.distributed.comparable import comparable
-from fdp.distributed.desynchronised import refuse_left_behind
+from fdp.distributed.desynchronised import refuse_desynchronised
 from fdp.distributed.exchange import tell_all
 from fdp.distributed.fingerprint import fingerprint
 from fdp.distributed.group import Group, Ranks, resolve_group, start_all_gather, start_broadcast
@@ -154,7 +154,7 @@ def _compare_structure(caller: str, names: list[str], leaves: list[Any], own: li
     """All ranks take part in one exchange of fixed size, so that a difference cannot make them hang."""
     if ranks.size == 1:
         return
-    refuse_left_behind(ranks, caller)
+    refuse_desynchronised(ranks, caller)
     kinds = [
         f"{name}: {'labelled, ' if is_own else ''}{_kind(leaf)}"
         for name, leaf, is_own in zip(names, leaves, own, strict=True)

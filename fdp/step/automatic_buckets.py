@@ -196,7 +196,7 @@ def _work(trace: Trace) -> Any:
 
 def _planned_by(trace: Trace) -> Any:
     """What a plan is made by, besides costs and what ranks compare anyway."""
-    operations = [(o.node, o.target, o.needs, o.lane, o.reduction, o.view, o.backward) for o in trace.operations]
+    operations = [(o.node, o.target, o.needs, o.entry, o.reduction, o.view, o.backward) for o in trace.operations]
     return operations, [(reduction.position, reduction.operation) for reduction in trace.reductions]
 
 

@@ -68,7 +68,7 @@ def name_of(trace: Trace, backend: str | None, hosts: Sequence[str], network: st
     text = [
         f"{torch.__version__} {_version()} {trace.world_size} {backend} {sorted(hosts)} {trace.wire} {network}",
         *(f"{r.name} {r.op} {r.root} {r.shape} {r.dtype} {r.device} {r.operation}" for r in trace.reductions),
-        *(f"{o.target} {o.needs} {o.lane}" for o in trace.operations),
+        *(f"{o.target} {o.needs} {o.entry}" for o in trace.operations),
         *(f"{i.shape} {i.dtype} {i.device}" for i in trace.inputs),
     ]
     return hashlib.sha256("\n".join(text).encode()).hexdigest()[:32] + ".json"

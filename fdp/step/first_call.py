@@ -17,7 +17,7 @@ import torch
 
 from fdp.compare import Again, check_again, check_compiled, check_emitted, check_lies, if_memory_allows
 from fdp.context.ambient import warn_if_alone_by_mistake
-from fdp.distributed.desynchronised import leave_behind
+from fdp.distributed.desynchronised import mark_desynchronised
 from fdp.distributed.exchange import announce_failure
 from fdp.distributed.group import Group
 from fdp.distributed.wire import Wire
@@ -135,7 +135,9 @@ class Preparation:
             return comes_again
         except BaseException as error:
             # The other ranks have sent messages by now, or will, and this one will not.
-            leave_behind(emitted.group, f"step {self._name!r} was left by {type(error).__name__}: {first_line(error)}")
+            mark_desynchronised(
+                emitted.group, f"step {self._name!r} was left by {type(error).__name__}: {first_line(error)}"
+            )
             raise
 
     def _check(self, emitted: Emitted, flat: Flat, compare: Callable[[], None]) -> None:

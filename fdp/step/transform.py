@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fdp.context.ambient import surroundings
+from fdp.context.ambient import ambient_context
 from fdp.context.axis import inside_step
 from fdp.distributed.desynchronised import alone_on
 from fdp.distributed.group import Group, Ranks, resolve_group
@@ -34,7 +34,7 @@ from fdp.timeline import Timeline
 from fdp.trace import Flat, RememberedCalls, Roles, Trace, by_position, flatten, resolve_roles, set_apart, signature_of
 
 _Place = tuple[int, Group, Any]
-"""Where a call happens: its number of arguments, the group, and what `surroundings` says."""
+"""Where a call happens: its number of arguments, the group, and what `ambient_context` says."""
 
 
 class Step:
@@ -204,7 +204,7 @@ class Step:
         return getattr(self._step, "__name__", type(self._step).__name__)
 
     def _call(self, args: tuple[Any, ...], group: Group) -> Any:
-        place = (len(args), group, surroundings())
+        place = (len(args), group, ambient_context())
         roles = self._roles_for(len(args))
         recognised = self._calls.recognise(place, *set_apart(args, roles))
         if recognised is None:
@@ -255,7 +255,7 @@ class Step:
         if kwargs:
             args = by_position(self._name, self._signature, args, kwargs)
         roles = self._roles_for(len(args))
-        return flatten(args, roles), roles, (len(args), resolve_group(self._group), surroundings())
+        return flatten(args, roles), roles, (len(args), resolve_group(self._group), ambient_context())
 
     def _roles_for(self, count: int) -> Roles:
         roles = self._roles.get(count)

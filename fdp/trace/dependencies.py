@@ -18,8 +18,8 @@ from fdp.trace.effects import (
     Effects,
     bound_arguments,
     effects_of,
+    entries_of,
     is_marker,
-    lanes_of,
     storages,
     storages_of,
     target_text,
@@ -42,7 +42,7 @@ def operations_of(graph: fx.Graph) -> tuple[list[Operation], dict[fx.Node, int],
         graph: a traced graph without dead code.
 
     Returns:
-        One operation for each operator call, or for each of its lanes, in the order of the graph. Then, for each
+        One operation for each operator call, or for each of its entries, in the order of the graph. Then, for each
         node that is a marker, the index of its operation, and the index of the operation that last wrote what
         it reads (-1 if that is an input of the step).
     """
@@ -56,14 +56,14 @@ def operations_of(graph: fx.Graph) -> tuple[list[Operation], dict[fx.Node, int],
         if node.op != "call_function":
             continue
         effects = effects_of(node)
-        lanes = lanes_of(node)
+        entries = entries_of(node)
         made_by[node] = []
-        for lane in range(lanes) if lanes is not None else (None,):
+        for entry in range(entries) if entries is not None else (None,):
             index = len(operations)
             needs: set[int] = set()
-            for argument in _arguments(node, lane):
+            for argument in _arguments(node, entry):
                 needs.update(_producers(node, argument, made_by))
-            reads, writes = touched(node, effects, lane)
+            reads, writes = touched(node, effects, entry)
             for storage in reads:
                 if (writer := memory[storage].writer) is not None:
                     needs.add(writer)
@@ -85,7 +85,7 @@ def operations_of(graph: fx.Graph) -> tuple[list[Operation], dict[fx.Node, int],
                 memory[storage].readers.append(index)
             for storage in writes:
                 memory[storage] = _Memory(writer=index)
-            if lane is None and not effects.view:
+            if entry is None and not effects.view:
                 for storage in set(storages_of(node)) - writes:
                     memory[storage].writer = index
             needs.discard(index)
@@ -95,7 +95,7 @@ def operations_of(graph: fx.Graph) -> tuple[list[Operation], dict[fx.Node, int],
                     node=node.name,
                     target=target_text(node),
                     needs=tuple(sorted(needs)),
-                    lane=lane,
+                    entry=entry,
                     view=effects.view,
                     backward=bool(node.meta.get("backward")),
                     source=str(node.meta.get("source") or ""),
@@ -104,16 +104,16 @@ def operations_of(graph: fx.Graph) -> tuple[list[Operation], dict[fx.Node, int],
     return operations, markers, produced
 
 
-def _arguments(node: fx.Node, lane: int | None) -> Sequence[fx.Node]:
-    """The nodes that an operation takes: all of a call's, or those of one lane and those that lanes share."""
-    if lane is None:
+def _arguments(node: fx.Node, entry: int | None) -> Sequence[fx.Node]:
+    """The nodes that an operation takes: all of a call's, or those of one entry and those that entries share."""
+    if entry is None:
         return node.all_input_nodes
     found: list[fx.Node] = []
     for _, value in bound_arguments(node):
         if isinstance(value, fx.Node):
             found.append(value)
-        elif isinstance(value, (list, tuple)) and value and isinstance(value[lane], fx.Node):
-            found.append(value[lane])
+        elif isinstance(value, (list, tuple)) and value and isinstance(value[entry], fx.Node):
+            found.append(value[entry])
     return found
 
 
@@ -124,9 +124,9 @@ def _producers(node: fx.Node, argument: fx.Node, made_by: Mapping[fx.Node, list[
     return produced
 
 
-def touched(node: fx.Node, effects: Effects, lane: int | None) -> tuple[set[int], set[int]]:
-    """The memory that an operation (a call, or one lane of it) reads, and that which it writes."""
-    own = None if lane is None else set(_arguments(node, lane))
+def touched(node: fx.Node, effects: Effects, entry: int | None) -> tuple[set[int], set[int]]:
+    """The memory that an operation (a call, or one entry of it) reads, and that which it writes."""
+    own = None if entry is None else set(_arguments(node, entry))
 
     def memory_of(nodes: Sequence[fx.Node]) -> set[int]:
         chosen: Any = nodes if own is None else [n for n in nodes if n in own]

@@ -232,7 +232,7 @@ def storages_of(node: fx.Node) -> tuple[int, ...]:
     return storages(node.meta.get("val"))
 
 
-def lanes_of(node: fx.Node) -> int | None:
+def entries_of(node: fx.Node) -> int | None:
     """How many tensors an operator treats independently of each other; None if it cannot be taken apart.
 
     Fused optimizers and `_foreach` operators do the same to each entry of their lists, and nothing across.
@@ -247,7 +247,7 @@ def lanes_of(node: fx.Node) -> int | None:
 
 
 def list_arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
-    """The arguments of a node that are lists with one entry a lane (or empty)."""
+    """The arguments of a node that are lists of one length (or empty)."""
     for argument, value in bound_arguments(node):
         if isinstance(value, (list, tuple)) and argument.type.kind() == "ListType":
             yield argument, value

@@ -76,14 +76,14 @@ class Output:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operator call, or one lane (one entry of the lists) of a call that can be taken apart.
+    """One operator call, or one entry (of the lists) of a call that can be taken apart.
 
     Attributes:
         node: the name of its node in the graph.
         target: the operator.
         needs: indices of the operations that must have run before it: those that make what it reads, and those
             that must not see what it writes. All are smaller than its own index.
-        lane: which entry of the lists, None for a call that stays whole.
+        entry: which entry of the lists, None for a call that stays whole.
         reduction: index of the reduction that it is, None for an operator that runs on this rank alone.
         view: whether it only looks at its argument under another shape, at no cost.
         backward: whether autograd called it in a backward pass.
@@ -93,7 +93,7 @@ class Operation:
     node: str
     target: str
     needs: tuple[int, ...]
-    lane: int | None = None
+    entry: int | None = None
     reduction: int | None = None
     view: bool = False
     backward: bool = False

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ranks import Ranks, RankTimeout
 
-from fdp.distributed.desynchronised import why_left_behind
+from fdp.distributed.desynchronised import why_desynchronised
 from fdp.distributed.group import resolve_group
 from fuzz import poison
 from fuzz.execute import Report, run_programs
@@ -28,7 +28,7 @@ def work(jobs: Sequence[Job]) -> list[Report]:
     for job in jobs:
         report = run_programs(job)
         done.append(report)
-        if why_left_behind(resolve_group()) is not None:
+        if why_desynchronised(resolve_group()) is not None:
             break
     return done
 

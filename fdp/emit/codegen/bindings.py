@@ -43,7 +43,7 @@ def bind(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[s
 
 
 def _search(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
-    # Functions without a tensor argument take their device from the surroundings of the call; operators such as
+    # Functions without a tensor argument take their device from the context of the call; operators such as
     # squeeze_ would change the examples.
     if any(map(_has_tensor, args)) and torch.Tag.inplace_view not in operator.tags:
         for candidate in _candidates(operator):

@@ -23,8 +23,8 @@ from fdp.trace.loops import is_loop
 _aten = torch.ops.aten
 
 
-def write_call(writer: Writer, node: fx.Node, lanes: Sequence[int]) -> None:
-    """Write what computes a node, if anything has to; of a call whose lanes run apart, these lanes."""
+def write_call(writer: Writer, node: fx.Node, entries: Sequence[int]) -> None:
+    """Write what computes a node, if anything has to; of a call that is made in parts, these entries of its lists."""
     uses: set[str] = set()
     memory = writer.memory
     if node in memory.same or node in memory.placement.replaced or node in memory.places.constants:
@@ -52,7 +52,7 @@ def write_call(writer: Writer, node: fx.Node, lanes: Sequence[int]) -> None:
         constant = bind_object(writer, own, "axis_index")
         emit(writer, f"{bind_operator(writer, _aten.clone.default)}({constant})", uses, node)
     else:
-        _write_operator(writer, node, lanes)
+        _write_operator(writer, node, entries)
 
 
 def _write_entry(writer: Writer, node: fx.Node) -> None:
@@ -63,25 +63,25 @@ def _write_entry(writer: Writer, node: fx.Node) -> None:
     if sequence in writer.memory.places.forms:
         writer.local[node] = result_name(sequence, index)
     elif writer.local.get(sequence) is None:
-        # One entry of a call whose lanes ran apart, or which was unpacked: each has its own name.
+        # An entry of a call that was made in parts, or unpacked: each has its own name.
         writer.local[node] = _entry_name(sequence, index)
     else:
         emit(writer, f"{literal(writer, sequence, uses)}[{index!r}]", uses, node)
 
 
-def _write_operator(writer: Writer, node: fx.Node, lanes: Sequence[int]) -> None:
+def _write_operator(writer: Writer, node: fx.Node, entries: Sequence[int]) -> None:
     """Call an operator that takes new memory for its results, if it needs any."""
     uses: set[str] = set()
     target: Any = node.target
-    split = bool(lanes) and len(lanes) < lane_count(node)
-    args, kwargs = arguments_of(node, lanes) if split else (list(node.args), dict(node.kwargs))
+    split = bool(entries) and len(entries) < entry_count(node)
+    args, kwargs = arguments_of(node, entries) if split else (list(node.args), dict(node.kwargs))
     if not writer.plain and (shorter := counted_up(target, args, kwargs)) is not None:
         target, args, kwargs = shorter
     parts = [literal(writer, value, uses) for value in args]
     parts += [f"{key}={literal(writer, value, uses)}" for key, value in kwargs.items()]
     call = f"{bind_operator(writer, target, args, kwargs)}({', '.join(parts)})"
     if split and node.users:
-        targets = tuple(_entry_name(node, lane) for lane in lanes)
+        targets = tuple(_entry_name(node, entry) for entry in entries)
         writer.lines.append(Line(f"({', '.join(targets)},) = {call}", uses, targets))
     elif _is_unpacked(writer, node):
         # Each entry is dropped when it is not needed any more, not with the last of them.
@@ -94,12 +94,12 @@ def _write_operator(writer: Writer, node: fx.Node, lanes: Sequence[int]) -> None
         emit(writer, call, uses, node)
 
 
-def arguments_of(node: fx.Node, lanes: Sequence[int]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of a call, of their lists only some lanes."""
+def arguments_of(node: fx.Node, entries: Sequence[int]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call, with only some entries of its lists."""
     args, kwargs = list(node.args), dict(node.kwargs)
     for argument, value in list_arguments(node):
         if value:
-            chosen = [value[lane] for lane in lanes]
+            chosen = [value[entry] for entry in entries]
             if argument.name in kwargs:
                 kwargs[argument.name] = chosen
             else:
@@ -203,8 +203,8 @@ def _replaceable(writer: Writer, node: fx.Node) -> tuple[str, ...]:
     return tuple(same)
 
 
-def lane_count(node: fx.Node) -> int:
-    """How many lanes a call has."""
+def entry_count(node: fx.Node) -> int:
+    """How many entries a call has."""
     return max(len(value) for _, value in list_arguments(node))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp.emit.codegen.calls import arguments_of, lane_count
+from fdp.emit.codegen.calls import arguments_of, entry_count
 from fdp.emit.compiled.barriers import FUSED, copy_into, loop, snapshot, start, wait
 from fdp.emit.compiled.drawing import draw, draw_of_nothing
 from fdp.emit.compiled.draws import Draw, described, draws, operands_of
@@ -41,7 +41,7 @@ class _Lowering:
         self.values: dict[fx.Node, Any] = {
             node: getattr(graph, str(node.target), None) for node in graph.graph.find_nodes(op="get_attr")
         }
-        self.lanes: dict[tuple[fx.Node, int], Any] = {}
+        self.entries: dict[tuple[fx.Node, int], Any] = {}
         self.slots: dict[str, torch.Tensor] = {}
         by_number = [*(found.node for found in self.trace.loops), *(node.name for node in apart)]
         self.numbers = {name: number for number, name in enumerate(by_number)}
@@ -96,14 +96,14 @@ class _Lowering:
             value = value * (1 / self.trace.world_size)
         copy_into(self.slots[slot_name(index, member)], value)
 
-    def _call(self, node: fx.Node, lanes: Sequence[int]) -> None:
+    def _call(self, node: fx.Node, entries: Sequence[int]) -> None:
         if node in self.memory.placement.replaced:
             return
         target: Any = node.target
         if target is operator.getitem:
             sequence: Any = node.args[0]
             index: Any = node.args[1]
-            found = self.lanes.get((sequence, index))
+            found = self.entries.get((sequence, index))
             self.values[node] = self._value(sequence)[index] if found is None else found
             return
         if is_loop(node):
@@ -118,8 +118,8 @@ class _Lowering:
         if is_marker(node, "axis_index"):
             self.values[node] = self.values[node].clone()
             return
-        split = bool(lanes) and len(lanes) < lane_count(node)
-        args, kwargs = arguments_of(node, lanes) if split else (list(node.args), dict(node.kwargs))
+        split = bool(entries) and len(entries) < entry_count(node)
+        args, kwargs = arguments_of(node, entries) if split else (list(node.args), dict(node.kwargs))
         args, kwargs = fx.map_arg(args, self._value), fx.map_arg(kwargs, self._value)
         try:
             result = self._draw(node) if node in self.drawn else self._run(target, args, kwargs)
@@ -129,7 +129,7 @@ class _Lowering:
             raise self._refusal(node, error) from error
         if split:
             if isinstance(result, (list, tuple)):
-                self.lanes.update(((node, lane), one) for lane, one in zip(lanes, result, strict=True))
+                self.entries.update(((node, entry), one) for entry, one in zip(entries, result, strict=True))
         else:
             self.values[node] = result
         if (donated := self.memory.placement.written.get(node)) is not None:

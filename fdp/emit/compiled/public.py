@@ -264,7 +264,7 @@ class _Pretending(TorchDispatchMode):
             return kwargs["out"].copy_(gathered) if "out" in kwargs else gathered
         raise CompileError(
             build_message(
-                f"the compiler made {func} out of the messages of step {self.name!r}, which cannot be rehearsed.",
+                f"the compiler made {func} out of the messages of step {self.name!r}, which cannot be dry-run.",
                 remedy="check_trace=False compiles it without a comparison; compile=False runs it as it is.",
             )
         )

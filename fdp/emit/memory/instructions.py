@@ -12,7 +12,7 @@ from fdp.emit.memory.donation import Placement
 from fdp.emit.memory.liveness import Accesses
 from fdp.emit.memory.planning import Places
 from fdp.plan import Plan, Run, Start
-from fdp.trace.effects import effects_of, is_marker, lanes_of, storages_of
+from fdp.trace.effects import effects_of, entries_of, is_marker, storages_of
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def instructions_of(
             if node in alone:
                 found.append((at, Keep(node)))
             elif node not in seen:
-                found.append((at, Compute(node, tuple(o.lane for o in operations if o.lane is not None))))
+                found.append((at, Compute(node, tuple(o.entry for o in operations if o.entry is not None))))
             for bucket, member, views in early.get(node, ()):
                 found += [(at, Compute(view)) for view in views if view not in seen]
                 found.append((at, Pack(bucket, (member,))))
@@ -174,6 +174,6 @@ def _packed_early(
             while effects_of(maker).view and maker.op == "call_function":
                 views.insert(0, maker)
                 maker = maker.args[0]
-            if maker.op == "call_function" and not is_marker(maker) and lanes_of(maker) is None:
+            if maker.op == "call_function" and not is_marker(maker) and entries_of(maker) is None:
                 found.setdefault(maker, []).append((bucket, at, tuple(views)))
     return found

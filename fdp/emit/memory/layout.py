@@ -25,14 +25,14 @@ class Lifetime:
         size_bytes: its size.
         first: position of the first use.
         last: position of the last use.
-        heirs_of: pieces whose place it may take at `first`, if that is their last use.
+        may_reuse: pieces whose place it may take at `first`, if that is their last use.
     """
 
     key: Any
     size_bytes: int
     first: int
     last: int
-    heirs_of: tuple[Any, ...] = ()
+    may_reuse: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def lay_out(pieces: Sequence[Lifetime]) -> Layout:
             parent = next(
                 (
                     key
-                    for key in piece.heirs_of
+                    for key in piece.may_reuse
                     if last.get(key) == position and sizes[key] == size and key in offsets and key not in inherited
                 ),
                 None,

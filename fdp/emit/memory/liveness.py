@@ -20,7 +20,7 @@ class Accesses:
         reads: for each piece of memory, the position and node of each read; a look under another shape is none.
         writes: for each piece of memory, the positions at which an operator changes it.
         made: for each piece of memory, the position at which an operator returns it, or a view of it.
-        ran: for each node, the position at which it runs, or the last of its lanes does.
+        ran: for each node, the position at which it runs, or the last of its entries does.
         starts: for each bucket, the position at which it starts.
         donated: the inputs that the step may write to.
     """
@@ -32,17 +32,16 @@ class Accesses:
         self.ran: dict[fx.Node, int] = {}
         self.starts: dict[int, int] = {}
         trace = plan.trace
-        nodes = {node.name: node for node in trace.graph.graph.nodes}
         placeholders = trace.graph.graph.find_nodes(op="placeholder")
         self.donated = [node for node, item in zip(placeholders, trace.inputs, strict=True) if item.donated]
         for at, item in enumerate(plan.schedule):
             if isinstance(item, Run):
-                node = nodes[trace.operations[item.operations[0]].node]
+                node = trace.nodes[trace.operations[item.operations[0]].node]
                 self.made.update(dict.fromkeys(storages_of(node), at))
                 self.ran[node] = at
                 effects = effects_of(node)
                 for index in item.operations:
-                    read, written = touched(node, effects, trace.operations[index].lane)
+                    read, written = touched(node, effects, trace.operations[index].entry)
                     for storage in read:
                         self.reads[storage].append((at, node))
                     for storage in written:
@@ -51,7 +50,7 @@ class Accesses:
             if isinstance(item, Start):
                 self.starts[item.bucket] = at
             for member in plan.buckets[item.bucket].members:
-                marker = nodes[trace.operations[trace.reductions[member].operation].node]
+                marker = trace.marker(member)
                 if isinstance(item, Start):
                     source: Any = marker.args[0]
                     for storage in storages_of(source):

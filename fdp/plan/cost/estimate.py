@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from fdp.errors import ArgumentError, build_message
 from fdp.plan.cost.costs import Costs
-from fdp.trace.effects import effects_of, inner_nodes, is_marker, lanes_of, list_arguments
+from fdp.trace.effects import effects_of, entries_of, inner_nodes, is_marker, list_arguments
 from fdp.trace.loops import is_loop
 from fdp.trace.trace import Trace
 
@@ -78,9 +78,9 @@ def estimate(trace: Trace, machine: Machine | None = None) -> Costs:
     """Estimate what each operation of a trace takes on a machine.
 
     An operator takes its overhead, and then as long as its floating-point operations or its bytes, whichever takes
-    longer. The lanes of one call share what it takes by their bytes. Views and reductions take nothing. Operators whose
-    floating-point operations torch cannot count (all but products, convolutions and attention) are taken to be bound
-    by their bytes.
+    longer. The entries of one call share what it takes by their bytes. Views and reductions take nothing. Operators
+    whose floating-point operations torch cannot count (all but products, convolutions and attention) are taken to be
+    bound by their bytes.
 
     Args:
         trace: of a step.
@@ -101,20 +101,22 @@ def estimate(trace: Trace, machine: Machine | None = None) -> Costs:
         node.name: _node_s(node, machine) for node in trace.graph.graph.nodes if node.op == "call_function"
     }
     seconds = [
-        0.0 if operation.view or operation.reduction is not None else by_node[operation.node][operation.lane or 0]
+        0.0 if operation.view or operation.reduction is not None else by_node[operation.node][operation.entry or 0]
         for operation in trace.operations
     ]
     return Costs(tuple(seconds), machine.start_s, 1 / machine.pack_bytes_per_s, "estimated")
 
 
 def _node_s(node: fx.Node, machine: Machine) -> list[float]:
-    """Seconds of a call, or of each of its lanes."""
+    """Seconds of a call, or of each of its entries."""
     if is_marker(node):
         return [0.0]
     if is_loop(node):
         return [node.args[1] * sum(sum(_node_s(n, machine)) for n in inner_nodes(node) if n.op == "call_function")]  # type: ignore[list-item, operator]
-    lanes = lanes_of(node)
-    shares = [_size_bytes(node, lane) for lane in range(lanes)] if lanes is not None else [_size_bytes(node, None)]
+    entries = entries_of(node)
+    shares = (
+        [_size_bytes(node, entry) for entry in range(entries)] if entries is not None else [_size_bytes(node, None)]
+    )
     size_bytes = sum(shares)
     rate = machine.flops_of(_dtype(node))
     total = machine.overhead_s + max(_flops(node) / rate, size_bytes / machine.bytes_per_s)
@@ -151,27 +153,27 @@ _ATTENTION_ON_CPU: dict[Any, Callable[..., int]] = {
 """What torch's own table lacks."""
 
 
-def _size_bytes(node: fx.Node, lane: int | None) -> int:
-    """Bytes that a call, or one lane of it, reads and writes."""
-    nodes = list(_arguments(node, lane))
+def _size_bytes(node: fx.Node, entry: int | None) -> int:
+    """Bytes that a call, or one entry of it, reads and writes."""
+    nodes = list(_arguments(node, entry))
     effects = effects_of(node)
     written = [argument for argument in nodes if argument in effects.writes]
     total = sum(_bytes_of(argument.meta.get("val")) for argument in [*nodes, *written])
     if not written:
         result = node.meta.get("val")
-        if lane is not None and isinstance(result, (list, tuple)):
-            result = result[lane]
+        if entry is not None and isinstance(result, (list, tuple)):
+            result = result[entry]
         total += _bytes_of(result)
     return total
 
 
-def _arguments(node: fx.Node, lane: int | None) -> Iterator[fx.Node]:
-    if lane is None:
+def _arguments(node: fx.Node, entry: int | None) -> Iterator[fx.Node]:
+    if entry is None:
         yield from node.all_input_nodes
         return
     for _, value in list_arguments(node):
-        if value and isinstance(value[lane], fx.Node):
-            yield value[lane]
+        if value and isinstance(value[entry], fx.Node):
+            yield value[entry]
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
