@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 from step_time import WARMUP, paired_ratio, turns
 
-from fdp.runtime.arena import Buffer
+from fdp.runtime.buffers import Buffer
 from fdp.runtime.order import Order
 
 WAYS = ("silent", "said", "ahead")

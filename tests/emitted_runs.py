@@ -22,7 +22,7 @@ from traced_programs import CALLS, SEED, Prepared
 from fdp.distributed.group import Group
 from fdp.emit.compiled import compiler as compiled_program
 from fdp.plan import Plan, plan_trace
-from fdp.runtime import arena
+from fdp.runtime import buffers
 from fdp.runtime.in_flight import InFlight
 from fdp.runtime.verified import sending
 from fdp.verify import VerificationError, verify_made, verify_program, verify_sent
@@ -77,9 +77,9 @@ class _Runnable:
             device: torch.empty(layout.size_bytes, dtype=torch.uint8, device=device)
             for device, layout in program.layouts.items()
         }
-        for function, values in arena.all_place_values(program, self._blocks):
+        for function, values in buffers.all_place_values(program, self._blocks):
             function.__globals__.update(values)
-        self._buffers = arena.make_buffers(plan, program, self._blocks)
+        self._buffers = buffers.make_buffers(plan, program, self._blocks)
 
     def prove(self, prove: Prove) -> None:
         """Have what was made looked at."""

@@ -855,49 +855,49 @@ _SCHEDULE = (
 _ARENA = (
     Fault(
         "gathered behind the last byte",
-        "runtime/arena.py",
+        "runtime/buffers.py",
         "start + gathered_at_bytes(bucket), size * bucket.numel",
         "start + bucket.numel * bucket.dtype.itemsize, size * bucket.numel",
         "messages write elsewhere than the program reads",
     ),
     Fault(
         "nothing is scaled",
-        "runtime/arena.py",
+        "runtime/buffers.py",
         "scaled = bucket.index in program.scaled",
         "scaled = False",
         "divided values are averaged",
     ),
     Fault(
         "start of a place dropped",
-        "runtime/arena.py",
+        "runtime/buffers.py",
         "start = (offset_bytes + place.start_bytes) // place.dtype.itemsize + place.offset",
         "start = offset_bytes // place.dtype.itemsize + place.offset",
         "members of a bucket are read at its beginning",
     ),
     Fault(
         "offset of a place dropped",
-        "runtime/arena.py",
+        "runtime/buffers.py",
         "// place.dtype.itemsize + place.offset",
         "// place.dtype.itemsize",
         "a view begins where its base begins",
     ),
     Fault(
         "buckets at the beginning",
-        "runtime/arena.py",
+        "runtime/buffers.py",
         "own = _flat(block, start, numel, bucket.dtype)",
         "own = _flat(block, 0, numel, bucket.dtype)",
         "messages carry other memory than the program fills",
     ),
     Fault(
         "everything is scaled",
-        "runtime/arena.py",
+        "runtime/buffers.py",
         "scaled = bucket.index in program.scaled",
         "scaled = True",
         "what is not divided is added up",
     ),
     Fault(
         "strides of a place dropped",
-        "runtime/arena.py",
+        "runtime/buffers.py",
         "return block.as_strided(place.shape, place.stride, block.storage_offset() + start)",
         "return block.as_strided(place.shape, torch.empty(place.shape, device='meta').stride(), "
         "block.storage_offset() + start)",
@@ -905,7 +905,7 @@ _ARENA = (
     ),
     Fault(
         "one type for all places",
-        "runtime/arena.py",
+        "runtime/buffers.py",
         "block = typed.get((device, place.dtype))",
         "block = next((each for each in typed.values() if each.itemsize == place.dtype.itemsize), None)",
         "integers are looked at as numbers of the same size",
@@ -922,7 +922,7 @@ _HEADER = (
     ),
     Fault(
         "header over the last member",
-        "runtime/arena.py",
+        "runtime/buffers.py",
         "header = message[bucket.numel : bucket.numel + extra]",
         "header = message[bucket.numel - 1 : bucket.numel - 1 + extra]",
         "off by one",
@@ -932,14 +932,14 @@ _HEADER = (
 _SENDING = (
     Fault(
         "shares are averaged",
-        "runtime/arena.py",
+        "runtime/buffers.py",
         '"sum" if self.scaled else self.bucket.op',
         "self.bucket.op",
         "values that were divided when the bucket was filled are divided once more",
     ),
     Fault(
         "rank 0 is every root",
-        "runtime/arena.py",
+        "runtime/buffers.py",
         "return group.broadcast(self.own, self.bucket.root, arrived)",
         "return group.broadcast(self.own, 0, arrived)",
         "values come from another rank than asked for",

@@ -72,8 +72,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "compiled.graph", "compiled.public", "compiled.compiler",
     ),
     "runtime": (
-        "agreement closed_over diagnostics replication signature wide_mean", "arena", "order", "in_flight", "verified",
-        "emitted",
+        "agreement arena closed_over diagnostics replication signature wide_mean", "buffers", "order",
+        "consensus in_flight", "verified", "residence", "emitted",
     ),
     "compare": (
         "copies leaves recheck refusals replay ulps", "fits_in_memory restored",

@@ -15,8 +15,8 @@ from fdp.emit.codegen import loops
 from fdp.emit.codegen.program import Program, write_program
 from fdp.emit.memory import planning
 from fdp.plan import Plan
-from fdp.runtime import arena
-from fdp.runtime.arena import Buffer, all_place_values, make_buffers
+from fdp.runtime import buffers as placed
+from fdp.runtime.buffers import Buffer, all_place_values, make_buffers
 from fdp.verify import VerificationError, verify_made, verify_program
 
 Blocks = dict[torch.device, torch.Tensor]
@@ -181,7 +181,7 @@ def test_memory_that_is_too_small_is_noticed() -> None:
 
 
 def test_nothing_runs_in_memory_that_was_made_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    make, calls = arena._tensor, []
+    make, calls = placed._tensor, []
 
     def wrong(*args: Any) -> torch.Tensor:
         return make(*args).t()
@@ -193,7 +193,7 @@ def test_nothing_runs_in_memory_that_was_made_wrong(monkeypatch: pytest.MonkeyPa
     w, batch = torch.ones(4, 4), torch.ones(4, 4)
     expected = step(w.clone(), batch)
     with monkeypatch.context() as patch:
-        patch.setattr(arena, "_tensor", wrong)
+        patch.setattr(placed, "_tensor", wrong)
         for _ in range(2):
             with pytest.raises(fdp.TraceError, match="is not what its program was proved with") as error:
                 run(w, batch)
@@ -212,14 +212,14 @@ def test_the_memory_of_the_body_of_a_loop_is_its_own(monkeypatch: pytest.MonkeyP
     ((node, body),) = program.loops.items()
     (device,) = body.layouts
     assert program.layouts[device].offsets["loop", node, device] > 0
-    monkeypatch.setattr(arena, "blocks_of_body", at_the_beginning)
+    monkeypatch.setattr(placed, "blocks_of_body", at_the_beginning)
     with pytest.raises(VerificationError, match="is not the place that it should be"):
         verify_made(plan, program, *made(plan, program))
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_the_header_of_a_message_has_memory_of_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for file in (planning, arena):
+    for file in (planning, placed):
         monkeypatch.setattr(file, "header_numel", lambda bucket, size: 0)
     with pytest.raises(VerificationError, match=r"does not compute what its trace says|lies beyond the memory"):
         emitted(name, 2)

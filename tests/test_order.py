@@ -17,7 +17,7 @@ import torch.distributed as dist
 import fdp
 from fdp.distributed.desynchronised import why_desynchronised
 from fdp.distributed.header import BITS, CALLS, NUMEL, Header, carries, numbers, pairs
-from fdp.runtime.arena import Buffer
+from fdp.runtime.buffers import Buffer
 
 Tree = Any
 CPU = torch.device("cpu")
@@ -396,7 +396,7 @@ def look_back() -> str:
         def __init__(self, here: bool, unanimous: bool) -> None:
             self.is_here, self.is_unanimous = (lambda: here), (lambda: unanimous)
 
-    order = known.emitted._order
+    order = known.emitted._consensus._order
     order._late += [Late(True, True), Late(False, False)]
     assert first(w, b).tolist() == [2.0] * 3 and len(order._late) == 1
     order._late[:] = [Late(True, False)]

@@ -286,7 +286,7 @@ def emitted_of(step: fdp.Step) -> list[Emitted]:
 
 
 def block_of(emitted: Emitted) -> torch.Tensor:
-    (block,) = emitted._blocks.values()
+    (block,) = emitted.residence.blocks.values()
     return block
 
 
@@ -313,7 +313,7 @@ def test_memory_grows_to_what_the_largest_step_needs_and_not_to_the_sum() -> Non
     expected = {rows: squares(start(), torch.ones(rows, 4)) for rows in (3, 300, 30)}
     for rows in (3, 300, 30, 3, 300):
         torch.testing.assert_close(step(start(), torch.ones(rows, 4)), expected[rows])
-    blocks = {id(block_of(emitted)) for emitted in emitted_of(step) if emitted._blocks}
+    blocks = {id(block_of(emitted)) for emitted in emitted_of(step) if emitted.residence.blocks}
     assert len(blocks) == 1
 
 
@@ -323,7 +323,7 @@ def test_memory_goes_with_the_last_step_that_uses_it() -> None:
 
     step = fdp.data_parallel(squares)
     step(start(77), torch.ones(5, 4))
-    memory = weakref.ref(emitted_of(step)[0]._arena)
+    memory = weakref.ref(emitted_of(step)[0].residence.arena)
     assert memory() is not None
     shared = len(memory().tenants)  # type: ignore[union-attr]
     del step
@@ -414,7 +414,7 @@ def both_ways(step: Any, state: Tree, batch: Tree, calls: int = 2, **options: An
             assert same_bits(found, expected), f"{found}\n{expected}"
             kept.append((found, expected))
         (emitted,) = emitted_of(transform)
-        memory = {block.untyped_storage().data_ptr() for block in emitted._blocks.values()}
+        memory = {block.untyped_storage().data_ptr() for block in emitted.residence.blocks.values()}
         for found, expected in kept:
             assert same_bits(found, expected), "an earlier result was changed"
             for leaf in optree.tree_leaves(found):

@@ -112,7 +112,7 @@ def test_profiles_change_nothing_and_tell_of_every_message(options: dict[str, An
 
 
 def sleep_in_messages() -> Timeline:
-    from fdp.runtime.arena import Buffer
+    from fdp.runtime.buffers import Buffer
 
     start = Buffer.start
 
@@ -194,7 +194,7 @@ def test_messages_out_of_sight_are_not_made_up() -> None:
 
 
 def one_dies() -> tuple[str, str, float]:
-    from fdp.runtime.arena import Buffer
+    from fdp.runtime.buffers import Buffer
 
     step = fdp.data_parallel(train, donate_argnums=0)
     state, batch = make_state(SIZES), torch.randn(8, SIZES[0])

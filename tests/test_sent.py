@@ -13,8 +13,8 @@ from test_made import emitted
 
 import fdp
 from fdp.plan import Start, Wait
-from fdp.runtime import arena, wide_mean
-from fdp.runtime.arena import Buffer
+from fdp.runtime import buffers, wide_mean
+from fdp.runtime.buffers import Buffer
 from fdp.runtime.in_flight import InFlight
 from fdp.runtime.verified import sending
 from fdp.runtime.wide_mean import WideMean
@@ -170,7 +170,7 @@ def test_nothing_runs_that_sends_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     step = fdp.data_parallel(many_means, group=fake_group(2))
     plan = step.plan({"a": torch.randn(4, 4), "b": torch.randn(4, 3)}, torch.randn(5, 4))
     plan.emit(fake_group(2))
-    monkeypatch.setattr(arena.Buffer, "start", not_divided)
+    monkeypatch.setattr(buffers.Buffer, "start", not_divided)
     with pytest.raises(fdp.TraceError, match="do not carry what its program sends") as error:
         plan.emit(fake_group(2))
     assert "Remedy:" in str(error.value)

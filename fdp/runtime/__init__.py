@@ -1,6 +1,7 @@
 """Running a program: its memory, its messages under way, and what ranks agree on before and at each call.
 
-arena, wide_mean -> in_flight -> verified; order, agreement, signature, closed_over, replication -> emitted
+arena, wide_mean -> buffers -> order -> in_flight -> verified -> residence; agreement -> consensus; signature,
+closed_over, replication -> emitted
 """
 
 from fdp.runtime.emitted import BREAK_REASON, Emitted, emit_plan

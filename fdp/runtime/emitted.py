@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -14,7 +13,6 @@ import torch.distributed as dist
 
 from fdp import pytree
 from fdp.context.ambient import plain_context
-from fdp.distributed.comparable import comparable
 from fdp.distributed.desynchronised import alone_on, mark_desynchronised, refuse_desynchronised
 from fdp.distributed.group import Group, Ranks, resolve_group
 from fdp.distributed.other_ranks import Kind, OtherRanks
@@ -22,18 +20,18 @@ from fdp.emit.codegen.lines import Part
 from fdp.emit.codegen.program import Program
 from fdp.emit.compiled import Options, compile_program, resolve_options, why_not_recorded
 from fdp.emit.proved import verified_program
-from fdp.errors import ArgumentError, FdpError, build_message
+from fdp.errors import ArgumentError, build_message
 from fdp.plan import Plan
 from fdp.pytorch.dynamo import breaks_graph
-from fdp.runtime.agreement import agree, digest
-from fdp.runtime.arena import ARENAS, Arena, Buffer, all_place_values, make_buffers, moving
 from fdp.runtime.closed_over import ClosedOver
-from fdp.runtime.diagnostics import lost_contact, profiler_range, refuse_missing_backends
+from fdp.runtime.consensus import Consensus, as_text
+from fdp.runtime.diagnostics import profiler_range, refuse_missing_backends
 from fdp.runtime.in_flight import InFlight
-from fdp.runtime.order import Agreed, Agreements, Order
+from fdp.runtime.order import Agreements
 from fdp.runtime.replication import Replication
+from fdp.runtime.residence import Busy, Residence
 from fdp.runtime.signature import check_signature
-from fdp.runtime.verified import prove_made, prove_sent
+from fdp.runtime.verified import prove_sent
 from fdp.state import rank_local
 
 BREAK_REASON = (
@@ -57,10 +55,6 @@ class Observer(Protocol):
         """The message of a bucket is there. Called by any thread; never, if the backend does not tell."""
 
 
-class _Busy(FdpError):
-    """The step is running already."""
-
-
 class Emitted:
     """A planned step, ready to run: call it with the arguments of the step.
 
@@ -69,7 +63,7 @@ class Emitted:
         group: the ranks that it runs on.
         options: how it was compiled; None if it runs operator by operator.
         source: the text of the program that it runs.
-        digest: a short name for its schedule: the same on ranks whose messages fit together.
+        residence: where it lives.
     """
 
     def __init__(
@@ -92,21 +86,19 @@ class Emitted:
             )
         self.plan, self.group = plan, group
         self._agreed: Agreements = {} if agreed is None else agreed
-        self._order: Order | None = None
         self._compare_state = compare_state
         self._communicates = group.size > 1 or apart
         self.options = None if options is None else options.settled(_devices(plan))
-        self.digest = digest(plan, self._how(None))
         if self.options is None:
             self._program = verified_program(plan, group.rank, self._communicates, tick)
         else:
             self._program = compile_program(plan, group, self._communicates, self.options, self._may_record())
         prove_sent(plan, self._program, group.rank)
         self.source, self._function = self._program.source, self._program.function
-        self._arena: Arena | None = None
-        self._blocks: Mapping[torch.device, torch.Tensor] = {}
-        self._buffers: dict[int, Buffer] = {}
-        self._busy = threading.Lock()
+        self._consensus = Consensus(
+            plan, self._program, group, self._agreed, self.options, compare_state, self._communicates
+        )
+        self.residence = Residence(plan, self._program)
         self._constants = [o.constant if o.node is None else _TENSOR for o in plan.trace.outputs]
         self._all_tensors = all(constant is _TENSOR for constant in self._constants)
         self._closed_over = ClosedOver(plan.trace)
@@ -153,6 +145,11 @@ class Emitted:
         return self._program.parts
 
     @property
+    def digest(self) -> str:
+        """A short name for its schedule: the same on ranks whose messages fit together."""
+        return self._consensus.digest
+
+    @property
     def program(self) -> Program:
         """The program that it runs."""
         return self._program
@@ -182,31 +179,31 @@ class Emitted:
             try:
                 with profiler_range(self.plan, index, "starts"):
                     if not flying:
-                        flying.append(InFlight(self._buffers, self.group, order))
+                        flying.append(InFlight(self.residence.buffers, self.group, order))
                     arrived = None if observer is None else functools.partial(observer.arrived, index)
                     flying[0].start(index, arrived)
             except (RuntimeError, dist.DistError) as error:
-                raise self._peer_error(index, error) from error
+                raise self._consensus.peer_error(index, error) from error
 
         def wait(index: int) -> None:
             try:
                 with profiler_range(self.plan, index, "is waited for"):
                     flying[0].wait(index)
             except (RuntimeError, dist.DistError) as error:
-                raise self._peer_error(index, error) from error
+                raise self._consensus.peer_error(index, error) from error
 
         seen = (start, wait) if observer is None else (observer.around_start(start), observer.around_wait(wait))
         try:
-            order = self._begin()
+            order = self._consensus.begin()
             try:
                 outputs = self._execute(tensors, *seen)
             except (RuntimeError, dist.DistError) as error:
                 own = self._program.own_messages
                 if own is None or not own.caused(error):
                     raise
-                raise self._peer_error(None, error) from error
+                raise self._consensus.peer_error(None, error) from error
         except BaseException as error:
-            if self._communicates and not isinstance(error, _Busy):
+            if self._communicates and not isinstance(error, Busy):
                 text = f"{type(error).__name__}: {error}".splitlines()[0]
                 mark_desynchronised(self.group, f"step {self.plan.trace.name!r} was left in the middle by {text}")
             raise
@@ -244,37 +241,14 @@ class Emitted:
         Returns:
             Whether there was something to compare: the schedule had not been agreed on before.
         """
-        if not self._communicates or (key := self._agreement(options)) in self._agreed:
-            return False
-        number = agree(self.plan, self.group, tensors, self._compare_state, self._how(options))
-        self._agreed[key] = Agreed(number, key[0])
-        return True
+        return self._consensus.agree(tensors, self._how(options))
 
     def disagree(self, options: Options | None = None) -> None:
         """Forget that ranks agreed, so that they do it again: something came between."""
-        self._agreed.pop(self._agreement(options), None)
-        self._order = None
+        self._consensus.forget(self._how(options))
 
-    def _begin(self) -> Order | None:
-        """Say which call begins; None if nothing is sent."""
-        if self._order is None:
-            if not self._communicates or not self.plan.buckets:
-                return None
-            self._order = Order(self.plan, self._program, self.group, self._agreed[self._agreement(None)])
-        try:
-            self._order.begin()
-        except (RuntimeError, dist.DistError) as error:
-            raise self._peer_error(None, error) from error
-        return self._order
-
-    def _how(self, options: Options | None) -> str:
-        settled = self.options if options is None else options.settled(_devices(self.plan))
-        return "" if settled is None else comparable(settled)
-
-    def _agreement(self, options: Options | None) -> tuple[str, Group]:
-        if options is None:
-            return self.digest, self.group
-        return digest(self.plan, self._how(options)), self.group
+    def _how(self, options: Options | None) -> str | None:
+        return None if options is None else as_text(options.settled(_devices(self.plan)))
 
     def dry_run(self, tensors: list[torch.Tensor], kind: Kind = "equal") -> Any:
         """Run the step on this rank alone; nothing is sent.
@@ -286,67 +260,20 @@ class Emitted:
         others = OtherRanks(self.group.size, self.group.rank, kind)
 
         def start(index: int) -> None:
-            self._buffers[index].pretend(others)
+            self.residence.buffers[index].pretend(others)
 
         own = self._program.own_messages
         with nullcontext() if own is None else own.pretended(others):
             return self._put_together(self._execute(tensors, start, lambda index: None))
 
     def _execute(self, tensors: list[torch.Tensor], start: Callable[[int], None], wait: Callable[[int], None]) -> Any:
-        if not self._busy.acquire(blocking=False):
-            raise _Busy(
-                build_message(
-                    f"step {self.plan.trace.name!r} was called while it was running, from another thread or from "
-                    "itself; its memory holds one call at a time.",
-                    remedy="call it from one thread, or make a second step with fdp.data_parallel.",
-                )
-            )
-        arena = None
-        try:
-            # In this order: to leave inference mode switches gradients on.
-            with plain_context(), torch.no_grad():
-                arena = ARENAS.borrow(self._arena)
-                self._settle_in(arena)
-                outputs = self._function(tensors, start, wait)
-        except BaseException:
-            # Messages may still be in flight: their memory is left to them, and the next call takes new.
-            self.leave(self._arena)
-            arena = None
-            raise
-        finally:
-            if arena is not None:
-                ARENAS.give_back(arena)
-            self._busy.release()
-        return outputs
-
-    def _settle_in(self, arena: Arena) -> None:
-        """Make the tensors at the program's fixed places, unless they are there from the last call."""
-        blocks = arena.fit(self._program.layouts)
-        if self._arena is arena and self._blocks is blocks:
-            return
-        with moving:
-            self.leave(self._arena)
-            self._arena, self._blocks = arena, blocks
-            for function, values in all_place_values(self._program, blocks):
-                function.__globals__.update(values)
-            self._buffers = make_buffers(self.plan, self._program, blocks)
-            prove_made(self.plan, self._program, blocks, self._buffers)
-            arena.tenants.add(self)
+        # In this order: to leave inference mode switches gradients on.
+        with plain_context(), torch.no_grad(), self.residence.entered():
+            return self._function(tensors, start, wait)
 
     def leave_memory(self) -> None:
-        """Let go of the memory of the last call; the next call takes what it needs."""
-        self.leave(self._arena)
-
-    def leave(self, arena: Arena | None) -> None:
-        """Let go of an arena, if it is the one that the last call used; the next call takes one again."""
-        with moving:
-            if arena is None or self._arena is not arena:
-                return
-            for program in (self._program, *self._program.loops.values()):
-                for name in program.places:
-                    program.function.__globals__.pop(name, None)
-            arena.tenants.discard(self)
-            self._arena, self._blocks, self._buffers = None, {}, {}
+        """Leave the memory of the last call; the next call takes what it needs."""
+        self.residence.leave(self.residence.arena)
 
     def _put_together(self, outputs: Sequence[Any]) -> Any:
         """What the step returns, of its tensors."""
@@ -354,10 +281,6 @@ class Emitted:
             it = iter(outputs)
             outputs = [next(it) if constant is _TENSOR else constant for constant in self._constants]
         return self.plan.trace.out_spec.unflatten(outputs)
-
-    def _peer_error(self, index: int | None, error: Exception) -> FdpError:
-        elsewhere = None if self._order is None else self._order.explain()
-        return lost_contact(self.plan, self.group, index, error) if elsewhere is None else elsewhere
 
 
 def _devices(plan: Plan) -> set[torch.device]:

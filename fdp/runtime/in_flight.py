@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from fdp.distributed.group import Arrived, Group
-from fdp.runtime.arena import Buffer
+from fdp.runtime.buffers import Buffer
 from fdp.runtime.order import Order
 from fdp.runtime.wide_mean import WideMean
 

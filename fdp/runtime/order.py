@@ -27,7 +27,7 @@ from fdp.emit.codegen.program import Program
 from fdp.emit.memory.planning import header_numel
 from fdp.errors import AgreementError, build_message
 from fdp.plan import Plan
-from fdp.runtime.arena import Buffer
+from fdp.runtime.buffers import Buffer
 
 _PATIENCE_S = 30.0
 """So long a rank waits for the others to say where they are: they find out when they wait for the same message."""

@@ -9,7 +9,7 @@ import torch
 from fdp.emit.codegen.program import Program
 from fdp.errors import TraceError
 from fdp.plan import Plan
-from fdp.runtime.arena import Buffer, make_buffers
+from fdp.runtime.buffers import Buffer, make_buffers
 from fdp.runtime.in_flight import InFlight
 from fdp.verify import VerificationError, verify_made, verify_sent
 

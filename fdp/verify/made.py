@@ -23,7 +23,7 @@ _Memory = tuple[int, int]
 
 
 class Buffer(Protocol):
-    """A bucket in memory, as far as it is looked at: see `fdp.runtime.arena.Buffer`."""
+    """A bucket in memory, as far as it is looked at: see `fdp.runtime.buffers.Buffer`."""
 
     @property
     def bucket(self) -> Bucket: ...

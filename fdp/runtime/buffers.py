@@ -1,0 +1,131 @@
+"""The tensors that a program works on: values at its fixed places, and its buckets, in given blocks of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fdp.distributed.group import Arrived, Group
+from fdp.distributed.other_ranks import OtherRanks
+from fdp.emit.codegen.loops import blocks_of_body
+from fdp.emit.codegen.program import Program
+from fdp.emit.memory.planning import Place, gathered_at_bytes, header_numel, received_at_bytes, shared_numel
+from fdp.plan import Bucket, Plan
+from fdp.runtime.wide_mean import WideMean
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One bucket in memory.
+
+    Attributes:
+        bucket: its description.
+        own: what this rank contributes, flat; for all but an all-gather the result is in the same place.
+        gathered: [ranks, numel] for an all-gather, else None.
+        scaled: it is filled with values divided by the number of ranks: their sum is the mean.
+        received: [own elements], pieces of all ranks on their way, if it is added up in a wider dtype, else None.
+        message: what travels of a reduction: `own`, with the header behind it if there is one.
+        header: [header_numel], the end of the message, if the bucket says which call it belongs to; else None.
+    """
+
+    bucket: Bucket
+    own: torch.Tensor
+    gathered: torch.Tensor | None
+    scaled: bool
+    received: torch.Tensor | None = None
+    message: torch.Tensor | None = None
+    header: torch.Tensor | None = None
+
+    def start(self, group: Group, arrived: Arrived | None = None) -> Callable[[], None]:
+        """Start the collective; returns the function that waits for it."""
+        if self.gathered is not None:
+            return group.all_gather(self.gathered, self.own, arrived)
+        if self.bucket.op == "broadcast":
+            return group.broadcast(self.own, self.bucket.root, arrived)
+        message = self.own if self.message is None else self.message
+        return group.all_reduce(message, "sum" if self.scaled else self.bucket.op, arrived)
+
+    def start_wide(self, group: Group, arrived: Arrived | None = None) -> WideMean:
+        """Start the mean that is added up in a wider dtype."""
+        assert self.received is not None and self.bucket.accumulate_dtype is not None
+        return WideMean(self.own, self.received, self.bucket.accumulate_dtype, group, arrived)
+
+    def pretend(self, others: OtherRanks) -> None:
+        """Do what the collective would do, with what this rank takes the others to hold."""
+        if self.gathered is not None:
+            others.all_gather_(self.gathered, self.own)
+        elif self.bucket.op == "broadcast":
+            others.broadcast_(self.own, self.bucket.root)
+        else:
+            others.all_reduce_(self.own, self.bucket.op, self.scaled)
+
+
+def place_values(program: Program, blocks: Mapping[torch.device, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Make the tensors at the fixed places of a program, by name."""
+    typed: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+    at = {memory: (device, offset) for device, x in program.layouts.items() for memory, offset in x.offsets.items()}
+    made = {}
+    for name, place in program.places.items():
+        if place.memory in at:  # not: a value that turned out not to be used
+            device, offset = at[place.memory]
+            made[name] = _tensor(place, offset, device, blocks, typed)
+    return made
+
+
+def all_place_values(
+    program: Program, blocks: Mapping[torch.device, torch.Tensor]
+) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
+    """Likewise, for a program and the bodies of its loops: each function, with the tensors that it looks for."""
+    yield program.function, place_values(program, blocks)
+    for node, body in program.loops.items():
+        yield body.function, place_values(body, blocks_of_body(node, body, program, blocks))
+
+
+def _tensor(
+    place: Place,
+    offset_bytes: int,
+    device: torch.device,
+    blocks: Mapping[torch.device, torch.Tensor],
+    typed: dict[tuple[torch.device, torch.dtype], torch.Tensor],
+) -> torch.Tensor:
+    block = typed.get((device, place.dtype))
+    if block is None:
+        whole = blocks[device]
+        whole = whole[: whole.numel() // place.dtype.itemsize * place.dtype.itemsize]
+        block = typed[device, place.dtype] = whole.view(place.dtype)
+    start = (offset_bytes + place.start_bytes) // place.dtype.itemsize + place.offset
+    return block.as_strided(place.shape, place.stride, block.storage_offset() + start)
+
+
+def make_buffers(plan: Plan, program: Program, blocks: Mapping[torch.device, torch.Tensor]) -> dict[int, Buffer]:
+    """Make the buckets of a program in its memory, by index."""
+    buffers = {}
+    size = plan.trace.world_size
+    for bucket in plan.buckets:
+        layout = program.layouts.get(bucket.device)
+        start = None if layout is None else layout.offsets.get(("bucket", bucket.index))
+        if start is None:
+            continue
+        block = blocks[bucket.device]
+        wide = bucket.accumulate_dtype is not None
+        numel = shared_numel(bucket, size) if wide else bucket.numel
+        own = _flat(block, start, numel, bucket.dtype)
+        gathered = received = message = header = None
+        if bucket.op == "all_gather":
+            all_pieces = _flat(block, start + gathered_at_bytes(bucket), size * bucket.numel, bucket.dtype)
+            gathered = all_pieces.view(size, bucket.numel)
+        if wide:
+            received = _flat(block, start + received_at_bytes(bucket, size), numel, bucket.dtype)
+        if extra := header_numel(bucket, size):
+            message = own if wide else _flat(block, start, numel + extra, bucket.dtype)
+            header = message[bucket.numel : bucket.numel + extra]
+        scaled = bucket.index in program.scaled
+        buffers[bucket.index] = Buffer(bucket, own, gathered, scaled, received, message, header)
+    return buffers
+
+
+def _flat(block: torch.Tensor, start_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return block[start_bytes : start_bytes + numel * dtype.itemsize].view(dtype)

@@ -1,0 +1,92 @@
+"""Where a program lives: it borrows an arena for each call, and keeps its tensors there as long as nothing moves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from fdp.emit.codegen.program import Program
+from fdp.errors import FdpError, build_message
+from fdp.plan import Plan
+from fdp.runtime.arena import ARENAS, Arena, moving
+from fdp.runtime.buffers import Buffer, all_place_values, make_buffers
+from fdp.runtime.verified import prove_made
+
+
+class Busy(FdpError):
+    """The step is running already."""
+
+
+class Residence:
+    """The memory of one program.
+
+    Attributes:
+        arena: that of the last call; None before the first, and after it was left.
+        blocks: its memory, for each device.
+        buffers: the buckets of the program in it, by index.
+    """
+
+    def __init__(self, plan: Plan, program: Program) -> None:
+        self._plan, self._program = plan, program
+        self.arena: Arena | None = None
+        self.blocks: Mapping[torch.device, torch.Tensor] = {}
+        self.buffers: dict[int, Buffer] = {}
+        self._busy = threading.Lock()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Live in an arena while the block runs: the program's tensors are there.
+
+        Raises:
+            FdpError: the program is running already.
+        """
+        if not self._busy.acquire(blocking=False):
+            raise Busy(
+                build_message(
+                    f"step {self._plan.trace.name!r} was called while it was running, from another thread or from "
+                    "itself; its memory holds one call at a time.",
+                    remedy="call it from one thread, or make a second step with fdp.data_parallel.",
+                )
+            )
+        arena = None
+        try:
+            arena = ARENAS.borrow(self.arena)
+            self._settle_in(arena)
+            yield
+        except BaseException:
+            # Messages may still be in flight: their memory is left to them, and the next call takes new.
+            self.leave(self.arena)
+            arena = None
+            raise
+        finally:
+            if arena is not None:
+                ARENAS.give_back(arena)
+            self._busy.release()
+
+    def _settle_in(self, arena: Arena) -> None:
+        """Make the tensors at the program's fixed places, unless they are there from the last call."""
+        blocks = arena.fit(self._program.layouts)
+        if self.arena is arena and self.blocks is blocks:
+            return
+        with moving:
+            self.leave(self.arena)
+            self.arena, self.blocks = arena, blocks
+            for function, values in all_place_values(self._program, blocks):
+                function.__globals__.update(values)
+            self.buffers = make_buffers(self._plan, self._program, blocks)
+            prove_made(self._plan, self._program, blocks, self.buffers)
+            arena.tenants.add(self)
+
+    def leave(self, arena: Arena | None) -> None:
+        """Leave an arena, if it is the one that the last call used; the next call takes one again."""
+        with moving:
+            if arena is None or self.arena is not arena:
+                return
+            for program in (self._program, *self._program.loops.values()):
+                for name in program.places:
+                    program.function.__globals__.pop(name, None)
+            arena.tenants.discard(self)
+            self.arena, self.blocks, self.buffers = None, {}, {}
