@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import io
+import shutil
+import sys
 from typing import Any
 
 import rich.box
@@ -11,6 +14,14 @@ import rich.table
 import rich.text
 
 _WIDTH = 160
+"""Where nobody sees how wide it is: in files, in documents and in pipes."""
+
+
+class Printed:
+    """A value that prints as text of several lines; in a notebook it is shown as that text."""
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 class Table:
@@ -45,9 +56,14 @@ class Table:
         for row in self._rows:
             table.add_row(*(rich.text.Text(str(cell)) for cell in row))
         out = io.StringIO()
-        rich.console.Console(file=out, width=_WIDTH, color_system=None, legacy_windows=False).print(table)
+        rich.console.Console(file=out, width=_width(), color_system=None, legacy_windows=False).print(table)
         body = "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
         return f"{self._title}\n{body}"
+
+
+def _width() -> int:
+    """The width of the terminal that a table is printed to, if it is printed to one."""
+    return max(shutil.get_terminal_size().columns, 40) if sys.stdout is not None and sys.stdout.isatty() else _WIDTH
 
 
 def count(number: int, noun: str) -> str:

@@ -72,7 +72,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "compiled.graph", "compiled.public", "compiled.compiler",
     ),
     "runtime": (
-        "agreement arena closed_over diagnostics replication signature wide_mean", "buffers", "order",
+        "agreement arena closed_over diagnostics memory_map replication signature wide_mean", "buffers", "order",
         "consensus in_flight", "verified", "residence", "emitted",
     ),
     "compare": (

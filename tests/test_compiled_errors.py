@@ -89,7 +89,7 @@ def test_a_missing_compiler_is_an_error(first: bool, monkeypatch: pytest.MonkeyP
 def corrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on the compiler takes a cosine for a sine; the proof of the graph, which comes first, is left out."""
     monkeypatch.setattr(compiler, "verify_lowered", lambda *args: None)
-    declare = compile.declare
+    declare = compiler.declare
 
     def corrupt(graph: torch.fx.Graph, *options: bool) -> None:
         declare(graph, *options)
@@ -118,7 +118,7 @@ def test_a_program_that_computes_something_else_is_found(monkeypatch: pytest.Mon
 def without_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on the compiler loses every fused optimizer; the proof of the graph, which comes first, is left out."""
     monkeypatch.setattr(compiler, "verify_lowered", lambda *args: None)
-    declare = compile.declare
+    declare = compiler.declare
 
     def corrupt(graph: torch.fx.Graph, *options: bool) -> None:
         declare(graph, *options)
@@ -167,7 +167,7 @@ def test_check_trace_is_what_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_program_that_does_not_run_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    lower = compile.lower
+    lower = compiler.lower
 
     def broken(*args: Any) -> Any:
         def function(inputs: list[Any]) -> Any:

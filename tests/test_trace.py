@@ -629,13 +629,17 @@ def test_traces_and_plans_are_frozen() -> None:
         assert isinstance(sequence, tuple)
 
 
+def every_field(value: Any) -> list[str]:
+    return [repr(getattr(value, field.name)) for field in dataclasses.fields(value) if field.repr]
+
+
 def test_planning_and_emitting_leave_the_trace_as_it_is() -> None:
     trace = trace_of(mlp_step, *mlp_arguments(), size=1)
-    before, text = str(trace.graph.graph), repr(trace)
+    before, text = str(trace.graph.graph), every_field(trace)
     plan = trace.plan()
-    plan_before = repr(plan)
+    plan_before = every_field(plan)
     plan.emit()(*mlp_arguments())
-    assert str(trace.graph.graph) == before and repr(trace) == text and repr(plan) == plan_before
+    assert str(trace.graph.graph) == before and every_field(trace) == text and every_field(plan) == plan_before
 
 
 def test_a_trace_prints_as_tables() -> None:

@@ -247,7 +247,7 @@ def test_other_draws_are_refused(change: Callable[[dict[str, Any]], None], monke
 
 
 def test_draws_that_are_left_out_or_change_places_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = compile.declare
+    right = compiler.declare
     own = torch.ops.fdp_compiled
 
     def apart(module: torch.fx.Graph) -> None:

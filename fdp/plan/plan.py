@@ -13,7 +13,7 @@ from fdp.plan.cost.costs import Costs
 from fdp.plan.cost.estimate import estimate
 from fdp.plan.cost.forecast import Forecast
 from fdp.plan.cost.network import Network
-from fdp.tables import Table, count, format_bytes
+from fdp.tables import Printed, Table, count, format_bytes
 from fdp.timeline.timeline import Timeline
 from fdp.trace.trace import Trace
 
@@ -80,8 +80,8 @@ class Wait:
 Item = Run | Start | Wait
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Printed):
     """What a step will do, in order: made without a process group, and the same on every rank.
 
     Attributes:
@@ -176,6 +176,13 @@ class Plan:
         from fdp.plan.simulate import simulate
 
         return simulate(self, costs or estimate(self.trace), network, world_size)
+
+    def __repr__(self) -> str:
+        total = format_bytes(sum(bucket.size_bytes for bucket in self.buckets))
+        return (
+            f"<Plan of {self.trace.name}: {count(len(self.buckets), 'bucket')}, {total}, "
+            f"{count(self.trace.world_size, 'rank')}>"
+        )
 
     def __str__(self) -> str:
         caps = ", ".join(f"{cap:g}" for cap in self.bucket_cap_mb)

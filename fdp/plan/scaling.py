@@ -15,7 +15,7 @@ from fdp.plan.cost.network import Network, described, rank_count
 from fdp.plan.ddp import plan_as_ddp
 from fdp.plan.plan import Plan
 from fdp.plan.simulate import simulate
-from fdp.tables import Table, count, ms
+from fdp.tables import Printed, Table, count, ms
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,8 +42,8 @@ class Scale:
     ddp_s: float
 
 
-@dataclass(frozen=True)
-class Scaling:
+@dataclass(frozen=True, repr=False)
+class Scaling(Printed):
     """A step on several numbers of ranks, each of which has the batch that it was planned with (weak scaling).
 
     Attributes:
@@ -90,6 +90,10 @@ class Scaling:
         from fdp.plan.scaling_picture import draw_scaling
 
         return draw_scaling(self, path)
+
+    def __repr__(self) -> str:
+        sizes = [scale.world_size for scale in self.scales]
+        return f"<Scaling of {self.name}: {', '.join(map(str, sizes))} ranks>"
 
     def __str__(self) -> str:
         title = (

@@ -27,6 +27,7 @@ from fdp.runtime.closed_over import ClosedOver
 from fdp.runtime.consensus import Consensus, as_text
 from fdp.runtime.diagnostics import profiler_range, refuse_missing_backends
 from fdp.runtime.in_flight import InFlight
+from fdp.runtime.memory_map import MemoryMap, memory_map
 from fdp.runtime.order import Agreements
 from fdp.runtime.replication import Replication
 from fdp.runtime.residence import Busy, Residence
@@ -148,6 +149,11 @@ class Emitted:
     def digest(self) -> str:
         """A short name for its schedule: the same on ranks whose messages fit together."""
         return self._consensus.digest
+
+    @property
+    def memory(self) -> MemoryMap:
+        """What lies where in its memory, and from when to when: `print()` it, or `draw()` it."""
+        return memory_map(self.plan, self._program)
 
     @property
     def program(self) -> Program:

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from fdp.tables import Printed, count, ms
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -44,8 +46,8 @@ class Interval:
     used_s: float | None = None
 
 
-@dataclass(frozen=True)
-class Timeline:
+@dataclass(frozen=True, repr=False)
+class Timeline(Printed):
     """One step on a compute and a communication lane, as simulated or as measured.
 
     Intervals of one lane are sorted by start; those of the compute lane do not overlap. Messages may (several in
@@ -184,6 +186,10 @@ class Timeline:
         from fdp.timeline.perfetto import save_trace
 
         save_trace(self, path)
+
+    def __repr__(self) -> str:
+        messages = count(len(self.messages), "message")
+        return f"<Timeline of {self.name}: {ms(self.step_s)} ms a step, {messages}, {count(self.world_size, 'rank')}>"
 
     def __str__(self) -> str:
         from fdp.timeline.report import print_timeline

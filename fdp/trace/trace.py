@@ -12,7 +12,7 @@ from torch import fx
 
 from fdp import pytree
 from fdp.distributed.wire import Wire
-from fdp.tables import Table, count, format_bytes
+from fdp.tables import Printed, Table, count, format_bytes
 from fdp.trace.effects import storages_of
 
 if TYPE_CHECKING:
@@ -157,8 +157,8 @@ class Loop:
     body: Trace
 
 
-@dataclass(frozen=True)
-class Trace:
+@dataclass(frozen=True, repr=False)
+class Trace(Printed):
     """What a step does, read off without running it.
 
     Attributes:
@@ -260,6 +260,9 @@ class Trace:
     def _of_which_loops(self) -> str:
         bodies = [f"{loop.count} times {count(len(loop.body.operations), 'operation')}" for loop in self.loops]
         return f" ({count(len(bodies), 'loop')}: {'; '.join(bodies)})" if bodies else ""
+
+    def __repr__(self) -> str:
+        return f"<Trace of {self.name}: {count(len(self.operations), 'operation')}, {count(self.world_size, 'rank')}>"
 
     def __str__(self) -> str:
         total = sum(reduction.size_bytes for reduction in self.gradients)

@@ -81,19 +81,19 @@ def lay_out_lines(
     """
     first: dict[Any, int] = {}
     last: dict[Any, int] = {}
-    heirs: dict[Any, tuple[Any, ...]] = {}
+    replaceable: dict[Any, tuple[Any, ...]] = {}
     for index, line in enumerate(lines):
         for name in sorted(line.uses):  # the same layout in every process, whatever its seed of hashes
             if (memory := memory_of.get(name)) is not None:
                 if memory not in first:
                     first[memory] = index
-                    heirs[memory] = tuple(memory_of[other] for other in line.may_replace)
+                    replaceable[memory] = tuple(memory_of[other] for other in line.may_replace)
                 last[memory] = index
     pieces: dict[torch.device, list[Lifetime]] = {}
     for memory, index in first.items():
         device, size_bytes = sizes[memory]
         # A bucket may be on the wire, and has a place of its own.
-        inherits = () if isinstance(memory, tuple) else heirs[memory]
+        inherits = () if isinstance(memory, tuple) else replaceable[memory]
         inherits = tuple(other for other in inherits if not isinstance(other, tuple) and other != memory)
         lifetime = Lifetime(memory, size_bytes, index, last[memory], inherits)
         if not shared:

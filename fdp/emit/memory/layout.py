@@ -43,11 +43,13 @@ class Layout:
         offsets: where each piece begins, in bytes.
         size_bytes: of the block.
         needed_bytes: the most that is in use at once; no layout is smaller.
+        pieces: what was placed.
     """
 
     offsets: Mapping[Any, int]
     size_bytes: int
     needed_bytes: int
+    pieces: tuple[Lifetime, ...] = ()
 
 
 def lay_out(pieces: Sequence[Lifetime]) -> Layout:
@@ -96,7 +98,7 @@ def lay_out(pieces: Sequence[Lifetime]) -> Layout:
             if key not in inherited:
                 block.give_back(offsets[key], sizes[key])
                 live -= sizes[key]
-    return Layout(offsets, block.size, needed)
+    return Layout(offsets, block.size, needed, tuple(pieces))
 
 
 class _Block:

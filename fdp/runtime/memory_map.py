@@ -1,0 +1,169 @@
+"""What lies where in the memory of a program, and from when to when: as a value, a table and a picture."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fdp.emit.codegen.program import Program
+from fdp.plan import Plan
+from fdp.tables import Printed, Table, count, format_bytes
+from fdp.timeline.picture import BUCKET_COLOURS, check_path, new_figure, save
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_MOST_ROWS = 24
+_INK, _FONT, _VALUE = "#262626", 9.0, "#B4B4B4"
+_TOP_IN, _HEIGHT_IN, _BOTTOM_IN = 0.4, 2.9, 0.55
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of memory.
+
+    Attributes:
+        name: of the first value in it, as the program calls it; or "bucket 0", or "memory of" a loop.
+        source: the user's line that computes it; empty if there is none.
+        device: where it is.
+        size_bytes: its size.
+        offset_bytes: where it begins in the block of its device.
+        first: the statement of the program that uses it first, counted from 0.
+        last: the statement that uses it last.
+        bucket: the index of the bucket that it is; None if it is none.
+    """
+
+    name: str
+    source: str
+    device: str
+    size_bytes: int
+    offset_bytes: int
+    first: int
+    last: int
+    bucket: int | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class MemoryMap(Printed):
+    """The memory that a program holds from call to call, piece by piece.
+
+    Attributes:
+        name: of the step.
+        pieces: what lies in it, in the order of first use.
+        size_bytes: device and size of each block.
+        needed_bytes: device, and the most that is in use there at once; no layout is smaller.
+    """
+
+    name: str
+    pieces: tuple[Piece, ...]
+    size_bytes: tuple[tuple[str, int], ...]
+    needed_bytes: tuple[tuple[str, int], ...]
+
+    @property
+    def statements(self) -> int:
+        """How many statements of the program use memory of it."""
+        return max((piece.last + 1 for piece in self.pieces), default=0)
+
+    def draw(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Draw each piece as a rectangle, address against time: buckets in colours, values in grey.
+
+        Args:
+            path: the file to write, whose suffix says how: .png, .svg or .pdf; None writes nothing.
+
+        Returns:
+            The figure, of matplotlib.
+
+        Raises:
+            ArgumentError: matplotlib is not installed, or the suffix names no kind of picture.
+        """
+        check_path(path)
+        devices = [device for device, size in self.size_bytes if size] or [""]
+        height = _TOP_IN + _HEIGHT_IN + _BOTTOM_IN
+        figure = new_figure(10.0, height * len(devices))
+        for index, device in enumerate(reversed(devices)):
+            bottom = (index * height + _BOTTOM_IN) / (height * len(devices))
+            self._draw_device(figure.add_axes((0.09, bottom, 0.88, _HEIGHT_IN / (height * len(devices)))), device)
+        result: Figure = save(figure, path)
+        return result
+
+    def _draw_device(self, axes: Any, device: str) -> None:
+        from matplotlib.patches import Rectangle
+
+        size = dict(self.size_bytes).get(device, 0) or 1
+        for piece in self.pieces:
+            if piece.device != device:
+                continue
+            face = _VALUE if piece.bucket is None else BUCKET_COLOURS[piece.bucket % len(BUCKET_COLOURS)]
+            width, high = piece.last + 1 - piece.first, piece.size_bytes / size
+            corner = (piece.first, piece.offset_bytes / size)
+            axes.add_patch(Rectangle(corner, width, high, facecolor=face, edgecolor="white", linewidth=0.4))
+            if high > 0.06 and width > 0.07 * self.statements:
+                middle = (piece.first + width / 2, piece.offset_bytes / size + high / 2)
+                label = piece.name if len(piece.name) * 0.011 < width / self.statements else ""
+                axes.text(*middle, label, ha="center", va="center", fontsize=_FONT - 2, color=_INK, clip_on=True)
+        axes.set_xlim(0, max(self.statements, 1))
+        axes.set_ylim(0, 1)
+        marks = [0.0, 0.25, 0.5, 0.75, 1.0]
+        axes.set_yticks(marks, [format_bytes(mark * size) for mark in marks], fontsize=_FONT)
+        axes.tick_params(axis="x", labelsize=_FONT)
+        axes.set_xlabel("statement of the program", fontsize=_FONT)
+        needed = format_bytes(dict(self.needed_bytes).get(device, 0))
+        title = f"{self.name}, memory on {device}: {format_bytes(size)}, of which {needed} are in use at once"
+        axes.set_title(title, loc="left", fontsize=_FONT + 1, color=_INK)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+
+    def __repr__(self) -> str:
+        total = format_bytes(sum(size for _, size in self.size_bytes))
+        return f"<MemoryMap of {self.name}: {count(len(self.pieces), 'piece')}, {total}>"
+
+    def __str__(self) -> str:
+        needed = dict(self.needed_bytes)
+        blocks = "; ".join(
+            f"{format_bytes(size)} on {device}, of which {format_bytes(needed[device])} are in use at once"
+            for device, size in self.size_bytes
+        )
+        table = Table(
+            f"Memory of {self.name}: {blocks or 'none'}",
+            ("value", "bytes", "begins at", "used from", "to", "computed in"),
+        )
+        largest = sorted(self.pieces, key=lambda piece: -piece.size_bytes)[:_MOST_ROWS]
+        for piece in (piece for piece in self.pieces if piece in largest):
+            table.add(piece.name, piece.size_bytes, piece.offset_bytes, piece.first, piece.last, piece.source)
+        rest = len(self.pieces) - len(largest)
+        return f"{table}\n... and {count(rest, 'smaller piece')}" if rest else str(table)
+
+
+def memory_map(plan: Plan, program: Program) -> MemoryMap:
+    """Read off a program what lies where in its memory.
+
+    Args:
+        plan: that it carries out.
+        program: of the plan.
+
+    Returns:
+        The map.
+    """
+    names: dict[Any, str] = {}
+    for name, place in program.places.items():
+        names.setdefault(place.memory, name)
+    pieces = []
+    for device, layout in program.layouts.items():
+        for piece in layout.pieces:
+            bucket = piece.key[1] if isinstance(piece.key, tuple) and piece.key[0] == "bucket" else None
+            name = names.get(piece.key, "")
+            node = plan.trace.nodes.get(name.partition("_result")[0])
+            if isinstance(piece.key, tuple):
+                name = f"bucket {bucket}" if bucket is not None else f"memory of {piece.key[1]}"
+                node = None
+            source = "" if node is None else str(node.meta.get("source") or "")
+            offset = layout.offsets[piece.key]
+            pieces.append(Piece(name, source, str(device), piece.size_bytes, offset, piece.first, piece.last, bucket))
+    layouts = [(str(device), layout) for device, layout in program.layouts.items()]
+    return MemoryMap(
+        plan.trace.name,
+        tuple(sorted(pieces, key=lambda piece: (piece.device, piece.first))),
+        tuple((device, layout.size_bytes) for device, layout in layouts),
+        tuple((device, layout.needed_bytes) for device, layout in layouts),
+    )
