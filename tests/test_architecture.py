@@ -80,7 +80,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "lockstep rounding side_by_side strides", "op_by_op", "compiled",
     ),
     "measure": ("agreed clock dry_run fit", "intervals link machine", "operations", "profile"),
-    "step": ("buckets_on_disk cache compile_together", "automatic_buckets", "first_call", "transform"),
+    "step": ("buckets_on_disk cache compile_together progress", "automatic_buckets", "first_call", "transform"),
 }  # fmt: skip
 
 # `Trace.plan`, `Plan.emit` and the like are methods of values that lie below what they call. Each is a function-local

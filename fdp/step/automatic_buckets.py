@@ -92,7 +92,7 @@ class Automatic:
                 warnings.warn(
                     f"fdp: buckets of step {trace.name!r} have caps of 1 and 25 MiB, as the network could not be "
                     f"measured: {reason} To choose them by cost give network=fdp.Network(...).",
-                    stacklevel=7,
+                    stacklevel=8,
                 )
                 return self._remember(emitted.plan, group)
             network, start_s = link.network, link.start_s

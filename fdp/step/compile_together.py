@@ -11,11 +11,10 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from rich.console import Console
 
 from fdp.distributed.exchange import next_turn, timeout_s, wait_for_keys
 from fdp.distributed.group import Group
@@ -52,11 +51,10 @@ def compile_together(
         PeerError: another rank gave no more signs of life.
     """
     if group.size == 1 or not together:
-        with _progress(name, group):
-            return compile()
+        return compile()
     store, turn = group.store(), next_turn(group)
     try:
-        with _signs_of_life(store, f"{turn}/alive/{group.rank}"), _progress(name, group):
+        with _signs_of_life(store, f"{turn}/alive/{group.rank}"):
             result = compile()
     except Exception as error:
         with suppress(RuntimeError, dist.DistError):  # the error that is being announced is the one to report
@@ -143,11 +141,3 @@ def _wait_for_others(name: str, group: Group, store: Any, turn: str) -> None:
                 remedy="mend the error there; or compile=False on all ranks.",
             )
         )
-
-
-def _progress(name: str, group: Group) -> Any:
-    """Show a person at a terminal that something is going on."""
-    console = Console(stderr=True)
-    if group.rank != 0 or not console.is_terminal:
-        return nullcontext()
-    return console.status(f"fdp: compiling step {name!r} (the next start finds it in the cache)")

@@ -29,6 +29,7 @@ from fdp.runtime import Emitted
 from fdp.runtime.order import Agreements
 from fdp.step.automatic_buckets import Automatic
 from fdp.step.compile_together import compile_together
+from fdp.step.progress import Progress
 from fdp.trace import Flat, Roles, Summary, Trace, describe_change, refuse_unhashable, summarise, trace_step
 
 _RETRACE_WARNING = 8
@@ -100,21 +101,17 @@ class Preparation:
     def prepare(self, flat: Flat, roles: Roles, group: Group) -> Emitted:
         """Make what runs the step for the signature of some arguments; where ranks have to agree, all of them do."""
         warn_if_alone_by_mistake(group)
-        settings = self._settings
-        try:
-            refuse_unhashable(self._name, flat, roles)
-            plan = self._planned(flat, roles, group)
-            emitted = Emitted(plan, group, self._agreed, settings.check_replication)
-            if not settings.check_trace:
-                self._check_lies(emitted, flat)
-            elif settings.options is None:
-                self._check(emitted, flat, lambda: self._check_on_call(emitted, flat, roles))
-        except Exception as error:
-            if group.size > 1 and not self._prepared:
-                announce_failure(group, error)
-            raise
-        if settings.options is not None:
-            emitted = self._compile(emitted, flat, roles)  # from here on ranks hear of each other's failures
+        with Progress(self._name, group).shown() as progress:
+            try:
+                refuse_unhashable(self._name, flat, roles)
+                emitted = self._emit(flat, roles, group, progress)
+            except Exception as error:
+                if group.size > 1 and not self._prepared:
+                    announce_failure(group, error)
+                raise
+            if self._settings.options is not None:
+                # From here on ranks hear of each other's failures.
+                emitted = self._compile(emitted, flat, roles, progress)
         self._prepared += 1
         if self._prepared == _RETRACE_WARNING and self._previous is not None:
             changed, remedy = describe_change(self._previous, flat, self._name, roles)
@@ -124,6 +121,19 @@ class Preparation:
                 stacklevel=6,
             )
         self._previous = summarise(flat)
+        return emitted
+
+    def _emit(self, flat: Flat, roles: Roles, group: Group, progress: Progress) -> Emitted:
+        """Make what runs the step operator by operator, and compare it with the step."""
+        settings = self._settings
+        plan = self._planned(flat, roles, group, progress)
+        with progress.stage("writing"):
+            emitted = Emitted(plan, group, self._agreed, settings.check_replication)
+        with progress.stage("checking"):
+            if not settings.check_trace:
+                self._check_lies(emitted, flat)
+            elif settings.options is None:
+                self._check(emitted, flat, lambda: self._check_on_call(emitted, flat, roles))
         return emitted
 
     def check_again(self, emitted: Emitted, flat: Flat, roles: Roles) -> bool:
@@ -178,28 +188,33 @@ class Preparation:
     def _by_caps(self, trace: Trace) -> Plan:
         return plan_trace(trace, self._settings.bucket_cap_mb, network=self._settings.network)
 
-    def _planned(self, flat: Flat, roles: Roles, group: Group) -> Plan:
-        trace = self.trace(flat, roles, group)
-        if not self._chooses:
-            return self._by_caps(trace)
-        plan = self._automatic.remembered(trace, group)
+    def _planned(self, flat: Flat, roles: Roles, group: Group, progress: Progress) -> Plan:
+        with progress.stage("tracing"):
+            trace = self.trace(flat, roles, group)
+        with progress.stage("planning"):
+            plan = self._automatic.remembered(trace, group) if self._chooses else self._by_caps(trace)
         if plan is None:
-            emitted = Emitted(plan_trace(trace), group, self._agreed, self._settings.check_replication)
-            plan = self._automatic.choose(emitted, flat.tensors)
-            emitted.leave_memory()
-            # Should these buckets be the chosen ones, ranks still have to hear whether all could prepare the step.
-            emitted.disagree()
+            with progress.stage("measuring"):
+                emitted = Emitted(plan_trace(trace), group, self._agreed, self._settings.check_replication)
+                plan = self._automatic.choose(emitted, flat.tensors)
+                emitted.leave_memory()
+                # Should these buckets be the chosen ones, ranks still have to hear whether all could prepare the step.
+                emitted.disagree()
         return plan
 
-    def _compile(self, emitted: Emitted, flat: Flat, roles: Roles) -> Emitted:
+    def _compile(self, emitted: Emitted, flat: Flat, roles: Roles, progress: Progress) -> Emitted:
         """Compile what was emitted, on all ranks at once if all of them have to."""
         settings = self._settings
 
         def compiled() -> Emitted:
             with _one_at_a_time:
-                made = Emitted(emitted.plan, emitted.group, self._agreed, settings.check_replication, settings.options)
+                with progress.stage("compiling"):
+                    made = Emitted(
+                        emitted.plan, emitted.group, self._agreed, settings.check_replication, settings.options
+                    )
                 if settings.check_trace:
-                    self._check(made, flat, lambda: check_compiled(made, emitted, self._step, flat, roles))
+                    with progress.stage("checking"):
+                        self._check(made, flat, lambda: check_compiled(made, emitted, self._step, flat, roles))
                     # What they shared was large enough for the other one, whose values all have places in it.
                     emitted.leave_memory()
                     made.leave_memory()
