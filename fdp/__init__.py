@@ -41,6 +41,11 @@ from fdp.trace import Trace
 
 __version__ = "0.1.0"
 
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__", "__doc__"]
+
+
 __all__ = [
     "AgreementError",
     "ArgumentError",

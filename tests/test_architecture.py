@@ -24,6 +24,7 @@ PACKAGE = ROOT / "fdp"
 ROOMS: dict[str, tuple[str, ...]] = {
     # the ground: no knowledge of steps
     "errors": (),
+    "tracebacks": (),
     "pytree": (),
     "tables": (),
     "pytorch": ("dispatch guards parts", "dynamo recomputation"),

@@ -32,6 +32,7 @@ from fdp.step.first_call import Preparation, Settings
 from fdp.tables import count
 from fdp.timeline import Timeline
 from fdp.trace import Flat, RememberedCalls, Roles, Trace, by_position, flatten, resolve_roles, set_apart, signature_of
+from fdp.tracebacks import hide_frames, hiding_frames
 
 _Place = tuple[int, Group, Any]
 """Where a call happens: its number of arguments, the group, and what `ambient_context` says."""
@@ -133,14 +134,19 @@ class Step:
                     "step.__wrapped__.",
                 )
             )
-        if kwargs:
-            args = by_position(self._name, self._signature, args, kwargs)
-        group = resolve_group(self._group)
-        if group.size == 1:
-            return self._call(args, group)
-        with alone_on(group, self._name):
-            return self._call(args, group)
+        try:
+            if kwargs:
+                args = by_position(self._name, self._signature, args, kwargs)
+            group = resolve_group(self._group)
+            if group.size == 1:
+                return self._call(args, group)
+            with alone_on(group, self._name):
+                return self._call(args, group)
+        except Exception as error:
+            hide_frames(error)
+            raise
 
+    @hiding_frames
     def trace(self, *args: Any, **kwargs: Any) -> Trace:
         """Trace the step on example arguments, without running it.
 
@@ -159,6 +165,7 @@ class Step:
         flat, roles, (_, group, _) = self._resolve(args, kwargs)
         return self._preparation.trace(flat, roles, group)
 
+    @hiding_frames
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """Trace and plan the step on example arguments, without running it.
 
@@ -177,6 +184,7 @@ class Step:
         flat, roles, (_, group, _) = self._resolve(args, kwargs)
         return self._preparation.plan(flat, roles, group)
 
+    @hiding_frames
     def profile(self, *args: Any, repeats: int = 3, **kwargs: Any) -> Timeline:
         """Run the step for real, messages and all, and tell what happened when; nothing is changed, nothing returned.
 
