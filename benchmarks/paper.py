@@ -30,8 +30,7 @@ from rich.table import Table
 from torch import nn
 
 import fdp
-from fdp.plan import Costs, Machine, simulate
-from fdp.plan.cost import estimate
+from fdp.plan import Costs, Machine, estimate, simulate
 from fdp.plan.ddp import DDP_CAPS_MB, plan_as_ddp
 
 KERNELS, LINKS = 0.6, 0.8

@@ -70,6 +70,10 @@ class _Seeding(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoade
         return compile(self._source, self.path, "exec")
 
 
+_CAN_BE_FAULTY = ("fdp.timeline", "fdp.plan", "fdp.verify", "fdp.emit", "fdp.runtime")
+_HEADER = "fdp.distributed.header"
+
+
 def _forget_what_can_be_faulty() -> None:
     """Let what plans, emits and verifies be imported once more, from sources with a mistake in them.
 
@@ -77,9 +81,7 @@ def _forget_what_can_be_faulty() -> None:
     """
     for name in list(sys.modules):
         part = ".".join(name.split(".")[:2])
-        if name == "emitted_runs" or (
-            part in ("fdp.emit", "fdp.plan", "fdp.verify") and not name.startswith("fdp.emit.compiled")
-        ):
+        if name in ("emitted_runs", _HEADER) or (part in _CAN_BE_FAULTY and not name.startswith("fdp.emit.compiled")):
             del sys.modules[name]
 
 

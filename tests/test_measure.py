@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from links import occupancy_s
 from test_bad_input import check_message, sgd_step
 
 import fdp
@@ -76,7 +77,7 @@ def test_in_flight_is_what_makes_many_small_messages_take_so_long(one_s: float, 
     begin = done = 0.0
     for _ in range(count):
         done = begin + net.message_s("mean", 4, 2)
-        begin += net.occupancy_s("mean", 4, 2)
+        begin += occupancy_s(net, "mean", 4, 2)
     assert in_flight_of(one_s, done, count) == in_flight
 
 

@@ -9,6 +9,7 @@ import pytest
 from graphs import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from links import occupancy_s
 
 import fdp
 from fdp.plan.cost.network import OPERATIONS, REDUCING
@@ -80,7 +81,7 @@ def test_what_holds_on_every_network(network: fdp.Network, op: str, size: int, s
     # More bytes never take less, and two messages in turn never take less than one.
     assert 0 <= part <= whole
     assert whole <= (part + network.message_s(op, more, size)) * (1 + 1e-12)
-    busy = network.occupancy_s(op, small, size)
+    busy = occupancy_s(network, op, small, size)
     latency_s, s_per_byte = network.parts(op, size)
     assert part == latency_s + s_per_byte * small
     assert s_per_byte * small <= busy <= part

@@ -102,7 +102,7 @@ def test_private_attributes_of_objects_are_listed_or_of_fdp() -> None:
 
 
 def test_what_is_listed_is_used() -> None:
-    text = "\n".join(path.read_text() for path in TREES if path.name != "torch_parts.py")
+    text = "\n".join(path.read_text() for path in TREES if path != ROOT / "pytorch" / "parts.py")
     assert not {path for path in LISTED if path.rpartition(".")[2] not in text}
 
 
@@ -113,7 +113,7 @@ def test_this_torch_has_all_that_is_needed() -> None:
 def test_what_the_package_needs_is_looked_for_before_anything_else_is_imported() -> None:
     imports = [n for n in TREES[ROOT / "__init__.py"].body if isinstance(n, (ast.Import, ast.ImportFrom))]
     assert ast.unparse(imports[0]) == "import fdp.pytorch.parts"
-    assert ast.unparse(TREES[ROOT / "torch_parts.py"].body[-1]) == "require('importing fdp')"
+    assert ast.unparse(TREES[ROOT / "pytorch" / "parts.py"].body[-1]) == "require('importing fdp')"
 
 
 @pytest.fixture

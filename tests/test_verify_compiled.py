@@ -137,7 +137,8 @@ def test_a_bucket_that_is_filled_with_other_members_is_refused(monkeypatch: pyte
 
 
 def test_a_division_too_many_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    refused(monkeypatch, graph, "is_scaled", lambda bucket, size: True)
+    copy_into = graph.copy_into
+    refused(monkeypatch, graph, "copy_into", lambda slot, value: copy_into(slot, value * 0.5))
 
 
 def test_changes_of_inputs_before_their_last_reader_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,11 +120,6 @@ class Timeline(Printed):
         return alone_s / self.step_s if self.step_s else 1.0
 
     @property
-    def speedup(self) -> float:
-        """How many ranks, of those that there are, are worth their keep: `world_size` times `efficiency`."""
-        return self.world_size * self.efficiency
-
-    @property
     def critical_path(self) -> tuple[Interval, ...]:
         """What the step has to wait for, from its begin to its end: whatever of it gets shorter, so does the step.
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from fdp.emit import proved
 from fdp.emit.codegen import bindings
-from fdp.runtime import verified
 
 
 @contextmanager
@@ -24,20 +24,20 @@ def emitter_takes_the_minimum() -> Iterator[None]:
     The validator would refuse such a program before it runs; it is left out.
     """
     search, known = bindings._search, dict(bindings._known)
-    verify = verified.verify_program
+    verify = proved.verify_program
 
     def wrong(operator: Any, args: Any, kwargs: Any) -> Any:
         if operator._schema.name == "aten::maximum":
             return getattr(torch.ops.aten.minimum, operator._overloadname)._op
         return search(operator, args, kwargs)
 
-    verified.verify_program = lambda *args: None
+    proved.verify_program = lambda *args: None
     bindings._search = wrong
     bindings._known.clear()
     try:
         yield
     finally:
-        verified.verify_program = verify
+        proved.verify_program = verify
         bindings._search = search
         bindings._known.clear()
         bindings._known.update(known)

@@ -120,27 +120,6 @@ class Network:
         latency_s, s_per_byte = self.parts(op, world_size)
         return latency_s + s_per_byte * size_bytes
 
-    def occupancy_s(self, op: str, size_bytes: float, world_size: int) -> float:
-        """Tell how long a message keeps the link from the next one.
-
-        A message that begins at s is done at s + L + B, with L its latency part and B its byte part; the next one may
-        begin at s + max(B, (L + B) / in_flight). With in_flight=1 messages follow each other; with more, latencies
-        overlap, and bytes do not.
-
-        Args:
-            op: as for `message_s`.
-            size_bytes: likewise.
-            world_size: likewise.
-
-        Returns:
-            Seconds, at most those of `message_s`.
-
-        Raises:
-            ArgumentError: as for `message_s`.
-        """
-        latency_s, s_per_byte = self.parts(op, world_size)
-        return max(s_per_byte * size_bytes, (latency_s + s_per_byte * size_bytes) / self.in_flight)
-
     def parts(self, op: str, world_size: int) -> tuple[float, float]:
         """Tell what a message takes: seconds whatever its size, and seconds for each byte.
 
