@@ -115,7 +115,7 @@ def programs_do_nothing() -> Iterator[None]:
 def measure(
     make: Callable[[int], Tree], leaves: int, calls: int, cold: torch.Tensor | None
 ) -> tuple[int, dict[str, list[float]]]:
-    """Time every contender `calls` times, in turns; returns the exact number of leaves, and microseconds.
+    """Time every contender `calls` times, interleaved; returns the exact number of leaves, and microseconds.
 
     `cold` is memory that is written before every call, to drive everything else out of the processor's caches.
     """

@@ -1,4 +1,4 @@
-"""Draws what overlap.py measured: step time against the bucket cap, measured and foretold, and what "auto" made of it.
+"""Draws what overlap.py measured: step time against the bucket cap, measured and predicted, and what "auto" made of it.
 
     python benchmarks/caps_picture.py FIGURES.json [FIGURES.json ...] PICTURE.png
 
@@ -49,10 +49,10 @@ def _panel(axis: Any, title: str, row: Mapping[str, Any]) -> None:
         return 1e3 * statistics.median(statistics.median(turn) for turn in row["times"][name]["host_s"])
 
     ours, theirs = [[measured(f"{who}-cap-{cap}") for cap in CAPS_MB] for who in ("fdp", "ddp")]
-    foretold = [1e3 * row["foretold"][f"fdp-cap-{cap}"]["step_s"] for cap in CAPS_MB]
+    predicted = [1e3 * row["predicted"][f"fdp-cap-{cap}"]["step_s"] for cap in CAPS_MB]
     axis.plot(at, theirs, "^-", color=_DDP)
     axis.plot(at, ours, "o-", color=_FDP)
-    axis.plot(at, foretold, "o:", color=_FDP, fillstyle="none")
+    axis.plot(at, predicted, "o:", color=_FDP, fillstyle="none")
     auto, default = measured("fdp"), measured("ddp")
     across = [-0.3, len(CAPS_MB) - 0.95]
     axis.plot(across, [auto, auto], color=_FDP, linewidth=1)
@@ -65,7 +65,7 @@ def _panel(axis: Any, title: str, row: Mapping[str, Any]) -> None:
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     labels = [
-        (theirs[-1], "DDP", _DDP), (ours[-1], "fdp", _FDP), (foretold[-1], "fdp, foretold", _FDP),
+        (theirs[-1], "DDP", _DDP), (ours[-1], "fdp", _FDP), (predicted[-1], "fdp, predicted", _FDP),
         (auto, f"fdp auto {auto:.0f}", _FDP), (default, f"DDP's default {default:.0f}", _DDP),
     ]  # fmt: skip
     # Labels stand beside the ends of their lines, as far apart as they need.

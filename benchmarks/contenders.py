@@ -36,7 +36,7 @@ class Contender:
     Attributes:
         step: runs the next training step.
         params: the parameters as they are now, by the module's names.
-        live_bytes: the size of what has to live from one step to the next: parameters, buffers, the optimizer's
+        live_bytes: the size of what persists from one step to the next: parameters, buffers, the optimizer's
             state and the batches, each tensor counted once.
         planned: the plan of the next step, and the tensors that it gets, in the order of the plan's inputs; None of a
             contender that has no plan.
@@ -49,7 +49,7 @@ class Contender:
 
 
 def _size_bytes(tree: Any) -> int:
-    # By the tensor and not by its storage: of a larger buffer only the part that is state has to live.
+    # By the tensor and not by its storage: of a larger buffer only the part that is state persists.
     tensors = (leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
     return sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())
 

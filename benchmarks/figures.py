@@ -67,7 +67,7 @@ class Figures:
         return min(peers, key=lambda name: statistics.median(self.seconds(name, clock)))
 
     def leanest(self, peers: Sequence[str]) -> str:
-        """The peer that needs the least memory for tensors above what has to live."""
+        """The peer that needs the least memory for tensors above persistent memory."""
         return min(peers, key=lambda name: self.memory[name].tensors_above_bytes)
 
     def time_ratio(self, name: str, peer: str, clock: str = "host") -> Quartiles:
@@ -75,7 +75,7 @@ class Figures:
         return paired_ratio(self.seconds(name, clock), self.seconds(peer, clock))
 
     def memory_ratio(self, name: str, peer: str) -> float:
-        """A contender's memory for tensors above what has to live, of a peer's."""
+        """A contender's memory for tensors above persistent memory, of a peer's."""
         return self.memory[name].tensors_above_bytes / self.memory[peer].tensors_above_bytes
 
     def as_json(self) -> dict[str, Any]:

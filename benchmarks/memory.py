@@ -1,6 +1,6 @@
-"""Peak memory of a training step above what has to live anyway, each contender in fresh processes.
+"""Peak memory of a training step above persistent memory, each contender in fresh processes.
 
-What has to live is counted once: parameters, buffers, the optimizer's state, and the batches. Two figures are
+Persistent memory is counted once: parameters, buffers, the optimizer's state, and the batches. Two figures are
 above it, since neither tells all:
 
 - tensors: the most bytes that tensors held at any time during a step, from the allocator's own record (the
@@ -8,7 +8,7 @@ above it, since neither tells all:
   has to live. It is exact and repeatable, and covers gradients, buckets, activations and any workspace that is
   allocated through torch, whoever holds it and however long.
 - process: the peak of the resident set during the steps (VmHWM, reset through /proc/self/clear_refs before
-  them; Linux only), less the resident set just before the model is built, less what has to live. It also holds
+  them; Linux only), less the resident set just before the model is built, less persistent memory. It also holds
   what the other does not see: gloo's buffers, the traced graph and generated code, pages of kernels used for
   the first time, and memory that was free again before the steps but that malloc did not give back to the system,
   such as what building, tracing and checking took. A step of a tiny model runs first, so that most library code is
@@ -92,7 +92,7 @@ def _process(contender: str, case: Case, steps: int) -> int | None:
 
 
 def _tensors(contender: str, case: Case, steps: int) -> tuple[int, int]:
-    """What has to live, and the peak above it. What was allocated before the call does not count either way."""
+    """Persistent memory, and the peak above it. What was allocated before the call does not count either way."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         running = CONTENDERS[contender](case)
         for _ in range(_WARMUP):

@@ -9,7 +9,7 @@ Settings: "card-10gbit-16" is one process whose simulated network card (see card
 10 Gbit/s and 5 us from one to the next; likewise 100 Gbit/s, and 256 ranks. "lab-1gbit" and "lab-200mbit" are two
 hosts with gloo between them, namespaces of this machine with shaped links (see lab.py); they need root, ip and tc.
 
-Everybody trains with the fused AdamW on one thread a rank, in turns: DDP at its default and with fixed caps, fdp with
+All train with the fused AdamW on one thread a rank, interleaved: DDP at its default and with fixed caps, fdp with
 bucket_cap_mb="auto" (which is its default) and with the same caps. So do, to know what is possible,
 
 - compute: fdp's step without a process group, all of it: forward, backward, optimizer. In the lab as many processes
@@ -17,11 +17,11 @@ bucket_cap_mb="auto" (which is its default) and with the same caps. So do, to kn
 - forward: forward pass and loss in plain PyTorch.
 - comm: one all-reduce of as many bytes as there are gradients. On a card it is not measured but computed.
 
-The bound of a round is max(compute, forward + comm): all of compute has to be done, and no gradient can travel before
+The bound of a round is max(compute, forward + comm): all of compute has to be done, and no gradient can be sent before
 the forward pass is over. No schedule reaches it quite: the first gradient comes after some of the backward pass, and
 the update of the last one after its message.
 
-What is foretold of fdp's steps is `Plan.timeline` with operations and network as fdp measures them once all times are
+What is predicted of fdp's steps is `Plan.timeline` with operations and network as fdp measures them once all times are
 taken; nothing of what the card claims is told to it.
 """
 
@@ -45,7 +45,7 @@ from contenders import DDP_CAPS, FDP_CAPS, Contender, gradient_bytes
 from figures import Setting
 from lab import lab_place
 from launch import Crew, Place, run_in
-from prediction import Prediction, foretell
+from prediction import Prediction, predict
 from rich.console import Console
 from rich.table import Table
 from step_time import Entry, Quartiles, StepTimes, measure_entries, paired_ratio
@@ -90,14 +90,14 @@ class Overlap:
         comm_s: seconds of communication alone, where they are not among the times.
         late_s: contender to by how many seconds each of its messages was completed late by the card.
         idle: all-reduces of an idle card: bytes, seconds that they should take, seconds that they took.
-        foretold: contender to what fdp foretells of its step.
+        predicted: contender to what fdp predicts of its step.
     """
 
     times: dict[str, StepTimes]
     comm_s: float | None
     late_s: dict[str, list[float]]
     idle: list[tuple[int, float, float]]
-    foretold: dict[str, Prediction | None]
+    predicted: dict[str, Prediction | None]
 
     def seconds(self, name: str) -> list[float]:
         """The median step of each round."""
@@ -138,11 +138,11 @@ class Overlap:
     def of_json(cls, kept: Mapping[str, Any]) -> Overlap:
         """What `as_json` was made of."""
         times = {name: StepTimes(**given) for name, given in kept["times"].items()}
-        foretold: dict[str, Prediction | None] = {}
-        for name, given in kept["foretold"].items():
-            foretold[name] = given and Prediction(**{**given, "network": fdp.Network(**given["network"])})
+        predicted: dict[str, Prediction | None] = {}
+        for name, given in kept["predicted"].items():
+            predicted[name] = given and Prediction(**{**given, "network": fdp.Network(**given["network"])})
         idle = [(size, due, took) for size, due, took in kept["idle"]]
-        return cls(times, kept["comm_s"], kept["late_s"], idle, foretold)
+        return cls(times, kept["comm_s"], kept["late_s"], idle, predicted)
 
 
 def measure(setting: Setting, case: str, rounds: int, begin: Begin) -> Overlap:
@@ -164,18 +164,18 @@ def measure(setting: Setting, case: str, rounds: int, begin: Begin) -> Overlap:
     if link is None:
         entries.append(Entry("comm", "communication", place, False))
     late_s: dict[str, list[float]] = {}
-    foretold: dict[str, Prediction | None] = {}
+    predicted: dict[str, Prediction | None] = {}
 
     def afterwards(name: str, crew: Crew) -> None:
         late_s[name] = crew.ask("tell", _lateness)[0]
-        foretold[name] = crew.ask("tell", foretell)[0]
+        predicted[name] = crew.ask("tell", predict)[0]
 
     tell = begin(f"{case}: {len(entries)} contenders, {setting.title}")
     times = measure_entries(case, entries, rounds, tell, afterwards)
     if link is None:
-        return Overlap(times, None, late_s, [], foretold)
+        return Overlap(times, None, late_s, [], predicted)
     comm_s = link.all_reduce_s(gradient_bytes(CASES[case]))
-    return Overlap(times, comm_s, late_s, _idle(place, link), foretold)
+    return Overlap(times, comm_s, late_s, _idle(place, link), predicted)
 
 
 def _lateness(running: Contender) -> list[float]:
@@ -226,19 +226,19 @@ def everybody(setting: Setting, rows: Mapping[str, Overlap]) -> Table:
     """A row a case and contender."""
     out = markdown_table(
         "case", "contender", "step, ms", "of best DDP's (quartiles)", "of the bound (quartiles)",
-        "foretold, ms", "of measured", "exposed", "buckets", "messages late by, us: median, 99%, most",
+        "predicted, ms", "of measured", "exposed", "buckets", "messages late by, us: median, 99%, most",
     )  # fmt: skip
     for case, row in rows.items():
         best = row.fastest(setting.peers)
         for name in (*setting.peers, *setting.also, setting.ours):
             ratio = "1" if name == best else quartiles(row.ratio(name, best))
             cells = [f"{row.median(name) * 1e3:.1f}", ratio, quartiles(row.of_bound(name))]
-            out.add_row(case, name, *cells, *_foretold(row, name), _late(row.late_s[name]))
+            out.add_row(case, name, *cells, *_predicted(row, name), _late(row.late_s[name]))
     return out
 
 
-def _foretold(row: Overlap, name: str) -> list[str]:
-    found = row.foretold[name]
+def _predicted(row: Overlap, name: str) -> list[str]:
+    found = row.predicted[name]
     if found is None:
         return ["-"] * 4
     step, exposed = found.step_s, found.exposed_s
@@ -255,8 +255,14 @@ def _late(late_s: Sequence[float]) -> str:
 
 
 def predictions(setting: Setting, rows: Mapping[str, Overlap]) -> Table:
-    """A row a case: by how much what was foretold is off, and whether it has the fixed caps in the right order."""
-    columns = ("foretold of measured, least and most", "target", "caps told apart", "foretold in that order", "target")
+    """A row a case: by how much what was predicted is off, and whether it has the fixed caps in the right order."""
+    columns = (
+        "predicted of measured, least and most",
+        "target",
+        "caps told apart",
+        "predicted in that order",
+        "target",
+    )
     out = markdown_table("case", *columns)
     for case, row in rows.items():
         shares, apart = _predicted(setting, row)
@@ -270,11 +276,11 @@ def predictions(setting: Setting, rows: Mapping[str, Overlap]) -> Table:
 
 
 def _predicted(setting: Setting, row: Overlap) -> tuple[list[float], list[bool]]:
-    """What was foretold as a share of what was measured; and of pairs of caps, whether it has them in the right order.
+    """What was predicted as a share of what was measured; and of pairs of caps, whether it has them in the right order.
 
     Two caps have an order where one was faster than the other in three quarters of the rounds or more.
     """
-    found = {name: row.foretold[name] for name in (*setting.also, setting.ours)}
+    found = {name: row.predicted[name] for name in (*setting.also, setting.ours)}
     steps = {name: prediction.step_s for name, prediction in found.items() if prediction is not None}
     apart = []
     for one, two in itertools.combinations(setting.also, 2):
@@ -288,7 +294,7 @@ def overview(found: Mapping[str, Mapping[str, Overlap]]) -> Table:
     """A row a setting and case: all that has a target; what misses its target has a star."""
     out = markdown_table(
         "setting", "case", "fdp auto, ms", "of best DDP", "of DDP's default", "of best fixed cap", "of the bound",
-        "foretold of measured", "caps in order",
+        "predicted of measured", "caps in order",
     )  # fmt: skip
     for name, rows in found.items():
         setting = SETTINGS[name]
@@ -311,7 +317,7 @@ def networks(setting: Setting, rows: Mapping[str, Overlap]) -> Table:
     columns = ("latency, us", "bandwidth, MB/s", "in flight", "computing slows down by")
     out = markdown_table("case", *columns)
     for case, row in rows.items():
-        found = row.foretold[setting.ours]
+        found = row.predicted[setting.ours]
         assert found is not None
         n = found.network
         rate = f"{n.bandwidth_bytes_per_s / 1e6:.1f}"

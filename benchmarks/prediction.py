@@ -1,4 +1,4 @@
-"""What fdp foretells of a contender's step, from what it measures by itself: its operations, and the network."""
+"""What fdp predicts of a contender's step, from what it measures by itself: its operations, and the network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fdp.plan import Network
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """A foretold step.
+    """A predicted step.
 
     Attributes:
         step_s: seconds of the step.
@@ -30,8 +30,8 @@ class Prediction:
     network: Network
 
 
-def foretell(running: Contender) -> Prediction | None:
-    """Foretells the step of a contender on all ranks of its group, which call this together.
+def predict(running: Contender) -> Prediction | None:
+    """Predicts the step of a contender on all ranks of its group, which call this together.
 
     Args:
         running: the contender.

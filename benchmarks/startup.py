@@ -68,7 +68,7 @@ def _on_rank(case_name: str, contender: str) -> list[float]:
 def measure_starts(
     place: Place, case_name: str, contenders: list[str], rounds: int, tell: Tell | None = None
 ) -> dict[str, Starts]:
-    """Starts contenders in turns. The cache of each is left as its last start left it.
+    """Starts contenders interleaved. The cache of each is left as its last start left it.
 
     Args:
         place: where they run; it has to have a folder for caches. Contenders' caches in it are emptied.

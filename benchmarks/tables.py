@@ -44,7 +44,7 @@ def everybody(setting: Setting, figures: Mapping[str, Figures]) -> Table:
     """A row a case and contender, with the figures that have no target."""
     out = markdown_table(
         "case", "contender", "step, ms", f"of {setting.peer}'s time (quartiles)",
-        "page faults", "has to live, MiB", "tensors above, MiB", "process above, MiB",
+        "page faults", "persistent, MiB", "tensors above, MiB", "process above, MiB",
     )  # fmt: skip
     for case, row in figures.items():
         peer = row.fastest(setting.peers)

@@ -173,7 +173,7 @@ class _Loop:
         """Leave word, for ranks that come to wonder, after how many batches this one went."""
         try:
             self._ranks.store().set(f"{self._turn}/{self._ranks.rank}", str(self.done))
-        except Exception:  # the group may be gone, or the interpreter on its way out: then nobody will ask
+        except Exception:  # the group may be gone, or the interpreter on its way out: then nothing will ask
             return
 
     def leave(self, finish: Callable[[], list[int]]) -> None:

@@ -1,8 +1,8 @@
 """Trees of tensors: flattening, and the key path by which a person knows a leaf.
 
 optree does the work, in a namespace of fdp's own: containers that it does not know are registered there when they are
-first met, and nobody else's trees change by it. They are dataclasses, subclasses of `UserDict` (what a tokenizer of
-Hugging Face returns), and whatever is registered with torch's own pytrees (its `ModelOutput`s).
+first met. Trees of other libraries stay as they are. Those containers are dataclasses, subclasses of `UserDict` (what a
+tokenizer of Hugging Face returns), and whatever is registered with torch's own pytrees (its `ModelOutput`s).
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ def _dataclass_parts(whole: Any) -> _Parts:
     beside = [key for key in getattr(whole, "__dict__", {}) if key not in fields and not _is_computed(whole, key)]
     for name in (*fields, *beside):
         if not hasattr(whole, name):
-            continue  # a field that nobody has set yet
+            continue  # a field that is not set yet
         if name in fields and _is_static(fields[name]):
             constants.append(_constant(name, _hashable(whole, name)))
         else:

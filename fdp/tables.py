@@ -14,7 +14,7 @@ import rich.table
 import rich.text
 
 _WIDTH = 160
-"""Where nobody sees how wide it is: in files, in documents and in pipes."""
+"""Where there is no terminal: in files, in documents and in pipes."""
 
 
 class Printed:

@@ -701,7 +701,7 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], str]] = {
         run(step, compile={"reorder_for_peak_memory": True}),
         "compile={'reorder_for_peak_memory': True} would let the compiler undo the plan.\n"
         "  fdp keeps reorder_for_peak_memory=False: starts and waits stay where the plan puts them\n"
-        "Remedy: leave it out; bucket_cap_mb decides what travels together.",
+        "Remedy: leave it out; bucket_cap_mb decides what shares a message.",
     ),
     "an option that is not for steps": (
         run(step, compile={"freezing": True}),

@@ -160,7 +160,7 @@ def check_against_caps(trace: Trace, rng: random.Random, slowdown: float) -> Non
         fixed = plan_trace(trace, list(caps), costs, network, size)
         assert fixed.timeline(network, size, costs).step_s == other.step_s == end_s(fixed)
         assert end_s(plan) <= other.step_s
-    # What is foretold is what is simulated.
+    # What is predicted is what is simulated.
     timeline = plan.timeline()
     assert timeline.step_s == plan.forecast.chosen.step_s
     assert timeline.exposed_s == pytest.approx(plan.forecast.chosen.exposed_s, abs=1e-12)
@@ -264,9 +264,9 @@ def drawn_chain(rng: random.Random, count: int, slowdown: float) -> tuple[Chain,
     for above, row in itertools.pairwise(tail):
         row[:] = [a + b for a, b in zip(above, row, strict=True)]
     rate = rng.choice([0.0, 0.3, 1.0, 3.0])
-    travel = tuple(float(round(rng.randint(1, most) * rate)) for _ in range(count))
+    on_link = tuple(float(round(rng.randint(1, most) * rate)) for _ in range(count))
     pack, floors = tuple(time(0.5) for _ in range(count)), (0,) * count
-    chain = Chain(tuple(range(count)), "mean", tuple(ready), pack, travel, tuple(read), floors, tuple(fixed),
+    chain = Chain(tuple(range(count)), "mean", tuple(ready), pack, on_link, tuple(read), floors, tuple(fixed),
                   latest + time(), tuple(tuple(row) for row in tail), True)  # fmt: skip
     start = time() // rng.choice([1, 10])
     return chain, Ticks((), start, (), (), {"mean": time()}, rng.choice([1, 1, 2, 4]), slowdown, False)
@@ -290,7 +290,7 @@ def end_of_chain(chain: Chain, ticks: Ticks, ends: tuple[int, ...]) -> float:
         clock.compute(chain.ready[end - 1] - work)
         clock.compute(ticks.start + sum(chain.pack[begin:end]))
         work, start = chain.ready[end - 1], max(clock.now, clock.free)
-        whole, occupied = ticks.message("mean", sum(chain.travel[begin:end]))
+        whole, occupied = ticks.message("mean", sum(chain.on_link[begin:end]))
         clock.free, clock.busy = start + occupied, max(clock.busy, start + whole)
         sent.append((start + whole, begin, fixed, any(chain.read[begin:end])))
         begin = end
@@ -372,12 +372,12 @@ def long_chain(count: int, rng: random.Random, work: float, rate: float, latency
 def capped(chain: Chain, cap: float) -> tuple[int, ...]:
     """Cuts by a fixed cap."""
     ends, size = list[int](), 0.0
-    for link, travel in enumerate(chain.travel):
-        if size and size + travel > cap:
+    for link, on_link in enumerate(chain.on_link):
+        if size and size + on_link > cap:
             ends.append(link)
             size = 0.0
-        size += travel
-    return (*ends, len(chain.travel))
+        size += on_link
+    return (*ends, len(chain.on_link))
 
 
 @pytest.mark.parametrize("work", [1e4, 1e6, 4e6])
@@ -420,7 +420,7 @@ def test_a_plan_says_what_it_was_made_for() -> None:
     assert plan.timeline(world_size=64).step_s > plan.timeline().step_s
 
 
-def test_caps_of_the_user_are_kept_and_foretold() -> None:
+def test_caps_of_the_user_are_kept_and_predicted() -> None:
     trace = training([100_000] * 6, [True] * 6)
     plan = trace.plan(1, Costs((1e-3,) * len(trace.operations), 0.0, 0.0, "measured"), NETWORK)
     assert plan.buckets == trace.plan(1).buckets and plan.bucket_cap_mb == (1.0,)

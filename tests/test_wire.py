@@ -79,7 +79,7 @@ def equals_the_loop(compile: bool) -> None:
             fdp.assert_replicated(grads)
             assert {k: g.dtype for k, g in grads.items()} == {k: p.dtype for k, p in params.items()}
             if not compile:
-                assert torch.equal(mean, plain[1]), where  # a metric travels as it is
+                assert torch.equal(mean, plain[1]), where  # a metric is sent as it is
             for key, value in oracle.items():
                 if compile:
                     # Other arithmetic in front of the rounding, which may go to the other side.

@@ -123,7 +123,7 @@ def test_what_is_narrow_already_travels_as_it_is() -> None:
 
 
 def test_only_gradients_are_narrow() -> None:
-    """Statistics, averages made by hand, and what derivatives send back travel as they are."""
+    """Statistics, averages made by hand, and what derivatives send back are sent as they are."""
 
     def maml(p: Tree, x: torch.Tensor) -> tuple[Tree, Any]:
         def outer(p: Tree) -> torch.Tensor:
@@ -260,10 +260,10 @@ def test_options_that_have_no_meaning() -> None:
     assert "wire_dtype=torch.float64." in text(wire_dtype=torch.float64)
     assert text(wire_dtype=torch.bfloat16, accumulate_dtype=torch.float64) == (
         "accumulate_dtype=torch.float64.\n"
-        "Remedy: pass torch.float32, or None, which adds gradients up in the type that they travel in."
+        "Remedy: pass torch.float32, or None, which adds gradients up in the type that they are sent in."
     )
     assert text(accumulate_dtype=torch.float32).splitlines()[-1] == (
-        "Remedy: name the type that they are to travel in as well: wire_dtype=torch.bfloat16; or leave "
+        "Remedy: name the type that they are to be sent in as well: wire_dtype=torch.bfloat16; or leave "
         "accumulate_dtype out."
     )
 

@@ -179,12 +179,12 @@ class AllReduce(torch.autograd.Function):
 
 
 class NarrowMean(torch.autograd.Function):
-    """Mean over ranks of what travels in a narrow dtype and comes back in its own; its transpose travels as it is."""
+    """Mean over ranks of what is sent in a narrow dtype and comes back in its own; its transpose is sent as it is."""
 
     @staticmethod
     def forward(x: torch.Tensor, axis: str, size: int, label: str, wire: Wire) -> torch.Tensor:
         narrow, accumulate = wire.carries(x.dtype), wire.adds_in(x.dtype)
-        # Alone, nothing travels, so nothing is rounded: the marker only says what would travel.
+        # Alone, nothing is sent, so nothing is rounded: the marker only says what would be sent.
         sent = x if size == 1 or narrow == x.dtype else x.to(narrow, memory_format=torch.contiguous_format)
         out = torch.ops.fdp.all_reduce.default(sent, "mean", axis, "gradient", label, narrow, accumulate)
         return out.to(x.dtype)
@@ -281,7 +281,7 @@ class ForwardAllReduce(AllReduce):
 
 
 class ForwardNarrowMean(NarrowMean):
-    """NarrowMean, in forward mode; the tangent travels as it is."""
+    """NarrowMean, in forward mode; the tangent is sent as it is."""
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:

@@ -88,7 +88,7 @@ def _reduce(x: torch.Tensor, op: str, label: str) -> torch.Tensor:
         pairs = markers.all_reduce(torch.view_as_real(x.resolve_conj()), op, axis.name, "value", label)
         return torch.view_as_complex(pairs)
     if op in ("max", "min") and x.is_floating_point():
-        # Backends compare with <, which loses a NaN of one rank or another: it travels beside.
+        # Backends compare with <, which loses a NaN of one rank or another: it is sent beside.
         lost = markers.all_reduce(x.detach().isnan().to(x.dtype), "max", axis.name, "value", label)
         worst = -torch.inf if op == "max" else torch.inf
         found = markers.all_reduce(x.masked_fill(x.detach().isnan(), worst), op, axis.name, "value", label)

@@ -33,7 +33,7 @@ def copy_of(tensor: torch.Tensor, memory: torch.Tensor | None = None) -> torch.T
     if memory is None:
         memory = torch.empty(offset + size, dtype=tensor.dtype, device=tensor.device)
     else:
-        # Another view: whoever still has the earlier copy has its own shape and flags.
+        # Another view: the earlier copy keeps its own shape and flags.
         memory = memory.detach().as_strided((offset + size,), (1,), 0)
     memory[offset:].copy_(tensor.as_strided((size,), (1,), offset))
     # Not a view: a step may call `detach_` of what it is given.

@@ -75,7 +75,7 @@ def needed_bytes(emitted: Emitted) -> dict[torch.device, int]:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory of a device that nobody uses."""
+    """Memory of a device that is free."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -64,7 +64,7 @@ def set_random_states(emitted: Emitted, states: RandomState) -> None:
 
 
 def set_apart(emitted: Emitted) -> None:
-    """Put the generators that a step holds into a state in which nobody else leaves one."""
+    """Put the generators that a step holds into a state in which nothing else leaves one."""
     for generator in _held_generators(emitted):
         generator.manual_seed(_NOBODYS_SEED)
 

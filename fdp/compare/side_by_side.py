@@ -282,5 +282,5 @@ def _address(tensor: torch.Tensor) -> int | None:
 
 
 def _detached(tree: Any) -> Any:
-    """Without the graph of a backward pass that nobody will run, and all that it holds."""
+    """Without the graph of a backward pass that will not run, and all that it holds."""
     return pytree.map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, tree)

@@ -27,7 +27,7 @@ class Axis:
         size: number of ranks.
         rank: this process's rank.
         group: the group that an "eager" axis talks to.
-        wire: how gradients travel; None if they do as they are.
+        wire: in which dtype gradients are sent; None for their own.
     """
 
     name: str
@@ -85,7 +85,7 @@ def step_axis(name: str, group: Group, wire: Wire | None = None) -> Iterator[Non
         name: "traced", to have them recorded; "different ranks" or "equal ranks", to have them computed on this rank
             alone, which takes the others to hold something else, or the same (see `OtherRanks`).
         group: the ranks.
-        wire: how gradients travel.
+        wire: in which dtype gradients are sent.
     """
     if name != "traced":
         name = OtherRanks(group.size, group.rank, "equal" if name == "equal ranks" else "different").axis_name

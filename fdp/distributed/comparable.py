@@ -50,7 +50,7 @@ def comparable(value: Any) -> str:
 
 
 def without_addresses(text: str) -> str:
-    """A text in which no address in memory is left, whoever wrote it.
+    """A text in which no address in memory is left, whatever wrote it.
 
     Example:
         >>> without_addresses("<function f at 0x7f3a6c0de280>")

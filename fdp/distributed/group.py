@@ -263,4 +263,4 @@ def _as_bytes(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def _nothing() -> None:
-    """There is nobody to wait for."""
+    """There is nothing to wait for."""

@@ -1,6 +1,6 @@
 """A number at the end of a message, in which every rank sees whether all ranks sent the same one.
 
-Each bit travels as two elements, a one and a zero: (0, 1) for a bit that is set, (1, 0) for one that is not. After a
+Each bit is sent as two elements, a one and a zero: (0, 1) for a bit that is set, (1, 0) for one that is not. After a
 sum, a mean or a maximum over ranks that all sent the same bit, one element of the pair is still zero. If two ranks sent
 different bits, both are positive (after a minimum, both are zero). So each rank sees any difference between any ranks,
 not only from its own number, and nothing has to be exact: what counts is only which elements are zero. A sum of ones
@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 BITS = 32
-"""Bits of the number that travels."""
+"""Bits of the number that is sent."""
 
 NUMEL = 2 * BITS
 """Elements that it takes."""

@@ -1,4 +1,4 @@
-"""The wire type: in which dtype gradients travel between ranks, and in which they are added up.
+"""The wire type: in which dtype gradients are sent between ranks, and in which they are added up.
 
 References: Li et al., PyTorch Distributed (VLDB 2020), section 6.2.3 (gradient compression).
 """
@@ -18,11 +18,11 @@ _ACCUMULATE = (torch.float32,)
 
 @dataclass(frozen=True)
 class Wire:
-    """How gradients travel.
+    """In which dtype gradients are sent, and added up.
 
     Attributes:
-        dtype: the dtype that they travel in, if their own is wider.
-        accumulate: the dtype that those which travel in a narrower one are added up in; None for the backend's
+        dtype: the dtype that they are sent in, if their own is wider.
+        accumulate: the dtype that those which are sent in a narrower one are added up in; None for the backend's
             all-reduce, which adds in the dtype that it is given.
     """
 
@@ -30,20 +30,20 @@ class Wire:
     accumulate: torch.dtype | None = None
 
     def carries(self, own: torch.dtype) -> torch.dtype:
-        """The dtype that a gradient travels in: the wire's, if its own is wider."""
+        """The dtype that a gradient is sent in: the wire's, if its own is wider."""
         return self.dtype if own.is_floating_point and own.itemsize > self.dtype.itemsize else own
 
     def adds_in(self, own: torch.dtype) -> torch.dtype | None:
-        """The dtype that a gradient is added up in, if it is not the one that it travels in."""
+        """The dtype that a gradient is added up in, if it is not the one that it is sent in."""
         wider = self.accumulate is not None and self.accumulate.itemsize > self.carries(own).itemsize
         return self.accumulate if wider else None
 
 
 def resolve_wire(wire_dtype: Any, accumulate_dtype: Any) -> Wire | None:
-    """Turn the options of `data_parallel` into a `Wire`, or None if gradients travel as they are.
+    """Turn the options of `data_parallel` into a `Wire`, or None if gradients are sent as they are.
 
     Raises:
-        ArgumentError: an option is no dtype that it takes, or there is a type to add in and none to travel in.
+        ArgumentError: an option is no dtype that it takes, or there is a type to add in and none to send in.
 
     Example:
         >>> resolve_wire(torch.bfloat16, None)
@@ -60,7 +60,7 @@ def resolve_wire(wire_dtype: Any, accumulate_dtype: Any) -> Wire | None:
         raise ArgumentError(
             build_message(
                 f"accumulate_dtype={accumulate_dtype!r}.",
-                remedy="pass torch.float32, or None, which adds gradients up in the type that they travel in.",
+                remedy="pass torch.float32, or None, which adds gradients up in the type that they are sent in.",
             )
         )
     if wire_dtype is None:
@@ -68,9 +68,9 @@ def resolve_wire(wire_dtype: Any, accumulate_dtype: Any) -> Wire | None:
             return None
         raise ArgumentError(
             build_message(
-                f"accumulate_dtype={accumulate_dtype} was given without wire_dtype: gradients that travel as they are "
+                f"accumulate_dtype={accumulate_dtype} was given without wire_dtype: gradients that keep their dtype "
                 "are added up by the backend.",
-                remedy="name the type that they are to travel in as well: wire_dtype=torch.bfloat16; or leave "
+                remedy="name the type that they are to be sent in as well: wire_dtype=torch.bfloat16; or leave "
                 "accumulate_dtype out.",
             )
         )

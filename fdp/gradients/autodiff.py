@@ -34,7 +34,7 @@ _BREAK_REASON = (
     "fdp.value_and_grad differentiates as PyTorch runs; in a step under fdp.data_parallel(compile=True) it becomes "
     "part of one graph"
 )
-"""What Dynamo tells whoever has it in a function under `torch.compile`."""
+"""What Dynamo says where it is in a function under `torch.compile`."""
 
 
 @breaks_graph(_BREAK_REASON)
@@ -318,7 +318,7 @@ def _detached(x: torch.Tensor) -> torch.Tensor:
 
 
 def _reaches_other_leaves(value: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether the value also depends on a tensor that somebody else may differentiate with respect to."""
+    """Whether the value also depends on a tensor that an outer transform may differentiate with respect to."""
     own = {id(tensor) for tensor in inputs}
     seen, pending = set(), [value.grad_fn]
     while pending:

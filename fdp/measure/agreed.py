@@ -1,6 +1,6 @@
 """Numbers that ranks measured, made equal on all of them: plans that are made from them are then equal, too.
 
-They travel as whole numbers of picoseconds: sums of integers do not depend on the order in which a backend adds.
+They are sent as whole numbers of picoseconds: sums of integers do not depend on the order in which a backend adds.
 """
 
 from __future__ import annotations

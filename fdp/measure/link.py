@@ -201,7 +201,7 @@ class _Messages:
 
         The first run is not counted. Of each of the others it is counted from when the last rank came: the rank that
         waited least for the others came last. The lower quartile of the runs is taken: now and then a message waits for
-        its turn on a processor, several times as long as it travels.
+        its turn on a processor, several times as long as it is on the link.
 
         On CPUs ranks compute meanwhile, as they do in a step: the threads of the backend want the same cores, and a
         message that is alone may take a fraction of that time.

@@ -1,4 +1,4 @@
-"""A real step on two lanes: what computed when, which messages were under way, and what nobody hid."""
+"""A real step on two lanes: what computed when, which messages were under way, and what was exposed."""
 
 from __future__ import annotations
 

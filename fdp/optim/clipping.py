@@ -148,7 +148,7 @@ def multiplied(grads: Tree, factor: Tensor) -> Tree:
 
 
 def _take_lists(tensors: list[Tensor]) -> bool:
-    """Whether one kernel may take all the tensors: nobody differentiates through it, and no `vmap` is around it.
+    """Whether one kernel may take all the tensors: nothing differentiates through it, and no `vmap` is around it.
 
     Not left to torch, which asks for the type of the tensors: the fake ones of a trace would take another way than
     real ones, with other bits. (This relies on `is_functorch_wrapped_tensor`, true in grad, jvp and vmap.)

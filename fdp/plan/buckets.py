@@ -53,7 +53,7 @@ def partition(
 ) -> list[tuple[int, ...]]:
     """Decide which reductions share a message.
 
-    A bucket takes reductions of one operation, device and dtype (to travel in and to add in), in the order in which
+    A bucket takes reductions of one operation, device and dtype (to send in and to add in), in the order in which
     they are produced, until the next one would carry it over its cap. A reduction that is computed from the result of
     another one never joins a bucket that is still open when that other one is in it, or it would wait for itself; nor
     does it join those that need no other, which would then have to wait with it.
@@ -105,7 +105,7 @@ def kind_of(reductions: Sequence[Reduction], upstream: Sequence[int], index: int
         reduction.op, reduction.root, str(reduction.dtype), str(reduction.accumulate_dtype), str(reduction.device),
         bool(upstream[index]),
     )  # fmt: skip
-    # Of an all-gather every rank's piece lies apart from the others': it travels alone.
+    # Of an all-gather every rank's piece lies apart from the others': it is sent alone.
     return (*kind, index) if reduction.op == "all_gather" else kind
 
 

@@ -24,7 +24,7 @@ def plan_trace(
     world_size: int | None = None,
     spread: float = 0.0,
 ) -> Plan:
-    """Decide which reductions travel together, and when everything happens.
+    """Decide which reductions share a message, and when everything happens.
 
     Args:
         trace: of a step.

@@ -33,7 +33,7 @@ def plan_as_ddp(
         trace: of the step. Gradients are its reductions of that kind; if there are none, whatever it averages.
         costs: of the step's operations.
         caps_mb: the cap of the first bucket, the next, ..., the last for all that follow, in MiB. As in DDP, a bucket
-            is closed by the gradient that carries it to its cap or over it; with a cap of 0 each travels alone.
+            is closed by the gradient that carries it to its cap or over it; with a cap of 0 each is sent alone.
         overlap: whether messages start during the backward pass, or all after it.
 
     Returns:

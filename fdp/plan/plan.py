@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Reductions that travel in one message.
+    """Reductions that share a message.
 
     Attributes:
         index: position among the buckets, which is the order in which they start on every rank.
         op: "mean", "sum", "max", "min", "all_gather" or "broadcast".
         root: the root rank of a broadcast, else 0.
-        dtype: the dtype that all of it travels in.
+        dtype: the dtype that all of it is sent in.
         device: device of all of it.
         members: indices of its reductions in `Trace.reductions`, in production order.
         offsets: where each member begins, in elements.
         numel: elements that this rank contributes, with what lies between members so that each begins aligned.
-        size_bytes: bytes of its members on this rank, as they travel.
-        accumulate_dtype: the dtype that it is added up in, if that is not the one that it travels in: then its members
+        size_bytes: bytes of its members on this rank, as they are sent.
+        accumulate_dtype: the dtype that it is added up in, if that is not the one that it is sent in: then its members
             go to the ranks that add them up, and the means come back, in two messages of the bucket's size.
     """
 
@@ -104,7 +104,7 @@ class Plan(Printed):
 
     @property
     def messages(self) -> str:
-        """The schedule as ranks compare it: one line for each reduction, in the order in which they travel."""
+        """The schedule as ranks compare it: one line for each reduction, in the order in which they are sent."""
         lines = []
         for bucket in self.buckets:
             op = f"{bucket.op} from rank {bucket.root}" if bucket.op == "broadcast" else bucket.op
@@ -148,7 +148,7 @@ class Plan(Printed):
     def timeline(
         self, network: Network | None = None, world_size: int | None = None, costs: Costs | None = None
     ) -> Timeline:
-        """Foretell when everything happens, without running it.
+        """Predict when everything happens, without running it.
 
         Args:
             network: between the ranks; None for the one that was planned for.

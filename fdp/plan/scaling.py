@@ -115,11 +115,11 @@ class Scaling(Printed):
 def scaling(
     plan: Plan, *, network: Network, world_sizes: Sequence[int] = WORLD_SIZES, costs: Costs | None = None
 ) -> Scaling:
-    """Foretell the step on other numbers of ranks, for fdp and for DDP's default, on one model of costs.
+    """Predict the step on other numbers of ranks, for fdp and for DDP's default, on one model of costs.
 
     Each rank keeps its batch. fdp is shown twice: with the buckets of `plan`, and with those that "auto" chooses for
     each number of ranks. DDP has a first bucket of 1 MiB and then 25 MiB, copies gradients into its buckets and out
-    of them, and runs the optimizer after the last wait. There are no stragglers, and nobody else is on the network.
+    of them, and runs the optimizer after the last wait. There are no stragglers, and nothing else is on the network.
 
     Args:
         plan: of the step; it may be traced for any number of ranks.

@@ -25,7 +25,7 @@ def order(
     Args:
         operations: of the trace, each with what it needs.
         reductions: of the trace.
-        buckets: which reductions travel together, in the order in which they start.
+        buckets: which reductions share a message, in the order in which they start.
 
     Returns:
         Each operation once (entries of one call that can run together, together), each bucket's start once, and

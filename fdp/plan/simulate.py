@@ -45,7 +45,7 @@ class Clock:
 
     def start(self, bucket: Bucket) -> None:
         """Start a bucket's message, which begins when the link is free."""
-        whole, occupied = self.ticks.message(bucket.op, sum(self.ticks.travel[member] for member in bucket.members))
+        whole, occupied = self.ticks.message(bucket.op, sum(self.ticks.on_link[member] for member in bucket.members))
         begin = max(self.now, self.free)
         self.free = begin + occupied
         self.messages[bucket.index] = begin, begin + whole
@@ -116,7 +116,7 @@ def phases(operations: Sequence[Operation]) -> list[str]:
 
 
 def simulate(plan: Plan, costs: Costs, network: Network, world_size: int | None = None) -> Timeline:
-    """Foretell what happens when in a step, without running it.
+    """Predict what happens when in a step, without running it.
 
     The compute lane runs the schedule. To start a bucket it fills it, and pays for the start; the message then waits
     for the link. To wait for a bucket it stands still until the message is done. A single rank fills no buckets and
@@ -176,7 +176,7 @@ def simulate(plan: Plan, costs: Costs, network: Network, world_size: int | None 
 
 def let_on(plan: Plan) -> dict[int, tuple[int, ...]]:
     """For each bucket whose wait is the last one before some operation, all buckets that were waited for since the
-    operation before: they are taken up together. What nobody reads is in none."""
+    operation before: they are taken up together. What is not read is in none."""
     found: dict[int, tuple[int, ...]] = {}
     asking: list[int] = []
     for item in plan.schedule:

@@ -20,7 +20,7 @@ def breaks_graph(reason: str) -> Callable[[_Function], _Function]:
     """Keep a function out of the graphs of others: a graph under `torch.compile` breaks once, around its call.
 
     Args:
-        reason: what whoever asks for one whole graph (`fullgraph=True`) is told.
+        reason: what is said where one whole graph is asked for (`fullgraph=True`).
 
     Returns:
         A decorator.
@@ -37,7 +37,7 @@ def breaks_graph(reason: str) -> Callable[[_Function], _Function]:
 def uncompiled() -> Iterator[None]:
     """Run what is under `torch.compile` as plain Python: inside of a step it is part of the step's graph.
 
-    It holds for the whole process: whoever calls this keeps others from doing so meanwhile.
+    It holds for the whole process: a caller keeps others from doing so meanwhile.
 
     Not by `torch.compiler.set_stance("force_eager")` alone, which would stop `torch.cond` and its like as well: they
     have their branches traced by Dynamo. (This relies on `eval_frame._callback_from_stance`, through which each

@@ -209,7 +209,7 @@ def warn_if_untested() -> None:
     if release(str(torch.__version__)) > release(TESTED[1]):
         warnings.warn(
             f"fdp was tested with torch {TESTED[0]} to {TESTED[1]}, and this is {torch.__version__}. What it misses "
-            "there it refuses; that all else is as it was, nobody has looked at yet.",
+            "there it refuses; that all else is as it was, has not been checked yet.",
             stacklevel=2,
         )
 

@@ -148,7 +148,7 @@ def why_not() -> tuple[str, ...]:
         except Exception as error:
             found.append(f"torch.utils.checkpoint.checkpoint: {type(error).__name__}: {error}")
 
-    # In a thread of its own: there is no tracer, no transformation and no autocast there, whoever asks for this.
+    # In a thread of its own: there is no tracer, no transformation and no autocast there, wherever this is called.
     thread = threading.Thread(target=check_both)
     thread.start()
     thread.join()

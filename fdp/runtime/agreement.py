@@ -40,7 +40,7 @@ def schedule_text(plan: Plan, how: str = "") -> str:
         f"output {output.name} = {comparable(output.constant)}" for output in plan.trace.outputs if output.node is None
     ]
     lines += [_ARITHMETIC + call for call in plan.trace.replicated_calls]
-    # Key paths are written by whoever wrote the containers: what they hold of addresses must not refuse a step either.
+    # Key paths are written by the authors of the containers: what they hold of addresses must not refuse a step either.
     return without_addresses("\n".join(lines))
 
 

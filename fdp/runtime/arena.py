@@ -13,14 +13,14 @@ from fdp.emit.memory.layout import Layout
 
 
 class Tenant(Protocol):
-    """Somebody who has tensors in an arena."""
+    """What has tensors in an arena."""
 
     def leave(self, arena: Arena | None) -> None:
         """Let go of all tensors in the arena, if there are any."""
 
 
 moving = threading.RLock()
-"""Held by whoever enters or leaves an arena: threads may run several steps at once, each in an arena of its own."""
+"""Held while a program enters or leaves an arena: threads may run several steps at once, each in its own arena."""
 
 
 class Arena:
@@ -79,14 +79,14 @@ class Arenas:
         self._idle: list[weakref.ref[Arena]] = []
 
     def borrow(self, preferred: Arena | None) -> Arena:
-        """Take an arena that nobody is using: the preferred one, another one, or a new one."""
+        """Take an arena that is not in use: the preferred one, another one, or a new one."""
         with self._lock:
             if preferred is not None:
                 try:
                     self._idle.remove(weakref.ref(preferred))
                     return preferred
                 except ValueError:
-                    pass  # somebody else has it
+                    pass  # another program has it
             idle = [arena for reference in self._idle if (arena := reference()) is not None]
             chosen = idle[-1] if idle else None
             self._idle = [weakref.ref(arena) for arena in idle if arena is not chosen]

@@ -27,7 +27,7 @@ class Buffer:
         gathered: [ranks, numel] for an all-gather, else None.
         scaled: it is filled with values divided by the number of ranks: their sum is the mean.
         received: [own elements], pieces of all ranks on their way, if it is added up in a wider dtype, else None.
-        message: what travels of a reduction: `own`, with the header behind it if there is one.
+        message: what is sent of a reduction: `own`, with the header behind it if there is one.
         header: [header_numel], the end of the message, if the bucket says which call it belongs to; else None.
     """
 

@@ -40,7 +40,7 @@ BREAK_REASON = (
     "fullgraph=True away, and the graph breaks once, around the step; to compile the step itself, say "
     "fdp.data_parallel(compile=True)."
 )
-"""What Dynamo tells whoever has a step inside of a function under `torch.compile`."""
+"""What Dynamo says where a step is inside of a function under `torch.compile`."""
 
 
 class Observer(Protocol):

@@ -1,7 +1,7 @@
 """The mean of narrow values, added up in a wider dtype: an all-to-all, a sum on each rank, an all-gather.
 
 Each rank adds up one piece of the bucket for all ranks, and what it sends back is rounded once; so every rank holds the
-same bits, and no more bytes travel than a ring all-reduce of the narrow values sends.
+same bits, and no more bytes are sent than a ring all-reduce of the narrow values sends.
 
 References: Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH (IJHPCA 2005),
 section 4.5: a reduce-scatter, and then an all-gather.

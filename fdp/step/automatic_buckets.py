@@ -1,7 +1,7 @@
 """`bucket_cap_mb="auto"`: ranks measure a step and their network together, and choose buckets by what they cost.
 
-What is chosen is remembered by what travels. A rank that alone gets another signature with the same gradients (a
-shorter last batch) cuts them as before: it needs nobody, and the schedule stays what all ranks have agreed on.
+What is chosen is remembered by what is sent. A rank that alone gets another signature with the same gradients (a
+shorter last batch) cuts them as before: it needs no other rank, and the schedule stays what all ranks have agreed on.
 """
 
 from __future__ import annotations
@@ -179,9 +179,9 @@ def _groups(plan: Plan) -> Groups:
 
 
 def _key(trace: Trace, group: Group) -> Any:
-    """What travels, and which of it is computed from the result of which: buckets may not join those."""
-    travels = ((r.name, r.op, r.root, r.shape, r.dtype, r.accumulate_dtype, str(r.device)) for r in trace.reductions)
-    return group, tuple(travels), tuple(_chain(trace))
+    """What is sent, and which of it is computed from the result of which: buckets may not join those."""
+    sent = ((r.name, r.op, r.root, r.shape, r.dtype, r.accumulate_dtype, str(r.device)) for r in trace.reductions)
+    return group, tuple(sent), tuple(_chain(trace))
 
 
 def _chain(trace: Trace) -> list[int]:

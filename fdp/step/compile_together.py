@@ -1,4 +1,4 @@
-"""Compile on every rank at once: nobody waits for another's cache, and nobody sends before all are ready.
+"""Compile on every rank at once: no rank waits for another's cache, and none sends before all are ready.
 
 A rank that finds its program in the cache has it in a second, one that does not may take minutes. Messages that the
 first one sends would wait for the second until the process group's time limit. So ranks tell each other when they are
@@ -75,7 +75,7 @@ def _signs_of_life(store: Any, key: str) -> Iterator[None]:
             try:
                 store.add(key, 1)
             except (RuntimeError, dist.DistError):
-                return  # the store is gone: whoever needs it next says so
+                return  # the store is gone: what needs it next says so
 
     thread = threading.Thread(target=count_up, name="fdp-signs-of-life", daemon=True)
     thread.start()

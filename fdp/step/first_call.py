@@ -38,7 +38,7 @@ _RETRACE_WARNING = 8
 _one_at_a_time = threading.RLock()
 """Held while a step is traced, checked or compiled: all set switches of torch that hold for the whole process.
 
-Nobody waits for another rank while he holds it."""
+No thread waits for another rank while it holds it."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Settings:
         options: how to compile the step; None to run it operator by operator.
         check_replication: as for `data_parallel`.
         check_trace: as for `data_parallel`.
-        wire: how gradients travel, None for as they are.
+        wire: in which dtype gradients are sent, None for their own.
         network: between the ranks, if the user gave it.
     """
 

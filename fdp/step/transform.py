@@ -57,7 +57,7 @@ class Step:
         network: Network | None = None,
     ) -> None:
         step_fn, asked = unwrap_compiled(step_fn)
-        # compile=False is what nobody says: then what torch.compile was told counts.
+        # compile=False is the default: then what torch.compile was told counts.
         options = resolve_options(asked if compile is False and asked is not None else compile)
         resolve_caps(bucket_cap_mb)
         if network is not None and not isinstance(network, Network):
@@ -306,9 +306,9 @@ def data_parallel(
             whether ranks compare the bits of their state before they first communicate.
         check_trace: whether a new trace is compared with the step itself, and what was compiled likewise: at the first
             call, and now and then at later ones, for a hundredth of their time.
-        wire_dtype: torch.bfloat16 or torch.float16, in which wider gradients of `value_and_grad` and `grad` travel;
+        wire_dtype: torch.bfloat16 or torch.float16, in which wider gradients of `value_and_grad` and `grad` are sent;
             None sends them as they are.
-        accumulate_dtype: torch.float32, to add them up in; None adds them up in the type that they travel in.
+        accumulate_dtype: torch.float32, to add them up in; None adds them up in the type that they are sent in.
         network: an `fdp.Network` to choose buckets for; None measures the group's, where "auto" needs it.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Draw timelines: two lanes, buckets in colours, what nobody hides hatched; for people who have read no manual."""
+"""Draw timelines: two lanes, buckets in colours, exposed time hatched; for people who have read no manual."""
 
 from __future__ import annotations
 

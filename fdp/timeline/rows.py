@@ -1,7 +1,7 @@
 """Read off a timeline what a table or a picture shows of it: waits, blocks of one kind, rows of messages.
 
 A timeline has one interval for each operator, thousands for a large model. A person looks for less: which stretch is
-forward, where the rank waits and for which bucket, and what of a message nobody hid.
+forward, where the rank waits and for which bucket, and what of a message is exposed.
 """
 
 from __future__ import annotations

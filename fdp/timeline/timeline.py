@@ -1,4 +1,4 @@
-"""A step on two lanes, as a value: what computes when, which messages are under way, and what nobody hides."""
+"""A step on two lanes, as a value: what computes when, which messages are under way, and what is exposed."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Interval:
         lane: "compute" or "communication".
         kind: "forward", "backward", "pack" (filling buckets and starting messages), "optimizer" (what needs
             a message, or comes behind the last backward pass, and no backward pass needs), or "message".
-        name: an operator with its source line, or what travels.
+        name: an operator with its source line, or what is sent.
         start_s: seconds from the beginning of the step.
         end_s: likewise.
         bucket: index of the bucket that it is, fills or waits for; None if there is none.
-        size_bytes: bytes that travel, of a message; else None.
-        used_s: of a message, when the compute lane goes on with what it brought; None if nobody reads that, or nobody
-            knows.
+        size_bytes: bytes that are sent, of a message; else None.
+        used_s: of a message, when the compute lane goes on with what it brought; None if nothing reads that, or it
+            is not known.
     """
 
     lane: str
@@ -59,8 +59,8 @@ class Timeline(Printed):
         origin: "simulated" or "measured".
         intervals: all of both lanes.
         step_s: seconds of the whole step.
-        alone_s: seconds that a single rank would take for the same work, without buckets and messages; None if nobody
-            knows.
+        alone_s: seconds that a single rank would take for the same work, without buckets and messages; None if
+            that is not known.
     """
 
     name: str
@@ -156,7 +156,7 @@ class Timeline(Printed):
         return tuple(reversed(path))
 
     def draw(self, path: str | os.PathLike[str] | None = None, *, beside: Timeline | None = None) -> Figure:
-        """Draw both lanes: buckets in colours, what computes named, what nobody hides hatched.
+        """Draw both lanes: buckets in colours, what computes named, exposed time hatched.
 
         Args:
             path: the file to write, whose suffix says how: .png, .svg or .pdf; None writes nothing.

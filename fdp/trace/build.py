@@ -66,7 +66,7 @@ def trace_step(
         roles: what each argument is to it.
         group: the ranks that it is to run on.
         check_replication: whether outputs must be equal on every rank unless declared.
-        wire: how gradients travel; None if they do as they are.
+        wire: in which dtype gradients are sent; None for their own.
 
     Returns:
         The trace.
@@ -201,7 +201,7 @@ def run_untraced(
 ) -> Any:
     """Run a step as it is, on this rank alone: collectives take the other ranks to hold something else, or the same.
 
-    With a wire, gradients are rounded to what travels.
+    With a wire, gradients are rounded to what is sent.
 
     Raises:
         TraceError: the step kept a tensor when it was traced, and now uses it.
@@ -291,7 +291,7 @@ def _reductions(
 
 
 def _wire_of(node: fx.Node) -> tuple[torch.dtype, torch.dtype | None]:
-    """In which dtype a gradient travels, and in which it is added up. (One rank alone keeps the gradient's own.)"""
+    """In which dtype a gradient is sent, and in which it is added up. (One rank alone keeps the gradient's own.)"""
     wire: Any = node.args[5]
     accumulate: Any = node.args[6] if len(node.args) > 6 else None
     return wire, accumulate

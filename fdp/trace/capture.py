@@ -74,7 +74,7 @@ def capture(
         flat_step: takes fake tensors, one for each of `tensors`, and returns a flat list of tensors.
         tensors: the inputs, of which only shape, dtype, strides, device and shared memory matter.
         group: the ranks that the step runs on.
-        wire: how gradients travel; None if they do as they are.
+        wire: in which dtype gradients are sent; None for their own.
         names: key paths of `tensors`, for messages.
         closed_over: finds the tensors that the step can reach without being passed them: by `id`, name and tensor.
 

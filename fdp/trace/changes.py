@@ -80,7 +80,7 @@ def describe_change(old: Summary, new: Flat, step_name: str, roles: Roles) -> tu
 def _kind(leaf: Any) -> Kind:
     if not isinstance(leaf, torch.Tensor):
         return (("value", repr(leaf)),)
-    # The shape first: if it changes, so do strides, and nobody wants to hear of them.
+    # The shape first: if it changes, so do strides, and need no mention.
     return (
         ("shape", str(list(leaf.shape))),
         ("dtype", str(leaf.dtype)),

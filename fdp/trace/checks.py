@@ -52,7 +52,7 @@ def check_closure(name: str, graph_module: fx.GraphModule, names: Mapping[int, s
 
 
 def check_made_here(name: str, graph_module: fx.GraphModule, names: Mapping[int, str]) -> None:
-    """Refuse a step that uses a tensor of a trace which nobody saw being made: in a thread, or in an earlier trace.
+    """Refuse a step that uses a tensor of a trace that was made unseen: in a thread, or in an earlier trace.
 
     Raises:
         TraceError: names each of them, and the line where it is used.

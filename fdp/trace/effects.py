@@ -137,7 +137,7 @@ def taken_for_shape(node: fx.Node) -> tuple[fx.Node, ...]:
 
     Such is the first argument of `rand_like`. And the backward of a convolution reads its weight for the gradient of
     the input only, and the input for that of the weight. `vmap` relies on it: where one of the two is not asked for, it
-    passes memory that nobody has filled.
+    passes memory that nothing has filled.
     """
     if getattr(node.target, "namespace", "") == "aten" and operator_name(node) in _SHAPE_ALONE:
         like, *others = (value for _, value in bound_arguments(node))

@@ -36,7 +36,7 @@ def teach(fake_mode: Any) -> Callable[[], bool]:
     no rule. The mode would then run the real kernel on as many zeros as there are parameters, gradients and moments,
     only to learn that it returns nothing: seconds, and a second copy of the state.
     The table of a CTC loss is as wide as the longest target, which its rule does not know. It is taken to be as wide as
-    it can be: nobody sees it but the operator's own derivative, which gets the real one.
+    it can be: only the operator's own derivative sees it, which gets the real one.
     Dropout that drops nothing hands its very argument back by its rule, and a new tensor by its kernel for CPUs: to the
     tracer the argument would be that result from there on.
 

@@ -1,6 +1,6 @@
 """Operators that give a tensor another shape, or other memory, in place: in the graph they become views.
 
-In plain torch `h.t_()` turns the object `h`, whoever else holds it. In a graph every use of `h` after that call names
+In plain torch `h.t_()` turns the object `h` for all who hold it. In a graph every use of `h` after that call names
 the call's own result already. So the call can be replaced by the view `h.t()`, a value of its own, and no program ever
 turns an object that something else names: not a view that stands for its base, and not the tensor of a caller.
 """

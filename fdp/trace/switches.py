@@ -1,6 +1,6 @@
 """What is switched in torch while a step is traced, and switched back: each is a context.
 
-Private parts of torch that are relied on: the flag that tells libraries that somebody is compiling (they then skip
+Private parts of torch that are relied on: the flag that tells libraries that a compiler is at work (they then skip
 checks that would read the value of a tensor), the switch of oneDNN, the cache of autocast.
 """
 

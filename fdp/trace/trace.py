@@ -111,10 +111,10 @@ class Reduction:
         op: "mean", "sum", "max", "min", "all_gather" or "broadcast".
         root: the root rank of a broadcast, else 0.
         shape: shape on one rank.
-        dtype: the dtype that it travels in.
+        dtype: the dtype that it is sent in.
         device: its device.
-        size_bytes: bytes that one rank contributes; those of the wire, if it travels in a narrower dtype than its own.
-        accumulate_dtype: the dtype that it is added up in, if that is not the one that it travels in.
+        size_bytes: bytes that one rank contributes; those of the wire, if it is sent in a narrower dtype than its own.
+        accumulate_dtype: the dtype that it is added up in, if that is not the one that it is sent in.
         produced_by: the operator that makes it.
         position: index of the operation that makes it; reductions are sorted by it.
         operation: index of the operation that it is.
@@ -175,7 +175,7 @@ class Trace(Printed):
         graph: the graph itself, of operators on example values. Read it; do not change it.
         in_spec: tree structure of the arguments.
         out_spec: tree structure of what the step returns.
-        wire: how gradients travel; None if they do as they are.
+        wire: in which dtype gradients are sent; None for their own.
         loops: what it does several times.
     """
 

@@ -4,7 +4,7 @@ Which number is drawn for which element depends on how the elements lie. A trace
 tensors. Views and operators in place follow from shapes alone, and where all elements lie row by row, rule and kernel
 agree. But where an operator takes or makes a value that lies otherwise, the rules of two dozen operators say another
 order than their kernels for CPUs choose (torch 2.13: `copysign`, `logsigmoid`, `2 ** x`, `div` with rounding; in
-bfloat16 even a sum with an expanded tensor), and nobody knows those of an operator of somebody else's.
+bfloat16 even a sum with an expanded tensor), and those of an operator of another library are not known.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def _fresh(new: list[Any]) -> Callable[[Term, list[View]], list[Any]]:
 
 
 def _returned(graph: Graph, node: fx.Node, found: Sequence[View]) -> list[View]:
-    """What was computed, as it lies in the graph: whoever looks at it there knows nothing of the trace."""
+    """What was computed, as it lies in the graph: what looks at it there knows nothing of the trace."""
     example: Any = node.meta["val"]
     made = [graph.fresh_view(each) for each in example]
     for view, result in zip(made, found, strict=True):

@@ -1,6 +1,6 @@
 """Do the tensors that were made for a program lie where its proof had them?
 
-A program is proved on stand-ins, which lie where its places and layouts say. When it runs, somebody makes tensors in
+A program is proved on stand-ins, which lie where its places and layouts say. When it runs, tensors are made in
 real memory: for each place, among the globals of its function, and for each bucket. Here they are looked at, each time
 that they are made and before the program runs. Nothing is read from memory, so it costs less than making them did.
 """

@@ -153,7 +153,7 @@ class Memory:
             self._lay_over(block, start, start + view.span, store)
 
     def _copy_cells(self, block: Block, start: int, span: int, pieces: tuple[Any, ...]) -> None:
-        """Memory is copied as it lies, so that whoever looks at it under its first shape sees its first value."""
+        """Memory is copied as it lies, so that a look under its first shape sees its first value."""
         for low, high, layers in pieces:
             end = start + (high or span)
             copied = tuple(Store(term, start + at, *geometry) for term, at, *geometry in layers)

@@ -89,7 +89,7 @@ class Operator:
         entrywise: it does the same to each entry of its lists, one after the other.
         random: it may draw random numbers.
         uninitialised: its result holds what happened to be in memory.
-        known: whether all it does is what its schema says: not so of operators of somebody else's.
+        known: whether all it does is what its schema says: not so of operators of other libraries.
         out: whether it writes its results to where it is told to.
     """
 
@@ -173,7 +173,7 @@ class Operator:
 
 @functools.cache
 def operator_of(target: Any) -> Operator:
-    """What is known of an overload of an operator of torch, or of somebody else's."""
+    """What is known of an overload of an operator of torch, or of another library."""
     schema = target._schema
     namespace, base = schema.name.split("::")
     mutable = schema.is_mutable

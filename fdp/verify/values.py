@@ -67,7 +67,7 @@ class Values:
             return ("number", found.xreplace(self.symbols) if hasattr(found, "xreplace") else found)
         if isinstance(value, torch.Generator):
             return ("generator", value._cdata)  # type: ignore[attr-defined] # the same one may be another object
-        if isinstance(value, (int, float)):  # of a class of somebody's own
+        if isinstance(value, (int, float)):  # of a subclass
             return (type(value).__name__, repr(value))
         if isinstance(value, (torch.device, torch.layout, torch.memory_format)):
             return value

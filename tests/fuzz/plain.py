@@ -145,7 +145,7 @@ class World:
         if state is not None:
             torch.set_rng_state(state)
 
-    def shaken(self, x: Any) -> Any:
+    def perturbed(self, x: Any) -> Any:
         """A value moved by rounding, to see how far that goes."""
         if not self.noise or not isinstance(x, torch.Tensor) or not x.is_floating_point():
             return x
@@ -167,7 +167,7 @@ class Plain:
 
     def _each(self, make: Any) -> Any:
         # Every rank gets memory of its own.
-        return lambda xs: [self.world.shaken(make(xs)).clone() for _ in xs]
+        return lambda xs: [self.world.perturbed(make(xs)).clone() for _ in xs]
 
     def psum(self, tree: Any) -> Any:
         return self._collect(tree, self._each(sum_of))
@@ -344,7 +344,7 @@ class Kit:
         return x
 
     def num(self, shape: Any, seed: int) -> torch.Tensor:
-        return self.world.shaken(numbers(shape, seed, self.exact).to(self.F))
+        return self.world.perturbed(numbers(shape, seed, self.exact).to(self.F))
 
     def grad(self, value: Any, inputs: Any) -> Any:
         return self.plain.gradients(value, inputs)

@@ -52,7 +52,7 @@ class Line:
 
 
 def drop_unused(lines: Sequence[Line], outputs: Iterable[str]) -> list[Line]:
-    """Leave out what only led to values that nobody needs, such as views of fixed places."""
+    """Leave out what only led to values that are not needed, such as views of fixed places."""
     needed = set(outputs)
     kept = []
     for line in reversed(lines):
@@ -123,7 +123,7 @@ def assemble(
     reserved: Mapping[str, str],
     tick: str | None = None,
 ) -> str:
-    """Put a program together, and after each line the names that nobody needs any more.
+    """Put a program together, and after each line the names that are not needed any more.
 
     Args:
         lines: of the program.

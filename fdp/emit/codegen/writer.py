@@ -63,7 +63,7 @@ def names_of_values(writer: Writer, graph: fx.Graph) -> dict[str, str]:
 
 
 def free_name(stem: str, taken: Container[str]) -> str:
-    """A name that no value of the graph has: an operator of somebody else's may be called "start"."""
+    """A name that no value of the graph has: an operator of another library may be called "start"."""
     while stem in taken:
         stem += "_"
     return stem

@@ -232,7 +232,7 @@ def _batch_norm(
 def result_name(plan: Plan, bucket: int, member: int) -> str:
     """The name of the place where what comes back is: but for an all-gather it is the member's own, by another name.
 
-    A compiler may use the memory that it filled itself again, if it sees nobody read it as it was then.
+    A compiler may use the memory that it filled itself again, if it sees nothing read it as it was then.
     """
     gathers = plan.buckets[bucket].op == "all_gather"
     return f"{'gathered' if gathers else 'received'}{bucket}_{member}"

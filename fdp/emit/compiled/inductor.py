@@ -55,8 +55,8 @@ KEPT: Mapping[str, Any] = {
     "_fuse_ddp_communication": False,
     # Puts loops that have nothing to do with each other into one kernel: updates of one bucket into the next one's.
     "combo_kernels": False,
-    # Takes x * 1 and x + 0 for x (torch 2.14), whoever writes to x later, and whether or not x is donated memory that a
-    # result must not share. The same arithmetic with tensors of ones and zeros (torch 2.13) is left alone as well.
+    # Takes x * 1 and x + 0 for x (torch 2.14), even if x is written to later, or is donated memory that a result must
+    # not share. The same arithmetic with tensors of ones and zeros (torch 2.13) is left alone as well.
     "joint_graph_constant_folding": False,
 }
 """Settings that keep the plan, or the numbers; a user cannot change them."""
@@ -321,7 +321,7 @@ def _try_the_best_vectors() -> None:
         from torch._inductor import config, cpu_vec_isa
 
         if config.cpp.vec_isa_ok is not None:
-            return  # somebody has said it already
+            return  # it has been said already
         names = cpu_vec_isa.x86_isa_checker()
         known = [isa for isa in cpu_vec_isa.supported_vec_isa_list if set(str(isa).split()) <= set(names)]
         if names and known and bool(known[0]):
@@ -338,7 +338,7 @@ _comes_last: set[Any] = set()
 def _let_readers_come_first() -> None:
     """Let inductor compute what reads the old value of a tensor before the operator that changes it.
 
-    It notes pointwise arithmetic down until somebody needs the result. Of an operator that it does not know it computes
+    It notes pointwise arithmetic down until the result is needed. Of an operator that it does not know it computes
     what still reads changed tensors as well, but puts that behind the operator.
     """
     from torch._inductor import ir, lowering

@@ -24,7 +24,7 @@ _NOT_FOR_STEPS: Mapping[str, str] = {
 _KEEPS_THE_PLAN = (
     "undo the plan",
     "starts and waits stay where the plan puts them",
-    "leave it out; bucket_cap_mb decides what travels together.",
+    "leave it out; bucket_cap_mb decides what shares a message.",
 )
 _KEPT_BECAUSE: Mapping[str, tuple[str, str, str]] = {
     "joint_graph_constant_folding": (

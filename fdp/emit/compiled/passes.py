@@ -120,7 +120,7 @@ _COPIED: dict[Any, int] = {
 
 
 def _multiply_into_slots(graph: fx.Graph) -> None:
-    """Compute a product right in its bucket, if nobody else reads it."""
+    """Compute a product right in its bucket, if nothing else reads it."""
     for node in graph.find_nodes(op="call_function", target=copy_into):
         slot, value = node.args
         factor = 1.0

@@ -79,7 +79,8 @@ def compile_publicly(
 
     Raises:
         CompileError: the group is not one that torch's operators can name, or inductor cannot take an operator; or
-            gradients are added up in another dtype than they travel in, by two messages, which no compiler may reorder.
+            gradients are added up in another dtype than they are sent in: by two messages, which no compiler may
+            reorder.
     """
     sends = group.size > 1 and bool(plan.buckets)
     wide = next((bucket.accumulate_dtype for bucket in plan.buckets if bucket.accumulate_dtype is not None), None)
@@ -174,7 +175,7 @@ class _Messages:
         plan: the plan.
         group: the ranks.
         name: the name that the group is registered under. (A group itself would be kept alive by the graph.)
-        moved: what dtype the values have that travel as bytes, by the number of bytes that a rank sends.
+        moved: what dtype the values have that are sent as bytes, by the number of bytes that a rank sends.
     """
 
     plan: Plan

@@ -186,5 +186,5 @@ def why_not_recorded(plan: Plan, group: Group) -> str | None:
     if plan.buckets and group.size > 1:
         backends = {str(group.backend_for(bucket.device)) for bucket in plan.buckets}
         if backends != {"nccl"}:
-            return f"its messages travel by {', '.join(sorted(backends))}, which works from the host; NCCL need not"
+            return f"its messages are sent by {', '.join(sorted(backends))}, which works from the host; NCCL need not"
     return None

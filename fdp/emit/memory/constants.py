@@ -23,7 +23,7 @@ def constant_values(graph: fx.Graph, excluded: AbstractSet[int]) -> dict[fx.Node
 
     Args:
         graph: a traced graph.
-        excluded: memory that is changed, is returned, or belongs to somebody else.
+        excluded: memory that is changed, is returned, or belongs to something else.
 
     Returns:
         The value of each node that is small and depends on nothing.

@@ -2,7 +2,7 @@
 
 An optimizer step is traced as a clone of the state that is updated in place. If the state is donated, and nothing
 reads the old value after the update begins, the clone is the old state itself: no copy, no second state. A new value
-made in any other way is written straight into the donated input if nobody reads the old one any more, or else copied
+made in any other way is written straight into the donated input if nothing reads the old one any more, or else copied
 there as soon as its last reader is done.
 """
 
@@ -30,7 +30,7 @@ class Placement:
         written: nodes whose operator writes its result straight into the donated input that it is the new value of.
         copies: for a position in the schedule, the (input, value) pairs to copy after it.
         returned: for each tensor output, the node that is returned.
-        cloned: outputs (by position) to be copied at the end, because their memory belongs to somebody else.
+        cloned: outputs (by position) to be copied at the end, because their memory belongs to something else.
     """
 
     replaced: dict[fx.Node, fx.Node] = field(default_factory=dict)

@@ -60,7 +60,7 @@ class Places:
         memory: for each name, also of views that are made at every call, the piece of memory that it lies in.
         direct: markers whose argument is computed right into the bucket.
         scaled: buckets that are filled with values divided by the number of ranks.
-        divided: nodes that compute such a value which nobody else reads, so that they can divide it at once; with
+        divided: nodes that compute such a value which nothing else reads, so that they can divide it at once; with
             the marker that it is for.
         alone: markers that send nothing and return their argument itself.
         constants: values that are the same at every call.
@@ -101,7 +101,7 @@ def find_places(
 ) -> Places:
     """Give a fixed place to every value that can have one.
 
-    A value can if its operator writes where it is told to, and nobody but the program holds it: it is no input, is
+    A value can if its operator writes where it is told to, and only the program holds it: it is no input, is
     not returned, and goes to no operator that might keep it or return it as its own.
 
     Args:
@@ -137,7 +137,7 @@ class _Builder:
         places: the places so far.
         home: where in the step's memory a piece begins: in what, and at which byte.
         makers: the node that makes it, if it has memory of its own.
-        kept: pieces that belong, or may come to belong, to somebody else.
+        kept: pieces that belong, or may come to belong, to something else.
         late: the position at which a piece is last read for the sake of outputs.
     """
 
@@ -170,7 +170,7 @@ class _Builder:
                 self._root[own] = self._root_of(other)
 
     def _may_alias(self, node: fx.Node, inputs: AbstractSet[int]) -> bool:
-        """Whether the result of a reduction over one rank may be its argument itself: nobody changes either later.
+        """Whether the result of a reduction over one rank may be its argument itself: neither is changed later.
 
         An input may be changed at any time after: by its owner, or when the new state is copied into it.
         """
@@ -258,7 +258,7 @@ class _Builder:
         )
 
     def _place_directly(self, bucket: Bucket, marker: fx.Node, start_bytes: int) -> None:
-        """Let a member be computed in its bucket, and be divided there if nobody else needs it undivided."""
+        """Let a member be computed in its bucket, and be divided there if nothing else needs it undivided."""
         source: Any = marker.args[0]
         number = storages_of(source)[0]
         self.home[number] = (("bucket", bucket.index), start_bytes)
@@ -307,7 +307,7 @@ def result_name(node: fx.Node, index: int) -> str:
 
 
 def _kept_elsewhere(graph: fx.Graph, placement: Placement) -> Iterator[int]:
-    """Memory that belongs, or may come to belong, to somebody else."""
+    """Memory that belongs, or may come to belong, to something else."""
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             yield from storages_of(node)
@@ -324,7 +324,7 @@ def _kept_elsewhere(graph: fx.Graph, placement: Placement) -> Iterator[int]:
 def _only_computes(node: fx.Node) -> bool:
     """Whether an operator neither keeps an argument, nor returns it as its own, nor gives it other memory.
 
-    A branch of a condition may return its argument; what operators of somebody else's do is not known.
+    A branch of a condition may return its argument; what operators of other libraries do is not known.
     """
     if is_loop(node):
         return True

@@ -25,7 +25,7 @@ class Ticks:
         operations: for each of `Trace.operations`; nothing for views and reductions.
         start: to start a message, on the compute lane.
         pack: to copy each of `Trace.reductions` into its bucket, on the compute lane.
-        travel: what the bytes of each of `Trace.reductions` take on the link.
+        on_link: what the bytes of each of `Trace.reductions` take on the link.
         latency: for each operation of a message, what it takes without its bytes.
         in_flight: as in `Network`.
         slowdown: as `compute_slowdown` in `Network`.
@@ -35,16 +35,16 @@ class Ticks:
     operations: tuple[float, ...]
     start: float
     pack: tuple[float, ...]
-    travel: tuple[float, ...]
+    on_link: tuple[float, ...]
     latency: dict[str, float]
     in_flight: int
     slowdown: float
     silent: bool
 
-    def message(self, op: str, travel: float) -> tuple[float, float]:
-        """How long a message takes whose bytes take `travel`, and how long it keeps the link."""
-        whole = self.latency[op] + travel
-        return whole, whole if self.in_flight == 1 else max(travel, float(round(whole / self.in_flight)))
+    def message(self, op: str, on_link: float) -> tuple[float, float]:
+        """How long a message takes whose bytes take `on_link`, and how long it keeps the link."""
+        whole = self.latency[op] + on_link
+        return whole, whole if self.in_flight == 1 else max(on_link, float(round(whole / self.in_flight)))
 
 
 def ticks_of(trace: Trace, costs: Costs, network: Network, world_size: int) -> Ticks:
@@ -101,7 +101,7 @@ def ticks_of(trace: Trace, costs: Costs, network: Network, world_size: int) -> T
             0.0 if silent else float(round(costs.pack_s_per_byte * reduction.size_bytes * TICKS_PER_S))
             for reduction in trace.reductions
         ),
-        travel=tuple(
+        on_link=tuple(
             float(round(parts[reduction.op][1] * reduction.size_bytes * TICKS_PER_S)) for reduction in trace.reductions
         ),
         latency={op: float(round(latency_s * TICKS_PER_S)) for op, (latency_s, _) in parts.items()},

@@ -48,7 +48,7 @@ class Chain:
         op: what their messages do.
         ready: work of the body before each of them, and everything before it, exists.
         pack: work to copy each into its bucket.
-        travel: what the bytes of each take on the link.
+        on_link: what the bytes of each take on the link.
         read: whether any work waits for each.
         not_with: for each, how many of the first links must not share its bucket: it is computed from their results.
         fixed: the buckets of other kinds, in the order in which they start.
@@ -63,7 +63,7 @@ class Chain:
     op: str
     ready: tuple[float, ...]
     pack: tuple[float, ...]
-    travel: tuple[float, ...]
+    on_link: tuple[float, ...]
     read: tuple[bool, ...]
     not_with: tuple[int, ...]
     fixed: tuple[Fixed, ...]
@@ -139,8 +139,8 @@ def chain_of(trace: Trace, members: Sequence[int], others: Sequence[tuple[int, .
 
     fixed = []
     for number, group in enumerate(others):
-        travel = sum(ticks.travel[member] for member in group)
-        whole, occupied = ticks.message(reductions[group[0]].op, travel)
+        on_link = sum(ticks.on_link[member] for member in group)
+        whole, occupied = ticks.message(reductions[group[0]].op, on_link)
         filling = ticks.start + sum(ticks.pack[member] for member in group)
         known = any(reductions[member].operation in read for member in group)
         fixed.append(Fixed(after[number], fixed_ready[number], filling, whole, occupied, known))
@@ -166,7 +166,7 @@ def chain_of(trace: Trace, members: Sequence[int], others: Sequence[tuple[int, .
         op=reductions[members[0]].op,
         ready=tuple(own_ready),
         pack=tuple(ticks.pack[member] for member in members),
-        travel=tuple(ticks.travel[member] for member in members),
+        on_link=tuple(ticks.on_link[member] for member in members),
         read=tuple(reductions[member].operation in read for member in members),
         not_with=tuple(
             max((position[k] for k in members[:number] if upstream[member] >> k & 1), default=0)

@@ -35,7 +35,7 @@ class Layers:
         self.chain, self.ticks = chain, ticks
         self.count = len(chain.ready)
         self.latency = ticks.latency[chain.op]
-        self.travel = list(itertools.accumulate(chain.travel, initial=0.0))
+        self.on_link = list(itertools.accumulate(chain.on_link, initial=0.0))
         self.packed = list(itertools.accumulate(chain.pack, initial=0.0))
         self.total = chain.tail[-1][-1]
         self.behind = [self.total - row[-1] for row in chain.tail]
@@ -84,7 +84,7 @@ class Layers:
 
     def _until(self, begin: float, first: int, end: int) -> float:
         """How late the step ends because of a message."""
-        done = begin + self.latency + self.travel[end] - self.travel[first]
+        done = begin + self.latency + self.on_link[end] - self.on_link[first]
         return done + self.behind[first] if self.next_read[first] < end else done
 
     def _layer(self, number: int, free: list[float], bound: float) -> tuple[list[float], list[int]]:
@@ -108,9 +108,9 @@ class Layers:
             filled = self._filled(number, end)
             while busy and busy[0][0] <= filled:
                 idle = max(idle, heapq.heappop(busy)[1])
-            while recent and self.travel[end] - self.travel[recent[0]] >= self.enough:
+            while recent and self.on_link[end] - self.on_link[recent[0]] >= self.enough:
                 first = recent.popleft()
-                while queue and free[queue[-1]] - self.travel[queue[-1]] >= free[first] - self.travel[first]:
+                while queue and free[queue[-1]] - self.on_link[queue[-1]] >= free[first] - self.on_link[first]:
                     queue.pop()
                 queue.append(first)
             while recent and recent[0] <= idle:
@@ -122,7 +122,7 @@ class Layers:
                 self.steps += 1
                 begin = max(filled, free[first])
                 if self._until(begin, first, end) < bound:
-                    _, occupied = self.ticks.message(self.chain.op, self.travel[end] - self.travel[first])
+                    _, occupied = self.ticks.message(self.chain.op, self.on_link[end] - self.on_link[first])
                     if begin + occupied < later[end]:
                         later[end], origin[end] = begin + occupied, first
         return later, origin
@@ -138,7 +138,7 @@ class Layers:
         free, last, first = 0.0, self._over(len(ends)), 0
         for number, end in enumerate(ends, 1):
             begin = max(self._filled(number, end), free)
-            free = begin + self.ticks.message(self.chain.op, self.travel[end] - self.travel[first])[1]
+            free = begin + self.ticks.message(self.chain.op, self.on_link[end] - self.on_link[first])[1]
             last = max(last, self._until(begin, first, end))
             first = end
         return last

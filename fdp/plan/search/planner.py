@@ -30,7 +30,7 @@ _MOST_KINDS = 4
 """Kinds of reductions whose cuts are chosen; what is left after the largest ones is small."""
 
 _NEARLY = 0.01
-"""Ends that differ by less than this share are as good as equal: nobody measures a step more exactly."""
+"""Ends that differ by less than this share are as good as equal: no step is measured more exactly."""
 
 _EARLIEST = "auto, on this network alone"
 
@@ -40,7 +40,7 @@ Groups = list[tuple[int, ...]]
 def consider(
     trace: Trace, caps_mb: Sequence[float], costs: Costs, network: Network, world_size: int
 ) -> tuple[Groups, Forecast]:
-    """Make the buckets of given caps, and foretell what they take.
+    """Make the buckets of given caps, and predict what they take.
 
     Args:
         trace: of the step.
