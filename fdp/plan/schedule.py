@@ -31,79 +31,99 @@ def order(
         Each operation once (entries of one call that can run together, together), each bucket's start once, and
         its wait once, after it. Operations of one level keep the order of the user's program.
     """
-    bucket_of = {reductions[member].operation: bucket.index for bucket in buckets for member in bucket.members}
-    levels = _levels(operations, bucket_of)
-    # A bucket can start when all that its members are computed from has run. Views cost nothing: they are run when
-    # they are first asked for, so that none holds back a bucket or keeps a value alive.
-    missing = [
-        real_needs(operations, [reductions[member].operation for member in bucket.members], bucket_of)
-        for bucket in buckets
-    ]
-    behind = [
-        max((levels[reductions[member].operation] for member in bucket.members), default=-1) for bucket in buckets
-    ]
-    waiting_for: dict[int, list[int]] = {}
-    for bucket in buckets:
-        for need in missing[bucket.index]:
-            waiting_for.setdefault(need, []).append(bucket.index)
-    schedule: list[Item] = []
-    done: set[int] = set()
-    waited: set[int] = set()
-    next_start = 0
+    return _Scheduler(operations, reductions, buckets).run()
 
-    def run_views(index: int) -> None:
+
+class _Scheduler:
+    """The schedule so far, and what is still missing.
+
+    Attributes:
+        schedule: the items so far.
+        levels: the last bucket that each operation has to wait for.
+    """
+
+    def __init__(
+        self, operations: Sequence[Operation], reductions: Sequence[Reduction], buckets: Sequence[Bucket]
+    ) -> None:
+        self._operations, self._reductions, self._buckets = operations, reductions, buckets
+        self._bucket_of = {reductions[member].operation: b.index for b in buckets for member in b.members}
+        self.levels = _levels(operations, self._bucket_of)
+        roots = [[reductions[member].operation for member in bucket.members] for bucket in buckets]
+        # A bucket can start when all that its members are computed from has run. Views cost nothing: they are run when
+        # they are first asked for, so that none holds back a bucket or keeps a value alive.
+        self._missing = [real_needs(operations, members, self._bucket_of) for members in roots]
+        self._behind = [max((self.levels[member] for member in members), default=-1) for members in roots]
+        self._waiting_for: dict[int, list[int]] = {}
+        for bucket in buckets:
+            for need in self._missing[bucket.index]:
+                self._waiting_for.setdefault(need, []).append(bucket.index)
+        self.schedule: list[Item] = []
+        self._done: set[int] = set()
+        self._waited: set[int] = set()
+        self._next_start = 0
+
+    def run(self) -> tuple[Item, ...]:
+        """Schedule everything."""
+        operations, levels = self._operations, self.levels
+        todo = [i for i, operation in enumerate(operations) if not operation.view and i not in self._bucket_of]
+        todo.sort(key=lambda i: (levels[i], i))
+        for call in calls(operations, levels, todo):
+            self._start_ready(levels[call[0]])
+            for index in call:
+                self._run_views(index)
+            for index in call:
+                self._wait_for(index)
+            self._run(call)
+        self._start_ready(math.inf)
+        for index, operation in enumerate(operations):
+            if operation.view and index not in self._done:
+                self._run_views(index)
+                self._wait_for(index)
+                self._run((index,))
+        self.schedule.extend(Wait(bucket.index) for bucket in self._buckets if bucket.index not in self._waited)
+        return tuple(self.schedule)
+
+    def _run(self, call: tuple[int, ...]) -> None:
+        self.schedule.append(Run(call))
+        self._done.update(call)
+        for index in call:
+            for waiting in self._waiting_for.get(index, ()):
+                self._missing[waiting].discard(index)
+
+    def _run_views(self, index: int) -> None:
         """Run the views that an operation looks through, oldest first."""
-        pending, found = list(operations[index].needs), set[int]()
+        pending, found = list(self._operations[index].needs), set[int]()
         while pending:
             need = pending.pop()
-            if operations[need].view and need not in done and need not in found:
+            if self._operations[need].view and need not in self._done and need not in found:
                 found.add(need)
-                pending.extend(operations[need].needs)
+                pending.extend(self._operations[need].needs)
         for need in sorted(found):
-            wait_for(need)
-            schedule.append(Run((need,)))
-            done.add(need)
+            self._wait_for(need)
+            self._run((need,))
 
-    def wait_for(index: int) -> None:
-        for need in operations[index].needs:
-            bucket = bucket_of.get(need)
-            if bucket is not None and bucket not in waited:
-                waited.add(bucket)
-                schedule.append(Wait(bucket))
+    def _wait_for(self, index: int) -> None:
+        """Wait for the buckets that an operation reads from."""
+        for need in self._operations[index].needs:
+            bucket = self._bucket_of.get(need)
+            if bucket is not None and bucket not in self._waited:
+                self._waited.add(bucket)
+                self.schedule.append(Wait(bucket))
 
-    def start_ready(level: float) -> None:
+    def _start_ready(self, level: float) -> None:
+        """Start the buckets that can start, up to a level."""
         # In the order of their indices, and no other: all ranks must start them alike. A bucket that is filled from
         # the result of an earlier one has to wait for it, so it stands back behind all that need not wait.
-        nonlocal next_start
-        while next_start < len(buckets) and not missing[next_start] and behind[next_start] <= level:
-            for member in buckets[next_start].members:
-                run_views(reductions[member].operation)
-                wait_for(reductions[member].operation)
-            schedule.append(Start(next_start))
-            next_start += 1
-
-    todo = [i for i, operation in enumerate(operations) if not operation.view and i not in bucket_of]
-    todo.sort(key=lambda i: (levels[i], i))
-    for call in calls(operations, levels, todo):
-        start_ready(levels[call[0]])
-        for index in call:
-            run_views(index)
-        for index in call:
-            wait_for(index)
-        schedule.append(Run(call))
-        done.update(call)
-        for index in call:
-            for waiting in waiting_for.get(index, ()):
-                missing[waiting].discard(index)
-    start_ready(math.inf)
-    for index, operation in enumerate(operations):
-        if operation.view and index not in done:
-            run_views(index)
-            wait_for(index)
-            schedule.append(Run((index,)))
-            done.add(index)
-    schedule.extend(Wait(bucket.index) for bucket in buckets if bucket.index not in waited)
-    return tuple(schedule)
+        while (
+            self._next_start < len(self._buckets)
+            and not self._missing[self._next_start]
+            and self._behind[self._next_start] <= level
+        ):
+            for member in self._buckets[self._next_start].members:
+                self._run_views(self._reductions[member].operation)
+                self._wait_for(self._reductions[member].operation)
+            self.schedule.append(Start(self._next_start))
+            self._next_start += 1
 
 
 def _levels(operations: Sequence[Operation], bucket_of: dict[int, int]) -> list[int]:

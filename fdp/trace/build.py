@@ -44,7 +44,7 @@ from fdp.trace.replicated import closed_over, replicated_calls
 from fdp.trace.reshapes import reshape_by_views
 from fdp.trace.results import plain, refuse_foreign_outputs
 from fdp.trace.switches import recording
-from fdp.trace.trace import Operation, Output, Reduction, Trace
+from fdp.trace.trace import Input, Operation, Output, Reduction, Trace
 from fdp.trace.untouched import check_untouched, untouched
 from fdp.trace.variance import Cause, varying_nodes
 from fdp.trace.wire_cast import is_rounded, round_early
@@ -99,22 +99,8 @@ def trace_step(
         if _runs_by_itself(step, flat, roles, group):
             raise untraceable(name, error) from error
         raise
-    graph = graph_module.graph
-    closure = closed_over_names(step)
-    check_views(name, graph)
-    check_shapes(name, graph)
-    reshape_by_views(name, graph_module, inputs, closure)
-    round_early(graph)
-    check_views(name, graph)
-    check_places(name, graph, inputs)
-    check_made_here(name, graph_module, closure)
-    check_closure(name, graph_module, closure)
-    check_untouched(name, changes)
-    check_writes(name, graph_module, inputs, closure)
-    check_initialised(name, graph)
-    check_devices(name, graph)
-    check_branches(name, graph)
-    check_recomputation(name, graph)
+    graph, closure = graph_module.graph, closed_over_names(step)
+    _settle(name, graph_module, inputs, closure, changes)
     check_closure_memory(name, graph_module, inputs, tensors, closure)
     outline_loops(name, graph_module)
 
@@ -152,6 +138,27 @@ def trace_step(
         wire=wire,
         loops=tuple(loops_of(name, graph_module)),
     )
+
+
+def _settle(
+    name: str, graph_module: fx.GraphModule, inputs: Sequence[Input], closure: Mapping[int, str], changes: Sequence[str]
+) -> None:
+    """Bring a graph into the form in which it stays, and refuse what a step must not do."""
+    graph = graph_module.graph
+    check_views(name, graph)
+    check_shapes(name, graph)
+    reshape_by_views(name, graph_module, inputs, closure)
+    round_early(graph)
+    check_views(name, graph)
+    check_places(name, graph, inputs)
+    check_made_here(name, graph_module, closure)
+    check_closure(name, graph_module, closure)
+    check_untouched(name, changes)
+    check_writes(name, graph_module, inputs, closure)
+    check_initialised(name, graph)
+    check_devices(name, graph)
+    check_branches(name, graph)
+    check_recomputation(name, graph)
 
 
 def _name_of(step: Callable[..., Any]) -> str:

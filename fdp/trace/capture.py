@@ -102,29 +102,7 @@ def capture(
     if fakes and not (taught() and all(type(fake) is FakeTensor for fake in fakes)):
         raise parts.refusal(TRACING, ["tensors without values are not made by FakeTensorMode.dispatch"])
 
-    caches = torch.is_autocast_cache_enabled()
-
-    def recorded(*inputs: torch.Tensor) -> Sequence[Any]:
-        mode = get_proxy_mode()
-        assert mode is not None
-        tracer: Any = mode.tracer
-
-        def stand_for(tensor: Any, other: Any) -> None:
-            set_proxy_slot(tensor, tracer, get_proxy_slot(other, tracer))
-            tensor.fake_device, tensor.constant = other.fake_device, None
-
-        def tracing() -> bool:
-            return get_proxy_mode() is mode
-
-        unseen = Unseen(
-            inputs, names or [f"argument {i}" for i in range(len(inputs))], is_fake, stand_for,
-            lambda: next(reversed(tracer.graph.nodes)), tracing, closed_over,
-        )  # fmt: skip
-        # Under autocast around the call, `make_fx` has a parameter converted anew at each use: its gradients would be
-        # added up in another dtype.
-        with source_lines(tracer), caching_casts(caches), unseen.watched(), values_anew(is_fake, tracing):
-            return unseen.settle(flat_step(*inputs))
-
+    recorded = _recorded(flat_step, names, closed_over)
     with ExitStack() as stack:
         stack.enter_context(step_axis("traced", group, wire))
         stack.enter_context(compiling())
@@ -163,6 +141,38 @@ def capture(
     _drop_dead_code(graph_module)
     _complete_examples(graph_module, fake_mode)
     return graph_module
+
+
+def _recorded(
+    flat_step: Callable[..., Sequence[Any]],
+    names: Sequence[str],
+    closed_over: Callable[[], Mapping[int, tuple[str, torch.Tensor]]],
+) -> Callable[..., Sequence[Any]]:
+    """The step as the tracer calls it: watched for what no operator says."""
+    caches = torch.is_autocast_cache_enabled()
+
+    def recorded(*inputs: torch.Tensor) -> Sequence[Any]:
+        mode = get_proxy_mode()
+        assert mode is not None
+        tracer: Any = mode.tracer
+
+        def stand_for(tensor: Any, other: Any) -> None:
+            set_proxy_slot(tensor, tracer, get_proxy_slot(other, tracer))
+            tensor.fake_device, tensor.constant = other.fake_device, None
+
+        def tracing() -> bool:
+            return get_proxy_mode() is mode
+
+        unseen = Unseen(
+            inputs, names or [f"argument {i}" for i in range(len(inputs))], is_fake, stand_for,
+            lambda: next(reversed(tracer.graph.nodes)), tracing, closed_over,
+        )  # fmt: skip
+        # Under autocast around the call, `make_fx` has a parameter converted anew at each use: its gradients would be
+        # added up in another dtype.
+        with source_lines(tracer), caching_casts(caches), unseen.watched(), values_anew(is_fake, tracing):
+            return unseen.settle(flat_step(*inputs))
+
+    return recorded
 
 
 def _fake_mode(**options: Any) -> FakeTensorMode:

@@ -128,15 +128,7 @@ def chain_of(trace: Trace, members: Sequence[int], others: Sequence[tuple[int, .
     own_ready = [ready([member]) for member in members]
     fixed_ready = [ready(group) for group in others]
     after = [bisect.bisect_left(members, group[-1]) for group in others]
-    # All start in one order, so none starts before those in front of it can.
-    latest, number = 0.0, 0
-    for link in range(len(members) + 1):
-        while number < len(others) and after[number] == link:
-            latest = fixed_ready[number] = max(latest, fixed_ready[number])
-            number += 1
-        if link < len(members):
-            latest = own_ready[link] = max(latest, own_ready[link])
-
+    _start_in_order(own_ready, fixed_ready, after)
     fixed = []
     for number, group in enumerate(others):
         on_link = sum(ticks.on_link[member] for member in group)
@@ -145,18 +137,8 @@ def chain_of(trace: Trace, members: Sequence[int], others: Sequence[tuple[int, .
         known = any(reductions[member].operation in read for member in group)
         fixed.append(Fixed(after[number], fixed_ready[number], filling, whole, occupied, known))
 
-    table = [[0.0] * (len(others) + 1) for _ in range(len(members) + 1)]
     body_operations = set(in_body)
-    for k in todo:
-        if k not in body_operations:
-            table[links[k]][fixes[k]] += ticks.operations[k]
-    for row in table:
-        for column in range(1, len(row)):
-            row[column] += row[column - 1]
-    for above, row in itertools.pairwise(table):
-        for column in range(len(row)):
-            row[column] += above[column]
-
+    behind = [(links[k], fixes[k], ticks.operations[k]) for k in todo if k not in body_operations]
     inexact = any(upstream[member] for group in (members, *others) for member in group)
     alone = {links[k] for k in todo if not fixes[k] or after[fixes[k] - 1] < links[k]}
     fixed_alone = {fixes[k] for k in todo if not links[k]}
@@ -175,11 +157,48 @@ def chain_of(trace: Trace, members: Sequence[int], others: Sequence[tuple[int, .
         or (0,) * len(members),
         fixed=tuple(fixed),
         body=body,
-        tail=tuple(tuple(row) for row in table),
+        tail=_tail(behind, len(members), len(others)),
         exact=not inexact
         and all(reductions[member].operation not in read or number in alone for number, member in enumerate(members, 1))
         and all(not known.read or number in fixed_alone for number, known in enumerate(fixed, 1)),
     )
+
+
+def _start_in_order(own: list[float], fixed: list[float], after: Sequence[int]) -> None:
+    """All start in one order, so none starts before those in front of it can.
+
+    Args:
+        own: when each link could start; changed to when it can.
+        fixed: likewise, of the buckets of other kinds.
+        after: behind how many links each of those starts.
+    """
+    latest, number = 0.0, 0
+    for link in range(len(own) + 1):
+        while number < len(fixed) and after[number] == link:
+            latest = fixed[number] = max(latest, fixed[number])
+            number += 1
+        if link < len(own):
+            latest = own[link] = max(latest, own[link])
+
+
+def _tail(work: Sequence[tuple[int, int, float]], members: int, others: int) -> tuple[tuple[float, ...], ...]:
+    """What of the tail can be done when so many links, and so many buckets of other kinds, have come back.
+
+    Args:
+        work: the last link and the last other bucket that each operation needs, and what it takes.
+        members: how many links there are.
+        others: how many other buckets.
+    """
+    table = [[0.0] * (others + 1) for _ in range(members + 1)]
+    for link, fix, cost in work:
+        table[link][fix] += cost
+    for row in table:
+        for column in range(1, len(row)):
+            row[column] += row[column - 1]
+    for above, row in itertools.pairwise(table):
+        for column in range(len(row)):
+            row[column] += above[column]
+    return tuple(tuple(row) for row in table)
 
 
 def _read(trace: Trace, todo: Sequence[int]) -> set[int]:
