@@ -23,6 +23,7 @@ from fdp.emit.codegen.bindings import bind
 from fdp.emit.codegen.lines import Line, lay_out_lines
 from fdp.emit.memory import out_variants, planning
 from fdp.emit.memory.layout import ALIGNMENT_BYTES, Lifetime, lay_out
+from fdp.emit.memory.views import has_gaps
 from fdp.runtime import Emitted, arena
 
 Tree = Any
@@ -551,3 +552,33 @@ def large_means(seed: int) -> None:
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=exhaustive)])
 def test_large_buckets_are_divided_as_they_are_filled(world: int) -> None:
     ranks.run(world, large_means, 5)
+
+
+def test_a_result_with_gaps_keeps_them() -> None:
+    """Leaves of donated state that share memory come back apart, each with its strides: `contiguous` copies it."""
+
+    def step(state: dict[str, torch.Tensor], _: torch.Tensor) -> Any:
+        copied = state["a"].contiguous()
+        torch._foreach_mul_([copied], 0.5)
+        return {"a": state["a"], "b": state["b"]}
+
+    a = torch.arange(32.0).view(4, 8)[:, ::2]
+    expected, state = a.clone(), {"a": a, "b": a.detach()}
+    run = fdp.data_parallel(step, donate_argnums=0)
+    for _ in range(3):
+        state = run(state, torch.ones(2))
+        for leaf in state.values():
+            assert leaf.stride() == (8, 2) and torch.equal(leaf, expected)
+    assert state["a"].data_ptr() != state["b"].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("value", "gaps"),
+    [
+        (torch.ones(4, 4), False), (torch.ones(4, 4).t(), False), (torch.ones(4, 8)[:, ::2], True),
+        (torch.ones(4, 8)[:, :5], True), (torch.ones(1).expand(4), False), (torch.ones(6).unfold(0, 3, 2), False),
+        (torch.ones(0, 3), False), (torch.ones(8)[::3], True), (torch.ones(4, 1, 8)[::2].permute(2, 1, 0), True),
+    ],
+)  # fmt: skip
+def test_gaps_are_seen(value: torch.Tensor, gaps: bool) -> None:
+    assert has_gaps(value) is gaps

@@ -153,7 +153,7 @@ def _run(programs: Sequence[Program], judge: Judge) -> Report:
             for (path, leaf), shared in zip(leaves, expected.shared, strict=True)
             if isinstance(leaf, torch.Tensor) and not (shared and changeable)
         ]
-        state = unshared(found[0]) if expected.changed["state"] else found[0]
+        state = unshared(found[0]) if "state" in expected.written else found[0]
         between()
     if not bad:
         return Report("ok", bits=tuple(bits))

@@ -95,7 +95,7 @@ def run_plain(
                     drawn,
                 )
             )
-            state = unshared(new) if changed["state"] else plain.mapped(detached, new)
+            state = unshared(new) if "state" in calls[-1].written else plain.mapped(detached, new)
             between()
         return calls
 

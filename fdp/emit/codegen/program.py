@@ -35,6 +35,7 @@ from fdp.emit.memory.instructions import Await, Compute, Divide, Instruction, Ke
 from fdp.emit.memory.layout import Layout
 from fdp.emit.memory.memory_plan import ALL, NONE, plan_memory
 from fdp.emit.memory.planning import Place
+from fdp.emit.memory.views import has_gaps
 from fdp.plan import Plan
 
 _aten = torch.ops.aten
@@ -199,13 +200,28 @@ def _write_alone(writer: Writer, node: fx.Node) -> None:
         emit(writer, f"{clone}({name}, memory_format={format_})", uses, node)
 
 
+def _empty_like(writer: Writer, node: fx.Node) -> str:
+    """A call that makes memory of a value's shape and strides."""
+    value = node.meta["val"]
+    device, dtype = bind_object(writer, value.device, "device"), bind_object(writer, value.dtype, "dtype")
+    empty = bind_operator(writer, _aten.empty_strided.default)
+    return f"{empty}({list(value.shape)}, {list(value.stride())}, dtype={dtype}, device={device})"
+
+
 def _write_outputs(writer: Writer) -> list[str]:
     outputs = []
     for position, node in enumerate(writer.memory.placement.returned):
         name = name_of(writer, node)
         if position in writer.memory.placement.cloned:
-            clone = bind_operator(writer, _aten.clone.default, (node,))
-            writer.lines.append(Line(f"output_{position} = {clone}({name})", {name}, (f"output_{position}",)))
-            name = f"output_{position}"
+            own = f"output_{position}"
+            if has_gaps(node.meta["val"]):
+                # `clone` would close them, and what copies a tensor with gaps (`contiguous`) would no longer copy it.
+                writer.lines.append(Line(f"{own} = {_empty_like(writer, node)}", set(), (own,)))
+                copy = bind_operator(writer, _aten.copy_.default, (node, node))
+                writer.lines.append(Line(f"{copy}({own}, {name})", {name, own}))
+            else:
+                clone = bind_operator(writer, _aten.clone.default, (node,))
+                writer.lines.append(Line(f"{own} = {clone}({name})", {name}, (own,)))
+            name = own
         outputs.append(name)
     return outputs
