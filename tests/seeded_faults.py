@@ -1108,7 +1108,7 @@ _DRAWS = (
         "an operator that draws otherwise for memory with gaps gets memory without",
     ),
     Fault(
-        "compiled, drawn for nobody",
+        "compiled, drawn without a use",
         "emit/compiled/graph.py",
         "            self._value(each).copy_(value)\n        results = [",
         "            pass\n        results = [",

@@ -135,7 +135,7 @@ class Author:
             Refused: it cannot be run, or its values are not well-conditioned.
         """
         varies = draws or self.varies(text) or "axis_index" in text
-        versions = {name: v._version for name, v in self.env.items() if isinstance(v, torch.Tensor)}
+        versions = {name: (v._version, place(v)) for name, v in self.env.items() if isinstance(v, torch.Tensor)}
         saved = {name: (v, v.detach().clone()) for name, v in self.env.items() if isinstance(v, torch.Tensor)}
         shapes = {name: (v.shape, v.stride(), v.storage_offset()) for name, (v, _) in saved.items()}
         state = torch.get_rng_state()
@@ -152,7 +152,8 @@ class Author:
             torch.set_rng_state(state)
         for name, version in versions.items():
             value = self.env[name]
-            if varies and isinstance(value, torch.Tensor) and value._version != version:
+            # Written, or in other memory now: `x.data = y`.
+            if varies and isinstance(value, torch.Tensor) and (value._version, place(value)) != version:
                 self.varying.add(place(value))
         for name, varying in (made or {}).items():
             self.add(name, varies if varying is None else varying)
