@@ -1,4 +1,4 @@
-"""Plain tables for the terminal, for logs and for `print()`: the same text everywhere."""
+"""Plain tables for the terminal, for logs and for `print()`: the same text wherever there is no terminal."""
 
 from __future__ import annotations
 

@@ -10,31 +10,46 @@ import contextlib
 import functools
 import os
 import pathlib
+import sysconfig
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-import optree
-import rich
 import torch
 
 from fdp.errors import FdpError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_FDP = str(pathlib.Path(__file__).parent)
+
+def _folder(path: str | pathlib.Path) -> str:
+    """A folder as what the files in it begin with: no other folder's do."""
+    return str(path) + os.sep
+
+
 _TORCH = pathlib.Path(torch.__file__).parent
-_TRACER = tuple(
-    str(_TORCH / name)
+_FDP = _folder(pathlib.Path(__file__).parent)
+_TRACER_FOLDERS = tuple(
+    _folder(_TORCH / name)
     for name in (
         "fx", "_subclasses", "_dynamo", "_functorch", "_higher_order_ops", "_library", "_prims_common", "_refs",
-        "_decomp", "_inductor", "_ops.py", "_compile.py", "_meta_registrations.py", "autograd/graph.py",
-        "utils/_python_dispatch.py", "utils/_stats.py", "utils/_pytree.py", "overrides.py",
+        "_decomp", "_inductor",
     )
 )  # fmt: skip
-_LIBRARIES = tuple(str(pathlib.Path(str(module.__file__)).parent) for module in (optree, rich))
-_HIDDEN = (_FDP, *_TRACER, *_LIBRARIES, contextlib.__file__)
-_NOT_THE_USERS = (_FDP, str(_TORCH), *_LIBRARIES, contextlib.__file__)
+_TRACER_FILES = tuple(
+    str(_TORCH / name)
+    for name in (
+        "_ops.py", "_compile.py", "_meta_registrations.py", "autograd/graph.py", "utils/_python_dispatch.py",
+        "utils/_stats.py", "utils/_pytree.py", "overrides.py",
+    )
+)  # fmt: skip
+_HIDDEN_FOLDERS = (_FDP, *_TRACER_FOLDERS)
+_HIDDEN_FILES = {*_TRACER_FILES, contextlib.__file__}
+_PATHS = sysconfig.get_paths()
+_NOT_THE_USERS = (
+    *(_folder(_PATHS[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")), _folder(_TORCH), "<frozen",
+)  # fmt: skip
+"""Where installed code is. A step that is installed there itself is shown with all frames."""
 
 
 def shows_all() -> bool:
@@ -45,8 +60,9 @@ def shows_all() -> bool:
 def hide_frames(error: BaseException) -> None:
     """Leave frames out of the traceback of an error that is the user's, and of those of its causes.
 
-    An error is the user's if fdp refuses something, or if the user's code was running when it was raised. Any other
-    error is fdp's own, and shows where it came from. On Python 3.10 a bare `raise` shows all frames nevertheless.
+    An error is the user's if fdp refuses something, or if the user's code was running when it was raised: called by
+    fdp, and not installed beside it. Any other error is fdp's own, and shows where it came from. On Python 3.10 a bare
+    `raise` shows all frames nevertheless.
 
     Args:
         error: what is being raised; re-raise it with a bare `raise`.
@@ -79,29 +95,31 @@ def hiding_frames(function: _Function) -> _Function:
     return hiding  # type: ignore[return-value]
 
 
-def _links(traceback: types.TracebackType | None) -> Iterator[types.TracebackType]:
+def _links(traceback: types.TracebackType | None) -> Iterator[tuple[types.TracebackType, str, bool]]:
+    """The frames of a traceback, outermost first: each with its file, and whether it is hidden."""
+    in_tracer = False
     while traceback is not None:
-        yield traceback
+        file = traceback.tb_frame.f_code.co_filename
+        # The tracer calls a step through a function that it writes.
+        written = file == "<string>" and in_tracer
+        in_tracer = file.startswith(_TRACER_FOLDERS)
+        yield traceback, file, written or file in _HIDDEN_FILES or file.startswith(_HIDDEN_FOLDERS)
         traceback = traceback.tb_next
 
 
-def _is_hidden(link: types.TracebackType) -> bool:
-    return link.tb_frame.f_code.co_filename.startswith(_HIDDEN)
-
-
 def _runs_users_code(traceback: types.TracebackType | None) -> bool:
-    """Whether fdp was calling the user's code: a frame of neither fdp nor torch lies below one of fdp."""
+    """Whether fdp was calling the user's code: a frame of it lies below one of fdp."""
     below = False
-    for link in _links(traceback):
-        file = link.tb_frame.f_code.co_filename
-        if below and not file.startswith(_NOT_THE_USERS):
+    for _, file, hidden in _links(traceback):
+        if file.startswith(_FDP):
+            below = True
+        elif below and not hidden and not file.startswith(_NOT_THE_USERS):
             return True
-        below = below or file.startswith(_FDP)
     return False
 
 
 def _filtered(traceback: types.TracebackType | None) -> types.TracebackType | None:
-    shown = [link for link in _links(traceback) if not _is_hidden(link)]
+    shown = [link for link, _, hidden in _links(traceback) if not hidden]
     after: types.TracebackType | None = None
     for link in reversed(shown):
         after = types.TracebackType(after, link.tb_frame, link.tb_lasti, link.tb_lineno)

@@ -2,7 +2,7 @@
 
     make faults                                every fault that steps meet operator by operator
     make faults ARGS="--compiled"              those of compiled steps
-    make faults ARGS="heir wait --workers 1"   those with one of these in their name or group
+    make faults ARGS="place wait --workers 1"   those with one of these in their name or group
 
 A fault that changes a number has to be caught before the number is computed. The exit code is 1 if one is not, or if
 the validator refuses a program that has no fault.

@@ -31,7 +31,7 @@ class Fault:
 
 _LAYOUT = (
     Fault(
-        "heir of a living parent",
+        "in the place of what is still read",
         "emit/memory/layout.py",
         "if last.get(key) == position and sizes[key] == size and",
         "if key in last and sizes[key] == size and",
@@ -104,7 +104,7 @@ _LIFETIMES = (
         "the last use is only moved once",
     ),
     Fault(
-        "heirs of what is read first",
+        "in the place of what is read first",
         "emit/codegen/lines.py",
         "    for index, line in enumerate(lines):\n        for name in sorted(line.uses):",
         "    for index, line in enumerate(lines[:-2]):\n        for name in sorted(line.uses):",

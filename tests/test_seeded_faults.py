@@ -28,7 +28,7 @@ def test_a_fault_that_fits_no_more_is_noticed() -> None:
 
 
 _SHOWN = {
-    "heir of a living parent": "chain",
+    "in the place of what is still read": "chain",
     "offset of a view dropped": "in_a_row",
     "copied back before the last reader": "old_values",
     "read after the bucket started": "in_the_bucket",

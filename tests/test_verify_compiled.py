@@ -137,8 +137,15 @@ def test_a_bucket_that_is_filled_with_other_members_is_refused(monkeypatch: pyte
 
 
 def test_a_division_too_many_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy_into = graph.copy_into
-    refused(monkeypatch, graph, "copy_into", lambda slot, value: copy_into(slot, value * 0.5))
+    right = compiler.functional_graph
+
+    def wrong(memory: Any, *args: Any) -> Any:
+        """The graph divides what goes into every bucket; the program says of none that it does."""
+        places = dataclasses.replace(memory.places, scaled=set(memory.markers))
+        assert places.scaled and not memory.places.scaled
+        return right(dataclasses.replace(memory, places=places), *args)
+
+    refused(monkeypatch, compiler, "functional_graph", wrong)
 
 
 def test_changes_of_inputs_before_their_last_reader_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

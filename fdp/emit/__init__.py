@@ -2,8 +2,3 @@
 
 memory -> codegen -> proved -> compiled
 """
-
-from fdp.emit.codegen.program import Program, write_program
-from fdp.emit.compiled import compile_program, resolve_options, unwrap_compiled
-
-__all__ = ["Program", "compile_program", "resolve_options", "unwrap_compiled", "write_program"]

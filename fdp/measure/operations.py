@@ -36,8 +36,8 @@ def measure_costs(emitted: Emitted, tensors: Sequence[torch.Tensor], start_s: fl
 
     The program of the plan runs with a stamp between one operation and the next. What a stamp takes is subtracted, and
     then all is scaled so that the sum is what the step takes without stamps, and without messages (of a long step
-    stamps are next to nothing, and it is not); if it is compiled, what the compiled step takes. Lanes of one call share
-    its seconds by their bytes.
+    stamps are next to nothing, and it is not); if it is compiled, what the compiled step takes. Entries of one call
+    share its seconds by their bytes.
 
     Args:
         emitted: the step. Its buckets do not matter much: which results are written straight into them does not depend

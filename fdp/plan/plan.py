@@ -92,7 +92,7 @@ class Plan(Printed):
             one holds for all that follow. Empty if buckets were chosen by what they cost.
         forecast: the network and the costs that it was planned for, and what it is expected to take; None if it was
             planned without.
-        bodies: plans of the bodies of `Trace.loops`, one each.
+        bodies: plans of the bodies of `Trace.loops`, one each; none of a plan that is only simulated.
     """
 
     trace: Trace

@@ -274,8 +274,8 @@ class Emitted:
 
     def _execute(self, tensors: list[torch.Tensor], start: Callable[[int], None], wait: Callable[[int], None]) -> Any:
         # In this order: to leave inference mode switches gradients on.
-        with plain_context(), torch.no_grad(), self.residence.entered():
-            return self._function(tensors, start, wait)
+        with plain_context(), torch.no_grad():
+            return self.residence.call(self._function, tensors, start, wait)
 
     def leave_memory(self) -> None:
         """Leave the memory of the last call; the next call takes what it needs."""

@@ -29,7 +29,7 @@ class Piece:
         device: where it is.
         size_bytes: its size.
         offset_bytes: where it begins in the block of its device.
-        first: the statement of the program that uses it first, counted from 0.
+        first: the statement of the program that uses it first: calls, starts and waits, counted from 0.
         last: the statement that uses it last.
         bucket: the index of the bucket that it is; None if it is none.
     """
@@ -62,7 +62,7 @@ class MemoryMap(Printed):
 
     @property
     def statements(self) -> int:
-        """How many statements of the program use memory of it."""
+        """How many statements there are up to the last that uses memory of it."""
         return max((piece.last + 1 for piece in self.pieces), default=0)
 
     def draw(self, path: str | os.PathLike[str] | None = None) -> Figure:
@@ -153,7 +153,7 @@ def memory_map(plan: Plan, program: Program) -> MemoryMap:
         for piece in layout.pieces:
             bucket = piece.key[1] if isinstance(piece.key, tuple) and piece.key[0] == "bucket" else None
             name = names.get(piece.key, "")
-            node = plan.trace.nodes.get(name.partition("_result")[0])
+            node = plan.trace.nodes.get(name) or plan.trace.nodes.get(name.rpartition("_result")[0])
             if isinstance(piece.key, tuple):
                 name = f"bucket {bucket}" if bucket is not None else f"memory of {piece.key[1]}"
                 node = None

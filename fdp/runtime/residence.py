@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,6 +14,8 @@ from fdp.plan import Plan
 from fdp.runtime.arena import ARENAS, Arena, moving
 from fdp.runtime.buffers import Buffer, all_place_values, make_buffers
 from fdp.runtime.verified import prove_made
+
+_Result = TypeVar("_Result")
 
 
 class Busy(FdpError):
@@ -36,9 +38,10 @@ class Residence:
         self.buffers: dict[int, Buffer] = {}
         self._busy = threading.Lock()
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Live in an arena while the block runs: the program's tensors are there.
+    def call(self, function: Callable[..., _Result], *args: Any) -> _Result:
+        """Call the program's function while its tensors are in an arena.
+
+        Not a context manager: an interrupt between its end and the block's would leave the program locked.
 
         Raises:
             FdpError: the program is running already.
@@ -55,7 +58,7 @@ class Residence:
         try:
             arena = ARENAS.borrow(self.arena)
             self._settle_in(arena)
-            yield
+            return function(*args)
         except BaseException:
             # Messages may still be in flight: their memory is left to them, and the next call takes new.
             self.leave(self.arena)

@@ -101,17 +101,18 @@ class Preparation:
     def prepare(self, flat: Flat, roles: Roles, group: Group) -> Emitted:
         """Make what runs the step for the signature of some arguments; where ranks have to agree, all of them do."""
         warn_if_alone_by_mistake(group)
-        with Progress(self._name, group).shown() as progress:
-            try:
-                refuse_unhashable(self._name, flat, roles)
-                emitted = self._emit(flat, roles, group, progress)
-            except Exception as error:
-                if group.size > 1 and not self._prepared:
-                    announce_failure(group, error)
-                raise
-            if self._settings.options is not None:
-                # From here on ranks hear of each other's failures.
-                emitted = self._compile(emitted, flat, roles, progress)
+        progress = Progress(self._name)
+        try:
+            refuse_unhashable(self._name, flat, roles)
+            emitted = self._emit(flat, roles, group, progress)
+        except Exception as error:
+            if group.size > 1 and not self._prepared:
+                announce_failure(group, error)
+            raise
+        if self._settings.options is not None:
+            # From here on ranks hear of each other's failures.
+            emitted = self._compile(emitted, flat, roles, progress)
+        progress.finish()
         self._prepared += 1
         if self._prepared == _RETRACE_WARNING and self._previous is not None:
             changed, remedy = describe_change(self._previous, flat, self._name, roles)

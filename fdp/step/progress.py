@@ -1,58 +1,39 @@
-"""What the first call of a signature is doing: one line on a terminal, a line a stage in a log."""
+"""What the first call of a signature is doing: lines on a terminal if it takes long, a line a stage in a log."""
 
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager, suppress
 
-from rich.console import Console
-from rich.progress import Progress as Live
-from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
-
-from fdp.distributed.group import Group
+import torch.distributed as dist
 
 LOGGER = logging.getLogger("fdp")
 """`LOGGER.setLevel(logging.WARNING)` silences progress, on terminals as well."""
+
+_PATIENCE_S = 2.0
+"""A stage that takes longer says so on a terminal."""
+
+_AGAIN_S = 30.0
+"""And once more, each time that so much has passed."""
 
 
 class Progress:
     """Tells a person what a first call is doing, and how long each stage took.
 
-    Rank 0 alone writes to the terminal, if there is one; every rank writes to the log, at level INFO.
+    Rank 0 alone writes to the terminal, if there is one; every rank writes to the log, at level INFO. A terminal gets
+    whole lines, and nothing is erased: the step's own code runs in some stages, and may print, or ask in a debugger.
 
     Args:
         name: the user's function.
-        group: the ranks.
     """
 
-    def __init__(self, name: str, group: Group) -> None:
-        self._name, self._rank = name, group.rank
-        self._stages: list[tuple[str, float]] = []
-        self._live: Live | None = None
-        self._line: Any = None
-
-    @contextmanager
-    def shown(self) -> Iterator[Progress]:
-        """Show what follows; at the end, say how long it took."""
-        console = Console(stderr=True)
-        shows = self._rank == 0 and console.is_terminal and LOGGER.level <= logging.INFO
-        with self._on(console) if shows else nullcontext():
-            yield self
-        if self._stages:
-            text = self.summary()
-            LOGGER.info(text)
-            if shows:
-                console.print(f"fdp: {text}", highlight=False, markup=False)
-
-    def _on(self, console: Console) -> AbstractContextManager[Any]:
-        columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-        # What the step prints meanwhile stays where it is printed to.
-        live = Live(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
-        self._live, self._line = live, live.add_task("")
-        return live
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._seconds: dict[str, float] = {}
 
     @contextmanager
     def stage(self, what: str) -> Iterator[None]:
@@ -62,18 +43,38 @@ class Progress:
             what: in the progressive form: "tracing".
         """
         LOGGER.info("step %r: %s", self._name, what)
-        if self._live is not None:
-            self._live.update(self._line, description=f"fdp: {what} step {self._name!r}")
-        begun = time.perf_counter()
+        begun, over = time.perf_counter(), threading.Event()
+        if _shows():
+            threading.Thread(target=self._tell, args=(what, over), name="fdp-progress", daemon=True).start()
         try:
             yield
         finally:
-            self._stages.append((what, time.perf_counter() - begun))
+            over.set()
+            self._seconds[what] = self._seconds.get(what, 0.0) + time.perf_counter() - begun
 
-    def summary(self) -> str:
-        """How long each stage took, in one line."""
-        seconds: dict[str, float] = {}
-        for what, took in self._stages:
-            seconds[what] = seconds.get(what, 0.0) + took
-        stages = ", ".join(f"{what} {took:.1f}" for what, took in seconds.items())
-        return f"step {self._name!r} is ready after {sum(seconds.values()):.1f} s ({stages})"
+    def _tell(self, what: str, over: threading.Event) -> None:
+        waited_s = 0.0
+        while not over.wait(_AGAIN_S if waited_s else _PATIENCE_S):
+            waited_s += _AGAIN_S if waited_s else _PATIENCE_S
+            _print(f"{what} step {self._name!r}, for {waited_s:g} s so far")
+
+    def finish(self) -> None:
+        """Say how long each stage took."""
+        total_s = sum(self._seconds.values())
+        stages = ", ".join(f"{what} {seconds:.1f}" for what, seconds in self._seconds.items())
+        text = f"step {self._name!r} is ready after {total_s:.1f} s ({stages})"
+        LOGGER.info(text)
+        if total_s > _PATIENCE_S and _shows():
+            _print(text)
+
+
+def _shows() -> bool:
+    """Whether this process writes to a terminal."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return rank == 0 and LOGGER.level <= logging.INFO and sys.stderr is not None and sys.stderr.isatty()
+
+
+def _print(text: str) -> None:
+    with suppress(OSError, ValueError):  # a terminal that is gone is no reason for a step to fail
+        sys.stderr.write(f"fdp: {text}\n")
+        sys.stderr.flush()

@@ -1,6 +1,6 @@
 """step + example inputs -> `Trace`: the flat graph, what varies, and the gradients in production order.
 
-arguments, keywords -> capture -> checks, variance -> dependencies -> record
+arguments, keywords -> capture -> checks, variance -> dependencies -> trace
 """
 
 from fdp.trace.arguments import Flat, Roles, flatten, refuse_unhashable, resolve_roles, set_apart, sharing

@@ -46,7 +46,7 @@ class Writer:
     @property
     def plain(self) -> bool:
         """Whether every operator is called as it was traced."""
-        return self.memory.savings is NONE
+        return self.memory.savings == NONE
 
 
 def name_of(writer: Writer, node: fx.Node) -> str:
@@ -55,7 +55,7 @@ def name_of(writer: Writer, node: fx.Node) -> str:
 
 
 def names_of_values(writer: Writer, graph: fx.Graph) -> dict[str, str]:
-    """The names of the values that a program computes as the graph does: not deferred, nor divided for a mean."""
+    """Names of values that a program computes as the graph does: not within an addition, nor divided for a mean."""
     memory = writer.memory
     apart = {*memory.added.values(), *memory.places.divided}
     found = {node.name: writer.local.get(memory.value_of(node)) for node in graph.nodes if node not in apart}

@@ -63,7 +63,7 @@ class _Lowering:
                 self._call(node, entries)
             case Keep(marker):
                 value = self._value(marker.args[0])  # type: ignore[arg-type]
-                self.values[marker] = value if marker in self.memory.places.alone else _copy(value)
+                self.values[marker] = value.contiguous() if marker in self.memory.places.alone else _copy(value)
             case Pack(bucket, members):
                 for member in members:
                     self._pack(bucket, member)

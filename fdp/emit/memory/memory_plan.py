@@ -1,4 +1,4 @@
-"""`Plan` -> `MemoryPlan`: which values share memory, where each lies, and what is copied when. Decided here, once."""
+"""`Plan` -> `MemoryPlan`: which values have a place, in which piece of memory, and what is copied when."""
 
 from __future__ import annotations
 
