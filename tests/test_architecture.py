@@ -63,7 +63,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "lowered",
     ),
     "emit": (
-        "memory.constants memory.layout memory.liveness memory.out_variants memory.views",
+        "memory.constants memory.elements memory.layout memory.liveness memory.out_variants memory.views",
         "memory.donation memory.products", "memory.planning", "memory.instructions", "memory.memory_plan",
         "codegen.bindings codegen.lines", "codegen.writer",
         "codegen.loops codegen.packing codegen.products codegen.shortcuts", "codegen.calls", "codegen.program",

@@ -9,6 +9,7 @@ is told apart.
 from __future__ import annotations
 
 import itertools
+import warnings
 from typing import Any
 
 import models
@@ -155,3 +156,21 @@ def test_another_process_finds_the_program_in_the_cache() -> None:
     hits, misses, result = outcome.value
     assert (hits, misses) == (1, 0)
     assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_step_that_takes_or_computes_nothing(compile: bool) -> None:
+    """Inductor gives such a graph back, without a text of its own; and no argument says which tensors are traced."""
+    kept = torch.arange(4.0)
+    steps: list[tuple[Any, Any]] = [
+        (lambda: kept, kept),
+        (lambda: kept.view(2, 2), kept.view(2, 2)),
+        (lambda: kept.view(2, 2) + kept[1:3], kept.view(2, 2) + kept[1:3]),
+        (lambda: 3, 3),
+        (lambda: torch.zeros(3), torch.zeros(3)),
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step, expected in steps:
+            run = fdp.data_parallel(step, compile=compile)
+            torch.testing.assert_close((run(), run()), (expected, expected))

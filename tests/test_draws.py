@@ -20,8 +20,8 @@ from samples import ALL_SAMPLES, exhaustive
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fdp
-from fdp.emit.compiled.drawing import laid_out
 from fdp.emit.compiled.public import VARIABLE
+from fdp.emit.memory.elements import laid_out
 from fdp.trace.fake_rules import teach
 from fdp.trace.uncertain_strides import AS_GIVEN
 

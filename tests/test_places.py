@@ -22,8 +22,8 @@ import fdp
 from fdp.emit.codegen.bindings import bind
 from fdp.emit.codegen.lines import Line, lay_out_lines
 from fdp.emit.memory import out_variants, planning
+from fdp.emit.memory.elements import has_gaps, laid_out
 from fdp.emit.memory.layout import ALIGNMENT_BYTES, Lifetime, lay_out
-from fdp.emit.memory.views import has_gaps
 from fdp.runtime import Emitted, arena
 
 Tree = Any
@@ -582,3 +582,52 @@ def test_a_result_with_gaps_keeps_them() -> None:
 )  # fmt: skip
 def test_gaps_are_seen(value: torch.Tensor, gaps: bool) -> None:
     assert has_gaps(value) is gaps
+
+
+def turned(state: dict[str, torch.Tensor], _: Any) -> dict[str, torch.Tensor]:
+    """At every call, state that lies otherwise: `contiguous` copies it at every other call."""
+    copied = state["a"].contiguous()
+    copied.mul_(0.5)
+    return {"a": (state["a"] + 1).t().clone()}
+
+
+def spread(state: dict[str, torch.Tensor], _: Any) -> dict[str, torch.Tensor]:
+    """State that is one element, four times; and the same state under several names."""
+    own = state["a"].contiguous() + 1
+    return {"a": own[:1].expand(4), "b": state["a"], "c": own[::2], "d": own.view(2, 2).t()}
+
+
+def halved(state: dict[str, torch.Tensor], _: Any) -> dict[str, torch.Tensor]:
+    """State with gaps becomes dense as `.data = ` gives it other memory."""
+    state["a"].data = state["a"].data * 0.5
+    state["a"].contiguous().mul_(4)
+    return {"a": state["a"]}
+
+
+def windows(state: dict[str, torch.Tensor], _: Any) -> dict[str, torch.Tensor]:
+    return {"a": state["a"], "b": state["a"][:2]}
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize(
+    ("step", "first"),
+    [
+        (turned, torch.arange(9.0).view(3, 3)),
+        (spread, torch.arange(4.0)),
+        (windows, torch.arange(6.0).unfold(0, 3, 1)),
+        (halved, torch.arange(32.0).view(8, 4)[::2]),
+    ],
+)
+def test_results_lie_in_memory_as_plain_pytorch_leaves_them(compile: bool, step: Any, first: torch.Tensor) -> None:
+    """What asks how its state lies (`contiguous`, `reshape`) gets a copy at one call, the state itself at another."""
+    run = fdp.data_parallel(step, donate_argnums=0, compile=compile)
+    expected, state = (
+        {"a": laid_out(first, first.stride(), anew=True)},
+        {"a": laid_out(first, first.stride(), anew=True)},
+    )
+    for _ in range(4):
+        expected, state = step(expected, None), run(state, torch.ones(2))
+        for name, leaf in expected.items():
+            assert state[name].stride() == leaf.stride(), name
+            assert torch.equal(state[name], leaf), name
+        expected, state = {"a": expected["a"]}, {"a": state["a"]}

@@ -103,8 +103,8 @@ def psum(tree: Tree) -> Tree:
         tree: pytree of tensors of any shape (floating point, integer or complex) and numbers.
 
     Returns:
-        The tree with each leaf replaced by its sum, equal on every rank. Differentiable: the transpose of
-        `psum` is `psum`.
+        The tree with each leaf replaced by its sum, equal on every rank, and contiguous, as what all collectives
+        return. Differentiable: the transpose of `psum` is `psum`.
 
     Raises:
         ArgumentError: a leaf is boolean, sparse, or no tensor.
@@ -312,7 +312,8 @@ def per_rank(tree: Tree) -> Tree:
             and so do leaves that are labelled already.
 
     Returns:
-        Inside, the same values. Outside, the tree with a `PerRank` leaf around each tensor, which is not copied.
+        Inside, the same values, contiguous. Outside, the tree with a `PerRank` leaf around each tensor, which is not
+        copied.
 
     Raises:
         ArgumentError: a leaf is neither a tensor nor a number.

@@ -116,6 +116,8 @@ def capture(
         stack.enter_context(copyable(FakeTensor))
         # A mistake of the step's own is raised; torch would print it as well.
         stack.enter_context(silenced("torch._subclasses.fake_tensor"))
+        if not fakes:
+            stack.enter_context(fake_mode)  # the tracer takes its arguments' mode, or that which is on
         try:
             # Derivatives make zeros without memory. Where an operator does not know those, torch fills in zeros, and
             # mistakes the device of a fake tensor for "meta".

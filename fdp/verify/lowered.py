@@ -13,6 +13,7 @@ from fdp.plan.plan import Plan
 from fdp.trace.trace import Trace
 from fdp.verify.decomposed import CHANGED, Decomposed, changed_by, decompose
 from fdp.verify.draws import drawn_as_said, drawn_in_trace, drawn_inside, functions_that_draw
+from fdp.verify.extents import general_extent
 from fdp.verify.failure import VerificationError
 from fdp.verify.graphs import Graph, Special
 from fdp.verify.higher import run_loop
@@ -96,8 +97,10 @@ def _wrong(
         value = values.read(found)
         if value is not term:
             yield f"{output.name} is {describe(value)}, not {describe(term)}"
-        if (found.shape, found.dtype) != (view.shape, view.dtype):
-            yield f"{output.name} has shape {found.shape}, {found.dtype}"
+        said = trace.nodes[str(output.node)].meta["val"]
+        lies = general_extent(said.shape, said.stride())
+        if (found.shape, found.stride, found.dtype) != (lies.shape, lies.stride, view.dtype):
+            yield f"{output.name} has shape {found.shape}, strides {found.stride}, {found.dtype}"
         if where == "given":
             given_back.add(number)
             if output.slot != number and trace.inputs[number].donated:

@@ -121,10 +121,7 @@ def _wrong_outputs(trace: Trace, execution: Execution, outputs: list[torch.Tenso
         if value is not term:
             yield f"{output.name} is {describe(value)}, not {describe(term)}"
         own = None if output.slot is None else execution.inputs[output.slot]
-        # A value that is repeated, or has gaps, need not be returned so: it may be a copy.
-        free = tensor is own or not expected.dense
-        lies_right = (found.shape, found.dtype) == (expected.shape, expected.dtype)
-        if not lies_right or not (free or found.stride == expected.stride):
+        if (found.shape, found.stride, found.dtype) != (expected.shape, expected.stride, expected.dtype):
             yield f"{output.name} has shape {found.shape}, strides {found.stride}, {found.dtype}"
         yield from _shared(execution, output.name, tensor is own, found, expected, donated)
         other = owners.setdefault(found.block, at)

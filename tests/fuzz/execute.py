@@ -20,7 +20,7 @@ import fdp
 from fuzz import plain, poison
 from fuzz.compare import Judge, Mismatch
 from fuzz.joint import defined
-from fuzz.oracle import copied, geometry, same, seed_of, unshared
+from fuzz.oracle import copied, geometry, same, seed_of, strides, unshared
 from fuzz.program import Program, accesses
 
 
@@ -131,6 +131,11 @@ def _run(programs: Sequence[Program], judge: Judge) -> Report:
         poison.fill_blocks()
         leaves = plain.parts(found)
         bad += [("result", mismatch) for mismatch in judge.compare(rank, number, leaves)]
+        bad += [
+            ("strides", Mismatch(number, path, f"lies otherwise: {strides(leaf)}, expected {wanted}"))
+            for (path, leaf), wanted in zip(leaves, expected.strides, strict=False)
+            if strides(leaf) != wanted
+        ]
         if drawn != expected.drawn:
             bad.append(("random state", Mismatch(number, "", "the generator is not where plain PyTorch leaves it")))
         inputs = (state, batch) if not options.donate else ((), batch)
@@ -192,5 +197,5 @@ def _unequal(programs: Sequence[Program], judge: Judge) -> list[str]:
 def _bits(leaf: Any) -> str:
     if not isinstance(leaf, torch.Tensor):
         return repr(leaf)
-    dense = leaf.detach().contiguous()
-    return hashlib.sha1(dense.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+    dense = torch.empty(leaf.numel(), dtype=leaf.dtype).copy_(leaf.detach().reshape(-1))
+    return hashlib.sha1(dense.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]

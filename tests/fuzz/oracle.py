@@ -20,6 +20,7 @@ class Call:
 
     Attributes:
         leaves: paths and copies of what the step returned: the state, and the results.
+        strides: of each leaf.
         shared: for each leaf, whether it shares memory with the new state or with what the step closes over.
         changed: for each kind of input, the paths of those that were changed in place.
         written: kinds of input that were written in place, if only with what they held.
@@ -29,6 +30,7 @@ class Call:
     """
 
     leaves: list[tuple[str, Any]]
+    strides: list[Any]
     shared: list[bool]
     changed: dict[str, list[str]]
     written: set[str]
@@ -87,6 +89,7 @@ def run_plain(
             calls.append(
                 Call(
                     [(path, copied(leaf)) for path, leaf in leaves],
+                    [strides(leaf) for _, leaf in leaves],
                     [memory(leaf) in held for _, leaf in leaves],
                     changed,
                     {kind for kind, tree in inputs.items() if changed[kind] or versions[kind] != versions_of(tree)},
@@ -121,6 +124,13 @@ def versions_of(tree: Any) -> list[int]:
 
 def memory(leaf: Any) -> int:
     return leaf.untyped_storage().data_ptr() if isinstance(leaf, torch.Tensor) else -1
+
+
+def strides(leaf: Any) -> Any:
+    """How a tensor lies in memory: what asks for it (`contiguous`, `reshape`) goes one way or another."""
+    if not isinstance(leaf, torch.Tensor) or leaf.numel() == 0:
+        return None
+    return [step for step, size in zip(leaf.stride(), leaf.shape, strict=True) if size != 1]
 
 
 def geometry(tree: Any) -> list[Any]:

@@ -165,9 +165,9 @@ class Plain:
     def _collect(self, tree: Any, combine: Any) -> Any:
         return mapped(lambda x: self.world.meet(self.rank, x, combine), tree)
 
-    def _each(self, make: Any) -> Any:
-        # Every rank gets memory of its own.
-        return lambda xs: [self.world.perturbed(make(xs)).clone() for _ in xs]
+    def _each(self, make: Any, lies: torch.memory_format = torch.contiguous_format) -> Any:
+        # Every rank gets memory of its own; fdp's collectives return contiguous tensors.
+        return lambda xs: [self.world.perturbed(make(xs)).clone(memory_format=lies) for _ in xs]
 
     def psum(self, tree: Any) -> Any:
         return self._collect(tree, self._each(sum_of))
@@ -194,7 +194,7 @@ class Plain:
         return self.world.size
 
     def per_rank(self, tree: Any) -> Any:
-        return tree
+        return mapped(lambda x: x.clone(memory_format=torch.contiguous_format), tree)
 
     # --- gradients ---
 
@@ -247,7 +247,7 @@ class Plain:
                 return sum_of(xs) / len(xs)
             return (sum_of([x.to(wire).to(x.dtype) for x in xs]) / len(xs)).to(wire).to(xs[0].dtype)
 
-        return self.world.meet(self.rank, grad, self._each(mean))
+        return self.world.meet(self.rank, grad, self._each(mean, torch.preserve_format))
 
     def accumulate(self, grad_fn: Any, microbatches: int) -> Any:
         def wrapped(tree: Any, *rest: Any) -> Any:

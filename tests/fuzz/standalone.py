@@ -116,7 +116,8 @@ def calls_of(made: Any, make_step: Any, rank: int, known: Any, expected: Any = N
         closed = [x.untyped_storage().data_ptr() for m in made for x in m[4]]
         held = [x.untyped_storage().data_ptr() for _, x in parts(found[0]) if isinstance(x, torch.Tensor)] + closed
         shared = [isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() in held for _, x in parts(found)]
-        calls.append(([(path, _copy(x)) for path, x in parts(found)], shared, after, written))
+        lies = [_strides(x) for _, x in parts(found)]
+        calls.append(([(path, _copy(x)) for path, x in parts(found)], shared, after, written, lies))
         if make_step is not None:
             may_change = known["donate"] or known["between"]
             pairs = zip(parts(found), expected[number][1], strict=True)
@@ -154,6 +155,10 @@ def on_rank(rank: int, defines: Any, make_step: Any, known: Any, expected: Any, 
             if not _close(x, y, z):
                 wrong = 1
                 print(f"rank {rank}, call {number}, {path}\n  expected {y}\n  got      {x}", flush=True)
+        for (path, _), mine, lies in zip(call[0], call[4], plainly[4], strict=False):
+            if mine != lies:
+                wrong = 1
+                print(f"rank {rank}, call {number}, {path} has strides {mine}, expected {lies}", flush=True)
         if call[2] != plainly[2]:
             wrong = 1
             print(f"rank {rank}, call {number}: the random generator is not where plain PyTorch leaves it", flush=True)
@@ -163,6 +168,12 @@ def on_rank(rank: int, defines: Any, make_step: Any, known: Any, expected: Any, 
 
 def _copy(x: Any) -> Any:
     return x.detach().clone() if isinstance(x, torch.Tensor) else x
+
+
+def _strides(x: Any) -> Any:
+    if not isinstance(x, torch.Tensor) or x.numel() == 0:
+        return None
+    return [step for step, size in zip(x.stride(), x.shape, strict=True) if size != 1]
 
 
 def _same(x: Any, y: Any) -> bool:

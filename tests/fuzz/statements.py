@@ -19,7 +19,7 @@ POINTWISE = (
 )  # fmt: skip
 
 BINARY = (
-    "{a} + {b}", "{a} - {b}", "{a} * {b}", "torch.maximum({a}, {b})", "torch.where({a} > {b}, {a}, {b} * 0.5)",
+    "{a} + {b}", "{a} - {b}", "{a} * {b}", "torch.maximum({a}, {b})", "torch.where(torch.gt({a}, {b}), {a}, {b} * 0.5)",
     "{a} + 0.5 * {b}", "torch.lerp({a}, {b}, 0.25)", "torch.addcmul({a}, {b}, {b}, value=0.25)", "{a} * {b}.tanh()",
     "torch.add({a}, {b}, alpha=2)", "torch.minimum({a}, {b})",
 )  # fmt: skip

@@ -31,11 +31,11 @@ from fdp.emit.codegen.writer import (
     name_of,
     names_of_values,
 )
+from fdp.emit.memory.elements import has_each_element_once, has_gaps, span_of
 from fdp.emit.memory.instructions import Await, Compute, Divide, Instruction, Keep, Pack, Send, Update
 from fdp.emit.memory.layout import Layout
 from fdp.emit.memory.memory_plan import ALL, NONE, plan_memory
 from fdp.emit.memory.planning import Place
-from fdp.emit.memory.views import has_gaps
 from fdp.plan import Plan
 
 _aten = torch.ops.aten
@@ -208,20 +208,32 @@ def _empty_like(writer: Writer, node: fx.Node) -> str:
     return f"{empty}({list(value.shape)}, {list(value.stride())}, dtype={dtype}, device={device})"
 
 
+def _write_copy(writer: Writer, node: fx.Node, name: str, own: str) -> None:
+    """Copy a result into memory of its own; it lies there as it did, which `clone` alone would not see to."""
+    value = node.meta["val"]
+    clone = bind_operator(writer, _aten.clone.default, (node,))
+    if not has_each_element_once(value):
+        as_strided = bind_operator(writer, _aten.as_strided.default)
+        span, copied = f"span_{own}", f"copied_{own}"
+        writer.lines.append(Line(f"{span} = {as_strided}({name}, [{span_of(value)}], [1])", {name}, (span,)))
+        writer.lines.append(Line(f"{copied} = {clone}({span})", {span}, (copied,)))
+        shape, stride = list(value.shape), list(value.stride())
+        writer.lines.append(Line(f"{own} = {as_strided}({copied}, {shape}, {stride}, 0)", {copied}, (own,)))
+    elif has_gaps(value):
+        writer.lines.append(Line(f"{own} = {_empty_like(writer, node)}", set(), (own,)))
+        copy = bind_operator(writer, _aten.copy_.default, (node, node))
+        writer.lines.append(Line(f"{copy}({own}, {name})", {name, own}))
+    else:
+        writer.lines.append(Line(f"{own} = {clone}({name})", {name}, (own,)))
+
+
 def _write_outputs(writer: Writer) -> list[str]:
     outputs = []
     for position, node in enumerate(writer.memory.placement.returned):
         name = name_of(writer, node)
         if position in writer.memory.placement.cloned:
             own = f"output_{position}"
-            if has_gaps(node.meta["val"]):
-                # `clone` would close them, and what copies a tensor with gaps (`contiguous`) would no longer copy it.
-                writer.lines.append(Line(f"{own} = {_empty_like(writer, node)}", set(), (own,)))
-                copy = bind_operator(writer, _aten.copy_.default, (node, node))
-                writer.lines.append(Line(f"{copy}({own}, {name})", {name, own}))
-            else:
-                clone = bind_operator(writer, _aten.clone.default, (node,))
-                writer.lines.append(Line(f"{own} = {clone}({name})", {name}, (own,)))
+            _write_copy(writer, node, name, own)
             name = own
         outputs.append(name)
     return outputs

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fdp.emit.memory.elements import laid_out
 from fdp.trace.effects import FUSED_OPTIMIZERS
 from fdp.trace.rng_replay import RESUME, REWIND, STATE, rewind
 
@@ -92,7 +93,11 @@ def _multiply(target: torch.Tensor, one: torch.Tensor, two: torch.Tensor, factor
 
 
 def _snapshot(value: torch.Tensor) -> torch.Tensor:
-    return value.clone()
+    return laid_out(value, value.stride(), anew=True)
+
+
+def _fake_snapshot(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _fake_like(value: torch.Tensor, *others: Any) -> torch.Tensor:
@@ -130,8 +135,8 @@ start = define("start", "(Tensor[] slots, int bucket) -> ()", _start)
 wait = define("wait", "(Tensor[] slots, int bucket) -> ()", _wait)
 loop = define("loop", "(Tensor[] changed, Tensor[] others, int number) -> ()", _loop)
 copy_into = define("copy_into", "(Tensor target, Tensor value) -> ()", _copy)
-snapshot = define("snapshot", "(Tensor value) -> Tensor", _snapshot, fake=_fake_like)
-"""A clone that no pass may replace by what it was made of: that is changed later."""
+snapshot = define("snapshot", "(Tensor value) -> Tensor", _snapshot, fake=_fake_snapshot)
+"""A copy that lies as its original does, and that no pass may replace by it: that is changed later."""
 
 start_ = define("start_", "(Tensor(a!)[] slots, int bucket) -> ()", _start)
 wait_ = define("wait_", "(Tensor(a!)[] slots, int bucket) -> ()", _wait)

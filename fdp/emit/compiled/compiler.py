@@ -117,10 +117,9 @@ def compile_program(plan: Plan, group: Group, communicates: bool, options: Optio
         recording = function = Recording(
             trace.name, function, len(trace.inputs), donated, compares, lambda yes: all_say(group, yes)
         )
-    if recording is None:
-        # Inputs that are not donated, and closed-over tensors, are the caller's: only the former may be returned.
-        free = frozenset(at for at, item in enumerate(trace.inputs) if not item.donated)
-        function = Apart(function, free, alone=len(free) < len(trace.inputs))
+    # Inputs that are not donated, and closed-over tensors, are the caller's: only the former may be returned.
+    free = frozenset(at for at, item in enumerate(trace.inputs) if not item.donated)
+    function = Apart(function, _strides(memory, returned), free, alone=len(free) < len(trace.inputs))
     namespace: dict[str, Any] = {"compiled": function, "constants": held, "running": running}
     by_number = [compiled_loop(bodies[loop.node], loop.count, trace.nodes[loop.node]) for loop in trace.loops]
     namespace["loops"] = [*by_number, *(as_it_is(node, operands_of(node)) for node in apart)]
@@ -197,6 +196,12 @@ def _returned(memory: MemoryPlan) -> list[Returned]:
             found.append(("made", made))
             made += 1
     return found
+
+
+def _strides(memory: MemoryPlan, returned: Sequence[Returned]) -> list[tuple[int, ...]]:
+    """How each result lies that is made by what is compiled."""
+    results = zip(memory.placement.returned, returned, strict=True)
+    return [tuple(node.meta["val"].stride()) for node, (where, _) in results if where == "made"]
 
 
 def _wrapper(returned: Sequence[Returned], constants: int, slots: Sequence[str]) -> str:

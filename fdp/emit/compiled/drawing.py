@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from fdp.emit.compiled.barriers import define, generators_running
+from fdp.emit.memory.elements import laid_out
 from fdp.trace.control import choose
 
 NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
@@ -133,36 +134,6 @@ draw_of_nothing = define(
 )
 """The same for a call that reads no tensor. Functionalization sees by that, and not by an empty list, that what comes
 out is new."""
-
-
-def laid_out(tensor: torch.Tensor, stride: Sequence[int], anew: bool = False) -> torch.Tensor:
-    """A tensor, or a copy, whose elements lie under given strides.
-
-    Args:
-        tensor: any tensor.
-        stride: how its elements are to lie. Where two come to lie in one place they are equal.
-        anew: whether it must be a copy.
-    """
-    size = tensor.shape
-    if not anew and all(n == 1 or s == t for n, s, t in zip(size, stride, tensor.stride(), strict=True)):
-        return tensor
-    reach = 1
-    for step, number in sorted((s, n) for s, n in zip(stride, size, strict=True) if n != 1):
-        if step < reach:
-            places = offsets(size, stride)
-            flat = tensor.new_empty(int(places.max()) + 1 if tensor.numel() else 0)
-            flat[places.to(tensor.device)] = tensor.reshape(-1)
-            return flat.as_strided(size, stride)
-        reach += (number - 1) * step
-    return torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def offsets(size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-    """Where each element lies, in the order of the elements."""
-    found = torch.zeros(1, dtype=torch.int64, device="cpu")
-    for number, step in zip(size, stride, strict=True):
-        found = (found.unsqueeze(1) + torch.arange(number, device="cpu") * step).reshape(-1)
-    return found
 
 
 def as_it_is(

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp.emit.compiled.drawing import NAMED, is_written, offsets
+from fdp.emit.compiled.drawing import NAMED, is_written
+from fdp.emit.memory.elements import offsets
 from fdp.errors import CompileError, build_message
 from fdp.trace.effects import bound_arguments, effects_of, operator_name, storages_of
 from fdp.trace.loops import is_loop

@@ -54,7 +54,7 @@ class _Lowering:
             if node.op == "placeholder" and position not in placement.cloned:
                 continue  # it goes back to the caller as the object that it is
             value = self._value(node)
-            outputs.append(value.clone() if position in placement.cloned else value)
+            outputs.append(snapshot(value) if position in placement.cloned else value)
         return outputs
 
     def _carry_out(self, instruction: Instruction) -> None:

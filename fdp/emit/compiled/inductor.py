@@ -9,7 +9,7 @@ What is relied on (torch 2.13 to 2.15; `torch_parts` lists the names):
 - The scheduler keeps the order of the graph where `KEPT` says so, but for what it fuses: that stands where the first
   of it stood. `V.set_choices_handler(InductorChoices)` has a say in each fusion; `min_order` of a scheduler's node is
   its place in the graph, `ancestors` are the names of all that it needs.
-- `torch._guards.tracing`, `V.set_fake_mode`: where inductor looks for the mode of example values.
+- `torch._guards.tracing`, `detect_fake_mode`, `V.set_fake_mode`: where inductor looks for the mode of example values.
 - `torch._inductor.lowering.lowerings`, `make_fallback`: from operators to the functions that lower them;
   `V.graph.mark_buffer_mutated(name)`: lets all that reads a buffer, and has only been noted down, come before.
 - `cpu_vec_isa`: `supported_vec_isa_list`, the best first, of which each is tried with the C++ compiler by `bool()`;
@@ -188,14 +188,16 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
         CompileError: inductor cannot compile it; names the operator.
         Unusable: this is another inductor.
     """
+    if _computes_nothing(graph):
+        return Lowered(_given_back(graph), graph.code)
     examples = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     with _lowering, ExitStack() as stack:
         with _as_expected():
-            from torch._guards import TracingContext, tracing
+            from torch._guards import TracingContext, detect_fake_mode, tracing
             from torch._inductor import compile_fx, config
             from torch._inductor.virtualized import V
 
-            mode = examples[0].fake_mode
+            mode = detect_fake_mode([node.meta.get("val") for node in graph.graph.nodes])
             output: Any = graph.graph.output_node()
             # Results keep the strides that the step gives them; values inside may have others.
             output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
@@ -213,7 +215,10 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
         try:
             if any(example.device.type == "cpu" for example in examples):
                 _try_the_best_vectors()  # the first to ask for a C++ compiler
-            compiled: Any = compile_inner(prepare(graph), examples, is_inference=True)
+            prepared = prepare(graph)
+            if _computes_nothing(prepared):
+                return Lowered(_given_back(prepared), prepared.code)
+            compiled: Any = compile_inner(prepared, examples, is_inference=True)
         except FdpError:
             raise
         except Exception as error:
@@ -221,6 +226,23 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
     if not getattr(compiled, "_boxed_call", False) or not hasattr(compiled, "source_code"):
         raise Unusable("what compile_fx_inner returns does not take one list of inputs, or has no text")
     return Lowered(compiled, str(compiled.source_code))
+
+
+def _computes_nothing(graph: fx.GraphModule) -> bool:
+    """Whether there is nothing to compile: inductor gives such a graph back, and has no text for it."""
+    return all(node.op in ("placeholder", "output") for node in graph.graph.nodes)
+
+
+def _given_back(graph: fx.GraphModule) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
+    """A graph that only returns some of its inputs, called as a compiled one is."""
+
+    def run(inputs: list[Any]) -> Sequence[torch.Tensor]:
+        given = list(inputs)
+        inputs.clear()
+        made: Sequence[torch.Tensor] = graph(*given)
+        return made
+
+    return run
 
 
 def lower_publicly(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:

@@ -1,8 +1,9 @@
-"""Results of compiled programs in memory of their own.
+"""Results of compiled programs in memory of their own, where they lie as the trace says.
 
 What a compiler makes of a graph may return memory that it was given, where it sees that nothing else reads it: that of
 a bucket, or of donated state, which the next call writes. The graph does not say whose memory that is, so the first
-results are looked at, and those that do not lie in memory of their own are copied at every call.
+results are looked at, and those that do not lie in memory of their own are copied at every call. So are those whose
+strides are not those of the trace: a compiler is asked for them, and may prefer what a reader inside likes better.
 """
 
 from __future__ import annotations
@@ -12,18 +13,27 @@ from typing import Any
 
 import torch
 
+from fdp.emit.memory.elements import laid_out
+
 
 class Apart:
     """A compiled program whose results share memory with nothing that a later call writes.
 
     Args:
         function: takes one list of tensors, empties it, and returns the results.
+        strides: those that each result is to have.
         free: positions of the inputs that no call writes; results may be views of them.
         alone: whether results must not share memory with each other either, since any of them may be donated next.
     """
 
-    def __init__(self, function: Callable[[list[Any]], Sequence[Any]], free: frozenset[int], alone: bool) -> None:
-        self._function, self._free, self._alone = function, free, alone
+    def __init__(
+        self,
+        function: Callable[[list[Any]], Sequence[Any]],
+        strides: Sequence[Sequence[int]],
+        free: frozenset[int],
+        alone: bool,
+    ) -> None:
+        self._function, self._strides, self._free, self._alone = function, strides, free, alone
         self._copied: tuple[int, ...] | None = None
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
@@ -34,7 +44,7 @@ class Apart:
         if self._copied is None:
             self._copied = self._shared(given, made)
         for at in self._copied:
-            made[at] = made[at].clone()
+            made[at] = laid_out(made[at], self._strides[at], anew=True)
         return made
 
     def _shared(self, given: Sequence[Any], made: Sequence[Any]) -> tuple[int, ...]:
@@ -48,7 +58,7 @@ class Apart:
             memory = _memory(tensor)
             if memory is None:
                 continue
-            if memory in taken:
+            if memory in taken or laid_out(tensor, self._strides[at]) is not tensor:
                 found.append(at)
             elif self._alone:
                 taken.add(memory)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from fdp.emit.memory.elements import has_each_element_once, lies_as
 from fdp.emit.memory.liveness import Accesses
 from fdp.emit.memory.out_variants import form_of
 from fdp.emit.memory.views import geometry
@@ -82,7 +83,7 @@ def place_outputs(plan: Plan, same: Mapping[fx.Node, fx.Node], accesses: Accesse
         (home,), (memory,) = storages_of(target), storages_of(node)
         if _is_same(node, target):
             owned.add(home)
-        elif home in taken or home in accesses.writes:
+        elif home in taken or home in accesses.writes or not _fits(node, target):
             continue
         elif plain:
             placement.copies.setdefault(len(plan.schedule) - 1, []).append((target, node))
@@ -119,6 +120,11 @@ def place_outputs(plan: Plan, same: Mapping[fx.Node, fx.Node], accesses: Accesse
 def _is_same(node: fx.Node, target: fx.Node) -> bool:
     """Whether a value is an input itself, perhaps changed in place."""
     return storages_of(node) == storages_of(target) and geometry(node.meta["val"]) == geometry(target.meta["val"])
+
+
+def _fits(node: fx.Node, target: fx.Node) -> bool:
+    """Whether a value lies as a donated input does: a step that asks how its state lies must find what it returned."""
+    return lies_as(node.meta["val"], target.meta["val"]) and has_each_element_once(target.meta["val"])
 
 
 def _can_write(node: fx.Node, target: fx.Node, accesses: Accesses) -> bool:

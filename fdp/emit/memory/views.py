@@ -45,17 +45,3 @@ def geometry(value: Any) -> tuple[Any, ...]:
         value.is_conj(),
         value.is_neg(),
     )
-
-
-def has_gaps(value: torch.Tensor) -> bool:
-    """Whether there are elements between those of a tensor that are not its own, and none of its own is there twice."""
-    if value.numel() == 0 or torch.ops.aten.is_non_overlapping_and_dense.default(value):
-        return False
-    span = 0  # of the dimensions so far, the element that lies last
-    for stride, size in sorted(
-        (stride, size) for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1
-    ):
-        if stride <= span:
-            return False  # elements may lie in one place
-        span += (size - 1) * stride
-    return True
