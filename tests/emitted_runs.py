@@ -17,7 +17,7 @@ import torch
 from fault_reports import Outcome
 from faulty_programs import Program
 from simulated_ranks import Messages, SimulatedGroup, Turns, poison
-from traced_programs import CALLS, SEED, Prepared
+from traced_programs import SEED, Prepared
 
 from fdp.distributed.group import Group
 from fdp.emit.compiled import compiler as compiled_program
@@ -115,13 +115,13 @@ def _calls(
     closed = {name: getattr(plan.trace.graph, name) for name, _ in plan.trace.graph.named_buffers()}
     held = optree.tree_map(torch.clone, closed)
     kept: list[tuple[Any, Any]] = []
-    for call in range(CALLS):
+    for call in range(program.calls):
         batch = program.batch(rank, call)
         untouched = [batch] if program.donate else [batch, state]
         before = optree.tree_map(torch.clone, untouched)
         # A list that nobody else holds: the program empties it.
         new, results = run(optree.tree_leaves((state, batch)))
-        _compare(f"rank {rank}, call {call}", (new, results), expected[call], program.tolerance)
+        _compare(f"rank {rank}, call {call}", (new, results), expected[call], program.tolerance, strides=True)
         _compare(f"rank {rank}, call {call}, inputs that are not donated", untouched, before)
         _compare(f"rank {rank}, call {call}, closed-over tensors", closed, held)
         for tree, values in kept:
@@ -135,12 +135,14 @@ def _calls(
         state = new if program.donate else optree.tree_map(torch.clone, new)
 
 
-def _compare(where: str, found: Any, wanted: Any, tolerance: float = 0.0) -> None:
+def _compare(where: str, found: Any, wanted: Any, tolerance: float = 0.0, strides: bool = False) -> None:
     paths, ones, _ = optree.tree_flatten_with_path(found)
     twos = optree.tree_leaves(wanted)
     for path, one, two in itertools.zip_longest(paths, ones, twos):
         if (one.shape, one.dtype) != (two.shape, two.dtype):
             raise Different(f"{where}, {path}: {one.dtype} {list(one.shape)} for {two.dtype} {list(two.shape)}")
+        if strides and _steps(one) != _steps(two):
+            raise Different(f"{where}, {path}: strides {one.stride()}, not {two.stride()}")
         if torch.equal(one, two):
             continue
         if not one.numel() or not tolerance or not one.is_floating_point():
@@ -149,6 +151,10 @@ def _compare(where: str, found: Any, wanted: Any, tolerance: float = 0.0) -> Non
             share = float((one - two).abs().max() / two.abs().max())
         if not share <= tolerance:
             raise Different(f"{where}, {path}: off by {share:.2g}")
+
+
+def _steps(value: torch.Tensor) -> list[int]:
+    return [step for step, size in zip(value.stride(), value.shape, strict=True) if size != 1 and value.numel()]
 
 
 @dataclasses.dataclass(frozen=True)

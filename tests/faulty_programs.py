@@ -30,6 +30,7 @@ class Program:
         world: number of ranks.
         options: further ones of `data_parallel`.
         tolerance: by what share of its largest value a result may differ from plain PyTorch.
+        calls: how often it is called; once where the new state lies in memory otherwise than the old.
     """
 
     step: Callable[[Any, Tree, Tree], Any]
@@ -40,6 +41,7 @@ class Program:
     world: int = 2
     options: dict[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-9
+    calls: int = 3
 
     @property
     def name(self) -> str:
@@ -69,7 +71,7 @@ def _program(
 
 def _make(kind: Any, g: torch.Generator) -> Any:
     if isinstance(kind, torch.Tensor):
-        return kind.clone()
+        return copied(kind)
     if isinstance(kind, dict):
         return {key: _make(each, g) for key, each in kind.items()}
     if callable(kind):
@@ -490,6 +492,17 @@ def sent_and_updated(c: Any, s: Tree, b: Tree) -> Any:
     ]
 
 
+def _with_gaps(g: torch.Generator) -> torch.Tensor:
+    return torch.randn(4, 8, generator=g, dtype=DOUBLE)[:, ::2]
+
+
+@_program({"w": (4, 4), "v": (4, 4), "g": _with_gaps, "h": _with_gaps}, {"x": (4, 4)}, calls=1)
+def lies_otherwise(c: Any, s: Tree, b: Tree) -> Any:
+    """New state that is turned, or has gaps, or has several elements in one place, and old state with gaps twice."""
+    turned = (s["w"] + c.pmean(b["x"])).t().clone()
+    return {"w": turned, "v": s["v"][0].expand(4, 4), "g": s["g"], "h": s["g"]}, [s["h"][1:]]
+
+
 @_program({"w": (4, 4)}, {"x": (4, 4)})
 def returned(c: Any, s: Tree, b: Tree) -> Any:
     """Results that share memory with buckets, constants, closed-over tensors and each other."""
@@ -630,5 +643,10 @@ def alone(c: Any, s: Tree, b: Tree) -> Any:
 
 
 def copied(tree: Tree) -> Tree:
-    """Other memory, same values."""
-    return {k: copied(v) for k, v in tree.items()} if isinstance(tree, dict) else tree.clone()
+    """Other memory, same values and strides."""
+    if isinstance(tree, dict):
+        return {k: copied(v) for k, v in tree.items()}
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tree.shape, tree.stride(), strict=True))
+    if tree.numel() == 0 or tree.is_conj() or tree.is_neg():
+        return tree.clone()
+    return tree.as_strided((span,), (1,)).clone().as_strided(tree.shape, tree.stride(), 0)

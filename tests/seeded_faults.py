@@ -181,15 +181,36 @@ _DONATION = (
     Fault(
         "home of a returned value is overwritten",
         "emit/memory/donation.py",
-        "elif home in taken or home in accesses.writes:",
-        "elif home in accesses.writes:",
+        "elif home in taken or home in accesses.writes or",
+        "elif home in accesses.writes or",
         "another result is a view of the old state",
+    ),
+    Fault(
+        "a new value lies as the old one did",
+        "emit/memory/donation.py",
+        " or not _fits(node, target):",
+        ":",
+        "the next call finds state in another order than the step returned",
+    ),
+    Fault(
+        "copies have no gaps",
+        "emit/codegen/program.py",
+        "    elif has_gaps(value):\n",
+        "    elif False:\n",
+        "the next call does not copy what it should: it writes to the state",
+    ),
+    Fault(
+        "copies have each element once",
+        "emit/codegen/program.py",
+        "    if not has_each_element_once(value):\n",
+        "    if False:\n",
+        "a value that is repeated in one place comes back whole",
     ),
     Fault(
         "home is written by the step as well",
         "emit/memory/donation.py",
-        "elif home in taken or home in accesses.writes:",
-        "elif home in taken:",
+        "elif home in taken or home in accesses.writes or",
+        "elif home in taken or",
         "the new value is written into an input that the step changes later",
     ),
     Fault(
@@ -1003,9 +1024,16 @@ _GRAPH = (
     Fault(
         "compiled, bucket returned",
         "emit/compiled/graph.py",
-        "outputs.append(value.clone() if position in placement.cloned else value)",
+        "outputs.append(snapshot(value) if position in placement.cloned else value)",
         "outputs.append(value)",
         "an average is returned in its bucket",
+    ),
+    Fault(
+        "compiled, copies are dense",
+        "emit/compiled/graph.py",
+        "outputs.append(snapshot(value) if position in placement.cloned else value)",
+        "outputs.append(value.clone() if position in placement.cloned else value)",
+        "a copy of state with gaps has none: the next call does not copy it where it should",
     ),
     Fault(
         "compiled, entries in another order",
@@ -1125,6 +1153,7 @@ COMPILED_FAULTS: dict[str, tuple[Fault, ...]] = {
 """Faults in what is handed to the compiler."""
 
 COMPILED_PROGRAMS = (
+    "lies_otherwise",
     "adamw",
     "foreach",
     "accumulate",

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import optree
-import torch
-from faulty_programs import PROGRAMS, Program
+from faulty_programs import PROGRAMS, Program, copied
 from simulated_ranks import Plain, Turns
 
 import fdp
 from fdp.distributed.group import Group
 
-CALLS = 3
 SEED = 17
 
 
@@ -57,11 +55,11 @@ def _expected_of(program: Program) -> list[list[Any]]:
 
     def rank_does(rank: int) -> list[Any]:
         c, state, found = Plain(turns, rank), program.state(), []
-        for call in range(CALLS):
+        for call in range(program.calls):
             state, results = program.step(c, state, program.batch(rank, call))
-            state, results = optree.tree_map(lambda x: x.detach().clone(), (state, results))
+            state, results = optree.tree_map(lambda x: copied(x.detach()), (state, results))
             found.append((state, results))
-            state = optree.tree_map(torch.clone, state)
+            state = optree.tree_map(copied, state)
         return found
 
     return turns.run(rank_does)
