@@ -1024,14 +1024,14 @@ _GRAPH = (
     Fault(
         "compiled, bucket returned",
         "emit/compiled/graph.py",
-        "outputs.append(snapshot(value) if position in placement.cloned else value)",
+        "outputs.append(_own(value) if position in placement.cloned else value)",
         "outputs.append(value)",
         "an average is returned in its bucket",
     ),
     Fault(
         "compiled, copies are dense",
         "emit/compiled/graph.py",
-        "outputs.append(snapshot(value) if position in placement.cloned else value)",
+        "outputs.append(_own(value) if position in placement.cloned else value)",
         "outputs.append(value.clone() if position in placement.cloned else value)",
         "a copy of state with gaps has none: the next call does not copy it where it should",
     ),

@@ -54,7 +54,7 @@ class _Lowering:
             if node.op == "placeholder" and position not in placement.cloned:
                 continue  # it goes back to the caller as the object that it is
             value = self._value(node)
-            outputs.append(snapshot(value) if position in placement.cloned else value)
+            outputs.append(_own(value) if position in placement.cloned else value)
         return outputs
 
     def _carry_out(self, instruction: Instruction) -> None:
@@ -214,6 +214,11 @@ class _Lowering:
 
 def _empty_like(example: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=example.device)
+
+
+def _own(value: torch.Tensor) -> torch.Tensor:
+    """A copy that lies as the value does; `clone` would close gaps, and take repeated elements apart."""
+    return value.clone() if _aten.is_non_overlapping_and_dense.default(value) else snapshot(value)
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:
