@@ -6,6 +6,7 @@ import html
 import io
 import shutil
 import sys
+import textwrap
 from typing import Any
 
 import rich.box
@@ -50,20 +51,37 @@ class Table:
 
     def __str__(self) -> str:
         table = rich.table.Table(box=rich.box.ASCII2, show_edge=False, pad_edge=True)
-        for index, heading in enumerate(self._columns):
+        for index, column in enumerate(self._columns):
             numeric = bool(self._rows) and all(isinstance(row[index], (int, float)) for row in self._rows)
-            table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
+            table.add_column(column, justify="right" if numeric else "left", overflow="fold")
         for row in self._rows:
             table.add_row(*(rich.text.Text(str(cell)) for cell in row))
         out = io.StringIO()
         rich.console.Console(file=out, width=_width(), color_system=None, legacy_windows=False).print(table)
         body = "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
-        return f"{self._title}\n{body}"
+        return f"{heading(self._title)}\n{body}"
+
+
+def heading(text: str) -> str:
+    """Break lines where the terminal ends; what goes on is indented. Elsewhere lines stay as they are.
+
+    Example:
+        >>> heading("one line")
+        'one line'
+    """
+    if not _to_a_terminal():
+        return text
+    wrapped = (textwrap.wrap(line, _width(), subsequent_indent="  ") or [""] for line in text.splitlines())
+    return "\n".join(part for parts in wrapped for part in parts)
+
+
+def _to_a_terminal() -> bool:
+    return sys.stdout is not None and sys.stdout.isatty()
 
 
 def _width() -> int:
     """The width of the terminal that a table is printed to, if it is printed to one."""
-    return max(shutil.get_terminal_size().columns, 40) if sys.stdout is not None and sys.stdout.isatty() else _WIDTH
+    return max(shutil.get_terminal_size().columns, 40) if _to_a_terminal() else _WIDTH
 
 
 def count(number: int, noun: str) -> str:

@@ -13,7 +13,7 @@ from fdp.plan.cost.costs import Costs
 from fdp.plan.cost.estimate import estimate
 from fdp.plan.cost.forecast import Forecast
 from fdp.plan.cost.network import Network
-from fdp.tables import Printed, Table, count, format_bytes
+from fdp.tables import Printed, Table, count, format_bytes, heading
 from fdp.timeline.timeline import Timeline
 from fdp.trace.trace import Trace
 
@@ -200,7 +200,7 @@ class Plan(Printed):
                 self._contents(bucket),
                 bucket.size_bytes, starts[bucket.index], waits[bucket.index],
             )  # fmt: skip
-        return str(table) if self.forecast is None else f"{table}\n{self.forecast}"
+        return str(table) if self.forecast is None else f"{table}\n{heading(str(self.forecast))}"
 
     def _contents(self, bucket: Bucket) -> str:
         parts = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fdp.tables import Table, count, format_bytes, ms
+from fdp.tables import Table, count, format_bytes, heading, ms
 from fdp.timeline.rows import hidden_s, used, waits
 from fdp.timeline.timeline import Timeline
 
@@ -11,7 +11,7 @@ _MOST_STRETCHES = 14
 
 def print_timeline(timeline: Timeline) -> str:
     """Lay out the text of `print(timeline)`."""
-    parts = [_totals(timeline)]
+    parts = [heading(_totals(timeline))]
     if timeline.messages:
         parts.append(str(_buckets(timeline)))
     return "\n\n".join([*parts, str(_path(timeline))])

@@ -12,7 +12,7 @@ from torch import fx
 
 from fdp import pytree
 from fdp.distributed.wire import Wire
-from fdp.tables import Printed, Table, count, format_bytes
+from fdp.tables import Printed, Table, count, format_bytes, heading
 from fdp.trace.effects import storages_of
 
 if TYPE_CHECKING:
@@ -287,7 +287,7 @@ class Trace(Printed):
             )
             shape = "" if o.shape is None else list(o.shape)
             outputs.add(o.name, shape, _short(o.dtype), across, o.node or repr(o.constant))
-        return "\n\n".join([head, str(inputs), str(reductions), str(outputs)])
+        return "\n\n".join([heading(head), str(inputs), str(reductions), str(outputs)])
 
 
 def _short(dtype: torch.dtype | None) -> str:
