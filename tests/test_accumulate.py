@@ -431,3 +431,19 @@ def test_inside_of_another_differentiation() -> None:
         step(params_of(), batch_of(8))
     with pytest.raises(fdp.ArgumentError, match=r"inside of a transform of torch\.func"):
         torch.func.grad(outer)(params_of(), batch_of(8))
+
+
+def test_an_operand_that_is_called_as_the_number_of_the_microbatch_is() -> None:
+    """`aten.index` makes a node of the name "index"."""
+
+    @fdp.data_parallel
+    def step(params: torch.Tensor, places: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        chosen = params[places]
+
+        def loss(params: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+            return (params * chosen).sum() * batch.sum()
+
+        return fdp.accumulate(fdp.grad(loss), microbatches=2)(params, batch)
+
+    params = torch.arange(3.0)
+    torch.testing.assert_close(step(params, torch.tensor([2, 0, 1]), torch.ones(4)), 2 * params[[2, 0, 1]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import models
@@ -283,3 +284,17 @@ def test_a_view_of_what_was_changed_through_another_view_is_refused() -> None:
     torch.testing.assert_close(found, step(state, batch))
     with pytest.raises(fdp.CompileError, match=r"(?s)Cannot view a.*Remedy: change nothing in place"):
         fdp.data_parallel(step, compile=True, check_replication=False)(state, batch)
+
+
+def test_a_condition_whose_branches_have_been_seen_with_other_shapes() -> None:
+    """Dynamo hands them sizes then, as numbers among their operands."""
+
+    def step(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        chosen = torch.cond(x.sum() > 0, lambda q: -q * q.shape[0], lambda q: q.relu() + q.shape[0], (x,))
+        return w + fdp.pmean(chosen.sum())
+
+    run = fdp.data_parallel(step, compile=True)
+    for rows, sign in itertools.product((4, 6, 3), (1, -1)):
+        x = sign * torch.arange(2.0 * rows).view(rows, 2)
+        expected = (-x * rows).sum() if sign > 0 else (x.relu() + rows).sum()
+        torch.testing.assert_close(run(torch.zeros(2), x), expected.expand(2))

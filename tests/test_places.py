@@ -631,3 +631,28 @@ def test_results_lie_in_memory_as_plain_pytorch_leaves_them(compile: bool, step:
             assert state[name].stride() == leaf.stride(), name
             assert torch.equal(state[name], leaf), name
         expected, state = {"a": expected["a"]}, {"a": state["a"]}
+
+
+@pytest.mark.parametrize("microbatches", [0, 4])
+@pytest.mark.parametrize(
+    "param",
+    [
+        torch.ones(4, 8)[:, ::2].t(),
+        torch.ones(4, 4).t(),
+        torch.ones(8, 4)[::2],
+        torch.ones(2, 3, 4).permute(2, 0, 1)[::2],
+    ],
+)
+def test_gradients_lie_in_the_order_of_their_parameters(param: torch.Tensor, microbatches: int) -> None:
+    """Without gaps, as `torch.empty_like` has it, whether the parameter has some or not; also one that is zero."""
+
+    def step(params: dict[str, torch.Tensor], batch: torch.Tensor) -> Any:
+        def loss(params: dict[str, torch.Tensor], batch: torch.Tensor) -> torch.Tensor:
+            return (params["used"].contiguous() * batch.sum()).sum()
+
+        grad = fdp.grad(loss)
+        return (fdp.accumulate(grad, microbatches=microbatches) if microbatches else grad)(params, batch)
+
+    found = fdp.data_parallel(step)({"used": param, "unused": param}, torch.ones(4))
+    for grad in found.values():
+        assert grad.stride() == torch.empty_like(param).stride()

@@ -169,9 +169,17 @@ def _zeros_like(source: torch.Tensor) -> torch.Tensor:
 
 
 def memory_order(x: torch.Tensor) -> list[int] | None:
-    """The permutation of dimensions that makes a dense, non-contiguous tensor contiguous; else None."""
+    """The order of dimensions in which a tensor lies in memory, with or without gaps; None if it is that of its shape.
+
+    It is that of its shape, too, where elements lie in one place.
+    """
     if x.is_contiguous():
         return None
-    strides = x.stride()
+    shape, strides = x.shape, x.stride()
     order = sorted(range(x.dim()), key=lambda d: (-strides[d], d))
-    return order if x.permute(order).is_contiguous() else None
+    reach = 0  # of the dimensions so far, from the innermost, the element that lies last
+    for d in reversed(order):
+        if shape[d] > 1 and strides[d] <= reach:
+            return None
+        reach += (shape[d] - 1) * strides[d]
+    return order if order != list(range(x.dim())) else None

@@ -148,7 +148,11 @@ def _outline(
     operands = list(outside)
     _refuse_numbers(name, operands, region)
     body, copies = fx.Graph(), {}
-    index = copies[begin] = body.placeholder("index")
+    # Operands keep their names; `aten.index` makes one that is called as the number is.
+    number = "index"
+    while number in {operand.name for operand in operands}:
+        number += "_"
+    index = copies[begin] = body.placeholder(number)
     index.meta["val"] = begin.meta["val"]
     for operand in operands:
         copies[operand] = body.placeholder(operand.name)

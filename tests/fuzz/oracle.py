@@ -98,7 +98,7 @@ def run_plain(
                     drawn,
                 )
             )
-            state = unshared(new) if "state" in calls[-1].written else plain.mapped(detached, new)
+            state = unshared(new) if "state" in calls[-1].written else apart_from(closed, new)
             between()
         return calls
 
@@ -107,6 +107,12 @@ def run_plain(
 
 def detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def apart_from(closed: Any, state: Any) -> Any:
+    """The state, with copies of what lies in the memory of closed-over tensors: fdp returns no such memory."""
+    theirs = {memory(x) for _, x in plain.parts(closed)}
+    return plain.mapped(lambda x: copied(x) if memory(x) in theirs else detached(x), state)
 
 
 def unshared(state: Any) -> Any:

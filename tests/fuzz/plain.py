@@ -231,9 +231,16 @@ class Plain:
             if not total:
                 found: Any = [None] * len(flat)
             else:
-                # An outer differentiation goes on through the graph; a sum over ranks may share parts of it.
-                found = torch.autograd.grad(sum_of(total), flat, create_graph=create_graph, allow_unused=True,
-                                            retain_graph=True)  # fmt: skip
+                # An outer differentiation goes on through the graph; a sum over ranks may share parts of it. Each
+                # rank by itself: gradients of one call (of sums, say) may be one piece of memory.
+                whole = sum_of(total)
+                found = [
+                    grad
+                    for _, inputs in given
+                    for grad in torch.autograd.grad(
+                        whole, inputs, create_graph=create_graph, allow_unused=True, retain_graph=True
+                    )
+                ]
             each = iter(torch.zeros_like(x) if g is None else g for g, x in zip(found, flat, strict=False))
             return [[next(each) for _ in inputs] for _, inputs in given]
 

@@ -123,7 +123,10 @@ def calls_of(made: Any, make_step: Any, rank: int, known: Any, expected: Any = N
             pairs = zip(parts(found), expected[number][1], strict=True)
             mine = [(path, x) for (path, x), others in pairs if not (others and may_change)]
             kept += [(number, path, x, _copy(x)) for path, x in mine if isinstance(x, torch.Tensor)]
-        state = mapped(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, found[0])
+        # fdp returns nothing in the memory of closed-over tensors.
+        state = mapped(
+            lambda x, theirs=closed: x if not isinstance(x, torch.Tensor)
+            else _copy(x) if x.untyped_storage().data_ptr() in theirs else x.detach(), found[0])  # fmt: skip
         if written:
             state = mapped(lambda x: x.contiguous().clone() if isinstance(x, torch.Tensor) else x, state)
         for m in made:

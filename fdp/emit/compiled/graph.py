@@ -287,8 +287,25 @@ def functional_graph(
         return lowering.run()
 
     graph = capture_functional(carry_out, inputs, decompositions)
+    _give_numbers_examples(graph)
     _refuse_unused_draws_before_loops(plan, graph.graph)
     return graph
+
+
+def _give_numbers_examples(graph: fx.GraphModule) -> None:
+    """Say in the branches of conditions which of their operands are numbers: a compiler takes none without an example.
+
+    Dynamo hands a branch the sizes of its operands where it has seen the branch with others before.
+    """
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.cond):
+        operands: Any = node.args[3]
+        for branch in node.args[1:3]:
+            inside = getattr(graph, str(branch.target))
+            placeholders = inside.graph.find_nodes(op="placeholder")
+            for placeholder, operand in zip(placeholders, operands, strict=True):
+                if placeholder.meta.get("val") is None and isinstance(operand, int):
+                    placeholder.meta["val"] = operand
+            _give_numbers_examples(inside)
 
 
 def _refuse_unused_draws_before_loops(plan: Plan, graph: fx.Graph) -> None:
