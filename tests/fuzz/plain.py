@@ -325,6 +325,12 @@ class PlainOptimizer:
     def update(self, grads: Any, opt: Any, params: Any) -> Any:
         copies = [p.detach().clone() for _, p in parts(params)]
         states = [{key: value.clone() for key, value in state.items()} for state in up_to(opt["state"], params)]
+        if self.settings.get("fused"):
+            # Fused kernels know no strides: fdp lays all that they get out as the parameter lies.
+            states = [
+                {key: in_layout_of(p, value) if value.shape == p.shape else value for key, value in state.items()}
+                for p, state in zip(copies, states, strict=True)
+            ]
         settings = {**self.settings, "lr": float(opt["lr"]), "foreach": False}
         optimizer = self.cls(copies, **{k: v for k, v in settings.items() if k != "fused"})
         for p, (_, g), state in zip(copies, parts(grads), states, strict=False):

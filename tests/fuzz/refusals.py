@@ -26,6 +26,8 @@ def reason(program: Program, report: Report) -> str | None:
             return "writes donated state of which leaves share memory (docs/errors.md)"
         if "turns an input" in traits:
             return "changes the shape of a view of an input in place"
+        if "gives tensors another shape, or other memory, in place" in text and ".out at" in text:
+            return "gives an input another shape by `out=` (docs/memory-changes.md)"
         if "data" in traits or "closed" in traits:
             return "writes an input that is not donated (docs/errors.md)"
     if error == "TraceError" and "looks at its arguments by places in memory in a microbatch of fdp.accumulate" in text:
