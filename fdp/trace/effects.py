@@ -68,6 +68,7 @@ class Effects:
         view: the result is the argument's own memory under another shape; nothing is read or written.
         random: the node draws from a random number generator.
         uninitialised: the result holds whatever was in memory.
+        checks: the node has no result: it is there for what it does besides, as an error where values are not allowed.
     """
 
     reads: tuple[fx.Node, ...]
@@ -76,11 +77,12 @@ class Effects:
     view: bool = False
     random: bool = False
     uninitialised: bool = False
+    checks: bool = False
 
     @property
     def pure(self) -> bool:
         """Whether the node does nothing but return its result."""
-        return not self.writes and not self.random
+        return not self.writes and not self.random and not self.checks
 
 
 def effects_of(node: fx.Node) -> Effects:
@@ -129,7 +131,12 @@ def _read_effects(node: fx.Node) -> Effects:
         view=view and not writes,
         random=torch.Tag.nondeterministic_seeded in target.tags and _draws(node),
         uninitialised=name in _UNINITIALISED,
+        checks=not target._schema.returns and not writes and target not in _CHECKED_BY_TRACING,
     )
+
+
+_CHECKED_BY_TRACING = frozenset({_aten._assert_tensor_metadata.default})
+"""What is the same at every call of a signature."""
 
 
 def taken_for_shape(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -160,7 +167,12 @@ def _effects_inside(node: fx.Node) -> Effects:
     inner = [effects_of(each) for each in inner_nodes(node)]
     written = {storage for effects in inner for target in effects.writes for storage in storages_of(target)}
     writes = tuple(given for given in node.all_input_nodes if not written.isdisjoint(storages_of(given)))
-    return Effects(tuple(node.all_input_nodes), writes, random=any(effects.random for effects in inner))
+    return Effects(
+        tuple(node.all_input_nodes),
+        writes,
+        random=any(effects.random for effects in inner),
+        checks=any(effects.checks for effects in inner),
+    )
 
 
 def replaces_elements(node: fx.Node) -> bool:

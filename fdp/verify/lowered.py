@@ -70,6 +70,8 @@ def verify_lowered(
     offenders = [*messages.missing(), *_wrong(trace, reference, lowered, made, returned)]
     if lowered.graph.drawn is not reference.graph.drawn:
         offenders.append("random numbers are not drawn by the same operators in the same order")
+    if lowered.graph.checked != reference.graph.checked:
+        offenders.append("values are not checked by the same operators")
     if offenders:
         raise _failure(trace, lowered, offenders)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,12 +23,14 @@ class Machine:
         values: makes terms.
         memory: what they lie in.
         drawn: all that has been drawn from generators of random numbers so far, in order.
+        checked: calls without results, which are made for what they do besides (an error, a line in a log), counted.
     """
 
     def __init__(self, values: Values) -> None:
         self.values, self.memory = values, values.memory
         self._undrawn = self.drawn = values.terms.make(("generators",))
         self._defaults: dict[Operator, list[Any]] = {}
+        self.checked: Counter[Term] = Counter()
 
     @property
     def draws(self) -> bool:
@@ -78,6 +81,8 @@ class Machine:
             arguments["*drawn"] = self.drawn
             arguments["*lies"] = tuple(map(_lies, values_read))
         call = values.call(name, arguments)
+        if not operator.results and not written:
+            self.checked[call] += 1
         results: list[Any] = [None] * len(operator.results)
         if None in operator.results:
             for position, made in zip(

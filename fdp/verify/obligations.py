@@ -86,6 +86,8 @@ def _verify(
     ]
     if execution.drawn is not reference.drawn:
         offenders.append("random numbers are not drawn by the same operators in the same order")
+    if execution.checked != reference.checked:
+        offenders.append("values are not checked by the same operators")
     if offenders:
         raise _failure(trace, execution, offenders)
     for name, body in reference.bodies.items():

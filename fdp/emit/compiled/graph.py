@@ -24,7 +24,7 @@ from fdp.emit.memory.planning import Place, slot_name
 from fdp.errors import CompileError, FdpError, build_message, first_line
 from fdp.plan import Plan
 from fdp.trace import Geometry, capture_functional
-from fdp.trace.effects import is_marker
+from fdp.trace.effects import effects_of, is_marker
 from fdp.trace.loops import changed_operands, is_loop
 
 _aten = torch.ops.aten
@@ -277,6 +277,9 @@ def functional_graph(
         device = plan.buckets[place.memory[1]].device
         inputs.append((place.shape, place.stride, place.offset, place.dtype, device))
 
+    for node in plan.trace.nodes.values():
+        if effects_of(node).checks and isinstance(node.target, torch._ops.OpOverload):
+            torch.fx.has_side_effect(node.target)  # so that no pass takes it for dead code
     drawn = {node: described(node) for node in plan.trace.graph.graph.nodes if apart is not None and draws(node)}
 
     def carry_out(*values: torch.Tensor) -> list[torch.Tensor]:
