@@ -7,6 +7,7 @@ it was; and the next call works. With several ranks a rank that left a step stay
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from graphs import same_bits
 
 import fdp
+from fdp.runtime.residence import Residence
 
 Tree = Any
 
@@ -317,3 +319,30 @@ def test_two_steps_never_run_at_once_on_a_group(where: str) -> None:
         assert "while step '<lambda>' was running on the same process group" in refused
         assert finished == "[2.0, 2.0]"
         assert later.startswith("PeerError: ") and "no longer in step" in later
+
+
+def test_an_interrupt_at_any_line_of_a_call_leaves_the_step_usable() -> None:
+    """Where the call has begun and no `finally` is in force yet, and in the `finally` itself."""
+    step, code = ready(), Residence.call.__code__
+    lines = sorted({line for _, _, line in code.co_lines() if line is not None and line > code.co_firstlineno})
+    reached = 0
+    for line in lines:
+
+        def interrupt(frame: Any, event: str, argument: Any, line: int = line) -> Any:
+            if frame.f_code is not code:
+                return None
+            if event == "line" and frame.f_lineno == line:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return interrupt
+
+        before = sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            step(new_state(), torch.ones(2))
+        except KeyboardInterrupt:
+            reached += 1
+        finally:
+            sys.settrace(before)
+        assert same_bits(step(new_state(), torch.ones(2)), EXPECTED), line
+    assert reached >= 8

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -36,24 +37,20 @@ class Residence:
         self.arena: Arena | None = None
         self.blocks: Mapping[torch.device, torch.Tensor] = {}
         self.buffers: dict[int, Buffer] = {}
-        self._busy = threading.Lock()
+        self._running: dict[str, object] = {}  # the call that runs, if one does; `setdefault` is one instruction
 
     def call(self, function: Callable[..., _Result], *args: Any) -> _Result:
         """Call the program's function while its tensors are in an arena.
 
-        Not a context manager: an interrupt between its end and the block's would leave the program locked.
+        An interrupt may come between any two instructions, so also where the call has begun and no `finally` is in
+        force yet, or any more. Then the next call sees that no thread is in here, and goes on.
 
         Raises:
             FdpError: the program is running already.
         """
-        if not self._busy.acquire(blocking=False):
-            raise Busy(
-                build_message(
-                    f"step {self._plan.trace.name!r} was called while it was running, from another thread or from "
-                    "itself; its memory holds one call at a time.",
-                    remedy="call it from one thread, or make a second step with fdp.data_parallel.",
-                )
-            )
+        own = object()
+        while self._running.setdefault("call", own) is not own:
+            self._refuse_or_forget(sys._getframe())
         arena = None
         try:
             arena = ARENAS.borrow(self.arena)
@@ -67,7 +64,29 @@ class Residence:
         finally:
             if arena is not None:
                 ARENAS.give_back(arena)
-            self._busy.release()
+            self._running.pop("call", None)
+
+    def _refuse_or_forget(self, own: FrameType) -> None:
+        """Refuse a call while another one runs, and forget one that was interrupted before it could say that it ended.
+
+        Args:
+            own: the call that asks.
+        """
+        other = self._running.get("call")
+        if any(self._is_in_here(frame) for frame in _all_frames() if frame is not own):
+            raise Busy(
+                build_message(
+                    f"step {self._plan.trace.name!r} was called while it was running, from another thread or from "
+                    "itself; its memory holds one call at a time.",
+                    remedy="call it from one thread, or make a second step with fdp.data_parallel.",
+                )
+            )
+        with moving:
+            if self._running.get("call") is other:
+                self._running.pop("call", None)
+
+    def _is_in_here(self, frame: FrameType) -> bool:
+        return frame.f_code is Residence.call.__code__ and frame.f_locals.get("self") is self
 
     def _settle_in(self, arena: Arena) -> None:
         """Make the tensors at the program's fixed places, unless they are there from the last call."""
@@ -93,3 +112,12 @@ class Residence:
                     program.function.__globals__.pop(name, None)
             arena.tenants.discard(self)
             self.arena, self.blocks, self.buffers = None, {}, {}
+
+
+def _all_frames() -> Iterator[FrameType]:
+    """What all threads are in the middle of."""
+    for frame in sys._current_frames().values():
+        each: FrameType | None = frame
+        while each is not None:
+            yield each
+            each = each.f_back
