@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -370,3 +371,15 @@ def test_an_operator_without_a_result_runs_at_every_call(compile: bool) -> None:
         for _ in range(2):
             step(torch.ones(2), torch.full((2,), float(number)))
         assert SEEN[-1] == 2.0 * number and len(SEEN) >= 2
+
+
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr", "to_sparse_csc"])
+def test_a_sparse_constant_is_made_in_a_step(layout: str) -> None:
+    def step(w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return w - 0.1 * fdp.pmean(torch.sparse.mm(getattr(torch.eye(3), layout)(), b)).sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch says that these layouts are in beta
+        run = fdp.data_parallel(step)
+        for _ in range(2):
+            torch.testing.assert_close(run(torch.ones(2), torch.ones(3, 2)), torch.full((2,), 0.4))

@@ -112,7 +112,8 @@ class Step:
             **kwargs: likewise, by name.
 
         Returns:
-            What the step returns; tensors of donated arguments come back as the same objects, with new values.
+            What the step returns. A tensor of a donated argument comes back as the same object, with its new value,
+            where that has the same shape, dtype and strides.
 
         Raises:
             TraceError: the step cannot be traced, or its trace does not compute what it computes.
@@ -293,8 +294,9 @@ def data_parallel(
         step_fn: a pure function of pytrees of tensors; None makes a decorator.
         batch_argnums: positions of the arguments that differ from rank to rank; all others are replicated state.
         static_argnums: positions of arguments that are constants of the trace; they are hashed and compared.
-        donate_argnums: positions of arguments whose memory the step may reuse for its results. The tensors that
-            were passed hold the new values afterwards.
+        donate_argnums: positions of arguments whose memory the step may reuse for its results. Use what the step
+            returns: a tensor that was passed holds its new value afterwards where that has the same shape, dtype and
+            strides, and something else where it has not.
         group: a `ProcessGroup`, a one-dimensional `DeviceMesh`, or None for the default group. With no process
             group initialised it is a world of one.
         bucket_cap_mb: size limit of a bucket in MiB; a list of limits (first bucket, next, ...); or "auto": the first

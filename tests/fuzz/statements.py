@@ -52,7 +52,7 @@ WRITES_OF = (
     "{a}.index_add_(0, torch.tensor([0, 1]), {b}[:2])", "{a}[torch.tensor([0, 2])] = {b}[:2]",
     "{a}.index_put_((torch.tensor([1, 1]),), {b}[:2], accumulate=True)",
     "{a}.index_copy_(0, torch.tensor([2, 0]), {b}[1:3])",
-    "{a}.scatter_(0, torch.zeros_like({b}, dtype=torch.int64), {b})",
+    "{a}.scatter_(0, torch.ones_like({b}, dtype=torch.int64).cumsum(0) - 1, {b})",
     "{a}.scatter_add_(0, torch.ones_like({b}, dtype=torch.int64), {b})", "{a}.masked_fill_({b} > 0, 0.25)",
     "{a}.addcmul_({b}, {b}, value=0.25)", "{a}.t().copy_({b})", "{a}.unfold(0, 2, 2).copy_({b}.unfold(0, 2, 2))",
     "{a}.diagonal().copy_({b}.diagonal())", "{a}.view(-1)[1:].copy_({b}.reshape(-1)[:-1])",

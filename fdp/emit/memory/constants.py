@@ -64,6 +64,6 @@ def _is_repeatable(node: fx.Node) -> bool:
 
 
 def _is_small(value: torch.Tensor) -> bool:
-    sizes = [*value.shape, *value.stride()]
-    plain = value.layout == torch.strided and all(isinstance(number, int) for number in sizes)
-    return plain and value.numel() * value.itemsize <= _LARGEST_BYTES
+    if value.layout != torch.strided or not all(isinstance(n, int) for n in (*value.shape, *value.stride())):
+        return False
+    return value.numel() * value.itemsize <= _LARGEST_BYTES
