@@ -43,9 +43,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "join": (),
     # the flow
     "trace": (
-        "closure control effects keywords overlap source structure switches",
+        "closure control effects kernel_strides keywords overlap source structure",
         "fake_rules remedies replicated rng_replay silent_changes trace untouched variance",
-        "arguments dependencies reshapes value_reads",
+        "arguments dependencies reshapes switches value_reads",
         "capture changes loops pairing recognise results",
         "checks uncertain_strides wire_cast",
         "build",

@@ -383,3 +383,23 @@ def test_a_sparse_constant_is_made_in_a_step(layout: str) -> None:
         run = fdp.data_parallel(step)
         for _ in range(2):
             torch.testing.assert_close(run(torch.ones(2), torch.ones(3, 2)), torch.full((2,), 0.4))
+
+
+@pytest.mark.parametrize("owner", [torch, torch._VF, torch.ops.aten])
+def test_an_lstm_that_is_called_by_itself(owner: Any) -> None:
+    layer = torch.nn.LSTM(3, 4)
+    params = [param.detach() for param in layer.parameters()]
+
+    def step(params: list[torch.Tensor], x: torch.Tensor) -> Any:
+        def loss(params: list[torch.Tensor]) -> torch.Tensor:
+            first = [torch.zeros(1, 2, 4)] * 2
+            return owner.lstm(x, first, params, True, 1, 0.0, True, False, False)[0].square().sum()
+
+        return fdp.pmean(fdp.grad(loss)(params))
+
+    run, batch = fdp.data_parallel(step), torch.ones(5, 2, 3)
+    if owner is torch.ops.aten:
+        with pytest.raises(fdp.TraceError, match="oneDNN"):
+            run(params, batch)
+    else:
+        torch.testing.assert_close(run(params, batch), step(params, batch))

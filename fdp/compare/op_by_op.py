@@ -15,7 +15,7 @@ from fdp.compare.restored import closed_over_unchanged, undisturbed
 from fdp.compare.rounding import Excuses, replay
 from fdp.compare.side_by_side import Case, On, SideBySide, positions_of
 from fdp.runtime.emitted import Emitted
-from fdp.trace import Flat, Roles, recording, without_onednn
+from fdp.trace import Flat, Roles, recording, without_fused_lstm
 
 
 def check_emitted(
@@ -78,7 +78,7 @@ def check_graph(emitted: Emitted, offenders: Sequence[Difference], case: Case) -
     if not unlike:
         return
     # A trace has no kernels of oneDNN that are for several operators at once: of a recurrent layer, for one.
-    with without_onednn():
+    with without_fused_lstm():
         runs = [_some(case.by_itself(), unlike) for _ in range(2)]
         exact = replay(emitted, case.inputs(), case.others)
         exact = [exact[positions[offender.index]] for offender in unlike]

@@ -24,11 +24,13 @@ def warn_if_alone_by_mistake(group: Group) -> None:
 
 
 def ambient_context() -> Any:
-    """What besides its arguments decides what a step traces to: autocast around the call, and the default dtype."""
+    """What besides its arguments decides what a step traces to: autocast around the call, the default dtype, and
+    whether oneDNN is on, whose kernels lay their results out in other ways."""
+    plain = torch.get_default_dtype(), torch._C._get_mkldnn_enabled()
     if not torch._C._is_any_autocast_enabled():  # private to torch: one call that asks for all devices
-        return torch.get_default_dtype()
+        return plain
     kinds = [device for device in ("cpu", "cuda", "xpu") if torch.is_autocast_enabled(device)]
-    return torch.get_default_dtype(), tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
+    return plain, tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
 def plain_context() -> Any:

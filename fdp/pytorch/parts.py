@@ -71,6 +71,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
         "torch._C._current_autograd_node",
         "torch._C._get_mkldnn_enabled",
         "torch._C._set_mkldnn_enabled",
+        "torch._VF.lstm",
         "torch._dynamo.config.error_on_nested_fx_trace",
         "torch._dynamo.eval_frame._callback_from_stance",
         "torch._dynamo.run",

@@ -9,7 +9,7 @@ from fdp.trace.capture import Geometry, capture_functional
 from fdp.trace.changes import Summary, describe_change, summarise
 from fdp.trace.keywords import by_position, signature_of
 from fdp.trace.recognise import RememberedCalls
-from fdp.trace.switches import recording, without_onednn
+from fdp.trace.switches import recording, without_fused_lstm
 from fdp.trace.trace import Input, Operation, Output, Reduction, Trace
 from fdp.trace.uncertain_strides import unsure_for_draws
 
@@ -38,5 +38,5 @@ __all__ = [
     "summarise",
     "trace_step",
     "unsure_for_draws",
-    "without_onednn",
+    "without_fused_lstm",
 ]

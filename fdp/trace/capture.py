@@ -34,7 +34,7 @@ from fdp.trace.remedies import MADE_SHAPE, READ_VALUE, remedy_for
 from fdp.trace.rng_replay import drop_idle_rewinds, rewound
 from fdp.trace.silent_changes import Unseen
 from fdp.trace.source import Source, failing_line, library_line, source_lines, users_lines
-from fdp.trace.switches import TRACING, caching_casts, compiling, copyable, recording, silenced, without_onednn
+from fdp.trace.switches import TRACING, caching_casts, compiling, copyable, recording, silenced, without_fused_lstm
 from fdp.trace.value_reads import read_anew, values_anew
 
 Geometry = tuple[Sequence[int], Sequence[int], int, torch.dtype, torch.device]
@@ -67,7 +67,9 @@ def capture(
     names: Sequence[str] = (),
     closed_over: Callable[[], Mapping[int, tuple[str, torch.Tensor]]] = dict,
 ) -> fx.GraphModule:
-    """Trace a step into a flat graph of operators; no operator runs and no memory is taken.
+    """Trace a step into a flat graph of operators; none of them runs on the values of the step.
+
+    Of some operators the kernel is called once with zeros: no rule says how it lays its results out (`kernel_strides`).
 
     Args:
         name: the user's function, for messages.
@@ -108,9 +110,8 @@ def capture(
         stack.enter_context(compiling())
         stack.enter_context(recording())
         stack.enter_context(rewound(fakes))
-        # The fused recurrent layers of oneDNN cannot be replayed (their backward takes a tensor that the trace does
-        # not have). All else that oneDNN does is chosen when the program runs, not here.
-        stack.enter_context(without_onednn())
+        # That of oneDNN cannot be replayed: its backward takes a tensor that the trace does not have.
+        stack.enter_context(without_fused_lstm())
         # The code of the graph module is never run: what is emitted is. Writing it would take a tenth of the time.
         stack.enter_context(_use_lazy_graph_module(True))
         stack.enter_context(copyable(FakeTensor))

@@ -13,7 +13,9 @@ import torch
 from torch._prims_common import suggest_memory_format
 from torch.fx.node import map_aggregate
 
+from fdp.errors import TraceError, build_message
 from fdp.trace.effects import FUSED_OPTIMIZERS
+from fdp.trace.kernel_strides import KernelStrides
 
 _CTC_LOSS = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
 
@@ -24,6 +26,9 @@ _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.defa
 """What `torch.tensor` calls on the numbers that it was given, as a tensor with values."""
 
 _DROPOUT = torch.ops.aten.native_dropout.default
+
+_FUSED_LSTM = torch.ops.aten.mkldnn_rnn_layer.default
+"""An operator whose derivative cannot be replayed."""
 
 _BATCH_NORMS = {torch.ops.aten.native_batch_norm.default: 0, torch.ops.aten.native_batch_norm_backward.default: 1}
 """Operators whose rule for fake tensors is amended, and where their input stands among the arguments."""
@@ -44,6 +49,7 @@ def teach(fake_mode: Any) -> Callable[[], bool]:
         A function that says whether an operator has come by since.
     """
     dispatch, asked = fake_mode.dispatch, False
+    kernels = KernelStrides()
 
     def stand_in(tensor: Any) -> Any:
         if type(tensor) not in _REAL:
@@ -65,6 +71,14 @@ def teach(fake_mode: Any) -> Callable[[], bool]:
         ):  # fmt: skip
             # Of closed-over tensors and numbers alone an operator would be run, as if it made a constant.
             args, kwargs = map_aggregate((tuple(args), dict(kwargs or {})), stand_in)
+        if func is _FUSED_LSTM:
+            raise TraceError(
+                build_message(
+                    "an LSTM is computed by an operator of oneDNN's whose derivative cannot be replayed.",
+                    remedy="call torch.nn.LSTM or torch.lstm, which are traced operator by operator; or switch oneDNN "
+                    "off around the call of the step: torch.backends.mkldnn.flags(enabled=False).",
+                )
+            )
         result = dispatch(func, types, args, kwargs)
         if func is _DROPOUT and result[0] is args[0] and (args[2] is not False or args[0].device.type == "cpu"):
             with fake_mode:
@@ -72,10 +86,34 @@ def teach(fake_mode: Any) -> Callable[[], bool]:
         if func in _LIFTS and result.constant is None:
             with fake_mode:
                 return torch.empty_like(result)  # its own memory, and not that of the tensor with values
-        return _laid_out(fake_mode, func, args, result) if func in _BATCH_NORMS else result
+        if func in _BATCH_NORMS:
+            return _laid_out(fake_mode, func, args, result)
+        return _as_its_kernel(fake_mode, kernels, func, args, kwargs or {}, result)
 
     fake_mode.dispatch = dispatch_all_others
     return lambda: asked
+
+
+def _as_its_kernel(
+    fake_mode: Any, kernels: KernelStrides, func: Any, args: Sequence[Any], kwargs: Any, result: Any
+) -> Any:
+    """Results with the strides that the operator's kernel gives them."""
+    several = isinstance(result, (list, tuple))
+    results = [each for each in (result if several else [result]) if isinstance(each, torch.Tensor)]
+    strides = kernels.of(func, args, kwargs, results)
+    if strides is None or all(tuple(x.stride()) == lies for x, lies in zip(results, strides, strict=True)):
+        return result
+    with fake_mode:
+        made = iter(
+            [
+                torch.empty_strided(x.shape, lies, dtype=x.dtype, device=x.device)
+                for x, lies in zip(results, strides, strict=True)
+            ]
+        )
+    laid_out = [next(made) if isinstance(each, torch.Tensor) else each for each in (result if several else [result])]
+    if not several:
+        return laid_out[0]
+    return laid_out if isinstance(result, list) else tuple(laid_out)
 
 
 def _ctc_results(log_probs: torch.Tensor, targets: torch.Tensor, lengths: Any) -> tuple[torch.Tensor, torch.Tensor]:

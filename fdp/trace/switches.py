@@ -1,11 +1,13 @@
 """What is switched in torch while a step is traced, and switched back: each is a context.
 
 Private parts of torch that are relied on: the flag that tells libraries that a compiler is at work (they then skip
-checks that would read the value of a tensor), the switch of oneDNN, the cache of autocast.
+checks that would read the value of a tensor), the switch of oneDNN, the module `torch._VF` of which the layers of
+torch.nn take theirs, the cache of autocast.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +18,7 @@ from torch.distributions import Distribution
 
 from fdp.pytorch import parts
 from fdp.pytorch.dynamo import uncompiled
+from fdp.trace.silent_changes import replaced
 
 TRACING = "tracing a step"
 """What cannot be done where a private part of torch is missing."""
@@ -61,15 +64,28 @@ def caching_casts(enabled: bool) -> Iterator[None]:
 
 
 @contextmanager
-def without_onednn() -> Iterator[None]:
-    """Choose torch's own kernels where oneDNN has some."""
-    # Not torch.backends.mkldnn.flags(): that also sets a TF32 option, with a warning on machines that have none.
-    enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
+def without_fused_lstm() -> Iterator[None]:
+    """Let an LSTM be computed by operators, and not by one of oneDNN's.
+
+    The flag of oneDNN holds for the whole process, and how a convolution lays its result out depends on it: it is off
+    for no longer than a call of an LSTM takes. torch.nn.LSTM calls `torch._VF.lstm`.
+    """
+
+    def unfused(original: Any) -> Any:
+        @functools.wraps(original)
+        def lstm(*args: Any, **kwargs: Any) -> Any:
+            # Not torch.backends.mkldnn.flags(): that also sets a TF32 option, with a warning where there is none.
+            before = torch._C._get_mkldnn_enabled()
+            torch._C._set_mkldnn_enabled(False)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                torch._C._set_mkldnn_enabled(before)
+
+        return lstm
+
+    with replaced(torch._VF, "lstm", unfused), replaced(torch, "lstm", unfused):
         yield
-    finally:
-        torch._C._set_mkldnn_enabled(enabled)
 
 
 @contextmanager

@@ -12,12 +12,11 @@ import torch
 
 
 def lies_as(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether two tensors of one shape lie in memory in one way: what asks for a layout treats them alike."""
-    return one.numel() == 0 or _steps(one) == _steps(two)
+    """Whether two tensors of one shape lie in memory in one way: what asks for a layout treats them alike.
 
-
-def _steps(value: torch.Tensor) -> list[int]:
-    return [stride for stride, size in zip(value.stride(), value.shape, strict=True) if size != 1]
+    Strides of dimensions of size one count as well: what looks for channels_last looks at them.
+    """
+    return one.numel() == 0 or one.stride() == two.stride()
 
 
 def has_each_element_once(value: torch.Tensor) -> bool:
@@ -53,8 +52,10 @@ def laid_out(tensor: torch.Tensor, stride: Sequence[int], anew: bool = False) ->
         anew: whether it must be a copy.
     """
     size = tensor.shape
-    if not anew and all(n == 1 or s == t for n, s, t in zip(size, stride, tensor.stride(), strict=True)):
+    if not anew and tuple(stride) == tensor.stride():
         return tensor
+    if not anew and all(n == 1 or s == t for n, s, t in zip(size, stride, tensor.stride(), strict=True)):
+        return tensor.as_strided(size, stride)
     reach = 1
     for step, number in sorted((s, n) for s, n in zip(stride, size, strict=True) if n != 1):
         if step < reach:
