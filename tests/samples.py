@@ -13,3 +13,9 @@ import pytest
 ALL_SAMPLES = bool(os.environ.get("FDP_ALL_SAMPLES"))
 
 exhaustive = pytest.mark.skipif(not ALL_SAMPLES, reason="FDP_ALL_SAMPLES=1 runs it")
+
+
+def is_refused(error: Exception) -> bool:
+    """Whether an error is a refusal: says what to do, and not that fdp itself went wrong, which is a mistake."""
+    remedy = str(error).splitlines()[-1]
+    return remedy.startswith("Remedy: ") and "report" not in remedy

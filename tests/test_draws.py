@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fdp
 from fdp.emit.compiled.public import VARIABLE
 from fdp.emit.memory.elements import laid_out
+from fdp.trace import kernel_strides
 from fdp.trace.fake_rules import teach
 from fdp.trace.uncertain_strides import AS_GIVEN
 
@@ -320,6 +321,19 @@ OTHERWISE: dict[str, Draws] = {
 }
 
 
+@pytest.fixture
+def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel is asked how it lays its results out, as if all values were too large for it."""
+    monkeypatch.setattr(kernel_strides, "_MOST_ELEMENTS", -1)
+
+
+@pytest.mark.parametrize("how", ["plain", "compiled"])
+@pytest.mark.parametrize("name", [name for name in OTHERWISE if name != "poisson"])
+def test_kernels_are_asked_how_they_lay_results_out(name: str, how: str) -> None:
+    assert_draws_like_eager(OTHERWISE[name], torch.randn(6, 5).t(), how)
+
+
+@pytest.mark.usefixtures("nothing_asked")
 @pytest.mark.parametrize("how", ["plain", "compiled"])
 @pytest.mark.parametrize("name", OTHERWISE)
 def test_values_that_lie_otherwise_than_torch_says_are_refused(name: str, how: str) -> None:
@@ -331,6 +345,7 @@ def test_values_that_lie_otherwise_than_torch_says_are_refused(name: str, how: s
     assert_draws_like_eager(lambda x: OTHERWISE[name](x.contiguous()), x, how)
 
 
+@pytest.mark.usefixtures("nothing_asked")
 def test_the_refusal_leaves_random_numbers_and_arguments_alone() -> None:
     x = torch.randn(6, 5).t()
     step = fdp.data_parallel(
@@ -343,12 +358,14 @@ def test_the_refusal_leaves_random_numbers_and_arguments_alone() -> None:
     assert torch.equal(before, torch.random.get_rng_state()) and torch.equal(w, torch.ones(2))
 
 
+@pytest.mark.usefixtures("nothing_asked")
 @pytest.mark.parametrize("how", ["plain", "compiled"])
 def test_the_comparison_says_so_as_well(how: str) -> None:
     with pytest.raises(fdp.TraceError, match="lie in memory in another order than torch says"):
         assert_draws_like_eager(OTHERWISE["logsigmoid"], torch.randn(6, 5).t(), how, check_trace=True)
 
 
+@pytest.mark.usefixtures("nothing_asked")
 def test_microbatches_are_looked_at() -> None:
     def loss_fn(params: Any, batch: torch.Tensor) -> torch.Tensor:
         return F.dropout(F.logsigmoid((batch @ params["w"]).t()), 0.5).square().mean()

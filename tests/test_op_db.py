@@ -26,7 +26,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from samples import ALL_SAMPLES
+from samples import ALL_SAMPLES, is_refused
 
 import fdp
 
@@ -164,8 +164,7 @@ def verdict(function: Callable[..., Any], calls: list[Sample], tolerance: float 
                 return WRONG, str(error)
             return verdict(function, calls, tolerance, donate_argnums=1, **options)  # running statistics
         except fdp.FdpError as error:
-            text = f"{type(error).__name__}: {error}"
-            return (REFUSED if text.splitlines()[-1].startswith("Remedy: ") else WRONG), text
+            return (REFUSED if is_refused(error) else WRONG), f"{type(error).__name__}: {error}"
         except Exception:
             return WRONG, f"call {number}\n{traceback.format_exc()}"
         try:
@@ -297,7 +296,7 @@ def test_operators_in_compiled_steps() -> None:
             except AssertionError as error:
                 wrong += [f"{group[0]}: {error}"] if len(group) == 1 else []
             except fdp.FdpError as error:
-                assert str(error).splitlines()[-1].startswith("Remedy: ")
+                assert is_refused(error), error
                 refused += [f"{group[0]}: {error}"] if len(group) == 1 else []
     print(len(names), "compiled;", *refused, sep="\n")
     assert not wrong, "\n\n".join(wrong)

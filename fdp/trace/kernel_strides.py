@@ -48,13 +48,15 @@ class KernelStrides:
         Returns:
             Strides for each tensor among the results, in order; None if the rule is to be believed.
         """
-        if not _is_unsure(func) or not any(_has_other_layouts(each) for each in results):
+        if not _is_unsure(func):
             return None
         given = list(_tensors_in((args, kwargs)))
         if any(each.layout != torch.strided for each in (*given, *results)):
             return None
         if not all(isinstance(n, int) for each in (*given, *results) for n in (*each.shape, *each.stride())):
             return None  # not known ahead
+        if not any(map(_has_other_layouts, results)):
+            return None
         size = sum(each.numel() for each in (*given, *results))
         if not given or size > _MOST_ELEMENTS or all(map(_is_in_rows, given)):
             return None
@@ -125,7 +127,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _has_other_layouts(value: torch.Tensor) -> bool:
-    return value.layout == torch.strided and value.dim() > 1 and value.numel() > 0
+    return value.dim() > 1 and value.numel() > 0
 
 
 def _is_in_rows(value: torch.Tensor) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -103,6 +104,8 @@ class Execution(Machine):
             self._hold(item.name, tensor)
         self._code = program.function.__code__
         self._traced = {node.target for node in reference.trace.graph.graph.nodes}
+        # Torch takes some operators apart for tensors without values that it has kernels of for others.
+        self._whole = any(map(_is_taken_apart, self._traced))
 
     # Tensors without values.
 
@@ -171,7 +174,7 @@ class Execution(Machine):
         copy = types.FunctionType(function.__code__, around, function.__name__, function.__defaults__)
         copy.__kwdefaults__ = bound
         try:
-            with self._dispatch:
+            with torch._C._AutoDispatchBelowAutograd() if self._whole else nullcontext(), self._dispatch:
                 return copy(list(self.inputs), self._start, self._wait)
         except Exception as error:
             line = _line_of(error, function.__code__)
@@ -264,6 +267,9 @@ class Execution(Machine):
 
     def operator(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Carry out an operator that the program calls."""
+        if self._whole and func not in self._traced and _is_taken_apart(func):
+            with self._dispatch:
+                return func.decompose(*args, **kwargs)
         operator = operator_of(func)
         if operator.number or operator.views or operator.reshapes:
             return func(*args, **kwargs)
@@ -379,6 +385,13 @@ class Execution(Machine):
             while frame is not None and frame.f_code is not self._code:
                 frame = frame.f_back
             self.suspect = Suspect(0 if frame is None else frame.f_lineno, describe(term), term)
+
+
+def _is_taken_apart(target: Any) -> bool:
+    """Whether an operator is there as a function that calls others (and perhaps as a kernel as well)."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
 
 
 def _as_many(record: Record, operator: Operator, raw: Sequence[Any]) -> bool:
