@@ -125,15 +125,16 @@ def _disagreement(name: str, rank: int, difference: list[str]) -> AgreementError
                 "The first difference:",
                 difference,
                 remedy="let no Python number or branch that differs between ranks (the rank, the length of a batch) go "
-                "into a replicated result; pass such numbers to fdp.psum or pmean(weight=), or as batch tensors.",
+                "into a replicated result; pass such numbers to fdp.psum or pmean(weight=), or as batch tensors. Give "
+                "state the same strides on every rank (.contiguous()).",
             )
         )
     return AgreementError(
         build_message(
             f"ranks 0 and {rank} have different communication schedules for step {name!r}. The first difference:",
             difference,
-            remedy="call the step with state of the same structure, shapes and dtypes on every rank, under "
-            "the same static arguments, bucket_cap_mb, compile, wire_dtype and accumulate_dtype.",
+            remedy="call the step with state of the same structure, shapes, strides and dtypes on every rank, "
+            "under the same static arguments, bucket_cap_mb, compile, wire_dtype and accumulate_dtype.",
         )
     )
 

@@ -26,7 +26,7 @@ from fdp.verify.higher import higher_order, operator_name, run_loop
 from fdp.verify.kernels import why_not_trusted
 from fdp.verify.machine import Machine
 from fdp.verify.memory import Block, View, view_of
-from fdp.verify.operators import Operator, operator_of
+from fdp.verify.operators import Operator, is_taken_apart, operator_of
 from fdp.verify.program import Place, Program
 from fdp.verify.reference import Record, Reference, hidden, layout_arguments, marks_of
 from fdp.verify.terms import Term, describe
@@ -105,7 +105,7 @@ class Execution(Machine):
         self._code = program.function.__code__
         self._traced = {node.target for node in reference.trace.graph.graph.nodes}
         # Torch takes some operators apart for tensors without values that it has kernels of for others.
-        self._whole = any(map(_is_taken_apart, self._traced))
+        self._whole = any(map(is_taken_apart, self._traced))
 
     # Tensors without values.
 
@@ -267,7 +267,7 @@ class Execution(Machine):
 
     def operator(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Carry out an operator that the program calls."""
-        if self._whole and func not in self._traced and _is_taken_apart(func):
+        if self._whole and func not in self._traced and is_taken_apart(func):
             with self._dispatch:
                 return func.decompose(*args, **kwargs)
         operator = operator_of(func)
@@ -385,13 +385,6 @@ class Execution(Machine):
             while frame is not None and frame.f_code is not self._code:
                 frame = frame.f_back
             self.suspect = Suspect(0 if frame is None else frame.f_lineno, describe(term), term)
-
-
-def _is_taken_apart(target: Any) -> bool:
-    """Whether an operator is there as a function that calls others (and perhaps as a kernel as well)."""
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
 
 
 def _as_many(record: Record, operator: Operator, raw: Sequence[Any]) -> bool:

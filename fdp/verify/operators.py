@@ -234,3 +234,10 @@ def _parameter(name: str, base: str, overload: str, argument: Any, entrywise: bo
         entries=entrywise and argument.type.kind() == "ListType",
         returned=returned,
     )
+
+
+def is_taken_apart(target: Any) -> bool:
+    """Whether an operator is there as a function that calls others (and perhaps as a kernel as well)."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
