@@ -43,9 +43,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "join": (),
     # the flow
     "trace": (
-        "closure control effects kernel_strides keywords overlap source structure",
-        "fake_rules remedies replicated rng_replay silent_changes trace untouched variance",
-        "arguments dependencies reshapes switches value_reads",
+        "closure control effects keywords overlap source structure",
+        "kernel_strides remedies replicated rng_replay silent_changes trace untouched variance",
+        "arguments dependencies fake_rules reshapes switches value_reads",
         "capture changes loops pairing recognise results",
         "checks uncertain_strides wire_cast",
         "build",

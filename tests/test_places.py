@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import optree
 import pytest
 import ranks
 import torch
-import torch.nn.functional as F
 from graphs import examples, fake_group, same_bits
 from hypothesis import given
 from hypothesis import strategies as st
@@ -658,61 +656,3 @@ def test_gradients_lie_in_the_order_of_their_parameters(param: torch.Tensor, mic
     found = fdp.data_parallel(step)({"used": param, "unused": param}, torch.ones(4))
     for grad in found.values():
         assert grad.stride() == torch.empty_like(param).stride()
-
-
-def rows_of(shape: tuple[int, ...], **kwargs: Any) -> Callable[[], torch.Tensor]:
-    return lambda: (torch.arange(float(torch.Size(shape).numel())).view(shape) / 7).contiguous(**kwargs)
-
-
-FUNCTIONS: list[tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[], torch.Tensor]]] = [
-    (F.logsigmoid, lambda: rows_of((3, 2))().t()),
-    (lambda x: 2**x, lambda: rows_of((3, 2))().t()),
-    (lambda x: torch.roll(x, 1, 1), rows_of((2, 4, 3, 3), memory_format=torch.channels_last)),
-    (lambda x: F.channel_shuffle(x, 2), rows_of((2, 4, 3, 3), memory_format=torch.channels_last)),
-    (lambda x: torch.div(x, 2, rounding_mode="floor"), lambda: rows_of((3, 2))().t()),
-    (lambda x: fdp.grad(lambda q: F.huber_loss(q, torch.zeros_like(x)))(x), lambda: rows_of((3, 2))().t()),
-    (lambda x: F.conv2d(x, torch.ones(4, 4, 1, 1)), rows_of((2, 4, 3, 3), memory_format=torch.channels_last)),
-    (
-        lambda x: F.conv2d(x, torch.ones(16, 16, 3, 3), padding=1),
-        rows_of((16, 16, 16, 16), memory_format=torch.channels_last),
-    ),
-    (lambda x: torch.softmax(x, 1), rows_of((2, 1, 3, 3), memory_format=torch.channels_last)),
-]
-
-
-@pytest.mark.parametrize("donate", [(), 0])
-@pytest.mark.parametrize("number", range(len(FUNCTIONS)))
-def test_a_trace_knows_how_kernels_lay_their_results_out(number: int, donate: Any) -> None:
-    """Whether `contiguous` copies a value, and what channels_last takes it for; also of state that is fed back."""
-    function, first = FUNCTIONS[number]
-
-    def step(state: torch.Tensor, _: Any) -> Any:
-        made = function(state)
-        made.detach().contiguous().clamp_(max=-1.0)
-        return made, made.sum()
-
-    run, expected, state = fdp.data_parallel(step, donate_argnums=donate), first(), first()
-    for _ in range(3):
-        expected, total = step(expected, None)
-        state, found = run(state, torch.ones(2))
-        assert state.stride() == expected.stride()
-        torch.testing.assert_close((state, found), (expected, total))
-
-
-def normalised(state: torch.Tensor, _: Any) -> torch.Tensor:
-    weight = torch.eye(16)[:, :, None, None].expand(16, 16, 3, 3)
-    return fdp.grad(lambda x: F.group_norm(F.conv2d(x, weight, padding=1), 4).relu().square().sum())(state)
-
-
-def test_kernels_are_chosen_as_around_the_call() -> None:
-    """Of a convolution oneDNN makes channels_last, and torch's own kernel rows; what follows reads it accordingly."""
-    state = rows_of((16, 16, 16, 16), memory_format=torch.channels_last)()
-    run = fdp.data_parallel(normalised, check_trace=False)
-    try:
-        for enabled in (True, False, True):
-            torch._C._set_mkldnn_enabled(enabled)
-            found, expected = run(state, torch.ones(2)), normalised(state, None)
-            assert found.stride() == expected.stride()
-            torch.testing.assert_close(found, expected)
-    finally:
-        torch._C._set_mkldnn_enabled(True)

@@ -139,13 +139,6 @@ def last_uses(order: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
         yield found[at]
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of a result: itself, or those in it."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [x for item in value for x in tensors_in(item)] if isinstance(value, (list, tuple)) else []
-
-
 def makes_values(node: fx.Node) -> bool:
     """Whether a node computes something: it is no view, no entry of a list."""
     return node.target is not operator.getitem and not effects_of(node).view

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp.compare.replay import Lookup, Replay, makes_values, tensors_in
+from fdp.compare.replay import Lookup, Replay, makes_values
 from fdp.compare.restored import undisturbed
 from fdp.compare.ulps import change_last_places_
 from fdp.context.ambient import plain_context
 from fdp.distributed.other_ranks import OtherRanks
 from fdp.runtime.emitted import Emitted
-from fdp.trace.effects import effects_of
+from fdp.trace.effects import effects_of, tensors_in
 
 _RUNS = 8
 """An element that rounding turns (a comparison, a cast) is turned in about half of the runs."""

@@ -10,13 +10,14 @@ import torch
 from torch import fx
 
 from fdp.compare.copies import copy_of, give_back_memory
-from fdp.compare.replay import Lookup, Replay, tensors_in
+from fdp.compare.replay import Lookup, Replay
 from fdp.compare.restored import closed_over_unchanged, undisturbed
 from fdp.context.ambient import plain_context
 from fdp.distributed.other_ranks import OtherRanks
 from fdp.errors import TraceError, build_message
 from fdp.runtime.emitted import Emitted
 from fdp.trace import unsure_for_draws
+from fdp.trace.effects import tensors_in
 from fdp.trace.source import located
 
 

@@ -222,6 +222,13 @@ def is_marker(node: fx.Node, *names: str) -> bool:
     return not names or operator_name(node) in names
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of a result, or of arguments: the value itself, or those in it, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [x for item in value for x in tensors_in(item)] if isinstance(value, (list, tuple)) else []
+
+
 def storages(value: Any) -> tuple[int, ...]:
     """Identify the memory behind a node's example value: one number for each tensor in it.
 

@@ -98,22 +98,22 @@ def _as_its_kernel(
     fake_mode: Any, kernels: KernelStrides, func: Any, args: Sequence[Any], kwargs: Any, result: Any
 ) -> Any:
     """Results with the strides that the operator's kernel gives them."""
-    several = isinstance(result, (list, tuple))
-    results = [each for each in (result if several else [result]) if isinstance(each, torch.Tensor)]
+    whole = result if isinstance(result, (list, tuple)) else [result]
+    results = [each for each in whole if isinstance(each, torch.Tensor)]
     strides = kernels.of(func, args, kwargs, results)
     if strides is None or all(tuple(x.stride()) == lies for x, lies in zip(results, strides, strict=True)):
         return result
+    rest = iter(strides)
     with fake_mode:
-        made = iter(
-            [
-                torch.empty_strided(x.shape, lies, dtype=x.dtype, device=x.device)
-                for x, lies in zip(results, strides, strict=True)
-            ]
-        )
-    laid_out = [next(made) if isinstance(each, torch.Tensor) else each for each in (result if several else [result])]
-    if not several:
-        return laid_out[0]
-    return laid_out if isinstance(result, list) else tuple(laid_out)
+        made = [
+            torch.empty_strided(x.shape, next(rest), dtype=x.dtype, device=x.device)
+            if isinstance(x, torch.Tensor)
+            else x
+            for x in whole
+        ]
+    if whole is not result:
+        return made[0]
+    return made if isinstance(result, list) else tuple(made)
 
 
 def _ctc_results(log_probs: torch.Tensor, targets: torch.Tensor, lengths: Any) -> tuple[torch.Tensor, torch.Tensor]:

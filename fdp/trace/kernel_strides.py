@@ -8,18 +8,19 @@ made once with zeros, for what it is given in shape and strides, and its results
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fdp.context.ambient import plain_context
+from fdp.trace.effects import tensors_in
 
 _MOST_ELEMENTS = 2**28
 """Of larger values the rule is believed: to make the call would take time and memory."""
 
 _TRUSTED = frozenset(
-    {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "empty_like", "zeros_like", "ones_like", "full_like",
+    {"mm", "addmm", "bmm", "baddbmm", "empty_like", "zeros_like", "ones_like", "full_like",
      "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided", "_to_copy", "clone"}
 )  # fmt: skip
 """Operators whose rules say what their kernels do, whatever they are given."""
@@ -50,7 +51,7 @@ class KernelStrides:
         """
         if not _is_unsure(func):
             return None
-        given = list(_tensors_in((args, kwargs)))
+        given = tensors_in([*args, *kwargs.values()])
         if any(each.layout != torch.strided for each in (*given, *results)):
             return None
         if not all(isinstance(n, int) for each in (*given, *results) for n in (*each.shape, *each.stride())):
@@ -86,7 +87,7 @@ def _measured(
 ) -> Sequence[tuple[int, ...]] | None:
     try:
         with torch.no_grad():
-            made = list(_tensors_in(func(*_with_zeros(args), **_with_zeros(dict(kwargs)))))
+            made = tensors_in(func(*_with_zeros(args), **_with_zeros(dict(kwargs))))
     except Exception:  # zeros may be nothing that it takes
         return None
     if [(each.shape, each.dtype, each.layout) for each in made] != [(x.shape, x.dtype, x.layout) for x in results]:
@@ -114,16 +115,6 @@ def _described(value: Any) -> Any:
     if isinstance(value, Mapping):
         return tuple((key, _described(each)) for key, each in value.items())
     return type(value), value
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors_in(each)
-    elif isinstance(value, Mapping):
-        yield from _tensors_in(list(value.values()))
 
 
 def _has_other_layouts(value: torch.Tensor) -> bool:

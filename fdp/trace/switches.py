@@ -1,8 +1,8 @@
 """What is switched in torch while a step is traced, and switched back: each is a context.
 
 Private parts of torch that are relied on: the flag that tells libraries that a compiler is at work (they then skip
-checks that would read the value of a tensor), the switch of oneDNN, the module `torch._VF` of which the layers of
-torch.nn take theirs, the cache of autocast.
+checks that would read the value of a tensor), the switch of oneDNN, `torch._VF`, where torch.nn.LSTM looks
+up its function, the cache of autocast.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def without_fused_lstm() -> Iterator[None]:
     """Let an LSTM be computed by operators, and not by one of oneDNN's.
 
     The flag of oneDNN holds for the whole process, and how a convolution lays its result out depends on it: it is off
-    for no longer than a call of an LSTM takes. torch.nn.LSTM calls `torch._VF.lstm`.
+    for no longer than a call of an LSTM takes.
     """
 
     def unfused(original: Any) -> Any:

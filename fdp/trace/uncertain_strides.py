@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp.trace.effects import effects_of
+from fdp.trace.effects import effects_of, tensors_in
 from fdp.trace.loops import is_loop
 from fdp.trace.trace import Trace
 
@@ -96,12 +96,4 @@ def _lie_in_one_way(given: Sequence[fx.Node]) -> bool:
 
 
 def _lies_in_rows(node: fx.Node) -> bool:
-    return all(each.is_contiguous() for each in _tensors_in(node.meta.get("val")) if each.layout is torch.strided)
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors_in(each)
+    return all(each.is_contiguous() for each in tensors_in(node.meta.get("val")) if each.layout is torch.strided)

@@ -18,7 +18,7 @@ from fdp.emit.codegen.calls import arguments_of, entry_count
 from fdp.emit.compiled.barriers import FUSED, copy_into, loop, snapshot, start, wait
 from fdp.emit.compiled.drawing import draw, draw_of_nothing
 from fdp.emit.compiled.draws import Draw, described, draws, operands_of
-from fdp.emit.memory.elements import has_each_element_once
+from fdp.emit.memory.elements import has_each_element_once, lies_under
 from fdp.emit.memory.instructions import Await, Compute, Divide, Instruction, Keep, Pack, Send, Update
 from fdp.emit.memory.memory_plan import MemoryPlan
 from fdp.emit.memory.planning import Place, slot_name
@@ -220,8 +220,7 @@ def _empty_like(example: torch.Tensor) -> torch.Tensor:
 
 def _lying_as(example: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """A value with the strides of another one: what an operator is taken apart into may make others than its kernel."""
-    same = all(n == 1 or s == t for n, s, t in zip(value.shape, value.stride(), example.stride(), strict=True))
-    if same or value.numel() == 0 or not has_each_element_once(example):
+    if lies_under(value, example.stride()) or value.numel() == 0 or not has_each_element_once(example):
         return value
     return _empty_like(example).copy_(value)
 

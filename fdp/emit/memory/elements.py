@@ -19,6 +19,11 @@ def lies_as(one: torch.Tensor, two: torch.Tensor) -> bool:
     return one.numel() == 0 or one.stride() == two.stride()
 
 
+def lies_under(tensor: torch.Tensor, stride: Sequence[int]) -> bool:
+    """Whether the elements of a tensor lie under given strides; those of dimensions of size one move none."""
+    return all(n == 1 or s == t for n, s, t in zip(tensor.shape, stride, tensor.stride(), strict=True))
+
+
 def has_each_element_once(value: torch.Tensor) -> bool:
     """Whether a tensor can be written to: no two of its elements lie in one place."""
     return value.numel() == 0 or torch.ops.aten.is_non_overlapping_and_dense.default(value) or has_gaps(value)
@@ -52,10 +57,8 @@ def laid_out(tensor: torch.Tensor, stride: Sequence[int], anew: bool = False) ->
         anew: whether it must be a copy.
     """
     size = tensor.shape
-    if not anew and tuple(stride) == tensor.stride():
-        return tensor
-    if not anew and all(n == 1 or s == t for n, s, t in zip(size, stride, tensor.stride(), strict=True)):
-        return tensor.as_strided(size, stride)
+    if not anew and lies_under(tensor, stride):
+        return tensor if tuple(stride) == tensor.stride() else tensor.as_strided(size, stride)
     reach = 1
     for step, number in sorted((s, n) for s, n in zip(stride, size, strict=True) if n != 1):
         if step < reach:
