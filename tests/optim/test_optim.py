@@ -1,0 +1,458 @@
+"""`fdp.optim.from_torch` against the torch class itself, bit for bit: called, and traced and replayed."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from typing import Any
+
+import optree
+import pytest
+import torch
+from optimizer_classes import (
+    CLASSES,
+    REFUSED,
+    STEPS,
+    by_fdp,
+    by_hand,
+    equivalent,
+    numbers,
+    same_bits,
+    sample,
+    tensor,
+    trace,
+)
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.testing._internal.common_optimizers import optim_db
+
+from fdp.errors import ArgumentError
+from fdp.optim import from_torch
+
+
+def configurations() -> list[Any]:
+    """Every configuration that torch tests its classes with, the first and last by every route there is."""
+    cases = []
+    for info in optim_db:
+        cls = info.optim_cls
+        if cls in REFUSED:
+            continue
+        accepted = inspect.signature(cls).parameters
+        configs = [c for c in info.optim_inputs_func(device="cpu") if not c.kwargs.get("differentiable")]
+        for config in configs:
+            routes: list[dict[str, Any]] = [{}]
+            taken = {"capturable", "foreach", "fused"} & config.kwargs.keys()
+            if config in (configs[0], configs[-1]) and not taken:
+                routes += [{"fused": False}] if "fused" in accepted else []
+                capturable = {"capturable": True} if "capturable" in accepted else {}
+                lists = "foreach" in accepted and cls is not torch.optim.Adafactor  # refused by name
+                routes += [{"foreach": True, **capturable}] if lists else []
+                routes += [capturable] if capturable else []
+            for route in routes:
+                given = {**config.kwargs, **route}
+                label = ",".join(f"{k}={v}" for k, v in numbers(given).items())
+                cases.append(pytest.param(cls, given, id=f"{cls.__name__}({label})"))
+    return cases
+
+
+@pytest.mark.parametrize(("cls", "given"), configurations())
+def test_every_configuration_has_the_bits_of_the_class(cls: type, given: dict[str, Any]) -> None:
+    params, data = sample(torch.float32, ndim_2_only=cls is torch.optim.Muon)
+    expected = by_hand(cls, params, data, equivalent(cls, given, torch.float32))
+    for traced in (False, True):
+        assert same_bits(by_fdp(from_torch(cls, **given), params, data, traced), expected), f"{traced=}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64], ids=str)
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_every_class_in_other_dtypes(cls: type, dtype: torch.dtype) -> None:
+    if cls in (torch.optim.Muon, torch.optim.Adafactor) and dtype.is_complex:
+        pytest.skip(f"{cls.__name__} takes no complex parameters")
+    given = {"momentum": 0.9} if cls in (torch.optim.SGD, torch.optim.RMSprop) else {}
+    params, data = sample(dtype, ndim_2_only=cls is torch.optim.Muon)
+    expected = by_hand(cls, params, data, equivalent(cls, given, dtype))
+    for traced in (False, True):
+        assert same_bits(by_fdp(from_torch(cls, **given), params, data, traced), expected), f"{traced=}"
+
+
+def test_every_class_that_torch_has_is_either_exact_or_refused() -> None:
+    shipped = {c for c in vars(torch.optim).values() if isinstance(c, type)} - {torch.optim.Optimizer}
+    shipped = {c for c in shipped if issubclass(c, torch.optim.Optimizer)}
+    assert shipped == set(CLASSES) | REFUSED
+
+
+def test_every_configuration_that_is_not_exact_is_refused_by_name() -> None:
+    refused = 0
+    for info in optim_db:
+        for config in info.optim_inputs_func(device="cpu"):
+            if info.optim_cls in REFUSED or config.kwargs.get("differentiable"):
+                refused += 1
+                with pytest.raises(ArgumentError, match=rf"^{info.optim_cls.__name__}.*\nRemedy: "):
+                    from_torch(info.optim_cls, **config.kwargs)
+    assert refused > len(REFUSED)
+
+
+DYNAMIC: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
+    (torch.optim.SGD, {"nesterov": True}, {"momentum": 0.8, "weight_decay": 0.1}),
+    (torch.optim.SGD, {}, {"momentum": 0.8, "dampening": 0.3}),
+    (torch.optim.Adam, {}, {"betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}),
+    (torch.optim.AdamW, {}, {"betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}),
+    (torch.optim.Adadelta, {}, {"rho": 0.8, "eps": 1e-3, "weight_decay": 0.1}),
+    (torch.optim.Adagrad, {}, {"lr_decay": 0.1, "eps": 1e-3, "weight_decay": 0.1}),
+    (torch.optim.Adamax, {}, {"betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}),
+    (torch.optim.ASGD, {}, {"lambd": 0.1, "alpha": 0.7, "t0": 2.0, "weight_decay": 0.1}),
+    (torch.optim.NAdam, {}, {"betas": (0.9, 0.99), "momentum_decay": 0.01, "weight_decay": 0.1}),
+    (torch.optim.RAdam, {}, {"betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}),
+    (torch.optim.RMSprop, {"centered": True}, {"alpha": 0.9, "eps": 1e-6, "momentum": 0.8}),
+    (torch.optim.Rprop, {}, {"etas": (0.4, 1.3), "step_sizes": (1e-5, 5.0)}),
+    (torch.optim.Muon, {}, {"momentum": 0.8, "weight_decay": 0.1, "eps": 1e-6}),
+    (torch.optim.Adafactor, {}, {"weight_decay": 0.1, "d": 1.2, "eps": (1e-6, 1e-2)}),
+]
+
+
+@pytest.mark.parametrize(("cls", "fixed", "first"), DYNAMIC, ids=lambda v: getattr(v, "__name__", None))
+def test_hyperparameters_given_as_tensors_follow_a_schedule_without_a_retrace(
+    cls: type, fixed: dict[str, Any], first: dict[str, Any]
+) -> None:
+    params, data = sample(torch.float32, ndim_2_only=cls is torch.optim.Muon)
+    later = optree.tree_map(lambda v: v * 0.97, first)
+
+    hand = {name: p.clone() for name, p in params.items()}
+    route = equivalent(cls, {**fixed, **optree.tree_map(tensor, first)}, torch.float32)
+    reference = cls(list(hand.values()), **route)
+    compiling = torch.compiler._compile_session_context if route.get("capturable") else contextlib.nullcontext
+
+    optimizer = from_torch(cls, **fixed, **optree.tree_map(tensor, first))
+    opt_state = optimizer.init(params)
+    replay = trace(optimizer.update, data[0], opt_state, params)
+    eager = (params, opt_state)
+    for step, grads in enumerate(data):
+        if step == 2:
+            reference.param_groups[0].update(later)
+            for state in (opt_state, eager[1]):
+                state.update(optree.tree_map(tensor, later))
+        for name, p in hand.items():
+            p.grad = grads[name].clone()
+        with compiling():
+            reference.step()
+        params, opt_state = replay(grads, opt_state, params)
+        eager = optimizer.update(grads, eager[1], eager[0])
+    assert same_bits(params, hand)
+    assert same_bits(eager, (params, opt_state))
+
+
+def test_adafactor_compares_numbers_as_python_does_also_where_they_are_not_numbers() -> None:
+    # Each parameter by itself has the bits of the class; together, the first one's dtype decides on eps.
+    params = {"a": torch.randn(3, 4).bfloat16(), "b": torch.randn(4), "c": torch.randn(2, 3, 4).double()}
+    data = [optree.tree_map(torch.randn_like, params) for _ in range(STEPS)]
+    data[1]["b"][0] = float("nan")
+    data[2]["a"][0, 0] = float("inf")
+    for grads in data:
+        grads["c"] *= 1e-6  # so small that eps counts
+    expected = by_hand(torch.optim.Adafactor, params, data, {"foreach": False})
+    for traced in (False, True):
+        assert same_bits(by_fdp(from_torch(torch.optim.Adafactor), params, data, traced), expected), f"{traced=}"
+
+
+def test_the_fused_step_is_one_node() -> None:
+    params, data = sample(torch.float32)
+    optimizer = from_torch(torch.optim.AdamW, lr=1e-3)
+    graph = trace(optimizer.update, data[0], optimizer.init(params), params).graph
+    names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    assert [name for name in names if "fused" in name] == ["aten._fused_adamw_.tensor_lr"]
+    assert not [name for name in names if "profiler" in name]
+    assert not [name for name in names if "lift_fresh" in name or "empty" in name]
+
+
+def test_parameters_of_several_dtypes_and_nesting() -> None:
+    params = {
+        "half": [torch.randn(40).bfloat16(), (torch.randn(5, 5, dtype=torch.float64),)],
+        "complex": torch.randn(6, dtype=torch.complex64),
+        "float": torch.randn(40),
+    }
+    data = [optree.tree_map(torch.randn_like, params) for _ in range(STEPS)]
+    optimizer = from_torch(torch.optim.Adam, lr=0.1)
+    replay = trace(optimizer.update, data[0], optimizer.init(params), params)
+    together = (params, optimizer.init(params))
+    replayed = (params, optimizer.init(params))
+    leaves = optree.tree_leaves(params)
+    alone = [(p, optimizer.init(p)) for p in leaves]
+    for grads in data:
+        together = optimizer.update(grads, together[1], together[0])
+        replayed = replay(grads, replayed[1], replayed[0])
+        gs = optree.tree_leaves(grads)
+        alone = [optimizer.update(g, opt, p) for g, (p, opt) in zip(gs, alone, strict=True)]
+    assert same_bits(together[0], [p for p, _ in alone])
+    assert same_bits(together, replayed)
+    assert optree.tree_structure(together[0]) == optree.tree_structure(params)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad], ids=lambda c: c.__name__)
+def test_fused_kernels_get_gradients_in_the_layout_of_the_parameter(cls: type) -> None:
+    image = torch.randn(8, 3, 5, 5)
+    for p, g in [
+        (torch.randn(6, 9), torch.randn(9, 6).t()),
+        (torch.randn(9, 6).t(), torch.randn(6, 9)),
+        (image.to(memory_format=torch.channels_last), torch.randn(8, 3, 5, 5)),
+        (image, torch.randn(8, 3, 5, 5).to(memory_format=torch.channels_last)),
+        (torch.randn(6, 18)[:, ::2], torch.randn(6, 9)),
+    ]:
+        optimizer = from_torch(cls, lr=0.1)
+        opt_state = optimizer.init(p)
+        new, _ = optimizer.update(g, opt_state, p)
+        traced, _ = trace(optimizer.update, g, opt_state, p)(g, opt_state, p)
+        dense = p.contiguous()
+        expected, _ = optimizer.update(g.contiguous(), optimizer.init(dense), dense)
+        # Up to rounding: the kernels treat the last few elements in memory order apart from the rest.
+        torch.testing.assert_close(new, expected)
+        assert same_bits(new, traced)
+        assert new.stride() == p.clone().stride()
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_the_first_momentum_is_the_gradient_to_the_last_bit(nesterov: bool) -> None:
+    grad = torch.tensor([-0.0, 0.0, 1e-45, -3.0, float("inf"), float("nan"), 1.0, 2.0, -0.0])
+    params = torch.zeros(9)
+    for fused in (False, True):
+        optimizer = from_torch(torch.optim.SGD, momentum=0.9, nesterov=nesterov, fused=fused)
+        _, opt_state = optimizer.update(grad, optimizer.init(params), params)
+        buffer = opt_state["state"]["momentum_buffer"]
+        assert buffer.view(torch.int32).tolist() == grad.view(torch.int32).tolist()
+
+
+def test_dampening_spares_the_first_gradient_of_each_parameter() -> None:
+    params, data = sample(torch.float32)
+    expected = {name: p.clone() for name, p in params.items()}
+    reference = torch.optim.SGD(list(expected.values()), lr=0.1, momentum=0.9, dampening=0.4, foreach=False)
+    optimizer = from_torch(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.4)
+    opt_state = optimizer.init(params)
+    for step, grads in enumerate(data):
+        given: dict[str, Tensor | None] = dict(grads)
+        if step < 2:
+            given["w"] = None  # "w" comes in late
+        for name, p in expected.items():
+            p.grad = given[name]
+        reference.step()
+        params, opt_state = optimizer.update(given, opt_state, params)
+    assert same_bits(params, expected)
+
+
+def test_half_precision_momentum_on_a_cpu_avoids_the_fused_kernel() -> None:
+    params, data = sample(torch.bfloat16)
+    expected = by_hand(torch.optim.SGD, params, data, {"momentum": 0.9, "foreach": False})
+    assert same_bits(by_fdp(from_torch(torch.optim.SGD, momentum=0.9), params, data, False), expected)
+    with pytest.raises(ArgumentError, match=r"loses the momentum of params\['b'\]"):
+        from_torch(torch.optim.SGD, momentum=0.9, fused=True).init(params)
+
+
+def test_a_parameter_without_a_gradient_stays_and_so_does_its_state() -> None:
+    params = {"w": torch.randn(3), "count": torch.tensor(3), "frozen": torch.randn(2), "none": None}
+    optimizer = from_torch(torch.optim.AdamW)
+    opt_state = optimizer.init(params)
+    assert opt_state["state"]["count"] == {}
+    grads = {"w": torch.randn(3), "count": None, "frozen": None, "none": None}
+    for update in (optimizer.update, trace(optimizer.update, grads, opt_state, params)):
+        new, new_state = update(grads, opt_state, params)
+        assert not torch.equal(new["w"], params["w"])
+        assert same_bits(new["frozen"], params["frozen"]) and new["count"].item() == 3
+        assert same_bits(new_state["state"]["frozen"], opt_state["state"]["frozen"])
+        assert new_state["state"]["w"]["step"].item() == 1
+    nothing = dict.fromkeys(params)
+    assert optimizer.update(nothing, opt_state, params) == (params, opt_state)
+
+
+def test_results_do_not_depend_on_torch_saying_that_it_is_compiling() -> None:
+    for cls in (torch.optim.NAdam, torch.optim.ASGD):
+        params, data = sample(torch.float32)
+        outside = by_fdp(from_torch(cls), params, data, False)
+        with torch.compiler._compile_session_context():
+            inside = by_fdp(from_torch(cls), params, data, False)
+            assert torch.compiler.is_compiling()
+        assert not torch.compiler.is_compiling()
+        assert same_bits(outside, inside)
+
+
+def test_a_tracer_that_refuses_to_read_values_lets_the_update_through() -> None:
+    strict = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    mode = FakeTensorMode(shape_env=strict, static_shapes=True, allow_non_fake_inputs=True)
+    params, data = sample(torch.float32)
+    for cls in (torch.optim.NAdam, torch.optim.ASGD):
+        optimizer = from_torch(cls)
+        args = (data[0], optimizer.init(params), params)
+        with mode:
+            fakes = optree.tree_map(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype), args)
+        assert same_bits(trace(optimizer.update, *fakes)(*args), optimizer.update(*args))
+    with pytest.raises(DataDependentOutputException):
+        fakes[1]["lr"].item()
+
+
+def test_foreach_code_that_works_on_the_gradients_does_not_reach_the_caller() -> None:
+    params, data = sample(torch.float32)
+    given = {"momentum": 0.9, "nesterov": True, "foreach": True}
+    expected = by_hand(torch.optim.SGD, params, data, given)
+    assert same_bits(by_fdp(from_torch(torch.optim.SGD, **given), params, data, False), expected)
+
+
+def test_state_does_not_alias_between_calls() -> None:
+    optimizer = from_torch(torch.optim.AdamW, weight_decay=tensor(0.1))
+    first, second = (optimizer.init(torch.randn(3)) for _ in range(2))
+    storages = [t.data_ptr() for t in optree.tree_leaves([first, second])]
+    assert len(set(storages)) == len(storages)
+
+
+def test_parameters_that_require_gradients_give_detached_results() -> None:
+    w = torch.randn(3, requires_grad=True)
+    optimizer = from_torch(torch.optim.SGD, lr=0.1)
+    new, opt_state = optimizer.update(torch.ones(3), optimizer.init(w), w)
+    assert w.requires_grad and w.grad is None
+    assert not any(t.requires_grad for t in optree.tree_leaves([new, opt_state]))
+
+
+def test_printing_says_what_lives_in_the_state() -> None:
+    optimizer = from_torch(torch.optim.AdamW, weight_decay=tensor(0.1), eps=1e-6)
+    assert repr(optimizer) == "Optimizer(AdamW, in the state: lr, weight_decay, constant: eps=1e-06)"
+
+
+def test_a_class_of_ones_own() -> None:
+    class Sign(torch.optim.Optimizer):
+        def __init__(self, params: Any, lr: float = 0.1) -> None:
+            super().__init__(params, {"lr": lr})
+
+        def _init_group(self, group: dict[str, Any], params: list[Tensor]) -> None:
+            params += [p for p in group["params"] if p.grad is not None]
+            for p in params:
+                self.state[p].setdefault("step", torch.zeros(()))
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                params: list[Tensor] = []
+                self._init_group(group, params)
+                for p in params:
+                    self.state[p]["step"] += 1
+                    p.add_(p.grad.sign(), alpha=-group["lr"])
+
+    params, data = sample(torch.float32)
+    expected = by_hand(Sign, params, data, {})
+    for traced in (False, True):
+        assert same_bits(by_fdp(from_torch(Sign), params, data, traced), expected)
+
+    class Bare(torch.optim.Optimizer):
+        pass
+
+    with pytest.raises(ArgumentError, match=r"Bare has no _init_group(.|\n)*\nRemedy: write init and update"):
+        from_torch(Bare)
+
+
+REFUSALS: list[tuple[Any, dict[str, Any], str, str]] = [
+    (torch.optim.LBFGS, {}, "LBFGS has no exact pure form: its step calls a closure", "first-order class"),
+    (torch.optim.SparseAdam, {}, "SparseAdam has no exact pure form: it takes sparse", "torch.optim.Adam"),
+    (torch.optim.Adafactor, {"foreach": True}, "Adafactor(foreach=True) takes lists", "leave foreach out"),
+    (torch.optim.AdamW, {"momentum": 1}, "unexpected keyword argument 'momentum'", "it takes lr, betas, eps"),
+    (torch.optim.AdamW, {"lr": -1.0}, "AdamW refuses its hyperparameters: Invalid learning rate: -1.0", "lr"),
+    (torch.optim.Adam, {"differentiable": True}, "Adam(differentiable=True)", "leave differentiable out"),
+    (
+        torch.optim.AdamW,
+        {"lr": torch.ones(2)},
+        "lr is a torch.float32 tensor of shape (2,)",
+        "lr=torch.tensor",
+    ),
+    (
+        torch.optim.AdamW,
+        {"weight_decay": torch.tensor(0.0)},
+        "weight_decay is a tensor that starts at 0",
+        "0",
+    ),
+    (torch.optim.AdamW, {"eps": torch.tensor(0.1), "fused": True}, "takes Python numbers", "leave fused out"),
+    (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1, "fused": True}, "dampens every", "leave fused out"),
+    (
+        torch.optim.RAdam,
+        {"capturable": False},
+        "RAdam(capturable=False) asks Python `if`",
+        "leave capturable",
+    ),
+    (torch.optim.Adam, {"foreach": True}, "Adam(foreach=True) without capturable", "add capturable=True"),
+    (torch.nn.Linear, {}, "takes a torch.optim class, not the class", "pass the class itself"),
+    ("AdamW", {}, "takes a torch.optim class, not the str 'AdamW'", "pass the class itself"),
+]
+
+
+@pytest.mark.parametrize(("cls", "given", "what", "remedy"), REFUSALS, ids=lambda v: str(v)[:30])
+def test_refusals_at_from_torch(cls: Any, given: dict[str, Any], what: str, remedy: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        from_torch(cls, **given)
+    first, last = str(caught.value).split("\nRemedy: ")
+    assert what in first and remedy in last
+
+
+def test_init_names_the_parameter_that_the_class_refuses() -> None:
+    with pytest.raises(ArgumentError, match=r"Muon refuses the parameter params\['layer'\]\['b'\]"):
+        from_torch(torch.optim.Muon).init({"layer": {"w": torch.ones(2, 2), "b": torch.ones(2)}})
+    with pytest.raises(ArgumentError, match=r"refuses the parameter params\[0\].*requires all the params"):
+        from_torch(torch.optim.Adam, fused=True).init([torch.ones(2, dtype=torch.complex64)])
+
+
+def break_update(change: Any) -> str:
+    """The message of the error when `change` has spoilt one of the arguments of an update."""
+    params: dict[str, Any] = {"w": torch.ones(2, 3), "b": torch.ones(3)}
+    optimizer = from_torch(torch.optim.AdamW, lr=0.1)
+    args: dict[str, Any] = {
+        "grads": {name: torch.ones_like(p) for name, p in params.items()},
+        "opt_state": optimizer.init(params),
+        "params": params,
+    }
+    change(args)
+    with pytest.raises(ArgumentError) as caught:
+        optimizer.update(**args)
+    return str(caught.value)
+
+
+def test_update_refuses_trees_that_do_not_match() -> None:
+    message = break_update(lambda a: a["grads"].pop("b"))
+    assert message.startswith("The trees grads and params do not match.\n  params['b'] has no gradient\nRemedy:")
+    message = break_update(lambda a: a["grads"].update(c=torch.ones(1)))
+    assert "grads['c'] has no parameter" in message
+    message = break_update(lambda a: a.update(grads=optree.tree_map(lambda g: [g], a["grads"])))
+    assert "params['b'] has no gradient" in message and "grads['b'][0] has no parameter" in message
+    message = break_update(lambda a: a["grads"].update(b=torch.ones(2)))
+    assert "grads['b'] is a torch.float32 tensor of shape (2,) on cpu, but the parameter is" in message
+    message = break_update(lambda a: a["grads"].update(b=torch.ones(3).double()))
+    assert "grads['b'] is a torch.float64 tensor" in message
+    message = break_update(lambda a: a["grads"].update(b=torch.ones(3).to_sparse()))
+    assert "torch.sparse_coo" in message
+    message = break_update(lambda a: (a["params"].update(b=torch.tensor(1)), a["grads"].update(b=torch.ones(()))))
+    assert "for a parameter that is a torch.int64 tensor" in message and "use None" in message
+
+
+def test_update_refuses_a_state_that_it_did_not_make() -> None:
+    message = break_update(lambda a: a["opt_state"]["state"].pop("b"))
+    assert "opt_state['state'] does not mirror params" in message and "make opt_state with init" in message
+    message = break_update(lambda a: a["opt_state"]["state"]["b"].clear())
+    assert "opt_state['state']['b'] has the entries [], but AdamW keeps ['exp_avg'," in message
+    message = break_update(lambda a: a["opt_state"]["state"]["b"].pop("exp_avg"))
+    assert "opt_state['state']['b'] has the entries ['exp_avg_sq', 'step'], but AdamW asks for 'exp_av" in message
+    message = break_update(lambda a: a["opt_state"]["state"]["b"].update(exp_avg=torch.ones(9)))
+    assert "opt_state['state']['b']['exp_avg'] is a torch.float32 tensor of shape (9,)" in message
+    message = break_update(lambda a: a["opt_state"]["state"]["b"].update(exp_avg=torch.ones(3).half()))
+    assert "opt_state['state']['b']['exp_avg'] is a torch.float16 tensor" in message
+    message = break_update(lambda a: a.update(opt_state=a["opt_state"]["state"]))
+    assert "opt_state must have the keys ['lr', 'state'], but is ['b', 'w']" in message
+    message = break_update(lambda a: a["opt_state"]["state"].update(b=3))
+    assert "opt_state['state']['b'] is the int 3" in message
+
+
+def test_update_refuses_a_hyperparameter_that_is_not_a_scalar_tensor() -> None:
+    message = break_update(lambda a: a["opt_state"].update(lr=0.1))
+    assert "opt_state['lr'] is the float 0.1, not a tensor" in message
+    assert message.endswith("Remedy: opt_state['lr'] = torch.tensor(0.1, dtype=torch.float64)")
+    message = break_update(lambda a: a["opt_state"].update(lr=torch.ones(1)))
+    assert "opt_state['lr'] must be a 0-dim floating point tensor on the CPU" in message
+    optimizer = from_torch(torch.optim.AdamW, betas=(tensor(0.9), tensor(0.99)))
+    opt_state = optimizer.init(torch.ones(2))
+    opt_state["betas"] = (opt_state["betas"][0], 0.95)
+    with pytest.raises(ArgumentError, match=r"opt_state\['betas'\]\[1\] is the float 0.95"):
+        optimizer.update(torch.ones(2), opt_state, torch.ones(2))
+    opt_state["betas"] = opt_state["betas"][0]
+    with pytest.raises(ArgumentError, match=r"opt_state\['betas'\] no longer has the structure of \(0.9, 0.99\)"):
+        optimizer.update(torch.ones(2), opt_state, torch.ones(2))

@@ -1,0 +1,28 @@
+"""Scripts on two ranks of this machine as a reader launches them: by torchrun."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+RANKS = 2
+DEADLINE_S = 240.0
+
+
+def torchrun(script: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Launch a script in its own folder; what it prints, and whether it failed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    if sys.platform == "linux":  # gloo otherwise resolves the host name, which need not resolve
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    return subprocess.run(
+        [*command, str(script), *arguments],
+        cwd=script.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )

@@ -1,0 +1,243 @@
+"""Models of Hugging Face transformers as they are: in train mode, on two ranks, against plain autograd of the model.
+
+Each model is built alike on both ranks; the data are drawn anew per rank and per call, and so is the dropout. The
+reference is the model itself under torch.autograd on each rank, averaged with a plain all_reduce. Two calls of one
+step: data of the first call that got into the graph as a constant shows in the second. FDP_ALL_SAMPLES=1 takes all of
+`MORE`, and each family in both forms: with the loss that the model computes, and with one that the user computes.
+"""
+
+from __future__ import annotations
+
+import copy
+import pathlib
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import models
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from families import FAMILIES, MORE, REFUSED, Batch, Family
+from family_forms import (
+    INSTALLED,
+    RELEASE,
+    RIGHT,
+    TABLE_IS_OF,
+    batch_of,
+    every,
+    floats,
+    forms_of,
+    in_chunks,
+    model_loss,
+    own_loss,
+)
+from samples import ALL_SAMPLES
+
+import fdp
+from fdp import pytree
+
+pytestmark = pytest.mark.skipif(not INSTALLED, reason="no transformers: pip install fdp[huggingface]")
+
+
+def by_hand(model: Any, loss_of: Callable[[Any], torch.Tensor], family: Family, batch: Batch, seed: int) -> Any:
+    """The model as it is, under torch.autograd: this rank's loss, gradients, buffers and output."""
+    model = copy.deepcopy(model)
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    torch.manual_seed(seed)
+    output = model(**batch, **family.keywords)
+    loss = loss_of(output)
+    grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+    averages = {
+        "loss": loss.detach(),
+        "grads": {k: torch.zeros_like(p) if g is None else g for (k, p), g in zip(params.items(), grads, strict=True)},
+        "buffers": {name: b.detach().clone() for name, b in model.named_buffers()},
+    }
+    return averages, output
+
+
+def averaged(tree: Any) -> Any:
+    def average(leaf: torch.Tensor) -> torch.Tensor:
+        leaf = leaf.clone()
+        if leaf.is_floating_point() and dist.is_initialized():
+            dist.all_reduce(leaf)
+            leaf /= dist.get_world_size()
+        return leaf
+
+    return pytree.map_leaves(average, tree)
+
+
+def check_family(family: Family, labelled: bool) -> None:
+    """Raises if fdp is wrong about a family."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    model = family.build()
+    loss_of = model_loss if labelled else own_loss
+    apply, params, buffers = fdp.from_module(model)
+
+    @fdp.data_parallel
+    def fine_tune(state: Any, batch: Batch) -> Any:
+        def loss_fn(params: Any) -> Any:
+            output, new = apply(params, state["buffers"], **batch, **family.keywords)
+            return loss_of(output), (output, new)
+
+        (loss, (output, new)), grads = fdp.value_and_grad(loss_fn, has_aux=True)(state["params"])
+        averages = {"loss": fdp.pmean(loss), "grads": grads, "buffers": models.mean_statistics(new)}
+        return averages, fdp.per_rank(output)
+
+    losses = []
+    for call in (1, 2):
+        seed = 10 * call + rank
+        batch = batch_of(family, seed, labelled)
+        expected, local = by_hand(model, loss_of, family, batch, seed)
+        expected = averaged(expected)
+        torch.manual_seed(seed)
+        averages, output = fine_tune({"params": params, "buffers": buffers}, batch)
+        averages["buffers"] = {name: averages["buffers"][name] for name in expected["buffers"]}
+        assert type(output) is type(local)
+        assert pytree.structure_of(output) == pytree.structure_of(local)
+        close(f"call {call}, output", pytree.leaves_of(output), pytree.leaves_of(local))
+        for key, value in expected.items():
+            close(f"call {call}, {key}", averages[key], value)
+        losses.append(expected["loss"].item())
+        # A gradient of zeros would be right whatever fdp did.
+        assert any(bool(g.any()) for g in floats(expected["grads"]))
+        assert all(bool(g.isfinite().all()) for g in floats(expected["grads"]))
+    assert losses[0] != losses[1]
+    assert fine_tune.traces == 1
+
+
+def close(what: str, found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, msg=lambda m: f"{what}: {m}")
+
+
+def check_families(forms: list[tuple[str, bool]]) -> dict[tuple[str, bool], tuple[str, str]]:
+    """One rank's verdict on each family: (right, ""), or (the kind of error, its message)."""
+    verdicts = {}
+    for name, labelled in forms:
+        print(name, flush=True)  # into the rank's log: where it was, should it not come back
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the models' own
+                check_family(every()[name], labelled)
+            verdicts[name, labelled] = (RIGHT, "")
+        except fdp.FdpError as error:
+            verdicts[name, labelled] = (type(error).__name__, str(error))
+        except Exception:
+            verdicts[name, labelled] = ("wrong", traceback.format_exc())
+    return verdicts
+
+
+def worst(names: list[str]) -> dict[tuple[str, bool], tuple[str, str]]:
+    """The verdict on each form of each family: of the rank that found the worst."""
+    forms = [(name, labelled) for name in names for labelled in forms_of(name)]
+    found: dict[tuple[str, bool], tuple[str, str]] = {}
+    for verdicts in ranks.run(2, check_families, forms, deadline_s=240):
+        for form, verdict in verdicts.items():
+            if found.get(form, (RIGHT, ""))[0] == RIGHT:
+                found[form] = verdict
+    assert sorted(found) == sorted(forms)
+    return found
+
+
+@pytest.mark.parametrize("names", in_chunks([*FAMILIES, *(MORE if ALL_SAMPLES else ())], 5), ids=", ".join)
+def test_families_are_right(names: list[str]) -> None:
+    allowed = {RIGHT} if RELEASE >= TABLE_IS_OF else {RIGHT, "TraceError"}
+    wrong = {form: verdict for form, verdict in worst(names).items() if verdict[0] not in allowed}
+    assert not wrong, "\n\n".join(f"{form}: {kind}: {message}" for form, (kind, message) in wrong.items())
+
+
+@pytest.mark.parametrize("name", list(REFUSED) if ALL_SAMPLES else ["XLM", "Wav2Vec2 with layers dropped"])
+def test_what_cannot_be_traced_is_refused(name: str) -> None:
+    family, file = REFUSED[name]
+    with warnings.catch_warnings(), pytest.raises(fdp.TraceError) as caught:
+        warnings.simplefilter("ignore")
+        check_family(family, labelled=True)
+    lines = str(caught.value).splitlines()
+    assert "'fine_tune'" in lines[0]
+    assert f"{file}:" in lines[1]
+    assert lines[-1].startswith("Remedy: ")
+
+
+def test_the_table_in_the_document_is_what_is_tested() -> None:
+    text = (pathlib.Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
+    rows = {tuple(cell.strip() for cell in row.split("|")[1:-1]) for row in text.splitlines() if row.startswith("| ")}
+    said = {row[0]: row[2] for row in rows if len(row) == 3 and row[2] in ("yes", "refused")}
+    assert said == {**dict.fromkeys([*FAMILIES, *MORE], "yes"), **dict.fromkeys(REFUSED, "refused")}
+
+
+@pytest.mark.parametrize("name", ["T5", "GPT-2"])
+def test_training_is_what_the_model_and_its_optimizer_do(name: str) -> None:
+    """Four steps of AdamW with tied and frozen parameters, in old state's memory; then back into the model."""
+    family = FAMILIES[name]
+    model = family.build()
+    frozen = next(key for key, _ in model.named_parameters() if "norm" in key or "ln_" in key)
+    model.get_parameter(frozen).requires_grad_(False)
+    apply, params, buffers = fdp.from_module(model)
+    optimizer = fdp.optim.from_torch(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+
+    @fdp.data_parallel(donate_argnums=0)
+    def fine_tune(state: Any, buffers: Any, batch: Batch) -> Any:
+        loss, grads = fdp.value_and_grad(lambda p: apply(p, buffers, **batch)[0].loss)(state["params"])
+        params, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": params, "opt": opt}, fdp.pmean(loss)
+
+    state = {"params": params, "opt": optimizer.init(params)}
+    plain = copy.deepcopy(model)
+    by_hand = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1)
+    for seed in range(4):
+        batch = batch_of(family, seed, labelled=True)
+        torch.manual_seed(seed)
+        state, loss = fine_tune(state, buffers, batch)
+        torch.manual_seed(seed)
+        expected = plain(**batch).loss
+        by_hand.zero_grad()
+        expected.backward()
+        by_hand.step()
+        close("loss", loss, expected.detach())
+    model.load_state_dict({**state["params"], **buffers}, strict=False)
+    model.eval(), plain.eval()
+    batch = batch_of(family, 9, labelled=True)
+    torch.testing.assert_close(model(**batch).logits, plain(**batch).logits, rtol=1e-3, atol=1e-4)
+    assert torch.equal(model.get_parameter(frozen), family.build().get_parameter(frozen))
+
+
+@pytest.mark.parametrize("mode", ["autocast", "bfloat16"])
+@pytest.mark.parametrize("name", list(FAMILIES) if ALL_SAMPLES else ["ResNet"])
+def test_narrow_types(name: str, mode: str) -> None:
+    """Under autocast with wide parameters, and with narrow ones."""
+    family = FAMILIES[name]
+    model = family.build()
+    if mode == "bfloat16":
+        model = model.bfloat16()
+    apply, params, buffers = fdp.from_module(model)
+
+    def narrowed() -> Any:
+        return torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast")
+
+    @fdp.data_parallel
+    def fine_tune(params: Any, buffers: Any, batch: Batch) -> Any:
+        def loss_fn(params: Any) -> Any:
+            with narrowed():
+                return apply(params, buffers, **batch)[0].loss.float()
+
+        loss, grads = fdp.value_and_grad(loss_fn)(params)
+        return fdp.pmean(loss), grads
+
+    for seed in (1, 2):
+        batch = batch_of(family, seed, labelled=True)
+        if mode == "bfloat16":
+            batch = {key: x.bfloat16() if x.is_floating_point() else x for key, x in batch.items()}
+        torch.manual_seed(seed)
+        loss, grads = fine_tune(params, buffers, batch)
+        plain = copy.deepcopy(model)
+        torch.manual_seed(seed)
+        with narrowed():
+            expected = plain(**batch).loss.float()
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-2, atol=1e-3)
+        for key, p in plain.named_parameters():
+            if p.grad is not None:
+                largest = p.grad.abs().max().item()
+                torch.testing.assert_close(grads[key], p.grad, rtol=0, atol=2e-2 * largest + 1e-4, msg=key)
