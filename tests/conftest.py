@@ -8,6 +8,9 @@ import pytest
 import ranks
 import torch
 
+# What fails there says what was compared, as in a test file.
+pytest.register_assert_rewrite("against_oracle", "optimizer_classes", "refusal_texts")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_compiled_before(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
