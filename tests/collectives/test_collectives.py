@@ -11,7 +11,8 @@ from typing import Any
 import optree
 import pytest
 import torch
-from graphs import fake_group, same_bits
+from bits import same_bits
+from fake_ranks import fake_group
 from torch.autograd import gradcheck, gradgradcheck
 
 import fdp

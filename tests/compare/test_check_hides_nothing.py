@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from graphs import fake_group
+from fake_ranks import fake_group
 
 import fdp
 from fdp.compare import check_emitted, fits_in_memory, op_by_op, recheck, side_by_side

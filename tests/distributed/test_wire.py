@@ -11,7 +11,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from graphs import same_bits
+from bits import same_bits
 from samples import exhaustive
 
 import fdp

@@ -13,20 +13,13 @@ import models
 import optree
 import pytest
 import torch
-from graphs import (
-    Program,
-    caps,
-    copied,
-    examples,
-    fake_group,
-    memory,
-    new_batch,
-    new_state,
-    programs,
-    same_bits,
-)
+from bits import copied, memory, same_bits
+from drawn_steps import Program, new_batch, new_state, programs
+from drawn_traces import caps
+from fake_ranks import fake_group
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import examples
 
 import fdp
 from fdp.context.axis import step_axis

@@ -10,11 +10,12 @@ import optree
 import pytest
 import ranks
 import torch
-from graphs import examples, fake_group, same_bits
+from bits import same_bits
+from fake_ranks import fake_group
 from hypothesis import given
 from hypothesis import strategies as st
 from operator_traces import graphs_of, operators_to_try
-from samples import exhaustive
+from samples import examples, exhaustive
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from graphs import fake_group
+from fake_ranks import fake_group
 
 import fdp
 from fdp.emit.codegen.program import Program, write_program

@@ -9,10 +9,25 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ALL_SAMPLES = bool(os.environ.get("FDP_ALL_SAMPLES"))
 
 exhaustive = pytest.mark.skipif(not ALL_SAMPLES, reason="FDP_ALL_SAMPLES=1 runs it")
+
+_EXAMPLES = os.environ.get("FDP_EXAMPLES")
+"""How many examples a property test tries, and then new ones at each run; by default few, and always the same."""
+
+
+def examples(count: int) -> settings:
+    """Settings of a property test: FDP_EXAMPLES examples; else `count` with FDP_ALL_SAMPLES=1, and half without."""
+    return settings(
+        max_examples=int(_EXAMPLES or (count if ALL_SAMPLES else -(-count // 2))),
+        derandomize=_EXAMPLES is None,
+        database=None,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
 
 
 def is_refused(error: Exception) -> bool:

@@ -1,15 +1,22 @@
-"""Training steps that several test files call: descent on any parameters, and layers with dropout under AdamW."""
+"""Steps that several test files call: the smallest, descent on any parameters, layers with dropout under AdamW."""
 
 from __future__ import annotations
 
 import itertools
 from typing import Any
 
+import optree
 import torch
 
 import fdp
 
 Tree = dict[str, Any]
+
+
+def shifted(state: Any, batch: Any) -> Any:
+    """The smallest step: adds the mean of the batch to every leaf of the state."""
+    mean = fdp.pmean(batch.mean())
+    return optree.tree_map(lambda leaf: leaf + mean if isinstance(leaf, torch.Tensor) else leaf, state)
 
 
 def sgd_step(state: Tree, batch: Tree) -> Tree:

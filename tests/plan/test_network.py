@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 import pytest
-from graphs import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from links import occupancy_s
+from samples import examples
 
 import fdp
 from fdp.plan.cost.network import OPERATIONS, REDUCING

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import caps, examples, fake_group, table_rows, traces
+from drawn_traces import caps, traces
+from fake_ranks import fake_group
 from hypothesis import given
+from printed import table_rows
+from samples import examples
 
 import fdp
 from fdp.plan import Plan, Run, Start, Wait

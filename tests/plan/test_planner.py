@@ -8,10 +8,11 @@ import math
 import random
 
 import pytest
+from drawn_traces import traces
 from drawn_training import drawn_costs, drawn_network, training
-from graphs import examples, traces
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from samples import examples
 
 import fdp
 from fdp.plan import Costs, Plan, Run, Start, Wait, plan_trace

@@ -13,9 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from graphs import examples, table_rows, traces
+from drawn_traces import traces
 from hypothesis import given
 from hypothesis import strategies as st
+from printed import table_rows
+from samples import examples
 from torch import nn
 
 import fdp

@@ -9,11 +9,13 @@ from typing import Any
 import optree
 import pytest
 import torch
+from drawn_traces import traces
 from drawn_training import drawn_costs, drawn_network, training
-from graphs import examples, fake_group, traces
+from fake_ranks import fake_group
 from hypothesis import given
 from hypothesis import strategies as st
 from links import occupancy_s
+from samples import examples
 
 import fdp
 from fdp.plan import Costs, Machine, Plan, Run, Start, estimate, plan_trace, simulate

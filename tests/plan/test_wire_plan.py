@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import fake_group, same_bits, table_rows
+from bits import same_bits
+from fake_ranks import fake_group
+from printed import table_rows
 
 import fdp
 from fdp.compare import check_emitted

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import fake_group
+from fake_ranks import fake_group
 
 import fdp
 from fdp.runtime import Emitted

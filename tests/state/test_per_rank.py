@@ -15,7 +15,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as torch_pytree
-from graphs import fake_group
+from fake_ranks import fake_group
 
 import fdp
 from fdp import pytree

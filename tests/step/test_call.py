@@ -18,9 +18,10 @@ import numpy as np
 import optree
 import pytest
 import torch
-from graphs import examples, same_bits
+from bits import same_bits
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import examples
 
 import fdp
 import fdp.step.transform

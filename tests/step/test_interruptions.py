@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from graphs import same_bits
+from bits import same_bits
 
 import fdp
 from fdp.runtime.residence import Residence

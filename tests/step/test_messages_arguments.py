@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import fake_group
+from fake_ranks import fake_group
 from refusal_texts import check, raised, run
 from torch import nn
 

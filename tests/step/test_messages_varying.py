@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import torch
-from graphs import fake_group
+from fake_ranks import fake_group
 from refusal_texts import check, raised, run
 from torch import nn
 

@@ -10,9 +10,10 @@ import sys
 from typing import Any
 
 import pytest
-from graphs import examples, table_rows
 from hypothesis import given
 from hypothesis import strategies as st
+from printed import table_rows
+from samples import examples
 
 import fdp
 from fdp.timeline.picture import BUCKET_COLOURS, ink_on

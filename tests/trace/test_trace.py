@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import fake_group, table_rows
+from fake_ranks import fake_group
+from printed import table_rows
 from torch import nn
 
 import fdp

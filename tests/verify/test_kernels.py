@@ -9,7 +9,8 @@ from typing import Any
 import optree
 import pytest
 import torch
-from graphs import fake_group, same_bits
+from bits import same_bits
+from fake_ranks import fake_group
 from operator_traces import graphs_of, operators_to_try
 from torch import fx
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import fake_group
+from fake_ranks import fake_group
 from proved_steps import emitted
 
 import fdp

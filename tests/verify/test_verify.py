@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import fake_group
+from fake_ranks import fake_group
 from torch import fx
 
 import fdp

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import fake_group
+from fake_ranks import fake_group
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -8,7 +8,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from graphs import fake_group
+from fake_ranks import fake_group
 
 import fdp
 from fdp.emit.compiled import public, resolve_options

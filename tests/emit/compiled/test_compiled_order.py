@@ -14,7 +14,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from graphs import fake_group
+from fake_ranks import fake_group
 
 import fdp
 from fdp.emit.compiled import inductor

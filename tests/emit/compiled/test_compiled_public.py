@@ -11,7 +11,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from graphs import fake_group
+from fake_ranks import fake_group
 from samples import exhaustive
 
 import fdp

@@ -1,162 +1,18 @@
-"""Random traces and random steps for property tests; and worlds of several ranks without any other rank.
-
-`traces()` draws a `Trace` that is put together by hand: operations, views, entries, reductions that depend on others.
-`programs()` draws a step, as a list of instructions that a few lines of Python carry out, plain or under fdp.
-"""
+"""Random steps for properties of programs, each a list of lines of Python, carried out plainly or under fdp."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
 from collections.abc import Callable
 from typing import Any
 
-import optree
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from samples import ALL_SAMPLES
-from torch import fx
 
 import fdp
-from fdp.distributed.group import Group
-from fdp.trace import Operation, Reduction, Trace
 
 Tree = Any
-
-_EXAMPLES = os.environ.get("FDP_EXAMPLES")
-"""How many examples a property test tries, and then new ones at each run; by default few, and always the same."""
-
-
-def examples(count: int) -> settings:
-    """Settings of a property test: FDP_EXAMPLES examples; else `count` with FDP_ALL_SAMPLES=1, and half without."""
-    return settings(
-        max_examples=int(_EXAMPLES or (count if ALL_SAMPLES else -(-count // 2))),
-        derandomize=_EXAMPLES is None,
-        database=None,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    )
-
-
-def fake_group(size: int, rank: int = 0) -> Group:
-    """Ranks to trace and plan for: nobody is there, and nothing can be sent."""
-    return Group(None, size, rank)
-
-
-def table_rows(text: str) -> list[list[str]]:
-    """The cells below the heading of a printed table; what was folded into several lines is one cell again."""
-    rows: list[list[str]] = []
-    for line in text.split("-+-")[-1].splitlines()[1:]:
-        cells = [cell.strip() for cell in line.split("|")]
-        if cells[0]:
-            rows.append(cells)
-        else:
-            rows[-1] = [f"{old} {new}".strip() for old, new in zip(rows[-1], cells, strict=True)]
-    return rows
-
-
-# --- random traces -----------------------------------------------------------------------------------
-
-KIB = 1024
-_DTYPES = (torch.float32, torch.float64, torch.int64, torch.float16)
-_OPS = ("mean", "sum", "max", "all_gather", "broadcast")
-
-
-def traces(most: int = 40) -> st.SearchStrategy[Trace]:
-    """Draw a trace of up to `most` calls, with what each operation needs; a shorter one begins like a longer one."""
-    # From a seed: to draw each number by itself takes Hypothesis twenty times as long as to make the plan.
-    return st.builds(_draw_trace, st.integers(0, 2**32), st.integers(0, most))
-
-
-def _draw_trace(seed: int, calls: int) -> Trace:
-    rng = random.Random(seed)
-    operations: list[Operation] = []
-    reductions: list[Reduction] = []
-    dtypes, ops = rng.sample(_DTYPES, rng.randint(1, 3)), rng.sample(_OPS, rng.randint(1, 4))
-    density = rng.choice([0.1, 0.3, 0.6])
-
-    def maker(index: int) -> int:
-        """The operation that made the memory which a view looks at; -1 for an input."""
-        while operations[index].view and operations[index].needs:
-            index = operations[index].needs[0]
-        return -1 if operations[index].view else index
-
-    def earlier(most: int) -> tuple[int, ...]:
-        """Some operations before this one, more of the near past: graphs of training steps are long and thin."""
-        count = len(operations)
-        back = [rng.choice([1, 1, 2, 3, rng.randint(1, count)]) for _ in range(rng.randint(0, most)) if count]
-        return tuple(dict.fromkeys(max(count - step, 0) for step in back))
-
-    for number in range(calls):
-        name, count = f"n{number}", len(operations)
-        kind = "reduction" if rng.random() < density else rng.choice(["call", "call", "view", "entries"])
-        if kind == "entries":
-            shared = earlier(1)
-            for entry in range(rng.randint(1, 4)):
-                own = {need for need in earlier(2) if need < count} | set(shared)
-                if entry and rng.random() < 0.1:
-                    own.add(count + entry - 1)  # two entries of one piece of memory
-                operations.append(Operation(name, "aten._foreach.x", tuple(sorted(own)), entry=entry))
-        elif kind == "view":
-            operations.append(Operation(name, "aten.view.default", earlier(1), view=True))
-        elif kind == "call":
-            operations.append(Operation(name, "aten.call.default", tuple(sorted(earlier(3)))))
-        else:
-            needs = earlier(1)
-            position = maker(needs[0]) if needs else -1
-            since = [k for k in range(position + 1, count) if not operations[k].view]
-            if needs and since and rng.random() < 0.2:  # written in place after it was made
-                position = rng.choice(since)
-            size, op, dtype = rng.choice([0, 1, 3, 16, 100, 256, 1000, 5000]), rng.choice(ops), rng.choice(dtypes)
-            reductions.append(
-                Reduction(
-                    name=name,
-                    kind=rng.choice(["gradient", "value", "transpose"]),
-                    op=op,
-                    root=rng.randint(0, 1) if op == "broadcast" else 0,
-                    shape=(size,),
-                    dtype=dtype,
-                    device=torch.device("cpu"),
-                    size_bytes=size * dtype.itemsize,
-                    produced_by="",
-                    position=position,
-                    operation=count,
-                    source="",
-                )
-            )
-            own = {*needs, position} - {-1}
-            operations.append(Operation(name, f"fdp.{op}", tuple(sorted(own))))
-    reductions.sort(key=lambda reduction: (reduction.position, reduction.operation))
-    for index, reduction in enumerate(reductions):
-        at = reduction.operation
-        operations[at] = dataclasses.replace(operations[at], reduction=index)
-    nothing = optree.tree_structure(())
-    return Trace(
-        name=f"drawn from {seed}",
-        source="graphs.py:1",
-        world_size=2,
-        inputs=(),
-        outputs=(),
-        operations=tuple(operations),
-        reductions=tuple(reductions),
-        replicated_constants=(),
-        closed_over=(),
-        replicated_calls=(),
-        graph=fx.GraphModule(torch.nn.Module(), fx.Graph()),
-        in_spec=nothing,
-        out_spec=nothing,
-    )
-
-
-def caps() -> st.SearchStrategy[Any]:
-    """Draw a `bucket_cap_mb`: a number, a list of numbers, "auto"; from less than one element to more than all."""
-    one = st.sampled_from([1e-7, 0.5 / KIB, 1 / KIB, 4 / KIB, 20 / KIB, 1.0, 100.0])
-    return st.just("auto") | one | st.lists(one, min_size=1, max_size=4)
-
-
-# --- random steps ------------------------------------------------------------------------------------
 
 STATE: dict[str, tuple[int, ...]] = {"a": (4, 3), "b": (4, 3), "c": (12,), "d": (), "s": (3, 3)}
 BATCH: dict[str, tuple[int, ...]] = {"x": (4, 3), "y": (12,)}
@@ -425,36 +281,3 @@ def new_state(seed: int = 0) -> Tree:
 def new_batch(seed: int) -> Tree:
     g = torch.Generator().manual_seed(1000 + seed)
     return {key: torch.randn(shape, generator=g) for key, shape in BATCH.items()}
-
-
-def copied(tree: Tree) -> Tree:
-    """The same tree with tensors in memory of their own, each in the layout that it had.
-
-    The layout matters: a matrix product of the same numbers in another one may differ in its last bit.
-    """
-
-    def copy(x: torch.Tensor) -> torch.Tensor:
-        new = torch.empty(0, dtype=x.dtype)
-        return new.set_(x.untyped_storage().clone(), x.storage_offset(), x.shape, x.stride())
-
-    return optree.tree_map(copy, tree)
-
-
-def same_bits(one: Tree, two: Tree) -> bool:
-    """Whether two trees have one structure and tensors of the same shape, dtype and bits; a NaN equals a NaN."""
-    if optree.tree_structure(one) != optree.tree_structure(two):
-        return False
-    pairs = zip(optree.tree_leaves(one), optree.tree_leaves(two), strict=True)
-    return all(x.shape == y.shape and x.dtype == y.dtype and torch.equal(_bits(x), _bits(y)) for x, y in pairs)
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    flat = x.detach().contiguous().reshape(-1)
-    if flat.is_floating_point():
-        flat = torch.where(flat.isnan(), torch.nan, flat)
-    return flat.view(torch.uint8)
-
-
-def memory(x: torch.Tensor) -> int:
-    """A number for the memory that a tensor lies in."""
-    return x.untyped_storage().data_ptr()
