@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -309,3 +310,22 @@ def test_misuse_inside_of_a_step_names_the_step(name: str) -> None:
         return misuse(state)
 
     check(fdp.ArgumentError, run(train), text)
+
+
+def test_the_mean_of_counters_names_all_of_them_and_the_line() -> None:
+    """In one screen: the way through the tracer is not part of it."""
+    apply, params, buffers = fdp.from_module(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)))
+
+    def train(params: Tree, buffers: Tree, x: torch.Tensor) -> Tree:
+        out, new = apply(params, buffers, x)
+        return fdp.pmean(out.sum()), fdp.pmean(new)
+
+    with pytest.raises(fdp.ArgumentError) as caught:
+        fdp.data_parallel(train)(params, buffers, torch.randn(4, 3))
+    text = str(caught.value)
+    assert "0.num_batches_tracked" in text and "1.num_batches_tracked" in text
+    assert re.search(r"in step 'train', test_messages_arguments.py:\d+ in train", text)
+    assert "fdp.pmax" in text.splitlines()[-1]
+    frames = caught.traceback
+    assert not any("proxy_tensor" in str(frame.path) for frame in frames)
+    assert frames[-1].name == "train"
