@@ -1,0 +1,72 @@
+"""The layout of memory: pieces that are in use at once lie apart, and the same program is laid out alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from samples import examples
+
+from fdp.emit.codegen.lines import Line, lay_out_lines
+from fdp.emit.memory.layout import ALIGNMENT_BYTES, Lifetime, lay_out
+
+
+@st.composite
+def lifetimes(draw: Any) -> list[Lifetime]:
+    pieces: list[Lifetime] = []
+    for key in range(draw(st.integers(1, 25))):
+        first = draw(st.integers(0, 20))
+        last = first + draw(st.integers(0, 8))
+        size = draw(st.sampled_from((1, 64, 65, 128, 1000, 4096)))
+        older = [piece.key for piece in pieces if piece.first < piece.last == first]
+        heirs = tuple(draw(st.lists(st.sampled_from(older), max_size=2))) if older else ()
+        pieces.append(Lifetime(key, size, first, last, heirs))
+    return pieces
+
+
+@examples(300)
+@given(lifetimes())
+def test_pieces_that_are_in_use_at_once_do_not_overlap(pieces: list[Lifetime]) -> None:
+    layout = lay_out(pieces)
+    assert layout.offsets.keys() == {piece.key for piece in pieces}
+    for piece in pieces:
+        start = layout.offsets[piece.key]
+        assert start % ALIGNMENT_BYTES == 0
+        assert start >= 0 and start + piece.size_bytes <= layout.size_bytes
+    for index, one in enumerate(pieces):
+        for two in pieces[:index]:
+            if two.key in one.may_reuse and two.last == one.first:
+                continue  # it may take that one's place
+            if one.first <= two.last and two.first <= one.last:
+                first, second = layout.offsets[one.key], layout.offsets[two.key]
+                assert first + one.size_bytes <= second or second + two.size_bytes <= first, (one, two)
+    assert layout.needed_bytes <= layout.size_bytes
+
+
+@examples(100)
+@given(lifetimes())
+def test_one_place_is_inherited_once(pieces: list[Lifetime]) -> None:
+    layout = lay_out(pieces)
+    for index, one in enumerate(pieces):
+        for two in pieces[:index]:
+            # Two heirs of one piece begin at the same position, and must not both have its place.
+            if one.first == two.first:
+                assert layout.offsets[one.key] != layout.offsets[two.key]
+
+
+def test_the_layout_does_not_depend_on_the_order_of_sets() -> None:
+    names, cpu = [f"value{i}" for i in range(20)], torch.device("cpu")
+    memory, sizes = {name: i for i, name in enumerate(names)}, {i: (cpu, 64) for i in range(20)}
+    layouts = [
+        lay_out_lines([Line("", dict.fromkeys(order).keys())], memory, sizes)  # a set in an order of its own
+        for order in (names, names[::-1])
+    ]
+    assert layouts[0] == layouts[1]
+
+
+def test_a_chain_of_pointwise_results_takes_one_place() -> None:
+    chain = [Lifetime(k, 100, k, k + 1, (k - 1,) if k else ()) for k in range(9)]
+    assert lay_out(chain).size_bytes == 128
+    assert lay_out([Lifetime(k, 100, k, k + 1) for k in range(9)]).size_bytes == 256
