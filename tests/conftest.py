@@ -9,7 +9,7 @@ import ranks
 import torch
 
 # What fails there says what was compared, as in a test file.
-pytest.register_assert_rewrite("against_oracle", "optimizer_classes", "refusal_texts")
+pytest.register_assert_rewrite("eager_draws", "emitted_calls", "memory_changes", "optimizer_classes", "refusal_texts")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,6 +10,7 @@ import pytest
 import ranks
 import torch
 from bits import same_bits
+from emitted_calls import poisoning
 from fake_ranks import fake_group
 from samples import exhaustive
 
@@ -32,15 +33,7 @@ def start(width: int = 8) -> Tree:
 
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill the memory of a step with NaN before each call."""
-    fit = arena.Arena.fit
-
-    def fit_and_fill(self: Any, layouts: Any) -> Any:
-        blocks = fit(self, layouts)
-        for block in blocks.values():
-            block.fill_(255)
-        return blocks
-
-    monkeypatch.setattr(arena.Arena, "fit", fit_and_fill)
+    monkeypatch.setattr(arena.Arena, "fit", poisoning(arena.Arena.fit))
 
 
 @pytest.mark.parametrize("donate", [(), 0])
