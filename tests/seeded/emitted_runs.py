@@ -15,7 +15,7 @@ from typing import Any
 import optree
 import torch
 from fault_reports import Outcome
-from faulty_programs import Program
+from faulty_program import Program
 from simulated_ranks import Messages, SimulatedGroup, Turns, poison
 from traced_programs import SEED, Prepared
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from seeded_faults import Fault
+from seeded_fault import Fault
 
 
 @dataclasses.dataclass(frozen=True)

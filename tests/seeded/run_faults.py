@@ -25,7 +25,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fault_reports import Outcome, Report
-from seeded_faults import COMPILED_FAULTS, COMPILED_PROGRAMS, FAULTS, Fault
+from seeded_fault import Fault
+from seeded_faults import COMPILED_FAULTS, COMPILED_PROGRAMS, FAULTS
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "oracles")]

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from seeded_faults import Fault
+from seeded_fault import Fault
 from torch.utils.checkpoint import checkpoint
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[2] / "fdp"

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 import run_faults
-from seeded_faults import COMPILED_FAULTS, FAULTS, Fault
+from seeded_fault import Fault
+from seeded_faults import COMPILED_FAULTS, FAULTS
 
 _EVERY = [fault for table in (FAULTS, COMPILED_FAULTS) for faults in table.values() for fault in faults]
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import optree
-from faulty_programs import PROGRAMS, Program, copied
+from faulty_program import Program, copied
+from faulty_programs import PROGRAMS
 from simulated_ranks import Plain, Turns
 
 import fdp
