@@ -25,10 +25,16 @@ def copied(tree: Tree) -> Tree:
 
 def same_bits(one: Tree, two: Tree) -> bool:
     """Whether two trees have one structure and tensors of the same shape, dtype and bits; a NaN equals a NaN."""
-    if optree.tree_structure(one) != optree.tree_structure(two):
-        return False
-    pairs = zip(optree.tree_leaves(one), optree.tree_leaves(two), strict=True)
-    return all(x.shape == y.shape and x.dtype == y.dtype and torch.equal(_bits(x), _bits(y)) for x, y in pairs)
+    return optree.tree_structure(one) == optree.tree_structure(two) and same_leaves(one, two)
+
+
+def same_leaves(one: Tree, two: Tree) -> bool:
+    """Likewise, in whatever structures the tensors are."""
+    xs, ys = optree.tree_leaves(one), optree.tree_leaves(two)
+    return len(xs) == len(ys) and all(
+        x.shape == y.shape and x.dtype == y.dtype and torch.equal(_bits(x), _bits(y))
+        for x, y in zip(xs, ys, strict=True)
+    )
 
 
 def same_bits_or_equal(one: Tree, two: Tree) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import optree
 import torch
+from bits import same_leaves
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.common_optimizers import optim_db
@@ -17,14 +18,6 @@ from fdp.optim import Optimizer
 STEPS, NEW_LR_AT, NEW_LR = 5, 3, 0.037
 REFUSED = {torch.optim.LBFGS, torch.optim.SparseAdam}
 CAPTURABLE_ONLY = {torch.optim.ASGD, torch.optim.RAdam, torch.optim.Rprop}
-
-
-def same_bits(a: Any, b: Any) -> bool:
-    a_leaves, b_leaves = optree.tree_leaves(a), optree.tree_leaves(b)
-    return len(a_leaves) == len(b_leaves) and all(
-        x.dtype == y.dtype and x.shape == y.shape and bool(((x == y) | (x.isnan() & y.isnan())).all())
-        for x, y in zip(a_leaves, b_leaves, strict=True)
-    )
 
 
 def numbers(hyperparameters: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +59,7 @@ def by_fdp(optimizer: Optimizer, params: Any, data: list[Any], traced: bool) -> 
         inputs = (grads, opt_state, params)
         before = optree.tree_map(torch.clone, inputs)
         result = update(*inputs)
-        assert same_bits(inputs, before)
+        assert same_leaves(inputs, before)
         params, opt_state = result
     for state in opt_state["state"].values():
         state.pop("started", None)
