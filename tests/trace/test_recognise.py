@@ -8,8 +8,10 @@ from typing import Any
 import optree
 import pytest
 import torch
+from containers import CONTAINERS
 from telling_steps import Pair
 
+from fdp import pytree
 from fdp.pytorch import guards
 from fdp.trace.structure import Structure
 
@@ -82,3 +84,21 @@ def test_a_container_of_the_wrong_type_is_not_written_out() -> None:
     ]  # fmt: skip
     for tree in wrong:
         assert structure.flatten((tree,)) is None
+
+
+@pytest.mark.parametrize("name", list(CONTAINERS))
+def test_arguments_of_a_structure_that_is_known(name: str) -> None:
+    """Taken apart along it they are the same leaves; and what has another structure is not taken for one of it."""
+    tree, _ = CONTAINERS[name]
+    for make in (lambda t: (t, {"a": 1}), lambda t: (t,), lambda t: (None, t), lambda t: ({"k": [t]}, 2, t)):
+        args = make(tree)
+        known = Structure(pytree.structure_of(args))
+        found = known.flatten(args)
+        assert found is not None
+        assert [id(leaf) for leaf in found] == [id(leaf) for leaf in pytree.leaves_of(args)]
+        assert known.flatten((*args, 1)) is None
+        for other, _ in CONTAINERS.values():
+            if pytree.structure_of(make(other)) != known.spec:
+                taken = known.flatten(make(other))
+                # A container in the place of a leaf is left for whoever looks at the leaves.
+                assert taken is None or not all(isinstance(leaf, (int, str, torch.Tensor)) for leaf in taken)
