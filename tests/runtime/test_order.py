@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,74 +14,13 @@ import torch.distributed as dist
 
 import fdp
 from fdp.distributed.desynchronised import why_desynchronised
-from fdp.distributed.header import BITS, CALLS, NUMEL, Header, carries, numbers, pairs
+from fdp.distributed.header import CALLS
 from fdp.runtime.buffers import Buffer
 
 Tree = Any
-CPU = torch.device("cpu")
-
-# --- the encoding ------------------------------------------------------------------------------------------
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8)
-
-
-def combined(rows: torch.Tensor, op: str) -> torch.Tensor:
-    """What ranks get of [ranks, NUMEL] if a backend adds rank by rank, and rounds each time."""
-    if op in ("max", "min"):
-        return rows.amax(0) if op == "max" else rows.amin(0)
-    if op == "divided before":
-        rows = rows / len(rows)
-    total = torch.zeros_like(rows[0])
-    for row in rows:
-        total += row
-    return total / len(rows) if op == "divided after" else total
-
-
-def worlds(dtype: torch.dtype, op: str) -> Iterator[int]:
-    for size in (2, 3, 255, 256, 257, 1000, 4096):
-        if carries("sum" if "divided" in op else op, dtype, size):
-            yield size
-
-
-@pytest.mark.parametrize(
-    ("dtype", "op"),
-    [
-        *itertools.product(FLOATS, ("sum", "divided before", "divided after", "max", "min")),
-        *itertools.product(INTEGERS, ("sum", "max", "min")),
-    ],
-)
-def test_every_rank_sees_every_difference(dtype: torch.dtype, op: str) -> None:
-    """Of one bit or of many, between one rank and the rest or between halves, however many ranks there are."""
-    generator = random.Random(0)
-    sizes = list(worlds(dtype, op))
-    assert sizes[-1] == (255 if dtype.itemsize == 1 else 4096)
-    for size in sizes:
-        for count in (0, 1, size // 2, size - 1):
-            one = generator.getrandbits(BITS)
-            other = one ^ (1 << generator.randrange(BITS)) if count % 2 else generator.getrandbits(BITS)
-            rows = torch.tensor([pairs(one)], dtype=dtype).expand(size, NUMEL).clone()
-            rows[:count] = torch.tensor(pairs(other), dtype=dtype)
-            rows = rows[torch.randperm(size)]
-            arrived = combined(rows, op)
-            for number in (one, other):
-                header = Header([number] * CALLS, dtype, CPU)
-                assert header.is_unanimous(arrived, 0) == (number == one and count == 0), (size, count)
-
-
-def test_integers_of_a_byte_wrap_around_and_do_not_carry() -> None:
-    assert not carries("sum", torch.int8, 256) and carries("sum", torch.int32, 2**20)
-    rows = torch.tensor([pairs(0)] * 2 + [pairs(1)] * 256, dtype=torch.uint8)
-    assert Header([0] * CALLS, torch.uint8, CPU).is_unanimous(combined(rows, "sum"), 0)  # 256 ones are zero
-
-
-def test_numbers_tell_agreements_and_calls_apart() -> None:
-    of = {(n, d): numbers(n, d) for n, d in itertools.product((1, 2, 2**20 - 1), ("0a" + "0" * 62, "b1" + "0" * 62))}
-    every = [number for each in of.values() for number in each]
-    assert len(set(every)) == len(every) == 6 * CALLS and max(every) < 2**BITS
-
-
-# --- real ranks --------------------------------------------------------------------------------------------
 
 
 def of(collective: Callable[[torch.Tensor], torch.Tensor], **options: Any) -> tuple[Any, Any]:
