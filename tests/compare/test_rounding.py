@@ -1,0 +1,98 @@
+"""What a comparison of step and program must not refuse: rounding, however much a step makes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compared import made, numbers
+
+import fdp
+from fdp.compare import check_emitted, op_by_op
+from fdp.compare.lockstep import in_order_of_plan
+from fdp.compare.rounding import Excuses, replay
+from fdp.compare.ulps import change_last_places_
+from fdp.distributed.other_ranks import OtherRanks
+from fdp.runtime import Emitted
+
+OTHERS = OtherRanks(2, 0)
+
+
+def attention(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """The bias of the keys has a gradient of zero but for rounding."""
+    q, k, v = x @ p["q"], x @ p["k"] + p["bias"], x @ p["v"]
+    return ((torch.softmax(q @ k.transpose(-1, -2), -1) @ v) ** 2).mean()
+
+
+def trains(p: Any, x: torch.Tensor) -> Any:
+    rule = fdp.optim.from_torch(torch.optim.AdamW, lr=1e-3)
+    return rule.update(fdp.grad(attention)(p, x), rule.init(p), p)[0]
+
+
+def attends() -> tuple[Any, torch.Tensor]:
+    p = {key: numbers(64, 64, seed=at) / 8 for at, key in enumerate("qkv")}
+    return {**p, "bias": torch.zeros(64)}, numbers(8, 32, 64, seed=9)
+
+
+def with_other_softmax(emitted: Emitted, monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """Let the program, and the one that the lockstep runs, have another kernel for the softmax."""
+    timed = emitted.timed
+
+    def patched(program: Emitted) -> Emitted:
+        kernels = program._function.__kwdefaults__
+        (name,) = (name for name in kernels if "softmax" in name and "backward" not in name)
+
+        def kernel(*args: Any, own: Any = kernels[name], **options: Any) -> Any:
+            result = own(*args, **options)
+            change(options.get("out", result))
+            return result
+
+        kernels[name] = kernel
+        return program
+
+    patched(emitted)
+    monkeypatch.setattr(emitted, "timed", lambda tick, apart=False: patched(timed(tick, apart)))
+
+
+def test_rounding_that_an_optimizer_amplifies_is_no_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    p, x = attends()
+    emitted, flat, roles = made(trains, p, x)
+    explained: list[Any] = []
+    judged = op_by_op.check_graph
+    monkeypatch.setattr(op_by_op, "check_graph", lambda *args: (explained.extend(args[1]), judged(*args)))
+    with_other_softmax(emitted, monkeypatch, lambda x: change_last_places_(x, 1, torch.Generator().manual_seed(0)))
+    check_emitted(emitted, trains, flat, roles)
+    assert any("['bias']" in each.text for each in explained), "no result differed: the test shows nothing"
+
+
+def test_a_wrong_operator_of_a_program_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    p, x = attends()
+    emitted, flat, roles = made(trains, p, x)
+    with_other_softmax(emitted, monkeypatch, lambda x: x.mul_(1.001))
+    with pytest.raises(fdp.TraceError) as caught:
+        check_emitted(emitted, trains, flat, roles)
+    _, *offenders, _ = str(caught.value).splitlines()
+    assert len(offenders) == 1 and "softmax" in offenders[0] and "test_rounding.py" in offenders[0]
+
+
+def test_the_order_of_a_plan_makes_the_bits_of_the_graph() -> None:
+    p, x = attends()
+    emitted, flat, _ = made(trains, p, x)
+    one = replay(emitted, [t.clone() for t in flat.tensors], OTHERS)
+    two = in_order_of_plan(emitted, [t.clone() for t in flat.tensors], OTHERS)
+    assert all(torch.equal(*pair) for pair in zip(one, two, strict=True))
+
+
+def test_noise_in_one_element_excuses_no_other() -> None:
+    p, x = attends()
+    emitted, flat, _ = made(trains, p, x)
+    names = [output.name for output in emitted.plan.trace.outputs]
+    bias, q = (next(at for at, name in enumerate(names) if name.endswith(f"['{key}']")) for key in ("bias", "q"))
+    excuses = Excuses(emitted, lambda: [t.clone() for t in flat.tensors], OTHERS, [bias, q])
+    assert excuses.excused(q, excuses.exact[q] * (1 + 1e-7)) and excuses.excused(bias, -excuses.exact[bias])
+    lost = excuses.exact[q].clone()
+    lost[0] = p["q"][0]  # the update of one row
+    assert not excuses.excused(q, lost) and not excuses.excused(q, p["q"])
+    assert not excuses.excused(bias, excuses.exact[bias] + 1)
+    assert not excuses.excused(q, excuses.exact[q].double())
