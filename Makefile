@@ -59,7 +59,7 @@ bench-compiled: $(INSTALLED)  ## compiled steps beside DistributedDataParallel w
 	$(VENV)/bin/python benchmarks/compiled.py $(ARGS)
 
 docs: $(INSTALLED)  ## run the code in the documents and docstrings
-	$(RUN) pytest fdp tests/docs/test_docs.py tests/test_architecture.py
+	$(RUN) pytest fdp tests/docs/test_docs.py tests/docs/test_links.py tests/docs/test_public_names.py
 
 clean:  ## remove the environments and everything that tools left behind
 	rm -rf .venv .venv-torch-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

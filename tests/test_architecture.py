@@ -1,22 +1,18 @@
-"""The house rules that a program can check: import floors, files, exports, docstrings, links."""
+"""The house rules that a program can check: rooms and floors, imports, files, also of the tests."""
 
 from __future__ import annotations
 
 import ast
 import functools
-import inspect
 import pathlib
 import re
-import textwrap
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-import fdp
-
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "fdp"
+PACKAGE, TESTS = ROOT / "fdp", ROOT / "tests"
 
 # The rooms of the house, from the ground up; a room is a folder, or a single file. In each room its floors, from the
 # ground up. A file imports from lower rooms, and from lower floors of its own room. Files of one floor know nothing of
@@ -93,28 +89,11 @@ TO_THE_NEXT_STAGE = {
     "fdp.plan.scaling": {"fdp.plan.scaling_picture"},
 }
 
-MAX_LINES = 420
-NAMES_THAT_SAY_NOTHING = {"utils", "util", "common", "misc", "helpers", "tools"}
+# Where tests lie beside the rooms of the package.
+NO_ROOMS = {"docs", "fuzz", "oracles", "published_models", "seeded"}
 
-# What other programs call, from the table of public names. A name leaves NOT_YET in the change that adds it.
-PUBLIC_FUNCTIONS = {
-    "accumulate", "all_gather", "assert_replicated", "axis_index", "axis_size", "broadcast", "data_parallel",
-    "from_module", "grad", "join", "load", "per_rank", "pmax", "pmean", "pmin", "psum", "replicate", "save",
-    "scaling", "seed", "sync_batch_norm", "value_and_grad",
-}  # fmt: skip
-PUBLIC_ERRORS = {
-    "AgreementError", "ArgumentError", "CompileError", "FdpError", "PeerError", "PurityError", "ReplicationError",
-    "TraceError",
-}  # fmt: skip
-# Of `fdp.optim`, beside the class `Optimizer`.
-PUBLIC_IN_OPTIM = {
-    "averaged", "clip_by_global_norm", "clipped", "ema", "from_torch", "global_norm", "loss_scaled", "partition",
-    "schedule_from_torch", "scheduled", "skip_nonfinite",
-}  # fmt: skip
-PUBLIC_STAGES = {"Step", "Trace", "Plan"}
-PUBLIC_VALUES = {"Network", "PerRank", "Scaling", "Timeline"}
-PUBLIC = PUBLIC_FUNCTIONS | PUBLIC_ERRORS | PUBLIC_STAGES | PUBLIC_VALUES | {"optim", "random"}
-NOT_YET: set[str] = set()
+MAX_LINES, MAX_LINES_OF_TESTS = 420, 400
+NAMES_THAT_SAY_NOTHING = {"utils", "util", "common", "misc", "helpers", "tools"}
 
 
 @functools.cache
@@ -337,101 +316,41 @@ def test_private_torch_modules_are_recognised() -> None:
     }  # fmt: skip
 
 
-def test_public_names_are_the_documented_ones() -> None:
-    assert set(fdp.__all__) == PUBLIC - NOT_YET
-    assert len(fdp.__all__) == len(set(fdp.__all__))
-    assert [name for name in NOT_YET if hasattr(fdp, name)] == []
+def written_badly(name: str, text: str) -> list[str]:
+    """What a file of the tests, by its path below tests/, has against the rules for them."""
+    *folders, file = pathlib.PurePath(name).with_suffix("").parts
+    tree = ast.parse(text)
+    found = []
+    if folders and folders[0] not in NO_ROOMS and not PACKAGE.joinpath(*folders).is_dir():
+        found.append("lies in no room")
+    if len(text.splitlines()) > MAX_LINES_OF_TESTS:
+        found.append("holds more than one theme: split it")
+    if not ast.get_docstring(tree) or file in NAMES_THAT_SAY_NOTHING:
+        found.append("does not say what it is for")
+    imports = [each for node in ast.walk(tree) if isinstance(node, ast.Import) for each in node.names]
+    sources = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    if any(each.startswith("test_") for each in [*(alias.name for alias in imports), *sources]):
+        found.append("imports another test file: what they share is for tests/oracles")
+    return found
 
 
-def sections(docstring: str) -> dict[str, str]:
-    """Google-style sections of a docstring; the text before the first is under ""."""
-    parts = re.split(r"^(Args|Attributes|Returns|Raises|Example|References):\n", docstring, flags=re.MULTILINE)
-    return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
+def test_files_of_tests_lie_in_rooms_and_hold_one_theme() -> None:
+    found = {path.relative_to(TESTS).as_posix(): path.read_text() for path in TESTS.rglob("*.py")}
+    assert {name: bad for name, text in found.items() if (bad := written_badly(name, text))} == {}
 
 
-def docstring_gaps(name: str, obj: Any, needs_example: bool) -> list[str]:
-    """What the docstring of a function lacks."""
-    found = sections(inspect.getdoc(obj) or "")
-    gaps = []
-    first = found[""].split("\n\n")[0]
-    if not first.strip().endswith("."):
-        gaps.append("a first sentence that says what it promises")
-    signature = inspect.signature(obj)
-    for parameter in signature.parameters:
-        if parameter != "self" and not re.search(rf"^\s+\*{{0,2}}{parameter}:", found.get("Args", ""), re.MULTILINE):
-            gaps.append(f"Args: {parameter}")
-    takes_arguments = any(parameter != "self" for parameter in signature.parameters)
-    if takes_arguments and signature.return_annotation not in (None, "None") and "Returns" not in found:
-        gaps.append("Returns")
-    raises = any(isinstance(node, ast.Raise) for node in ast.walk(syntax_of(obj)))
-    if raises and "Raises" not in found:
-        gaps.append("Raises")
-    example = found.get("Example", "")
-    elsewhere = re.search(r"See `(\w+)`", example)
-    shown = ">>> " in example or (elsewhere and ">>> " in (getattr(fdp, elsewhere[1]).__doc__ or ""))
-    if needs_example and not shown:
-        gaps.append("Example that runs")
-    return [f"{name}: {gap}" for gap in gaps]
-
-
-def syntax_of(obj: Any) -> ast.AST:
-    return ast.parse(textwrap.dedent(inspect.getsource(obj)))
-
-
-@pytest.mark.parametrize("name", sorted(PUBLIC_FUNCTIONS - NOT_YET))
-def test_public_function_is_documented(name: str) -> None:
-    assert docstring_gaps(name, getattr(fdp, name), needs_example=True) == []
-
-
-@pytest.mark.parametrize("name", sorted(PUBLIC_STAGES | PUBLIC_VALUES))
-def test_stage_and_its_methods_are_documented(name: str) -> None:
-    stage = getattr(fdp, name)
-    assert (stage.__doc__ or "").split("\n\n")[0].strip().endswith(".")
-    methods = {key: value for key, value in vars(stage).items() if inspect.isfunction(value) and key[0] != "_"}
-    assert [gap for key in methods for gap in docstring_gaps(f"{name}.{key}", methods[key], False)] == []
-
-
-@pytest.mark.parametrize("name", sorted(PUBLIC_ERRORS))
-def test_error_is_documented_and_a_refusal_of_fdp(name: str) -> None:
-    error = getattr(fdp, name)
-    assert issubclass(error, fdp.FdpError)
-    assert (error.__doc__ or "").strip().endswith(".")
-
-
-@pytest.mark.parametrize("name", sorted(PUBLIC_IN_OPTIM))
-def test_public_function_of_optim_is_documented(name: str) -> None:
-    assert docstring_gaps(f"optim.{name}", getattr(fdp.optim, name), needs_example=True) == []
-
-
-def test_public_names_of_optim_are_the_documented_ones() -> None:
-    assert set(fdp.optim.__all__) == PUBLIC_IN_OPTIM | {"Optimizer", "Schedule"}
-    assert docstring_gaps("optim.Schedule", fdp.optim.Schedule.__call__, needs_example=False) == []
-
-
-@pytest.mark.parametrize("name", fdp.random.__all__)
-def test_random_function_is_documented(name: str) -> None:
-    assert docstring_gaps(name, getattr(fdp.random, name), needs_example=True) == []
-
-
-def test_a_gap_in_a_docstring_is_seen() -> None:
-    def bad(x: int, y: int) -> int:
-        """No full stop
-
-        Args:
-            x: a number.
-        """
-        raise ValueError
-
-    gaps = docstring_gaps("bad", bad, needs_example=True)
-    assert [gap.removeprefix("bad: ") for gap in gaps] == [
-        "a first sentence that says what it promises", "Args: y", "Returns", "Raises", "Example that runs",
-    ]  # fmt: skip
-
-
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_between_files_lead_somewhere(path: pathlib.Path) -> None:
-    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text())
-    assert [link for link in links if "://" not in link and not (path.parent / link).exists()] == []
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("traces/test_x.py", '"""X."""'),
+        ("emit/decompiled/test_x.py", '"""X."""'),
+        ("trace/test_x.py", "\n" * MAX_LINES_OF_TESTS + '"""X."""'),
+        ("trace/test_x.py", "import torch"),
+        ("oracles/utils.py", '"""X."""'),
+        ("trace/test_x.py", '"""X."""\nfrom test_y import z'),
+        ("trace/test_x.py", '"""X."""\ndef f():\n    import test_y as t'),
+    ],
+)
+def test_a_file_of_tests_that_breaks_a_rule_is_seen(name: str, text: str) -> None:
+    assert len(written_badly(name, text)) == 1
+    assert written_badly("emit/compiled/test_x.py", '"""X."""\nimport ranks') == []

@@ -1,0 +1,18 @@
+"""Links between the files of the project lead somewhere."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_between_files_lead_somewhere(path: pathlib.Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text())
+    assert [link for link in links if "://" not in link and not (path.parent / link).exists()] == []

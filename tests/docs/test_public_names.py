@@ -1,0 +1,124 @@
+"""The public names are the documented ones, and their docstrings say what they promise."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from typing import Any
+
+import pytest
+
+import fdp
+
+# What other programs call, from the table of public names. A name leaves NOT_YET in the change that adds it.
+PUBLIC_FUNCTIONS = {
+    "accumulate", "all_gather", "assert_replicated", "axis_index", "axis_size", "broadcast", "data_parallel",
+    "from_module", "grad", "join", "load", "per_rank", "pmax", "pmean", "pmin", "psum", "replicate", "save",
+    "scaling", "seed", "sync_batch_norm", "value_and_grad",
+}  # fmt: skip
+PUBLIC_ERRORS = {
+    "AgreementError", "ArgumentError", "CompileError", "FdpError", "PeerError", "PurityError", "ReplicationError",
+    "TraceError",
+}  # fmt: skip
+# Of `fdp.optim`, beside the class `Optimizer`.
+PUBLIC_IN_OPTIM = {
+    "averaged", "clip_by_global_norm", "clipped", "ema", "from_torch", "global_norm", "loss_scaled", "partition",
+    "schedule_from_torch", "scheduled", "skip_nonfinite",
+}  # fmt: skip
+PUBLIC_STAGES = {"Step", "Trace", "Plan"}
+PUBLIC_VALUES = {"Network", "PerRank", "Scaling", "Timeline"}
+PUBLIC = PUBLIC_FUNCTIONS | PUBLIC_ERRORS | PUBLIC_STAGES | PUBLIC_VALUES | {"optim", "random"}
+NOT_YET: set[str] = set()
+
+
+def test_public_names_are_the_documented_ones() -> None:
+    assert set(fdp.__all__) == PUBLIC - NOT_YET
+    assert len(fdp.__all__) == len(set(fdp.__all__))
+    assert [name for name in NOT_YET if hasattr(fdp, name)] == []
+
+
+def sections(docstring: str) -> dict[str, str]:
+    """Google-style sections of a docstring; the text before the first is under ""."""
+    parts = re.split(r"^(Args|Attributes|Returns|Raises|Example|References):\n", docstring, flags=re.MULTILINE)
+    return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
+
+
+def docstring_gaps(name: str, obj: Any, needs_example: bool) -> list[str]:
+    """What the docstring of a function lacks."""
+    found = sections(inspect.getdoc(obj) or "")
+    gaps = []
+    first = found[""].split("\n\n")[0]
+    if not first.strip().endswith("."):
+        gaps.append("a first sentence that says what it promises")
+    signature = inspect.signature(obj)
+    for parameter in signature.parameters:
+        if parameter != "self" and not re.search(rf"^\s+\*{{0,2}}{parameter}:", found.get("Args", ""), re.MULTILINE):
+            gaps.append(f"Args: {parameter}")
+    takes_arguments = any(parameter != "self" for parameter in signature.parameters)
+    if takes_arguments and signature.return_annotation not in (None, "None") and "Returns" not in found:
+        gaps.append("Returns")
+    raises = any(isinstance(node, ast.Raise) for node in ast.walk(syntax_of(obj)))
+    if raises and "Raises" not in found:
+        gaps.append("Raises")
+    example = found.get("Example", "")
+    elsewhere = re.search(r"See `(\w+)`", example)
+    shown = ">>> " in example or (elsewhere and ">>> " in (getattr(fdp, elsewhere[1]).__doc__ or ""))
+    if needs_example and not shown:
+        gaps.append("Example that runs")
+    return [f"{name}: {gap}" for gap in gaps]
+
+
+def syntax_of(obj: Any) -> ast.AST:
+    return ast.parse(textwrap.dedent(inspect.getsource(obj)))
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC_FUNCTIONS - NOT_YET))
+def test_public_function_is_documented(name: str) -> None:
+    assert docstring_gaps(name, getattr(fdp, name), needs_example=True) == []
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC_STAGES | PUBLIC_VALUES))
+def test_stage_and_its_methods_are_documented(name: str) -> None:
+    stage = getattr(fdp, name)
+    assert (stage.__doc__ or "").split("\n\n")[0].strip().endswith(".")
+    methods = {key: value for key, value in vars(stage).items() if inspect.isfunction(value) and key[0] != "_"}
+    assert [gap for key in methods for gap in docstring_gaps(f"{name}.{key}", methods[key], False)] == []
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC_ERRORS))
+def test_error_is_documented_and_a_refusal_of_fdp(name: str) -> None:
+    error = getattr(fdp, name)
+    assert issubclass(error, fdp.FdpError)
+    assert (error.__doc__ or "").strip().endswith(".")
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC_IN_OPTIM))
+def test_public_function_of_optim_is_documented(name: str) -> None:
+    assert docstring_gaps(f"optim.{name}", getattr(fdp.optim, name), needs_example=True) == []
+
+
+def test_public_names_of_optim_are_the_documented_ones() -> None:
+    assert set(fdp.optim.__all__) == PUBLIC_IN_OPTIM | {"Optimizer", "Schedule"}
+    assert docstring_gaps("optim.Schedule", fdp.optim.Schedule.__call__, needs_example=False) == []
+
+
+@pytest.mark.parametrize("name", fdp.random.__all__)
+def test_random_function_is_documented(name: str) -> None:
+    assert docstring_gaps(name, getattr(fdp.random, name), needs_example=True) == []
+
+
+def test_a_gap_in_a_docstring_is_seen() -> None:
+    def bad(x: int, y: int) -> int:
+        """No full stop
+
+        Args:
+            x: a number.
+        """
+        raise ValueError
+
+    gaps = docstring_gaps("bad", bad, needs_example=True)
+    assert [gap.removeprefix("bad: ") for gap in gaps] == [
+        "a first sentence that says what it promises", "Args: y", "Returns", "Raises", "Example that runs",
+    ]  # fmt: skip
