@@ -233,7 +233,7 @@ def _mark(tensor: torch.Tensor) -> tuple[int | None, bytes]:
         return version, b""
     at = torch.linspace(0, tensor.numel() - 1, min(tensor.numel(), _SAMPLE), dtype=torch.float64).long()
     indices = torch.unravel_index(at, tensor.shape)
-    few = tensor.detach()[indices].resolve_conj().resolve_neg().contiguous()
+    few = tensor.detach()[indices].resolve_conj().resolve_neg().contiguous().reshape(-1)
     return version, few.view(torch.uint8).numpy().tobytes()
 
 

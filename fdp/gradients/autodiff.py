@@ -287,7 +287,9 @@ def _grad_plain(
         inputs = [
             source.view_as(source) if outer and source.requires_grad else _fresh_leaf(source) for source in sources
         ]
+        there = [_place(leaf) for leaf in inputs]
         value, aux = call(inputs)
+        _follow(sources, inputs, there)
         if not value.requires_grad:
             return value, aux, [torch.zeros_like(source) for source in sources]
         keep = outer or _reaches_other_leaves(value, inputs)
@@ -306,6 +308,23 @@ def _grad_plain(
 
 def _fresh_leaf(source: torch.Tensor) -> torch.Tensor:
     return (source.clone() if source.is_inference() else _detached(source)).requires_grad_()
+
+
+def _place(x: torch.Tensor) -> Any:
+    """The memory of a tensor; `x.data = y` gives it another. None where that is not allowed anyway."""
+    if x.layout != torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return None
+    return x.untyped_storage()._cdata, x.shape, x.stride(), x.storage_offset(), x.dtype
+
+
+def _follow(sources: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], there: Sequence[Any]) -> None:
+    """Give a parameter the value that the function gave to the leaf in its place, by `.data =`.
+
+    Other changes in place reach the parameter by themselves: the leaf is its memory.
+    """
+    for source, leaf, before in zip(sources, inputs, there, strict=True):
+        if before is not None and _place(leaf) != before:
+            source.data = leaf.detach()
 
 
 def _detached(x: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.utils.dlpack
 from torch import fx
 
 from fdp.errors import FdpError, PurityError, TraceError, build_message
@@ -26,6 +27,8 @@ from fdp.trace.source import Source, user_line
 
 _TENSOR, _STORAGES = torch.Tensor, (torch.UntypedStorage, torch.storage.TypedStorage)
 _STORAGE_WRITES = ("resize_", "fill_", "copy_", "__setitem__")
+_DLPACK = "DLPack"
+_TO_DLPACK = ((_TENSOR, "__dlpack__"), (torch, "to_dlpack"), (torch.utils.dlpack, "to_dlpack"))
 _ELEMENT_WRITES = ("apply_", "map_", "map2_")
 """Methods that call a Python function for each element, and take its memory for granted: a fake tensor has none."""
 
@@ -66,7 +69,7 @@ class Unseen:
             for owner, name, make in (
                 (_TENSOR, "data", lambda original: property(original.__get__, self._set_data(original))),
                 (_TENSOR, "numpy", self._hand_out(".numpy()")),
-                (_TENSOR, "__dlpack__", self._hand_out("DLPack")),
+                *((owner, name, self._hand_out(_DLPACK)) for owner, name in _TO_DLPACK),
                 *((_TENSOR, name, self._by_element) for name in _ELEMENT_WRITES),
                 (torch.utils, "swap_tensors", self._swap),
                 (torch._C, "_swap_tensor_impl", self._swap),
@@ -153,6 +156,13 @@ class Unseen:
             def hand_out(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
                 if self._tracing() and not self._is_traced(tensor):
                     raise self._closed_over_change(tensor, how, user_line(sys._getframe(1)))
+                if self._tracing() and how == _DLPACK:
+                    raise TraceError(
+                        build_message(
+                            "DLPack hands out the memory of a tensor, which a traced step does not have.",
+                            remedy="use the tensor itself: torch.from_dlpack(x) is x.detach().",
+                        )
+                    )
                 return original(tensor, *args, **kwargs)
 
             return hand_out

@@ -99,12 +99,15 @@ class Machine:
             for index, made in enumerate(results):
                 targets += [(index if place is None else (index, place), view) for place, view in views_in(made)]
         # An operator that writes where it reads computes what it computes, and not what a rule says.
-        as_usual = not values.folded(call) and not any(type(key) is tuple for key in arguments)
-        rule = RULES.get(name) if as_usual else None
+        rule = None if any(type(key) is tuple for key in arguments) else RULES.get(name)
         stores = []
         for index, view in targets:
             term = None if rule is None else rule(values, arguments, by_name, index, view.shape, view.dtype)
-            stores.append((view, values.result(call, index, view.shape, view.dtype) if term is None else term))
+            made = values.result(call, index, view.shape, view.dtype)
+            if term is not None:
+                # What is known by its bytes is so by every name.
+                made = values.same(term, made) if values.folded(call) else term
+            stores.append((view, made))
         for view, term in stores:
             self.memory.write(view, term)
             self.wrote(term)

@@ -37,15 +37,14 @@ class Values:
         self.held: dict[int, Any] = {}
         self.tensors: dict[Term, torch.Tensor] = {}
         self.symbols: dict[Any, Any] = {}
-        self._folded: dict[Term, tuple[Term, ...]] = {}
+        self._folded: dict[Term, dict[Any, Term]] = {}
         self._elements: dict[Any, tuple[bytes, torch.Tensor]] = {}
 
     # Literals, and tensors that are read.
 
     def read(self, view: View) -> Term:
         """The value of a tensor; a constant under another shape is a constant."""
-        term = self.memory.read(view)
-        return self._simplified(term) if term.key[0] == "load" else term
+        return self._simplified(self.memory.read(view))
 
     def encode(self, value: Any) -> Any:
         """An argument as part of a term: views are read."""
@@ -83,13 +82,19 @@ class Values:
     def result(self, call: Term, index: Any, shape: Any, dtype: torch.dtype) -> Term:
         """A result of a call."""
         folded = self._folded.get(call)
-        if folded is not None and type(index) is int:
+        if folded is not None and index in folded:
             return folded[index]
         return self.terms.make(("result", call, index, shape, dtype), shape, dtype)
 
     def folded(self, call: Term) -> bool:
         """Whether the results of a call are known by their bytes."""
         return call in self._folded
+
+    def same(self, term: Term, known: Term) -> Term:
+        """Let the result of another call be what is known by its bytes."""
+        if term.key[0] == "result":
+            self._folded.setdefault(term.key[1], {})[term.key[2]] = known
+        return known
 
     def apply(self, name: str, arguments: Arguments, shape: Any, dtype: torch.dtype) -> Term:
         """The only result of a call."""
@@ -101,6 +106,8 @@ class Values:
             return term
         if term.key[0] == "full":
             return self.full(self.element(term).to(dtype), term.shape, dtype)
+        if term.key[0] == "constant" and _is_small(term):
+            return self.constant(self.tensors[term].to(dtype))
         return self.terms.make(("cast", term, dtype), term.shape, dtype)
 
     def expand(self, term: Term, shape: Any) -> Term:
@@ -109,6 +116,8 @@ class Values:
             return term
         if term.key[0] == "full":
             return self.full(self.element(term), shape, term.dtype)
+        if term.key[0] == "constant" and _fits(shape, term.dtype):
+            return self.constant(self.tensors[term].expand(shape))
         return self.terms.make(("expand", term, shape), shape, term.dtype)
 
     def combined(self, op: str, root: int, accumulate: Any, term: Term) -> Term:
@@ -197,7 +206,7 @@ class Values:
         if any(x.layout != torch.strided for x in made):
             return
         if [(tuple(x.shape), x.dtype) for x in made] == [(view.shape, view.dtype) for view in results]:
-            self._folded[call] = tuple(map(self.constant, made))
+            self._folded[call] = dict(enumerate(map(self.constant, made)))
 
     def realised(self, term: Term, device: torch.device) -> torch.Tensor:
         """A constant in numbers."""
@@ -208,18 +217,26 @@ class Values:
         return self.tensors[term].to(device)
 
     def _simplified(self, term: Term) -> Term:
-        """A view of a constant is a constant."""
+        """A view of a constant is a constant, and so is its conjugate or its negative."""
+        if (kind := term.key[0]) in ("conj", "neg"):
+            inner = self._simplified(term.key[1])
+            if not _is_known(inner):
+                return term
+            number = self.realised(inner, torch.device("cpu"))
+            return self.constant(number.conj() if kind == "conj" else -number)
+        if kind != "load":
+            return term
         _, shape, stride, dtype, pieces = term.key
         if len(pieces) != 1 or len(pieces[0][2]) != 1:
             return term
         inner, start, inner_shape, inner_stride, inner_dtype = pieces[0][2][0]
-        if inner_dtype != dtype:
-            return term
-        if inner.key[0] == "full":
+        if inner.key[0] == "full" and inner_dtype == dtype:
             return self.full(self.element(inner), shape, dtype)
-        if inner.key[0] == "constant":
-            lies = torch.empty_strided(inner_shape, inner_stride, dtype=dtype, device="cpu").copy_(self.tensors[inner])
-            return self.constant(lies.as_strided(shape, stride, -start // dtype.itemsize))
+        if inner.key[0] == "constant" or (inner.key[0] == "full" and _is_small(inner)):
+            number = self.realised(inner, torch.device("cpu"))
+            lies = torch.empty_strided(inner_shape, inner_stride, dtype=inner_dtype, device="cpu").copy_(number)
+            seen = torch.empty(0, dtype=dtype, device="cpu")
+            return self.constant(seen.set_(lies.untyped_storage(), -start // dtype.itemsize, shape, stride))
         return term
 
 
@@ -230,13 +247,17 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 def _is_small(lies: Any) -> bool:
-    """Whether a value of a shape and dtype may be computed ahead."""
+    """Whether a value may be computed ahead."""
+    return _fits(lies.shape, lies.dtype)
+
+
+def _fits(shape: Sequence[Any], dtype: torch.dtype) -> bool:
     numel = 1
-    for size in lies.shape:
+    for size in shape:
         if type(size) is not int:
             return False
         numel *= size
-    return bool(numel * lies.dtype.itemsize <= _FOLDED_BYTES)
+    return numel * dtype.itemsize <= _FOLDED_BYTES
 
 
 def _is_known(argument: Any) -> bool:

@@ -64,8 +64,11 @@ class _Lowering:
             case Compute(node, entries):
                 self._call(node, entries)
             case Keep(marker):
-                value = self._value(marker.args[0])  # type: ignore[arg-type]
-                self.values[marker] = value.contiguous() if marker in self.memory.places.alone else _copy(value)
+                value, example = self._value(marker.args[0]), marker.meta["val"]  # type: ignore[arg-type]
+                if example.numel() == 0:  # the argument of an all-gather has another shape
+                    self.values[marker] = _empty_like(example)
+                else:
+                    self.values[marker] = value.contiguous() if marker in self.memory.places.alone else _copy(value)
             case Pack(bucket, members):
                 for member in members:
                     self._pack(bucket, member)
