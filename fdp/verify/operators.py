@@ -27,7 +27,7 @@ _FILLED: dict[str, tuple[str, ...]] = {
     # Written, and not read, though no out argument by name.
     "aten::rrelu_with_noise": ("noise",),
 }
-_HIDDEN_VIEWS = ("aten::_unsafe_view",)
+_HIDDEN_VIEWS = ("aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_split_with_sizes")
 """Return a view, and their schemas do not say so."""
 
 _FOR_SHAPE_ALONE: dict[str, str] = {

@@ -30,6 +30,13 @@ from fdp.trace.loops import changed_operands, is_loop
 
 _aten = torch.ops.aten
 
+_VIEWS = {
+    _aten.unsafe_split.Tensor: _aten.split.Tensor,
+    _aten.unsafe_split_with_sizes.default: _aten.split_with_sizes.default,
+    _aten._unsafe_view.default: _aten.view.default,
+}
+"""Operators that return views and do not say so, with those that do: no pass may take their results for apart."""
+
 
 class _Lowering:
     """Carries a plan out on the values of a tracer."""
@@ -214,7 +221,7 @@ class _Lowering:
             # The kernel for CPUs makes a copy; that of other devices hands its argument back.
             kept = args[0].clone() if args[0].device.type == "cpu" else args[0]
             return kept, torch.ones_like(args[0], dtype=torch.bool)
-        return target(*args, **kwargs)
+        return _VIEWS.get(target, target)(*args, **kwargs)
 
 
 def _empty_like(example: torch.Tensor) -> torch.Tensor:
