@@ -61,6 +61,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "emit": (
         "memory.constants memory.elements memory.layout memory.liveness memory.out_variants memory.views",
         "memory.donation memory.products", "memory.planning", "memory.instructions", "memory.memory_plan",
+        "memory.allocation", "memory.passes",
         "codegen.bindings codegen.lines", "codegen.writer",
         "codegen.loops codegen.packing codegen.products codegen.shortcuts", "codegen.calls", "codegen.program",
         "proved",

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fdp.distributed.other_ranks import OtherRanks
-from fdp.emit.codegen.calls import arguments_of
+from fdp.emit.memory.instructions import arguments_of
 from fdp.trace.effects import effects_of, is_marker
 from fdp.trace.loops import is_loop
 
@@ -41,7 +41,7 @@ def call_node(
     Returns:
         What it returns.
     """
-    args, kwargs = arguments_of(node, list(entries)) if entries else (list(node.args), dict(node.kwargs))
+    args, kwargs = arguments_of(node, list(entries))
     values: Any = fx.map_arg(tuple(args), value_of)
     options: Any = fx.map_arg(kwargs, value_of)
     if is_marker(node):

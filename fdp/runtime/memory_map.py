@@ -29,8 +29,8 @@ class Piece:
         device: where it is.
         size_bytes: its size.
         offset_bytes: where it begins in the block of its device.
-        first: the statement of the program that uses it first: calls, starts and waits, counted from 0.
-        last: the statement that uses it last.
+        first: the instruction of the program that uses it first, counted from 0.
+        last: the instruction that uses it last.
         bucket: the index of the bucket that it is; None if it is none.
     """
 
@@ -61,8 +61,8 @@ class MemoryMap(Printed):
     needed_bytes: tuple[tuple[str, int], ...]
 
     @property
-    def statements(self) -> int:
-        """How many statements there are up to the last that uses memory of it."""
+    def instructions(self) -> int:
+        """How many instructions there are up to the last that uses memory of it."""
         return max((piece.last + 1 for piece in self.pieces), default=0)
 
     def draw(self, path: str | os.PathLike[str] | None = None) -> Figure:
@@ -98,16 +98,16 @@ class MemoryMap(Printed):
             width, high = piece.last + 1 - piece.first, piece.size_bytes / size
             corner = (piece.first, piece.offset_bytes / size)
             axes.add_patch(Rectangle(corner, width, high, facecolor=face, edgecolor="white", linewidth=0.4))
-            if high > 0.06 and width > 0.07 * self.statements:
+            if high > 0.06 and width > 0.07 * self.instructions:
                 middle = (piece.first + width / 2, piece.offset_bytes / size + high / 2)
-                label = piece.name if len(piece.name) * 0.011 < width / self.statements else ""
+                label = piece.name if len(piece.name) * 0.011 < width / self.instructions else ""
                 axes.text(*middle, label, ha="center", va="center", fontsize=_FONT - 2, color=_INK, clip_on=True)
-        axes.set_xlim(0, max(self.statements, 1))
+        axes.set_xlim(0, max(self.instructions, 1))
         axes.set_ylim(0, 1)
         marks = [0.0, 0.25, 0.5, 0.75, 1.0]
         axes.set_yticks(marks, [format_bytes(mark * size) for mark in marks], fontsize=_FONT)
         axes.tick_params(axis="x", labelsize=_FONT)
-        axes.set_xlabel("statement of the program", fontsize=_FONT)
+        axes.set_xlabel("instruction of the program", fontsize=_FONT)
         needed = format_bytes(dict(self.needed_bytes).get(device, 0))
         title = f"{self.name}, memory on {device}: {format_bytes(size)}, of which {needed} are in use at once"
         axes.set_title(title, loc="left", fontsize=_FONT + 1, color=_INK)

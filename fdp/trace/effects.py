@@ -107,7 +107,7 @@ def _read_effects(node: fx.Node) -> Effects:
     writes: list[fx.Node] = []
     view = False
     for argument, value in bound_arguments(node):
-        nodes = list(_nodes_in(value))
+        nodes = list(nodes_in(value))
         if not nodes:
             continue
         info = argument.alias_info
@@ -148,7 +148,7 @@ def taken_for_shape(node: fx.Node) -> tuple[fx.Node, ...]:
     """
     if getattr(node.target, "namespace", "") == "aten" and operator_name(node) in _SHAPE_ALONE:
         like, *others = (value for _, value in bound_arguments(node))
-        return () if any(like in _nodes_in(other) for other in others) else tuple(_nodes_in(like))
+        return () if any(like in nodes_in(other) for other in others) else tuple(nodes_in(like))
     if node.target is not _aten.convolution_backward.default:
         return ()
     given = {argument.name: value for argument, value in bound_arguments(node)}
@@ -295,9 +295,9 @@ def _updates_statistics(node: fx.Node) -> bool:
     return True
 
 
-def _nodes_in(value: Any) -> Iterator[fx.Node]:
+def nodes_in(value: Any) -> Iterator[fx.Node]:
     if isinstance(value, fx.Node):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _nodes_in(item)
+            yield from nodes_in(item)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import examples
 
-from fdp.emit.codegen.lines import Line, lay_out_lines
 from fdp.emit.memory.layout import ALIGNMENT_BYTES, Lifetime, lay_out
 
 
@@ -54,16 +52,6 @@ def test_one_place_is_inherited_once(pieces: list[Lifetime]) -> None:
             # Two heirs of one piece begin at the same position, and must not both have its place.
             if one.first == two.first:
                 assert layout.offsets[one.key] != layout.offsets[two.key]
-
-
-def test_the_layout_does_not_depend_on_the_order_of_sets() -> None:
-    names, cpu = [f"value{i}" for i in range(20)], torch.device("cpu")
-    memory, sizes = {name: i for i, name in enumerate(names)}, {i: (cpu, 64) for i in range(20)}
-    layouts = [
-        lay_out_lines([Line("", dict.fromkeys(order).keys())], memory, sizes)  # a set in an order of its own
-        for order in (names, names[::-1])
-    ]
-    assert layouts[0] == layouts[1]
 
 
 def test_a_chain_of_pointwise_results_takes_one_place() -> None:

@@ -42,14 +42,14 @@ def test_every_bucket_and_every_value_is_there() -> None:
     assert {piece.name for piece in found.pieces if piece.bucket is None} <= set(program.program.places)
     assert any("train_step" in piece.source or "loss_fn" in piece.source for piece in found.pieces)
     for piece in found.pieces:
-        assert 0 <= piece.first <= piece.last < found.statements
+        assert 0 <= piece.first <= piece.last < found.instructions
         assert 0 <= piece.offset_bytes <= dict(found.size_bytes)[piece.device] - piece.size_bytes
 
 
 def test_pieces_that_are_there_at_the_same_time_lie_apart() -> None:
     program = emitted()
     pieces = program.memory.pieces
-    # A result may take the place of an argument that is read for the last time, in that very statement.
+    # A result may take the place of an argument that is read for the last time, in that very instruction.
     (layout,) = program.program.layouts.values()
     inherited = {
         (layout.offsets[each.key], each.first)

@@ -7,9 +7,9 @@ from seeded_fault import Fault
 WRITING = (
     Fault(
         "changes in place left out",
-        "emit/codegen/calls.py",
-        "elif node.name in memory.places.named and not _changes_memory(node):",
-        "elif node.name in memory.places.named and node.users:",
+        "emit/memory/memory_plan.py",
+        "node.name not in self.places.named or _changes_memory(node)",
+        "node.name not in self.places.named or not node.users",
         "an operator that changes a fixed place is taken for a view of it",
     ),
     Fault(
@@ -28,7 +28,7 @@ WRITING = (
     ),
     Fault(
         "entries in a row",
-        "emit/codegen/calls.py",
+        "emit/memory/instructions.py",
         "chosen = [value[entry] for entry in entries]",
         "chosen = list(value[entries[0] : entries[0] + len(entries)])",
         "the entries of one bucket need not follow one another",
@@ -71,9 +71,9 @@ WRITING = (
     Fault(
         "no wait for lone members",
         "emit/codegen/program.py",
-        '            writer.lines.append(Line(text, {bucket_name(bucket)}, part=Part("wait", bucket)))\n',
+        '            writer.lines.append(Line(text, set(), part=Part("wait", bucket)))\n',
         "            if len(writer.memory.markers[bucket]) > 1:\n"
-        '                writer.lines.append(Line(text, {bucket_name(bucket)}, part=Part("wait", bucket)))\n',
+        '                writer.lines.append(Line(text, set(), part=Part("wait", bucket)))\n',
         "a bucket of one member is not waited for",
     ),
     Fault(

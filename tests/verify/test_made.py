@@ -11,9 +11,9 @@ import torch
 from proved_steps import STEPS, emitted
 
 import fdp
-from fdp.emit.codegen import loops
 from fdp.emit.codegen.program import Program
 from fdp.emit.memory import planning
+from fdp.emit.memory.allocation import memory_of_body
 from fdp.plan import Plan
 from fdp.runtime import buffers as placed
 from fdp.runtime.buffers import Buffer, all_place_values, make_buffers
@@ -166,8 +166,7 @@ def test_nothing_runs_in_memory_that_was_made_wrong(monkeypatch: pytest.MonkeyPa
 
 def test_the_memory_of_the_body_of_a_loop_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def at_the_beginning(node: str, body: Any, around: Any, blocks: Any) -> Any:
-        keys = [(key, where) for _, key, where in loops.memory_of_body(node, body)]
-        return {device: blocks[device][:size_bytes] for _, (device, size_bytes) in keys}
+        return {device: blocks[device][:size_bytes] for _, (device, size_bytes) in memory_of_body(node, body.layouts)}
 
     plan, program = emitted("everything", 2)
     ((node, body),) = program.loops.items()

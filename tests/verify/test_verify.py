@@ -15,10 +15,9 @@ from fake_ranks import fake_group
 from torch import fx
 
 import fdp
-from fdp.emit.codegen import calls, lines, packing, program
+from fdp.emit.codegen import calls, packing, program
 from fdp.emit.codegen.program import Program, write_program
-from fdp.emit.codegen.writer import name_of
-from fdp.emit.memory import donation, instructions, memory_plan, planning
+from fdp.emit.memory import allocation, donation, instructions, passes, planning
 from fdp.emit.memory.layout import Layout, Lifetime
 from fdp.emit.memory.memory_plan import ALL
 from fdp.trace.effects import storages_of
@@ -146,13 +145,13 @@ def naively_added(graph: fx.Graph, same: Mapping[fx.Node, fx.Node], *_: Any) -> 
 
 
 def test_a_product_is_not_put_off_past_the_message_that_its_argument_travels_in(monkeypatch: Any) -> None:
-    monkeypatch.setattr(memory_plan, "find_added", naively_added)
+    monkeypatch.setattr(passes, "find_added", naively_added)
     with pytest.raises(VerificationError, match="addmm_"):
         prove(average_and_add, torch.randn(4, 4), torch.randn(5, 4), world=2)
 
 
 def test_an_operator_does_not_read_what_it_writes(monkeypatch: Any) -> None:
-    monkeypatch.setattr(memory_plan, "find_added", naively_added)
+    monkeypatch.setattr(passes, "find_added", naively_added)
     with pytest.raises(VerificationError, match="addmm_"):
         prove(squared_and_added, {"s": torch.eye(4), "a": torch.ones(4, 4)}, torch.randn(5, 4), donate=0)
 
@@ -224,9 +223,10 @@ def fits_whatever_reads_it(builder: Any, bucket: Any, marker: fx.Node) -> bool:
     return bool(builder.home.get(number) == (number, 0) and whole)
 
 
-def any_argument(writer: Any, node: fx.Node) -> tuple[str, ...]:
-    names = (name_of(writer, argument) for argument in node.all_input_nodes)
-    return tuple(name for name in names if name in writer.memory.places.named)
+def any_argument(memory: Any, instruction: Any, piece: Any) -> tuple[Any, ...]:
+    if not isinstance(instruction, instructions.Compute):
+        return ()
+    return tuple(map(memory.piece_of, instruction.node.all_input_nodes))
 
 
 def forgetful(source: Any, function: Any, places: Any, layouts: Any, scaled: Any, **others: Any) -> Program:
@@ -234,14 +234,14 @@ def forgetful(source: Any, function: Any, places: Any, layouts: Any, scaled: Any
 
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "all values lie in one place": (lines, "lay_out", all_in_one_place),
+    "all values lie in one place": (allocation, "lay_out", all_in_one_place),
     "buckets are sent before they are packed": (instructions, "_send", sent_first),
     "gradients are not divided": (calls, "write_division", nothing),
     "gradients are not copied": (packing, "_write_copy", nothing),
     "any output is written into the state": (donation, "_can_write", yes),
     "shares of a mean are averaged": (program, "Program", forgetful),
     "any gradient is computed in its bucket": (planning._Builder, "_fits_bucket", fits_whatever_reads_it),
-    "results take the place of any argument": (calls, "_replaceable", any_argument),
+    "results take the place of any argument": (allocation, "_replaceable", any_argument),
 }
 
 
@@ -273,7 +273,7 @@ def test_a_wrong_program_is_found_out(fault: str, monkeypatch: Any) -> None:
 
 
 def test_a_plain_program_runs_in_place_of_a_wrong_one(monkeypatch: Any) -> None:
-    monkeypatch.setattr(lines, "lay_out", all_in_one_place)
+    monkeypatch.setattr(allocation, "lay_out", all_in_one_place)
     state, batch = start(), torch.randn(5, 4)
     expected, loss = train({name: value.clone() for name, value in state.items()}, batch)
     step = fdp.data_parallel(train, donate_argnums=0)

@@ -15,9 +15,10 @@ from fdp.emit.codegen.packing import write_division
 from fdp.emit.codegen.products import write_added
 from fdp.emit.codegen.shortcuts import counted_up, transposed_weight
 from fdp.emit.codegen.writer import Writer, bind_object, bind_operator, emit, literal, name_of
+from fdp.emit.memory.instructions import arguments_of, is_part
 from fdp.emit.memory.out_variants import Form, form_of
 from fdp.emit.memory.planning import result_name
-from fdp.trace.effects import effects_of, is_marker, list_arguments, storages_of
+from fdp.trace.effects import effects_of, is_marker, storages_of
 from fdp.trace.loops import is_loop
 
 _aten = torch.ops.aten
@@ -27,17 +28,13 @@ def write_call(writer: Writer, node: fx.Node, entries: Sequence[int]) -> None:
     """Write what computes a node, if anything has to; of a call that is made in parts, these entries of its lists."""
     uses: set[str] = set()
     memory = writer.memory
-    if node in memory.same or node in memory.placement.replaced or node in memory.places.constants:
-        return  # another value takes its place
-    if node in memory.added.values():
-        return  # it is computed where it is added
+    if not memory.is_called(node):
+        return
     if node in memory.added:
         write_added(writer, node, memory.added[node])
         return
     if node in memory.places.forms or node in memory.placement.written:
         _write_into_place(writer, node)
-    elif node.name in memory.places.named and not _changes_memory(node):
-        return  # a view of a fixed place is one itself
     elif node.target is operator.getitem:
         _write_entry(writer, node)
     elif is_marker(node, "vary"):
@@ -73,8 +70,8 @@ def _write_operator(writer: Writer, node: fx.Node, entries: Sequence[int]) -> No
     """Call an operator that takes new memory for its results, if it needs any."""
     uses: set[str] = set()
     target: Any = node.target
-    split = bool(entries) and len(entries) < entry_count(node)
-    args, kwargs = arguments_of(node, entries) if split else (list(node.args), dict(node.kwargs))
+    split = is_part(node, entries)
+    args, kwargs = arguments_of(node, entries)
     if not writer.plain and (shorter := counted_up(target, args, kwargs)) is not None:
         target, args, kwargs = shorter
     parts = [literal(writer, value, uses) for value in args]
@@ -86,30 +83,9 @@ def _write_operator(writer: Writer, node: fx.Node, entries: Sequence[int]) -> No
     elif _is_unpacked(writer, node):
         # Each entry is dropped when it is not needed any more, not with the last of them.
         targets = tuple(_entry_name(node, index) for index in range(len(node.meta["val"])))
-        if (memory := writer.pieces.get(node.name)) is not None:
-            # Views that have no place themselves (of a conjugate): the place that they look at is in use with them.
-            writer.pieces.update(dict.fromkeys(targets, memory))
         writer.lines.append(Line(f"({', '.join(targets)},) = {call}", uses, targets, pure=effects_of(node).pure))
     else:
         emit(writer, call, uses, node)
-
-
-def arguments_of(node: fx.Node, entries: Sequence[int]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of a call, with only some entries of its lists."""
-    args, kwargs = list(node.args), dict(node.kwargs)
-    for argument, value in list_arguments(node):
-        if value:
-            chosen = [value[entry] for entry in entries]
-            if argument.name in kwargs:
-                kwargs[argument.name] = chosen
-            else:
-                args[_position(node, argument.name)] = chosen
-    return args, kwargs
-
-
-def _changes_memory(node: fx.Node) -> bool:
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
 def _entry_name(node: fx.Node, index: Any) -> str:
@@ -140,15 +116,13 @@ def _write_into_place(writer: Writer, node: fx.Node) -> None:
     uses = set(outs)
     marker = writer.memory.places.divided.get(node)
     divides_itself = marker is not None and form.scaled is not None and not node.kwargs
-    if form.kind == "nothing":
-        return
     if form.kind == "fill":
         name = bind_operator(writer, _aten.fill_.Scalar, (node, form.value))
         writer.lines.append(Line(f"{name}({outs[0]}, {literal(writer, form.value, uses)})", uses))
     elif form.kind == "copy":
         name = bind_operator(writer, _aten.copy_.default, (node, node.args[0]))
         source = literal(writer, node.args[0], uses)
-        writer.lines.append(Line(f"{name}({outs[0]}, {source})", uses, may_replace=_replaceable(writer, node)))
+        writer.lines.append(Line(f"{name}({outs[0]}, {source})", uses))
     else:
         _write_out_call(writer, node, form, outs, uses, divides_itself)
     if marker is not None and not divides_itself:
@@ -178,36 +152,4 @@ def _write_out_call(
     parts += [f"{key}={name}" for key, name in zip(form.names, outs, strict=True)]
     examples = [node.meta["val"]] if len(outs) == 1 else node.meta["val"]
     name = bind_operator(writer, call, args, {**kwargs, **dict(zip(form.names, examples, strict=True))})
-    line = Line(f"{name}({', '.join(parts)})", uses)
-    if form.pointwise and outs == [node.name]:
-        line.may_replace = _replaceable(writer, node)
-    writer.lines.append(line)
-
-
-def _replaceable(writer: Writer, node: fx.Node) -> tuple[str, ...]:
-    """Arguments whose place the result of a pointwise operator may take: those that are laid out as it is.
-
-    An argument that is there twice, once under another shape, is read in another order than it would be written.
-    """
-    own = writer.memory.places.named[node.name]
-    found: dict[Any, list[str]] = {}
-    for argument in node.all_input_nodes:
-        name = name_of(writer, argument)
-        if (place := writer.memory.places.named.get(name)) is not None:
-            found.setdefault(place.memory, []).append(name)
-    same = []
-    for names in found.values():
-        there = [writer.memory.places.named[name] for name in names]
-        if all((p.shape, p.stride, p.offset, p.dtype) == (own.shape, own.stride, own.offset, own.dtype) for p in there):
-            same.append(names[0])
-    return tuple(same)
-
-
-def entry_count(node: fx.Node) -> int:
-    """How many entries a call has."""
-    return max(len(value) for _, value in list_arguments(node))
-
-
-def _position(node: fx.Node, name: str) -> int:
-    schema: Any = node.target
-    return [argument.name for argument in schema._schema.arguments].index(name)
+    writer.lines.append(Line(f"{name}({', '.join(parts)})", uses))

@@ -1,16 +1,15 @@
-"""The lines of a generated program: what they need, when values are dropped, where memory can be shared."""
+"""The lines of a generated program: what they need, and when values are dropped."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fdp.emit.memory.layout import Layout, Lifetime, lay_out
+from fdp.emit.memory.layout import Layout
 from fdp.tables import format_bytes
 
 
@@ -39,7 +38,6 @@ class Line:
         uses: names of values that it reads or changes.
         defines: local names that it gives.
         pure: it does nothing but give its names values: without a reader it can be left out.
-        may_replace: names of values whose place its result may take.
         part: what it is there for, if that is known.
     """
 
@@ -47,7 +45,6 @@ class Line:
     uses: set[str]
     defines: tuple[str, ...] = ()
     pure: bool = False
-    may_replace: tuple[str, ...] = ()
     part: Part | None = None
 
 
@@ -60,46 +57,6 @@ def drop_unused(lines: Sequence[Line], outputs: Iterable[str]) -> list[Line]:
             needed |= line.uses
             kept.append(line)
     return kept[::-1]
-
-
-def lay_out_lines(
-    lines: Sequence[Line],
-    memory_of: Mapping[str, Any],
-    sizes: Mapping[Any, tuple[torch.device, int]],
-    shared: bool = True,
-) -> dict[torch.device, Layout]:
-    """Place every piece of memory that a program uses.
-
-    Args:
-        lines: of the program.
-        memory_of: for each name of a value at a fixed place, the piece that it is in.
-        sizes: device and size in bytes of each piece.
-        shared: whether pieces that are not needed at the same time may share memory.
-
-    Returns:
-        A layout for each device.
-    """
-    first: dict[Any, int] = {}
-    last: dict[Any, int] = {}
-    replaceable: dict[Any, tuple[Any, ...]] = {}
-    for index, line in enumerate(lines):
-        for name in sorted(line.uses):  # the same layout in every process, whatever its seed of hashes
-            if (memory := memory_of.get(name)) is not None:
-                if memory not in first:
-                    first[memory] = index
-                    replaceable[memory] = tuple(memory_of[other] for other in line.may_replace)
-                last[memory] = index
-    pieces: dict[torch.device, list[Lifetime]] = {}
-    for memory, index in first.items():
-        device, size_bytes = sizes[memory]
-        # A bucket may be on the wire, and has a place of its own.
-        inherits = () if isinstance(memory, tuple) else replaceable[memory]
-        inherits = tuple(other for other in inherits if not isinstance(other, tuple) and other != memory)
-        lifetime = Lifetime(memory, size_bytes, index, last[memory], inherits)
-        if not shared:
-            lifetime = Lifetime(memory, size_bytes, 0, len(lines))
-        pieces.setdefault(device, []).append(lifetime)
-    return {device: lay_out(found) for device, found in pieces.items()}
 
 
 def belongs(lines: Iterable[Line], part: Part) -> None:
@@ -118,7 +75,7 @@ def assemble(
     inputs: Sequence[str],
     outputs: Sequence[str],
     bound: Mapping[str, Any],
-    fixed: AbstractSet[str],
+    fixed: Iterable[str],
     layouts: Mapping[torch.device, Layout],
     reserved: Mapping[str, str],
     tick: str | None = None,

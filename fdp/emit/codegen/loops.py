@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +10,7 @@ from torch import fx
 
 from fdp.emit.codegen.lines import Line
 from fdp.emit.codegen.writer import Writer, bind_object, literal
+from fdp.emit.memory.allocation import memory_of_body
 from fdp.emit.memory.layout import Layout
 from fdp.trace.control import Repeated
 from fdp.trace.loops import changed_operands
@@ -36,17 +37,7 @@ def write_loop(writer: Writer, node: fx.Node) -> None:
     device = node.meta["index_device"]
     run = bind_object(writer, _runner(body, count, device), "loop")
     text = f"{run}({literal(writer, list(operands), uses)})"
-    writer.lines.append(Line(text, uses | {name for name, _, _ in memory_of_body(node.name, body)}))
-
-
-def memory_of_body(node: str, body: Body) -> Iterator[tuple[str, tuple[Any, ...], tuple[torch.device, int]]]:
-    """The memory that the body of a loop works in, on each device: what lines call it, its key, and device and size.
-
-    It is in use during the one line that runs the loop.
-    """
-    for device, layout in body.layouts.items():
-        if layout.size_bytes:
-            yield f"memory of {node} on {device}", ("loop", node, device), (device, layout.size_bytes)
+    writer.lines.append(Line(text, uses))
 
 
 def blocks_of_body(
@@ -54,7 +45,7 @@ def blocks_of_body(
 ) -> dict[torch.device, torch.Tensor]:
     """The memory of a loop's body, out of that of the program around it."""
     found = {}
-    for _, key, (device, size_bytes) in memory_of_body(node, body):
+    for key, (device, size_bytes) in memory_of_body(node, body.layouts):
         start = around.layouts[device].offsets[key]
         found[device] = blocks[device][start : start + size_bytes]
     return found

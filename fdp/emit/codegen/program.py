@@ -17,14 +17,12 @@ from torch import fx
 
 from fdp.distributed.other_ranks import OtherRanks
 from fdp.emit.codegen.calls import write_call
-from fdp.emit.codegen.lines import Line, Part, assemble, belongs, drop_unused, lay_out_lines, parts_of
-from fdp.emit.codegen.loops import memory_of_body
+from fdp.emit.codegen.lines import Line, Part, assemble, belongs, drop_unused, parts_of
 from fdp.emit.codegen.packing import write_division_in_bucket, write_packing
 from fdp.emit.codegen.writer import (
     Writer,
     bind_object,
     bind_operator,
-    bucket_name,
     emit,
     free_name,
     literal,
@@ -34,7 +32,8 @@ from fdp.emit.codegen.writer import (
 from fdp.emit.memory.elements import has_each_element_once, has_gaps, span_of
 from fdp.emit.memory.instructions import Await, Compute, Divide, Instruction, Keep, Pack, Send, Update
 from fdp.emit.memory.layout import Layout
-from fdp.emit.memory.memory_plan import ALL, NONE, plan_memory
+from fdp.emit.memory.memory_plan import ALL, NONE
+from fdp.emit.memory.passes import plan_memory
 from fdp.emit.memory.planning import Place
 from fdp.plan import Plan
 
@@ -108,7 +107,7 @@ def write_program(
         loop.node: write_program(body, rank, communicates=False, plain=plain)
         for loop, body in zip(plan.trace.loops, plan.bodies, strict=True)
     }
-    writer = Writer(memory, rank, reserved, bodies, pieces=dict(memory.places.memory))
+    writer = Writer(memory, rank, reserved, bodies)
     placeholders = graph.find_nodes(op="placeholder")
     _name_what_is_there(writer)
     for at, group in itertools.groupby(memory.instructions, key=lambda each: each[0]):
@@ -120,24 +119,18 @@ def write_program(
     belongs(writer.lines, Part("run", len(plan.schedule) - 1))
     if not plain:
         writer.lines = drop_unused(writer.lines, outputs)
-    piece_of = writer.pieces | {bucket_name(index): ("bucket", index) for index in memory.markers}
-    fixed = {*memory.places.named, *(bucket_name(index) for index in memory.markers)}
-    sizes = dict(memory.places.sizes)
-    for loop, body in bodies.items():
-        for called, key, size in memory_of_body(loop, body):
-            piece_of[called], sizes[key] = key, size
-            fixed.add(called)
-    layouts = lay_out_lines(writer.lines, piece_of, sizes, shared=not plain)
     inputs = [writer.local[node] for node in placeholders]
     ticks = None if tick is None else bind_object(writer, tick, "tick")
-    source = assemble(writer.lines, inputs, outputs, writer.bound, fixed, layouts, writer.reserved, ticks)
+    source = assemble(
+        writer.lines, inputs, outputs, writer.bound, memory.places.named, memory.layouts, writer.reserved, ticks
+    )
     namespace = dict(writer.bound)
     exec(compile(source, f"<fdp step {plan.trace.name}>", "exec"), namespace)
     return Program(
         source,
         namespace["step"],
         memory.places.named,
-        layouts,
+        memory.layouts,
         frozenset(memory.places.scaled),
         parts=parts_of(writer.lines),
         loops=bodies,
@@ -170,10 +163,10 @@ def _write(writer: Writer, instruction: Instruction) -> None:
             write_division_in_bucket(writer, instruction)
         case Send(bucket):
             text = f"{writer.reserved['start']}({bucket})"
-            writer.lines.append(Line(text, {bucket_name(bucket)}, part=Part("start", bucket)))
+            writer.lines.append(Line(text, set(), part=Part("start", bucket)))
         case Await(bucket):
             text = f"{writer.reserved['wait']}({bucket})"
-            writer.lines.append(Line(text, {bucket_name(bucket)}, part=Part("wait", bucket)))
+            writer.lines.append(Line(text, set(), part=Part("wait", bucket)))
             writer.local.update((marker, marker.name) for marker in writer.memory.markers[bucket])
         case Update(target, value):
             uses: set[str] = set()

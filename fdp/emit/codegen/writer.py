@@ -27,7 +27,6 @@ class Writer:
         reserved: what the program calls its own parameters.
         bodies: the programs of the bodies of loops, by node.
         local: the name of each value that has one so far.
-        pieces: for each name of a value at a fixed place, the piece of memory that it lies in.
         lines: the program so far.
         bound: objects that it uses, by name.
         names: the other way round, by identity.
@@ -38,7 +37,6 @@ class Writer:
     reserved: Mapping[str, str]
     bodies: Mapping[str, Any]
     local: dict[fx.Node, str] = field(default_factory=dict)
-    pieces: dict[str, Any] = field(default_factory=dict)
     lines: list[Line] = field(default_factory=list)
     bound: dict[str, Any] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
@@ -124,8 +122,3 @@ def emit(writer: Writer, expression: str, uses: set[str], node: fx.Node) -> None
         expression = f"{node.name} = {expression}"
     effects = effects_of(node)
     writer.lines.append(Line(expression, uses, defines, pure=effects.pure and (bool(defines) or effects.view)))
-
-
-def bucket_name(index: int) -> str:
-    """What stands for a bucket among the names that lines use: it is no name of the program."""
-    return f"bucket {index}"

@@ -25,8 +25,9 @@ from fdp.emit.compiled.passes import declare
 from fdp.emit.compiled.public import asks_for_public, compile_publicly, warn_of_public
 from fdp.emit.compiled.recording import Recording
 from fdp.emit.compiled.unaliased import Apart
-from fdp.emit.memory.layout import Layout, Lifetime, lay_out
-from fdp.emit.memory.memory_plan import COMPILER, MemoryPlan, plan_memory
+from fdp.emit.memory.layout import Layout
+from fdp.emit.memory.memory_plan import COMPILER, MemoryPlan
+from fdp.emit.memory.passes import plan_memory
 from fdp.emit.memory.planning import Place, slot_name
 from fdp.emit.proved import verified_program
 from fdp.errors import CompileError, build_message
@@ -172,15 +173,11 @@ def _constants(graph: fx.GraphModule, rank: int) -> tuple[list[fx.Node], list[to
 def _buckets(memory: MemoryPlan) -> Buckets:
     """The buckets of a compiled step: what comes back is a name of its own, where the memory plan has it."""
     named, places = memory.places.named, dict[str, Place]()
-    pieces: dict[torch.device, list[Lifetime]] = {}
     for index, members in memory.markers.items():
         for at, marker in enumerate(members):
             places[slot_name(index, at)] = named[slot_name(index, at)]
             places[result_name(memory.plan, index, at)] = named[marker.name]
-        device, size_bytes = memory.places.sizes["bucket", index]
-        pieces.setdefault(device, []).append(Lifetime(("bucket", index), size_bytes, 0, 1))
-    layouts = {device: lay_out(found) for device, found in pieces.items()}
-    return Buckets(places, layouts, frozenset(memory.places.scaled))
+    return Buckets(places, memory.layouts, frozenset(memory.places.scaled))
 
 
 def _returned(memory: MemoryPlan) -> list[Returned]:

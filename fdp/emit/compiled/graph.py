@@ -14,12 +14,22 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp.emit.codegen.calls import arguments_of, entry_count
 from fdp.emit.compiled.barriers import FUSED, copy_into, loop, snapshot, start, wait
 from fdp.emit.compiled.drawing import draw, draw_of_nothing
 from fdp.emit.compiled.draws import Draw, described, draws, operands_of
 from fdp.emit.memory.elements import has_each_element_once, lies_under
-from fdp.emit.memory.instructions import Await, Compute, Divide, Instruction, Keep, Pack, Send, Update
+from fdp.emit.memory.instructions import (
+    Await,
+    Compute,
+    Divide,
+    Instruction,
+    Keep,
+    Pack,
+    Send,
+    Update,
+    arguments_of,
+    is_part,
+)
 from fdp.emit.memory.memory_plan import MemoryPlan
 from fdp.emit.memory.planning import Place, slot_name
 from fdp.errors import CompileError, FdpError, build_message, first_line
@@ -130,8 +140,8 @@ class _Lowering:
         if is_marker(node, "axis_index"):
             self.values[node] = self.values[node].clone()
             return
-        split = bool(entries) and len(entries) < entry_count(node)
-        args, kwargs = arguments_of(node, entries) if split else (list(node.args), dict(node.kwargs))
+        split = is_part(node, entries)
+        args, kwargs = arguments_of(node, entries)
         args, kwargs = fx.map_arg(args, self._value), fx.map_arg(kwargs, self._value)
         try:
             result = self._draw(node) if node in self.drawn else self._run(target, args, kwargs)

@@ -12,7 +12,7 @@ from fdp.emit.memory.donation import Placement
 from fdp.emit.memory.liveness import Accesses
 from fdp.emit.memory.planning import Places
 from fdp.plan import Plan, Run, Start
-from fdp.trace.effects import effects_of, entries_of, is_marker, storages_of
+from fdp.trace.effects import effects_of, entries_of, is_marker, list_arguments, storages_of
 
 
 @dataclass(frozen=True)
@@ -177,3 +177,25 @@ def _packed_early(
             if maker.op == "call_function" and not is_marker(maker) and entries_of(maker) is None:
                 found.setdefault(maker, []).append((bucket, at, tuple(views)))
     return found
+
+
+def is_part(node: fx.Node, entries: Sequence[int]) -> bool:
+    """Whether a call with some entries of its lists is not the whole call."""
+    return bool(entries) and len(entries) < max(len(value) for _, value in list_arguments(node))
+
+
+def arguments_of(node: fx.Node, entries: Sequence[int]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call, with only some entries of its lists; with all of them if none are named."""
+    args, kwargs = list(node.args), dict(node.kwargs)
+    if not is_part(node, entries):
+        return args, kwargs
+    schema: Any = node.target
+    positions = [argument.name for argument in schema._schema.arguments]
+    for argument, value in list_arguments(node):
+        if value:
+            chosen = [value[entry] for entry in entries]
+            if argument.name in kwargs:
+                kwargs[argument.name] = chosen
+            else:
+                args[positions.index(argument.name)] = chosen
+    return args, kwargs

@@ -1,16 +1,17 @@
-"""When, in the order of a plan, each piece of memory is made, read and written."""
+"""When, in the order of a plan, each piece of memory is made, read and written; and what is never read."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Container
 from typing import Any
 
 from torch import fx
 
 from fdp.plan import Plan, Run, Start
 from fdp.trace.dependencies import touched
-from fdp.trace.effects import effects_of, storages_of
+from fdp.trace.effects import effects_of, is_marker, storages_of
 
 
 class Accesses:
@@ -82,3 +83,22 @@ class Accesses:
     def last_write(self, memory: int) -> int:
         """Position of the last change, -1 if there is none."""
         return max(self.writes.get(memory, ()), default=-1)
+
+
+def unused_nodes(graph: fx.Graph, constants: Container[fx.Node]) -> frozenset[fx.Node]:
+    """Nodes that only compute what nothing reads: a loss whose gradient alone is asked for.
+
+    Args:
+        graph: of a trace.
+        constants: values that are known ahead, and computed from nothing.
+
+    Returns:
+        Nodes that can be left out.
+    """
+    unused: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op != "call_function" or is_marker(node) or not effects_of(node).pure:
+            continue
+        if all(user in unused or user in constants for user in node.users):
+            unused.add(node)
+    return frozenset(unused)

@@ -1,0 +1,127 @@
+"""Where pieces of memory lie: each is in use from the first instruction that touches it to the last one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from fdp.emit.memory.instructions import Await, Compute, Divide, Instruction, Keep, Pack, Send, Update, arguments_of
+from fdp.emit.memory.layout import Layout, Lifetime, lay_out
+from fdp.emit.memory.memory_plan import MemoryPlan
+from fdp.emit.memory.planning import Place, result_name
+from fdp.trace.effects import effects_of, nodes_in
+
+
+def allocate(memory: MemoryPlan) -> dict[torch.device, Layout]:
+    """Place every piece of memory that a program touches.
+
+    Args:
+        memory: everything else that is decided about memory.
+
+    Returns:
+        A layout for each device.
+    """
+    first: dict[Any, int] = {}
+    last: dict[Any, int] = {}
+    may_reuse: dict[Any, tuple[Any, ...]] = {}
+    carried_out = [each for _, each in memory.instructions if not isinstance(each, Compute) or _computes(memory, each)]
+    for position, instruction in enumerate(carried_out):
+        for piece in _touched(memory, instruction):
+            if piece not in first:
+                first[piece] = position
+                may_reuse[piece] = _replaceable(memory, instruction, piece)
+            last[piece] = position
+    end = len(carried_out)
+    # A result that lies in a piece is copied from there at the end.
+    last.update((piece, end) for piece in map(memory.piece_of, memory.placement.returned) if piece in first)
+    sizes = dict(memory.places.sizes)
+    for node, body in memory.bodies.items():
+        sizes.update(memory_of_body(node, body.layouts))
+    pieces: dict[torch.device, list[Lifetime]] = {}
+    for piece, begin in first.items():
+        device, size_bytes = sizes[piece]
+        lifetime = Lifetime(piece, size_bytes, begin, last[piece], may_reuse[piece])
+        pieces.setdefault(device, []).append(lifetime if memory.savings.reuse else Lifetime(piece, size_bytes, 0, end))
+    return {device: lay_out(found) for device, found in pieces.items()}
+
+
+def memory_of_body(
+    node: str, layouts: Mapping[torch.device, Layout]
+) -> Iterator[tuple[tuple[Any, ...], tuple[torch.device, int]]]:
+    """The memory that the body of a loop works in, on each device: the key of the piece, its device and its size.
+
+    It is in use while the loop runs.
+    """
+    for device, layout in layouts.items():
+        if layout.size_bytes:
+            yield ("loop", node, device), (device, layout.size_bytes)
+
+
+def _computes(memory: MemoryPlan, compute: Compute) -> bool:
+    """Whether a call computes anything: not what only looks at a value, or takes one of several."""
+    node = compute.node
+    return memory.is_called(node) and node.target is not operator.getitem and not effects_of(node).view
+
+
+def _touched(memory: MemoryPlan, instruction: Instruction) -> Iterator[Any]:
+    """The pieces of memory that an instruction reads or writes, in an order that never changes."""
+    read: Iterable[Any] = ()
+    match instruction:
+        case Compute(node, entries):
+            yield from (memory.places.memory[name] for name in _results(memory, node))
+            if node.name in memory.bodies:
+                yield from (key for key, _ in memory_of_body(node.name, memory.bodies[node.name].layouts))
+            form = memory.places.forms.get(node)
+            if form is None or form.kind != "fill":
+                args, kwargs = arguments_of(node, entries)
+                product = memory.added[node].args if node in memory.added else ()
+                read = nodes_in([args, list(kwargs.values()), product])
+        case Keep(marker):
+            read = () if marker in memory.places.alone else marker.args[:1]
+        case Pack(bucket, members):
+            yield "bucket", bucket
+            read = [memory.markers[bucket][member].args[0] for member in members]
+        case Divide(bucket) | Send(bucket) | Await(bucket):
+            yield "bucket", bucket
+        case Update(target, value):
+            read = (target, value)
+    yield from (piece for piece in map(memory.piece_of, read) if piece is not None)
+
+
+def _results(memory: MemoryPlan, node: fx.Node) -> list[str]:
+    """The names of what a call computes into fixed places."""
+    if node not in memory.places.forms:
+        return []
+    value = node.meta["val"]
+    return [node.name] if isinstance(value, torch.Tensor) else [result_name(node, at) for at in range(len(value))]
+
+
+def _replaceable(memory: MemoryPlan, instruction: Instruction, piece: Any) -> tuple[Any, ...]:
+    """Arguments whose place the result of a pointwise operator may take: those that are laid out as it is.
+
+    An argument that is there twice, once under another shape, is read in another order than it would be written. A
+    bucket may be on the wire, and neither takes a place nor gives its own.
+    """
+    if not isinstance(instruction, Compute) or isinstance(piece, tuple):
+        return ()
+    node, named = instruction.node, memory.places.named
+    if _results(memory, node) != [node.name] or not memory.places.forms[node].pointwise:
+        return ()
+    found: dict[Any, list[Place | None]] = {}
+    for argument in node.all_input_nodes:
+        if (other := memory.piece_of(argument)) is not None:
+            found.setdefault(other, []).append(named.get(memory.value_of(argument).name))
+    own = _lies(named[node.name])
+    return tuple(
+        other
+        for other, places in found.items()
+        if not isinstance(other, tuple) and other != piece and all(place and _lies(place) == own for place in places)
+    )
+
+
+def _lies(place: Place) -> tuple[Any, ...]:
+    return place.shape, place.stride, place.offset, place.dtype
