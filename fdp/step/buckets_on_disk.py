@@ -77,8 +77,11 @@ def name_of(trace: Trace, backend: str | None, hosts: Sequence[str], network: st
 @functools.cache
 def _version() -> str:
     """Changes with the planner: what another one chose is not taken."""
-    texts = [path.read_bytes() for path in sorted((pathlib.Path(__file__).parent / "plan").glob("*.py"))]
-    return hashlib.sha256(b"".join(texts)).hexdigest()
+    return hashlib.sha256(b"".join(path.read_bytes() for path in _planner())).hexdigest()
+
+
+def _planner() -> list[pathlib.Path]:
+    return sorted((pathlib.Path(__file__).parents[1] / "plan").rglob("*.py"))
 
 
 def _folder() -> pathlib.Path:

@@ -314,3 +314,8 @@ def test_what_is_no_network_is_refused() -> None:
     with pytest.raises(fdp.ArgumentError, match="network='fast'") as error:
         fdp.data_parallel(update, network="fast")
     assert "pass fdp.Network(latency_s=..., bandwidth_bytes_per_s=...)" in str(error.value)
+
+
+def test_what_another_planner_chose_is_not_taken() -> None:
+    files = {path.name for path in fdp.step.buckets_on_disk._planner()}
+    assert {"plan.py", "buckets.py", "chain.py", "network.py"} <= files
