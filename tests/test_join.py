@@ -50,6 +50,19 @@ def test_three_ranks_too() -> None:
     ranks.run(3, go_through, list(itertools.product(LENGTHS, repeat=3)))
 
 
+def with_numbers() -> None:
+    rank = dist.get_rank()
+    scales = [torch.tensor(2.0), torch.tensor(3), torch.tensor(True), fdp.random.key(5)]
+    batches = [{"x": torch.full((2, 3), float(rank)), "scale": scale} for scale in scales[: 4 - rank]]
+    for at, (batch, weight) in enumerate(fdp.join(iter(batches))):
+        assert weight.item() == (2 if at < len(batches) else 0)
+        assert batch["scale"] is batches[min(at, len(batches) - 1)]["scale"]
+
+
+def test_batches_may_hold_numbers() -> None:
+    ranks.run(2, with_numbers)
+
+
 # --- training ------------------------------------------------------------------------------------------------------
 
 

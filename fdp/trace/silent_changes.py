@@ -146,7 +146,8 @@ class Unseen:
         return set_data
 
     def _hand_out(self, how: str) -> Callable[[Any], Any]:
-        """Replaces a method that hands out the memory of a tensor. (Those of the trace have none, and refuse.)
+        """Replaces a method that hands out the memory of a tensor. (Those of the trace have none, and refuse; but with
+        DLPack the process would end.)
 
         What is read there would be frozen, and what is written is not seen.
         """

@@ -90,9 +90,7 @@ def without_fused_lstm() -> Iterator[None]:
 
 @contextmanager
 def copyable(fake: type[torch.Tensor]) -> Iterator[None]:
-    """Let `copy.deepcopy` copy fake tensors, where torch would go round in circles; and dlpack ends in an error.
-
-    (For a fake tensor `torch.from_dlpack` ends the process. A fake tensor has neither method of its own.)
+    """Let `copy.deepcopy` copy fake tensors, where torch would go round in circles. (They have no method of their own.)
 
     Args:
         fake: their class.
@@ -106,17 +104,11 @@ def copyable(fake: type[torch.Tensor]) -> Iterator[None]:
         copied: torch.Tensor = memo[id(tensor)]
         return copied
 
-    def refuse(*_: Any, **__: Any) -> None:
-        raise RuntimeError("dlpack: its data is not allocated yet")
-
-    ways = {"__deepcopy__": copy_tensor, "__dlpack__": refuse}
-    for name, way in ways.items():
-        setattr(fake, name, way)
+    type.__setattr__(fake, "__deepcopy__", copy_tensor)
     try:
         yield
     finally:
-        for name in ways:
-            delattr(fake, name)
+        delattr(fake, "__deepcopy__")
 
 
 @contextmanager

@@ -263,6 +263,17 @@ def momentum_encoder(s: Tree, b: Tensor) -> Tree:
     return {"w": s["w"] + b, "k": s["k"], "lr": s["lr"]}
 
 
+def momentum_encoder_in_a_loss(s: Tree, b: Tensor) -> Tree:
+    """As published, with a key encoder that is differentiated as well."""
+
+    def loss(s: Tree) -> Tensor:
+        s["k"].data = s["k"].data * 0.9 + s["w"].data * 0.1
+        return ((s["w"] - s["k"].detach()) * b).square().sum()
+
+    grads = fdp.grad(loss)(s)
+    return {name: value - s["lr"] * grads[name] for name, value in s.items()}
+
+
 def momentum_encoder_that_is_not_returned(s: Tree, b: Tensor) -> Tree:
     s["k"].data = s["k"].data * 0.9 + s["w"].data * 0.1
     return {"w": s["w"] + b, "lr": s["lr"]}, s["k"].sum()
@@ -304,7 +315,7 @@ def turned_views(s: Tree, b: Tensor) -> Tree:
 DONATED: dict[str, Case] = {
     f.__name__: f
     for f in (
-        momentum_encoder, momentum_encoder_that_is_not_returned, learning_rate_of_zero, old_and_new,
-        exchanged_arguments, turned_by_data, turned_views,
+        momentum_encoder, momentum_encoder_in_a_loss, momentum_encoder_that_is_not_returned, learning_rate_of_zero,
+        old_and_new, exchanged_arguments, turned_by_data, turned_views,
     )
 }  # fmt: skip

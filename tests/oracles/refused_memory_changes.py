@@ -71,6 +71,9 @@ REFUSED: dict[str, tuple[Case, type, str, str, str]] = {
     "argument.data =": (
         lambda s, b: (setattr(s["w"], "data", b), s["w"])[1], PURITY, OWN, r"s\['w'\]: s\['w'\].data", "donate_argnums"
     ),
+    "argument.data = of another dtype": (
+        lambda s, b: (setattr(s["w"], "data", b.half()), s["w"])[1], PURITY, "memory of another kind", r"s\['w'\]", "w.half()"
+    ),
     "argument.set_": (lambda s, b: s["w"].set_(b), PURITY, GIVES, r"s\['w'\]", "make a view"),
     "argument.t_": (lambda s, b: s["w"].t_() + 1, PURITY, GIVES, r"s\['w'\]", "w = w.t()"),
     "argument.squeeze_": (lambda s, b: s["w"][:, :1].squeeze_() + s["w"].unsqueeze_(0), PURITY, GIVES, r"s\['w'\]", ""),
@@ -105,7 +108,10 @@ REFUSED: dict[str, tuple[Case, type, str, str, str]] = {
     "map_": (lambda s, b: (s["w"] * 2).map_(b, max), TRACE, "calls a Python function", "step", "operators"),
     "numpy": (lambda s, b: s["w"].numpy().fill(1) or b, TRACE, "reads the value of a tensor", "lambda", ""),
     "np.asarray": (lambda s, b: np.asarray(s["w"]).fill(1) or b, TRACE, "reads the value of a tensor", "lambda", ""),
-    "dlpack": (lambda s, b: torch.from_dlpack(s["w"]).add_(1), TRACE, "reads the value of a tensor", "lambda", ""),
+    "dlpack": (lambda s, b: torch.from_dlpack(s["w"]).add_(1), TRACE, "DLPack hands out", "lambda", "x.detach()"),
+    "to_dlpack": (
+        lambda s, b: torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(s["w"])), TRACE, "DLPack hands out", "", ""
+    ),
     "closed over, a view": (
         lambda s, b: (TABLE[0:1].copy_(b[:1]), COUNT.view(1).add_(1), s["w"] * COUNT)[2], PURITY, OWN, "TABLE: ", "new value"
     ),
