@@ -65,9 +65,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "codegen.bindings codegen.lines", "codegen.writer",
         "codegen.loops codegen.packing codegen.products codegen.shortcuts", "codegen.calls", "codegen.program",
         "proved",
-        "compiled.barriers compiled.recording compiled.unaliased compiled.updates",
+        "compiled.barriers compiled.recording compiled.unaliased",
         "compiled.drawing compiled.inductor compiled.passes", "compiled.draws compiled.options",
-        "compiled.graph", "compiled.public", "compiled.compiler",
+        "compiled.graph", "compiled.compiler",
     ),
     "runtime": (
         "agreement arena closed_over diagnostics memory_map replication signature wide_mean", "buffers", "order",

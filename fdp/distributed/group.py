@@ -1,7 +1,7 @@
 """The process group: its size, its ranks' names for each other, its store, and how a message starts.
 
 Everything that fdp needs from torch.distributed beyond its documented interface is in this file:
-`_world.pg_map` (the store that a group was made with), `_world.pg_backend_config`, and `_resolve_process_group`.
+`_world.pg_map` (the store that a group was made with), and `_world.pg_backend_config`.
 """
 
 from __future__ import annotations
@@ -197,19 +197,6 @@ def way_to_reduce(op: str, dtype: torch.dtype, device: torch.device, group: Grou
         # Two large values of sixteen bits have no sum, but a mean.
         return "sum", "before"
     return ("avg", None) if group.backend_for(device) in _AVERAGING_BACKENDS else ("sum", "after")
-
-
-def registered_name(group: Group) -> str | None:
-    """The name under which operators of torch find a group, None if they do not."""
-    from torch.distributed import distributed_c10d as c10d
-
-    resolve: Any = getattr(c10d, "_resolve_process_group", None)
-    try:
-        name = str(group.process_group.group_name)  # type: ignore[union-attr]
-        found = resolve(name)
-    except (AttributeError, RuntimeError, ValueError, TypeError, LookupError):
-        return None  # groups of one's own need not have a name, nor be known by it
-    return name if found is group.process_group else None
 
 
 def start_broadcast(

@@ -74,15 +74,7 @@ def value_and_grad(
                 remedy="pass the loss as a function of the parameters.",
             )
         )
-    single = isinstance(argnums, int)
-    numbers = (argnums,) if isinstance(argnums, int) or not isinstance(argnums, (list, tuple)) else tuple(argnums)
-    if not numbers or not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
-        raise ArgumentError(
-            build_message(
-                f"argnums={argnums!r}.",
-                remedy="pass the position of the argument to differentiate with respect to, or a tuple of positions.",
-            )
-        )
+    numbers = _positions(argnums)
 
     @breaks_graph(_BREAK_REASON)
     @functools.wraps(fn)
@@ -90,11 +82,6 @@ def value_and_grad(
         name = getattr(fn, "__name__", type(fn).__name__)
         chosen = [_positional(name, args, number) for number in numbers]
         trees = tuple(args[number] for number in chosen)
-        labels = [
-            label
-            for number, tree in zip(chosen, trees, strict=True)
-            for label in leaf_names(tree, _parameter_name(fn, number))
-        ]
         leaves, spec = pytree.flatten(trees)
         differentiable = [_is_differentiable(leaf) for leaf in leaves]
         if not any(differentiable):
@@ -114,6 +101,8 @@ def value_and_grad(
                 new_args[number] = tree
             return _split_aux(name, fn(*new_args, **kwargs), has_aux)
 
+        pairs = zip(chosen, trees, strict=True)
+        labels = [label for number, tree in pairs for label in leaf_names(tree, _parameter_name(fn, number))]
         names = _chosen(labels, differentiable)
         accumulation, found = current_accumulation(), list[Any]()
         if accumulation is not None:
@@ -123,7 +112,7 @@ def value_and_grad(
             found = [average(g, source, name) for g, source, name in zip(local, sources, names, strict=True)]
         reduced = iter(found)
         grads = pytree.unflatten(spec, [next(reduced) if yes else None for yes in differentiable])
-        return ((value, aux) if has_aux else value), (grads[0] if single else grads)
+        return ((value, aux) if has_aux else value), (grads[0] if isinstance(argnums, int) else grads)
 
     return wrapped
 
@@ -158,6 +147,19 @@ def grad(fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool
         return (grads, value[1]) if has_aux else grads
 
     return wrapped
+
+
+def _positions(argnums: Any) -> tuple[int, ...]:
+    """The positions of the arguments to differentiate with respect to."""
+    numbers = tuple(argnums) if isinstance(argnums, (list, tuple)) else (argnums,)
+    if not numbers or not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
+        raise ArgumentError(
+            build_message(
+                f"argnums={argnums!r}.",
+                remedy="pass the position of the argument to differentiate with respect to, or a tuple of positions.",
+            )
+        )
+    return numbers
 
 
 def under_transform() -> bool:

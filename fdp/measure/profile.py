@@ -37,7 +37,7 @@ def profile_step(emitted: Emitted, tensors: Sequence[torch.Tensor], repeats: int
 
     Raises:
         ArgumentError: `repeats` is not a positive number.
-        CompileError: the messages are sent by compiled code or by a recording, out of sight.
+        CompileError: the messages are sent by a recording, out of sight.
         AgreementError: another rank does something else, or did not come in time.
         PeerError: another rank died or stopped answering.
     """
@@ -53,9 +53,9 @@ def profile_step(emitted: Emitted, tensors: Sequence[torch.Tensor], repeats: int
     if emitted.hides_messages:
         raise CompileError(
             build_message(
-                f"step {name!r} cannot be profiled: its messages are sent inside of what was compiled or recorded, "
-                "where fdp does not see them.",
-                remedy="profile the step with compile=False, or without CUDA graphs.",
+                f"step {name!r} cannot be profiled: its messages are sent inside of what was recorded, where fdp "
+                "does not see them.",
+                remedy="profile the step without CUDA graphs.",
             )
         )
     if group.size > 1:

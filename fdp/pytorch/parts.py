@@ -108,7 +108,7 @@ KNOWN_OTHERWISE: Mapping[str, tuple[str, ...]] = {
         "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
         "torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl",
     ),
-    # Without these a step is compiled by `torch._inductor.compile`, which is public, with a warning.
+    # Without these steps are not compiled.
     "inductor's own entry": (
         "torch._guards.TracingContext",
         "torch._guards.tracing",
@@ -122,7 +122,6 @@ KNOWN_OTHERWISE: Mapping[str, tuple[str, ...]] = {
         "torch._inductor.output_code.CompiledFxGraph._boxed_call",
         "torch._inductor.virtualized.V",
     ),
-    "inductor's public entry": ("torch._inductor.compile", "torch._inductor.list_options"),
     # Without these a slower way is taken.
     "substitutes": (
         "torch._C._dynamo.guards.TensorGuards",
@@ -143,7 +142,6 @@ KNOWN_OTHERWISE: Mapping[str, tuple[str, ...]] = {
         "function._torchdynamo_disable",
         "function._torchdynamo_orig_backend",
         "function._torchdynamo_orig_callable",
-        "distributed_c10d._resolve_process_group",
     ),
 }
 """Parts whose absence is noticed, and dealt with, where they are used."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -162,9 +161,9 @@ class Emitted:
 
     @property
     def hides_messages(self) -> bool:
-        """Whether its messages start and are waited for out of fdp's sight: compiled code, or a recording, does it."""
-        own, recording = self._program.own_messages, self._program.recording
-        return (own is not None and self._communicates) or (recording is not None and recording.armed)
+        """Whether its messages start and are waited for out of fdp's sight: a recording does it."""
+        recording = self._program.recording
+        return recording is not None and recording.armed
 
     def run(self, tensors: list[torch.Tensor], observer: Observer | None = None) -> Any:
         """Run the step on its input tensors, in the order of `Trace.inputs`; the list is emptied.
@@ -201,13 +200,7 @@ class Emitted:
         seen = (start, wait) if observer is None else (observer.around_start(start), observer.around_wait(wait))
         try:
             order = self._consensus.begin()
-            try:
-                outputs = self._execute(tensors, *seen)
-            except (RuntimeError, dist.DistError) as error:
-                own = self._program.own_messages
-                if own is None or not own.caused(error):
-                    raise
-                raise self._consensus.peer_error(None, error) from error
+            outputs = self._execute(tensors, *seen)
         except BaseException as error:
             if self._communicates and not isinstance(error, Busy):
                 text = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -226,11 +219,6 @@ class Emitted:
                 stacklevel=2,
             )
         return why is None
-
-    @property
-    def entry(self) -> str:
-        """By which entry to the compiler it was compiled."""
-        return "inductor's own entry" if self._program.own_messages is None else "inductor's public entry"
 
     def arm(self) -> None:
         """From now on calls are in earnest: a step that can be recorded as a CUDA graph is, after a few of them."""
@@ -268,9 +256,7 @@ class Emitted:
         def start(index: int) -> None:
             self.residence.buffers[index].pretend(others)
 
-        own = self._program.own_messages
-        with nullcontext() if own is None else own.pretended(others):
-            return self._put_together(self._execute(tensors, start, lambda index: None))
+        return self._put_together(self._execute(tensors, start, lambda index: None))
 
     def _execute(self, tensors: list[torch.Tensor], start: Callable[[int], None], wait: Callable[[int], None]) -> Any:
         # In this order: to leave inference mode switches gradients on.

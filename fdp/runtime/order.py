@@ -87,8 +87,8 @@ class Order:
 
     def __init__(self, plan: Plan, program: Program, group: Group, agreed: Agreed) -> None:
         self._plan, self._group, self._agreed = plan, group, agreed
-        # Otherwise messages start without `start` being called: compiled code does it, or a recording.
-        self._in_sight = program.own_messages is None and program.recording is None
+        # Otherwise messages start without `start` being called: a recording does it.
+        self._in_sight = program.recording is None
         assert group.process_group is not None
         with _enrolling:
             self._roll = _rolls.setdefault(group.process_group, _Roll())

@@ -30,9 +30,7 @@ _LONG_S = 300.0
 _Result = TypeVar("_Result")
 
 
-def compile_together(
-    name: str, group: Group, together: bool, compile: Callable[[], _Result], entry: Callable[[_Result], str]
-) -> _Result:
+def compile_together(name: str, group: Group, together: bool, compile: Callable[[], _Result]) -> _Result:
     """Compile on this rank while others do.
 
     Args:
@@ -41,13 +39,12 @@ def compile_together(
         together: whether all ranks compile now; otherwise this rank alone does, and the others wait in their next
             message.
         compile: compiles.
-        entry: says by which entry to the compiler; it must be the same on all ranks, which decides on the messages.
 
     Returns:
         What `compile` returns.
 
     Raises:
-        AgreementError: another rank could not compile the step, or did so by another entry.
+        AgreementError: another rank could not compile the step.
         PeerError: another rank gave no more signs of life.
     """
     if group.size == 1 or not together:
@@ -60,7 +57,7 @@ def compile_together(
         with suppress(RuntimeError, dist.DistError):  # the error that is being announced is the one to report
             store.set(f"{turn}/ready/{group.rank}", f"failed\n{type(error).__name__}: {error}")
         raise
-    store.set(f"{turn}/ready/{group.rank}", f"ready\n{entry(result)}")
+    store.set(f"{turn}/ready/{group.rank}", "ready")
     _wait_for_others(name, group, store, turn)
     return result
 
@@ -131,8 +128,6 @@ def _wait_for_others(name: str, group: Group, store: Any, turn: str) -> None:
         ) from error
     said = [store.get(f"{turn}/ready/{rank}").decode().splitlines() for rank in range(group.size)]
     offenders = [f"rank {rank}: {lines[1]}" for rank, lines in enumerate(said) if lines[0] == "failed"]
-    if not offenders and len({lines[1] for lines in said}) > 1:
-        offenders = [f"rank {rank}: compiled by {lines[1]}" for rank, lines in enumerate(said)]
     if offenders:
         raise AgreementError(
             build_message(

@@ -224,7 +224,7 @@ class Preparation:
 
         together = emitted.agree(flat.tensors, settings.options)
         try:
-            return compile_together(self._name, emitted.group, together, compiled, lambda made: made.entry)
+            return compile_together(self._name, emitted.group, together, compiled)
         except Exception:
             emitted.disagree(settings.options)  # a rank that tries again does so with all others
             raise

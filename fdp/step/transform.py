@@ -199,7 +199,7 @@ class Step:
 
         Raises:
             ArgumentError: `repeats` is not a positive number.
-            CompileError: messages are sent out of fdp's sight: by the compiler's public entry, or a CUDA graph.
+            CompileError: messages are sent out of fdp's sight: by a CUDA graph.
             AgreementError: another rank does something else, or did not come in time.
             PeerError: another rank died or stopped answering.
         """

@@ -19,12 +19,11 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from fdp.pytorch.dispatch import TorchDispatchMode
 from fdp.trace.control import Repeated, choose
 from fdp.verify.failure import VerificationError
 from fdp.verify.higher import higher_order, operator_name, run_loop
 from fdp.verify.kernels import why_not_trusted
-from fdp.verify.machine import Machine
+from fdp.verify.machine import Dispatch, Machine
 from fdp.verify.memory import Block, View, view_of
 from fdp.verify.operators import Operator, is_taken_apart, operator_of
 from fdp.verify.program import Place, Program
@@ -51,20 +50,6 @@ class Messages(Protocol):
         """Wait for it."""
 
 
-class _Dispatch(TorchDispatchMode):
-    """Hands each operator to an execution."""
-
-    def __init__(self, execution: Execution) -> None:
-        super().__init__()
-        self._execution = execution
-        self.idle = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.idle:
-            return func(*args, **(kwargs or {}))
-        return self._execution.operator(func, args, kwargs or {})
-
-
 class Execution(Machine):
     """A program, carried out.
 
@@ -89,7 +74,7 @@ class Execution(Machine):
         self._storages: dict[Block, Any] = {}
         self._kept: list[Any] = []
         self._outside: dict[Block, Block] = {}
-        self._dispatch = _Dispatch(self)
+        self._dispatch = Dispatch(self.operator)
         self._tick = tick
         self.where: dict[Any, tuple[torch.device, int]] = {}
         for device, layout in program.layouts.items():

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from fdp.pytorch.dispatch import TorchDispatchMode
 from fdp.verify.failure import VerificationError
-from fdp.verify.machine import Machine
+from fdp.verify.machine import Dispatch, Machine
 from fdp.verify.memory import Block, View, view_of
 from fdp.verify.operators import operator_of
 from fdp.verify.terms import Term
@@ -27,7 +26,7 @@ class Followed(Machine):
         super().__init__(values)
         self._blocks: dict[int, Block] = {}
         self._kept: list[torch.Tensor] = []
-        self._dispatch = _Dispatch(self)
+        self._dispatch = Dispatch(self.operator)
 
     def __enter__(self) -> None:
         self._dispatch.__enter__()
@@ -92,14 +91,3 @@ class Followed(Machine):
         if isinstance(value, torch.Tensor):
             return self.view(value)
         return [self._views(each) for each in value] if isinstance(value, (list, tuple)) else value
-
-
-class _Dispatch(TorchDispatchMode):
-    """Hands each operator to what follows it."""
-
-    def __init__(self, followed: Followed) -> None:
-        super().__init__()
-        self._followed = followed
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._followed.operator(func, args, kwargs or {})

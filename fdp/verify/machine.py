@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from fdp.pytorch.dispatch import TorchDispatchMode
 from fdp.verify.memory import View
 from fdp.verify.operators import Operator
 from fdp.verify.rules import NEEDS_NO_ARGUMENT, RULES
@@ -14,6 +15,18 @@ from fdp.verify.values import Arguments, Values
 
 Fresh = Callable[[Term, list[View]], list[Any]]
 """(call, the tensors that it is given) -> its results in new memory: views, numbers; None for what is an argument."""
+
+
+class Dispatch(TorchDispatchMode):
+    """Hands each operator that is called to a function, unless it is idle."""
+
+    def __init__(self, carry_out: Callable[..., Any]) -> None:
+        super().__init__()
+        self._carry_out = carry_out
+        self.idle = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {})) if self.idle else self._carry_out(func, args, kwargs or {})
 
 
 class Machine:

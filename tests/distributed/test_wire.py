@@ -225,30 +225,3 @@ def with_another_sum() -> str:
 def test_ranks_agree_on_how_to_add() -> None:
     for text in ranks.run(2, with_another_sum):
         assert "added in float32" in text
-
-
-def by_the_public_entry() -> str:
-    import os
-
-    params, x = new_params(), batch_of(dist.get_rank())
-    plain, _ = fdp.data_parallel(step_fn, wire_dtype=torch.bfloat16)(params, x)
-    os.environ["FDP_PUBLIC_INDUCTOR"] = "1"
-    try:
-        found, _ = fdp.data_parallel(step_fn, wire_dtype=torch.bfloat16, compile=True)(params, x)
-        fdp.assert_replicated(found)
-        for key, value in plain.items():
-            scale = float(value.abs().max()) if value.numel() else 0.0
-            assert torch.allclose(found[key], value, rtol=2**-6, atol=2**-8 * scale), key
-        both = fdp.data_parallel(step_fn, wire_dtype=torch.bfloat16, accumulate_dtype=torch.float32, compile=True)
-        with pytest.raises(fdp.CompileError) as caught:
-            both(params, x)
-    finally:
-        del os.environ["FDP_PUBLIC_INDUCTOR"]
-    return str(caught.value)
-
-
-@exhaustive
-def test_the_public_entry_of_the_compiler() -> None:
-    for text in ranks.run(2, by_the_public_entry):
-        assert "accumulate_dtype=torch.float32 and compile=True" in text
-        assert text.splitlines()[-1].startswith("Remedy: leave accumulate_dtype out, or compile=False")

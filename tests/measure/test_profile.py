@@ -17,7 +17,6 @@ from steps import make_state, train
 
 import fdp
 from fdp.distributed.group import Group
-from fdp.emit.compiled.public import VARIABLE
 from fdp.measure.intervals import Event, blocks, messages
 from fdp.timeline import Timeline
 from fdp.timeline.timeline import KINDS
@@ -175,22 +174,6 @@ def test_a_number_of_repeats_without_meaning(repeats: Any) -> None:
     with pytest.raises(fdp.ArgumentError) as caught:
         fdp.data_parallel(train).profile(make_state(SIZES), torch.randn(8, SIZES[0]), repeats=repeats)
     check_message(str(caught.value), "step 'train'", f"repeats={repeats!r}")
-
-
-def profile_out_of_sight() -> str:
-    os.environ[VARIABLE] = "1"
-    try:
-        step = fdp.data_parallel(train, compile=True)
-        with pytest.raises(fdp.CompileError) as caught:
-            step.profile(make_state(SIZES), torch.randn(8, SIZES[0]))
-        return str(caught.value)
-    finally:
-        del os.environ[VARIABLE]
-
-
-def test_messages_out_of_sight_are_not_made_up() -> None:
-    for message in ranks.run(2, profile_out_of_sight):
-        check_message(message, "step 'train' cannot be profiled", "compile=False")
 
 
 def one_dies() -> tuple[str, str, float]:

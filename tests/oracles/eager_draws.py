@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import optree
-import pytest
 import torch
 
 import fdp
-from fdp.emit.compiled.public import VARIABLE
 
 Draws = Callable[[torch.Tensor], Any]
-
-
-@contextmanager
-def entry(how: str) -> Iterator[dict[str, Any]]:
-    """Options of `data_parallel` for a way to run a step."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(VARIABLE, str(int(how == "public")))
-        yield {"compile": how != "plain", "check_replication": False}
 
 
 def same(found: Any, expected: Any) -> list[str]:
@@ -38,14 +27,14 @@ def same(found: Any, expected: Any) -> list[str]:
 
 def assert_draws_like_eager(function: Draws, x: torch.Tensor, how: str, check_trace: bool = False) -> None:
     w = torch.ones(3)
-    with entry(how) as options:
-        step = fdp.data_parallel(lambda w, x: (w, {"": function(x)}), check_trace=check_trace, **options)
-        for seed in range(2):
-            torch.manual_seed(seed)
-            found, after = step(w, x)[1][""], torch.rand(2)
-            torch.manual_seed(seed)
-            expected = function(x)
-            if not isinstance(expected, dict):
-                found, expected = {"": found}, {"": expected}
-            assert not same(found, expected)
-            assert torch.equal(after, torch.rand(2))
+    options = {"compile": how == "compiled", "check_replication": False}
+    step = fdp.data_parallel(lambda w, x: (w, {"": function(x)}), check_trace=check_trace, **options)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        found, after = step(w, x)[1][""], torch.rand(2)
+        torch.manual_seed(seed)
+        expected = function(x)
+        if not isinstance(expected, dict):
+            found, expected = {"": found}, {"": expected}
+        assert not same(found, expected)
+        assert torch.equal(after, torch.rand(2))

@@ -268,8 +268,8 @@ DONATION = (
     Fault(
         "owned memory returned",
         "emit/memory/donation.py",
-        "borrowed = donated | owned | _foreign_memory(trace)",
-        "borrowed = _foreign_memory(trace)",
+        "donated | owned | _foreign_memory(trace))",
+        "_foreign_memory(trace))",
         "a result is a view of the new state, which the next call overwrites",
     ),
     Fault(

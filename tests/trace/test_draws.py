@@ -14,8 +14,8 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from eager_draws import Draws, assert_draws_like_eager, entry
-from samples import ALL_SAMPLES, exhaustive
+from eager_draws import Draws, assert_draws_like_eager
+from samples import ALL_SAMPLES
 
 import fdp
 
@@ -118,7 +118,6 @@ def refused(x: torch.Tensor) -> set[str]:
 WAYS = [
     *(("plain", name) for name in LAYOUTS),
     *(("compiled", name) for name in (LAYOUTS if ALL_SAMPLES else ("transposed",))),
-    *(("public", name) for name in (LAYOUTS if ALL_SAMPLES else ("sliced",))),
 ]
 
 
@@ -128,13 +127,13 @@ def test_every_operator_draws_what_it_draws_by_itself(how: str, layout: str) -> 
     assert_draws_like_eager(drawn, LAYOUTS[layout](), how)
 
 
-@pytest.mark.parametrize("how", ["plain", "compiled", pytest.param("public", marks=exhaustive)])
+@pytest.mark.parametrize("how", ["plain", "compiled"])
 def test_the_comparison_accepts_them(how: str) -> None:
     torch.manual_seed(7)
     assert_draws_like_eager(drawn, LAYOUTS["channels_last"](), how, check_trace=True)
 
 
-@pytest.mark.parametrize("how", ["plain", "compiled", "public"])
+@pytest.mark.parametrize("how", ["plain", "compiled"])
 def test_generators_of_ones_own_draw_their_numbers(how: str) -> None:
     mine, other = torch.Generator(), torch.Generator()
 
@@ -149,11 +148,11 @@ def test_generators_of_ones_own_draw_their_numbers(how: str) -> None:
         return [*optree.tree_leaves(call()), torch.rand(2), *(torch.rand(2, generator=g) for g in (mine, other))]
 
     x = torch.randn(6, 5).t()
-    with entry(how) as options:
-        step = fdp.data_parallel(lambda w, x: (w, draw(x)), check_trace=False, **options)
-        for _ in range(2):
-            found, expected = run(lambda: step(torch.ones(2), x)[1]), run(lambda: draw(x))
-            assert all(map(torch.equal, found, expected))
+    options = {"compile": how == "compiled", "check_replication": False}
+    step = fdp.data_parallel(lambda w, x: (w, draw(x)), check_trace=False, **options)
+    for _ in range(2):
+        found, expected = run(lambda: step(torch.ones(2), x)[1]), run(lambda: draw(x))
+        assert all(map(torch.equal, found, expected))
 
 
 def chosen(x: torch.Tensor) -> Any:
@@ -169,11 +168,6 @@ def test_conditions_draw_in_their_place_whether_they_are_used_or_not(sign: int) 
     x = sign * torch.rand(6, 5).t()
     assert_draws_like_eager(chosen, x, "compiled")
     assert_draws_like_eager(chosen, x, "plain")
-
-
-def test_the_public_entry_refuses_conditions_that_draw() -> None:
-    with pytest.raises(fdp.CompileError, match="does not take cond around what draws random numbers"):
-        assert_draws_like_eager(chosen, torch.rand(5, 6), "public")
 
 
 def test_what_cannot_be_drawn_apart_is_refused() -> None:
@@ -204,9 +198,9 @@ def test_state_is_drawn_into_as_it_lies() -> None:
         torch.manual_seed(0)
         return [function(state, torch.ones(8, 3).t()) for _ in range(2)][-1]
 
-    for how in ("plain", "compiled", "public"):
-        with entry(how) as options:
-            found = run(fdp.data_parallel(step, donate_argnums=0, check_trace=False, **options))
+    for compile in (False, True):
+        options = {"compile": compile, "check_replication": False}
+        found = run(fdp.data_parallel(step, donate_argnums=0, check_trace=False, **options))
         assert all(map(torch.equal, optree.tree_leaves(found), optree.tree_leaves(run(step))))
 
 
@@ -226,24 +220,23 @@ def trains(how: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     params = {"w": torch.linspace(-1, 1, 20).view(4, 5)}
     expected = {"w": params["w"].clone()}
-    with entry(how) as options:
-        fitted = fdp.data_parallel(step, check_trace=False, compile=options["compile"])
-        for call in range(3):
-            batch = torch.arange(24.0).view(2, 3, 4) / (24 + rank + call)
-            torch.manual_seed(rank + 10 * call)
-            params, _, hidden = fitted(params, batch)
-            torch.manual_seed(rank + 10 * call)
-            w = expected["w"].requires_grad_()
-            loss, own = loss_of({"w": w}, batch)
-            (grad,) = torch.autograd.grad(loss, w)
-            dist.all_reduce(grad)
-            expected = {"w": (w - 0.1 * grad / size).detach()}
-            assert torch.equal(hidden == 0, own == 0)
-            torch.testing.assert_close(hidden, own.detach())
-            torch.testing.assert_close(params, expected)
+    fitted = fdp.data_parallel(step, check_trace=False, compile=how == "compiled")
+    for call in range(3):
+        batch = torch.arange(24.0).view(2, 3, 4) / (24 + rank + call)
+        torch.manual_seed(rank + 10 * call)
+        params, _, hidden = fitted(params, batch)
+        torch.manual_seed(rank + 10 * call)
+        w = expected["w"].requires_grad_()
+        loss, own = loss_of({"w": w}, batch)
+        (grad,) = torch.autograd.grad(loss, w)
+        dist.all_reduce(grad)
+        expected = {"w": (w - 0.1 * grad / size).detach()}
+        assert torch.equal(hidden == 0, own == 0)
+        torch.testing.assert_close(hidden, own.detach())
+        torch.testing.assert_close(params, expected)
 
 
-@pytest.mark.parametrize("how", ["plain", "compiled", "public"])
+@pytest.mark.parametrize("how", ["plain", "compiled"])
 def test_two_ranks_train_with_the_numbers_of_plain_pytorch(how: str) -> None:
     ranks.run(2, trains, how)
 
@@ -255,8 +248,7 @@ def test_draws_that_are_used_in_their_shape_alone_keep_their_place() -> None:
         torch.native_dropout(x, 0.5, True)
         return first + like + torch.rand_like(first) + torch.bernoulli(first * 0.5)
 
-    for how in ("compiled", "public"):
-        assert_draws_like_eager(function, torch.randn(6, 5).t(), how)
+    assert_draws_like_eager(function, torch.randn(6, 5).t(), "compiled")
 
 
 def test_an_unused_draw_right_before_a_condition_that_draws_is_refused_where_it_is_compiled() -> None:

@@ -128,7 +128,6 @@ def refused(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, wrong: Calla
     monkeypatch.setattr(place, name, wrong)
     with pytest.warns(UserWarning, match="found to be wrong before it ran"):
         made = compile_step(changed_late, *args, world=world, donate_argnums=0)
-    assert made.own_messages is None
     assert "aten" in made.source  # operator by operator
 
 

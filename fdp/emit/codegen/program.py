@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from fdp.distributed.other_ranks import OtherRanks
 from fdp.emit.codegen.calls import write_call
 from fdp.emit.codegen.lines import Line, Part, assemble, belongs, drop_unused, parts_of
 from fdp.emit.codegen.packing import write_division_in_bucket, write_packing
@@ -41,19 +39,6 @@ _aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class OwnMessages:
-    """Messages that a program sends by itself, without `start` and `wait`.
-
-    Attributes:
-        pretended: makes a context in which nothing is sent, given what this rank takes the others to hold.
-        caused: whether an error that the program raised comes from one of its messages.
-    """
-
-    pretended: Callable[[OtherRanks], AbstractContextManager[Any]]
-    caused: Callable[[Exception], bool]
-
-
-@dataclass(frozen=True)
 class Program:
     """A generated step.
 
@@ -66,7 +51,6 @@ class Program:
         scaled: buckets that it fills with values divided by the number of ranks.
         recording: what records the program as one piece of work for a device, if it is to be; it begins when its
             attribute `armed` is set.
-        own_messages: what it sends by itself, if it does.
         parts: of a program that is timed, what lies between one tick and the next.
         loops: the programs of the bodies of its loops, by node.
         names: what it calls the values of the graph, as far as it computes them as they are, by node.
@@ -78,7 +62,6 @@ class Program:
     layouts: Mapping[torch.device, Layout]
     scaled: frozenset[int]
     recording: Any = None
-    own_messages: OwnMessages | None = None
     parts: tuple[Part, ...] = ()
     loops: Mapping[str, Program] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)

@@ -1,7 +1,6 @@
 """`Plan` -> one compiled program: forward, backward, messages and updates as a single graph, in the order of the plan.
 
-options; barriers, draws -> graph -> passes -> inductor -> recording -> compiler; updates -> public, where another torch
-has another inductor
+options; barriers, draws -> graph -> passes -> inductor -> recording -> compiler
 """
 
 from fdp.emit.compiled.compiler import compile_program

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,10 +19,9 @@ from fdp.emit.compiled.barriers import IMPLEMENTED, running
 from fdp.emit.compiled.drawing import as_it_is
 from fdp.emit.compiled.draws import functions_that_draw, generators_of, operands_of
 from fdp.emit.compiled.graph import functional_graph, result_name
-from fdp.emit.compiled.inductor import OWN_DECOMPOSITIONS, Lowered, Unusable, decompositions, lower
+from fdp.emit.compiled.inductor import Lowered, decompositions, lower
 from fdp.emit.compiled.options import Options
 from fdp.emit.compiled.passes import declare
-from fdp.emit.compiled.public import asks_for_public, compile_publicly, warn_of_public
 from fdp.emit.compiled.recording import Recording
 from fdp.emit.compiled.unaliased import Apart
 from fdp.emit.memory.layout import Layout
@@ -30,7 +29,6 @@ from fdp.emit.memory.memory_plan import COMPILER, MemoryPlan
 from fdp.emit.memory.passes import plan_memory
 from fdp.emit.memory.planning import Place, slot_name
 from fdp.emit.proved import verified_program
-from fdp.errors import CompileError, build_message
 from fdp.plan import Plan
 from fdp.trace.effects import effects_of, is_marker
 from fdp.verify import VerificationError
@@ -47,8 +45,44 @@ class Buckets:
     scaled: frozenset[int]
 
 
+@dataclass(frozen=True)
+class _Job:
+    """What is to be compiled, and all that is known of it beforehand.
+
+    Attributes:
+        memory: the memory plan.
+        group: the ranks.
+        communicates: False in a world of one.
+        options: how.
+        constants: nodes whose values are the same at every call.
+        held: those values.
+        buckets: places in buckets.
+        returned: where each result is.
+        bodies: the programs of the bodies of loops, by node.
+        generators: that the step draws from.
+        apart: functions of functions that draw, and run as they are.
+    """
+
+    memory: MemoryPlan
+    group: Group
+    communicates: bool
+    options: Options
+    constants: Sequence[fx.Node]
+    held: Sequence[torch.Tensor]
+    buckets: Buckets
+    returned: Sequence[Returned]
+    bodies: Mapping[str, Program]
+    generators: Sequence[torch.Generator]
+    apart: Sequence[fx.Node]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self.memory.plan
+
+
 def compile_program(plan: Plan, group: Group, communicates: bool, options: Options, records: bool) -> Program:
-    """Compile the program of a plan.
+    """Compile the program of a plan: plan memory -> graph -> proof -> lowering -> program.
 
     Args:
         plan: the plan.
@@ -63,94 +97,79 @@ def compile_program(plan: Plan, group: Group, communicates: bool, options: Optio
     Raises:
         CompileError: the compiler cannot take an operator.
     """
-    trace, memory = plan.trace, plan_memory(plan, communicates, COMPILER)
-    constants, held = _constants(trace.graph, group.rank)
-    buckets = _buckets(memory)
-    alike, generators = options.draws_alike, generators_of(trace.graph)
-    apart = functions_that_draw(trace.graph) if alike else []
-
-    def functional(decomposed: Mapping[Any, Callable[..., Any]]) -> fx.GraphModule:
-        return functional_graph(memory, constants, buckets.places, decomposed, apart if alike else None)
-
+    memory = plan_memory(plan, communicates, COMPILER)
     bodies = {
         loop.node: compile_program(body, group, False, options, records=False)
-        for loop, body in zip(trace.loops, plan.bodies, strict=True)
+        for loop, body in zip(plan.trace.loops, plan.bodies, strict=True)
     }
-    own_messages = None
-    returned = _returned(memory)
-
-    def prove(lowered: fx.GraphModule, decomposed: Mapping[Any, Callable[..., Any]]) -> None:
-        _prove_own_operators()
-        verify_loops(trace, lambda body, found: compiled_loop(body, found.count, trace.nodes[found.node]))
-        own = generators if alike else None
-        verify_lowered(plan, lowered, held, buckets, returned, group.rank, communicates, decomposed, own)
-
+    constants, held = _constants(plan.trace.graph, group.rank)
+    apart = functions_that_draw(plan.trace.graph) if options.draws_alike else []
+    job = _Job(
+        memory, group, communicates, options, constants, held, _buckets(memory), _returned(memory), bodies,
+        generators_of(plan.trace.graph), apart,
+    )  # fmt: skip
     try:
-        lowered = None if asks_for_public() else _lower(trace.name, functional, options, prove)
+        graph = _proved_graph(job)
     except VerificationError as error:
         warnings.warn(
-            f"fdp: the graph to compile of step {trace.name!r} was found to be wrong before it ran. The step runs "
+            f"fdp: the graph to compile of step {plan.trace.name!r} was found to be wrong before it ran. The step runs "
             "operator by operator in its place. Please report this to the authors of fdp: "
             + "; ".join(line.strip() for line in str(error).splitlines()[:-1]),
             stacklevel=2,
         )
         return verified_program(plan, group.rank, communicates)
-    if lowered is None and (bodies or apart):
-        what = "fdp.accumulate" if bodies else f"{apart[0].target} around what draws random numbers"
-        raise CompileError(
-            build_message(
-                f"step {trace.name!r} cannot be compiled: the public entry of inductor does not take {what}.",
-                remedy="compile=False runs it operator by operator.",
-            )
-        )
-    if lowered is None:
-        # Taken apart by inductor itself: how it wants that is private, too.
-        lowered, own_messages = compile_publicly(
-            functional(OWN_DECOMPOSITIONS), plan, group, list(buckets.places), options
-        )
-        buckets = replace(buckets, places={}, layouts={})
-    source = _wrapper(returned, len(held), list(buckets.places))
+    return _program(job, lower(plan.trace.name, graph, dict(options.settings)), records)
+
+
+def _proved_graph(job: _Job) -> fx.GraphModule:
+    """The graph that the compiler gets: carried out, effects declared, and proved."""
+    plan, options = job.plan, job.options
+    decomposed = decompositions(dict(options.settings))
+    alike = options.draws_alike
+    graph = functional_graph(job.memory, job.constants, job.buckets.places, decomposed, job.apart if alike else None)
+    declare(graph.graph, options.multiplies)
+    graph.recompile()
+    _prove_own_operators()
+    verify_loops(plan.trace, lambda body, found: compiled_loop(body, found.count, plan.trace.nodes[found.node]))
+    generators = job.generators if alike else None
+    rank = job.group.rank
+    verify_lowered(plan, graph, job.held, job.buckets, job.returned, rank, job.communicates, decomposed, generators)
+    return graph
+
+
+def _program(job: _Job, lowered: Lowered, records: bool) -> Program:
+    """The function that calls what was compiled, with all that it needs at every call."""
+    trace, buckets = job.plan.trace, job.buckets
+    source = _wrapper(job.returned, len(job.held), list(buckets.places))
     function, recording = lowered.function, None
-    if records:
-        donated = frozenset(index for index, item in enumerate(trace.inputs) if item.donated)
-        # What draws random numbers draws others the second time; what sends messages would send them twice.
-        compares = not memory.markers and not any(effects_of(node).random for node in trace.nodes.values())
-        recording = function = Recording(
-            trace.name, function, len(trace.inputs), donated, compares, lambda yes: all_say(group, yes)
-        )
     # Inputs that are not donated, and closed-over tensors, are the caller's: only the former may be returned.
-    free = frozenset(at for at, item in enumerate(trace.inputs) if not item.donated)
-    function = Apart(function, _strides(memory, returned), free, alone=len(free) < len(trace.inputs))
-    namespace: dict[str, Any] = {"compiled": function, "constants": held, "running": running}
-    by_number = [compiled_loop(bodies[loop.node], loop.count, trace.nodes[loop.node]) for loop in trace.loops]
-    namespace["loops"] = [*by_number, *(as_it_is(node, operands_of(node)) for node in apart)]
-    namespace["generators"] = generators
+    donated = frozenset(at for at, item in enumerate(trace.inputs) if item.donated)
+    free = frozenset(range(len(trace.inputs))) - donated
+    if records:
+        # What draws random numbers draws others the second time; what sends messages would send them twice.
+        compares = not job.memory.markers and not any(effects_of(node).random for node in trace.nodes.values())
+        recording = function = Recording(
+            trace.name, function, len(trace.inputs), donated, compares, lambda yes: all_say(job.group, yes)
+        )
+    by_number = [compiled_loop(job.bodies[loop.node], loop.count, trace.nodes[loop.node]) for loop in trace.loops]
+    namespace: dict[str, Any] = {
+        "compiled": Apart(function, _strides(job.memory, job.returned), free, alone=bool(donated)),
+        "constants": job.held,
+        "running": running,
+        "loops": [*by_number, *(as_it_is(node, operands_of(node)) for node in job.apart)],
+        "generators": job.generators,
+    }
     exec(compile(source, f"<fdp step {trace.name}>", "exec"), namespace)
-    text = "\n\n".join([source, lowered.source, *(body.source for body in bodies.values())])
-    places, layouts, scaled = buckets.places, buckets.layouts, buckets.scaled
-    return Program(text, namespace["step"], places, layouts, scaled, recording, own_messages, loops=bodies)
+    text = "\n\n".join([source, lowered.source, *(body.source for body in job.bodies.values())])
+    return Program(
+        text, namespace["step"], buckets.places, buckets.layouts, buckets.scaled, recording, loops=job.bodies
+    )
 
 
 @functools.cache
 def _prove_own_operators() -> None:
     """Prove, once in a process, that fdp's own operators do what the proof of graphs takes them for."""
     verify_implementations(IMPLEMENTED, running)
-
-
-def _lower(
-    name: str, functional: Callable[..., fx.GraphModule], options: Options, prove: Callable[..., None]
-) -> Lowered | None:
-    """Compile by the private entry, which keeps the plan; None if this torch has none that fdp knows."""
-    try:
-        decomposed = decompositions(dict(options.settings))
-        graph = functional(decomposed)
-        declare(graph.graph, options.multiplies)
-        graph.recompile()
-        prove(graph, decomposed)
-        return lower(name, graph, dict(options.settings))
-    except Unusable as error:
-        warn_of_public(str(error))
-        return None
 
 
 def _constants(graph: fx.GraphModule, rank: int) -> tuple[list[fx.Node], list[torch.Tensor]]:

@@ -21,7 +21,7 @@ from torch import fx
 from fdp.emit.compiled.drawing import NAMED, is_written
 from fdp.emit.memory.elements import offsets
 from fdp.errors import CompileError, build_message
-from fdp.trace.effects import bound_arguments, effects_of, operator_name, storages_of
+from fdp.trace.effects import bound_arguments, effects_of, nodes_in, operator_name, storages_of
 from fdp.trace.loops import is_loop
 
 _LIKE = ("rand_like", "randn_like", "randint_like")
@@ -169,12 +169,7 @@ def _is_read(node: fx.Node, schema: Any, given: fx.Node) -> bool:
 
 
 def _tensors_in(value: Any) -> Iterator[fx.Node]:
-    if isinstance(value, fx.Node):
-        if isinstance(value.meta.get("val"), torch.Tensor):
-            yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors_in(each)
+    return (node for node in nodes_in(value) if isinstance(node.meta.get("val"), torch.Tensor))
 
 
 def _lie_alike(one: fx.Node, two: fx.Node) -> bool:

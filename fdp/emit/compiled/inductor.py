@@ -20,8 +20,7 @@ What is relied on (torch 2.13 to 2.15; `torch_parts` lists the names):
   strides are to be what they are in the graph. That copies which change nothing are taken for their originals: `passes`
   lists the operators.
 
-Where another torch has none of that, or other arguments to it, `Unusable` is raised, and the step is compiled by
-`torch._inductor.compile`, which is public (see `public`).
+Where another torch has none of that, or other arguments to it, a step is not compiled: a `CompileError` says so.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def decompositions(settings: Settings) -> Mapping[Any, Callable[..., Any]]:
         from torch._inductor.decomposition import select_decomp_table
 
         with config.patch(_patches(settings)):
-            return {**select_decomp_table(), **OWN_DECOMPOSITIONS}
+            return {**select_decomp_table(), **_OWN_DECOMPOSITIONS}
 
 
 def _add_of_a_product(one: Any, other: Any, *, alpha: Any = 1) -> Any:
@@ -133,19 +132,26 @@ def _first_of_all(operator: Any) -> Callable[..., Any]:
     return place
 
 
-OWN_DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
+_OWN_DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten.add.Tensor: _add_of_a_product,
     **{each: _first_of_all(each) for each in (torch.ops.aten.argmax.default, torch.ops.aten.argmin.default)},
 }
-"""What is taken apart for either entry, since inductor is wrong about the whole."""
+"""What is taken apart since inductor is wrong about the whole."""
 
 
 _lowering = threading.RLock()
 """Held while inductor is at work: its settings, and how it lowers operators, hold for the whole process."""
 
 
-class Unusable(Exception):
-    """The private parts of inductor are not what this file takes them for."""
+def _unusable(why: str) -> CompileError:
+    """The refusal where the private parts of inductor are not what this file takes them for."""
+    return CompileError(
+        build_message(
+            f"torch {torch.__version__} does not have the entry to inductor that fdp knows.",
+            [why],
+            remedy="compile=False runs steps operator by operator; or install a torch that fdp was tested with.",
+        )
+    )
 
 
 @contextmanager
@@ -153,7 +159,7 @@ def _as_expected() -> Iterator[None]:
     try:
         yield
     except (ImportError, AttributeError, TypeError) as error:
-        raise Unusable(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from error
+        raise _unusable(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from error
 
 
 def _patches(settings: Settings) -> dict[str, Any]:
@@ -185,8 +191,7 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
         The compiled graph.
 
     Raises:
-        CompileError: inductor cannot compile it; names the operator.
-        Unusable: this is another inductor.
+        CompileError: inductor cannot compile it (names the operator), or is another one than fdp knows.
     """
     if _computes_nothing(graph):
         return Lowered(_given_back(graph), graph.code)
@@ -224,7 +229,7 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
         except Exception as error:
             raise refusal(name, error) from error
     if not getattr(compiled, "_boxed_call", False) or not hasattr(compiled, "source_code"):
-        raise Unusable("what compile_fx_inner returns does not take one list of inputs, or has no text")
+        raise _unusable("what compile_fx_inner returns does not take one list of inputs, or has no text")
     return Lowered(compiled, str(compiled.source_code))
 
 
@@ -243,41 +248,6 @@ def _given_back(graph: fx.GraphModule) -> Callable[[list[Any]], Sequence[torch.T
         return made
 
     return run
-
-
-def lower_publicly(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
-    """Compile a graph without effects, but for copies into inputs, by inductor's public entry.
-
-    Args:
-        name: the user's function, for messages.
-        graph: of any operators.
-        settings: how; what keeps the plan is asked for as far as this torch knows it.
-
-    Returns:
-        The compiled graph; its source is the text of the graph, since the public entry does not give the program.
-
-    Raises:
-        CompileError: inductor cannot compile it; names the operator.
-    """
-    import torch._inductor
-
-    examples = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
-    known = set(torch._inductor.list_options())
-    settings = {key: value for key, value in _patches(settings).items() if key in known}
-    with torch.no_grad():
-        try:
-            compiled = torch._inductor.compile(graph, examples, options=settings)
-        except FdpError:
-            raise
-        except Exception as error:
-            raise refusal(name, error) from error
-
-    def function(inputs: list[Any]) -> Sequence[torch.Tensor]:
-        values = tuple(inputs)
-        inputs.clear()
-        return compiled(*values)
-
-    return Lowered(function, graph.code)
 
 
 @functools.cache

@@ -8,7 +8,8 @@ there as soon as its last reader is done.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -54,19 +55,36 @@ def place_outputs(plan: Plan, same: Mapping[fx.Node, fx.Node], accesses: Accesse
         The placement.
     """
     trace = plan.trace
-    graph = trace.graph.graph
-    placeholders = graph.find_nodes(op="placeholder")
-    made: list[fx.Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
+    placeholders = trace.graph.graph.find_nodes(op="placeholder")
+    made: list[fx.Node] = list(trace.graph.graph.output_node().args[0])  # type: ignore[arg-type]
     slots = [output.slot for output in trace.outputs if output.node is not None]
-    placement = Placement(returned=list(made))
-
+    pairs = [(node, None if slot is None else placeholders[slot]) for node, slot in zip(made, slots, strict=True)]
     donated = {
         storage
         for node, item in zip(placeholders, trace.inputs, strict=True)
         if item.donated
         for storage in storages_of(node)
     }
-    pairs = [(node, None if slot is None else placeholders[slot]) for node, slot in zip(made, slots, strict=True)]
+    placement = Placement(returned=list(made))
+    owned = _place_new_values(plan, placement, pairs, donated, same, accesses, plain)
+    _copy_what_is_shared(placement, pairs, donated, donated | owned | _foreign_memory(trace))
+    return placement
+
+
+Pairs = Sequence[tuple[fx.Node, "fx.Node | None"]]
+"""Each tensor output, and the donated input that it is the new value of."""
+
+
+def _place_new_values(
+    plan: Plan,
+    placement: Placement,
+    pairs: Pairs,
+    donated: AbstractSet[int],
+    same: Mapping[fx.Node, fx.Node],
+    accesses: Accesses,
+    plain: bool,
+) -> set[int]:
+    """Decide how the new value of each donated input gets there; returns memory that is, or becomes, that of one."""
     # Memory of donated inputs that some other output reads until the end.
     taken = {
         storage
@@ -75,8 +93,8 @@ def place_outputs(plan: Plan, same: Mapping[fx.Node, fx.Node], accesses: Accesse
         for storage in storages_of(node)
         if storage in donated
     }
-    clones = _clones(graph, same)
-    owned: set[int] = set()  # memory that is, or becomes, that of a donated input
+    clones = _clones(plan.trace.graph.graph, same)
+    owned: set[int] = set()
     for position, (node, target) in enumerate(pairs):
         if target is None:
             continue
@@ -104,17 +122,22 @@ def place_outputs(plan: Plan, same: Mapping[fx.Node, fx.Node], accesses: Accesse
             placement.copies.setdefault(last, []).append((target, node))
             owned.add(home)
         placement.returned[position] = target
-    # Where state is donated, what is returned in new memory may be what is donated next (state that shared memory, or
-    # has grown): one result to a piece of memory, so that the next call changes no other.
-    borrowed = donated | owned | _foreign_memory(trace)
+    return owned
+
+
+def _copy_what_is_shared(placement: Placement, pairs: Pairs, donated: AbstractSet[int], others: set[int]) -> None:
+    """Find the results to be copied at the end: those in memory that belongs to something else.
+
+    Where state is donated, what is returned in new memory may be what is donated next (state that shared memory, or has
+    grown): one result to a piece of memory, so that the next call changes no other.
+    """
     for position, (node, target) in enumerate(pairs):
         if placement.returned[position] is target:
             continue
-        if borrowed.intersection(storages_of(node)):
+        if others.intersection(storages_of(node)):
             placement.cloned.add(position)
         elif donated:
-            borrowed.update(storages_of(node))
-    return placement
+            others.update(storages_of(node))
 
 
 def _is_same(node: fx.Node, target: fx.Node) -> bool:

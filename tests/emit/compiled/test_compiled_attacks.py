@@ -11,7 +11,7 @@ import torch
 from fake_ranks import fake_group
 
 import fdp
-from fdp.emit.compiled import public, resolve_options
+from fdp.emit.compiled import resolve_options
 from fdp.runtime.emitted import Emitted
 
 # Modules of inductor use what torch has deprecated.
@@ -107,9 +107,7 @@ SAME: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 """Arithmetic that changes nothing, by which a person makes a value of its own."""
 
 
-@pytest.mark.parametrize("entry", ["private", "public"])
-def test_a_result_that_equals_donated_state_has_memory_of_its_own(entry: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(public.VARIABLE, "1" if entry == "public" else "0")
+def test_a_result_that_equals_donated_state_has_memory_of_its_own() -> None:
     shared = {"check_replication": False, "donate_argnums": 0}
 
     def kept(state: Tree, batch: Tree) -> Tree:
@@ -136,14 +134,12 @@ def test_a_result_that_equals_donated_state_has_memory_of_its_own(entry: str, mo
     torch.testing.assert_close(runs[1], runs[0])
 
 
-@pytest.mark.parametrize("entry", ["private", "public"])
-def test_nobody_can_have_such_arithmetic_left_out(entry: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_can_have_such_arithmetic_left_out() -> None:
     from torch._inductor import config
 
     with pytest.raises(fdp.ArgumentError, match="share memory") as caught:
         fdp.data_parallel(lambda state: state, compile={"joint_graph_constant_folding": True})
     assert "leave it out" in str(caught.value)
-    monkeypatch.setenv(public.VARIABLE, "1" if entry == "public" else "0")
     with config.patch({"joint_graph_constant_folding": True}):
         step = fdp.data_parallel(
             lambda state: (state, state["w"] * 1), donate_argnums=0, compile=True, check_replication=False

@@ -34,6 +34,26 @@ def check_refused(step: Any, *texts: str) -> None:
     assert new["w"] is state["w"] and models.digest(state) != before
 
 
+@pytest.mark.parametrize("missing", ["compile_fx_inner", "select_decomp_table", "arguments", "convention", "setting"])
+def test_another_inductor_is_refused(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import compile_fx, decomposition
+
+    if missing == "compile_fx_inner":
+        monkeypatch.delattr(compile_fx, missing)
+    elif missing == "select_decomp_table":
+        monkeypatch.setattr(decomposition, missing, lambda settings: {})
+    elif missing == "arguments":
+        monkeypatch.setattr(compile_fx, "compile_fx_inner", lambda graph, examples: graph)
+    elif missing == "convention":
+        monkeypatch.setattr(compile_fx, "compile_fx_inner", lambda graph, examples, is_inference: graph.forward)
+    else:
+        monkeypatch.setattr(inductor, "KEPT", {**inductor.KEPT, "no_such_setting": False})
+    step = fdp.data_parallel(lambda w, x: fdp.pmean((w * x).sum()) * w, compile=True)
+    with pytest.raises(fdp.CompileError, match="does not have the entry to inductor that fdp knows") as caught:
+        step(torch.ones(4), torch.ones(4))
+    assert "compile=False" in str(caught.value).splitlines()[-1]
+
+
 def test_an_operator_that_cannot_be_lowered_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import lowering
 

@@ -236,11 +236,8 @@ def test_two_optimizers_in_one_step() -> None:
     ranks.run(2, train_adversaries)
 
 
-@pytest.mark.parametrize("public", [False, True], ids=["own entry", "public entry"])
-def test_a_factor_in_a_sum_with_a_product_is_kept(public: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_factor_in_a_sum_with_a_product_is_kept() -> None:
     # torch.compile of torch 2.13 makes one addmm of the two, and forgets the factor.
-    monkeypatch.setenv("FDP_PUBLIC_INDUCTOR", str(int(public)))
-
     def step(state: torch.Tensor, batch: torch.Tensor) -> Any:
         one = torch.add(state @ state, state, alpha=2)
         other = (state @ batch).mul_(0.5).add_(state, alpha=-3)
@@ -252,11 +249,8 @@ def test_a_factor_in_a_sum_with_a_product_is_kept(public: bool, monkeypatch: pyt
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("public", [False, True], ids=["own entry", "public entry"])
-def test_of_equal_extremes_the_first_counts(public: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_equal_extremes_the_first_counts() -> None:
     # torch.compile of torch 2.13 takes the one that lies first in memory.
-    monkeypatch.setenv("FDP_PUBLIC_INDUCTOR", str(int(public)))
-
     def step(state: torch.Tensor, batch: torch.Tensor) -> Any:
         value, across = (state.t() + batch).relu(), (state + batch)[:, 1:].t()
         return (
@@ -298,3 +292,26 @@ def test_a_condition_whose_branches_have_been_seen_with_other_shapes() -> None:
         x = sign * torch.arange(2.0 * rows).view(rows, 2)
         expected = (-x * rows).sum() if sign > 0 else (x.relu() + rows).sum()
         torch.testing.assert_close(run(torch.zeros(2), x), expected.expand(2))
+
+
+def test_gathered_values_without_elements_have_the_shape_of_all_ranks() -> None:
+    def step(state: torch.Tensor, batch: torch.Tensor) -> Any:
+        none = fdp.all_gather(batch[:0])
+        return state + none.permute(1, 2, 0).sum((0, 2)), none
+
+    state, batch = torch.ones(3), torch.ones(4, 3)
+    found = fdp.data_parallel(step, compile=True)(state, batch)
+    torch.testing.assert_close(found, (state, torch.empty(1, 0, 3)))
+
+
+def test_what_torch_calls_unsafe_is_a_view() -> None:
+    def step(state: torch.Tensor, batch: torch.Tensor) -> Any:
+        value = state * 2
+        parts, pieces = torch.unsafe_split(value, 2), torch.unsafe_split_with_sizes(value, [1, 3])
+        value.add_(1)
+        return parts[1] * batch, pieces[0] * 2, parts[0]
+
+    state, batch = torch.arange(4.0), torch.full((2,), 3.0)
+    for compile in (False, True):
+        found = fdp.data_parallel(step, compile=compile, check_replication=False)(state, batch)
+        torch.testing.assert_close(found, step(state, batch))
