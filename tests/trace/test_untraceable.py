@@ -273,7 +273,6 @@ REFUSED: dict[str, tuple[Case, str, str]] = {
     "zeros of a read length": (lambda w, b: torch.zeros(int(w.sum())), VALUE, WHERE),
     "arange of a read length": (lambda w, b: torch.arange(w.sum().item()), LENGTH, "mask what is too much"),
     "torch.tensor of tensors": (lambda w, b: torch.tensor([w[0], w[1]]), VALUE, "torch.stack"),
-    "dlpack": (lambda w, b: torch.from_dlpack(w), VALUE, ""),
     "a format": (lambda w, b: (w, f"{b.sum():.2f}")[0], VALUE, "return a metric as a tensor"),
     "a format of a number": (lambda w, b: (w, f"{b.sum().item():.2f}")[0], VALUE, "return a metric as a tensor"),
     "json": (lambda w, b: (w, json.dumps({"loss": b.sum().item()}))[0], VALUE, "save what the step returns"),
