@@ -95,12 +95,18 @@ def _measured(
     return [tuple(each.stride()) for each in made]
 
 
+_READ: Mapping[type, Any] = {torch.SymFloat: 1.0, torch.SymInt: 1, torch.SymBool: True}
+"""Numbers that are read from tensors at each call, and what stands for one. To ask for their values ends the trace."""
+
+
 def _with_zeros(value: Any) -> Any:
     """Zeros in the place of each tensor, that lie as it does."""
     if isinstance(value, torch.Tensor):
         span = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
         flat = torch.zeros(span if value.numel() else 0, dtype=value.dtype, device=value.device)
         return flat.as_strided(value.shape, value.stride())
+    if type(value) in _READ:
+        return _READ[type(value)]
     if isinstance(value, (list, tuple)):
         return [_with_zeros(each) for each in value]
     return {key: _with_zeros(each) for key, each in value.items()} if isinstance(value, dict) else value
@@ -110,6 +116,8 @@ def _described(value: Any) -> Any:
     """A value as far as strides depend on it."""
     if isinstance(value, torch.Tensor):
         return "tensor", tuple(value.shape), tuple(value.stride()), value.dtype, value.device
+    if type(value) in _READ:
+        return type(value)
     if isinstance(value, (list, tuple)):
         return tuple(map(_described, value))
     if isinstance(value, Mapping):

@@ -68,3 +68,14 @@ def test_kernels_are_chosen_as_around_the_call() -> None:
             torch.testing.assert_close(found, expected)
     finally:
         torch._C._set_mkldnn_enabled(True)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.SGD])
+def test_numbers_that_are_read_from_tensors_stay_unread(cls: Any) -> None:
+    """The learning rate, the count of steps: operators on a parameter that lies turned are given them as numbers."""
+    rule = fdp.optim.from_torch(cls, lr=0.1)
+    params, grads = {"w": torch.randn(4, 3).t()}, {"w": torch.randn(3, 4)}
+    state = rule.init(params)
+    step = fdp.data_parallel(lambda params, state, grads: rule.update(grads, state, params), batch_argnums=())
+    expected = rule.update(grads, state, params)
+    torch.testing.assert_close(step(params, state, grads), expected, rtol=0, atol=0)
