@@ -23,7 +23,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "tracebacks": (),
     "pytree": (),
     "tables": (),
-    "pytorch": ("dispatch guards parts", "dynamo recomputation"),
+    "pytorch": ("dispatch guards parts tensors", "dynamo recomputation"),
     "distributed": ("comparable fingerprint group header other_ranks wire", "desynchronised exchange"),
     "context": ("accumulating ambient axis",),
     # what a user calls

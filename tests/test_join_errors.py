@@ -54,6 +54,14 @@ def test_each_rank_raises_its_own_error() -> None:
         assert found == (1, "OSError", f"no disk\udcff\non rank {rank}")
 
 
+def refusal_of(batches: Any) -> str:
+    try:
+        list(fdp.join(batches))
+    except fdp.FdpError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def refilled(by: str) -> str:
     def batches() -> Iterator[Tensor]:
         x = torch.ones(3, 2, dtype=torch.bfloat16 if by == "data" else torch.float32).T
@@ -66,30 +74,15 @@ def refilled(by: str) -> str:
                 x.numpy()[:] += 1
             yield x
 
-    own: Any = batches() if dist.get_rank() else [torch.ones(2)] * 3
-    try:
-        list(fdp.join(own))
-    except fdp.FdpError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return refusal_of(batches() if dist.get_rank() else [torch.ones(2)] * 3)
 
 
 def no_pickle() -> str:
-    own = [{"x": torch.ones(2), "f": lambda: 0}] if dist.get_rank() else []
-    try:
-        list(fdp.join(own))
-    except fdp.FdpError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return refusal_of([{"x": torch.ones(2), "f": lambda: 0}] if dist.get_rank() else [])
 
 
 def uncounted() -> str:
-    own: Any = [torch.ones(2), torch.ones(())] if dist.get_rank() else [torch.ones(2)] * 3
-    try:
-        list(fdp.join(own))
-    except fdp.FdpError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return refusal_of([torch.ones(2), torch.ones(())] if dist.get_rank() else [torch.ones(2)] * 3)
 
 
 def test_batches_that_cannot_be_joined_are_refused_on_all_ranks() -> None:

@@ -41,7 +41,7 @@ def call_node(
     Returns:
         What it returns.
     """
-    args, kwargs = arguments_of(node, list(entries))
+    args, kwargs = arguments_of(node, entries)
     values: Any = fx.map_arg(tuple(args), value_of)
     options: Any = fx.map_arg(kwargs, value_of)
     if is_marker(node):

@@ -28,6 +28,7 @@ from fdp.context.accumulating import (
 from fdp.context.axis import Axis, current_axis
 from fdp.errors import ArgumentError, build_message
 from fdp.pytorch.dynamo import breaks_graph
+from fdp.pytorch.tensors import is_transformed, place_of
 from fdp.pytree import leaf_names
 
 _BREAK_REASON = (
@@ -313,10 +314,8 @@ def _fresh_leaf(source: torch.Tensor) -> torch.Tensor:
 
 
 def _place(x: torch.Tensor) -> Any:
-    """The memory of a tensor; `x.data = y` gives it another. None where that is not allowed anyway."""
-    if x.layout != torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return None
-    return x.untyped_storage()._cdata, x.shape, x.stride(), x.storage_offset(), x.dtype
+    """The place of a tensor; `x.data = y` gives it another. None where that is not allowed anyway."""
+    return None if x.layout != torch.strided or is_transformed(x) else place_of(x)
 
 
 def _follow(sources: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], there: Sequence[Any]) -> None:

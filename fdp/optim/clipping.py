@@ -11,6 +11,7 @@ from fdp import pytree
 from fdp.optim.checks import describe, names, refusal
 from fdp.optim.entries import check_optimizer
 from fdp.optim.optimizer import Optimizer
+from fdp.pytorch.tensors import is_transformed
 from fdp.pytree import Tree
 
 # Where torch has kernels for lists of tensors.
@@ -151,11 +152,10 @@ def _take_lists(tensors: list[Tensor]) -> bool:
     """Whether one kernel may take all the tensors: nothing differentiates through it, and no `vmap` is around it.
 
     Not left to torch, which asks for the type of the tensors: the fake ones of a trace would take another way than
-    real ones, with other bits. (This relies on `is_functorch_wrapped_tensor`, true in grad, jvp and vmap.)
+    real ones, with other bits.
     """
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    return not differentiated and all(t.device.type in _LIST_KERNELS and not wrapped(t) for t in tensors)
+    return not differentiated and all(t.device.type in _LIST_KERNELS and not is_transformed(t) for t in tensors)
 
 
 def checked_gradients(who: str, root: str, tree: Tree) -> list[Tensor]:

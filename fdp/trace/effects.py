@@ -296,6 +296,7 @@ def _updates_statistics(node: fx.Node) -> bool:
 
 
 def nodes_in(value: Any) -> Iterator[fx.Node]:
+    """The nodes of an argument: the value itself, or those in it, in order."""
     if isinstance(value, fx.Node):
         yield value
     elif isinstance(value, (list, tuple)):

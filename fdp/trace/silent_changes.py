@@ -23,6 +23,7 @@ import torch.utils.dlpack
 from torch import fx
 
 from fdp.errors import FdpError, PurityError, TraceError, build_message
+from fdp.pytorch.tensors import is_transformed, place_of
 from fdp.trace.source import Source, user_line
 
 _TENSOR, _STORAGES = torch.Tensor, (torch.UntypedStorage, torch.storage.TypedStorage)
@@ -90,7 +91,9 @@ class Unseen:
         Raises:
             PurityError: an argument was given another shape, dtype or device.
         """
-        moved = {at: before for at, (before, _) in self._moved.items() if not _is_one(before, self._arguments[at])}
+        moved = {
+            at: before for at, (before, _) in self._moved.items() if place_of(before) != place_of(self._arguments[at])
+        }
         self._refuse_other_kinds(moved)
         with torch.no_grad():
             memory = {before.untyped_storage()._cdata for before in moved.values()}
@@ -127,7 +130,7 @@ class Unseen:
 
     def _set_data(self, original: Any) -> Callable[[torch.Tensor, Any], None]:
         def set_data(tensor: torch.Tensor, value: Any) -> None:
-            plain = isinstance(value, torch.Tensor) and not _is_transformed(tensor) and not _is_transformed(value)
+            plain = isinstance(value, torch.Tensor) and not is_transformed(tensor) and not is_transformed(value)
             if not plain or not self._tracing():
                 original.__set__(tensor, value)
                 return
@@ -139,7 +142,7 @@ class Unseen:
                 self._moved[position] = (tensor.detach(), line)
             seen = value.detach()  # an operator, which the trace sees
             original.__set__(tensor, seen)
-            if not _is_one(tensor, seen):
+            if place_of(tensor) != place_of(seen):
                 raise AssertionError("this release of PyTorch sets .data in another way than fdp knows")
             self._stand_for(tensor, seen)
 
@@ -248,20 +251,6 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
             delattr(owner, name)
         else:
             setattr(owner, name, own)
-
-
-def _is_transformed(tensor: Any) -> bool:
-    """Whether a transform of torch.func has wrapped a tensor: those refuse `.data =` by themselves."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
-
-
-def _is_one(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether two tensors are the same memory under the same shape."""
-    return (
-        one.untyped_storage()._cdata == two.untyped_storage()._cdata
-        and (one.shape, one.stride(), one.storage_offset()) == (two.shape, two.stride(), two.storage_offset())
-        and (one.dtype, one.is_conj(), one.is_neg()) == (two.dtype, two.is_conj(), two.is_neg())
-    )
 
 
 def _lie_alike(one: torch.Tensor, two: torch.Tensor) -> bool:

@@ -104,11 +104,8 @@ def copyable(fake: type[torch.Tensor]) -> Iterator[None]:
         copied: torch.Tensor = memo[id(tensor)]
         return copied
 
-    type.__setattr__(fake, "__deepcopy__", copy_tensor)
-    try:
+    with replaced(fake, "__deepcopy__", lambda _: copy_tensor):
         yield
-    finally:
-        delattr(fake, "__deepcopy__")
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch import fx
 from fdp.trace.capture import Geometry, capture_functional
 from fdp.trace.trace import Trace
 from fdp.verify.higher import draws_in
-from fdp.verify.operators import operator_of
+from fdp.verify.operators import HIDDEN_VIEWS, operator_of
 
 _aten = torch.ops.aten
 _library = torch.library.Library("fdp_verify", "DEF")
@@ -141,15 +141,7 @@ def _carry_out(node: fx.Node, env: Mapping[fx.Node, Any], calls: list[Call], loo
         # A new tensor on a CPU; other kernels hand their argument back.
         kept = args[0].clone() if args[0].device.type == "cpu" else args[0]
         return kept, torch.ones_like(args[0], dtype=torch.bool)
-    return _SAID_TO_BE_VIEWS.get(target, target)(*args, **kwargs)
-
-
-_SAID_TO_BE_VIEWS: dict[Any, Any] = {
-    # What they return lies in their argument, which only the others' schemas say.
-    _aten.unsafe_split.Tensor: _aten.split.Tensor,
-    _aten.unsafe_split_with_sizes.default: _aten.split_with_sizes.default,
-    _aten._unsafe_view.default: _aten.view.default,
-}
+    return HIDDEN_VIEWS.get(target, target)(*args, **kwargs)
 
 
 def draws(node: fx.Node) -> bool:

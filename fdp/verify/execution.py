@@ -103,8 +103,7 @@ class Execution(Machine):
 
     def _tensor(self, block: Block, start: int, shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         tensor = torch.empty(0, dtype=dtype, device="meta")
-        tensor.set_(self._storages[block], start // dtype.itemsize, shape, stride)
-        return tensor
+        return tensor.set_(self._storages[block], start // dtype.itemsize, shape, stride)
 
     def _place(self, name: str, place: Place) -> torch.Tensor | None:
         if place.memory not in self.where:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+_aten = torch.ops.aten
+
 _STATISTICS = ("running_mean", "running_var")
 _WRITES_UNDECLARED: dict[str, tuple[str, ...]] = {
     # Batch normalisation in training mode changes its running statistics.
@@ -27,8 +29,14 @@ _FILLED: dict[str, tuple[str, ...]] = {
     # Written, and not read, though no out argument by name.
     "aten::rrelu_with_noise": ("noise",),
 }
-_HIDDEN_VIEWS = ("aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_split_with_sizes")
-"""Return a view, and their schemas do not say so."""
+HIDDEN_VIEWS: dict[Any, Any] = {
+    _aten._unsafe_view.default: _aten.view.default,
+    _aten.unsafe_split.Tensor: _aten.split.Tensor,
+    _aten.unsafe_split_with_sizes.default: _aten.split_with_sizes.default,
+}
+"""Operators that return views, which their schemas do not say, and those of the same views that do say so."""
+
+_HIDDEN = frozenset(hidden._schema.name for hidden in HIDDEN_VIEWS)
 
 _FOR_SHAPE_ALONE: dict[str, str] = {
     **dict.fromkeys(
@@ -208,7 +216,7 @@ def operator_of(target: Any) -> Operator:
             for at, argument in enumerate(schema.arguments)
         ),
         results=results,
-        views=views or name in _HIDDEN_VIEWS,
+        views=views or name in _HIDDEN,
         reshapes=torch.Tag.inplace_view in tags,
         number=base in _NUMBERS,
         entrywise=entrywise,

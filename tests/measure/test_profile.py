@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -18,6 +19,7 @@ from steps import make_state, train
 import fdp
 from fdp.distributed.group import Group
 from fdp.measure.intervals import Event, blocks, messages
+from fdp.measure.profile import profile_step
 from fdp.timeline import Timeline
 from fdp.timeline.timeline import KINDS
 
@@ -174,6 +176,17 @@ def test_a_number_of_repeats_without_meaning(repeats: Any) -> None:
     with pytest.raises(fdp.ArgumentError) as caught:
         fdp.data_parallel(train).profile(make_state(SIZES), torch.randn(8, SIZES[0]), repeats=repeats)
     check_message(str(caught.value), "step 'train'", f"repeats={repeats!r}")
+
+
+def test_messages_out_of_sight_are_not_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Armed:
+        armed = True
+
+    emitted = fdp.data_parallel(train).plan(make_state(SIZES), torch.randn(8, SIZES[0])).emit()
+    monkeypatch.setattr(emitted, "_program", dataclasses.replace(emitted.program, recording=Armed()))
+    with pytest.raises(fdp.CompileError) as caught:
+        profile_step(emitted, [], 1)
+    check_message(str(caught.value), "step 'train' cannot be profiled", "without CUDA graphs")
 
 
 def one_dies() -> tuple[str, str, float]:

@@ -59,3 +59,19 @@ def test_parameters_that_are_not_donated_are_not_set() -> None:
     with pytest.raises(fdp.PurityError, match=r"params\['key.weight'\]"):
         fdp.data_parallel(step)(params, torch.randn(5, 3))
     torch.testing.assert_close(params, before, rtol=0, atol=0)
+
+
+def test_a_conjugate_of_the_same_memory_is_another_value() -> None:
+    def step(params: Any, x: torch.Tensor) -> Any:
+        def loss(params: Any) -> torch.Tensor:
+            params["w"].data = params["w"].data.conj()
+            return (params["w"] * x).abs().square().sum()
+
+        grads = fdp.grad(loss)(params)
+        return {"w": params["w"] - 0.1 * grads["w"]}
+
+    x = torch.ones(2)
+    for run in (step, fdp.data_parallel(step, donate_argnums=0, check_replication=False)):
+        params = {"w": torch.tensor([1 + 2j, 3 - 1j])}
+        expected = params["w"].conj().resolve_conj() * (1 - 0.2)
+        torch.testing.assert_close(run(params, x)["w"].resolve_conj(), expected)

@@ -30,7 +30,7 @@ from fdp.emit.codegen.writer import (
 from fdp.emit.memory.elements import has_each_element_once, has_gaps, span_of
 from fdp.emit.memory.instructions import Await, Compute, Divide, Instruction, Keep, Pack, Send, Update
 from fdp.emit.memory.layout import Layout
-from fdp.emit.memory.memory_plan import ALL, NONE
+from fdp.emit.memory.memory_plan import ALL, NONE, MemoryPlan
 from fdp.emit.memory.passes import plan_memory
 from fdp.emit.memory.planning import Place
 from fdp.plan import Plan
@@ -83,13 +83,13 @@ def write_program(
     Returns:
         The program.
     """
-    graph = plan.trace.graph.graph
-    memory = plan_memory(plan, communicates, NONE if plain else ALL)
+    return _write_program(plan_memory(plan, communicates, NONE if plain else ALL), rank, tick)
+
+
+def _write_program(memory: MemoryPlan, rank: int, tick: Callable[[], None] | None = None) -> Program:
+    plan, graph = memory.plan, memory.plan.trace.graph.graph
     reserved = {stem: free_name(stem, plan.trace.nodes) for stem in ("inputs", "start", "wait")}
-    bodies = {
-        loop.node: write_program(body, rank, communicates=False, plain=plain)
-        for loop, body in zip(plan.trace.loops, plan.bodies, strict=True)
-    }
+    bodies = {loop: _write_program(body, rank) for loop, body in memory.bodies.items()}
     writer = Writer(memory, rank, reserved, bodies)
     placeholders = graph.find_nodes(op="placeholder")
     _name_what_is_there(writer)
@@ -100,7 +100,7 @@ def write_program(
         belongs(writer.lines[first:], Part("run", at))
     outputs = _write_outputs(writer)
     belongs(writer.lines, Part("run", len(plan.schedule) - 1))
-    if not plain:
+    if not writer.plain:
         writer.lines = drop_unused(writer.lines, outputs)
     inputs = [writer.local[node] for node in placeholders]
     ticks = None if tick is None else bind_object(writer, tick, "tick")

@@ -97,11 +97,12 @@ def compile_program(plan: Plan, group: Group, communicates: bool, options: Optio
     Raises:
         CompileError: the compiler cannot take an operator.
     """
-    memory = plan_memory(plan, communicates, COMPILER)
-    bodies = {
-        loop.node: compile_program(body, group, False, options, records=False)
-        for loop, body in zip(plan.trace.loops, plan.bodies, strict=True)
-    }
+    return _compile(plan_memory(plan, communicates, COMPILER), group, communicates, options, records)
+
+
+def _compile(memory: MemoryPlan, group: Group, communicates: bool, options: Options, records: bool) -> Program:
+    plan = memory.plan
+    bodies = {loop: _compile(body, group, False, options, records=False) for loop, body in memory.bodies.items()}
     constants, held = _constants(plan.trace.graph, group.rank)
     apart = functions_that_draw(plan.trace.graph) if options.draws_alike else []
     job = _Job(
