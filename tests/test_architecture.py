@@ -54,7 +54,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "build", "scaling", "scaling_picture",
     ),
     "verify": (
-        "buckets extents failure operators program terms", "made memory", "kernels values", "messages rules", "machine",
+        "buckets extents failure operators program terms", "made memory", "kernels meta_tensors values",
+        "messages rules", "machine",
         "followed higher", "decomposed reference sent", "execution graphs implementations", "draws obligations",
         "lowered",
     ),

@@ -25,9 +25,10 @@ from fdp.verify.higher import higher_order, operator_name, run_loop
 from fdp.verify.kernels import why_not_trusted
 from fdp.verify.machine import Dispatch, Machine
 from fdp.verify.memory import Block, View, view_of
+from fdp.verify.meta_tensors import MetaTensors
 from fdp.verify.operators import Operator, is_taken_apart, operator_of
 from fdp.verify.program import Place, Program
-from fdp.verify.reference import Record, Reference, hidden, layout_arguments, marks_of
+from fdp.verify.reference import Record, Reference, hidden, layout_arguments
 from fdp.verify.terms import Term, describe
 
 
@@ -70,16 +71,14 @@ class Execution(Machine):
         self.arena: dict[torch.device, Block] = {}
         self.held: list[tuple[str, torch.Tensor, View]] = []
         self.suspect: Suspect | None = None
-        self._blocks: dict[int, tuple[Block, int]] = {}
-        self._storages: dict[Block, Any] = {}
-        self._kept: list[Any] = []
+        self._meta = MetaTensors()
         self._outside: dict[Block, Block] = {}
         self._dispatch = Dispatch(self.operator)
         self._tick = tick
         self.where: dict[Any, tuple[torch.device, int]] = {}
         for device, layout in program.layouts.items():
             self.arena[device] = block = Block("arena", f"memory of the step on {device}")
-            self._allocate(block, layout.size_bytes)
+            self._meta.allocate(block, layout.size_bytes)
             self.where.update((memory, (device, offset)) for memory, offset in layout.offsets.items())
         self._places = {
             name: t for name, place in program.places.items() if (t := self._place(name, place)) is not None
@@ -94,17 +93,6 @@ class Execution(Machine):
 
     # Tensors without values.
 
-    def _allocate(self, block: Block, size: int) -> Any:
-        whole = torch.empty(size, dtype=torch.uint8, device="meta")
-        storage = self._storages[block] = whole.untyped_storage()
-        self._blocks[storage._cdata] = block, 0
-        self._kept.append(whole)
-        return storage
-
-    def _tensor(self, block: Block, start: int, shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-        tensor = torch.empty(0, dtype=dtype, device="meta")
-        return tensor.set_(self._storages[block], start // dtype.itemsize, shape, stride)
-
     def _place(self, name: str, place: Place) -> torch.Tensor | None:
         if place.memory not in self.where:
             return None  # a value that turned out not to be used
@@ -114,8 +102,8 @@ class Execution(Machine):
         size = self.program.layouts[device].size_bytes
         if begin % place.dtype.itemsize or begin + view.start + view.span > size:
             raise VerificationError(f"{name} lies at byte {begin} of the {size} bytes of the step on {device}")
-        tensor = self._tensor(self.arena[device], begin + view.start, place.shape, place.stride, place.dtype)
-        self._hold(name, tensor)
+        tensor = self._meta.tensor(self.arena[device], begin + view.start, place.shape, place.stride, place.dtype)
+        self.held.append((name, tensor, view._replace(start=begin + view.start)))
         return tensor
 
     def _from_outside(self, view: View) -> torch.Tensor:
@@ -123,8 +111,8 @@ class Execution(Machine):
         block = self._outside.get(view.block)
         if block is None:
             block = self._outside[view.block] = self.reference.pristine[view.block].copied()
-            self._allocate(block, self.reference.sizes[view.block])
-        tensor = self._tensor(block, view.start, view.shape, view.stride, view.dtype)
+            self._meta.allocate(block, self.reference.sizes[view.block])
+        tensor = self._meta.tensor(block, view.start, view.shape, view.stride, view.dtype)
         for mark in view.marks:
             tensor = tensor.conj() if mark == "conj" else torch._neg_view(tensor)
         return tensor
@@ -134,11 +122,7 @@ class Execution(Machine):
 
     def view(self, tensor: torch.Tensor) -> View:
         """A tensor of the program as a view of its memory."""
-        entry = self._blocks.get(tensor.untyped_storage()._cdata)
-        if entry is None:
-            raise VerificationError("a tensor comes from memory that is nowhere from")
-        marks = marks_of(tensor)
-        return view_of(entry[0], tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, marks)
+        return self._meta.view(tensor)
 
     def outside(self, block: Block) -> Block:
         """What stands for memory from outside that the trace knows; its own, where the program has not touched it."""
@@ -164,6 +148,8 @@ class Execution(Machine):
             line = _line_of(error, function.__code__)
             what = str(error) if isinstance(error, VerificationError) else f"{type(error).__name__}: {error}"
             raise VerificationError(f"{self.text(line)}: {what}") from error
+        finally:
+            del self._dispatch  # it refers back: without it, all this goes when its last user does
 
     def text(self, line: int) -> str:
         """A line of the program, for messages."""
@@ -190,8 +176,7 @@ class Execution(Machine):
             tensor = self._from_outside(closed[1])
         else:
             tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-            block = Block("constant", name)
-            self._blocks[tensor.untyped_storage()._cdata] = block, 0
+            block = self._meta.enter(tensor, Block("constant", name))
             self.memory.write(self.view(tensor), self.values.constant(value))
             block.initial = block.writes
         self._hold(name, tensor)
@@ -258,7 +243,7 @@ class Execution(Machine):
         if operator.number or operator.views or operator.reshapes:
             return func(*args, **kwargs)
         raw = operator.bind(args, kwargs)
-        given = self._views(raw)
+        given = [self.view(each) if isinstance(each, torch.Tensor) else self._views(each) for each in raw]
         # Where the trace calls an out variant itself, that one is meant.
         if operator.out and func not in self._traced and (why := why_not_trusted(operator, given)) is not None:
             raise VerificationError(why)
@@ -306,30 +291,32 @@ class Execution(Machine):
             if type(view.span + view.start) is int:
                 sizes[view.block] = max(sizes.get(view.block, 0), view.start + view.span)
 
-        def like(view: Any, example: Any) -> Any:
-            if isinstance(view, list):
-                pairs = [like(*pair) for pair in zip(view, example, strict=True)]
-                return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        def like(view: Any, example: Any) -> tuple[Any, Any]:
             if type(view) is not View:
                 return view, example
             if (at := owners.get(view.block)) is not None:
                 start = reads[at].start + view.start - record.reads[at].start
-                return None, self._tensor(reads[at].block, start, example.shape, example.stride(), example.dtype)
+                return None, self._meta.tensor(reads[at].block, start, example.shape, example.stride(), example.dtype)
             if view.numel < 0 or (view.start == 0 and sizes[view.block] == view.span and view.block not in blocks):
                 tensor = torch.empty_strided(example.shape, _strides(view, example), dtype=view.dtype, device="meta")
-                block = blocks[view.block] = Block("fresh")
-                self._storages[block] = storage = tensor.untyped_storage()
-                self._blocks[storage._cdata] = block, 0
-                self._kept.append(tensor)
+                blocks[view.block] = self._meta.enter(tensor, Block("fresh"))
             else:
                 if view.block not in blocks:
                     blocks[view.block] = Block("fresh")
-                    self._allocate(blocks[view.block], sizes[view.block])
-                tensor = self._tensor(blocks[view.block], view.start, view.shape, view.stride, view.dtype)
+                    self._meta.allocate(blocks[view.block], sizes[view.block])
+                tensor = self._meta.tensor(blocks[view.block], view.start, view.shape, view.stride, view.dtype)
             return self.view(tensor), tensor
 
-        pairs = [like(*pair) for pair in zip(record.results, record.examples, strict=True)]
-        return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        views, tensors = [], []
+        for view, example in zip(record.results, record.examples, strict=True):
+            if isinstance(view, list):
+                pairs = [like(*pair) for pair in zip(view, example, strict=True)]
+                one, two = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+            else:
+                one, two = like(view, example)
+            views.append(one)
+            tensors.append(two)
+        return views, tensors
 
     def _by_kernel(self, func: Any, operator: Operator, raw: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Results in new memory as the operator itself makes them for tensors without values."""
@@ -354,13 +341,9 @@ class Execution(Machine):
             return [self._registered(each) for each in value]
         if not isinstance(value, torch.Tensor):
             return value
-        storage = value.untyped_storage()
-        if storage._cdata in self._blocks:
+        if self._meta.knows(value):
             return hidden(self.view(value))
-        block = Block("fresh")
-        self._storages[block] = storage
-        self._blocks[storage._cdata] = block, 0
-        self._kept.append(value)
+        self._meta.enter(value, Block("fresh"))
         return self.view(value)
 
     def wrote(self, term: Term) -> None:

@@ -11,9 +11,8 @@ from torch import fx
 
 from fdp.verify.higher import higher_order, operator_name
 from fdp.verify.machine import Machine
-from fdp.verify.memory import Block, View, view_of
+from fdp.verify.memory import Block, View, marks_of, view_of
 from fdp.verify.operators import Operator, operator_of
-from fdp.verify.reference import marks_of
 from fdp.verify.terms import Term
 from fdp.verify.values import Values
 

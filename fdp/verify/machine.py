@@ -42,7 +42,7 @@ class Machine:
     def __init__(self, values: Values) -> None:
         self.values, self.memory = values, values.memory
         self._undrawn = self.drawn = values.terms.make(("generators",))
-        self._defaults: dict[Operator, list[Any]] = {}
+        self._matter: dict[Operator, list[tuple[int, str, bool, Any]]] = {}
         self.checked: Counter[Term] = Counter()
 
     @property
@@ -85,9 +85,8 @@ class Machine:
 
     def _call(self, operator: Operator, given: Sequence[Any], fresh: Fresh) -> list[Any]:
         values, name = self.values, operator.name
-        by_name = {p.name: value for p, value in zip(operator.parameters, given, strict=True)}
         written = operator.written(given)
-        arguments, reads, values_read = self._arguments(operator, given, by_name, written)
+        arguments, reads, values_read = self._arguments(operator, given, written)
         draws = operator.draws(given)
         if draws:
             # Which number is drawn for which element is a matter of how they lie.
@@ -97,10 +96,8 @@ class Machine:
         if not operator.results and not written:
             self.checked[call] += 1
         results: list[Any] = [None] * len(operator.results)
-        if None in operator.results:
-            for position, made in zip(
-                [at for at, owner in enumerate(operator.results) if owner is None], fresh(call, reads), strict=True
-            ):
+        if operator.new:
+            for position, made in zip(operator.new, fresh(call, reads), strict=True):
                 results[position] = made
         targets: list[tuple[Any, View]] = []
         for at in written:
@@ -111,8 +108,10 @@ class Machine:
         if not operator.uninitialised:
             for index, made in enumerate(results):
                 targets += [(index if place is None else (index, place), view) for place, view in views_in(made)]
-        # An operator that writes where it reads computes what it computes, and not what a rule says.
-        rule = None if any(type(key) is tuple for key in arguments) else RULES.get(name)
+        rule = RULES.get(name)
+        if rule is not None and any(type(key) is tuple for key in arguments):
+            rule = None  # an operator that writes where it reads computes what it computes, and not what a rule says
+        by_name = {} if rule is None else operator.by_name(given)
         stores = []
         for index, view in targets:
             term = None if rule is None else rule(values, arguments, by_name, index, view.shape, view.dtype)
@@ -130,42 +129,52 @@ class Machine:
         return results
 
     def _arguments(
-        self, operator: Operator, given: Sequence[Any], by_name: dict[str, Any], written: list[int]
+        self, operator: Operator, given: Sequence[Any], written: list[int]
     ) -> tuple[Arguments, list[View], list[View]]:
         values = self.values
         unread = operator.unread(given)
         if operator.name in NEEDS_NO_ARGUMENT:
-            unread = (*unread, *NEEDS_NO_ARGUMENT[operator.name](by_name))
-        defaults = self._defaults.get(operator)
-        if defaults is None:
-            defaults = self._defaults[operator] = [values.encode(p.default) for p in operator.parameters]
+            unread = (*unread, *NEEDS_NO_ARGUMENT[operator.name](operator.by_name(given)))
         arguments: Arguments = {}
         views: list[View] = []
         read: list[tuple[int, str, View]] = []
-        for at, (parameter, value, default) in enumerate(zip(operator.parameters, given, defaults, strict=True)):
-            name = parameter.name
+        for at, name, is_read, default in self._matters(operator):
+            value = given[at]
             kind = type(value)
             found: Sequence[View] = ()
             if kind is View:
                 found = (value,)
             elif kind is list or kind is tuple:
                 found = [view for _, view in views_in(value)]
+            elif value is default:
+                continue
             views += found
-            if not parameter.matters:
-                continue
-            if found and (not parameter.read or name in unread):
-                if at not in written:  # looked at for its shape alone
-                    arguments[name] = tuple(("like", view.shape, view.dtype) for view in found)
-                continue
-            if found:
+            if not found:
+                encoded = values.encode(value)
+            elif is_read and name not in unread:
                 read.extend((at, name, view) for view in found)
-            encoded = value if value is None else values.encode(value)
+                encoded = values.encode(value)
+            elif at not in written:  # looked at for its shape alone
+                encoded = tuple(("like", view.shape, view.dtype) for view in found)
+            else:
+                continue
             if encoded != default or type(encoded) is not type(default):
                 arguments[name] = encoded
         for at in written:
             for _, view in views_in(given[at]):
                 self._mark_overlaps(operator, arguments, at, view, read, written, given)
         return arguments, views, [view for _, _, view in read]
+
+    def _matters(self, operator: Operator) -> list[tuple[int, str, bool, Any]]:
+        """The arguments that the result of an operator depends on: position, name, whether its values do, default."""
+        found = self._matter.get(operator)
+        if found is None:
+            found = self._matter[operator] = [
+                (at, p.name, p.read, self.values.encode(p.default))
+                for at, p in enumerate(operator.parameters)
+                if p.matters
+            ]
+        return found
 
     def _mark_overlaps(
         self,

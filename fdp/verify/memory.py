@@ -111,6 +111,12 @@ def view_of(block: Block, offset: Any, shape: Any, stride: Any, dtype: torch.dty
     return View(block, start, extent.shape, extent.stride, dtype, span, extent.numel, extent.dense, marks)
 
 
+def marks_of(tensor: torch.Tensor) -> tuple[str, ...]:
+    """Whether a tensor stands for the conjugate, or the negative, of what its memory holds."""
+    conj, neg = tensor.is_conj(), tensor.is_neg()
+    return () if not conj and not neg else ("conj",) * conj + ("neg",) * neg
+
+
 class Store(NamedTuple):
     """What a write put into memory."""
 

@@ -120,6 +120,19 @@ class Operator:
             values.append(kwargs.get(parameter.name, parameter.default))
         return values
 
+    def by_name(self, values: Sequence[Any]) -> dict[str, Any]:
+        """The value of each argument, by its name."""
+        return dict(zip(self._names, values, strict=True))
+
+    @functools.cached_property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(parameter.name for parameter in self.parameters)
+
+    @functools.cached_property
+    def new(self) -> tuple[int, ...]:
+        """Which results are new tensors, by position."""
+        return tuple(at for at, owner in enumerate(self.results) if owner is None)
+
     def draws(self, values: Sequence[Any]) -> bool:
         """Whether a call draws random numbers: attention without dropout and evaluation do not.
 
@@ -153,7 +166,7 @@ class Operator:
         """Which arguments a call changes, by position."""
         if self.name not in _WRITES_UNDECLARED and not self.name.startswith("aten::_fused_"):
             return [at for at in self._declared if values[at] is not None]
-        given = {parameter.name: value for parameter, value in zip(self.parameters, values, strict=True)}
+        given = self.by_name(values)
         undeclared: tuple[str, ...] = ()
         if given.get("training", given.get("train", True)):
             undeclared = _WRITES_UNDECLARED.get(self.name, ())
@@ -174,7 +187,7 @@ class Operator:
         if self.name != "aten::convolution_backward":
             return ()
         # The weight takes part in the gradient of the input alone, and the other way round.
-        given = {parameter.name: value for parameter, value in zip(self.parameters, values, strict=True)}
+        given = self.by_name(values)
         for_input, for_weight, _ = given["output_mask"]
         return tuple(name for name, read in (("weight", for_input), ("input", for_weight)) if not read)
 

@@ -14,7 +14,7 @@ from fdp.trace.trace import Trace
 from fdp.verify.extents import plain
 from fdp.verify.higher import higher_order, operator_name, run_loop
 from fdp.verify.machine import Machine, views_in
-from fdp.verify.memory import Block, View, is_undefined, view_of
+from fdp.verify.memory import Block, View, is_undefined, marks_of, view_of
 from fdp.verify.operators import Operator, operator_of
 from fdp.verify.terms import Term
 from fdp.verify.values import Values
@@ -45,9 +45,16 @@ class Memories:
 
     blocks: dict[int, tuple[Block, int]] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)
+    _views: dict[int, View] = field(default_factory=dict)
 
     def view(self, tensor: torch.Tensor) -> View:
         """A tensor as a view; memory that was not known is new."""
+        found = self._views.get(id(tensor))
+        if found is None:
+            found = self._views[id(tensor)] = self._looked_at(tensor)
+        return found
+
+    def _looked_at(self, tensor: torch.Tensor) -> View:
         if tensor.layout is not torch.strided:
             entry = self.blocks.get(id(tensor))
             if entry is None:
@@ -75,16 +82,12 @@ class Memories:
 
     def knows(self, value: Any) -> bool:
         """Whether the memory of a tensor, or of any in a list, is known."""
+        if id(value) in self._views:
+            return True
         if isinstance(value, torch.Tensor):
             strided = value.layout is torch.strided
             return (value.untyped_storage()._cdata if strided else id(value)) in self.blocks
         return isinstance(value, (list, tuple)) and any(map(self.knows, value))
-
-
-def marks_of(tensor: torch.Tensor) -> tuple[str, ...]:
-    """Whether a tensor stands for the conjugate, or the negative, of what its memory holds."""
-    conj, neg = tensor.is_conj(), tensor.is_neg()
-    return () if not conj and not neg else ("conj",) * conj + ("neg",) * neg
 
 
 def _steps(shape: Sequence[Any]) -> tuple[int, ...]:
@@ -287,10 +290,10 @@ class Reference(Machine):
                 self.values.symbols[plain(two)] = plain(one)
 
     def _fold(self, node: fx.Node, call: Term, operator: Operator, results: list[Any]) -> None:
-        views = [view for result in results for _, view in views_in(result)]
-        if operator.random or operator.entrywise or not views or not operator.name.startswith("aten::"):
+        if not self.values.is_constant(call) or operator.random or operator.entrywise:
             return
-        if any(owner is not None for owner in operator.results):
+        views = [view for result in results for _, view in views_in(result)]
+        if not views or len(operator.new) < len(operator.results) or not operator.name.startswith("aten::"):
             return
         target: Any = node.target
 
@@ -302,7 +305,7 @@ class Reference(Machine):
         def compute() -> Any:
             return target(*fx.map_arg(node.args, actual), **fx.map_arg(node.kwargs, actual))
 
-        self.values.fold(call, dict(call.key[2]), views, compute)
+        self.values.fold(call, views, compute)
 
 
 def hidden(value: Any) -> Any:

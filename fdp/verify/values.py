@@ -189,16 +189,19 @@ class Values:
             return self.element(term).item()
         return None
 
-    def fold(self, call: Term, arguments: Arguments, results: Sequence[View], compute: Callable[[], Any]) -> None:
+    def is_constant(self, call: Term) -> bool:
+        """Whether a call depends on no input."""
+        return all(_is_known(argument) for _, argument in call.key[2])
+
+    def fold(self, call: Term, results: Sequence[View], compute: Callable[[], Any]) -> None:
         """Compute a call that depends on no input, so that its results are known by their bytes.
 
         Args:
             call: as a term, of an operator that computes and does nothing else.
-            arguments: of the call, as terms.
             results: of the call.
             compute: what computes them; it may be called under no circumstances but these.
         """
-        if call in self._folded or not all(map(_is_small, results)) or not all(map(_is_known, arguments.values())):
+        if call in self._folded or not all(map(_is_small, results)):
             return
         with torch.no_grad():
             made = compute()
