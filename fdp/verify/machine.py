@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fdp.pytorch.dispatch import TorchDispatchMode
@@ -87,7 +87,7 @@ class Machine:
         values, name = self.values, operator.name
         written = operator.written(given)
         arguments, reads, values_read = self._arguments(operator, given, written)
-        draws = operator.draws(given)
+        draws = operator.random and operator.draws(given)
         if draws:
             # Which number is drawn for which element is a matter of how they lie.
             arguments["*drawn"] = self.drawn
@@ -216,11 +216,11 @@ def _lies(view: View) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def views_in(value: Any) -> Iterator[tuple[Any, View]]:
+def views_in(value: Any) -> Sequence[tuple[Any, View]]:
     """The views in an argument or a result, with their positions if it is a list."""
-    if type(value) is View:
-        yield None, value
-    elif isinstance(value, (list, tuple)):
-        for at, each in enumerate(value):
-            if type(each) is View:
-                yield at, each
+    kind = type(value)
+    if kind is View:
+        return ((None, value),)
+    if kind is list or kind is tuple:
+        return [(at, each) for at, each in enumerate(value) if type(each) is View]
+    return ()

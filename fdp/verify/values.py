@@ -44,7 +44,8 @@ class Values:
 
     def read(self, view: View) -> Term:
         """The value of a tensor; a constant under another shape is a constant."""
-        return self._simplified(self.memory.read(view))
+        term = self.memory.read(view)
+        return self._simplified(term) if term.key[0] in ("load", "conj", "neg") else term
 
     def encode(self, value: Any) -> Any:
         """An argument as part of a term: views are read."""
