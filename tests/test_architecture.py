@@ -24,7 +24,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "pytree": (),
     "tables": (),
     "pytorch": ("dispatch guards parts tensors", "dynamo recomputation"),
-    "distributed": ("comparable fingerprint group header other_ranks wire", "desynchronised exchange"),
+    "distributed": (
+        "collective comparable fingerprint group other_ranks wire", "desynchronised exchange header",
+    ),
     "context": ("accumulating ambient axis",),
     # what a user calls
     "random": ("hashing", "keys", "generators"),

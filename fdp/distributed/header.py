@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import torch
 
+from fdp.distributed.collective import Collective
+
 BITS = 32
 """Bits of the number that is sent."""
 
@@ -25,14 +27,15 @@ CALLS = 2**_CALL_BITS
 """Calls are counted modulo this."""
 
 
-def carries(op: str, dtype: torch.dtype, world_size: int) -> bool:
+def carries(collective: Collective, dtype: torch.dtype, world_size: int) -> bool:
     """Whether a message can carry a number: all ranks have to see what all ranks sent, each in one place.
 
     Example:
-        >>> carries("mean", torch.bfloat16, 4096), carries("sum", torch.int8, 256), carries("broadcast", torch.int8, 2)
-        (True, False, False)
+        >>> from fdp.distributed.collective import COLLECTIVES
+        >>> carries(COLLECTIVES["mean"], torch.bfloat16, 4096), carries(COLLECTIVES["sum"], torch.int8, 256)
+        (True, False)
     """
-    return op in ("mean", "sum", "max", "min") and world_size > 1 and (dtype.itemsize > 1 or world_size < 256)
+    return collective.reduces and world_size > 1 and (dtype.itemsize > 1 or world_size < 256)
 
 
 def numbers(agreement: int, digest: str) -> list[int]:

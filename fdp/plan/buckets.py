@@ -106,7 +106,7 @@ def kind_of(reductions: Sequence[Reduction], upstream: Sequence[int], index: int
         bool(upstream[index]),
     )  # fmt: skip
     # Of an all-gather every rank's piece lies apart from the others': it is sent alone.
-    return (*kind, index) if reduction.op == "all_gather" else kind
+    return (*kind, index) if reduction.collective.gathers else kind
 
 
 def make_buckets(reductions: Sequence[Reduction], groups: Sequence[Sequence[int]]) -> tuple[Bucket, ...]:

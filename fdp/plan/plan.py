@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fdp.distributed.collective import COLLECTIVES, Collective
 from fdp.errors import ArgumentError, build_message
 from fdp.plan.cost.costs import Costs
 from fdp.plan.cost.estimate import estimate
@@ -50,6 +51,11 @@ class Bucket:
     numel: int
     size_bytes: int
     accumulate_dtype: torch.dtype | None = None
+
+    @property
+    def collective(self) -> Collective:
+        """What its message does."""
+        return COLLECTIVES[self.op]
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,7 @@ class Plan(Printed):
         """The schedule as ranks compare it: one line for each reduction, in the order in which they are sent."""
         lines = []
         for bucket in self.buckets:
-            op = f"{bucket.op} from rank {bucket.root}" if bucket.op == "broadcast" else bucket.op
+            op = f"{bucket.op} from rank {bucket.root}" if bucket.collective.rooted else bucket.op
             for member in bucket.members:
                 reduction = self.trace.reductions[member]
                 lines.append(

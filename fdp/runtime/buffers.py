@@ -43,7 +43,7 @@ class Buffer:
         """Start the collective; returns the function that waits for it."""
         if self.gathered is not None:
             return group.all_gather(self.gathered, self.own, arrived)
-        if self.bucket.op == "broadcast":
+        if self.bucket.collective.rooted:
             return group.broadcast(self.own, self.bucket.root, arrived)
         message = self.own if self.message is None else self.message
         return group.all_reduce(message, "sum" if self.scaled else self.bucket.op, arrived)
@@ -57,7 +57,7 @@ class Buffer:
         """Do what the collective would do, with what this rank takes the others to hold."""
         if self.gathered is not None:
             others.all_gather_(self.gathered, self.own)
-        elif self.bucket.op == "broadcast":
+        elif self.bucket.collective.rooted:
             others.broadcast_(self.own, self.bucket.root)
         else:
             others.all_reduce_(self.own, self.bucket.op, self.scaled)
@@ -114,7 +114,7 @@ def make_buffers(plan: Plan, program: Program, blocks: Mapping[torch.device, tor
         numel = shared_numel(bucket, size) if wide else bucket.numel
         own = _flat(block, start, numel, bucket.dtype)
         gathered = received = message = header = None
-        if bucket.op == "all_gather":
+        if bucket.collective.gathers:
             all_pieces = _flat(block, start + gathered_at_bytes(bucket), size * bucket.numel, bucket.dtype)
             gathered = all_pieces.view(size, bucket.numel)
         if wide:

@@ -37,7 +37,7 @@ from fdp.trace.checks import (
 )
 from fdp.trace.closure import closed_over_names, closed_over_tensors, kept_by
 from fdp.trace.dependencies import operations_of
-from fdp.trace.effects import is_marker
+from fdp.trace.effects import collective_of, is_marker
 from fdp.trace.loops import loops_of, outline_loops
 from fdp.trace.pairing import assign_labels, assign_slots
 from fdp.trace.replicated import closed_over, replicated_calls
@@ -265,15 +265,14 @@ def _reductions(
 ) -> list[Reduction]:
     found = []
     for node, operation in markers.items():
-        if not is_marker(node, "all_reduce", "all_gather", "broadcast"):
+        if (collective := collective_of(node)) is None:
             continue
         source: Any = node.args[0]
         value = source.meta["val"]
         position = maker = produced[node]
         kind, label, dtype, accumulate = "value", str(node.args[-1]), value.dtype, None
-        op = str(node.target._schema.name).removeprefix("fdp::")  # type: ignore[union-attr]
-        if op == "all_reduce":
-            op, kind, label = str(node.args[1]), str(node.args[3]), str(node.args[4])
+        if collective.reduces:
+            kind, label = str(node.args[3]), str(node.args[4])
             if len(node.args) > 5:
                 dtype, accumulate = _wire_of(node)
                 maker = _behind_cast(operations, position) if is_rounded(node) else position
@@ -281,8 +280,8 @@ def _reductions(
             Reduction(
                 name=label,
                 kind=kind,
-                op=op,
-                root=int(node.args[1]) if op == "broadcast" else 0,  # type: ignore[arg-type]
+                op=collective.name,
+                root=int(node.args[1]) if collective.rooted else 0,  # type: ignore[arg-type]
                 shape=tuple(value.shape),
                 dtype=dtype,
                 device=value.device,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fdp.distributed.collective import COLLECTIVES, OPERATORS, Collective
 from fdp.distributed.comparable import comparable, without_addresses
 
 _aten = torch.ops.aten
@@ -220,6 +221,14 @@ def is_marker(node: fx.Node, *names: str) -> bool:
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or target.namespace != "fdp":
         return False
     return not names or operator_name(node) in names
+
+
+def collective_of(node: fx.Node) -> Collective | None:
+    """The collective that a node of a graph is; None if it is none."""
+    if not is_marker(node, *OPERATORS):
+        return None
+    name = operator_name(node)
+    return COLLECTIVES[str(node.args[1]) if name == "all_reduce" else name]
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from torch import fx
 from fdp import pytree
 from fdp.errors import TraceError, build_message
 from fdp.trace.dependencies import operations_of
-from fdp.trace.effects import effects_of, is_marker, storages_of
+from fdp.trace.effects import collective_of, effects_of, is_marker, storages_of
 from fdp.trace.source import located
 from fdp.trace.trace import Input, Loop, Trace
 
@@ -221,7 +221,7 @@ def _refuse_leaks(name: str, region: list[fx.Node], inside: set[fx.Node], end: f
 
 
 def _refuse_messages(name: str, region: list[fx.Node]) -> None:
-    offenders = [located(node) for node in region if is_marker(node, "all_reduce", "all_gather", "broadcast")]
+    offenders = [located(node) for node in region if collective_of(node) is not None]
     if offenders:
         raise TraceError(
             build_message(

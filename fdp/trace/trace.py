@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from fdp import pytree
+from fdp.distributed.collective import COLLECTIVES, Collective
 from fdp.distributed.wire import Wire
 from fdp.tables import Printed, Table, count, format_bytes, heading
 from fdp.trace.effects import storages_of
@@ -134,6 +135,11 @@ class Reduction:
     operation: int
     source: str
     accumulate_dtype: torch.dtype | None = None
+
+    @property
+    def collective(self) -> Collective:
+        """How ranks combine it."""
+        return COLLECTIVES[self.op]
 
     @property
     def numel(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from fdp.distributed.collective import COLLECTIVES
 from fdp.distributed.header import BITS, CALLS, NUMEL, Header, carries, numbers, pairs
 
 CPU = torch.device("cpu")
@@ -32,7 +33,7 @@ def combined(rows: torch.Tensor, op: str) -> torch.Tensor:
 
 def worlds(dtype: torch.dtype, op: str) -> Iterator[int]:
     for size in (2, 3, 255, 256, 257, 1000, 4096):
-        if carries("sum" if "divided" in op else op, dtype, size):
+        if carries(COLLECTIVES["sum" if "divided" in op else op], dtype, size):
             yield size
 
 
@@ -62,7 +63,7 @@ def test_every_rank_sees_every_difference(dtype: torch.dtype, op: str) -> None:
 
 
 def test_integers_of_a_byte_wrap_around_and_do_not_carry() -> None:
-    assert not carries("sum", torch.int8, 256) and carries("sum", torch.int32, 2**20)
+    assert not carries(COLLECTIVES["sum"], torch.int8, 256) and carries(COLLECTIVES["sum"], torch.int32, 2**20)
     rows = torch.tensor([pairs(0)] * 2 + [pairs(1)] * 256, dtype=torch.uint8)
     assert Header([0] * CALLS, torch.uint8, CPU).is_unanimous(combined(rows, "sum"), 0)  # 256 ones are zero
 

@@ -268,7 +268,7 @@ def result_name(plan: Plan, bucket: int, member: int) -> str:
 
     A compiler may use the memory that it filled itself again, if it sees nothing read it as it was then.
     """
-    gathers = plan.buckets[bucket].op == "all_gather"
+    gathers = plan.buckets[bucket].collective.gathers
     return f"{'gathered' if gathers else 'received'}{bucket}_{member}"
 
 

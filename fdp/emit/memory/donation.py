@@ -19,7 +19,7 @@ from fdp.emit.memory.liveness import Accesses
 from fdp.emit.memory.out_variants import form_of
 from fdp.emit.memory.views import geometry
 from fdp.plan import Plan
-from fdp.trace.effects import effects_of, is_marker, storages_of
+from fdp.trace.effects import collective_of, effects_of, storages_of
 from fdp.trace.trace import Trace
 
 
@@ -188,6 +188,6 @@ def _foreign_memory(trace: Trace) -> set[int]:
     foreign: set[fx.Node] = set()
     for node in trace.graph.graph.nodes:
         looks = node.op == "call_function" and effects_of(node).view and node.args[0] in foreign
-        if looks or node.op == "get_attr" or is_marker(node, "all_reduce", "all_gather", "broadcast"):
+        if looks or node.op == "get_attr" or collective_of(node) is not None:
             foreign.add(node)
     return {storage for node in foreign for storage in storages_of(node)}

@@ -224,7 +224,7 @@ class _Builder:
     def place_bucket(self, bucket: Bucket, markers: Sequence[fx.Node]) -> None:
         """Put the results of a bucket into it, and the arguments as well where they can be computed there."""
         key, size, itemsize = ("bucket", bucket.index), self.plan.trace.world_size, bucket.dtype.itemsize
-        gathers = bucket.op == "all_gather"
+        gathers = bucket.collective.gathers
         behind = gathered_at_bytes(bucket)
         self.places.sizes[key] = (bucket.device, memory_bytes(bucket, size))
         if is_scaled(bucket, size):
@@ -340,7 +340,7 @@ def gathered_at_bytes(bucket: Bucket) -> int:
 
 def header_numel(bucket: Bucket, world_size: int) -> int:
     """Elements behind a bucket's members that say which call it belongs to: only in the one that starts first."""
-    return NUMEL if bucket.index == 0 and carries(bucket.op, bucket.dtype, world_size) else 0
+    return NUMEL if bucket.index == 0 and carries(bucket.collective, bucket.dtype, world_size) else 0
 
 
 def shared_numel(bucket: Bucket, world_size: int) -> int:
@@ -355,7 +355,7 @@ def received_at_bytes(bucket: Bucket, world_size: int) -> int:
 
 def memory_bytes(bucket: Bucket, world_size: int) -> int:
     """The memory that a bucket needs in all."""
-    if bucket.op == "all_gather":
+    if bucket.collective.gathers:
         return gathered_at_bytes(bucket) + world_size * bucket.numel * bucket.dtype.itemsize
     if bucket.accumulate_dtype is not None:
         return 2 * received_at_bytes(bucket, world_size)

@@ -12,12 +12,11 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
+from fdp.distributed.collective import COLLECTIVES, Collective
 from fdp.errors import ArgumentError, build_message
 from fdp.tables import count
 
 ALGORITHMS = ("ring", "tree", "hierarchical")
-REDUCING = ("mean", "sum", "max", "min")
-OPERATIONS = (*REDUCING, "all_gather", "broadcast")
 
 _LONGEST_S, _SLOWEST_BYTES_PER_S, _MOST = 1e6, 1e-3, 2**31
 """Beyond these a number is a mistake, and arithmetic with it may overflow."""
@@ -134,10 +133,10 @@ class Network:
             ArgumentError: there is no such operation, or no such number of ranks.
         """
         world_size = rank_count(world_size)
-        if op not in OPERATIONS:
+        if (collective := COLLECTIVES.get(op)) is None:
             raise ArgumentError(
                 build_message(
-                    f"a message {op!r}.", remedy=f"the operation is one of {', '.join(map(repr, OPERATIONS))}."
+                    f"a message {op!r}.", remedy=f"the operation is one of {', '.join(map(repr, COLLECTIVES))}."
                 )
             )
         if world_size == 1:
@@ -150,30 +149,30 @@ class Network:
             assert self.inner_latency_s is not None and self.inner_bandwidth_bytes_per_s is not None
             inner = (self.inner_latency_s, 1 / self.inner_bandwidth_bytes_per_s)
         if self.algorithm == "hierarchical":
-            return _hierarchical(op, hosts, within, outer, inner)
-        if self.algorithm == "tree" and op != "all_gather":
-            return _tree(op, hosts, within, outer, inner)
+            return _hierarchical(collective, hosts, within, outer, inner)
+        if self.algorithm == "tree" and not collective.gathers:
+            return _tree(collective, hosts, within, outer, inner)
         # Every rank of a ring waits for the slowest link at each step.
-        return _ring(op, world_size, (max(outer[0], inner[0]), max(outer[1], inner[1])))
+        return _ring(collective, world_size, (max(outer[0], inner[0]), max(outer[1], inner[1])))
 
 
 _Link = tuple[float, float]
 """Seconds of a message of no bytes, and seconds for each byte."""
 
 
-def _ring(op: str, size: int, link: _Link) -> _Link:
+def _ring(collective: Collective, size: int, link: _Link) -> _Link:
     latency_s, s_per_byte = link
-    if op == "broadcast":  # a chain, in small pieces
+    if collective.rooted:  # a chain, in small pieces
         return (size - 1) * latency_s, s_per_byte
-    if op == "all_gather":
+    if collective.gathers:
         return (size - 1) * latency_s, (size - 1) * s_per_byte
     return 2 * (size - 1) * latency_s, 2 * (size - 1) / size * s_per_byte
 
 
-def _tree(op: str, hosts: int, within: int, outer: _Link, inner: _Link) -> _Link:
+def _tree(collective: Collective, hosts: int, within: int, outer: _Link, inner: _Link) -> _Link:
     depth = (hosts - 1).bit_length()
     once = depth * outer[0] + (within - 1) * inner[0]
-    if op == "broadcast":
+    if collective.rooted:
         return once, max(outer[1], inner[1])
     # Each host is inside one tree and a leaf of the other, and half of the bytes go through each: up and down, one
     # host sends them twice. Two hosts send only half of them up and half of them down. A chain is alike.
@@ -181,10 +180,10 @@ def _tree(op: str, hosts: int, within: int, outer: _Link, inner: _Link) -> _Link
     return 2 * once, max(sent)
 
 
-def _hierarchical(op: str, hosts: int, within: int, outer: _Link, inner: _Link) -> _Link:
-    between = _ring(op, hosts, outer) if hosts > 1 else (0.0, 0.0)
-    inside = _ring(op, within, inner) if within > 1 else (0.0, 0.0)
-    if op == "all_gather":
+def _hierarchical(collective: Collective, hosts: int, within: int, outer: _Link, inner: _Link) -> _Link:
+    between = _ring(collective, hosts, outer) if hosts > 1 else (0.0, 0.0)
+    inside = _ring(collective, within, inner) if within > 1 else (0.0, 0.0)
+    if collective.gathers:
         # Ranks of one place in their hosts gather first, all over the same link; then each host exchanges the results.
         return between[0] + inside[0], within * between[1] + hosts * inside[1]
     # The reduce-scatter and the all-gather within a host are the two halves of a ring's all-reduce; between hosts each

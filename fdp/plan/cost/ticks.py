@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from fdp.distributed.collective import COLLECTIVES
 from fdp.errors import ArgumentError, build_message
 from fdp.plan.cost.costs import Costs
-from fdp.plan.cost.network import OPERATIONS, Network
+from fdp.plan.cost.network import Network
 from fdp.trace.trace import Trace
 
 TICKS_PER_S = 1e9
@@ -89,7 +90,7 @@ def ticks_of(trace: Trace, costs: Costs, network: Network, world_size: int) -> T
                 f"costs for step {trace.name!r} that have no meaning.", wrong, remedy="pass seconds, 0 or more."
             )
         )
-    parts = {op: network.parts(op, world_size) for op in OPERATIONS}
+    parts = {op: network.parts(op, world_size) for op in COLLECTIVES}
     silent = world_size == 1
     return Ticks(
         operations=tuple(
