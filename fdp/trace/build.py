@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -78,45 +79,15 @@ def trace_step(
     """
     name = _name_of(step)
     names, inputs = describe_inputs(name, flat, roles)
-    tensors = flat.tensors
-    returned: list[Any] = []
-
-    def flat_step(*values: torch.Tensor) -> list[torch.Tensor]:
-        leaves, spec = pytree.flatten(call_with(step, flat, roles, values))
-        refuse_foreign_outputs(name, leaves, spec)
-        returned[:] = list(map(plain, leaves)), spec
-        return [leaf for leaf in returned[0] if isinstance(leaf, torch.Tensor)]
-
-    try:
-        with untouched(step) as changes:
-            graph_module = capture(
-                name, flat_step, tensors, group, wire, [i.name for i in inputs], lambda: closed_over_tensors(step)
-            )
-    except FdpError:
-        raise
-    except Exception as error:
-        # The tracer's fault, or the step's own? Its author wants to see his own mistakes as they are.
-        if _runs_by_itself(step, flat, roles, group):
-            raise untraceable(name, error) from error
-        raise
-    graph, closure = graph_module.graph, closed_over_names(step)
-    _settle(name, graph_module, inputs, closure, changes)
-    check_closure_memory(name, graph_module, inputs, tensors, closure)
-    outline_loops(name, graph_module)
-
-    operations, markers, produced = operations_of(graph)
-    reductions = _reductions(operations, markers, produced)
-    for index, reduction in enumerate(reductions):
-        at = reduction.operation
-        operations[at] = Operation(**{**operations[at].__dict__, "reduction": index})
-
+    captured = _captured(name, step, flat, roles, group, wire, inputs)
+    graph, out_spec = captured.module.graph, captured.out_spec
+    operations, reductions = _operations(graph)
     placeholders = graph.find_nodes(op="placeholder")
-    varying = varying_nodes(
-        graph, [node for node, item in zip(placeholders, inputs, strict=True) if item.role != "state"]
-    )
-    leaves, out_spec = returned
-    outputs, causes = _outputs(graph, leaves, out_spec, varying)
-    outputs = assign_labels(assign_slots(outputs, out_spec, inputs, flat, roles), out_spec, inputs, flat, roles)
+    may_differ = [node for node, item in zip(placeholders, inputs, strict=True) if item.role != "state"]
+    varying = varying_nodes(graph, may_differ)
+    outputs, causes = _outputs(graph, captured.leaves, out_spec, varying)
+    outputs = assign_slots(outputs, out_spec, inputs, flat, roles)
+    outputs = assign_labels(outputs, out_spec, inputs, flat, roles)
     if check_replication:
         kinds = {"per rank": "labelled argument", "batch": "batch argument", "state": "argument"}
         named = {node.name: f"{kinds[item.role]} {item.name}" for node, item in zip(placeholders, inputs, strict=True)}
@@ -130,14 +101,78 @@ def trace_step(
         operations=tuple(operations),
         reductions=tuple(reductions),
         replicated_constants=tuple(_constants(names, flat, roles)),
-        closed_over=tuple(closed_over(graph_module, closure)),
-        replicated_calls=tuple(replicated_calls(graph_module, varying)),
-        graph=graph_module,
+        closed_over=tuple(closed_over(captured.module, captured.closure)),
+        replicated_calls=tuple(replicated_calls(captured.module, varying)),
+        graph=captured.module,
         in_spec=flat.spec,
         out_spec=with_labels(out_spec, [output.labelled for output in outputs]),
         wire=wire,
-        loops=tuple(loops_of(name, graph_module)),
+        loops=tuple(loops_of(name, captured.module)),
     )
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A step as a graph.
+
+    Attributes:
+        module: the graph.
+        leaves: what the step returned.
+        out_spec: how that makes up its result.
+        closure: the tensors that the step closes over: by `id`, their names.
+    """
+
+    module: fx.GraphModule
+    leaves: list[Any]
+    out_spec: Any
+    closure: Mapping[int, str]
+
+
+def _captured(
+    name: str,
+    step: Callable[..., Any],
+    flat: Flat,
+    roles: Roles,
+    group: Group,
+    wire: Wire | None,
+    inputs: Sequence[Input],
+) -> _Captured:
+    """The graph of a step, which has been found to be one that fdp can take."""
+    returned: list[Any] = []
+
+    def flat_step(*values: torch.Tensor) -> list[torch.Tensor]:
+        leaves, spec = pytree.flatten(call_with(step, flat, roles, values))
+        refuse_foreign_outputs(name, leaves, spec)
+        returned[:] = list(map(plain, leaves)), spec
+        return [leaf for leaf in returned[0] if isinstance(leaf, torch.Tensor)]
+
+    try:
+        with untouched(step) as changes:
+            module = capture(
+                name, flat_step, flat.tensors, group, wire, [i.name for i in inputs], lambda: closed_over_tensors(step)
+            )
+    except FdpError:
+        raise
+    except Exception as error:
+        # The tracer's fault, or the step's own? Its author wants to see his own mistakes as they are.
+        if _runs_by_itself(step, flat, roles, group):
+            raise untraceable(name, error) from error
+        raise
+    closure = closed_over_names(step)
+    _settle(name, module, inputs, closure, changes)
+    check_closure_memory(name, module, inputs, flat.tensors, closure)
+    outline_loops(name, module)
+    leaves, out_spec = returned
+    return _Captured(module, leaves, out_spec, closure)
+
+
+def _operations(graph: fx.Graph) -> tuple[list[Operation], list[Reduction]]:
+    """What a graph computes, in order, and what ranks combine of it."""
+    operations, markers, produced = operations_of(graph)
+    reductions = _reductions(operations, markers, produced)
+    for index, reduction in enumerate(reductions):
+        operations[reduction.operation] = replace(operations[reduction.operation], reduction=index)
+    return operations, reductions
 
 
 def _settle(

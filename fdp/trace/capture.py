@@ -6,8 +6,8 @@ mode, the shape environment, and graph modules whose code is written when it is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -94,37 +94,16 @@ def capture(
     why_not()  # looked at here, before any tracer is at work
     # Closed-over tensors are real; they become constants of the graph and are judged later.
     fake_mode = _fake_mode(allow_non_fake_inputs=True)
-    taught = teach(fake_mode)
-    # Each input gets memory of its own: to a pure function it does not matter which of its arguments overlap.
-    with fake_mode, recording():
-        fakes = [
-            torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-            for tensor in tensors
-        ]
-    if fakes and not (taught() and all(type(fake) is FakeTensor for fake in fakes)):
-        raise parts.refusal(TRACING, ["tensors without values are not made by FakeTensorMode.dispatch"])
-
+    fakes = _without_values(fake_mode, tensors)
     recorded = _recorded(flat_step, names, closed_over)
-    with ExitStack() as stack:
-        stack.enter_context(step_axis("traced", group, wire))
-        stack.enter_context(compiling())
-        stack.enter_context(recording())
-        stack.enter_context(rewound(fakes))
-        # That of oneDNN cannot be replayed: its backward takes a tensor that the trace does not have.
-        stack.enter_context(without_fused_lstm())
-        # The code of the graph module is never run: what is emitted is. Writing it would take a tenth of the time.
-        stack.enter_context(_use_lazy_graph_module(True))
-        stack.enter_context(copyable(FakeTensor))
-        # A mistake of the step's own is raised; torch would print it as well.
-        stack.enter_context(silenced("torch._subclasses.fake_tensor"))
-        if not fakes:
-            stack.enter_context(fake_mode)  # the tracer takes its arguments' mode, or that which is on
+    # Derivatives make zeros without memory. Where an operator does not know those, torch fills in zeros, and mistakes
+    # the device of a fake tensor for "meta".
+    with_memory: dict[Any, Callable[..., Any]] = {
+        torch.ops.aten._efficientzerotensor.default: torch.ops.aten.zeros.default
+    }
+    # The tracer takes its arguments' mode, or that which is on.
+    with step_axis("traced", group, wire), _as_for_a_compiler(fakes), nullcontext() if fakes else fake_mode:
         try:
-            # Derivatives make zeros without memory. Where an operator does not know those, torch fills in zeros, and
-            # mistakes the device of a fake tensor for "meta".
-            with_memory: dict[Any, Callable[..., Any]] = {
-                torch.ops.aten._efficientzerotensor.default: torch.ops.aten.zeros.default
-            }
             table = {**read_anew(is_fake, _judge_constant), **with_memory}
             tracer = make_fx(recorded, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)
             graph_module = tracer(*fakes)
@@ -144,6 +123,39 @@ def capture(
     _drop_dead_code(graph_module)
     _complete_examples(graph_module, fake_mode)
     return graph_module
+
+
+def _without_values(fake_mode: FakeTensorMode, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Fake tensors like the inputs of a step.
+
+    Each has memory of its own: to a pure function it does not matter which of its arguments overlap.
+    """
+    taught = teach(fake_mode)
+    with fake_mode, recording():
+        fakes = [
+            torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            for tensor in tensors
+        ]
+    if fakes and not (taught() and all(type(fake) is FakeTensor for fake in fakes)):
+        raise parts.refusal(TRACING, ["tensors without values are not made by FakeTensorMode.dispatch"])
+    return fakes
+
+
+@contextmanager
+def _as_for_a_compiler(fakes: Sequence[torch.Tensor]) -> Iterator[None]:
+    """How torch and libraries are to behave while a step runs on fake tensors."""
+    with ExitStack() as stack:
+        stack.enter_context(compiling())
+        stack.enter_context(recording())
+        stack.enter_context(rewound(fakes))
+        # That of oneDNN cannot be replayed: its backward takes a tensor that the trace does not have.
+        stack.enter_context(without_fused_lstm())
+        # The code of the graph module is never run: what is emitted is. Writing it would take a tenth of the time.
+        stack.enter_context(_use_lazy_graph_module(True))
+        stack.enter_context(copyable(FakeTensor))
+        # A mistake of the step's own is raised; torch would print it as well.
+        stack.enter_context(silenced("torch._subclasses.fake_tensor"))
+        yield
 
 
 def _recorded(

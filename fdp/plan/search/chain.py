@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from fdp.plan.buckets import arrange, upstream_of
 from fdp.plan.cost.ticks import Ticks
 from fdp.plan.schedule import calls, real_needs
-from fdp.trace.trace import Trace
+from fdp.trace.trace import Operation, Reduction, Trace
 
 
 @dataclass(frozen=True)
@@ -104,11 +105,7 @@ def chain_of(trace: Trace, members: Sequence[int], others: Sequence[tuple[int, .
     bucketed = link_of.keys() | fixed_of.keys()
     chained = {reductions[member].operation for member in members}
 
-    links, fixes = [0] * len(operations), [0] * len(operations)  # the last of either that each operation needs
-    for index, operation in enumerate(operations):
-        for need in operation.needs:
-            links[index] = max(links[index], links[need], link_of.get(need, 0))
-            fixes[index] = max(fixes[index], fixes[need], fixed_of.get(need, 0))
+    links, fixes = _last_needed(operations, link_of, fixed_of)
     inside = max((fixes[operation] for operation in chained), default=0)
     todo = [k for k, operation in enumerate(operations) if not operation.view and k not in bucketed]
     in_body = [k for k in todo if not links[k] and fixes[k] <= inside]
@@ -129,20 +126,15 @@ def chain_of(trace: Trace, members: Sequence[int], others: Sequence[tuple[int, .
     fixed_ready = [ready(group) for group in others]
     after = [bisect.bisect_left(members, group[-1]) for group in others]
     _start_in_order(own_ready, fixed_ready, after)
-    fixed = []
-    for number, group in enumerate(others):
-        on_link = sum(ticks.on_link[member] for member in group)
-        whole, occupied = ticks.message(reductions[group[0]].op, on_link)
-        filling = ticks.start + sum(ticks.pack[member] for member in group)
-        known = any(reductions[member].operation in read for member in group)
-        fixed.append(Fixed(after[number], fixed_ready[number], filling, whole, occupied, known))
-
+    fixed = [
+        _fixed(group, behind, begin, reductions, read, ticks)
+        for group, behind, begin in zip(others, after, fixed_ready, strict=True)
+    ]
     body_operations = set(in_body)
     behind = [(links[k], fixes[k], ticks.operations[k]) for k in todo if k not in body_operations]
     inexact = any(upstream[member] for group in (members, *others) for member in group)
     alone = {links[k] for k in todo if not fixes[k] or after[fixes[k] - 1] < links[k]}
     fixed_alone = {fixes[k] for k in todo if not links[k]}
-    position = {member: number for number, member in enumerate(members, 1)}
     return Chain(
         members=tuple(members),
         op=reductions[members[0]].op,
@@ -150,17 +142,48 @@ def chain_of(trace: Trace, members: Sequence[int], others: Sequence[tuple[int, .
         pack=tuple(ticks.pack[member] for member in members),
         on_link=tuple(ticks.on_link[member] for member in members),
         read=tuple(reductions[member].operation in read for member in members),
-        not_with=tuple(
-            max((position[k] for k in members[:number] if upstream[member] >> k & 1), default=0)
-            for number, member in enumerate(members if inexact else ())
-        )
-        or (0,) * len(members),
+        not_with=_not_with(members, upstream) if inexact else (0,) * len(members),
         fixed=tuple(fixed),
         body=body,
         tail=_tail(behind, len(members), len(others)),
         exact=not inexact
         and all(reductions[member].operation not in read or number in alone for number, member in enumerate(members, 1))
         and all(not known.read or number in fixed_alone for number, known in enumerate(fixed, 1)),
+    )
+
+
+def _last_needed(
+    operations: Sequence[Operation], link_of: Mapping[int, int], fixed_of: Mapping[int, int]
+) -> tuple[list[int], list[int]]:
+    """For each operation, the last link that it needs, and the last fixed bucket; 0 for none."""
+    links, fixes = [0] * len(operations), [0] * len(operations)
+    for index, operation in enumerate(operations):
+        for need in operation.needs:
+            links[index] = max(links[index], links[need], link_of.get(need, 0))
+            fixes[index] = max(fixes[index], fixes[need], fixed_of.get(need, 0))
+    return links, fixes
+
+
+def _fixed(
+    group: Sequence[int],
+    after: int,
+    ready: float,
+    reductions: Sequence[Reduction],
+    read: AbstractSet[int],
+    ticks: Ticks,
+) -> Fixed:
+    """The bucket of some reductions of other kinds, behind so many links."""
+    whole, occupied = ticks.message(reductions[group[0]].op, sum(ticks.on_link[member] for member in group))
+    filling = ticks.start + sum(ticks.pack[member] for member in group)
+    known = any(reductions[member].operation in read for member in group)
+    return Fixed(after, ready, filling, whole, occupied, known)
+
+
+def _not_with(members: Sequence[int], upstream: Sequence[int]) -> tuple[int, ...]:
+    """For each link, the last one in front of it that it depends on, and so cannot share a bucket with; 0 for none."""
+    return tuple(
+        max((at for at, earlier in enumerate(members[:number], 1) if upstream[member] >> earlier & 1), default=0)
+        for number, member in enumerate(members)
     )
 
 
