@@ -5,7 +5,7 @@ strides: of steps that are not compared
 """
 
 from fdp.compare.compiled import check_again, check_compiled
-from fdp.compare.copies import copy_of, give_back_memory
+from fdp.compare.copies import copy_of, give_back_memory, inputs_for_one_run
 from fdp.compare.fits_in_memory import if_memory_allows
 from fdp.compare.op_by_op import check_emitted
 from fdp.compare.recheck import Again
@@ -21,5 +21,6 @@ __all__ = [
     "copy_of",
     "give_back_memory",
     "if_memory_allows",
+    "inputs_for_one_run",
     "undisturbed",
 ]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Sequence
 
 import torch
+
+from fdp.plan import Plan
 
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
@@ -38,6 +41,13 @@ def copy_of(tensor: torch.Tensor, memory: torch.Tensor | None = None) -> torch.T
     memory[offset:].copy_(tensor.as_strided((size,), (1,), offset))
     # Not a view: a step may call `detach_` of what it is given.
     return memory.as_strided(tensor.shape, tensor.stride(), offset).data
+
+
+def inputs_for_one_run(plan: Plan, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The inputs of a step for one run of it: copies of what it is allowed to change, all else as it is."""
+    return [
+        copy_of(tensor) if item.donated else tensor for item, tensor in zip(plan.trace.inputs, tensors, strict=True)
+    ]
 
 
 def perturb_(copy: torch.Tensor, move: float, seed: int) -> torch.Tensor:

@@ -1,11 +1,11 @@
 """What things take, in seconds, on this machine and between these ranks.
 
-clock, fit -> agreed -> link, machine; dry_run -> operations; intervals -> profile
+clock, fit -> agreed -> link, device_speed; operations; intervals -> profile
 """
 
 from fdp.measure.agreed import agreed_costs
+from fdp.measure.device_speed import measure_machine
 from fdp.measure.link import measure_link, measure_network
-from fdp.measure.machine import measure_machine
 from fdp.measure.operations import measure_agreed_costs, measure_costs
 from fdp.measure.profile import profile_step
 

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp.compare import give_back_memory, undisturbed
+from fdp.compare import give_back_memory, inputs_for_one_run, undisturbed
 from fdp.emit.codegen.lines import Part
 from fdp.measure.agreed import agreed_costs
 from fdp.measure.clock import Clock, clock_for, cost_of_a_stamp
-from fdp.measure.dry_run import fresh
 from fdp.measure.link import measure_link
 from fdp.plan import Plan, Run
 from fdp.plan.cost.costs import Costs
@@ -59,19 +58,19 @@ def measure_costs(emitted: Emitted, tensors: Sequence[torch.Tensor], start_s: fl
     runs: list[list[float]] = []
     totals: list[float] = []
     with undisturbed(emitted):
-        timed.dry_run(fresh(plan, tensors))  # kernels are chosen, memory is taken
+        timed.dry_run(inputs_for_one_run(plan, tensors))  # kernels are chosen, memory is taken
         begun = time.perf_counter()
         for _ in range(_REPEATS):
             if runs and time.perf_counter() - begun > _BUDGET_S:
                 break
-            inputs = fresh(plan, tensors)
+            inputs = inputs_for_one_run(plan, tensors)
             stamps.clear()
             timed.dry_run(inputs)
             seconds = clock.seconds(stamps[0], stamps)
             runs.append([after - before for before, after in itertools.pairwise(seconds)])
             # Of a long step stamps are a small part.
             if emitted.options is not None or time.perf_counter() - begun <= _BUDGET_S:
-                totals.append(_time(clock, emitted, fresh(plan, tensors)))
+                totals.append(_time(clock, emitted, inputs_for_one_run(plan, tensors)))
     timed.leave_memory()
     give_back_memory()
     stamp_s = cost_of_a_stamp(clock)

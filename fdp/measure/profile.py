@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from fdp.compare import undisturbed
+from fdp.compare import inputs_for_one_run, undisturbed
 from fdp.distributed.exchange import come_together
 from fdp.errors import ArgumentError, CompileError, build_message
 from fdp.measure.agreed import agreed_seconds, refuse_left
 from fdp.measure.clock import clock_for
-from fdp.measure.dry_run import fresh
 from fdp.measure.intervals import Told, blocks, messages, operations
 from fdp.measure.operations import device_of_messages
 from fdp.runtime import Emitted
@@ -70,7 +69,7 @@ def profile_step(emitted: Emitted, tensors: Sequence[torch.Tensor], repeats: int
     runs: list[Timeline] = []
     with undisturbed(emitted):
         for _ in range(1 + repeats):
-            inputs = fresh(plan, tensors)
+            inputs = inputs_for_one_run(plan, tensors)
             # All begin at once, as in training, where the last wait of one step holds ranks together for the next.
             agreed_seconds(group, device, [0.0], "max")
             clock.settle()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fdp import pytree
-from fdp.optim.checks import alike, describe, names, refusal, trains
+from fdp.optim.argument_checks import alike, describe, names, refusal, trains
 from fdp.optim.entries import added, check_optimizer, parted
 from fdp.optim.optimizer import Optimizer
 from fdp.optim.skipping import everywhere

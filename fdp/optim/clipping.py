@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fdp import pytree
-from fdp.optim.checks import describe, names, refusal
+from fdp.optim.argument_checks import describe, names, refusal
 from fdp.optim.entries import check_optimizer
 from fdp.optim.optimizer import Optimizer
 from fdp.pytorch.tensors import is_transformed

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from fdp.optim.checks import describe, refusal
+from fdp.optim.argument_checks import describe, refusal
 from fdp.optim.optimizer import Optimizer
 from fdp.pytree import Tree
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fdp import pytree
-from fdp.optim.checks import describe, names, refusal
+from fdp.optim.argument_checks import describe, names, refusal
 from fdp.optim.clipping import checked_gradients, multiplied
 from fdp.optim.entries import added, check_optimizer, parted
 from fdp.optim.optimizer import Optimizer

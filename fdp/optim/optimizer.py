@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, optim
 
 from fdp import pytree
-from fdp.optim.checks import describe, refusal
+from fdp.optim.argument_checks import describe, refusal
 from fdp.optim.rule import Rule
 from fdp.pytorch.dynamo import breaks_graph
 from fdp.pytree import Tree

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fdp import pytree
-from fdp.optim.checks import check_gradient, describe, mismatch, names, refusal, trains
+from fdp.optim.argument_checks import check_gradient, describe, mismatch, names, refusal, trains
 from fdp.optim.entries import check_optimizer
 from fdp.optim.optimizer import Optimizer
 from fdp.pytree import Tree

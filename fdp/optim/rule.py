@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, optim
 
 from fdp import pytree
-from fdp.optim.checks import (
+from fdp.optim.argument_checks import (
     check_gradient,
     check_state,
     checked_hyperparameters,

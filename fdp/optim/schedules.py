@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import lr_scheduler
 
-from fdp.optim.checks import describe, refusal
+from fdp.optim.argument_checks import describe, refusal
 from fdp.optim.entries import added, check_optimizer, parted
 from fdp.optim.optimizer import Optimizer
 from fdp.pytree import Tree

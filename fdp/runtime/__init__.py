@@ -1,6 +1,6 @@
 """Running a program: its memory, its messages under way, and what ranks agree on before and at each call.
 
-arena, wide_mean -> buffers -> order -> in_flight -> verified -> residence; agreement -> consensus; signature,
+arena, wide_mean -> buffers -> order -> in_flight -> proofs -> residence; agreement -> consensus; signature,
 closed_over, replication -> emitted
 """
 

@@ -10,7 +10,7 @@ import torch
 
 from fdp.distributed.group import Arrived, Group
 from fdp.distributed.other_ranks import OtherRanks
-from fdp.emit.codegen.loops import blocks_of_body
+from fdp.emit.codegen.loop_bodies import blocks_of_body
 from fdp.emit.codegen.program import Program
 from fdp.emit.memory.planning import Place, gathered_at_bytes, header_numel, received_at_bytes, shared_numel
 from fdp.plan import Bucket, Plan

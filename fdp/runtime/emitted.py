@@ -28,10 +28,10 @@ from fdp.runtime.diagnostics import profiler_range, refuse_missing_backends
 from fdp.runtime.in_flight import InFlight
 from fdp.runtime.memory_map import MemoryMap, memory_map
 from fdp.runtime.order import Agreements
+from fdp.runtime.proofs import prove_sent
 from fdp.runtime.replication import Replication
 from fdp.runtime.residence import Busy, Residence
 from fdp.runtime.signature import check_signature
-from fdp.runtime.verified import prove_sent
 from fdp.state import rank_local
 
 BREAK_REASON = (

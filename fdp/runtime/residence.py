@@ -14,7 +14,7 @@ from fdp.errors import FdpError, build_message
 from fdp.plan import Plan
 from fdp.runtime.arena import ARENAS, Arena, moving
 from fdp.runtime.buffers import Buffer, all_place_values, make_buffers
-from fdp.runtime.verified import prove_made
+from fdp.runtime.proofs import prove_made
 
 _Result = TypeVar("_Result")
 

@@ -27,7 +27,7 @@ from fdp.verify.machine import Dispatch, Machine
 from fdp.verify.memory import Block, View, view_of
 from fdp.verify.meta_tensors import MetaTensors
 from fdp.verify.operators import Operator, is_taken_apart, operator_of
-from fdp.verify.program import Place, Program
+from fdp.verify.program_protocol import Place, Program
 from fdp.verify.reference import Record, Reference, hidden, layout_arguments
 from fdp.verify.terms import Term, describe
 

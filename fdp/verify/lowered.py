@@ -12,7 +12,7 @@ from fdp.errors import build_message
 from fdp.plan.plan import Plan
 from fdp.trace.trace import Trace
 from fdp.verify.decomposed import CHANGED, Decomposed, changed_by, decompose
-from fdp.verify.draws import drawn_as_said, drawn_in_trace, drawn_inside, functions_that_draw
+from fdp.verify.drawn import drawn_as_said, drawn_in_trace, drawn_inside, functions_that_draw
 from fdp.verify.extents import general_extent
 from fdp.verify.failure import VerificationError
 from fdp.verify.graphs import Graph, Special

@@ -14,9 +14,9 @@ import torch
 
 from fdp.errors import build_message
 from fdp.plan.plan import Bucket, Plan
-from fdp.verify.buckets import parts_of
+from fdp.verify.bucket_memory import parts_of
 from fdp.verify.failure import VerificationError
-from fdp.verify.program import Program
+from fdp.verify.program_protocol import Program
 
 _Memory = tuple[int, int]
 """Where some memory begins, and which storage it belongs to (which is on one device)."""

@@ -9,11 +9,11 @@ import torch
 
 from fdp.plan.plan import Bucket, Plan, Start, Wait
 from fdp.trace.trace import Trace
-from fdp.verify.buckets import parts_of
+from fdp.verify.bucket_memory import parts_of
 from fdp.verify.extents import extent_of
 from fdp.verify.failure import VerificationError
 from fdp.verify.memory import Block, Memory, View
-from fdp.verify.program import Program
+from fdp.verify.program_protocol import Program
 from fdp.verify.terms import Term, describe
 from fdp.verify.values import Values
 

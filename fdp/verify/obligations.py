@@ -15,7 +15,7 @@ from fdp.verify.execution import Execution
 from fdp.verify.failure import VerificationError
 from fdp.verify.memory import Block, View, view_of
 from fdp.verify.messages import Messages
-from fdp.verify.program import Program
+from fdp.verify.program_protocol import Program
 from fdp.verify.reference import Reference
 from fdp.verify.terms import describe
 

@@ -14,11 +14,11 @@ import torch
 
 from fdp.errors import build_message
 from fdp.plan.plan import Bucket, Plan, Start, Wait
-from fdp.verify.buckets import Parts, parts_of
+from fdp.verify.bucket_memory import Parts, parts_of
 from fdp.verify.failure import VerificationError
 from fdp.verify.followed import Followed
 from fdp.verify.memory import View
-from fdp.verify.program import Program
+from fdp.verify.program_protocol import Program
 from fdp.verify.terms import Term, describe
 from fdp.verify.values import Values
 

@@ -24,7 +24,7 @@ from fdp.emit.compiled import compiler as compiled_program
 from fdp.plan import Plan, plan_trace
 from fdp.runtime import buffers
 from fdp.runtime.in_flight import InFlight
-from fdp.runtime.verified import sending
+from fdp.runtime.proofs import sending
 from fdp.verify import VerificationError, verify_made, verify_program, verify_sent
 
 Prove = Callable[[Plan, Any, Any, Any], None]

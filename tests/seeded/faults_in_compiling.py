@@ -42,7 +42,7 @@ GRAPH = (
     ),
     Fault(
         "compiled, loop takes its operands in another order",
-        "emit/codegen/loops.py",
+        "emit/codegen/loop_bodies.py",
         "run([given[at] for at in back])",
         "run([given[at] for at in order])",
         "a permutation for its inverse",

@@ -124,7 +124,7 @@ LIFETIMES = (
     ),
     Fault(
         "memory of a loop at the beginning",
-        "emit/codegen/loops.py",
+        "emit/codegen/loop_bodies.py",
         "start = around.layouts[device].offsets[key]",
         "start = 0",
         "the body of a loop works where other values lie",
@@ -247,22 +247,22 @@ DONATION = (
     Fault(
         "bucket returned",
         "emit/memory/donation.py",
-        'node.op == "get_attr" or is_marker(node, "all_reduce", "all_gather", "broadcast")',
-        'node.op == "get_attr" or is_marker(node, "all_gather", "broadcast")',
+        'node.op == "get_attr" or collective_of(node) is not None',
+        'node.op == "get_attr" or ((found := collective_of(node)) is not None and not found.reduces)',
         "an average is returned in its bucket, which the next call fills",
     ),
     Fault(
         "gathered values returned",
         "emit/memory/donation.py",
-        'node.op == "get_attr" or is_marker(node, "all_reduce", "all_gather", "broadcast")',
-        'node.op == "get_attr" or is_marker(node, "all_reduce", "broadcast")',
+        'node.op == "get_attr" or collective_of(node) is not None',
+        'node.op == "get_attr" or ((found := collective_of(node)) is not None and not found.gathers)',
         "gathered values are returned in their bucket",
     ),
     Fault(
         "closed-over tensor returned",
         "emit/memory/donation.py",
-        'node.op == "get_attr" or is_marker(node, "all_reduce", "all_gather", "broadcast")',
-        'is_marker(node, "all_reduce", "all_gather", "broadcast")',
+        'node.op == "get_attr" or collective_of(node) is not None',
+        "collective_of(node) is not None",
         "the caller gets a closed-over tensor, and may write to it",
     ),
     Fault(

@@ -8,19 +8,21 @@ import sys
 
 import pytest
 import run_faults
+import seeded_faults_trace
 from seeded_fault import Fault
 from seeded_faults import COMPILED_FAULTS, FAULTS
 
 _EVERY = [fault for table in (FAULTS, COMPILED_FAULTS) for faults in table.values() for fault in faults]
 
 
-@pytest.mark.parametrize("fault", _EVERY, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", [*_EVERY, *seeded_faults_trace.FAULTS], ids=lambda fault: fault.name)
 def test_what_a_fault_replaces_is_there_once(fault: Fault) -> None:
     ast.parse(run_faults.source_with(fault))
 
 
 def test_names_of_faults_are_unique() -> None:
-    assert len({fault.name for fault in _EVERY}) == len(_EVERY)
+    for faults in (_EVERY, seeded_faults_trace.FAULTS):
+        assert len({fault.name for fault in faults}) == len(faults)
 
 
 def test_a_fault_that_fits_no_more_is_noticed() -> None:

@@ -10,7 +10,7 @@ import torch
 from fake_ranks import fake_group
 
 import fdp
-from fdp.emit.codegen.loops import compiled_loop
+from fdp.emit.codegen.loop_bodies import compiled_loop
 from fdp.emit.compiled import Options, compiler
 from fdp.emit.compiled.barriers import IMPLEMENTED, running
 from fdp.trace import Trace

@@ -16,7 +16,7 @@ from fdp.plan import Start, Wait
 from fdp.runtime import buffers, wide_mean
 from fdp.runtime.buffers import Buffer
 from fdp.runtime.in_flight import InFlight
-from fdp.runtime.verified import sending
+from fdp.runtime.proofs import sending
 from fdp.runtime.wide_mean import WideMean
 from fdp.verify import VerificationError, verify_sent
 

@@ -1,4 +1,4 @@
 """The text of a program that runs operator by operator: straight-line Python, operators bound to local names.
 
-bindings, lines -> writer -> packing, products, shortcuts, loops -> calls -> program
+bindings, lines -> writer -> packing, added_products, shortcuts, loop_bodies -> calls -> program
 """

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from fdp.emit.codegen.added_products import write_added
 from fdp.emit.codegen.lines import Line
-from fdp.emit.codegen.loops import write_loop
+from fdp.emit.codegen.loop_bodies import write_loop
 from fdp.emit.codegen.packing import write_division
-from fdp.emit.codegen.products import write_added
 from fdp.emit.codegen.shortcuts import counted_up, transposed_weight
 from fdp.emit.codegen.writer import Writer, bind_object, bind_operator, emit, literal, name_of
 from fdp.emit.memory.instructions import arguments_of, is_part

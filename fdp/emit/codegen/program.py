@@ -27,11 +27,11 @@ from fdp.emit.codegen.writer import (
     name_of,
     names_of_values,
 )
+from fdp.emit.memory.decisions import plan_memory
 from fdp.emit.memory.elements import has_each_element_once, has_gaps, span_of
 from fdp.emit.memory.instructions import Await, Compute, Divide, Instruction, Keep, Pack, Send, Update
 from fdp.emit.memory.layout import Layout
 from fdp.emit.memory.memory_plan import ALL, NONE, MemoryPlan
-from fdp.emit.memory.passes import plan_memory
 from fdp.emit.memory.planning import Place
 from fdp.plan import Plan
 

@@ -13,7 +13,7 @@ from torch import fx
 
 from fdp.distributed.exchange import all_say
 from fdp.distributed.group import Group
-from fdp.emit.codegen.loops import compiled_loop
+from fdp.emit.codegen.loop_bodies import compiled_loop
 from fdp.emit.codegen.program import Program
 from fdp.emit.compiled.barriers import IMPLEMENTED, running
 from fdp.emit.compiled.drawing import as_it_is
@@ -24,9 +24,9 @@ from fdp.emit.compiled.options import Options
 from fdp.emit.compiled.passes import declare
 from fdp.emit.compiled.recording import Recording
 from fdp.emit.compiled.unaliased import Apart
+from fdp.emit.memory.decisions import plan_memory
 from fdp.emit.memory.layout import Layout
 from fdp.emit.memory.memory_plan import COMPILER, MemoryPlan
-from fdp.emit.memory.passes import plan_memory
 from fdp.emit.memory.planning import Place, slot_name
 from fdp.emit.proved import verified_program
 from fdp.plan import Plan

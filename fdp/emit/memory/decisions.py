@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fdp.emit.memory.allocation import allocate
+from fdp.emit.memory.deferred_products import find_added
 from fdp.emit.memory.donation import place_outputs
 from fdp.emit.memory.instructions import instructions_of
 from fdp.emit.memory.liveness import Accesses, unused_nodes
 from fdp.emit.memory.memory_plan import ALL, MemoryPlan, Savings
 from fdp.emit.memory.planning import find_places
-from fdp.emit.memory.products import find_added
 from fdp.emit.memory.views import redundant_views
 from fdp.plan import Plan
 
