@@ -83,7 +83,7 @@ def operations(plan: Plan, parts: Sequence[Part], seconds: Sequence[float]) -> l
         if part.kind == "run":
             kind, name, bucket = _work(plan, kinds, part.index, waited)
         else:
-            kind, name, bucket = "pack", f"fill bucket {part.index}", part.index
+            kind, name, bucket = "pack", f"pack bucket {part.index}", part.index
         last = found[-1]
         if kind == "pack" and (last.kind, last.bucket, last.end_s) == (kind, bucket, start_s):
             found[-1] = Interval("compute", kind, name, last.start_s, end_s, bucket)
@@ -101,7 +101,7 @@ def _work(plan: Plan, kinds: Sequence[str], at: int, waited: int | None) -> tupl
         return kind, name, waited if kind == "optimizer" else None
     if isinstance(item, Start):
         # Of a message that is not sent: there is one rank, or there are no elements.
-        return "pack", f"fill bucket {item.bucket}", item.bucket
+        return "pack", f"pack bucket {item.bucket}", item.bucket
     return ("forward", "copy", None) if item is None else ("optimizer", "copy", waited)
 
 

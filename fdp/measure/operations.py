@@ -126,7 +126,7 @@ def _costs(
         parts: of the program.
         seconds: of each part.
         total_s: seconds of the whole step without stamps; None if they are those of its parts.
-        sends: whether that step fills buckets, too.
+        sends: whether that step packs buckets, too.
         start_s: passed on.
 
     Returns:

@@ -14,7 +14,8 @@ through a class; the first that fits is taken, unless `fused=`, `foreach=` or `c
 Around it: `partition` (parameter groups), `scheduled`, `clipped`, `averaged`, `skip_nonfinite` and `loss_scaled` take
 optimizers and make one. Each adds its entries to the dict that is the state of the one inside.
 
-argument_checks, tracing -> rule -> optimizer -> entries -> clipping -> skipping -> averaging, loss_scale; partition, schedules
+argument_checks, tracing -> rule -> optimizer -> entries -> clipping -> skipping -> averaging, loss_scale; partition,
+schedules
 """
 
 from fdp.optim.averaging import averaged, ema

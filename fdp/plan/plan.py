@@ -71,7 +71,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Start:
-    """Fill a bucket and start its collective."""
+    """Pack a bucket and start its collective."""
 
     bucket: int
 

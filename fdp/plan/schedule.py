@@ -112,7 +112,7 @@ class _Scheduler:
 
     def _start_ready(self, level: float) -> None:
         """Start the buckets that can start, up to a level."""
-        # In the order of their indices, and no other: all ranks must start them alike. A bucket that is filled from
+        # In the order of their indices, and no other: all ranks must start them alike. A bucket that is packed from
         # the result of an earlier one has to wait for it, so it stands back behind all that need not wait.
         while (
             self._next_start < len(self._buckets)

@@ -118,8 +118,8 @@ def phases(operations: Sequence[Operation]) -> list[str]:
 def simulate(plan: Plan, costs: Costs, network: Network, world_size: int | None = None) -> Timeline:
     """Predict what happens when in a step, without running it.
 
-    The compute lane runs the schedule. To start a bucket it fills it, and pays for the start; the message then waits
-    for the link. To wait for a bucket it stands still until the message is done. A single rank fills no buckets and
+    The compute lane runs the schedule. To start a bucket it packs it, and pays for the start; the message then waits
+    for the link. To wait for a bucket it stands still until the message is done. A single rank packs no buckets and
     sends nothing.
 
     Args:
@@ -156,7 +156,7 @@ def simulate(plan: Plan, costs: Costs, network: Network, world_size: int | None 
         elif not clock.ticks.silent:
             bucket = plan.buckets[item.bucket]
             if end > begin:
-                intervals.append(_interval("compute", "pack", f"fill bucket {bucket.index}", begin, end, bucket.index))
+                intervals.append(_interval("compute", "pack", f"pack bucket {bucket.index}", begin, end, bucket.index))
             name = message_name(trace, bucket)
             sent, done = clock.messages[bucket.index]
             size_bytes = bucket.size_bytes

@@ -131,7 +131,7 @@ class Emitted:
 
         Args:
             tick: called at the beginning of the program and at the end of each of its `parts`.
-            apart: whether buckets are filled in a world of one, too, where nothing is sent. What is made then is for
+            apart: whether buckets are packed in a world of one, too, where nothing is sent. What is made then is for
                 `dry_run` alone.
 
         Returns:

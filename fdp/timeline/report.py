@@ -23,7 +23,7 @@ def _totals(timeline: Timeline) -> str:
     return (
         f"Timeline of {timeline.name}, {count(timeline.world_size, 'rank')}, {timeline.origin}: "
         f"{ms(timeline.step_s)} ms a step, efficiency {timeline.efficiency:.1%}\n"
-        f"compute lane: {ms(timeline.compute_s)} ms of computing, {ms(timeline.pack_s)} ms of filling buckets, "
+        f"compute lane: {ms(timeline.compute_s)} ms of computing, {ms(timeline.pack_s)} ms of packing buckets, "
         f"{ms(sum(block.seconds for block in waits(timeline)))} ms of waiting\n"
         f"communication lane: {ms(whole_s)} ms in {count(len(timeline.messages), 'message')}, "
         f"{ms(hidden)} ms hidden{share}, {ms(timeline.exposed_s)} ms exposed"
@@ -58,7 +58,7 @@ def _path(timeline: Timeline) -> Table:
         if i.kind == "message":
             what = f"message of bucket {i.bucket}"
         elif i.kind == "pack":  # a moment within the backward pass
-            what = last[0] if last[0] in ("forward", "backward") else f"filling bucket {i.bucket}"
+            what = last[0] if last[0] in ("forward", "backward") else f"packing bucket {i.bucket}"
         else:
             what = i.kind
         if what == last[0]:

@@ -20,7 +20,7 @@ class Block:
 
     Attributes:
         kind: as of an `Interval`, or "wait" where the compute lane has nothing to do.
-        bucket: the bucket that they fill or wait for; None if there is none, or if it was not asked for.
+        bucket: the bucket that they pack or wait for; None if there is none, or if it was not asked for.
         start_s: seconds from the beginning of the step.
         end_s: likewise.
     """

@@ -25,12 +25,12 @@ class Interval:
 
     Attributes:
         lane: "compute" or "communication".
-        kind: "forward", "backward", "pack" (filling buckets and starting messages), "optimizer" (what needs
+        kind: "forward", "backward", "pack" (packing buckets and starting messages), "optimizer" (what needs
             a message, or comes behind the last backward pass, and no backward pass needs), or "message".
         name: an operator with its source line, or what is sent.
         start_s: seconds from the beginning of the step.
         end_s: likewise.
-        bucket: index of the bucket that it is, fills or waits for; None if there is none.
+        bucket: index of the bucket that it is, packs or waits for; None if there is none.
         size_bytes: bytes that are sent, of a message; else None.
         used_s: of a message, when the compute lane goes on with what it brought; None if nothing reads that, or it
             is not known.
@@ -87,7 +87,7 @@ class Timeline(Printed):
 
     @property
     def pack_s(self) -> float:
-        """Seconds in which the compute lane fills buckets and starts messages."""
+        """Seconds in which the compute lane packs buckets and starts messages."""
         return sum(interval.end_s - interval.start_s for interval in self.compute if interval.kind == "pack")
 
     @property
@@ -124,21 +124,21 @@ class Timeline(Printed):
         """What the step has to wait for, from its begin to its end: whatever of it gets shorter, so does the step.
 
         The path changes lanes where a message is what the compute lane waits for, and where a message waits for the
-        bucket to be filled. An interval of which the path takes a part (of a message, until it lets the next one onto
+        bucket to be packed. An interval of which the path takes a part (of a message, until it lets the next one onto
         the link) is in it with that part alone. Of a simulated step the path has no gaps; of a measured one it leaves
         out seconds in which nothing was recorded.
         """
         compute, messages = self.compute, self.messages
         ends = [interval.end_s for interval in compute]
-        filled_s = {interval.bucket: interval.end_s for interval in compute if interval.kind == "pack"}
+        packed_s = {interval.bucket: interval.end_s for interval in compute if interval.kind == "pack"}
         path: list[Interval] = []
         now, message = self.step_s, -1  # the index of a message that has just been gone back through
         while now > _TOLERANCE_S:
             if message >= 0:
-                filled, earlier = filled_s.get(messages[message].bucket, 0.0), message - 1
+                packed, earlier = packed_s.get(messages[message].bucket, 0.0), message - 1
                 message = -1
-                if filled < now - _TOLERANCE_S and earlier >= 0 and messages[earlier].end_s >= now - _TOLERANCE_S:
-                    # The link was taken when the bucket was full: by the message before.
+                if packed < now - _TOLERANCE_S and earlier >= 0 and messages[earlier].end_s >= now - _TOLERANCE_S:
+                    # The link was taken when the bucket was packed: by the message before.
                     message = earlier
                     now = _take(path, messages[message], now)
                     continue

@@ -154,7 +154,7 @@ def test_costs_are_of_each_operation_and_leave_everything_as_it_is() -> None:
         if operation.view or operation.reduction is not None:
             assert second == 0
         assert second >= 0
-    # The step that is measured fills buckets though there is one rank: a plan is made for many.
+    # The step that is measured packs buckets though there is one rank: a plan is made for many.
     assert costs.pack_s_per_byte > 0
 
 

@@ -137,7 +137,7 @@ def test_a_message_that_nobody_hides_is_exposed_for_as_long() -> None:
     assert message.end_s - message.start_s > 0.05
     assert waits.exposed_s > 0.05
     (slow,) = (i for i in sleeps.compute if i.kind == "pack" and i.bucket == 1 and i.end_s - i.start_s > 0.05)
-    assert slow.name == "fill bucket 1"
+    assert slow.name == "pack bucket 1"
 
 
 def test_a_wait_ends_a_message_whose_arrival_nobody_told() -> None:

@@ -61,7 +61,7 @@ def end_of_chain(chain: Chain, ticks: Ticks, ends: tuple[int, ...]) -> float:
         while fixed < len(chain.fixed) and (end is None or chain.fixed[fixed].after < end):
             other = chain.fixed[fixed]
             clock.compute(other.ready - work)
-            clock.compute(other.filling)
+            clock.compute(other.packing)
             work, start = other.ready, max(clock.now, clock.free)
             clock.free, clock.busy = start + other.occupied, max(clock.busy, start + other.whole)
             sent.append((start + other.whole, begin, fixed, other.read))

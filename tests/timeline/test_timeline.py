@@ -126,7 +126,7 @@ def test_the_table_tells_totals_buckets_and_critical_path() -> None:
     head, messages, path = str(made()).split("\n\n")
     assert head.splitlines() == [
         "Timeline of train_step, 4 ranks, simulated: 10.000 ms a step, efficiency 70.0%",
-        "compute lane: 7.000 ms of computing, 1.000 ms of filling buckets, 2.000 ms of waiting",
+        "compute lane: 7.000 ms of computing, 1.000 ms of packing buckets, 2.000 ms of waiting",
         "communication lane: 4.000 ms in 2 messages, 2.000 ms hidden (50%), 2.000 ms exposed",
     ]
     assert table_rows(messages) == [

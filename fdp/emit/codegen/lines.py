@@ -18,7 +18,7 @@ class Part:
     """What a line of a program is there for.
 
     Attributes:
-        kind: "run" (an operation), "pack" (filling a bucket), "start" or "wait".
+        kind: "run" (an operation), "pack" (packing a bucket), "start" or "wait".
         index: for "run" the position in `Plan.schedule` (-1 before all of it), else the bucket.
     """
 

@@ -48,7 +48,7 @@ class Program:
             returns the list of outputs. It finds values at fixed places among its globals.
         places: the names that it expects there.
         layouts: for each device, where the pieces of memory lie that places are in.
-        scaled: buckets that it fills with values divided by the number of ranks.
+        scaled: buckets that it packs with values divided by the number of ranks.
         recording: what records the program as one piece of work for a device, if it is to be; it begins when its
             attribute `armed` is set.
         parts: of a program that is timed, what lies between one tick and the next.

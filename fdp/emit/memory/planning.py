@@ -24,7 +24,7 @@ from fdp.trace.effects import storages, storages_of
 from fdp.trace.loops import is_loop
 
 _SCALED_WHEN_FILLED_BYTES = 2**20
-"""From this size on, the division of a mean is part of filling the bucket; below, a call for each member would cost
+"""From this size on, the division of a mean is part of packing the bucket; below, a call for each member would cost
 more than the pass over memory that it saves."""
 
 
@@ -59,7 +59,7 @@ class Places:
         sizes: device and size in bytes of each piece of memory.
         memory: for each name, also of views that are made at every call, the piece of memory that it lies in.
         direct: markers whose argument is computed right into the bucket.
-        scaled: buckets that are filled with values divided by the number of ranks.
+        scaled: buckets that are packed with values divided by the number of ranks.
         divided: nodes that compute such a value which nothing else reads, so that they can divide it at once; with
             the marker that it is for.
         alone: markers that send nothing and return their argument itself.
@@ -78,7 +78,7 @@ class Places:
 
 
 def is_scaled(bucket: Bucket, world_size: int) -> bool:
-    """Whether members of a bucket are divided by the number of ranks as it is filled, so that a sum makes the mean.
+    """Whether members of a bucket are divided by the number of ranks as it is packed, so that a sum makes the mean.
 
     All ranks decide alike: on the bucket alone.
     """

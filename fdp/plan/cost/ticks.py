@@ -30,7 +30,7 @@ class Ticks:
         latency: for each operation of a message, what it takes without its bytes.
         in_flight: as in `Network`.
         slowdown: as `compute_slowdown` in `Network`.
-        silent: there is one rank: no bucket is filled, and no message sent.
+        silent: there is one rank: no bucket is packed, and no message sent.
     """
 
     operations: tuple[float, ...]

@@ -25,8 +25,8 @@ class Fixed:
 
     Attributes:
         after: how many links of the chain come before it.
-        ready: work of the body before it can be filled.
-        filling: work to fill and start it.
+        ready: work of the body before it can be packed.
+        packing: work to pack and start it.
         whole: how long its message takes.
         occupied: how long its message keeps the link.
         read: whether any work waits for it.
@@ -34,7 +34,7 @@ class Fixed:
 
     after: int
     ready: float
-    filling: float
+    packing: float
     whole: float
     occupied: float
     read: bool
@@ -55,7 +55,7 @@ class Chain:
         fixed: the buckets of other kinds, in the order in which they start.
         body: work that waits for no message of the chain.
         tail: work that does; `tail[j][e]` is that which needs at most the first j links and the first e other buckets.
-        exact: whether this is all that there is to the step. It is not where a bucket is filled with what another
+        exact: whether this is all that there is to the step. It is not where a bucket is packed with what another
             bucket has to be waited for: the chain then has no such wait. Nor where something is read only together with
             what comes later: the chain then has it waited for too early.
     """
@@ -174,9 +174,9 @@ def _fixed(
 ) -> Fixed:
     """The bucket of some reductions of other kinds, behind so many links."""
     whole, occupied = ticks.message(reductions[group[0]].op, sum(ticks.on_link[member] for member in group))
-    filling = ticks.start + sum(ticks.pack[member] for member in group)
+    packing = ticks.start + sum(ticks.pack[member] for member in group)
     known = any(reductions[member].operation in read for member in group)
-    return Fixed(after, ready, filling, whole, occupied, known)
+    return Fixed(after, ready, packing, whole, occupied, known)
 
 
 def _not_with(members: Sequence[int], upstream: Sequence[int]) -> tuple[int, ...]:

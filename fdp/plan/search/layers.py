@@ -1,6 +1,6 @@
 """Cut a chain into one, two, three, ... buckets: what settles whether a plan for many gradients is the best.
 
-When the compute lane has filled a bucket depends only on where the bucket ends and on how many there are before it. So
+When the compute lane has packed a bucket depends only on where the bucket ends and on how many there are before it. So
 for each end and number of buckets all that counts is how early the link can be free, among the ways that hold nothing
 up too long. Of the places where the bucket may begin, few come into question: where the link is idle by then, the last
 of them; and where it is busy, those where it is done earliest for the bytes that were sent.
@@ -74,13 +74,13 @@ class Layers:
         """Whether the search has looked at so many places that it is over."""
         return self.steps > _MOST_STEPS
 
-    def _filled(self, number: int, end: int) -> float:
-        """When the last of some buckets is filled that ends at a link."""
+    def _packed_at(self, number: int, end: int) -> float:
+        """When the last of some buckets is packed that ends at a link."""
         return self.chain.ready[end - 1] + number * self.ticks.start + self.packed[end]
 
     def _over(self, number: int) -> float:
         """When all work is done, if nothing waits."""
-        return self._filled(number, self.count) + self.chain.body - self.chain.ready[-1] + self.total
+        return self._packed_at(number, self.count) + self.chain.body - self.chain.ready[-1] + self.total
 
     def _until(self, begin: float, first: int, end: int) -> float:
         """How late the step ends because of a message."""
@@ -96,7 +96,7 @@ class Layers:
             bound: before which the step has to end.
         """
         later, origin = [math.inf] * (self.count + 1), [0] * (self.count + 1)
-        idle = -1  # the last place at which the link is free before the bucket is filled
+        idle = -1  # the last place at which the link is free before the bucket is packed
         busy: list[tuple[float, int]] = []
         # Places at which it is not. Among those with bytes enough, one that is free later by no more than its bytes
         # take is better in all; so what is kept is sorted by that, and what was too late once is too late for good.
@@ -105,8 +105,8 @@ class Layers:
             if free[end - 1] < math.inf:
                 heapq.heappush(busy, (free[end - 1], end - 1))
                 recent.append(end - 1)
-            filled = self._filled(number, end)
-            while busy and busy[0][0] <= filled:
+            packed = self._packed_at(number, end)
+            while busy and busy[0][0] <= packed:
                 idle = max(idle, heapq.heappop(busy)[1])
             while recent and self.on_link[end] - self.on_link[recent[0]] >= self.enough:
                 first = recent.popleft()
@@ -120,7 +120,7 @@ class Layers:
                 self.steps += 1
             for first in (*([idle] if idle >= 0 else ()), *([queue[0]] if queue else ()), *recent):
                 self.steps += 1
-                begin = max(filled, free[first])
+                begin = max(packed, free[first])
                 if self._until(begin, first, end) < bound:
                     _, occupied = self.ticks.message(self.chain.op, self.on_link[end] - self.on_link[first])
                     if begin + occupied < later[end]:
@@ -137,7 +137,7 @@ class Layers:
         """When a step ends that is cut so."""
         free, last, first = 0.0, self._over(len(ends)), 0
         for number, end in enumerate(ends, 1):
-            begin = max(self._filled(number, end), free)
+            begin = max(self._packed_at(number, end), free)
             free = begin + self.ticks.message(self.chain.op, self.on_link[end] - self.on_link[first])[1]
             last = max(last, self._until(begin, first, end))
             first = end

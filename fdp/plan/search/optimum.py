@@ -136,8 +136,8 @@ class _Search:
         self.on_link = list(itertools.accumulate(chain.on_link, initial=0.0))
         self.packed = list(itertools.accumulate(chain.pack, initial=0.0))
         self.after = [fixed.after for fixed in chain.fixed]
-        filling = [fixed.filling for fixed in reversed(chain.fixed)]
-        self.filling_left = list(itertools.accumulate(filling, initial=0.0))[::-1]
+        packing = [fixed.packing for fixed in reversed(chain.fixed)]
+        self.packing_left = list(itertools.accumulate(packing, initial=0.0))[::-1]
         count = len(chain.ready)
         self.next_read = chain.next_read()
         # No plan is faster than its bytes: those from some link on leave only when that link is ready.
@@ -238,7 +238,7 @@ class _Search:
         """Let a bucket of another kind start."""
         fixed: Fixed = self.chain.fixed[number]
         now = self._advance(partial.now, fixed.ready - partial.work, partial.busy)
-        now = self._advance(now, fixed.filling, partial.busy)
+        now = self._advance(now, fixed.packing, partial.busy)
         begin = max(now, partial.free)
         done = begin + fixed.whole
         behind = self.total - self.chain.tail[partial.cut][number] if fixed.read else 0.0
@@ -264,7 +264,7 @@ class _Search:
         certain = self.total - chain.tail[cut][-1] if read else 0.0
         partial.least = max(partial.least, least, self.speed * done + certain + self.ticks.slowdown * done)
         # So much is left of this one.
-        left = self.packed[-1] - self.packed[end] + self.filling_left[events]
+        left = self.packed[-1] - self.packed[end] + self.packing_left[events]
         least, last, slow = partial.least, busy, max(busy - now, 0.0)
         if end < len(chain.ready):
             left += self.ticks.start
@@ -284,7 +284,7 @@ class _Search:
         chain, end = self.chain, partial.cut
         if events < len(chain.fixed) and chain.fixed[events].after == end:
             following = chain.fixed[events]
-            return partial.now + following.ready - partial.work + following.filling
+            return partial.now + following.ready - partial.work + following.packing
         if end < len(chain.ready):
             return partial.now + chain.ready[end] - partial.work + self.ticks.start + chain.pack[end]
         return math.inf
@@ -292,7 +292,7 @@ class _Search:
     def _pareto_front(self, partials: list[_Partial], events: int, most: int) -> list[_Partial]:
         """Keep the partial solutions of one prefix that no other one dominates."""
         slowed = bool(self.ticks.slowdown)
-        # It does not matter since when the link is free, before the next message can be filled.
+        # It does not matter since when the link is free, before the next bucket can be packed.
         free = {id(partial): max(partial.free, self._soonest(partial, events)) for partial in partials}
         kept: list[_Partial] = []
         # One that promises more, and is ahead on both lanes, ends no later: what its messages so far hold up is within
@@ -316,7 +316,7 @@ class _Search:
         end, chain = partial.cut, self.chain
         if end == len(chain.ready) or partial.least > other.least:
             return False
-        # Both lanes, when any bucket that ends later has been filled: it takes fewer bytes then.
+        # Both lanes, when any bucket that ends later has been packed: it takes fewer bytes then.
         delay = partial.now - partial.work - self.packed[end]
         if self.ticks.slowdown:
             # Not certain: as if every byte that was sent had slowed computing down already.
