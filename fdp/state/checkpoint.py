@@ -26,6 +26,7 @@ from fdp.pytree import Tree
 from fdp.random.generators import generator_states, set_generator_states
 from fdp.state.labels import labelled
 from fdp.state.replicate import differing
+from fdp.state.storage import INDEX, LoadPlanner, Reader, Writer
 
 
 def save(path: str | os.PathLike[str], state: Tree, group: Ranks = None, *, random: bool = False) -> None:
@@ -36,7 +37,8 @@ def save(path: str | os.PathLike[str], state: Tree, group: Ranks = None, *, rand
 
     Args:
         path: the directory, on storage that all ranks see; made if it is not there. A checkpoint that it held is
-            replaced; if this save is cut short there is none. Keep the last one by saving to a new directory.
+            replaced at once, when this one is whole: whatever cuts a save short, the last one is there. Until then
+            both take their space on the disk.
         state: pytree of tensors, labelled or equal on every rank, and plain Python values, equal on every rank.
         group: as for `data_parallel`.
         random: whether to save the state of each rank's generators as well: torch's on the CPU and on the current
@@ -72,17 +74,17 @@ def save(path: str | os.PathLike[str], state: Tree, group: Ranks = None, *, rand
             named.update({_generator_name(ranks, kind): value for kind, value in generator_states().items()})
     _refuse_differing(differing("fdp.save", "state", leaves, spec, ranks))
     with _ready_on_all_ranks(ranks, "fdp.save"):
+        Path(path).mkdir(parents=True, exist_ok=True)
+    writer, written = Writer(Path(path)), False
+    try:
+        with _as_errors_of_fdp("save"):
+            dcp.save(
+                named, storage_writer=writer, process_group=ranks.process_group, no_dist=ranks.process_group is None
+            )
+        written = True
+    finally:
         if ranks.rank == 0:
-            # Without it nothing can be loaded: a save that is cut short must not leave half of it beside half of an
-            # older one.
-            (Path(path) / ".metadata").unlink(missing_ok=True)
-    with _as_errors_of_fdp("save"):
-        dcp.save(
-            named,
-            storage_writer=dcp.FileSystemWriter(Path(path), overwrite=True),
-            process_group=ranks.process_group,
-            no_dist=ranks.process_group is None,
-        )
+            writer.settle(written)
 
 
 def load(path: str | os.PathLike[str], like: Tree, group: Ranks = None, *, random: bool = False) -> Tree:
@@ -102,7 +104,8 @@ def load(path: str | os.PathLike[str], like: Tree, group: Ranks = None, *, rando
         ArgumentError: there is no checkpoint at the path, or it holds another structure; names each leaf that is
             missing, in excess, labelled on one side only, or of another shape or dtype. It holds labelled leaves of
             another number of ranks; names each of them. With `random=True`: it holds no states of generators, or
-            those of another number of ranks.
+            those of another number of ranks. It was not written by `save`, or is damaged: nothing of a checkpoint is
+            run, whoever wrote it.
         AgreementError: another rank was refused like that, or did not come.
         FdpError: the disk cannot be read; on every rank.
 
@@ -114,13 +117,13 @@ def load(path: str | os.PathLike[str], like: Tree, group: Ranks = None, *, rando
     refuse_desynchronised(ranks, "fdp.load")
     leaves, spec = pytree.flatten(like)
     names = _names_of(spec, ranks)
-    reader = dcp.FileSystemReader(Path(path))
+    reader = Reader(Path(path))
     with _ready_on_all_ranks(ranks, "fdp.load"):
-        if not (Path(path) / ".metadata").is_file():
+        if not (Path(path) / INDEX).is_file():
             raise ArgumentError(
                 build_message(
                     f"fdp.load found no checkpoint in {os.fspath(path)!r}.",
-                    remedy="pass the directory that was passed to fdp.save; a save that was cut short leaves none.",
+                    remedy="pass the directory that was passed to fdp.save; a first save, cut short, leaves none.",
                 )
             )
         saved = reader.read_metadata().state_dict_metadata
@@ -133,7 +136,13 @@ def load(path: str | os.PathLike[str], like: Tree, group: Ranks = None, *, rando
         }
         named.update(generators)
     with _as_errors_of_fdp("load"):
-        dcp.load(named, storage_reader=reader, process_group=ranks.process_group, no_dist=ranks.process_group is None)
+        dcp.load(
+            named,
+            storage_reader=reader,
+            planner=LoadPlanner(),
+            process_group=ranks.process_group,
+            no_dist=ranks.process_group is None,
+        )
     if random:
         set_generator_states({kind: named[_generator_name(ranks, kind)] for kind in _kinds(ranks, saved)})
     return pytree.unflatten(spec, [named[name] for name in names])
@@ -220,6 +229,9 @@ def _as_errors_of_fdp(name: str) -> Iterator[None]:
         try:
             yield
         except dcp.CheckpointException as error:
+            for cause, *_ in error.failures.values():
+                if isinstance(cause, FdpError):
+                    raise cause from error
             causes = [f"rank {rank}: {cause[0]!r}" for rank, cause in error.failures.items()]
             raise FdpError(
                 build_message(

@@ -91,17 +91,31 @@ def test_a_rank_that_has_no_checkpoint_keeps_no_other_waiting(tmp_path: Path) ->
 
 def save_where_rank_0_may_not(path: str) -> str:
     if dist.get_rank() == 0:
-        (Path(path) / ".metadata").mkdir(parents=True)  # what is to be deleted is no file
+        Path(path).write_text("no directory")
     with pytest.raises((OSError, fdp.AgreementError)) as caught:
-        fdp.save(path, {"w": torch.ones(2)})
+        fdp.save(path if dist.get_rank() == 0 else f"{path}-other", {"w": torch.ones(2)})
     fdp.assert_replicated({"w": torch.ones(2)})
     return f"{caught.type.__name__}: {caught.value}"
 
 
 def test_a_rank_that_cannot_save_keeps_no_other_waiting(tmp_path: Path) -> None:
     first, second = ranks.run(2, save_where_rank_0_may_not, str(tmp_path / "a"))
-    assert "Error: [Errno" in first and first.startswith(("IsADirectoryError", "PermissionError"))
+    assert first.startswith("FileExistsError: [Errno")
     assert second.startswith("AgreementError: fdp.save was called on rank 1,") and first in second
+
+
+def save_where_the_index_may_not_be_written(path: str) -> str:
+    (Path(path) / ".metadata").mkdir(parents=True, exist_ok=True)  # no file can take its place
+    with pytest.raises(fdp.FdpError) as caught:
+        fdp.save(path, {"w": torch.ones(2)})
+    fdp.assert_replicated({"w": torch.ones(2)})
+    return str(caught.value)
+
+
+def test_what_one_rank_cannot_write_is_an_error_on_all(tmp_path: Path) -> None:
+    first, second = ranks.run(2, save_where_the_index_may_not_be_written, str(tmp_path / "a"))
+    assert first == second and first.startswith("fdp.save failed.\n  rank 0: IsADirectoryError")
+    assert [path.name for path in (tmp_path / "a").glob("*.distcp")] == []
 
 
 def test_no_checkpoint_is_refused(tmp_path: Path) -> None:

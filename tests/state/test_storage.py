@@ -1,0 +1,227 @@
+"""Checkpoints on disk: at every moment there is a whole one, and reading one runs no code of whoever wrote it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import fdp
+from fdp.state.storage import read_index
+
+
+def version(number: int) -> dict[str, Any]:
+    """A state that shows whether its parts belong together."""
+    return {"a": torch.full((300,), float(number)), "b": [torch.full((7,), number), number]}
+
+
+def held(path: Path) -> int:
+    """Which version a checkpoint holds; all of it."""
+    found = fdp.load(path, version(0))
+    number = found["b"][1]
+    assert repr(found) == repr(version(number))
+    return number
+
+
+# Cut short.
+
+
+class Killed(BaseException):
+    """This process is dead: from here on it does nothing to the disk."""
+
+
+class Disk:
+    """Counts what is done to files below a folder, and stops all of it from a given operation on."""
+
+    def __init__(self) -> None:
+        self.folder, self.done, self.last = "", 0, -1
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, args: Any) -> None:
+        if not self.folder or not event.startswith(("open", "os.")):
+            return
+        if any(isinstance(each, (str, os.PathLike)) and self.folder in os.fspath(each) for each in args):
+            if self.done == self.last:
+                raise Killed
+            self.done += 1
+
+    @contextmanager
+    def watched(self, folder: Path, last: int = -1) -> Iterator[None]:
+        self.folder, self.done, self.last = str(folder), 0, last
+        try:
+            yield
+        finally:
+            self.folder = ""
+
+
+disk = Disk()  # a hook stays for as long as the process
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_wherever_a_save_is_cut_short_there_is_a_whole_checkpoint(tmp_path: Path, settled: bool) -> None:
+    with disk.watched(tmp_path):
+        fdp.save(tmp_path / "a", version(1))
+        fdp.save(tmp_path / "a", version(2))
+    operations = disk.done // 2
+    assert operations >= 4  # data, the index, its name, what is left over
+    found = []
+    for last in range(operations):
+        folder = tmp_path / f"{last}"
+        fdp.save(folder, version(1))
+        with disk.watched(folder, last), pytest.raises((Killed, fdp.FdpError)):
+            fdp.save(folder, version(2))
+        found.append(held(folder))
+        if settled:  # the next save finds its way, and clears up
+            fdp.save(folder, version(3))
+            assert held(folder) == 3
+            assert {path.name for path in folder.iterdir()} == {".metadata", *names_in(folder)}
+    assert found == sorted(found) and set(found) <= {1, 2} and found[0] == 1
+
+
+def names_in(folder: Path) -> set[str]:
+    return {info.relative_path for info in read_index(folder).storage_data.values()}
+
+
+SAVES = """
+import sys, torch, fdp
+state = lambda n: {"a": torch.full((300,), float(n)), "b": [torch.full((7,), n), n]}
+for n in range(1, 10**9):
+    fdp.save(sys.argv[1], state(n))
+    print(n, flush=True)
+"""
+
+
+def test_a_process_that_is_killed_while_it_saves_leaves_what_it_saved_last(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    for attempt in range(3):
+        process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", SAVES, str(folder)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.05 + 0.013 * attempt)
+        process.send_signal(signal.SIGKILL)
+        said = [int(line) for line in process.stdout.read().split()]
+        process.wait()
+        process.stdout.close()
+        assert held(folder) - (said[-1] if said else 1) in (0, 1)
+
+
+def fail_to_write(path: str) -> str:
+    fdp.save(path, version(1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        own = fdp.per_rank(torch.zeros(10**5))
+        with pytest.raises(fdp.FdpError) as caught:
+            fdp.save(path, {**version(2), "own": own})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert held(Path(path)) == 1
+    return str(caught.value)
+
+
+def test_a_disk_that_is_full_on_one_rank_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    first, second = ranks.run(2, fail_to_write, str(tmp_path / "a"))
+    assert first == second and "rank 1: " in first and "File too large" in first
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {".metadata", *names_in(tmp_path / "a")}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_itself_reads_what_fdp_wrote(tmp_path: Path) -> None:
+    fdp.save(tmp_path / "a", version(1))
+    fdp.save(tmp_path / "a", version(2))
+    named = {"state['a']": torch.zeros(300), "state['b'][0]": torch.zeros(7, dtype=torch.int64), "state['b'][1]": 0}
+    dcp.load(named, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert named["state['b'][1]"] == 2 and torch.equal(named["state['a']"], version(2)["a"])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_torch_itself_wrote_is_replaced(tmp_path: Path) -> None:
+    named = {"state['a']": torch.zeros(300), "state['b'][0]": torch.zeros(7, dtype=torch.int64), "state['b'][1]": 0}
+    dcp.save(named, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert fdp.load(tmp_path / "a", version(1))["b"][1] == 0
+    fdp.save(tmp_path / "a", version(2))
+    assert held(tmp_path / "a") == 2 and not (tmp_path / "a" / "__0_0.distcp").exists()
+
+
+# From a stranger.
+
+
+class Exploit:
+    """Unpickled, it leaves a file behind: it could as well have deleted all of them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_an_index_that_is_a_program_is_not_run(tmp_path: Path) -> None:
+    fdp.save(tmp_path / "a", version(1))
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(Exploit(tmp_path / "hurt")))
+    with pytest.raises(fdp.ArgumentError, match=r"is not the index of a checkpoint. Nothing of it was run"):
+        fdp.load(tmp_path / "a", version(0))
+    assert not (tmp_path / "hurt").exists()
+
+
+def test_a_program_deep_inside_of_an_index_is_not_run(tmp_path: Path) -> None:
+    fdp.save(tmp_path / "a", version(1))
+    index = read_index(tmp_path / "a")
+    index.planner_data = {"state['a']": Exploit(tmp_path / "hurt")}
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(fdp.ArgumentError, match=r"it asks for posix.mkdir"):
+        fdp.load(tmp_path / "a", version(0))
+    assert not (tmp_path / "hurt").exists()
+
+
+def test_a_program_in_the_place_of_a_number_is_not_run(tmp_path: Path) -> None:
+    fdp.save(tmp_path / "a", {**version(1), "c": Exploit(tmp_path / "hurt")})
+    with pytest.raises(fdp.ArgumentError, match=r"state\['c'\] of a checkpoint is no plain value") as caught:
+        fdp.load(tmp_path / "a", {**version(0), "c": 0})
+    assert not (tmp_path / "hurt").exists() and "add_safe_globals" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["../b/secret.distcp", "/etc/passwd", ""])
+def test_an_index_names_no_file_outside_of_its_folder(tmp_path: Path, name: str) -> None:
+    fdp.save(tmp_path / "a", version(1))
+    index = read_index(tmp_path / "a")
+    next(iter(index.storage_data.values())).relative_path = name
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(fdp.ArgumentError, match="it names the file"):
+        fdp.load(tmp_path / "a", version(0))
+
+
+@pytest.mark.parametrize("kept", [0, 1, 100, 400])
+def test_an_index_that_is_cut_off_is_refused(tmp_path: Path, kept: int) -> None:
+    fdp.save(tmp_path / "a", version(1))
+    whole = (tmp_path / "a" / ".metadata").read_bytes()
+    (tmp_path / "a" / ".metadata").write_bytes(whole[:kept])
+    with pytest.raises(fdp.ArgumentError, match="is not the index of a checkpoint"):
+        fdp.load(tmp_path / "a", version(0))
+
+
+def test_classes_that_a_user_allows_are_read(tmp_path: Path) -> None:
+    import enum
+
+    globals()["Phase"] = enum.Enum("Phase", ["WARM", "COLD"], module=__name__)
+    phase = globals()["Phase"]
+    fdp.save(tmp_path / "a", {"phase": phase.COLD})
+    with torch.serialization.safe_globals([phase]):
+        assert fdp.load(tmp_path / "a", {"phase": phase.WARM}) == {"phase": phase.COLD}
