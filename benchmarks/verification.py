@@ -3,7 +3,8 @@
     python benchmarks/verification.py [--layers N ...] [--cases NAME ...] [--rounds N]
 
 The steps: GPT-2 of Hugging Face's transformers with its default sizes (12 layers are GPT-2 small), and models of
-`cases.py`, all under fused AdamW, donated. Nothing is run. Of each, seconds of the processor (median over rounds,
+`cases.py`, all under fused AdamW, donated. Nothing is run, and nothing is compiled: of a compiled step ("compiled") the
+graph that the compiler would get is made and proved. Of each, seconds of the processor (median over rounds,
 least and most), since other processes may be at work; and what proving takes as a share of tracing. The first round of
 all is the first in the process: it reads the schemas of the operators, which later ones know. Each round is called
 from deeper in the stack: CPython keeps its stack in pieces of 16 KB, and where a loop's calls cross the end of one they
@@ -15,8 +16,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from cases import CASES
@@ -24,10 +26,14 @@ from rich.console import Console
 from rich.table import Table
 
 import fdp
+from fdp.distributed.group import resolve_group
 from fdp.emit.codegen.program import write_program
+from fdp.emit.compiled import compiler, resolve_options
+from fdp.plan import Plan
 from fdp.verify import verify_program
 
 TARGET = 0.1
+STAGES = ("trace", "plan", "emit", "verify", "compiled: emit", "compiled: verify")
 Step = Callable[[Any, Any], Any]
 
 
@@ -68,7 +74,7 @@ def _seconds(call: Callable[[], Any]) -> tuple[float, Any]:
 
 def measure(step: Step, state: Any, batch: Any, rounds: int) -> dict[str, list[float]]:
     """Seconds of each stage, in each round."""
-    found: dict[str, list[float]] = {"trace": [], "plan": [], "emit": [], "verify": []}
+    found: dict[str, list[float]] = {name: [] for name in STAGES}
     for at in range(rounds):
         _below(6 * at, lambda: _round(step, state, batch, found))
     return found
@@ -89,6 +95,40 @@ def _round(step: Step, state: Any, batch: Any, found: dict[str, list[float]]) ->
     found["emit"].append(seconds)
     seconds, _ = _seconds(lambda: verify_program(plan, program, 0, False))
     found["verify"].append(seconds)
+    making, proving = _compiled(plan)
+    found["compiled: emit"].append(making)
+    found["compiled: verify"].append(proving)
+
+
+class _Proved(Exception):
+    """A graph was proved, and would be compiled now."""
+
+
+def _compiled(plan: Plan) -> tuple[float, float]:
+    """Seconds to make the graph of a compiled step, and to prove it."""
+    proving: list[float] = []
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            seconds, result = _seconds(lambda: function(*args))
+            proving.append(seconds)
+            return result
+
+        return call
+
+    def stop(*_: Any) -> Any:
+        raise _Proved
+
+    def make() -> None:
+        try:
+            compiler.compile_program(plan, resolve_group(None), False, resolve_options(True), False)
+        except _Proved:
+            return
+
+    proofs = {name: timed(getattr(compiler, name)) for name in ("verify_lowered", "verify_loops")}
+    with mock.patch.multiple(compiler, lower=stop, **proofs):
+        seconds, _ = _seconds(make)
+    return seconds - sum(proving), sum(proving)
 
 
 def _rows(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[[], tuple[Step, Any, Any]]]]:
@@ -106,14 +146,20 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     table = Table(title=f"seconds of the processor, {arguments.rounds} rounds: median (least to most)")
-    for column in ("step", "trace", "plan", "emit", "verify", f"verify / trace (target {TARGET})"):
+    for column in ("step", "stage", "seconds", f"/ trace (target of verify: {TARGET})"):
         table.add_column(column)
     for name, make in _rows(arguments):
         found = measure(*make(), arguments.rounds)
-        cells = [f"{statistics.median(s):.3f} ({min(s):.3f} to {max(s):.3f})" for s in found.values()]
-        ratios = [one / two for one, two in zip(found["verify"], found["trace"], strict=True)]
-        table.add_row(name, *cells, f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+        for stage, seconds in found.items():
+            ratios = [one / two for one, two in zip(seconds, found["trace"], strict=True)]
+            table.add_row(name if stage == "trace" else "", stage, _summary(seconds), _summary(ratios))
+        table.add_section()
     Console().print(table)
+
+
+def _summary(numbers: Sequence[float]) -> str:
+    """Median, least and most."""
+    return f"{statistics.median(numbers):.3f} ({min(numbers):.3f} to {max(numbers):.3f})"
 
 
 if __name__ == "__main__":
