@@ -21,7 +21,7 @@ from fdp.verify.memory import Block, View, view_of
 from fdp.verify.messages import Messages
 from fdp.verify.operators import operator_of
 from fdp.verify.reference import fill_with_own
-from fdp.verify.terms import Term, describe
+from fdp.verify.terms import Term, describe, without_collections
 from fdp.verify.values import Values
 
 Returned = tuple[str, int]
@@ -59,21 +59,22 @@ def verify_lowered(
         VerificationError: it does not, or it cannot be followed.
     """
     trace = plan.trace
-    reference = _Decomposed(trace, decompose(trace, decompositions, generators is not None), rank)
-    lowered = _Lowered(reference, graph, held, program, generators or ())
-    messages = Messages(trace, plan, program, reference, communicates)
-    lowered.messages = messages
-    try:
-        made = lowered.graph.run()
-    except VerificationError as error:
-        raise _failure(trace, lowered, [str(error)]) from error
-    offenders = [*messages.missing(), *_wrong(trace, reference, lowered, made, returned)]
-    if lowered.graph.drawn is not reference.graph.drawn:
-        offenders.append("random numbers are not drawn by the same operators in the same order")
-    if lowered.graph.checked != reference.graph.checked:
-        offenders.append("values are not checked by the same operators")
-    if offenders:
-        raise _failure(trace, lowered, offenders)
+    apart = decompose(trace, decompositions, generators is not None)
+    with without_collections():
+        reference = _Decomposed(trace, apart, rank)
+        lowered = _Lowered(reference, graph, held, program, generators or ())
+        lowered.messages = messages = Messages(trace, plan, program, reference, communicates)
+        try:
+            made = lowered.graph.run()
+        except VerificationError as error:
+            raise _failure(trace, lowered, [str(error)]) from error
+        offenders = [*messages.missing(), *_wrong(trace, reference, lowered, made, returned)]
+        if lowered.graph.drawn is not reference.graph.drawn:
+            offenders.append("random numbers are not drawn by the same operators in the same order")
+        if lowered.graph.checked != reference.graph.checked:
+            offenders.append("values are not checked by the same operators")
+        if offenders:
+            raise _failure(trace, lowered, offenders)
 
 
 def _failure(trace: Trace, lowered: _Lowered, offenders: list[str]) -> VerificationError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -17,7 +16,7 @@ from fdp.verify.memory import Block, View, view_of
 from fdp.verify.messages import Messages
 from fdp.verify.program_protocol import Program
 from fdp.verify.reference import Reference
-from fdp.verify.terms import describe
+from fdp.verify.terms import describe, without_collections
 
 
 def verify_program(
@@ -35,21 +34,8 @@ def verify_program(
     Raises:
         VerificationError: it does not, or it cannot be followed; names the first line that goes wrong.
     """
-    with _plain_context(), _without_collections():
+    with _plain_context(), without_collections():
         _verify(plan.trace, plan, program, Reference(plan.trace, rank), communicates, tick)
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Terms refer to older terms alone and are soon gone; a search for cycles among all objects of torch and the trace
-    would take longer than the rest."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextmanager
