@@ -30,7 +30,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "context": ("accumulating ambient axis",),
     # what a user calls
     "random": ("hashing", "keys", "generators"),
-    "state": ("labels rank_local storage", "replicate", "checkpoint"),
+    "state": ("index labels rank_local", "replicate storage", "checkpoint"),
     "collectives": ("markers", "over_pytrees transposes"),
     "gradients": ("autodiff", "accumulation"),
     "nn": ("batch_norm meta_copy", "modules"),

@@ -45,6 +45,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
         "torch._subclasses.fake_tensor.FakeTensorMode",
         "torch.autograd.forward_ad._current_level",
         "torch.autograd.profiler._is_profiler_enabled",
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
         "torch.fx._lazy_graph_module._use_lazy_graph_module",
         "torch.fx.experimental.proxy_tensor.get_proxy_mode",
         "torch.fx.experimental.proxy_tensor.get_proxy_slot",

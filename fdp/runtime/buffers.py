@@ -25,7 +25,7 @@ class Buffer:
         bucket: its description.
         own: what this rank contributes, flat; for all but an all-gather the result is in the same place.
         gathered: [ranks, numel] for an all-gather, else None.
-        scaled: it is filled with values divided by the number of ranks: their sum is the mean.
+        scaled: it is packed with values divided by the number of ranks: their sum is the mean.
         received: [own elements], pieces of all ranks on their way, if it is added up in a wider dtype, else None.
         message: what is sent of a reduction: `own`, with the header behind it if there is one.
         header: [header_numel], the end of the message, if the bucket says which call it belongs to; else None.

@@ -5,6 +5,7 @@ The state of each rank's random number generators can go with it, so that a run 
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import warnings
@@ -24,9 +25,10 @@ from fdp.distributed.group import Group, Ranks, resolve_group
 from fdp.errors import ArgumentError, FdpError, ReplicationError, build_message
 from fdp.pytree import Tree
 from fdp.random.generators import generator_states, set_generator_states
+from fdp.state.index import INDEX
 from fdp.state.labels import labelled
 from fdp.state.replicate import differing
-from fdp.state.storage import INDEX, LoadPlanner, Reader, Writer
+from fdp.state.storage import LoadPlanner, Reader, Writer, read_plain
 
 
 def save(path: str | os.PathLike[str], state: Tree, group: Ranks = None, *, random: bool = False) -> None:
@@ -38,13 +40,15 @@ def save(path: str | os.PathLike[str], state: Tree, group: Ranks = None, *, rand
     Args:
         path: the directory, on storage that all ranks see; made if it is not there. A checkpoint that it held is
             replaced at once, when this one is whole: whatever cuts a save short, the last one is there. Until then
-            both take their space on the disk.
+            both take their space on the disk. Other files `*.distcp` that it held are deleted. One job at a time may
+            save to a directory.
         state: pytree of tensors, labelled or equal on every rank, and plain Python values, equal on every rank.
         group: as for `data_parallel`.
         random: whether to save the state of each rank's generators as well: torch's on the CPU and on the current
             accelerator, Python's, and NumPy's if it is imported. With them a run continues bit for bit.
 
     Raises:
+        ArgumentError: a leaf is a value of a class that `load` would not read, such as a function; names it.
         ReplicationError: names, on every rank, each leaf that should be equal and is not, and the ranks; nothing is
             written, and what the directory held stays.
         AgreementError: another rank failed before it could write, or did not come; ranks hold states of different
@@ -70,11 +74,10 @@ def save(path: str | os.PathLike[str], state: Tree, group: Ranks = None, *, rand
             name: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
             for name, leaf in zip(_names_of(spec, ranks), leaves, strict=True)
         }
+        _refuse_unreadable(named)
         if random:
             named.update({_generator_name(ranks, kind): value for kind, value in generator_states().items()})
     _refuse_differing(differing("fdp.save", "state", leaves, spec, ranks))
-    with _ready_on_all_ranks(ranks, "fdp.save"):
-        Path(path).mkdir(parents=True, exist_ok=True)
     writer, written = Writer(Path(path)), False
     try:
         with _as_errors_of_fdp("save"):
@@ -139,7 +142,7 @@ def load(path: str | os.PathLike[str], like: Tree, group: Ranks = None, *, rando
         dcp.load(
             named,
             storage_reader=reader,
-            planner=LoadPlanner(),
+            planner=LoadPlanner({name: leaf for name, leaf in named.items() if not isinstance(leaf, torch.Tensor)}),
             process_group=ranks.process_group,
             no_dist=ranks.process_group is None,
         )
@@ -158,6 +161,17 @@ def _names_of(spec: pytree.Spec, ranks: Group) -> list[str]:
         f"rank {ranks.rank} of {ranks.size}: {name}" if own else name
         for name, own in zip(pytree.names_in(spec, "state"), labelled(spec), strict=True)
     ]
+
+
+def _refuse_unreadable(named: dict[str, Any]) -> None:
+    """Refuse values that `load` would refuse: whoever saves them should know, and not whoever wants them back."""
+    for name, leaf in named.items():
+        if isinstance(leaf, torch.Tensor) or type(leaf) in (bool, int, float, complex, str, type(None)):
+            continue
+        written = io.BytesIO()
+        torch.save(leaf, written)
+        written.seek(0)
+        read_plain(name, written, leaf)
 
 
 def _refuse_differing(offenders: list[str]) -> None:

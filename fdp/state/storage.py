@@ -9,8 +9,9 @@ import io
 import os
 import pickle
 import secrets
-from collections.abc import Iterator
-from contextlib import suppress
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fdp.errors import ArgumentError, FdpError, build_message
-
-INDEX = ".metadata"
-"""The file of a checkpoint that says what lies in which other file of its directory."""
+from fdp.state.index import INDEX, files_of, read_index
 
 _DATA = "*.distcp"
 
@@ -31,11 +30,11 @@ _DATA = "*.distcp"
 class Writer(dcp.FileSystemWriter):
     """Writes a checkpoint beside the one that a directory holds, under other names, and then replaces the index.
 
-    The index is replaced by renaming, which happens at once. So there is a whole checkpoint at every moment, and what
-    cuts a save short leaves the last one.
+    The index is replaced by renaming, which happens at once, and after it was found to be that of a whole checkpoint.
+    So there is one at every moment, and what cuts a save short leaves the last one.
 
     Relied on: that data files begin with the prefix in `SavePlan.storage_data`, and that the index is written aside and
-    renamed by the writer's `fs`. `settle` notices if it is otherwise.
+    renamed by the writer's `fs`. Otherwise the index is refused, or `settle` notices.
 
     Args:
         path: the directory.
@@ -43,9 +42,8 @@ class Writer(dcp.FileSystemWriter):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, overwrite=True)
-        self.fs = _ReplacesAtOnce()
-        self._directory = path
-        self._mark = secrets.token_hex(4)
+        self._directory, self._mark = path, secrets.token_hex(4)
+        self.fs = _ReplacesAtOnce(self._check)
 
     def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
         """Give the files of this checkpoint names that no earlier one has. Called on one rank, for all."""
@@ -53,6 +51,17 @@ class Writer(dcp.FileSystemWriter):
             replace(plan, storage_data=replace(plan.storage_data, prefix=self._mark + plan.storage_data.prefix))
             for plan in super().prepare_global_plan(plans)
         ]
+
+    def _check(self, path: Path) -> None:
+        """Refuse an index of files that are not this checkpoint's own, or not all there."""
+        if not all(name.startswith(self._mark) for name in files_of(read_index(path))):
+            raise FdpError(
+                build_message(
+                    f"fdp.save wrote a checkpoint to {os.fspath(self._directory)!r} in another way than it meant to.",
+                    remedy="this release of PyTorch writes checkpoints in a way that fdp does not know: take one that "
+                    "docs/torch.md lists.",
+                )
+            )
 
     def settle(self, written: bool) -> None:
         """Delete the files that no checkpoint needs. Called on the rank that planned, when no rank writes any more.
@@ -63,46 +72,46 @@ class Writer(dcp.FileSystemWriter):
         Raises:
             FdpError: it was, and the index does not say so.
         """
-        found = True
-        try:
-            named = set(_files_of(read_index(self._directory)))
-        except (OSError, ArgumentError):
-            found, named = False, set()
-        if written and not (found and all(name.startswith(self._mark) for name in named)):
-            raise FdpError(
-                build_message(
-                    f"fdp.save wrote a checkpoint to {os.fspath(self._directory)!r} in another way than it meant to.",
-                    remedy="this release of PyTorch writes checkpoints in a way that fdp does not know: take one that "
-                    "docs/torch.md lists.",
-                )
-            )
-        for path in self._directory.glob(_DATA if found else self._mark + _DATA):
+        if written:
+            self._check(self._directory / INDEX)
+        pattern, named = self._mark + _DATA, set[str]()
+        with suppress(OSError, ArgumentError):
+            pattern, named = _DATA, files_of(read_index(self._directory / INDEX))
+        for path in (*self._directory.glob(pattern), self._directory / f"{INDEX}.tmp"):
             if path.name not in named:
                 with suppress(OSError):  # what is left over does no harm; the next save tries again
                     path.unlink()
 
 
 class _ReplacesAtOnce(FileSystem):
-    """Files, of which the index is never missing once it is there."""
+    """Files, of which the index is never missing once it is there.
+
+    Args:
+        check: raises if an index must not take the place of the last one.
+    """
+
+    def __init__(self, check: Callable[[Path], None]) -> None:
+        self._check = check
 
     def rm_file(self, path: str | os.PathLike[str]) -> None:
         if Path(path).name != INDEX:
             super().rm_file(path)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        _sync(path)
+        self._check(Path(path))
+        _sync(Path(path).parent)  # the names of data files are there before the index names them
         os.replace(path, new_path)
-        if os.name == "posix":  # elsewhere a directory cannot be opened
-            _sync(Path(new_path).parent)
+        _sync(Path(path).parent)
 
 
-def _sync(path: str | os.PathLike[str]) -> None:
-    """Have a file, or the names in a directory, outlive a loss of power."""
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
+def _sync(directory: Path) -> None:
+    """Have the names in a directory outlive a loss of power, on a file system that can promise that."""
+    with suppress(OSError):
+        opened = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
 
 
 class Reader(dcp.FileSystemReader):
@@ -118,11 +127,19 @@ class Reader(dcp.FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the index: see `read_index`."""
-        return read_index(self._directory)
+        return read_index(self._directory / INDEX)
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
-    """Reads plain values of a state as PyTorch reads weights: without calling anything that they name."""
+    """Reads values that are no tensors without calling anything that they name, but for what is known to be harmless.
+
+    Args:
+        like: such values, by name. Their classes are the user's own choice, and are allowed.
+    """
+
+    def __init__(self, like: dict[str, Any]) -> None:
+        super().__init__()
+        self._like = like
 
     def load_bytes(self, read_item: dcp.planner.ReadItem, value: io.BytesIO) -> None:
         """Put a value that is no tensor into the state, which is flat.
@@ -131,75 +148,50 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             ArgumentError: it is of a class that is not known to be harmless.
         """
         name = read_item.dest_index.fqn
-        try:
-            self.original_state_dict[name] = torch.load(value, weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise ArgumentError(
-                build_message(
-                    f"{name} of a checkpoint is no plain value, and was not read: reading it could run code.",
-                    [str(error).splitlines()[0]],
-                    remedy="if the checkpoint is yours, allow the class: torch.serialization.add_safe_globals([cls]).",
-                )
-            ) from error
+        self.original_state_dict[name] = read_plain(name, value, self._like.get(name))
 
 
-def read_index(directory: Path) -> Metadata:
-    """Read which tensors and values a checkpoint holds, and in which files; nothing that it names is called.
+def read_plain(name: str, value: io.BytesIO, like: Any) -> Any:
+    """Read a value that is no tensor.
 
-    The index is a pickle. Of what a pickle can ask for it gets the classes that an index is made of, and no other.
+    Args:
+        name: of the leaf.
+        value: as `torch.save` wrote it.
+        like: a value of the class that is expected.
 
     Raises:
-        ArgumentError: it is damaged, asks for something else, or names files outside of its directory.
-        OSError: it is not there, or cannot be read.
+        ArgumentError: it is of another class, which is not known to be harmless.
     """
-    path = directory / INDEX
-    with path.open("rb") as file:
-        try:
-            index = _IndexUnpickler(file).load()
-            outside = [name for name in _files_of(index) if Path(name).name != name or not name]
-            if outside or not isinstance(index.state_dict_metadata, dict):
-                raise pickle.UnpicklingError(f"it names the file {outside[0]!r}" if outside else "it is no index")
-        except OSError:
-            raise
-        except Exception as error:  # whatever a damaged pickle makes of itself
-            raise ArgumentError(
-                build_message(
-                    f"{os.fspath(path)!r} is not the index of a checkpoint. Nothing of it was run.",
-                    [f"{type(error).__name__}: {error}"],
-                    remedy="load another checkpoint; find out who wrote this one.",
-                )
-            ) from error
-    return index
+    try:
+        with _harmless(like):
+            found = torch.load(value, weights_only=True)
+    except pickle.UnpicklingError as error:
+        lines = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line]
+        raise ArgumentError(
+            build_message(
+                f"{name} cannot be read from a checkpoint without running code that the checkpoint names.",
+                lines[:1],
+                remedy="let this leaf be a number, a string, a tensor, or a value of a class that is read as it was "
+                "written, such as an enum; and let `like` hold a value of the same class.",
+            )
+        ) from error
+    if isinstance(found, torch.Tensor):
+        raise ArgumentError(
+            build_message(
+                f"{name} is a tensor in a checkpoint whose index says that it is none.",
+                remedy="load another checkpoint, and find out what wrote this one.",
+            )
+        )
+    return found
 
 
-def _files_of(index: Metadata) -> Iterator[str]:
-    """The files that a checkpoint consists of, besides its index."""
-    yield from {info.relative_path for info in index.storage_data.values()}
-
-
-_FORMAT = "torch.distributed.checkpoint"
-_CLASSES = frozenset({
-    *((f"{_FORMAT}.metadata", name) for name in (
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-    )),
-    (f"{_FORMAT}.filesystem", "_StorageInfo"),
-    *((module, f"{kind}Path") for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),  # looks a name up in a table
-})  # fmt: skip
-"""What an index is made of, besides dtypes: classes that keep what they are given."""
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        """What the pickle asks for by name.
-
-        Raises:
-            pickle.UnpicklingError: no index is made of it.
-        """
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) not in _CLASSES:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        return super().find_class(module, name)
+@contextmanager
+def _harmless(like: Any) -> Iterator[None]:
+    """Let values of the class of `like` be read, and numbers of NumPy's."""
+    allowed: list[Any] = [type(like)]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kinds = {type(numpy.dtype(each)) for each in numpy.sctypeDict.values()}
+        allowed += [*kinds, numpy.dtype, numpy.ndarray, numpy.float64(0).__reduce__()[0]]
+        allowed += [numpy.empty(0).__reduce__()[0]]
+    with torch.serialization.safe_globals(allowed):
+        yield

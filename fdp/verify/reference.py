@@ -45,14 +45,14 @@ class Memories:
 
     blocks: dict[int, tuple[Block, int]] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)
-    _views: dict[int, View] = field(default_factory=dict)
+    _views: dict[int, tuple[View, torch.Tensor]] = field(default_factory=dict)
 
     def view(self, tensor: torch.Tensor) -> View:
         """A tensor as a view; memory that was not known is new."""
         found = self._views.get(id(tensor))
         if found is None:
-            found = self._views[id(tensor)] = self._looked_at(tensor)
-        return found
+            found = self._views[id(tensor)] = self._looked_at(tensor), tensor  # kept, so that no other has its number
+        return found[0]
 
     def _looked_at(self, tensor: torch.Tensor) -> View:
         if tensor.layout is not torch.strided:

@@ -130,7 +130,7 @@ def test_a_mean_is_divided_while_its_bucket_is_filled(monkeypatch: pytest.Monkey
     step = fdp.data_parallel(squares, group=fake_group(2))
     plain = Emitted(step.plan(state, batch), fake_group(2))
     assert "alpha" not in plain.source
-    monkeypatch.setattr(planning, "_SCALED_WHEN_FILLED_BYTES", 0)
+    monkeypatch.setattr(planning, "_SCALED_WHEN_PACKED_BYTES", 0)
     poisoned(monkeypatch)
     scaled = Emitted(step.plan(state, batch), fake_group(2))
     assert "beta=0, alpha=0.5" in scaled.source
@@ -143,7 +143,7 @@ def test_of_several_results_the_one_that_is_averaged_is_divided(monkeypatch: pyt
         out, mean, _ = torch.native_batch_norm(batch, state, None, None, None, True, 0.1, 1e-5)
         return fdp.pmean(mean), fdp.pmean(out.sum())
 
-    monkeypatch.setattr(planning, "_SCALED_WHEN_FILLED_BYTES", 0)
+    monkeypatch.setattr(planning, "_SCALED_WHEN_PACKED_BYTES", 0)
     state, batch = torch.ones(8), torch.arange(32.0).view(4, 8)
     emitted = Emitted(fdp.data_parallel(step, group=fake_group(2)).plan(state, batch), fake_group(2))
     expected = torch.native_batch_norm(batch, state, None, None, None, True, 0.1, 1e-5)

@@ -34,7 +34,7 @@ def executor(request: pytest.FixtureRequest) -> Any:
     """
     with pytest.MonkeyPatch.context() as patch:
         if request.param != "as users have it":
-            patch.setattr(planning, "_SCALED_WHEN_FILLED_BYTES", 0)
+            patch.setattr(planning, "_SCALED_WHEN_PACKED_BYTES", 0)
             patch.setattr(program, "ALL", dataclasses.replace(ALL, pack_from_bytes=0))
             patch.setattr(arena.Arena, "fit", poisoning(arena.Arena.fit))
         yield

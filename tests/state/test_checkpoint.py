@@ -89,19 +89,31 @@ def test_a_rank_that_has_no_checkpoint_keeps_no_other_waiting(tmp_path: Path) ->
     ]
 
 
-def save_where_rank_0_may_not(path: str) -> str:
-    if dist.get_rank() == 0:
-        Path(path).write_text("no directory")
-    with pytest.raises((OSError, fdp.AgreementError)) as caught:
-        fdp.save(path if dist.get_rank() == 0 else f"{path}-other", {"w": torch.ones(2)})
+def save_what_rank_0_cannot(path: str) -> str:
+    what = print if dist.get_rank() == 0 else 0
+    with pytest.raises((fdp.ArgumentError, fdp.AgreementError)) as caught:
+        fdp.save(path, {"w": torch.ones(2), "what": what})
     fdp.assert_replicated({"w": torch.ones(2)})
     return f"{caught.type.__name__}: {caught.value}"
 
 
 def test_a_rank_that_cannot_save_keeps_no_other_waiting(tmp_path: Path) -> None:
-    first, second = ranks.run(2, save_where_rank_0_may_not, str(tmp_path / "a"))
-    assert first.startswith("FileExistsError: [Errno")
-    assert second.startswith("AgreementError: fdp.save was called on rank 1,") and first in second
+    first, second = ranks.run(2, save_what_rank_0_cannot, str(tmp_path / "a"))
+    assert first.startswith("ArgumentError: state['what'] cannot be read")
+    assert second.startswith("AgreementError: fdp.save was called on rank 1,") and first.splitlines()[0] in second
+
+
+def save_where_there_is_a_file(path: str) -> str:
+    with pytest.raises(fdp.FdpError) as caught:
+        fdp.save(path, {"w": torch.ones(2)})
+    fdp.assert_replicated({"w": torch.ones(2)})
+    return str(caught.value)
+
+
+def test_a_file_in_the_place_of_the_directory_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("no directory")
+    first, second = ranks.run(2, save_where_there_is_a_file, str(tmp_path / "a"))
+    assert first == second and first.startswith("fdp.save failed.") and "FileExistsError" in first
 
 
 def save_where_the_index_may_not_be_written(path: str) -> str:

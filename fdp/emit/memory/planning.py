@@ -23,7 +23,7 @@ from fdp.plan import Bucket, Plan
 from fdp.trace.effects import storages, storages_of
 from fdp.trace.loops import is_loop
 
-_SCALED_WHEN_FILLED_BYTES = 2**20
+_SCALED_WHEN_PACKED_BYTES = 2**20
 """From this size on, the division of a mean is part of packing the bucket; below, a call for each member would cost
 more than the pass over memory that it saves."""
 
@@ -84,7 +84,7 @@ def is_scaled(bucket: Bucket, world_size: int) -> bool:
     """
     fits = bucket.dtype.is_floating_point or bucket.dtype.is_complex
     # Two large values of sixteen bits have no sum, but a mean.
-    large = bucket.size_bytes >= _SCALED_WHEN_FILLED_BYTES or bucket.dtype == torch.float16
+    large = bucket.size_bytes >= _SCALED_WHEN_PACKED_BYTES or bucket.dtype == torch.float16
     # What is added up in a wider dtype is divided in it.
     return world_size > 1 and bucket.op == "mean" and fits and large and bucket.accumulate_dtype is None
 

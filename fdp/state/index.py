@@ -1,0 +1,272 @@
+"""The index of a checkpoint, read without running anything of whoever wrote it, and believed no further than it holds.
+
+The index of torch.distributed.checkpoint is a pickle. A pickle is a program, which can call what it names, and change
+classes and functions of the process that reads it. So nothing real is handed to this one: what it names is kept as a
+name, and what it makes is kept as a record of names and plain values. Only then is the index made of these, each part
+of which has to be of its type, and to lie in its file.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from fdp.errors import ArgumentError, build_message
+
+INDEX = ".metadata"
+"""The file of a checkpoint that says what lies in which other file of its directory."""
+
+
+def read_index(path: Path) -> Metadata:
+    """Read which tensors and values a checkpoint holds, and where in which files of its directory.
+
+    Args:
+        path: the index.
+
+    Returns:
+        The index; it holds each tensor whole, in files that are there.
+
+    Raises:
+        ArgumentError: it is damaged, or is none; or files are missing, cut off, or outside of its directory.
+        OSError: it is not there, or cannot be read.
+    """
+    with path.open("rb") as file:
+        try:
+            return _index_of(_IndexUnpickler(file).load(), path.parent)
+        except OSError:
+            raise
+        except Exception as error:  # whatever a damaged pickle makes of itself
+            raise ArgumentError(
+                build_message(
+                    f"{os.fspath(path)!r} is not the index of a whole checkpoint. Nothing of it was run.",
+                    [f"{type(error).__name__}: {error}"],
+                    remedy="load another checkpoint, and find out what wrote this one.",
+                )
+            ) from error
+
+
+def files_of(index: Metadata) -> set[str]:
+    """The files that a checkpoint consists of, besides its index."""
+    return {info.relative_path for info in index.storage_data.values()}
+
+
+# What a pickle names, and makes.
+
+
+@dataclass(frozen=True)
+class _Name:
+    """Something that the pickle names. It is not looked up."""
+
+    module: str
+    name: str
+
+
+class _Record:
+    """Something that the pickle makes: of which class, by its name, and with which attributes."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.state = kind, None
+
+
+_FORMAT = "torch.distributed.checkpoint"
+_RECORDS = frozenset({
+    *((f"{_FORMAT}.metadata", name) for name in (
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata",
+    )),
+    (f"{_FORMAT}.filesystem", "_StorageInfo"),
+})  # fmt: skip
+_CALLED = frozenset({
+    # What is called on plain values, and of which those values say enough.
+    *((module, f"{kind}Path") for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    (f"{_FORMAT}.metadata", "_MEM_FORMAT_ENCODING"),
+})  # fmt: skip
+
+
+_PLAIN = (
+    pickle.PROTO, pickle.FRAME, pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET,
+    pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2,
+    pickle.LONG1, pickle.BINFLOAT, pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.EMPTY_DICT, pickle.EMPTY_LIST,
+    pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.APPEND, pickle.APPENDS,
+    pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.STOP,
+)  # fmt: skip
+"""Instructions that make plain values, and names."""
+
+_InPython: Any = pickle._Unpickler
+"""Of the standard library, and private: `Unpickler` in Python, of which each instruction can be replaced."""
+
+
+class _IndexUnpickler(_InPython):
+    """Knows the instructions that an index consists of, and no other."""
+
+    stack: list[Any]
+    dispatch: ClassVar[dict[int, Any]] = {code[0]: _InPython.dispatch[code[0]] for code in _PLAIN}
+
+    def find_class(self, module: str, name: str) -> _Name:
+        """What the pickle names."""
+        return _Name(module, name)
+
+    def load_newobj(self) -> None:
+        """Make a record."""
+        given, named = self.stack.pop(), self.stack.pop()
+        if type(named) is not _Name or (named.module, named.name) not in _RECORDS or given != ():
+            raise pickle.UnpicklingError(f"it makes {_described(named)}")
+        self.append(_Record(named.name))
+
+    def load_reduce(self) -> None:
+        """Keep what something is called on, in place of what that would return."""
+        given, named = self.stack.pop(), self.stack.pop()
+        if type(named) is not _Name or (named.module, named.name) not in _CALLED or type(given) is not tuple:
+            raise pickle.UnpicklingError(f"it calls {_described(named)}")
+        self.append(given)
+
+    def load_build(self) -> None:
+        """Give a record its attributes."""
+        state = self.stack.pop()
+        record = self.stack[-1]
+        if type(record) is not _Record or record.state is not None:
+            raise pickle.UnpicklingError(f"it changes {_described(record)}")
+        record.state = state
+
+    def load_setitem(self) -> None:
+        """Fill a dict."""
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set([key, value])
+
+    def load_setitems(self) -> None:
+        """Fill a dict."""
+        self._set(self.pop_mark())
+
+    def _set(self, items: list[Any]) -> None:
+        into = self.stack[-1]
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if type(into) is not dict or type(key) not in (str, _Record):
+                raise pickle.UnpicklingError(f"it uses {_described(key)} as a key")
+            into[key] = value
+
+    for _code, _load in (
+        (pickle.NEWOBJ, load_newobj), (pickle.REDUCE, load_reduce), (pickle.BUILD, load_build),
+        (pickle.SETITEM, load_setitem), (pickle.SETITEMS, load_setitems),
+    ):  # fmt: skip
+        dispatch[_code[0]] = _load
+
+
+def _described(value: Any) -> str:
+    return f"{value.module}.{value.name}" if type(value) is _Name else f"a {type(value).__name__}"
+
+
+# The index that they stand for.
+
+
+class _Broken(Exception):
+    """Something of an index is not what it should be."""
+
+
+def _index_of(root: Any, directory: Path) -> Metadata:
+    state = _state(root, "Metadata")
+    files = {_key(key): _info(value, directory) for key, value in _typed(state["storage_data"], dict).items()}
+    items: dict[str, Any] = {}
+    for name, record in _typed(state["state_dict_metadata"], dict).items():
+        items[_typed(name, str)] = item = _item(record)
+        chunks = [None] if isinstance(item, BytesStorageMetadata) else [chunk.offsets for chunk in item.chunks]
+        for offsets in chunks:
+            if MetadataIndex(name, offsets) not in files:
+                raise _Broken(f"it does not say where {name} lies")
+    return Metadata(items, storage_data=files)
+
+
+def _item(record: Any) -> Any:
+    """What a checkpoint holds under a name: a value, or a tensor in pieces that make up all of it."""
+    if type(record) is _Record and record.kind == "BytesStorageMetadata":
+        return BytesStorageMetadata()
+    state = _state(record, "TensorStorageMetadata")
+    size, volume = _numbers(state["size"]), 0
+    chunks: list[ChunkStorageMetadata] = []
+    for each in _typed(state["chunks"], list):
+        piece = _state(each, "ChunkStorageMetadata")
+        offsets, sizes = _numbers(piece["offsets"]), _numbers(piece["sizes"])
+        if len(offsets) != len(size) != len(sizes) or any(
+            a + b > n for a, b, n in zip(offsets, sizes, size, strict=True)
+        ):
+            raise _Broken("a piece of a tensor lies outside of it")
+        if any(_overlap(offsets, sizes, chunk.offsets, chunk.sizes) for chunk in chunks):
+            raise _Broken("pieces of a tensor overlap")
+        chunks.append(ChunkStorageMetadata(offsets, sizes))
+        volume += math.prod(sizes)
+    if not chunks or volume != math.prod(size):
+        raise _Broken("a tensor is not there as a whole")
+    dtype, _, requires_grad, *_ = _typed(_typed(state["properties"], _Record).state, tuple)
+    named = getattr(torch, dtype.name, None) if type(dtype) is _Name and dtype.module == "torch" else None
+    properties = TensorProperties(_typed(named, torch.dtype), requires_grad=_typed(requires_grad, bool))
+    return TensorStorageMetadata(properties, size, chunks)
+
+
+def _overlap(start: torch.Size, size: torch.Size, other: torch.Size, other_size: torch.Size) -> bool:
+    return all(a < c + d and c < a + b for a, b, c, d in zip(start, size, other, other_size, strict=True))
+
+
+def _key(record: Any) -> MetadataIndex:
+    state = _state(record, "MetadataIndex")
+    offset, index = state.get("offset"), state.get("index")
+    name = _typed(state["fqn"], str)
+    return MetadataIndex(name, None if offset is None else _numbers(offset), None if index is None else _number(index))
+
+
+def _info(record: Any, directory: Path) -> _StorageInfo:
+    """Where in which file something lies: in one that is there, and long enough."""
+    state = _state(record, "_StorageInfo")
+    name, offset, length = _typed(state["relative_path"], str), _number(state["offset"]), _number(state["length"])
+    if state.get("transform_descriptors") is not None:
+        raise _Broken(f"{name} is encoded")
+    if not name or Path(name).name != name:
+        raise _Broken(f"it names the file {name!r}")
+    try:
+        found = (directory / name).lstat()
+    except OSError as error:
+        raise _Broken(f"{name} cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(found.st_mode) or found.st_size < offset + length:
+        raise _Broken(f"{name} has {found.st_size} bytes, and not {offset + length}")
+    return _StorageInfo(name, offset, length)
+
+
+def _state(record: Any, kind: str) -> Mapping[str, Any]:
+    if type(record) is not _Record or record.kind != kind:
+        raise _Broken(f"it has {_described(record)} in the place of a {kind}")
+    return _typed(record.state, dict)
+
+
+def _numbers(given: Any) -> torch.Size:
+    """What is left of a call of torch.Size: the tuple of its arguments."""
+    (numbers,) = _typed(given, tuple)
+    return torch.Size([_number(each) for each in _typed(numbers, tuple)])
+
+
+def _number(value: Any) -> int:
+    if _typed(value, int) < 0:
+        raise _Broken(f"it has {value} in the place of a size")
+    return int(value)
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise _Broken(f"it has {_described(value)} in the place of a {kind.__name__}")
+    return value
