@@ -8,7 +8,7 @@ it. That depends on no graph, so it is done once in a process.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,6 +18,7 @@ from fdp.errors import build_message
 from fdp.pytorch.dispatch import TorchDispatchMode
 from fdp.trace.trace import Loop, Trace
 from fdp.verify.decomposed import changed_by
+from fdp.verify.extents import Extent, extent_of
 from fdp.verify.failure import VerificationError
 from fdp.verify.followed import Followed
 from fdp.verify.operators import operator_of
@@ -200,20 +201,35 @@ def verify_loops(trace: Trace, made_for: Callable[[Any, Loop], Callable[..., Non
     """
     for loop in trace.loops:
         writes = changed_by(loop.body)
-        count = len(loop.body.graph.graph.find_nodes(op="placeholder")) - 1
-        operands = [torch.empty(at, device="meta") for at in range(count)]
-        body = _Body()
-        run = made_for(body, loop)
-        run([operands[at] for at in sorted(writes)], [operands[at] for at in range(count) if at not in writes])
+        inputs = [node.meta["val"] for node in loop.body.graph.graph.find_nodes(op="placeholder")][1:]
+        operands = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in inputs]
+        otherwise = [torch.empty_strided(x.shape, [7 * step + 5 for step in x.stride()], device="meta") for x in inputs]
+        body, other = _Body(), _Body()
+        try:
+            for takes, given in ((body, operands), (other, otherwise)):
+                left = [given[at] for at in range(len(given)) if at not in writes]
+                made_for(takes, loop)([given[at] for at in sorted(writes)], left)
+        except Exception as error:
+            raise _wrong_loop(trace, loop) from error
         expected = [([at], _identities(operands)) for at in range(loop.count)]
-        if [(number.tolist(), _identities(given)) for number, *given in body.given] != expected:
-            raise VerificationError(
-                build_message(
-                    f"what runs a loop of step {trace.name!r} runs its body on something else.",
-                    [loop.node],
-                    remedy="report this to the authors of fdp, with the step.",
-                )
-            )
+        found = [(number.tolist(), _identities(given)) for number, *given in body.given]
+        # The body was written, or compiled, for tensors that lie like this, however those that it is given lie.
+        if found != expected or any(_lying(given) != _lying(operands) for _, *given in other.given):
+            raise _wrong_loop(trace, loop)
+
+
+def _lying(tensors: Sequence[torch.Tensor]) -> list[Extent]:
+    return [extent_of(tuple(tensor.shape), tensor.stride()) for tensor in tensors]
+
+
+def _wrong_loop(trace: Trace, loop: Loop) -> VerificationError:
+    return VerificationError(
+        build_message(
+            f"what runs a loop of step {trace.name!r} runs its body on something else.",
+            [loop.node],
+            remedy="report this to the authors of fdp, with the step.",
+        )
+    )
 
 
 class _Body:

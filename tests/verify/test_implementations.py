@@ -15,6 +15,7 @@ from fdp.emit.compiled import Options, compiler
 from fdp.emit.compiled.barriers import IMPLEMENTED, running
 from fdp.trace import Trace
 from fdp.trace.control import Repeated
+from fdp.trace.loops import changed_operands
 from fdp.verify import VerificationError
 from fdp.verify.implementations import verify_implementations, verify_loops
 
@@ -111,8 +112,14 @@ def test_what_runs_a_loop_is_found_out() -> None:
         run = Repeated(body.function, tuple(torch.arange(loop.count).split(1)))
         return lambda changed, others: run([*changed, *others])
 
+    def however_they_lie(body: Any, loop: Any) -> Any:
+        node = nodes[loop.node]
+        order = [at for group in changed_operands(node) for at in group]
+        run = Repeated(body.function, tuple(torch.arange(loop.count).split(1)))
+        return lambda changed, others: run([[*changed, *others][order.index(at)] for at in range(len(order))])
+
     verify_loops(trace, right)
-    for wrong in (once_less, turned, as_they_come):
+    for wrong in (once_less, turned, as_they_come, however_they_lie):
         with pytest.raises(VerificationError, match="runs its body on something else"):
             verify_loops(trace, wrong)
 

@@ -11,6 +11,7 @@ from torch import fx
 from fdp.emit.codegen.lines import Line
 from fdp.emit.codegen.writer import Writer, bind_object, literal
 from fdp.emit.memory.allocation import memory_of_body
+from fdp.emit.memory.elements import laid_out
 from fdp.emit.memory.layout import Layout
 from fdp.trace.control import Repeated
 from fdp.trace.loops import changed_operands
@@ -52,14 +53,24 @@ def blocks_of_body(
 
 
 def compiled_loop(body: Body, count: int, node: fx.Node) -> Callable[..., None]:
-    """What runs a loop in a compiled program, which keeps apart the tensors that the loop changes."""
+    """What runs a loop in a compiled program, which keeps apart the tensors that the loop changes.
+
+    The body was compiled for tensors that lie as those of the trace do. Those of a compiled program may lie otherwise:
+    where the trace writes zeros into a tensor, a compiler goes on with a tensor of zeros of its own.
+    """
     run = _runner(body, count, node.meta["index_device"])
     order = [at for group in changed_operands(node) for at in group]
     back = sorted(range(len(order)), key=order.__getitem__)
+    operands: Any = node.args[2]
+    strides = [operand.meta["val"].stride() for operand in operands]
 
     def run_apart(changed: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
         given = [*changed, *others]
-        run([given[at] for at in back])
+        lying = [laid_out(given[at], stride) for at, stride in zip(back, strides, strict=True)]
+        run(lying)
+        for at, tensor in zip(back, lying, strict=True):
+            if at < len(changed) and tensor is not given[at]:
+                given[at].copy_(tensor)
 
     return run_apart
 

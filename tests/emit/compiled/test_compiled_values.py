@@ -315,3 +315,27 @@ def test_what_torch_calls_unsafe_is_a_view() -> None:
     for compile in (False, True):
         found = fdp.data_parallel(step, compile=compile, check_replication=False)(state, batch)
         torch.testing.assert_close(found, step(state, batch))
+
+
+@pytest.mark.parametrize("lies", [lambda x: x.repeat_interleave(2, 0)[::2], lambda x: x.t().contiguous().t()])
+def test_a_loop_is_given_tensors_that_lie_as_it_was_compiled_for(lies: Any) -> None:
+    """Zeros that a compiler goes on with lie row by row, whatever the tensor that they are written into lies like."""
+
+    def step(state: dict[str, torch.Tensor], batch: torch.Tensor) -> Any:
+        def loss(w: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+            return (w.cos() * torch.arange(16.0).view(4, 4)).sum() * rows.sum()
+
+        w = state["w"]
+        w.zero_()
+        w[0].fill_(1.0)
+        value, grad = fdp.accumulate(fdp.value_and_grad(loss), 2)(w, batch)
+        return {"w": w}, (fdp.pmean(value), grad)
+
+    found = []
+    for compiled in (False, True):
+        w = lies(torch.arange(16.0).view(4, 4))
+        assert not w.is_contiguous()
+        state, results = fdp.data_parallel(step, donate_argnums=0, compile=compiled)({"w": w}, torch.ones(4, 2))
+        found.append([state["w"], *results])
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two)
