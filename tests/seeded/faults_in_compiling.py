@@ -43,8 +43,8 @@ GRAPH = (
     Fault(
         "compiled, loop takes its operands in another order",
         "emit/codegen/loop_bodies.py",
-        "run([given[at] for at in back])",
-        "run([given[at] for at in order])",
+        "for at, stride in zip(back, strides, strict=True)]",
+        "for at, stride in zip(order, strides, strict=True)]",
         "a permutation for its inverse",
     ),
     Fault(
