@@ -204,9 +204,7 @@ def _item(record: Any) -> Any:
     for each in _typed(state["chunks"], list):
         piece = _state(each, "ChunkStorageMetadata")
         offsets, sizes = _numbers(piece["offsets"]), _numbers(piece["sizes"])
-        if len(offsets) != len(size) != len(sizes) or any(
-            a + b > n for a, b, n in zip(offsets, sizes, size, strict=True)
-        ):
+        if any(a + b > n for a, b, n in zip(offsets, sizes, size, strict=True)):
             raise _Broken("a piece of a tensor lies outside of it")
         if any(_overlap(offsets, sizes, chunk.offsets, chunk.sizes) for chunk in chunks):
             raise _Broken("pieces of a tensor overlap")

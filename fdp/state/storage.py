@@ -5,6 +5,7 @@ References: torch.distributed.checkpoint (`StorageWriter`, `StorageReader`).
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import pickle
@@ -52,9 +53,10 @@ class Writer(dcp.FileSystemWriter):
             for plan in super().prepare_global_plan(plans)
         ]
 
-    def _check(self, path: Path) -> None:
-        """Refuse an index of files that are not this checkpoint's own, or not all there."""
-        if not all(name.startswith(self._mark) for name in files_of(read_index(path))):
+    def _check(self, path: Path) -> set[str]:
+        """Refuse an index of files that are not this checkpoint's own, or not all there; returns their names."""
+        named = files_of(read_index(path))
+        if not all(name.startswith(self._mark) for name in named):
             raise FdpError(
                 build_message(
                     f"fdp.save wrote a checkpoint to {os.fspath(self._directory)!r} in another way than it meant to.",
@@ -62,6 +64,7 @@ class Writer(dcp.FileSystemWriter):
                     "docs/torch.md lists.",
                 )
             )
+        return named
 
     def settle(self, written: bool) -> None:
         """Delete the files that no checkpoint needs. Called on the rank that planned, when no rank writes any more.
@@ -72,11 +75,12 @@ class Writer(dcp.FileSystemWriter):
         Raises:
             FdpError: it was, and the index does not say so.
         """
+        index, pattern, named = self._directory / INDEX, self._mark + _DATA, set[str]()
         if written:
-            self._check(self._directory / INDEX)
-        pattern, named = self._mark + _DATA, set[str]()
-        with suppress(OSError, ArgumentError):
-            pattern, named = _DATA, files_of(read_index(self._directory / INDEX))
+            pattern, named = _DATA, self._check(index)
+        else:
+            with suppress(OSError, ArgumentError):
+                pattern, named = _DATA, files_of(read_index(index))
         for path in (*self._directory.glob(pattern), self._directory / f"{INDEX}.tmp"):
             if path.name not in named:
                 with suppress(OSError):  # what is left over does no harm; the next save tries again
@@ -90,7 +94,7 @@ class _ReplacesAtOnce(FileSystem):
         check: raises if an index must not take the place of the last one.
     """
 
-    def __init__(self, check: Callable[[Path], None]) -> None:
+    def __init__(self, check: Callable[[Path], object]) -> None:
         self._check = check
 
     def rm_file(self, path: str | os.PathLike[str]) -> None:
@@ -123,11 +127,11 @@ class Reader(dcp.FileSystemReader):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._directory = path
+        self._index = functools.cache(lambda: read_index(path / INDEX))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the index: see `read_index`."""
-        return read_index(self._directory / INDEX)
+        """The index, read once, so that what was checked is what is loaded: see `read_index`."""
+        return self._index()
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
@@ -188,10 +192,15 @@ def read_plain(name: str, value: io.BytesIO, like: Any) -> Any:
 @contextmanager
 def _harmless(like: Any) -> Iterator[None]:
     """Let values of the class of `like` be read, and numbers of NumPy's."""
-    allowed: list[Any] = [type(like)]
-    if (numpy := sys.modules.get("numpy")) is not None:
-        kinds = {type(numpy.dtype(each)) for each in numpy.sctypeDict.values()}
-        allowed += [*kinds, numpy.dtype, numpy.ndarray, numpy.float64(0).__reduce__()[0]]
-        allowed += [numpy.empty(0).__reduce__()[0]]
-    with torch.serialization.safe_globals(allowed):
+    with torch.serialization.safe_globals([type(like), *(_of_numpy() if "numpy" in sys.modules else ())]):
         yield
+
+
+@functools.cache
+def _of_numpy() -> tuple[Any, ...]:
+    """What numbers and arrays of NumPy's are made of."""
+    import numpy
+
+    kinds = {type(numpy.dtype(each)) for each in numpy.sctypeDict.values()}
+    makers = numpy.float64(0).__reduce__()[0], numpy.empty(0).__reduce__()[0]
+    return *kinds, numpy.dtype, numpy.ndarray, *makers

@@ -243,7 +243,7 @@ class Execution(Machine):
         if operator.number or operator.views or operator.reshapes:
             return func(*args, **kwargs)
         raw = operator.bind(args, kwargs)
-        given = [self.view(each) if isinstance(each, torch.Tensor) else self._views(each) for each in raw]
+        given = self._views(raw)
         # Where the trace calls an out variant itself, that one is meant.
         if operator.out and func not in self._traced and (why := why_not_trusted(operator, given)) is not None:
             raise VerificationError(why)

@@ -87,7 +87,7 @@ class Machine:
         values, name = self.values, operator.name
         written = operator.written(given)
         arguments, reads, values_read = self._arguments(operator, given, written)
-        draws = operator.random and operator.draws(given)
+        draws = operator.draws(given)
         if draws:
             # Which number is drawn for which element is a matter of how they lie.
             arguments["*drawn"] = self.drawn

@@ -82,8 +82,6 @@ class Memories:
 
     def knows(self, value: Any) -> bool:
         """Whether the memory of a tensor, or of any in a list, is known."""
-        if id(value) in self._views:
-            return True
         if isinstance(value, torch.Tensor):
             strided = value.layout is torch.strided
             return (value.untyped_storage()._cdata if strided else id(value)) in self.blocks

@@ -44,8 +44,7 @@ class Values:
 
     def read(self, view: View) -> Term:
         """The value of a tensor; a constant under another shape is a constant."""
-        term = self.memory.read(view)
-        return self._simplified(term) if term.key[0] in ("load", "conj", "neg") else term
+        return self._simplified(self.memory.read(view))
 
     def encode(self, value: Any) -> Any:
         """An argument as part of a term: views are read."""

@@ -57,8 +57,11 @@ def laid_out(tensor: torch.Tensor, stride: Sequence[int], anew: bool = False) ->
         anew: whether it must be a copy.
     """
     size = tensor.shape
-    if not anew and lies_under(tensor, stride):
-        return tensor if tuple(stride) == tensor.stride() else tensor.as_strided(size, stride)
+    if not anew:
+        if tuple(stride) == tensor.stride():
+            return tensor
+        if lies_under(tensor, stride):
+            return tensor.as_strided(size, stride)
     reach = 1
     for step, number in sorted((s, n) for s, n in zip(stride, size, strict=True) if n != 1):
         if step < reach:
