@@ -8,7 +8,7 @@ graph that the compiler would get is made and proved. Of each, seconds of the pr
 least and most), since other processes may be at work; and what proving takes as a share of tracing. The first round of
 all is the first in the process: it reads the schemas of the operators, which later ones know. Each round is called
 from deeper in the stack: CPython keeps its stack in pieces of 16 KB, and where a loop's calls cross the end of one they
-take up to 40 % longer. Which loops do depends on how deep a caller is, and nothing else.
+take longer. Which loops do depends on how deep a caller is, and nothing else.
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ def reason(program: Program, report: Report) -> str | None:
         return "a view by places in memory of an argument that fdp.accumulate cuts (docs/memory.md)"
     if error == "CompileError" and "internal overlap" in text and ".unfold(" in program.text:
         return "compiled: writes through a view that unfolds (docs/compile.md)"
-    if error == "CompileError" and "IndexError: tuple index out of range" in text and ".scatter" in program.text:
+    inductors = error == "CompileError" and "inductor failed on an operator" in text
+    if inductors and "IndexError: tuple index out of range" in text and ".scatter" in program.text:
         return "compiled: a scatter into a tensor without dimensions, which inductor cannot compile"
     if error == "CompileError" and "Cannot view a tensor with shape" in text:
         return "compiled: a view of what was changed through another one (docs/compile.md)"

@@ -6,18 +6,17 @@ import datetime
 import enum
 import errno
 import os
-import pickle
 import resource
 import signal
 import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from decimal import Decimal
 from fractions import Fraction
-from pathlib import Path, PosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,27 +25,11 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
-from torch.serialization import _get_layout
+from checkpoints import Exploit, held, names_in, version
 
 import fdp
 from fdp.state import checkpoint
-from fdp.state.index import INDEX, read_index
 from fdp.state.storage import Writer
-
-
-def version(number: int) -> dict[str, Any]:
-    """A state that shows whether its parts belong together."""
-    return {"a": torch.full((300,), float(number)), "b": [torch.full((7,), number), number]}
-
-
-def held(path: Path) -> int:
-    """Which version a checkpoint holds; all of it."""
-    found = fdp.load(path, version(0))
-    number = found["b"][1]
-    assert repr(found) == repr(version(number))
-    return number
-
 
 # Cut short.
 
@@ -101,10 +84,6 @@ def test_wherever_a_save_is_cut_short_there_is_a_whole_checkpoint(tmp_path: Path
             assert held(folder) == 3
             assert {path.name for path in folder.iterdir()} == {".metadata", *names_in(folder)}
     assert found == sorted(found) and set(found) <= {1, 2} and found[0] == 1
-
-
-def names_in(folder: Path) -> set[str]:
-    return {info.relative_path for info in read_index(folder / INDEX).storage_data.values()}
 
 
 SAVES = """
@@ -171,85 +150,6 @@ def test_what_torch_itself_wrote_is_replaced(tmp_path: Path) -> None:
     assert held(tmp_path / "a") == 2 and not (tmp_path / "a" / "__0_0.distcp").exists()
 
 
-# From a stranger.
-
-
-class Exploit:
-    """Unpickled, it leaves a file behind: it could as well have deleted all of them."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return os.mkdir, (str(self.path),)
-
-
-def test_an_index_that_is_a_program_is_not_run(tmp_path: Path) -> None:
-    fdp.save(tmp_path / "a", version(1))
-    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(Exploit(tmp_path / "hurt")))
-    with pytest.raises(fdp.ArgumentError, match=r"is not the index of a whole checkpoint. Nothing of it was run"):
-        fdp.load(tmp_path / "a", version(0))
-    assert not (tmp_path / "hurt").exists()
-
-
-def test_a_program_deep_inside_of_an_index_is_not_run(tmp_path: Path) -> None:
-    fdp.save(tmp_path / "a", version(1))
-    index = read_index(tmp_path / "a" / INDEX)
-    index.planner_data = {"state['a']": Exploit(tmp_path / "hurt")}
-    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(fdp.ArgumentError, match=r"it calls posix.mkdir"):
-        fdp.load(tmp_path / "a", version(0))
-    assert not (tmp_path / "hurt").exists()
-
-
-def test_a_program_in_the_place_of_a_number_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_refuse_unreadable", lambda named: None)
-    fdp.save(tmp_path / "a", {**version(1), "c": Exploit(tmp_path / "hurt")})
-    with pytest.raises(fdp.ArgumentError, match=r"state\['c'\] cannot be read from a checkpoint without running code"):
-        fdp.load(tmp_path / "a", {**version(0), "c": 0})
-    assert not (tmp_path / "hurt").exists()
-
-
-def text(value: str) -> bytes:
-    return pickle.BINUNICODE + len(value).to_bytes(4, "little") + value.encode()
-
-
-def named(module: str, name: str) -> bytes:
-    return text(module) + text(name) + pickle.STACK_GLOBAL
-
-
-def changing(target: bytes, attribute: str, value: bytes) -> bytes:
-    """A pickle that sets an attribute of what it names, by a state that is meant for objects with slots."""
-    slots = pickle.EMPTY_DICT + text(attribute) + value + pickle.SETITEM
-    return pickle.PROTO + b"\x04" + target + pickle.NONE + slots + pickle.TUPLE2 + pickle.BUILD
-
-
-PATH, ENCODING = named("pathlib", "PosixPath"), named("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING")
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        changing(PATH, "name", text("x")),
-        changing(named("torch.serialization", "_get_layout"), "cache", text("x")),
-        changing(ENCODING + pickle.BININT1 + b"\x00" + pickle.TUPLE1 + pickle.REDUCE, "_value_", text("x")),
-        changing(named("torch.distributed.checkpoint.metadata", "Metadata"), "version", text("x")),
-        pickle.PROTO + b"\x04" + named("builtins", "print") + text("x") + pickle.TUPLE1 + pickle.REDUCE,
-        pickle.PROTO + b"\x04" + pickle.EMPTY_DICT + pickle.EMPTY_TUPLE + text("x") + pickle.SETITEM,
-        pickle.PROTO + b"\x04" + pickle.BINBYTES8 + (2**40).to_bytes(8, "little"),
-    ],
-)
-def test_an_index_changes_nothing_of_the_process(tmp_path: Path, program: bytes) -> None:
-    fdp.save(tmp_path / "a", version(1))
-    before = PosixPath.name, Metadata.version, [each.value for each in _MEM_FORMAT_ENCODING]
-    layout = dict(_get_layout.__dict__)
-    (tmp_path / "a" / ".metadata").write_bytes(program + pickle.STOP)
-    with pytest.raises(fdp.ArgumentError, match="is not the index of a whole checkpoint"):
-        fdp.load(tmp_path / "a", version(0))
-    assert before == (PosixPath.name, Metadata.version, [each.value for each in _MEM_FORMAT_ENCODING])
-    assert layout.keys() == _get_layout.__dict__.keys()
-
-
 # Values that are no tensors.
 
 
@@ -281,7 +181,15 @@ def test_a_value_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     assert held(tmp_path / "a") == 1
 
 
-# Damaged.
+def test_a_program_in_the_place_of_a_number_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_refuse_unreadable", lambda named: None)
+    fdp.save(tmp_path / "a", {**version(1), "c": Exploit(tmp_path / "hurt")})
+    with pytest.raises(fdp.ArgumentError, match=r"state\['c'\] cannot be read from a checkpoint without running code"):
+        fdp.load(tmp_path / "a", {**version(0), "c": 0})
+    assert not (tmp_path / "hurt").exists()
+
+
+# With others.
 
 
 def test_an_index_is_not_put_in_place_whose_files_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,62 +209,6 @@ def test_an_index_is_not_put_in_place_whose_files_are_gone(tmp_path: Path, monke
     assert held(tmp_path / "a") == 1
 
 
-def without_pieces(index: Any) -> None:
-    index.state_dict_metadata["state['a']"].chunks.clear()
-
-
-def with_a_smaller_piece(index: Any) -> None:
-    index.state_dict_metadata["state['a']"].chunks[0].sizes = torch.Size([299])
-
-
-def with_a_larger_tensor(index: Any) -> None:
-    index.state_dict_metadata["state['a']"].size = torch.Size([301])
-
-
-def without_a_place(index: Any) -> None:
-    index.storage_data.popitem()
-
-
-def with_a_place_beyond_the_end(index: Any) -> None:
-    next(iter(index.storage_data.values())).length = 10**9
-
-
-def without_properties(index: Any) -> None:
-    index.state_dict_metadata["state['a']"].properties = None
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        without_pieces, with_a_smaller_piece, with_a_larger_tensor, without_a_place, with_a_place_beyond_the_end,
-        without_properties,
-    ],
-)  # fmt: skip
-def test_an_index_that_does_not_say_all_is_refused(tmp_path: Path, damage: Callable[[Any], None]) -> None:
-    fdp.save(tmp_path / "a", version(1))
-    index = read_index(tmp_path / "a" / INDEX)
-    damage(index)
-    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(fdp.ArgumentError, match="is not the index of a whole checkpoint"):
-        fdp.load(tmp_path / "a", version(0))
-
-
-@pytest.mark.parametrize("how", ["cut off", "gone", "elsewhere"])
-def test_data_that_is_not_whole_is_refused(tmp_path: Path, how: str) -> None:
-    fdp.save(tmp_path / "a", version(1))
-    (name,) = names_in(tmp_path / "a")
-    data = tmp_path / "a" / name
-    whole = data.read_bytes()
-    data.unlink()
-    if how == "cut off":
-        data.write_bytes(whole[:-100])
-    elif how == "elsewhere":
-        (tmp_path / "secret").write_bytes(whole)
-        data.symlink_to(tmp_path / "secret")
-    with pytest.raises(fdp.ArgumentError, match="is not the index of a whole checkpoint"):
-        fdp.load(tmp_path / "a", version(0))
-
-
 def test_a_file_system_that_syncs_no_directories_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.fsync
 
@@ -368,22 +220,3 @@ def test_a_file_system_that_syncs_no_directories_is_written_to(tmp_path: Path, m
     monkeypatch.setattr(os, "fsync", fsync)
     fdp.save(tmp_path / "a", version(1))
     assert held(tmp_path / "a") == 1
-
-
-@pytest.mark.parametrize("name", ["../b/secret.distcp", "/etc/passwd", ""])
-def test_an_index_names_no_file_outside_of_its_folder(tmp_path: Path, name: str) -> None:
-    fdp.save(tmp_path / "a", version(1))
-    index = read_index(tmp_path / "a" / INDEX)
-    next(iter(index.storage_data.values())).relative_path = name
-    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(fdp.ArgumentError, match="it names the file"):
-        fdp.load(tmp_path / "a", version(0))
-
-
-@pytest.mark.parametrize("kept", [0, 1, 100, 400])
-def test_an_index_that_is_cut_off_is_refused(tmp_path: Path, kept: int) -> None:
-    fdp.save(tmp_path / "a", version(1))
-    whole = (tmp_path / "a" / ".metadata").read_bytes()
-    (tmp_path / "a" / ".metadata").write_bytes(whole[:kept])
-    with pytest.raises(fdp.ArgumentError, match="is not the index of a whole checkpoint"):
-        fdp.load(tmp_path / "a", version(0))

@@ -1,0 +1,40 @@
+"""Checkpoints whose parts show whether they belong together; and a program that hides in one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fdp
+from fdp.state.index import INDEX, read_index
+
+
+def version(number: int) -> dict[str, Any]:
+    """A state that shows whether its parts belong together."""
+    return {"a": torch.full((300,), float(number)), "b": [torch.full((7,), number), number]}
+
+
+def held(path: Path) -> int:
+    """Which version a checkpoint holds; all of it."""
+    found = fdp.load(path, version(0))
+    number = found["b"][1]
+    assert repr(found) == repr(version(number))
+    return number
+
+
+def names_in(folder: Path) -> set[str]:
+    return {info.relative_path for info in read_index(folder / INDEX).storage_data.values()}
+
+
+class Exploit:
+    """Unpickled, it leaves a file behind: it could as well have deleted all of them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return os.mkdir, (str(self.path),)
