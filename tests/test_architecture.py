@@ -69,7 +69,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "codegen.added_products codegen.loop_bodies codegen.packing codegen.shortcuts", "codegen.calls",
         "codegen.program",
         "proved",
-        "compiled.barriers compiled.recording compiled.unaliased",
+        "compiled.barriers compiled.layouts compiled.recording compiled.unaliased",
         "compiled.drawing compiled.inductor compiled.passes", "compiled.draws compiled.options",
         "compiled.graph", "compiled.compiler",
     ),

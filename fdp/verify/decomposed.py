@@ -9,7 +9,7 @@ changes nothing.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,9 +99,10 @@ def decompose(trace: Trace, decompositions: Mapping[Any, Callable[..., Any]], dr
         for node in module.graph.nodes:
             if node.op == "call_function":
                 drawn = draws_alike and draws(node)
-                env[node] = _drawn(node, env, calls) if drawn else _carry_out(node, env, calls, loops)
-        made: Any = module.graph.output_node().args[0]
-        return [env[node] for node in made]
+                made = _drawn(node, env, calls) if drawn else _carry_out(node, env, calls, loops)
+                env[node] = _with_strides(node, made)
+        returned: Any = module.graph.output_node().args[0]
+        return [env[node] for node in returned]
 
     graph = capture_functional(carry_out, inputs, decompositions)
     names = [node.name for node in module.graph.nodes if _sends(node)]
@@ -120,6 +121,8 @@ def _carry_out(node: fx.Node, env: Mapping[fx.Node, Any], calls: list[Call], loo
     kwargs: Any = fx.map_arg(node.kwargs, env.__getitem__)
     if target is operator.getitem:
         return args[0][args[1]]
+    if not isinstance(target, torch._ops.OpOverload):
+        args = [_Inner(each) if isinstance(each, fx.GraphModule) else each for each in args]
     if is_opaque(node):
         tensors = tuple(each for each in node.all_input_nodes if isinstance(env[each], torch.Tensor))
         call = Call(node, tensors, tuple(each for each in tensors if each in _written(node, loops)))
@@ -142,6 +145,45 @@ def _carry_out(node: fx.Node, env: Mapping[fx.Node, Any], calls: list[Call], loo
         kept = args[0].clone() if args[0].device.type == "cpu" else args[0]
         return kept, torch.ones_like(args[0], dtype=torch.bool)
     return HIDDEN_VIEWS.get(target, target)(*args, **kwargs)
+
+
+class _Inner(fx.Interpreter):
+    """What a function of functions is given, with values that have the strides of the trace."""
+
+    __call__ = fx.Interpreter.run
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        held = super().get_attr(target, args, kwargs)
+        return _Inner(held) if isinstance(held, fx.GraphModule) else held
+
+    def run_node(self, n: fx.Node) -> Any:
+        return _with_strides(n, super().run_node(n))
+
+
+def _with_strides(node: fx.Node, made: Any) -> Any:
+    """New tensors under the strides that the trace knows them by: its views are views of those."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return made
+    several = isinstance(made, (list, tuple))
+    examples: Any = node.meta.get("val")
+    results, examples = (made, examples) if several else ([made], [examples])
+    own: Sequence[int] = range(len(results))
+    if isinstance(node.target, torch._ops.OpOverload):
+        known = operator_of(node.target)
+        own = () if known.views else known.new if len(known.results) == len(results) else own if known.new else ()
+    laid = list(results)
+    for at in own:
+        value, example = results[at], examples[at]
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided and _differ(value, example):
+            laid[at] = torch.empty_strided(value.shape, example.stride(), dtype=value.dtype, device=value.device)
+            laid[at].copy_(value)
+    return laid if several else laid[0]
+
+
+def _differ(value: torch.Tensor, example: torch.Tensor) -> bool:
+    wide = [at for at, size in enumerate(value.shape) if size != 1]
+    repeats = any(example.stride(at) == 0 for at in wide)  # nothing can be copied there
+    return value.numel() > 0 and not repeats and any(value.stride(at) != example.stride(at) for at in wide)
 
 
 def draws(node: fx.Node) -> bool:

@@ -148,8 +148,11 @@ def _same_memory(base: torch.Tensor, value: Any) -> bool:
 
 
 def _described(value: Any) -> Any:
-    """A graph by its text: that of a branch is made anew each time it is captured."""
+    """A graph by its text: that of a branch is made anew each time it is captured. What nothing reads is left out."""
     if isinstance(value, fx.GraphModule):
-        inner = [_described(getattr(value, str(node.target))) for node in value.graph.find_nodes(op="get_attr")]
-        return "\n".join([str(value.graph), *map(str, inner)])
+        live = fx.Graph()
+        live.output(live.graph_copy(value.graph, {}))
+        live.eliminate_dead_code()
+        inner = [_described(getattr(value, str(node.target))) for node in live.find_nodes(op="get_attr")]
+        return "\n".join([str(live), *map(str, inner)])
     return value

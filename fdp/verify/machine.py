@@ -13,6 +13,9 @@ from fdp.verify.rules import NEEDS_NO_ARGUMENT, RULES
 from fdp.verify.terms import Term
 from fdp.verify.values import Arguments, Values
 
+_BY_PLACES = frozenset({"aten::as_strided_scatter", "aten::as_strided_copy"})
+"""Operators that say by its place in memory which element of an argument they mean."""
+
 Fresh = Callable[[Term, list[View]], list[Any]]
 """(call, the tensors that it is given) -> its results in new memory: views, numbers; None for what is an argument."""
 
@@ -92,6 +95,8 @@ class Machine:
             # Which number is drawn for which element is a matter of how they lie.
             arguments["*drawn"] = self.drawn
             arguments["*lies"] = tuple(map(_lies, values_read))
+        elif name in _BY_PLACES:
+            arguments["*lies"] = tuple(map(_places, values_read))
         call = values.call(name, arguments)
         if not operator.results and not written:
             self.checked[call] += 1
@@ -214,6 +219,11 @@ def _lies(view: View) -> tuple[Any, ...]:
         found.append((at, step == reach))
         reach = step * view.shape[at]
     return tuple(found)
+
+
+def _places(view: View) -> tuple[int, ...]:
+    """Where a tensor begins in its memory, and the distances of its elements."""
+    return view.start, *(step for step, size in zip(view.stride, view.shape, strict=True) if size != 1)
 
 
 def views_in(value: Any) -> Sequence[tuple[Any, View]]:

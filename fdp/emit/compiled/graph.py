@@ -17,7 +17,7 @@ from torch import fx
 from fdp.emit.compiled.barriers import FUSED, copy_into, loop, snapshot, start, wait
 from fdp.emit.compiled.drawing import draw, draw_of_nothing
 from fdp.emit.compiled.draws import Draw, described, draws, operands_of
-from fdp.emit.memory.elements import has_each_element_once, lies_under
+from fdp.emit.compiled.layouts import Branch, as_traced, empty_like, lying_as
 from fdp.emit.memory.instructions import (
     Await,
     Compute,
@@ -72,7 +72,7 @@ class _Lowering:
             if node.op == "placeholder" and position not in placement.cloned:
                 continue  # it goes back to the caller as the object that it is
             value = self._value(node)
-            value = _lying_as(node.meta["val"], value)
+            value = lying_as(node.meta["val"], value)
             outputs.append(_own(value) if position in placement.cloned else value)
         return outputs
 
@@ -83,7 +83,7 @@ class _Lowering:
             case Keep(marker):
                 value, example = self._value(marker.args[0]), marker.meta["val"]  # type: ignore[arg-type]
                 if example.numel() == 0:  # the argument of an all-gather has another shape
-                    self.values[marker] = _empty_like(example)
+                    self.values[marker] = empty_like(example)
                 else:
                     self.values[marker] = value.contiguous() if marker in self.memory.places.alone else _copy(value)
             case Pack(bucket, members):
@@ -149,6 +149,8 @@ class _Lowering:
             raise
         except Exception as error:
             raise self._refusal(node, error) from error
+        example: Any = node.meta.get("val")
+        result = as_traced(target, [example[entry] for entry in entries] if split and example else example, result)
         if split:
             if isinstance(result, (list, tuple)):
                 self.entries.update(((node, entry), one) for entry, one in zip(entries, result, strict=True))
@@ -172,7 +174,7 @@ class _Lowering:
         example: Any = node.meta["val"]
         results = example if isinstance(example, (list, tuple)) else [example]
         operands = [self._value(each) for each in operands_of(node)]
-        places = [snapshot(_empty_like(each)) for each in results]
+        places = [snapshot(empty_like(each)) for each in results]
         loop(places, operands, self.numbers[node.name])
         self.values[node] = places if isinstance(example, (list, tuple)) else places[0]
 
@@ -231,18 +233,9 @@ class _Lowering:
             # The kernel for CPUs makes a copy; that of other devices hands its argument back.
             kept = args[0].clone() if args[0].device.type == "cpu" else args[0]
             return kept, torch.ones_like(args[0], dtype=torch.bool)
+        if not isinstance(target, torch._ops.OpOverload):
+            args = [Branch(each) if isinstance(each, fx.GraphModule) else each for each in args]
         return _VIEWS.get(target, target)(*args, **kwargs)
-
-
-def _empty_like(example: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=example.device)
-
-
-def _lying_as(example: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """A value with the strides of another one: what an operator is taken apart into may make others than its kernel."""
-    if lies_under(value, example.stride()) or value.numel() == 0 or not has_each_element_once(example):
-        return value
-    return _empty_like(example).copy_(value)
 
 
 def _own(value: torch.Tensor) -> torch.Tensor:

@@ -132,8 +132,15 @@ def _first_of_all(operator: Any) -> Callable[..., Any]:
     return place
 
 
+def _copy_of_places(x: Any, *where: Any, **named: Any) -> Any:
+    """Elements by their places, copied: inductor keeps how a tensor lies for those who look at places, not for those
+    who copy from there (seen in torch 2.13, in branches of conditions, where views become copies)."""
+    return torch.ops.aten.as_strided.default(x, *where, **named).clone()
+
+
 _OWN_DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten.add.Tensor: _add_of_a_product,
+    torch.ops.aten.as_strided_copy.default: _copy_of_places,
     **{each: _first_of_all(each) for each in (torch.ops.aten.argmax.default, torch.ops.aten.argmin.default)},
 }
 """What is taken apart since inductor is wrong about the whole."""

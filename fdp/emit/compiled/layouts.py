@@ -1,0 +1,70 @@
+"""Values of a graph to be compiled lie as they lie in the trace.
+
+What an operator is taken apart into may lay its result out otherwise than its kernel does: `cat` of one tensor that
+holds anything keeps the order of that tensor. The views that follow are those of the trace. Of other strides they would
+see other elements (`as_strided`), or would not exist (`view`). So such a result is copied, which a compiler fuses with
+what is computed around it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fdp.emit.memory.elements import has_each_element_once, lies_under
+
+
+def empty_like(example: torch.Tensor) -> torch.Tensor:
+    """New memory that lies as an example does."""
+    return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=example.device)
+
+
+def lying_as(example: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A value with the strides of another one; a copy, if it had others."""
+    if lies_under(value, example.stride()) or value.numel() == 0 or not has_each_element_once(example):
+        return value
+    return empty_like(example).copy_(value)
+
+
+def as_traced(target: Any, example: Any, result: Any) -> Any:
+    """The result of a call, with new tensors that lie as in the trace.
+
+    Args:
+        target: what was called. What it says to be its argument, or a view of it, stays that.
+        example: the result in the trace.
+        result: the result.
+    """
+    if isinstance(result, (list, tuple)):
+        owned = [each.alias_info is not None for each in target._schema.returns] if _has_schema(target) else [False]
+        owned = owned if len(owned) == len(result) else owned * len(result)
+        laid = [one if old else _laid(at, one) for at, one, old in zip(example, result, owned, strict=True)]
+        return tuple(laid) if isinstance(result, tuple) else laid
+    return result if _has_schema(target) and target._schema.returns[0].alias_info else _laid(example, result)
+
+
+def _has_schema(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and len(target._schema.returns) > 0
+
+
+def _laid(example: Any, value: Any) -> Any:
+    return lying_as(example, value) if isinstance(value, torch.Tensor) and value.layout is torch.strided else value
+
+
+class Branch(fx.Interpreter):
+    """Runs a graph that a function such as `cond` is given, in which values lie as they were traced, too."""
+
+    def __call__(self, *operands: Any) -> Any:
+        """Its results."""
+        return self.run(*operands)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """What the graph holds."""
+        found = super().get_attr(target, args, kwargs)
+        return Branch(found) if isinstance(found, fx.GraphModule) else found
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The result of one call."""
+        result = super().run_node(n)
+        return as_traced(n.target, n.meta.get("val"), result) if n.op == "call_function" else result
