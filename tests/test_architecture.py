@@ -41,7 +41,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "join": (),
     # the flow
     "trace": (
-        "closure control effects keywords overlap source structure",
+        "closure control effects functional keywords overlap source structure",
         "kernel_strides remedies replicated rng_replay silent_changes trace untouched variance",
         "arguments dependencies fake_rules reshapes switches value_reads",
         "capture changes loops pairing recognise results",

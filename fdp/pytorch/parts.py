@@ -95,6 +95,11 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
         "torch.distributed.distributed_c10d._world.pg_map",
     ),
     "compile=": (
+        "torch._C._functorch.get_unwrapped",
+        "torch._C._functorch.is_functionaltensor",
+        "torch._functionalize_commit_update",
+        "torch._functionalize_replace",
+        "torch._functionalize_sync",
         "torch._inductor.config.fallback_random",
         "torch._inductor.config.get_config_copy",
         "torch._inductor.config.get_type",

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from fdp.trace.capture import Geometry, capture_functional
+from fdp.trace.functional import keep_strides
 from fdp.trace.trace import Trace
 from fdp.verify.higher import draws_in
 from fdp.verify.operators import HIDDEN_VIEWS, operator_of
@@ -91,6 +92,7 @@ def decompose(trace: Trace, decompositions: Mapping[Any, Callable[..., Any]], dr
         inputs.append((value.shape, value.stride(), value.storage_offset(), value.dtype, value.device))
     calls: list[Call] = []
     loops = {loop.node: loop.body for loop in trace.loops}
+    first = _first_seen(module.graph)
 
     def carry_out(*values: torch.Tensor) -> list[torch.Tensor]:
         calls.clear()
@@ -101,6 +103,7 @@ def decompose(trace: Trace, decompositions: Mapping[Any, Callable[..., Any]], dr
                 drawn = draws_alike and draws(node)
                 made = _drawn(node, env, calls) if drawn else _carry_out(node, env, calls, loops)
                 env[node] = _with_strides(node, made)
+                _straighten(node, first, env)
         returned: Any = module.graph.output_node().args[0]
         return [env[node] for node in returned]
 
@@ -150,6 +153,10 @@ def _carry_out(node: fx.Node, env: Mapping[fx.Node, Any], calls: list[Call], loo
 class _Inner(fx.Interpreter):
     """What a function of functions is given, with values that have the strides of the trace."""
 
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self._first = _first_seen(module.graph)
+
     __call__ = fx.Interpreter.run
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -157,7 +164,9 @@ class _Inner(fx.Interpreter):
         return _Inner(held) if isinstance(held, fx.GraphModule) else held
 
     def run_node(self, n: fx.Node) -> Any:
-        return _with_strides(n, super().run_node(n))
+        made = _with_strides(n, super().run_node(n))
+        _straighten(n, self._first, self.env)
+        return made
 
 
 def _with_strides(node: fx.Node, made: Any) -> Any:
@@ -174,16 +183,42 @@ def _with_strides(node: fx.Node, made: Any) -> Any:
     laid = list(results)
     for at in own:
         value, example = results[at], examples[at]
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided and _differ(value, example):
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided and _differ(value, example.stride()):
+            if _repeats(example):
+                continue
             laid[at] = torch.empty_strided(value.shape, example.stride(), dtype=value.dtype, device=value.device)
             laid[at].copy_(value)
     return laid if several else laid[0]
 
 
-def _differ(value: torch.Tensor, example: torch.Tensor) -> bool:
+def _first_seen(graph: fx.Graph) -> dict[int, fx.Node]:
+    """For each piece of memory, the node of the tensor that all others there are views of."""
+    found: dict[int, fx.Node] = {}
+    for node in graph.nodes:
+        if isinstance(value := node.meta.get("val"), torch.Tensor) and value.layout is torch.strided:
+            found.setdefault(value.untyped_storage()._cdata, node)
+    return found
+
+
+def _straighten(node: fx.Node, first: Mapping[int, fx.Node], env: Mapping[fx.Node, Any]) -> None:
+    """After a change in place: what has that memory, and is a view of nothing, has its strides once more."""
+    if isinstance(node.target, torch._ops.OpOverload) and not is_opaque(node):
+        known = operator_of(node.target)
+        given = known.bind(node.args, node.kwargs)
+        for each in (each for at in known.written(given) for each in _nodes_in(given[at])):
+            origin = first[each.meta["val"].untyped_storage()._cdata]
+            if not _repeats(origin.meta["val"]):
+                keep_strides(env[origin], origin.meta["val"].stride())
+
+
+def _repeats(value: torch.Tensor) -> bool:
+    """Whether elements lie in one place: nothing can be copied there."""
+    return any(step == 0 and size != 1 for step, size in zip(value.stride(), value.shape, strict=True))
+
+
+def _differ(value: torch.Tensor, stride: Sequence[int]) -> bool:
     wide = [at for at, size in enumerate(value.shape) if size != 1]
-    repeats = any(example.stride(at) == 0 for at in wide)  # nothing can be copied there
-    return value.numel() > 0 and not repeats and any(value.stride(at) != example.stride(at) for at in wide)
+    return value.numel() > 0 and any(value.stride(at) != stride[at] for at in wide)
 
 
 def draws(node: fx.Node) -> bool:

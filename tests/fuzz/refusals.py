@@ -37,8 +37,6 @@ def reason(program: Program, report: Report) -> str | None:
     inductors = error == "CompileError" and "inductor failed on an operator" in text
     if inductors and "IndexError: tuple index out of range" in text and ".scatter" in program.text:
         return "compiled: a scatter into a tensor without dimensions, which inductor cannot compile"
-    if error == "CompileError" and "Cannot view a tensor with shape" in text:
-        return "compiled: a view of what was changed through another one (docs/compile.md)"
     if error in ("TraceError", "PurityError") and "data" in traits and "does not compute what the step" not in text:
         return "replaces the memory of a tensor"
     return None

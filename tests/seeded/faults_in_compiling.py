@@ -34,6 +34,20 @@ GRAPH = (
         "a copy of state with gaps has none: the next call does not copy it where it should",
     ),
     Fault(
+        "compiled, values lie as they are computed",
+        "emit/compiled/layouts.py",
+        "return empty_like(example).copy_(value)",
+        "return value",
+        "a view by places sees other elements of what an operator is taken apart into",
+    ),
+    Fault(
+        "compiled, changed values lie as they are computed",
+        "emit/compiled/layouts.py",
+        "keep_strides(value, example.stride())",
+        "pass",
+        "a view by places sees other elements of what was changed through a transposed view",
+    ),
+    Fault(
         "compiled, entries in another order",
         "emit/compiled/graph.py",
         "for entry, one in zip(entries, result, strict=True)",

@@ -66,6 +66,15 @@ def views(c: Any, s: Tree, b: Tree) -> Any:
     return s, [mixed, h * 1.0, *last]
 
 
+@_program({"w": (3, 5)}, {"x": (3, 5)}, donate=False)
+def by_places(c: Any, s: Tree, b: Tree) -> Any:
+    """Elements by their places, of values that what they are taken apart into lays out otherwise."""
+    closed = torch.cat([b["x"].new_empty(0), (b["x"] + s["w"]).t()])
+    changed = b["x"] * s["w"]
+    changed.t().triu_()
+    return s, [closed.as_strided((15,), (1,)) * 2, changed.as_strided((15,), (1,)) * 3]
+
+
 @_program({"w": (5, 5), "n": torch.zeros((), dtype=torch.bfloat16)}, {"x": (5, 5)}, donate=False)
 def in_place(c: Any, s: Tree, b: Tree) -> Any:
     """Operators that change fixed places, seen through earlier views; forms with numbers; products of square values."""

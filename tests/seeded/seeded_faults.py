@@ -40,6 +40,7 @@ COMPILED_FAULTS: dict[str, tuple[Fault, ...]] = {
 
 COMPILED_PROGRAMS = (
     "lies_otherwise",
+    "by_places",
     "adamw",
     "foreach",
     "accumulate",

@@ -17,7 +17,7 @@ from torch import fx
 from fdp.emit.compiled.barriers import FUSED, copy_into, loop, snapshot, start, wait
 from fdp.emit.compiled.drawing import draw, draw_of_nothing
 from fdp.emit.compiled.draws import Draw, described, draws, operands_of
-from fdp.emit.compiled.layouts import Branch, as_traced, empty_like, lying_as
+from fdp.emit.compiled.layouts import Branch, Changes, as_traced, empty_like, lying_as
 from fdp.emit.memory.instructions import (
     Await,
     Compute,
@@ -55,6 +55,7 @@ class _Lowering:
         self.memory, self.plan, self.trace = memory, memory.plan, memory.plan.trace
         self.drawn, self.last_drawn = drawn, list[torch.Tensor]()
         graph = self.trace.graph
+        self.changes = Changes(graph.graph)
         # Branches of a condition, and generators of random numbers; tensors come in as inputs.
         self.values: dict[fx.Node, Any] = {
             node: getattr(graph, str(node.target), None) for node in graph.graph.find_nodes(op="get_attr")
@@ -119,7 +120,8 @@ class _Lowering:
         copy_into(self.slots[slot_name(index, member)], value)
 
     def _call(self, node: fx.Node, entries: Sequence[int]) -> None:
-        if node in self.memory.placement.replaced:
+        placed = self.memory.placement.replaced
+        if node in placed:
             return
         target: Any = node.target
         if target is operator.getitem:
@@ -159,6 +161,7 @@ class _Lowering:
         if (donated := self.memory.placement.written.get(node)) is not None:
             self.values[donated].copy_(result)
             self.values[node] = self.values[donated]
+        self.changes.keep_places(node, lambda each: self.values.get(placed.get(each, each)))
 
     def _loop(self, node: fx.Node) -> None:
         """Call what runs a loop; the tensors that it changes are from here on others, which no pass sees through."""
@@ -201,11 +204,6 @@ class _Lowering:
         remedy = "an operator of one's own must return new tensors, and change none; compile=False runs it as it is."
         if "internal overlap" in first:
             remedy = "write to elements by indexing (x[places] = values); compile=False runs it as it is."
-        elif "Cannot view a tensor" in first:
-            remedy = (
-                "change nothing in place through a view that lies in another order (x = x.triu(), not x.t().triu_()); "
-                "compile=False runs it as it is."
-            )
         return CompileError(
             build_message(
                 f"step {self.trace.name!r} cannot be compiled: operator {node.target} cannot be taken apart.",

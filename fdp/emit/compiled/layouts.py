@@ -2,18 +2,22 @@
 
 What an operator is taken apart into may lay its result out otherwise than its kernel does: `cat` of one tensor that
 holds anything keeps the order of that tensor. The views that follow are those of the trace. Of other strides they would
-see other elements (`as_strided`), or would not exist (`view`). So such a result is copied, which a compiler fuses with
-what is computed around it.
+see other elements (`as_strided`), or would not exist (`view`). The same goes for what is changed through a view in
+another order: its new value is that of the view, turned back. Such values are copied, which a compiler fuses with what
+is computed around it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
 from fdp.emit.memory.elements import has_each_element_once, lies_under
+from fdp.trace.effects import effects_of, storages_of
+from fdp.trace.functional import keep_strides
 
 
 def empty_like(example: torch.Tensor) -> torch.Tensor:
@@ -52,8 +56,42 @@ def _laid(example: Any, value: Any) -> Any:
     return lying_as(example, value) if isinstance(value, torch.Tensor) and value.layout is torch.strided else value
 
 
+class Changes:
+    """Changes of memory in a graph, after which the memory is to lie as before.
+
+    Args:
+        graph: of a trace, or of a branch.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._makers: dict[int, fx.Node] = {}
+        for node in graph.nodes:
+            if isinstance(node.meta.get("val"), torch.Tensor):
+                for memory in storages_of(node):
+                    self._makers.setdefault(memory, node)
+
+    def keep_places(self, node: fx.Node, value_of: Callable[[fx.Node], Any]) -> None:
+        """Lay what a node changed out as before.
+
+        Args:
+            node: what was called just now.
+            value_of: the tensor of an earlier node.
+        """
+        for memory in {each for target in effects_of(node).writes for each in storages_of(target)}:
+            maker = self._makers.get(memory)
+            value = None if maker is None else value_of(maker)
+            if maker is not None and isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                example = maker.meta["val"]
+                if example.shape == value.shape and has_each_element_once(example):
+                    keep_strides(value, example.stride())
+
+
 class Branch(fx.Interpreter):
     """Runs a graph that a function such as `cond` is given, in which values lie as they were traced, too."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self._changes = Changes(module.graph)
 
     def __call__(self, *operands: Any) -> Any:
         """Its results."""
@@ -67,4 +105,7 @@ class Branch(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """The result of one call."""
         result = super().run_node(n)
-        return as_traced(n.target, n.meta.get("val"), result) if n.op == "call_function" else result
+        if n.op == "call_function":
+            result = as_traced(n.target, n.meta.get("val"), result)
+            self._changes.keep_places(n, lambda node: self.env.get(node))
+        return result

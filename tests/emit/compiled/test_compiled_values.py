@@ -266,20 +266,6 @@ def test_of_equal_extremes_the_first_counts() -> None:
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_a_view_of_what_was_changed_through_another_view_is_refused() -> None:
-    # torch.compile of torch 2.13 refuses it as well: there it lies as the other view did.
-    def step(state: torch.Tensor, batch: torch.Tensor) -> Any:
-        v = state * 2
-        v.t().triu_()
-        return v.view(-1) * batch
-
-    state, batch = torch.arange(16.0).view(4, 4), torch.arange(16.0)
-    found = fdp.data_parallel(step, check_replication=False)(state, batch)
-    torch.testing.assert_close(found, step(state, batch))
-    with pytest.raises(fdp.CompileError, match=r"(?s)Cannot view a.*Remedy: change nothing in place"):
-        fdp.data_parallel(step, compile=True, check_replication=False)(state, batch)
-
-
 def test_a_condition_whose_branches_have_been_seen_with_other_shapes() -> None:
     """Dynamo hands them sizes then, as numbers among their operands."""
 
