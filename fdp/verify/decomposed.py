@@ -19,6 +19,7 @@ from torch import fx
 from fdp.trace.capture import Geometry, capture_functional
 from fdp.trace.functional import keep_strides
 from fdp.trace.trace import Trace
+from fdp.verify.failure import VerificationError
 from fdp.verify.higher import draws_in
 from fdp.verify.operators import HIDDEN_VIEWS, operator_of
 
@@ -207,8 +208,11 @@ def _straighten(node: fx.Node, first: Mapping[int, fx.Node], env: Mapping[fx.Nod
         given = known.bind(node.args, node.kwargs)
         for each in (each for at in known.written(given) for each in _nodes_in(given[at])):
             origin = first[each.meta["val"].untyped_storage()._cdata]
-            if not _repeats(origin.meta["val"]):
-                keep_strides(env[origin], origin.meta["val"].stride())
+            example: Any = origin.meta["val"]
+            if not _repeats(example):
+                keep_strides(env[origin], example.stride())
+                if _differ(example, env[origin].detach().stride()):  # a view has the strides of the newest value
+                    raise VerificationError(f"{node} changes how {origin} lies in memory")
 
 
 def _repeats(value: torch.Tensor) -> bool:

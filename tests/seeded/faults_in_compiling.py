@@ -48,6 +48,13 @@ GRAPH = (
         "a view by places sees other elements of what was changed through a transposed view",
     ),
     Fault(
+        "compiled, changed values are computed and left there",
+        "trace/functional.py",
+        "if value.numel() == 0 or all(lies):",
+        "if True:",
+        "the same; the proof asks for it in the same words",
+    ),
+    Fault(
         "compiled, entries in another order",
         "emit/compiled/graph.py",
         "for entry, one in zip(entries, result, strict=True)",
