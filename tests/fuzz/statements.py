@@ -16,6 +16,8 @@ POINTWISE = (
     "{a}.sigmoid()", "torch.exp({a} * 0.1)", "{a}.square() * 0.25", "torch.softmax({a}, -1)", "torch.zeros_like({a})",
     "{a} - {a}.mean()", "torch.ones_like({a}) * 0.5", "{a}.round()", "{a}.flip(0)", "torch.roll({a}, 1, 0)",
     "{a} / 2", "{a}.contiguous()", "{a}.reshape({a}.shape)", "torch.cumsum({a}, 0) * 0.25",
+    "torch.cat([torch.empty(0, dtype=F), {a}.t()])",
+    "torch.cat([torch.empty(0, dtype=F), {a}.transpose(0, -1)], -1)",
 )  # fmt: skip
 
 BINARY = (
@@ -32,7 +34,8 @@ VIEWS = (
     "{a}.t().t()", "{a}.view(-1)", "{a}.unsqueeze(0)", "{a}.squeeze(0)", "{a}.expand(2, *{a}.shape)",
     "{a}.expand(2, *{a}.shape)[1]", "{a}.diagonal()", "{a}[:, 1]", "{a}[:, ::2]", "{a}.transpose(0, -1)",
     "{a}.narrow(0, 1, 2)", "{a}.unfold(0, 2, 1)", "{a}.chunk(2)[1]", "{a}.unbind(0)[1]", "{a}.reshape(-1)",
-    "{a}.view(2, -1)", "{a}.contiguous().as_strided((2, 2), (2, 1))", "{a}.select(0, 2)", "{a}[None, :]",
+    "{a}.view(2, -1)", "{a}.contiguous().as_strided((2, 2), (2, 1))", "{a}.as_strided((2, 2), (1, 2))",
+    "{a}.select(0, 2)", "{a}[None, :]",
     "{a}.movedim(0, -1)", "{a}.unflatten(0, (2, -1))", "{a}.flatten()", "{a}.view({a}.shape)",
     "{a}.alias() if False else {a}.view_as({a})", "{a}.split(2)[0]", "{a}.mT",
 )  # fmt: skip
