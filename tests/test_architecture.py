@@ -69,7 +69,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "codegen.added_products codegen.loop_bodies codegen.packing codegen.shortcuts", "codegen.calls",
         "codegen.program",
         "proved",
-        "compiled.barriers compiled.layouts compiled.recording compiled.unaliased",
+        "compiled.barriers compiled.corrections compiled.layouts compiled.recording compiled.unaliased",
         "compiled.drawing compiled.inductor compiled.passes", "compiled.draws compiled.options",
         "compiled.graph", "compiled.compiler",
     ),
@@ -78,7 +78,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "consensus in_flight", "proofs", "residence", "emitted",
     ),
     "compare": (
-        "copies leaves recheck refusals replay ulps", "fits_in_memory restored",
+        "copies exact_operators leaves recheck refusals replay ulps", "fits_in_memory restored",
         "lockstep rounding side_by_side strides", "op_by_op", "compiled",
     ),
     "measure": ("agreed clock fit", "device_speed intervals link", "operations", "profile"),

@@ -12,6 +12,7 @@ last places.
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -322,7 +323,11 @@ class _Beside:
         allowed = 0.0
         if own.is_floating_point() or own.is_complex():
             moved = [gap_of(value, result)[0] for result, value in pairs() if value.shape == result.shape]
-            allowed = _TIMES * (max(moved, default=0.0) + torch.finfo(own.dtype).eps * scale)
+            if not (math.isfinite(gap) or all(map(math.isfinite, moved))):
+                allowed = math.inf  # rounding makes no number of it as well
+            else:
+                moved = [each for each in moved if math.isfinite(each)]
+                allowed = _TIMES * (max(moved, default=0.0) + torch.finfo(own.dtype).eps * scale)
         if not gap <= allowed:
             self.offenders.append(f"{located(node)}: differs by {gap:.3g}, where it rounds by {allowed:.3g}")
         own.copy_(shown)

@@ -1,9 +1,10 @@
 """How much rounding can do to each element of a result, whatever amplifies it: measured, not assumed.
 
 Compiled arithmetic is fused, so there is no operator whose inputs could be given to another one. In its place the graph
-runs several times, operator by operator, and every operator's results are changed in their last places, at random. What
-comes out differs by what rounding does: by a unit in the last place mostly, by a whole step of Adam where a gradient is
-zero but for rounding. An element may differ by so much, and no other by more on its account.
+runs several times, operator by operator, and the results of every operator that rounds are changed in their last
+places, at random. What comes out differs by what rounding does: by a unit in the last place mostly, by a whole step of
+Adam where a gradient is zero but for rounding. An element may differ by so much, and no other by more on its account.
+Where rounding makes infinity of a number, or no number at all, that may be found there, but not another number.
 
 References: Parker, Monte Carlo Arithmetic (UCLA CSD-970002, 1997); Vignes, A stochastic arithmetic for reliable
 scientific computation (Mathematics and Computers in Simulation 1993).
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fdp.compare.exact_operators import rounds_nothing
 from fdp.compare.replay import Lookup, Replay, makes_values
 from fdp.compare.restored import undisturbed
 from fdp.compare.ulps import change_last_places_
@@ -85,11 +87,15 @@ class Excuses:
         whole = replay(emitted, inputs(), others)
         self.exact = {at: whole[at] for at in positions}
         self._bars = {at: torch.zeros(value.shape, dtype=torch.float64) for at, value in self.exact.items()}
+        self._lost = {at: torch.zeros(value.shape, dtype=torch.bool) for at, value in self.exact.items()}
         del whole
         for seed in range(_RUNS):
             run = replay(emitted, inputs(), others, seed)
             for at, bar in self._bars.items():
-                torch.maximum(bar, _away(run[at], self.exact[at]), out=bar)
+                away = _away(run[at], self.exact[at])
+                lost = away == torch.inf
+                self._lost[at] |= lost
+                torch.maximum(bar, away.masked_fill_(lost, 0.0), out=bar)
             del run
 
     def excused(self, at: int, found: Any) -> bool:
@@ -101,10 +107,11 @@ class Excuses:
             return True
         bar = self._bars[at]
         away = _away(found, exact)
+        # As it is in one of the runs: infinite, or no number, where it is one without rounding; or the reverse.
+        away.masked_fill_((away == torch.inf) & self._lost[at], 0.0)
         if not (exact.is_floating_point() or exact.is_complex()):
             return bool((away <= bar).all())
-        known = bar[bar.isfinite()]
-        usual = float(known.square().mean().sqrt()) if known.numel() else 0.0
+        usual = float(bar.square().mean().sqrt())
         size = _wide(exact).abs().nan_to_num(0, 0, 0)
         floor = _TIMES * torch.finfo(exact.dtype).eps * (size + float(size.max()) / 16)
         return bool((away <= self._times * bar + _OF_OTHERS * usual + floor).all())
@@ -123,6 +130,8 @@ class _Changing:
 
     def __call__(self, node: fx.Node, value_of: Lookup, result: Any) -> None:
         """After each operator: what it returned, or what it changed."""
+        if rounds_nothing(node):
+            return
         written = effects_of(node).writes
         if written:
             for argument in written:
@@ -149,4 +158,4 @@ def _away(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
     a, b = _wide(one), _wide(two)
     away = (a - b).abs()
     same = (a == b) | ((a != a) & (b != b))
-    return torch.where(same, 0.0, away.nan_to_num(torch.inf))
+    return torch.where(same, 0.0, away.nan_to_num(torch.inf, torch.inf))

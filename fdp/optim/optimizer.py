@@ -66,8 +66,9 @@ def from_torch(cls: type[optim.Optimizer], **hyperparameters: Any) -> Optimizer:
 
     The result is bit for bit that of the class with the same `fused`, `foreach` and `capturable`. Where the
     fused kernel is chosen for you, that is `cls(..., fused=True)`; pass `fused=False` for the bits of the
-    class's default on a CPU. Gradients are copied to the layout of their parameter before a fused kernel
-    reads them, because the CPU kernels assume equal strides without a check.
+    class's default on a CPU. Gradients and state are copied to the layout of their parameter before a fused
+    kernel reads them, because the CPU kernels assume equal strides without a check; so new state lies as its
+    parameter does.
 
     Args:
         cls: a class, not an instance. LBFGS and SparseAdam are refused.

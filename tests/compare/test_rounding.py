@@ -96,3 +96,41 @@ def test_noise_in_one_element_excuses_no_other() -> None:
     assert not excuses.excused(q, lost) and not excuses.excused(q, p["q"])
     assert not excuses.excused(bias, excuses.exact[bias] + 1)
     assert not excuses.excused(q, excuses.exact[q].double())
+
+
+def distances(p: Any, x: torch.Tensor) -> Any:
+    """A maximum, and who holds it: the gradient is an average over those that equal it."""
+    return fdp.grad(lambda p: (x @ p["w"]).amax(1).sum())(p)
+
+
+def filtered(p: Any, x: torch.Tensor) -> Any:
+    """What is not below the third largest."""
+    scores = torch.tanh(x @ p["w"])
+    least = scores.topk(3).values[:, -1:]
+    return fdp.pmean({"w": torch.where(scores < least, 0.0, scores) @ p["w"]})
+
+
+def sorted_by(p: Any, x: torch.Tensor) -> Any:
+    """Where each number stands in a row of the same numbers in order."""
+    scores = torch.sigmoid(x @ p["w"])
+    places = torch.searchsorted(scores.flatten().sort().values, scores.flatten())
+    return fdp.pmean({"w": p["w"] * places.view_as(scores)})
+
+
+def without_a_number(p: Any, x: torch.Tensor) -> Any:
+    """Of a difference that rounding makes negative there is no root."""
+    y = torch.tanh(x @ p["w"])
+    return fdp.pmean({"w": p["w"] + torch.sqrt(y.exp() - y.exp()).sum()})
+
+
+@pytest.mark.parametrize("step", [distances, filtered, sorted_by, without_a_number])
+def test_no_rounding_is_taken_for_more_than_it_does(step: Any) -> None:
+    """Numbers that are chosen from others are among them; and where there is no number, any other one is wrong."""
+    p, x = {"w": numbers(8, 8)}, numbers(8, 8, seed=1)
+    emitted, flat, _ = made(step, p, x)
+    excuses = Excuses(emitted, lambda: [t.clone() for t in flat.tensors], OTHERS, [0])
+    exact = excuses.exact[0]
+    assert excuses.excused(0, exact * (1 + 1e-7))
+    assert not excuses.excused(0, exact * 1.01)
+    assert not excuses.excused(0, torch.zeros(8, 8))
+    assert excuses.excused(0, torch.full((8, 8), torch.nan)) == (step is without_a_number)

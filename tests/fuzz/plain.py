@@ -301,6 +301,9 @@ FIRST: dict[str, tuple[str, ...]] = {
     "Adagrad": ("sum",),
 }  # fmt: skip
 
+FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
+"""Classes of which fdp takes the fused kernel where nothing else is said."""
+
 
 class PlainOptimizer:
     """A class of torch.optim as two functions."""
@@ -325,7 +328,8 @@ class PlainOptimizer:
     def update(self, grads: Any, opt: Any, params: Any) -> Any:
         copies = [p.detach().clone() for _, p in parts(params)]
         states = [{key: value.clone() for key, value in state.items()} for state in up_to(opt["state"], params)]
-        if self.settings.get("fused"):
+        chosen = self.settings.get("fused", self.cls.__name__ in FUSED and "foreach" not in self.settings)
+        if chosen:
             # Fused kernels know no strides: fdp lays all that they get out as the parameter lies.
             states = [
                 {key: in_layout_of(p, value) if value.shape == p.shape else value for key, value in state.items()}

@@ -15,6 +15,7 @@ What is relied on (torch 2.13 to 2.15; `torch_parts` lists the names):
 - `cpu_vec_isa`: `supported_vec_isa_list`, the best first, of which each is tried with the C++ compiler by `bool()`;
   `x86_isa_checker()`, the names of those that the processor has; `valid_vec_isa_list()` keeps what it found.
 - `torch._inductor.config`: names, types and values of settings; `config.patch`.
+- `scheduler.SchedulerNode`: what `corrections` says of it.
 - `CompiledFxGraph._boxed_call`, `CompiledFxGraph.source_code`: that it takes one list, and its text.
 - `meta["user_visible_output_idxs"]` of the output, `meta["eager_input_vals"]` of an operator (set in `barriers`): whose
   strides are to be what they are in the graph. That copies which change nothing are taken for their originals: `passes`
@@ -40,6 +41,7 @@ import torch
 from torch import fx
 
 from fdp.emit.compiled.barriers import CHANGING, start_, wait_
+from fdp.emit.compiled.corrections import OWN_DECOMPOSITIONS, changed_memory_stays_known
 from fdp.errors import CompileError, FdpError, build_message
 
 KEPT: Mapping[str, Any] = {
@@ -103,47 +105,7 @@ def decompositions(settings: Settings) -> Mapping[Any, Callable[..., Any]]:
         from torch._inductor.decomposition import select_decomp_table
 
         with config.patch(_patches(settings)):
-            return {**select_decomp_table(), **_OWN_DECOMPOSITIONS}
-
-
-def _add_of_a_product(one: Any, other: Any, *, alpha: Any = 1) -> Any:
-    """A sum with a factor, taken apart: inductor makes one kernel of a product and a sum, and forgets the factor.
-
-    (`addmm` in its pass behind the backward pass; seen in torch 2.13, with `torch.compile` as well.) Of a factor that
-    is known at each call only, nothing can be asked here.
-    """
-    is_one = isinstance(alpha, int | float) and alpha == 1
-    return NotImplemented if is_one else torch.ops.aten.add.Tensor(one, torch.ops.aten.mul.Tensor(other, alpha))
-
-
-def _first_of_all(operator: Any) -> Callable[..., Any]:
-    """The place of an extreme among all elements, looked for along a row: the first one counts, of several equal.
-
-    Inductor goes through a whole tensor in the order in which it lies, and takes what comes first there (seen in torch
-    2.13, with `torch.compile` as well).
-    """
-
-    def place(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
-        if dim is not None or x.dim() < 2:
-            return NotImplemented
-        found = operator(x.reshape(-1), 0)
-        return found.reshape([1] * x.dim()) if keepdim else found
-
-    return place
-
-
-def _copy_of_places(x: Any, *where: Any, **named: Any) -> Any:
-    """Elements by their places, copied: inductor keeps how a tensor lies for those who look at places, not for those
-    who copy from there (seen in torch 2.13, in branches of conditions, where views become copies)."""
-    return torch.ops.aten.as_strided.default(x, *where, **named).clone()
-
-
-_OWN_DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
-    torch.ops.aten.add.Tensor: _add_of_a_product,
-    torch.ops.aten.as_strided_copy.default: _copy_of_places,
-    **{each: _first_of_all(each) for each in (torch.ops.aten.argmax.default, torch.ops.aten.argmin.default)},
-}
-"""What is taken apart since inductor is wrong about the whole."""
+            return {**select_decomp_table(), **OWN_DECOMPOSITIONS}
 
 
 _lowering = threading.RLock()
@@ -207,6 +169,7 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
         with _as_expected():
             from torch._guards import TracingContext, detect_fake_mode, tracing
             from torch._inductor import compile_fx, config
+            from torch._inductor.scheduler import SchedulerNode
             from torch._inductor.virtualized import V
 
             mode = detect_fake_mode([node.meta.get("val") for node in graph.graph.nodes])
@@ -221,6 +184,7 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
             stack.enter_context(tracing(TracingContext(mode)))
             stack.enter_context(torch.no_grad())
             _let_readers_come_first()
+            stack.enter_context(changed_memory_stays_known(SchedulerNode))
             prepare, compile_inner = compile_fx._recursive_joint_graph_passes, compile_fx.compile_fx_inner
             inspect.signature(prepare).bind(graph)
             inspect.signature(compile_inner).bind(graph, examples, is_inference=True)

@@ -1,0 +1,54 @@
+"""What inductor is wrong about, and a compiled step is right about all the same."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from fuzz.plain import numbers
+from torch._inductor import config
+
+import fdp
+from fdp.emit.compiled import inductor
+from fdp.pytorch.parts import release
+
+
+def reads_what_was_scattered(state: torch.Tensor, x: torch.Tensor) -> Any:
+    """Inductor lays the loops of the mean and of the sums anew, so as to fuse them, and there is a scatter before.
+
+    (Drawn by the fuzzer; made smaller, it comes out right by luck.)
+    """
+    a = state
+    v1 = torch.arange(x.numel())
+    v2 = a @ x.t()
+    v4 = torch.maximum(x, x)
+    v2.scatter_(0, torch.ones_like(a, dtype=torch.int64).cumsum(0) - 1, a)
+    v6 = v2 + 0.5 * v4
+    v8 = fdp.random.randint(fdp.random.key(3), (4, 4), -2, 3).to(torch.float32)
+    v9, v10 = fdp.pmean((x, v4))
+    v12 = torch.func.vmap(torch.func.grad(lambda p, row: (row @ p).amax() + (p * p).sum()), (None, 0))(v8, x)
+    v17 = v12.mean(0) + 0.5 * v6
+    v18 = v17 * v9.max(0)[0]
+    return a, [fdp.per_rank(v17[:]), fdp.per_rank(v18[:]), fdp.per_rank(v1), v10.clone()]
+
+
+def arguments() -> tuple[torch.Tensor, torch.Tensor]:
+    return numbers((4, 8), 1, False)[:, ::2], numbers((4, 4), 7, False)
+
+
+def test_what_reads_changed_memory_comes_after_the_change() -> None:
+    due = fdp.data_parallel(reads_what_was_scattered)(*arguments())[1]
+    found = fdp.data_parallel(reads_what_was_scattered, compile=True)(*arguments())[1]
+    for one, two in zip(found, due, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+@pytest.mark.skipif(release(torch.__version__) >= (2, 14), reason="inductor does it right by itself from torch 2.14 on")
+def test_a_read_before_the_change_would_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of a maximum excuses nothing: rounding does not move it away from what it was taken from."""
+    monkeypatch.setattr(inductor, "changed_memory_stays_known", lambda node: contextlib.nullcontext())
+    step = fdp.data_parallel(reads_what_was_scattered, compile=True)
+    with config.patch(force_disable_caches=True), pytest.raises(fdp.CompileError, match="rounding does not explain it"):
+        step(*arguments())
