@@ -9,7 +9,7 @@ def change_last_places_(tensor: torch.Tensor, units: float, generator: torch.Gen
     """Change a tensor in place, each element by up to some units in its last place.
 
     Whole numbers stay, but for large ones: they are counts, masks and signs, which do not round. So do dtypes that are
-    not floating-point, and those of eight bits.
+    not floating-point, and those of eight bits. What is infinite or would be stays too: masks hold such numbers.
 
     Args:
         tensor: of any shape and dtype.
@@ -27,7 +27,7 @@ def change_last_places_(tensor: torch.Tensor, units: float, generator: torch.Gen
     away = torch.rand(real.shape, dtype=wide, device=real.device, generator=generator)
     moved = (real + real * away.mul_(2 * units * eps).sub_(units * eps)).to(real.dtype)
     whole = (real == real.round()) & (real.abs() < 1 / (8 * eps))
-    real.copy_(torch.where(whole, real, moved))
+    real.copy_(torch.where(whole | ~moved.isfinite(), real, moved))
     return tensor
 
 

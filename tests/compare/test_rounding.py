@@ -66,12 +66,20 @@ def test_rounding_that_an_optimizer_amplifies_is_no_mistake(monkeypatch: pytest.
     assert any("['bias']" in each.text for each in explained), "no result differed: the test shows nothing"
 
 
-def test_a_wrong_operator_of_a_program_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def looks_back(p: Any, x: torch.Tensor) -> Any:
+    """Attention to what came before: of minus infinity rounding makes no other number."""
+    later = torch.ones(32, 32, dtype=torch.bool).triu(1)
+    scores = (x @ p["q"] @ (x @ p["k"]).transpose(-1, -2)).masked_fill(later, -torch.inf)
+    return fdp.pmean(torch.softmax(scores, -1) @ x)
+
+
+@pytest.mark.parametrize("step", [trains, looks_back])
+def test_a_wrong_operator_of_a_program_is_named(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     p, x = attends()
-    emitted, flat, roles = made(trains, p, x)
+    emitted, flat, roles = made(step, p, x)
     with_other_softmax(emitted, monkeypatch, lambda x: x.mul_(1.001))
     with pytest.raises(fdp.TraceError) as caught:
-        check_emitted(emitted, trains, flat, roles)
+        check_emitted(emitted, step, flat, roles)
     _, *offenders, _ = str(caught.value).splitlines()
     assert len(offenders) == 1 and "softmax" in offenders[0] and "test_rounding.py" in offenders[0]
 
@@ -123,7 +131,25 @@ def without_a_number(p: Any, x: torch.Tensor) -> Any:
     return fdp.pmean({"w": p["w"] + torch.sqrt(y.exp() - y.exp()).sum()})
 
 
-@pytest.mark.parametrize("step", [distances, filtered, sorted_by, without_a_number])
+def masked(p: Any, x: torch.Tensor) -> Any:
+    """Attention to what came before: minus infinity is no rounded number."""
+    q = x @ p["w"]
+    later = torch.ones(8, 8, dtype=torch.bool).triu(1)
+    scores = q @ x.t() + torch.zeros(8, 8).masked_fill(later, -torch.inf)
+    return fdp.pmean({"w": torch.softmax(scores, -1) @ q})
+
+
+def masked_by_the_least_number(p: Any, x: torch.Tensor) -> Any:
+    """As libraries do it: what is added is lost, and nothing gets less."""
+    q = x @ p["w"]
+    mask = torch.full((8, 8), torch.finfo(q.dtype).min).triu(1)
+    return fdp.pmean({"w": torch.softmax((q @ x.t() + mask) + mask, -1) @ q})
+
+
+STEPS = [distances, filtered, sorted_by, without_a_number, masked, masked_by_the_least_number]
+
+
+@pytest.mark.parametrize("step", STEPS)
 def test_no_rounding_is_taken_for_more_than_it_does(step: Any) -> None:
     """Numbers that are chosen from others are among them; and where there is no number, any other one is wrong."""
     p, x = {"w": numbers(8, 8)}, numbers(8, 8, seed=1)
@@ -134,3 +160,28 @@ def test_no_rounding_is_taken_for_more_than_it_does(step: Any) -> None:
     assert not excuses.excused(0, exact * 1.01)
     assert not excuses.excused(0, torch.zeros(8, 8))
     assert excuses.excused(0, torch.full((8, 8), torch.nan)) == (step is without_a_number)
+
+
+def test_one_large_noisy_element_excuses_no_other() -> None:
+    def step(p: Any, x: torch.Tensor) -> Any:
+        close = torch.tanh(p["w"]) - torch.tanh(p["w"] * (1 + 1e-6))
+        return fdp.pmean({"w": p["w"].clone().index_put((torch.tensor(0),), 1 / close[0])})
+
+    p, x = {"w": numbers(64)}, numbers(8)
+    emitted, flat, _ = made(step, p, x)
+    excuses = Excuses(emitted, lambda: [t.clone() for t in flat.tensors], OTHERS, [0])
+    exact = excuses.exact[0]
+    assert exact[0].abs() > 1e5 and excuses.excused(0, exact * torch.tensor([1.01] + [1.0] * 63))
+    assert not excuses.excused(0, exact * torch.tensor([1.0, 1.01] + [1.0] * 62))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+def test_last_places_change_and_nothing_gets_infinite_or_lost(dtype: torch.dtype) -> None:
+    finfo = torch.finfo(dtype)
+    special = torch.tensor([0.0, 1.0, -3.0, torch.inf, -torch.inf, torch.nan, finfo.max, finfo.min], dtype=dtype)
+    usual = torch.rand(200, dtype=dtype) + 0.1
+    found = change_last_places_(torch.cat([special, usual]), 8, torch.Generator().manual_seed(0))
+    assert torch.equal(found[:5], special[:5]) and found[5].isnan()
+    assert found[6:].isfinite().all()
+    away = (found[8:] / usual - 1).abs()
+    assert 0 < float(away.max()) <= 10 * finfo.eps and (away > 0).double().mean() > 0.5
