@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,8 +17,8 @@ _RELATIVE = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-4, t
 _RELATIVE_NARROW = 2e-2
 _OF_CHANGE = 1e-3
 _LAST_PLACES = 8
-"""Where a result is the new value of something, it may miss so much of its change, or so many units in the last place
-of its largest value. A step changes its state by little: a whole update is less than the usual tolerance."""
+"""Where a result is the new value of something, it may miss so much of its change, or so many units in the last place.
+A step changes its state by little: a whole update is less than the usual tolerance."""
 
 _PIECE = 2**20
 _FEW = 8
@@ -99,20 +100,61 @@ def different(
             text = f"{described(one)} in the trace, {described(two)} by itself"
         else:
             gap, scale = gap_of(one, two)
-            if not gap <= share * _tolerance(index, two, gap, scale, before):
+            if not gap <= 0 and not (math.isfinite(gap) and _within_tolerance(one, two, gap, share, index, before)):
                 text = f"{described(two)} differs by {gap:.3g}, where the largest value is {scale:.3g}"
         if text is not None:
             offenders.append(Difference(index, f"{name}: {text}", one, two))
     return offenders
 
 
-def _tolerance(index: int, new: torch.Tensor, gap: float, scale: float, before: Before) -> float:
-    tolerance = relative_tolerance(new.dtype) * scale
-    if 0 < gap <= tolerance and (new.is_floating_point() or new.is_complex()):
-        least = _LAST_PLACES * torch.finfo(new.dtype).eps * scale
-        if gap > least and (old := before(index, new)) is not None:
-            tolerance = min(tolerance, max(least, _OF_CHANGE * _largest_change(new, old)))
-    return tolerance
+def _within_tolerance(
+    found: torch.Tensor, expected: torch.Tensor, gap: float, share: float, index: int, before: Before
+) -> bool:
+    """Whether each element is: by its own size, and by what elements usually are. A large one excuses no other."""
+    relative = relative_tolerance(expected.dtype)
+    if not relative:
+        return False
+    last_places, usual = _LAST_PLACES * torch.finfo(expected.dtype).eps, usual_size(expected)
+    if gap <= share * last_places * usual:
+        return True
+    old = before(index, expected)
+    tensors = (found, expected) if old is None else (found, expected, old)
+    usual_change = 0.0 if old is None else usual_size(expected, old)
+    for one, two, *past in zip(*(_pieces(tensor) for tensor in tensors), strict=True):
+        size = two.abs()
+        allowed = relative * (size + usual)
+        if past:
+            change = _OF_CHANGE * ((two - past[0]).abs() + usual_change)
+            allowed = torch.minimum(allowed, torch.maximum(last_places * (size + usual), change))
+        if ((one - two).abs() > share * allowed).any():
+            return False
+    return True
+
+
+def usual_size(tensor: torch.Tensor, other: torch.Tensor | None = None) -> float:
+    """How large elements usually are, or their differences from another tensor's: a few large ones count for little."""
+    roots, count = 0.0, 0
+    others: Iterable[Any] = itertools.repeat(0) if other is None else _pieces(other)
+    for one, two in zip(_pieces(tensor), others, strict=False):
+        sizes = (one - two).abs()
+        sizes = sizes[sizes.isfinite()]
+        roots, count = roots + float(sizes.sqrt().sum()), count + sizes.numel()
+    return (roots / count) ** 2 if count else 0.0
+
+
+def distances(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+    """By how much each element differs; infinite where one is finite and the other is not, or another NaN."""
+    a, b = (tensor.detach().resolve_conj().cpu() for tensor in (one, two))
+    wide = torch.complex128 if b.is_complex() else torch.float64
+    a, b = a.to(wide), b.to(wide)
+    same = (a == b) | ((a != a) & (b != b))
+    return torch.where(same, 0.0, (a - b).abs().nan_to_num(torch.inf, torch.inf))
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor piece by piece, in the widest type: the whole would take several times its memory."""
+    for piece in _comparable(tensor).reshape(-1).split(_PIECE):
+        yield piece.to(torch.complex128 if piece.is_complex() else torch.float64)
 
 
 def _largest_change(new: torch.Tensor, old: torch.Tensor) -> float:

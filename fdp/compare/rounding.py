@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from fdp.compare.exact_operators import rounds_nothing
+from fdp.compare.leaves import distances
 from fdp.compare.replay import Lookup, Replay, makes_values
 from fdp.compare.restored import undisturbed
 from fdp.compare.ulps import change_last_places_
@@ -96,7 +97,7 @@ class Excuses:
         for seed in range(_RUNS):
             run = replay(emitted, inputs(), others, seed)
             for at, bar in self._bars.items():
-                away = _away(run[at], self.exact[at])
+                away = distances(run[at], self.exact[at])
                 lost = away == torch.inf
                 self._lost[at] |= lost
                 torch.maximum(bar, away.masked_fill_(lost, 0.0), out=bar)
@@ -110,12 +111,12 @@ class Excuses:
         if not found.numel():
             return True
         bar = self._bars[at]
-        away = _away(found, exact)
+        away = distances(found, exact)
         # As it is in one of the runs: infinite, or no number, where it is one without rounding; or the reverse.
         away.masked_fill_((away == torch.inf) & self._lost[at], 0.0)
         if not (exact.is_floating_point() or exact.is_complex()):
             return bool((away <= bar).all())
-        last_place = torch.finfo(exact.dtype).eps * _wide(exact).abs().nan_to_num(0, 0, 0)
+        last_place = torch.finfo(exact.dtype).eps * exact.detach().cpu().abs().nan_to_num(0, 0, 0)
         beyond = away[away > self._times * bar + _TIMES * last_place]
         steps = bar[bar > _TURNED * last_place]
         if beyond.numel() > _MISSED * steps.numel():
@@ -152,16 +153,3 @@ class _Changing:
         if generator is None:
             generator = self._generators[tensor.device] = torch.Generator(tensor.device).manual_seed(self._seed)
         return change_last_places_(tensor, _LAST_PLACES.get(tensor.dtype, _LAST_PLACES_NARROW), generator)
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach().resolve_conj().cpu()
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-
-
-def _away(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
-    """By how much each element differs; infinite where one is finite and the other is not, or another NaN."""
-    a, b = _wide(one), _wide(two)
-    away = (a - b).abs()
-    same = (a == b) | ((a != a) & (b != b))
-    return torch.where(same, 0.0, away.nan_to_num(torch.inf, torch.inf))
