@@ -93,6 +93,10 @@ def run_programs(programs: Sequence[Program]) -> Report:
             report = _run(programs, judge)
     except fdp.FdpError as error:
         report = Report("refused", type(error).__name__, str(error))
+        if isinstance(error, fdp.ReplicationError) and programs[0].world == 1:
+            # One rank is equal to itself. Would two be?
+            two = [dataclasses.replace(program, world=2) for program in programs]
+            unequal = _unequal(two, Judge(two))
     except Exception as error:
         report = Report("crashed", type(error).__name__, "".join(traceback.format_exception(error))[-4000:])
     return dataclasses.replace(
