@@ -47,9 +47,37 @@ def _copy_of_places(x: Any, *where: Any, **named: Any) -> Any:
     return torch.ops.aten.as_strided.default(x, *where, **named).clone()
 
 
+def _shares_of_windows(operator: Any, dims: int) -> Any:
+    """The gradient of averages over windows of which some reach beyond the input: divided by what each averages.
+
+    Inductor divides by the whole window (seen in torch 2.13 to 2.15, with `torch.compile` as well).
+    """
+
+    def gradient(
+        grad: Any, x: Any, kernel: Any, stride: Any, padding: Any, beyond: bool, padded: bool, divisor: Any = None
+    ) -> Any:
+        if not beyond or not padded or divisor is not None:
+            return NotImplemented
+        for dim in range(-dims, 0):
+            size, step, beside = (each[dim % len(each)] for each in (kernel, stride or kernel, padding))
+            first = torch.arange(grad.shape[dim], device=grad.device) * step - beside
+            count = (first + size).clamp(max=x.shape[dim] + beside) - first
+            grad = grad / count.view([-1] + [1] * (-1 - dim))
+        return operator(grad, x, kernel, stride, padding, beyond, padded, 1)
+
+    return gradient
+
+
 OWN_DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten.add.Tensor: _add_of_a_product,
     torch.ops.aten.as_strided_copy.default: _copy_of_places,
+    **{
+        each: _shares_of_windows(each, dims)
+        for each, dims in (
+            (torch.ops.aten.avg_pool2d_backward.default, 2),
+            (torch.ops.aten.avg_pool3d_backward.default, 3),
+        )
+    },
     **{each: _first_of_all(each) for each in (torch.ops.aten.argmax.default, torch.ops.aten.argmin.default)},
 }
 """What is taken apart since inductor is wrong about the whole."""

@@ -52,3 +52,28 @@ def test_a_read_before_the_change_would_be_refused(monkeypatch: pytest.MonkeyPat
     step = fdp.data_parallel(reads_what_was_scattered, compile=True)
     with config.patch(force_disable_caches=True), pytest.raises(fdp.CompileError, match="rounding does not explain it"):
         step(*arguments())
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel", "stride", "padding", "padded"),
+    [
+        ((1, 1), 8, None, 0, True),
+        ((6, 7), (4, 3), (3, 2), (2, 0), True),
+        ((4, 4, 5), 3, 2, 1, True),
+        ((4, 4), 3, 2, 0, False),
+    ],
+)
+def test_gradients_of_averages_over_what_there_is(
+    size: tuple[int, ...], kernel: Any, stride: Any, padding: Any, padded: bool
+) -> None:
+    pool = torch.nn.functional.avg_pool2d if len(size) == 2 else torch.nn.functional.avg_pool3d
+
+    def step(scale: torch.Tensor, x: torch.Tensor) -> Any:
+        def loss(scale: torch.Tensor) -> torch.Tensor:
+            return (pool(x * scale, kernel, stride, padding, ceil_mode=True, count_include_pad=padded) ** 2).sum()
+
+        return scale, fdp.grad(loss)(scale)
+
+    given = torch.ones(3, *size), numbers((2, 3, *size), 1, False)
+    (_, due), (_, found) = (fdp.data_parallel(step, compile=how)(*given) for how in (False, True))
+    torch.testing.assert_close(found, due)
