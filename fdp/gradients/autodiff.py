@@ -381,11 +381,16 @@ def average(grad: torch.Tensor, source: torch.Tensor, label: str) -> torch.Tenso
     order = None if under_transform() else memory_order(source)
     if grad.is_complex():
         pairs = torch.view_as_real(grad.resolve_conj())
-        return torch.view_as_complex(_mean(pairs, axis, label))
+        return _no_view(torch.view_as_complex(_mean(pairs, axis, label)))
     if order is None:
         return _mean(grad, axis, label)
     back = sorted(range(len(order)), key=order.__getitem__)
-    return _mean(grad.permute(order), axis, label).permute(back)
+    return _no_view(_mean(grad.permute(order), axis, label).permute(back))
+
+
+def _no_view(x: torch.Tensor) -> torch.Tensor:
+    """What `torch.autograd.grad` returns is no view: one may call `detach_` of it."""
+    return x if x.requires_grad or in_forward_mode() or under_transform() else x.data
 
 
 def _mean(grad: torch.Tensor, axis: Axis, label: str) -> torch.Tensor:

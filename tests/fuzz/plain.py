@@ -291,9 +291,21 @@ def sum_of(xs: Any) -> Any:
 
 
 def in_layout_of(x: Any, grad: Any) -> Any:
-    """The same values, and the strides that a copy of another tensor has."""
-    same = x.requires_grad or torch.empty_like(x).stride() == grad.stride()
-    return grad if same else torch.empty_like(x, dtype=grad.dtype).copy_(grad)
+    """The same values, and the strides that a copy of another tensor has; by rows where that lies upon itself."""
+    if x.requires_grad:
+        return grad
+    lies = torch.empty(x.shape) if lies_upon_itself(x) else torch.empty_like(x)
+    return grad if lies.stride() == grad.stride() else torch.empty_like(lies, dtype=grad.dtype).copy_(grad)
+
+
+def lies_upon_itself(x: Any) -> bool:
+    """Whether two elements are one place in memory."""
+    reach = 0
+    for step, size in sorted((step, size) for step, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        if step <= reach:
+            return x.numel() > 0
+        reach += (size - 1) * step
+    return False
 
 
 FIRST: dict[str, tuple[str, ...]] = {
