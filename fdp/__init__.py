@@ -15,6 +15,7 @@ import fdp.pytorch.parts  # noqa: F401  (first: it says what is wrong where noth
 # isort: split
 from fdp import optim, random
 from fdp.collectives.over_pytrees import all_gather, axis_index, axis_size, broadcast, per_rank, pmax, pmean, pmin, psum
+from fdp.data.batch_sampler import BatchSampler
 from fdp.errors import (
     AgreementError,
     ArgumentError,
@@ -49,6 +50,7 @@ def __dir__() -> list[str]:
 __all__ = [
     "AgreementError",
     "ArgumentError",
+    "BatchSampler",
     "CompileError",
     "FdpError",
     "Network",

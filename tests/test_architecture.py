@@ -30,6 +30,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "context": ("accumulating ambient axis",),
     # what a user calls
     "random": ("hashing", "keys", "generators"),
+    "data": ("permutation", "batch_sampler"),
     "state": ("index labels rank_local", "replicate storage", "checkpoint"),
     "collectives": ("markers", "over_pytrees transposes"),
     "gradients": ("autodiff", "accumulation"),
