@@ -71,7 +71,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "codegen.program",
         "proved",
         "compiled.barriers compiled.corrections compiled.layouts compiled.recording compiled.unaliased",
-        "compiled.drawing compiled.inductor compiled.passes", "compiled.draws compiled.options",
+        "compiled.by_places compiled.drawing compiled.inductor", "compiled.passes", "compiled.draws compiled.options",
         "compiled.graph", "compiled.compiler",
     ),
     "runtime": (

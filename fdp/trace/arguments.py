@@ -273,10 +273,10 @@ def sharing(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """For each tensor, whether it overlaps itself or lies in the memory of another one."""
     groups = memory_groups(tensors)
     counts = collections.Counter(groups)
-    return [counts[group] > 1 or _overlaps_itself(tensor) for group, tensor in zip(groups, tensors, strict=True)]
+    return [counts[group] > 1 or overlaps_itself(tensor) for group, tensor in zip(groups, tensors, strict=True)]
 
 
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
+def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Whether two elements may lie in one place: a dimension's stride does not step over all that lies inside it."""
     inside = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 
 from fdp.pytorch.parts import release
+from fdp.trace.arguments import overlaps_itself
+
+_aten = torch.ops.aten
 
 
 def _add_of_a_product(one: Any, other: Any, *, alpha: Any = 1) -> Any:
@@ -22,7 +25,7 @@ def _add_of_a_product(one: Any, other: Any, *, alpha: Any = 1) -> Any:
     is known at each call only, nothing can be asked here.
     """
     is_one = isinstance(alpha, int | float) and alpha == 1
-    return NotImplemented if is_one else torch.ops.aten.add.Tensor(one, torch.ops.aten.mul.Tensor(other, alpha))
+    return NotImplemented if is_one else _aten.add.Tensor(one, _aten.mul.Tensor(other, alpha))
 
 
 def _first_of_all(operator: Any) -> Callable[..., Any]:
@@ -44,7 +47,7 @@ def _first_of_all(operator: Any) -> Callable[..., Any]:
 def _copy_of_places(x: Any, *where: Any, **named: Any) -> Any:
     """Elements by their places, copied: inductor keeps how a tensor lies for those who look at places, not for those
     who copy from there (seen in torch 2.13, in branches of conditions, where views become copies)."""
-    return torch.ops.aten.as_strided.default(x, *where, **named).clone()
+    return _aten.as_strided.default(x, *where, **named).clone()
 
 
 def _shares_of_windows(operator: Any, dims: int) -> Any:
@@ -68,19 +71,85 @@ def _shares_of_windows(operator: Any, dims: int) -> Any:
     return gradient
 
 
-OWN_DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
-    torch.ops.aten.add.Tensor: _add_of_a_product,
-    torch.ops.aten.as_strided_copy.default: _copy_of_places,
+def _in_memory_of_its_own(operator: Any) -> Callable[..., Any]:
+    """A scatter into something that lies upon itself, as a row that is repeated does: into a copy that does not.
+
+    Inductor scatters in place where nothing else reads the old value, and changes all elements that lie in one place
+    (seen in torch 2.13 to 2.15, with `torch.compile` as well).
+    """
+
+    def scattered(x: Any, *how: Any, **named: Any) -> Any:
+        if not overlaps_itself(x):
+            return NotImplemented
+        return operator(x.clone(memory_format=torch.contiguous_format), *how, **named)
+
+    return scattered
+
+
+def _by_mask(operator: Any) -> Callable[..., Any]:
+    """One value, put where a mask says: a choice between the value and what was there.
+
+    Inductor makes the same choice in place, and loses a scatter that came before (seen in torch 2.13 and 2.14, with
+    `torch.compile` as well).
+    """
+    otherwise = _in_memory_of_its_own(operator)
+
+    def put(x: Any, indices: Any, values: Any, accumulate: bool = False, *rest: Any) -> Any:
+        mask = indices[0]
+        if len(indices) != 1 or mask is None or mask.dtype not in (torch.bool, torch.uint8) or values.numel() != 1:
+            return otherwise(x, indices, values, accumulate, *rest)
+        value = values.reshape([]).to(x.device)
+        mask = mask.bool().reshape([*mask.shape, *[1] * (x.dim() - mask.dim())])
+        return _aten.where.self(mask, x + value if accumulate else value, x)
+
+    return put
+
+
+def _alone(x: Any, dim: int, half_to_float: bool) -> Any:
+    """A softmax over one element, which is one: inductor fails where it looks for two of them, one behind the other
+    (seen in torch 2.13 to 2.15, with `torch.compile` as well)."""
+    return (x - x).exp() if x.dim() == 0 and not half_to_float else NotImplemented
+
+
+_OWN: Mapping[Any, Callable[..., Any]] = {
+    _aten._softmax.default: _alone,
+    _aten.add.Tensor: _add_of_a_product,
+    _aten.as_strided_copy.default: _copy_of_places,
     **{
         each: _shares_of_windows(each, dims)
         for each, dims in (
-            (torch.ops.aten.avg_pool2d_backward.default, 2),
-            (torch.ops.aten.avg_pool3d_backward.default, 3),
+            (_aten.avg_pool2d_backward.default, 2),
+            (_aten.avg_pool3d_backward.default, 3),
         )
     },
-    **{each: _first_of_all(each) for each in (torch.ops.aten.argmax.default, torch.ops.aten.argmin.default)},
+    **{
+        each: _in_memory_of_its_own(each)
+        for each in (
+            _aten.select_scatter.default,
+            _aten.slice_scatter.default,
+            _aten.diagonal_scatter.default,
+            _aten.as_strided_scatter.default,
+        )
+    },
+    **{each: _by_mask(each) for each in (_aten.index_put.default, _aten._unsafe_index_put.default)},
+    **{each: _first_of_all(each) for each in (_aten.argmax.default, _aten.argmin.default)},
 }
-"""What is taken apart since inductor is wrong about the whole."""
+"""What is taken apart since inductor is wrong about the whole; where that returns `NotImplemented`, it is not."""
+
+
+def with_corrections(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """A table of decompositions, with those first that put inductor right."""
+    # Complex sums stay whole: inductor would take them apart into views of other dtypes.
+    rest = {operator: found for operator, found in table.items() if operator is not _aten.add.Tensor}
+    return {**rest, **{operator: _or_else(own, rest.get(operator)) for operator, own in _OWN.items()}}
+
+
+def _or_else(own: Callable[..., Any], otherwise: Callable[..., Any] | None) -> Callable[..., Any]:
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        made = own(*args, **kwargs)
+        return otherwise(*args, **kwargs) if made is NotImplemented and otherwise is not None else made
+
+    return decomposed
 
 
 @contextmanager

@@ -41,7 +41,7 @@ import torch
 from torch import fx
 
 from fdp.emit.compiled.barriers import CHANGING, start_, wait_
-from fdp.emit.compiled.corrections import OWN_DECOMPOSITIONS, changed_memory_stays_known
+from fdp.emit.compiled.corrections import changed_memory_stays_known, with_corrections
 from fdp.errors import CompileError, FdpError, build_message
 
 KEPT: Mapping[str, Any] = {
@@ -105,7 +105,7 @@ def decompositions(settings: Settings) -> Mapping[Any, Callable[..., Any]]:
         from torch._inductor.decomposition import select_decomp_table
 
         with config.patch(_patches(settings)):
-            return {**select_decomp_table(), **OWN_DECOMPOSITIONS}
+            return with_corrections(select_decomp_table())
 
 
 _lowering = threading.RLock()
@@ -183,6 +183,8 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
             stack.enter_context(V.set_choices_handler(_keeping(V.choices)))
             stack.enter_context(tracing(TracingContext(mode)))
             stack.enter_context(torch.no_grad())
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\._inductor")  # about itself
             _let_readers_come_first()
             stack.enter_context(changed_memory_stays_known(SchedulerNode))
             prepare, compile_inner = compile_fx._recursive_joint_graph_passes, compile_fx.compile_fx_inner

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from fdp.emit.compiled.barriers import DECLARED, copy_into, declare_effects, multiply_into, snapshot
+from fdp.emit.compiled.by_places import read_places_from_rows
 from fdp.emit.memory.views import geometry
 from fdp.trace.effects import bound_arguments, storages_of
 
@@ -25,6 +26,7 @@ def declare(graph: fx.Graph, multiply: bool) -> None:
         multiply: whether products are computed right in their buckets, by the library's kernel.
     """
     graph.eliminate_dead_code()
+    read_places_from_rows(graph)
     _keep_snapshots(graph)
     _copy_early(graph)
     if multiply:

@@ -77,3 +77,67 @@ def test_gradients_of_averages_over_what_there_is(
     given = torch.ones(3, *size), numbers((2, 3, *size), 1, False)
     (_, due), (_, found) = (fdp.data_parallel(step, compile=how)(*given) for how in (False, True))
     torch.testing.assert_close(found, due)
+
+
+REPEATED = {
+    "a constant": lambda x: torch.ones(()).expand(4),
+    "a sum": lambda x: x.sum().expand(4),
+    "an element": lambda x: x[:1].expand(4),
+    "windows": lambda x: x.unfold(0, 2, 1).reshape(-1)[:4],
+}
+SCATTERS = {
+    "index_fill": lambda x, i, s: x.index_fill(0, i, 0),
+    "index_copy": lambda x, i, s: x.index_copy(0, i, s),
+    "index_put": lambda x, i, s: x.index_put((i,), s, accumulate=True),
+    "index_add": lambda x, i, s: x.index_add(0, i, s),
+    "put": lambda x, i, s: x.put(i, s),
+    "rows": lambda x, i, s: x.expand(4, 4).index_put((i,), s),
+    "windows": lambda x, i, s: x.clone().unfold(0, 2, 1).index_add(0, i, s.expand(1, 2)),
+    "slice_scatter": lambda x, i, s: x.slice_scatter(s, 0, 1, 2),
+    "select_scatter": lambda x, i, s: x.select_scatter(s[0], 0, 1),
+    "diagonal_scatter": lambda x, i, s: x.expand(4, 4).diagonal_scatter(s.expand(4)),
+}
+
+
+def test_scatters_into_what_lies_upon_itself_change_one_element() -> None:
+    def step(x: torch.Tensor, s: torch.Tensor) -> Any:
+        index = torch.tensor([1])
+        made = {
+            (kind, scatter): 2 * SCATTERS[scatter](REPEATED[kind](x), index, s)
+            for kind in REPEATED
+            for scatter in SCATTERS
+        }
+        return x, made
+
+    given = torch.tensor([3.0, 1.0, 2.0, 5.0]), torch.tensor([7.0])
+    due = step(*given)[1]
+    for compile in (False, True):
+        found = fdp.data_parallel(step, compile=compile, check_trace=False, check_replication=False)(*given)[1]
+        assert [name for name, one in found.items() if not torch.equal(one, due[name])] == []
+
+
+def test_a_value_put_by_a_mask_changes_what_was_scattered() -> None:
+    def step(x: torch.Tensor, value: torch.Tensor) -> Any:
+        copied = torch.zeros(4)
+        copied.unfold(0, 2, 2).copy_(x.unfold(0, 2, 2))
+        copied[copied > 1] = 1.0
+        scattered = torch.zeros(4, 2).index_add(0, torch.tensor([2, 1, 0, 3]), x.unsqueeze(1).expand(4, 2))
+        rows = scattered.clone()
+        rows[scattered[:, 0] > 0] = 7.0  # a mask of fewer dimensions
+        added = scattered.index_put((scattered < 0,), value, accumulate=True)
+        return x, [copied, scattered, rows, added]
+
+    given = torch.tensor([-2.0, 2.0, 0.0, -1.0]), torch.tensor([3.0])
+    due = step(*given)[1]
+    for compile in (False, True):
+        found = fdp.data_parallel(step, compile=compile, check_trace=False, check_replication=False)(*given)[1]
+        for one, two in zip(found, due, strict=True):
+            assert one.tolist() == two.tolist()
+
+
+def test_a_softmax_over_one_element() -> None:
+    def step(x: torch.Tensor) -> Any:
+        return x, torch.softmax(torch.softmax(x, -1), 0), torch.softmax(x.view(1), 0)
+
+    _, one, two = fdp.data_parallel(step, compile=True, check_replication=False)(torch.tensor(0.5))
+    assert (float(one), two.tolist()) == (1.0, [1.0])

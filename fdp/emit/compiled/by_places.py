@@ -1,0 +1,93 @@
+"""Values that are read by their places in memory, as `as_strided` does, lie there as in the trace.
+
+Inductor lays values inside of a graph out as it sees fit, and computes transposed, cut and repeated ones where they are
+used. What looks at places then finds other elements (seen in torch 2.13 to 2.15, with `torch.compile` as well). So it
+looks at a copy of the whole memory, as a row. Inputs lie where they lie.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fdp.emit.compiled.barriers import snapshot
+
+_aten = torch.ops.aten
+
+
+def read_places_from_rows(graph: fx.Graph) -> None:
+    """Let what looks at places look at inputs, or at rows.
+
+    Branches of conditions are left as they are: they are proved by their text.
+
+    Args:
+        graph: functional; changed in place.
+    """
+    rows: dict[fx.Node, fx.Node] = {}
+    for node in list(graph.find_nodes(op="call_function", target=_aten.as_strided.default)):
+        value, size, stride, *offset = node.args
+        seen = value.meta["val"]
+        place = offset[0] if offset and offset[0] is not None else seen.storage_offset()
+        whole = _whole(value)
+        if whole.op == "call_function":
+            if not _fills_memory(whole.meta["val"]):
+                continue  # of what lies between its elements nothing is known
+            if whole not in rows:
+                rows[whole] = _row(graph, whole)
+            whole = rows[whole]
+        node.args = (whole, size, stride, place)
+        node.kwargs = {}
+    moved: set[fx.Node] = set()
+    for node in graph.nodes if rows else ():
+        touched = node.target is _aten.as_strided.default or not moved.isdisjoint(node.all_input_nodes)
+        if touched and node.op == "call_function" and _is_view(node):
+            node.meta["val"] = node.target(*fx.map_arg(node.args, lambda each: each.meta["val"]), **node.kwargs)
+            moved.add(node)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether what a node returns lies in the memory of its first argument."""
+    if node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(node.args[0], fx.Node):
+        return False
+    aliases = [returned.alias_info for returned in node.target._schema.returns]
+    return len(aliases) == 1 and aliases[0] is not None and not aliases[0].is_write
+
+
+def _whole(node: fx.Node) -> fx.Node:
+    """What a node is a view of."""
+    while node.op == "call_function" and _is_view(node):
+        first: Any = node.args[0]
+        if node.target is operator.getitem and not _is_view(first):
+            break  # one of several results
+        one = first.meta["val"]
+        if isinstance(one, torch.Tensor) and one.dtype != node.meta["val"].dtype:
+            break  # places are counted in elements
+        node = first
+    return node
+
+
+def _fills_memory(value: torch.Tensor) -> bool:
+    return value.storage_offset() == 0 and bool(_aten.is_non_overlapping_and_dense.default(value))
+
+
+def _row(graph: fx.Graph, whole: fx.Node) -> fx.Node:
+    """A copy of the memory of a value, as one row."""
+    value = whole.meta["val"]
+    order = sorted(range(value.dim()), key=lambda dim: (-value.stride(dim), -value.shape[dim], dim))
+    row = whole
+    with graph.inserting_after(whole):
+        for target, rest in (
+            (_aten.permute.default, (order,)),
+            (_aten.reshape.default, ([value.numel()],)),
+            (snapshot, ()),
+        ):
+            made = graph.call_function(target, (row, *rest))
+            made.meta["val"] = target(row.meta["val"], *rest)
+            row.append(made)
+            row = made
+    return row
