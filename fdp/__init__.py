@@ -34,6 +34,7 @@ from fdp.nn.modules import from_module
 from fdp.plan import Network, Plan, Scaling, scaling
 from fdp.random.generators import seed
 from fdp.state.checkpoint import load, save
+from fdp.state.checkpoint_manager import CheckpointManager
 from fdp.state.labels import PerRank
 from fdp.state.replicate import assert_replicated, replicate
 from fdp.step.transform import Step, data_parallel
@@ -51,6 +52,7 @@ __all__ = [
     "AgreementError",
     "ArgumentError",
     "BatchSampler",
+    "CheckpointManager",
     "CompileError",
     "FdpError",
     "Network",

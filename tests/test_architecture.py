@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     # what a user calls
     "random": ("hashing", "keys", "generators"),
     "data": ("permutation", "batch_sampler"),
-    "state": ("index labels rank_local", "replicate storage", "checkpoint"),
+    "state": ("index labels lock pace rank_local", "replicate storage", "contents", "checkpoint", "checkpoint_manager"),
     "collectives": ("markers", "over_pytrees transposes"),
     "gradients": ("autodiff", "accumulation"),
     "nn": ("batch_norm meta_copy", "modules"),

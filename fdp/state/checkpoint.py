@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,19 +14,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from fdp import pytree
 from fdp.context.axis import refuse_inside
 from fdp.distributed.desynchronised import refuse_desynchronised
 from fdp.distributed.exchange import announce_failure, come_together
+from fdp.distributed.fingerprint import fingerprint
 from fdp.distributed.group import Group, Ranks, resolve_group
-from fdp.errors import ArgumentError, FdpError, ReplicationError, build_message
+from fdp.errors import ArgumentError, FdpError, PeerError, ReplicationError, build_message, first_line
 from fdp.pytree import Tree
-from fdp.random.generators import generator_states, set_generator_states
+from fdp.random.generators import generator_states, seed, set_generator_states
+from fdp.state.contents import (
+    check_owners,
+    check_structure,
+    fingerprints,
+    fingerprints_of,
+    first_generator,
+    generator_name,
+    generators_of,
+    kinds_of_generators,
+    names_of,
+    refuse_changed,
+)
 from fdp.state.index import INDEX
-from fdp.state.labels import labelled
-from fdp.state.replicate import differing
+from fdp.state.pace import Pace
+from fdp.state.replicate import differing, mark_of
 from fdp.state.storage import LoadPlanner, Reader, Writer, read_plain
 
 
@@ -68,22 +81,63 @@ def save(path: str | os.PathLike[str], state: Tree, group: Ranks = None, *, rand
     refuse_inside("save")
     ranks = resolve_group(group)
     refuse_desynchronised(ranks, "fdp.save")
-    with _ready_on_all_ranks(ranks, "fdp.save"):
+    named = prepared("fdp.save", state, ranks, random)
+    with warnings.catch_warnings():
+        ignore_what_is_meant()
+        write("fdp.save", Path(path), named, ranks)
+
+
+def prepared(caller: str, state: Tree, ranks: Group, random: bool) -> dict[str, Any]:
+    """Give the leaves of a state the names that they have in a checkpoint, if it may be saved; on all ranks together.
+
+    Args:
+        caller: the function that the user called, for messages.
+        state: as for `save`.
+        ranks: the ranks.
+        random: as for `save`.
+
+    Returns:
+        This rank's leaves, and the states of its generators.
+
+    Raises:
+        ArgumentError, ReplicationError, AgreementError: as for `save`.
+    """
+    with ready_on_all_ranks(ranks, caller):
         leaves, spec = pytree.flatten(state)
         named = {
             name: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
-            for name, leaf in zip(_names_of(spec, ranks), leaves, strict=True)
+            for name, leaf in zip(names_of(spec, ranks), leaves, strict=True)
         }
         _refuse_unreadable(named)
+        marks = [mark_of(leaf) for leaf in leaves]
+        at = zip(named, marks, leaves, strict=True)
+        named.update(fingerprints({name: mark for name, mark, x in at if isinstance(x, torch.Tensor)}, ranks))
         if random:
-            named.update({_generator_name(ranks, kind): value for kind, value in generator_states().items()})
-    _refuse_differing(differing("fdp.save", "state", leaves, spec, ranks))
-    writer, written = Writer(Path(path)), False
+            named.update({generator_name(ranks, kind): value for kind, value in generator_states().items()})
+    _refuse_differing(caller, differing(caller, "state", leaves, spec, ranks, marks))
+    return named
+
+
+def write(
+    caller: str, path: Path, named: dict[str, Any], ranks: Group, pace: Pace | None = None, among: Any = None
+) -> None:
+    """Write a checkpoint; every rank takes part.
+
+    Args:
+        caller: the function that the user called, for messages.
+        path: the directory.
+        named: what this rank writes, by the names of `prepared`; what several ranks name is written once.
+        ranks: the ranks.
+        pace: how fast to write; None for as fast as it goes.
+        among: the process group that plans are exchanged on, where it is not that of `ranks`.
+
+    Raises:
+        FdpError: the disk is full, or the like; on every rank.
+    """
+    writer, written, process_group = Writer(path, pace), False, among or ranks.process_group
     try:
-        with _as_errors_of_fdp("save"):
-            dcp.save(
-                named, storage_writer=writer, process_group=ranks.process_group, no_dist=ranks.process_group is None
-            )
+        with _as_errors_of_fdp(caller):
+            dcp.save(named, storage_writer=writer, process_group=process_group, no_dist=process_group is None)
         written = True
     finally:
         if ranks.rank == 0:
@@ -119,9 +173,9 @@ def load(path: str | os.PathLike[str], like: Tree, group: Ranks = None, *, rando
     ranks = resolve_group(group)
     refuse_desynchronised(ranks, "fdp.load")
     leaves, spec = pytree.flatten(like)
-    names = _names_of(spec, ranks)
+    names = names_of(spec, ranks)
     reader = Reader(Path(path))
-    with _ready_on_all_ranks(ranks, "fdp.load"):
+    with ready_on_all_ranks(ranks, "fdp.load"):
         if not (Path(path) / INDEX).is_file():
             raise ArgumentError(
                 build_message(
@@ -130,15 +184,17 @@ def load(path: str | os.PathLike[str], like: Tree, group: Ranks = None, *, rando
                 )
             )
         saved = reader.read_metadata().state_dict_metadata
-        _check_structure(os.fspath(path), saved, names, leaves)
-        _check_owners(os.fspath(path), saved, ranks)
-        generators = _generators_of(ranks, os.fspath(path), saved) if random else {}
+        check_structure(path, saved, names, leaves)
+        check_owners(path, saved, ranks)
+        generators = generators_of(ranks, path, saved) if random else {}
         named = {
             name: torch.empty_like(leaf, requires_grad=False) if isinstance(leaf, torch.Tensor) else leaf
             for name, leaf in zip(names, leaves, strict=True)
         }
         named.update(generators)
-    with _as_errors_of_fdp("load"):
+        named.update(fingerprints_of(path, saved, ranks))
+    with warnings.catch_warnings(), _as_errors_of_fdp("fdp.load"):
+        ignore_what_is_meant()
         dcp.load(
             named,
             storage_reader=reader,
@@ -146,21 +202,11 @@ def load(path: str | os.PathLike[str], like: Tree, group: Ranks = None, *, rando
             process_group=ranks.process_group,
             no_dist=ranks.process_group is None,
         )
+    with ready_on_all_ranks(ranks, "fdp.load"):
+        refuse_changed(path, named, ranks)
     if random:
-        set_generator_states({kind: named[_generator_name(ranks, kind)] for kind in _kinds(ranks, saved)})
+        set_generator_states({kind: named[generator_name(ranks, kind)] for kind in kinds_of_generators(ranks, saved)})
     return pytree.unflatten(spec, [named[name] for name in names])
-
-
-_OWN = re.compile(r"rank (\d+) of (\d+): (.*)", re.DOTALL)
-"""The name of a labelled leaf in a checkpoint. Other leaves of the state are called state[...]."""
-
-
-def _names_of(spec: pytree.Spec, ranks: Group) -> list[str]:
-    """What the leaves of a state are called in a checkpoint."""
-    return [
-        f"rank {ranks.rank} of {ranks.size}: {name}" if own else name
-        for name, own in zip(pytree.names_in(spec, "state"), labelled(spec), strict=True)
-    ]
 
 
 def _refuse_unreadable(named: dict[str, Any]) -> None:
@@ -174,11 +220,11 @@ def _refuse_unreadable(named: dict[str, Any]) -> None:
         read_plain(name, written, leaf)
 
 
-def _refuse_differing(offenders: list[str]) -> None:
+def _refuse_differing(caller: str, offenders: list[str]) -> None:
     if offenders:
         raise ReplicationError(
             build_message(
-                "fdp.save was given a state that is not the same on every rank. Nothing was written. These leaves do "
+                f"{caller} was given a state that is not the same on every rank. Nothing was written. These leaves do "
                 "not hold the bits that they hold on rank 0:",
                 offenders,
                 remedy="label what is each rank's own: fdp.per_rank(leaf), outside of a step. For the rest, start from "
@@ -187,44 +233,24 @@ def _refuse_differing(offenders: list[str]) -> None:
         )
 
 
-_GENERATOR = re.compile(r"generators of rank (\d+) of (\d+): (\w+)")
-"""The name of a generator's state in a checkpoint. Leaves of the state are called state[...]."""
+def seed_anew(path: Path, ranks: Group) -> None:
+    """Seed torch's generators as a function of a checkpoint and of the rank; every rank takes part.
 
-
-def _generator_name(ranks: Group, kind: str) -> str:
-    return f"generators of rank {ranks.rank} of {ranks.size}: {kind}"
-
-
-def _kinds(ranks: Group, saved: dict[str, Any]) -> list[str]:
-    """Which generators' states a checkpoint holds for this rank."""
-    found = map(_GENERATOR.fullmatch, saved)
-    return [match[3] for match in found if match and (int(match[1]), int(match[2])) == (ranks.rank, ranks.size)]
-
-
-def _generators_of(ranks: Group, path: str, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Tensors to load the states of this rank's generators into."""
-    found = {(int(match[1]), int(match[2])) for match in map(_GENERATOR.fullmatch, saved) if match}
-    # Of all ranks, not of this one alone: what is refused is refused on every rank, and none waits for another.
-    if found != {(rank, ranks.size) for rank in range(ranks.size)}:
-        what = "none"
-        if found:
-            size = max(size for _, size in found)
-            some = "" if len(found) == size else f"only {len(found)} of "
-            what = f"that of {some}{size} ranks, and this is one of {ranks.size}"
-        raise ArgumentError(
-            build_message(
-                f"fdp.load(random=True) was to set the state of generators; the checkpoint in {path!r} holds {what}.",
-                remedy="load it with random=False, and call fdp.seed with a number that was not used before.",
-            )
-        )
-    empty: dict[str, torch.Tensor] = {}
-    for name in (_generator_name(ranks, kind) for kind in _kinds(ranks, saved)):
-        empty[name] = torch.empty(saved[name].size, dtype=saved[name].properties.dtype)
-    return empty
+    Args:
+        path: the directory, of a checkpoint that holds states of generators.
+        ranks: the ranks.
+    """
+    reader = Reader(path)
+    state = first_generator(reader.read_metadata().state_dict_metadata)
+    with warnings.catch_warnings(), _as_errors_of_fdp("CheckpointManager.restore"):
+        ignore_what_is_meant()
+        dcp.load(state, storage_reader=reader, process_group=ranks.process_group, no_dist=ranks.process_group is None)
+    (generator,) = state.values()
+    seed(fingerprint(generator), ranks)
 
 
 @contextmanager
-def _ready_on_all_ranks(ranks: Group, caller: str) -> Iterator[None]:
+def ready_on_all_ranks(ranks: Group, caller: str) -> Iterator[None]:
     """What a rank does before messages are sent: where one fails, no other waits for it in a message."""
     try:
         yield
@@ -234,79 +260,32 @@ def _ready_on_all_ranks(ranks: Group, caller: str) -> Iterator[None]:
     come_together(ranks, caller, "was called")
 
 
+def ignore_what_is_meant() -> None:
+    """Leave out warnings of torch.distributed.checkpoint about what fdp does on purpose."""
+    for message in (
+        "torch.distributed is disabled, unavailable or uninitialized",
+        "Detected an existing checkpoint",
+    ):
+        warnings.filterwarnings("ignore", message=message, category=UserWarning)
+
+
 @contextmanager
-def _as_errors_of_fdp(name: str) -> Iterator[None]:
-    """Failures as FdpError (the library's own is no Exception), and no warnings about what is meant here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
-        try:
-            yield
-        except dcp.CheckpointException as error:
-            for cause, *_ in error.failures.values():
-                if isinstance(cause, FdpError):
-                    raise cause from error
-            causes = [f"rank {rank}: {cause[0]!r}" for rank, cause in error.failures.items()]
-            raise FdpError(
-                build_message(
-                    f"fdp.{name} failed.", causes, remedy="look at the disk and its permissions, then call it again."
-                )
-            ) from error
-
-
-def _check_structure(path: str, saved: dict[str, Any], names: list[str], leaves: list[Any]) -> None:
-    """Refuse another structure than that of `like`. Which ranks labelled leaves belong to is not looked at."""
-    at = {_plain(name): (name, _OWN.fullmatch(name) is not None) for name in saved if not _GENERATOR.fullmatch(name)}
-    found, offenders = {_plain(name): saved.get(name) for name in names}, []
-    for name in names:
-        plain, own = _plain(name), _OWN.fullmatch(name) is not None
-        if plain not in at:
-            offenders.append(f"{plain}: not in the checkpoint")
-        elif own != at[plain][1]:
-            sides = ("labelled", "not labelled") if own else ("not labelled", "labelled")
-            offenders.append(f"{plain}: {sides[1]} in the checkpoint, {sides[0]} in `like`")
-            found[plain] = saved[at[plain][0]]
-    offenders += [f"{plain}: in the checkpoint only" for plain in at if plain not in found]
-    for name, leaf in zip(names, leaves, strict=True):
-        kept = found[_plain(name)]
-        if kept is None:
-            continue
-        before = f"{list(kept.size)} {kept.properties.dtype}" if hasattr(kept, "size") else "a Python value"
-        now = f"{list(leaf.shape)} {leaf.dtype}" if isinstance(leaf, torch.Tensor) else "a Python value"
-        if before != now:
-            offenders.append(f"{_plain(name)}: {before} in the checkpoint, {now} in `like`")
-    if offenders:
-        raise ArgumentError(
+def _as_errors_of_fdp(caller: str) -> Iterator[None]:
+    """Failures as FdpError; the library's own is no Exception."""
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        for cause, *_ in error.failures.values():
+            if isinstance(cause, FdpError):
+                raise cause from error
+        causes = [f"rank {rank}: {cause[0]!r}" for rank, cause in error.failures.items()]
+        remedy = "look at the disk and its permissions, then call it again."
+        raise FdpError(build_message(f"{caller} failed.", causes, remedy=remedy)) from error
+    except (RuntimeError, dist.DistError) as error:  # of a message: what else fails is among the library's own
+        raise PeerError(
             build_message(
-                f"the checkpoint in {path!r} does not have the structure of `like`.",
-                offenders,
-                remedy="build `like` by the code that built the state which was saved.",
+                f"{caller} lost another rank.",
+                [first_line(error)],
+                remedy="look for the first error among the logs of all ranks. The last checkpoint is whole.",
             )
-        )
-
-
-def _plain(name: str) -> str:
-    """The key path of a leaf, from its name in a checkpoint."""
-    match = _OWN.fullmatch(name)
-    return match[3] if match else name
-
-
-def _check_owners(path: str, saved: dict[str, Any], ranks: Group) -> None:
-    """Refuse labelled leaves that other ranks than these have saved."""
-    owners: dict[str, set[tuple[int, int]]] = {}
-    for match in filter(None, map(_OWN.fullmatch, saved)):
-        owners.setdefault(match[3], set()).add((int(match[1]), int(match[2])))
-    # Of all ranks, not of this one alone: what is refused is refused on every rank, and none waits for another.
-    wanted = {(rank, ranks.size) for rank in range(ranks.size)}
-    sizes = {name: max(size for _, size in found) for name, found in owners.items() if found != wanted}
-    if sizes:
-        size = max(sizes.values())
-        raise ArgumentError(
-            build_message(
-                f"the checkpoint in {path!r} holds labelled leaves of each of {size} ranks, and this is one of "
-                f"{ranks.size}. fdp.load cannot tell what each rank's own is to become.",
-                [f"{name}: saved by {size} ranks" for name, size in sizes.items()],
-                remedy=f"load it on {size} ranks. To go on with another number, save the state there without these "
-                "leaves, load that, and label new ones with fdp.per_rank.",
-            )
-        )
+        ) from error

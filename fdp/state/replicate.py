@@ -89,7 +89,9 @@ def assert_replicated(tree: Tree, group: Ranks = None) -> None:
     rank_local.forget([x for x, is_own in zip(leaves, own, strict=True) if isinstance(x, torch.Tensor) and not is_own])
 
 
-def differing(caller: str, root: str, leaves: list[Any], spec: pytree.Spec, ranks: Group) -> list[str]:
+def differing(
+    caller: str, root: str, leaves: list[Any], spec: pytree.Spec, ranks: Group, marks: list[int] | None = None
+) -> list[str]:
     """Compare the leaves of a tree that are not labelled between ranks; all ranks call this together.
 
     Args:
@@ -98,6 +100,7 @@ def differing(caller: str, root: str, leaves: list[Any], spec: pytree.Spec, rank
         leaves: of the tree.
         spec: its structure.
         ranks: the ranks.
+        marks: `mark_of` of each leaf, where that is known.
 
     Returns:
         A line for each leaf that differs, with the ranks that differ from rank 0; the same on every rank.
@@ -109,18 +112,20 @@ def differing(caller: str, root: str, leaves: list[Any], spec: pytree.Spec, rank
     _compare_structure(caller, names, leaves, own, ranks)
     if ranks.size == 1:
         return []
-    compared = [(name, leaf) for name, leaf, is_own in zip(names, leaves, own, strict=True) if not is_own]
-    table = _gather_marks([_mark(leaf) for _, leaf in compared], ranks, leaves)
+    compared = [at for at, is_own in enumerate(own) if not is_own]
+    table = _gather_marks([marks[at] if marks else mark_of(leaves[at]) for at in compared], ranks, leaves)
     offenders = []
-    for index, (name, _) in enumerate(compared):
+    for index, at in enumerate(compared):
         column = [row[index] for row in table]
         odd = [rank for rank, mark in enumerate(column) if mark != column[0]]
         if odd:
-            offenders.append(f"{name}: rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} of {ranks.size}")
+            offenders.append(
+                f"{names[at]}: rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} of {ranks.size}"
+            )
     return offenders
 
 
-def _mark(leaf: Any) -> int:
+def mark_of(leaf: Any) -> int:
     """A number for a leaf; of what cannot be compared, one for its kind."""
     if isinstance(leaf, torch.Tensor):
         plain = type(leaf) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and leaf.layout == torch.strided

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from fdp.errors import ArgumentError, FdpError, build_message
 from fdp.state.index import INDEX, files_of, read_index
+from fdp.state.pace import Pace, Paced
 
 _DATA = "*.distcp"
 
@@ -39,12 +40,13 @@ class Writer(dcp.FileSystemWriter):
 
     Args:
         path: the directory.
+        pace: how fast to write; None for as fast as it goes.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, pace: Pace | None = None) -> None:
         super().__init__(path, overwrite=True)
         self._directory, self._mark = path, secrets.token_hex(4)
-        self.fs = _ReplacesAtOnce(self._check)
+        self.fs = _ReplacesAtOnce(self._check, pace)
 
     def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
         """Give the files of this checkpoint names that no earlier one has. Called on one rank, for all."""
@@ -92,10 +94,16 @@ class _ReplacesAtOnce(FileSystem):
 
     Args:
         check: raises if an index must not take the place of the last one.
+        pace: how fast to write.
     """
 
-    def __init__(self, check: Callable[[Path], object]) -> None:
-        self._check = check
+    def __init__(self, check: Callable[[Path], object], pace: Pace | None) -> None:
+        self._check, self._pace = check, pace
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with super().create_stream(path, mode) as stream:
+            yield stream if self._pace is None else cast(io.IOBase, Paced(stream, self._pace))
 
     def rm_file(self, path: str | os.PathLike[str]) -> None:
         if Path(path).name != INDEX:
@@ -106,6 +114,17 @@ class _ReplacesAtOnce(FileSystem):
         _sync(Path(path).parent)  # the names of data files are there before the index names them
         os.replace(path, new_path)
         _sync(Path(path).parent)
+
+
+def delete_checkpoint(directory: Path) -> None:
+    """Delete a checkpoint: its index first, so that nobody takes what is left for a whole one.
+
+    Files that are none of a checkpoint's stay, and so does the directory then.
+    """
+    with suppress(OSError):  # what is left over does no harm; the next save tries again
+        for path in (directory / INDEX, directory / f"{INDEX}.tmp", *directory.glob(_DATA)):
+            path.unlink(missing_ok=True)
+        directory.rmdir()
 
 
 def _sync(directory: Path) -> None:

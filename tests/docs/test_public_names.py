@@ -28,7 +28,7 @@ PUBLIC_IN_OPTIM = {
     "schedule_from_torch", "scheduled", "skip_nonfinite",
 }  # fmt: skip
 PUBLIC_STAGES = {"Step", "Trace", "Plan"}
-PUBLIC_VALUES = {"BatchSampler", "Network", "PerRank", "Scaling", "Timeline"}
+PUBLIC_VALUES = {"BatchSampler", "CheckpointManager", "Network", "PerRank", "Scaling", "Timeline"}
 PUBLIC = PUBLIC_FUNCTIONS | PUBLIC_ERRORS | PUBLIC_STAGES | PUBLIC_VALUES | {"optim", "random"}
 NOT_YET: set[str] = set()
 

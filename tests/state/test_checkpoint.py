@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -247,3 +248,48 @@ def save_objects(path: str) -> None:
 
 def test_objects_that_are_equal_are_saved(tmp_path: Path) -> None:
     ranks.run(2, save_objects, str(tmp_path / "a"))
+
+
+def flip_a_bit(folder: Path, number: float) -> None:
+    """Change one bit of the first tensor that begins with a number."""
+    pattern = torch.full((4,), number).numpy().tobytes()
+    (path,) = (each for each in folder.glob("*.distcp") if pattern in each.read_bytes())
+    data = bytearray(path.read_bytes())
+    data[data.index(pattern) + 5] ^= 16
+    path.write_bytes(bytes(data))
+
+
+def test_a_bit_that_changed_on_the_disk_is_an_error_that_names_the_leaf(tmp_path: Path) -> None:
+    state = {"a": torch.full((50,), 3.5), "b": [torch.full((9,), 7.25), 3], "c": fdp.per_rank(torch.full((8,), 1.75))}
+    for number, name in ((3.5, "state['a']"), (7.25, "state['b'][0]"), (1.75, "state['c']")):
+        fdp.save(tmp_path, state)
+        flip_a_bit(tmp_path, number)
+        with pytest.raises(fdp.ArgumentError, match="has been changed since it was saved") as caught:
+            fdp.load(tmp_path, state)
+        assert str(caught.value).splitlines()[1:-1] == [f"  {name}: not the bits that were saved"]
+
+
+def test_a_checkpoint_without_fingerprints_can_be_read(tmp_path: Path) -> None:
+    state = {"state['w']": torch.arange(3.0)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path, no_dist=True)
+    assert fdp.load(tmp_path, {"w": torch.zeros(3)})["w"].tolist() == [0.0, 1.0, 2.0]
+
+
+def changed_on_one_rank(path: str) -> str:
+    state = {"w": torch.ones(3), "own": fdp.per_rank(torch.full((8,), 1.75 + dist.get_rank()))}
+    fdp.save(path, state)
+    if dist.get_rank() == 0:
+        flip_a_bit(Path(path), 2.75)
+    dist.barrier()
+    try:
+        fdp.load(path, state)
+    except fdp.FdpError as error:
+        return str(error)
+    return ""
+
+
+def test_what_changed_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    for text in ranks.run(2, changed_on_one_rank, str(tmp_path)):
+        assert "has been changed since it was saved" in text

@@ -1,0 +1,346 @@
+"""Checkpoints of a run, one for each of its last saves, written while training goes on."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from numbers import Integral
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fdp.context.axis import refuse_inside
+from fdp.distributed.desynchronised import refuse_desynchronised
+from fdp.distributed.exchange import tell_all
+from fdp.distributed.group import Group, Ranks, resolve_group
+from fdp.errors import ArgumentError, FdpError, build_message, first_line
+from fdp.pytree import Tree
+from fdp.state.checkpoint import (
+    ignore_what_is_meant,
+    load,
+    prepared,
+    ready_on_all_ranks,
+    seed_anew,
+    write,
+)
+from fdp.state.contents import ranks_that_saved_generators
+from fdp.state.index import INDEX, read_index
+from fdp.state.lock import DirectoryLock
+from fdp.state.pace import Pace
+from fdp.state.storage import delete_checkpoint
+
+_LOG = logging.getLogger("fdp")
+
+
+class CheckpointManager:
+    """Keeps the last checkpoints of a run, and never none once there was one.
+
+    Each checkpoint is a directory, `directory/STEP`, as `fdp.save` writes it; `fdp.load` reads it as well. It counts
+    when it is whole: whatever cuts a save short, the checkpoints before it are there. One run at a time may write to
+    a directory.
+
+    Args:
+        directory: on storage that all ranks see; made by the first save.
+        keep: how many checkpoints to keep, the newest; None for all.
+        group: as for `data_parallel`.
+
+    Raises:
+        ArgumentError: `keep` is no such number.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder, CheckpointManager(folder) as manager:
+        ...     manager.save(10, {"w": torch.ones(2)})
+        ...     manager.save(20, {"w": torch.zeros(2)})
+        ...     manager.wait_until_finished()
+        ...     manager.restore(like={"w": torch.empty(2)})
+        ({'w': tensor([0., 0.])}, 20)
+
+    References:
+        Orbax, `orbax.checkpoint.CheckpointManager`: the interface. torch.distributed.checkpoint: the format.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], keep: int | None = 3, *, group: Ranks = None) -> None:
+        if keep is not None and (not isinstance(keep, Integral) or isinstance(keep, bool) or keep < 1):
+            raise ArgumentError(
+                build_message(
+                    f"fdp.CheckpointManager was given keep={keep!r}.",
+                    remedy="pass how many checkpoints to keep, at least 1, or None for all.",
+                )
+            )
+        self._directory, self._keep, self._group = Path(directory), keep, group
+        self._lock = DirectoryLock(self._directory)
+        self._writing: _Writing | None = None
+        self._among: Any = None
+
+    def save(self, step: int, state: Tree, random: bool = True, blocking: bool = False) -> None:
+        """Write a checkpoint; every rank of the group takes part.
+
+        A save that does not block compares the state between ranks, copies what this rank is to write to the memory
+        of the CPU, and returns. The copy is written by a thread, slowly enough that steps do not feel it. Each
+        replicated leaf is copied and written by one rank. What goes wrong while it is written is raised by the next
+        call of `save`, `restore`, `wait_until_finished` or `close`, on every rank. A save waits for the one before.
+
+        Args:
+            step: number of steps that are done, the same on every rank, and not below the latest checkpoint's. A
+                checkpoint of the same step is replaced.
+            state: as for `fdp.save`.
+            random: whether to save the state of each rank's generators, too.
+            blocking: whether to return only when the checkpoint is there. It needs no memory for a copy.
+
+        Raises:
+            ArgumentError: `step` is no such number; another run writes to the directory; or as `fdp.save`.
+            ReplicationError, AgreementError: as `fdp.save`.
+            FdpError: the disk is full, or the like, also from the save before; on every rank.
+        """
+        refuse_inside("CheckpointManager.save")
+        ranks = resolve_group(self._group)
+        refuse_desynchronised(ranks, "CheckpointManager.save")
+        self.wait_until_finished()
+        with ready_on_all_ranks(ranks, f"CheckpointManager.save(step={step!r})"):
+            _check_step("save", step)
+            if ranks.rank == 0:
+                self._make_room(int(step))
+        named = prepared("CheckpointManager.save", state, ranks, random)
+        ignore_what_is_meant()
+        if blocking:
+            self._write(int(step), named, ranks, None, None)
+            return
+        if self._among is None and ranks.size > 1:
+            self._among = _group_of_its_own(ranks)
+        named = {name: _copied(leaf) for name, leaf in _of_this_rank(named, ranks).items()}
+        self._writing = _Writing(lambda pace: self._write(int(step), named, ranks, pace, self._among), int(step))
+
+    def restore(self, like: Tree, step: int | None = None, random: bool = True) -> tuple[Tree, int]:
+        """Read a checkpoint, the same on every rank; every rank of the group takes part.
+
+        Args:
+            like: as for `fdp.load`.
+            step: of which step; None for the newest that is whole. Newer ones that are damaged are named in a warning.
+            random: whether to set this rank's generators to the states that were saved. Those of another number of
+                ranks cannot be; then torch's are seeded anew, from what was saved and the rank, with a warning.
+
+        Returns:
+            The state, with new tensors, and its step.
+
+        Raises:
+            ArgumentError: there is no checkpoint, or none of that step; or as `fdp.load`.
+            AgreementError, FdpError: as `fdp.load`.
+        """
+        refuse_inside("CheckpointManager.restore")
+        ranks = resolve_group(self._group)
+        refuse_desynchronised(ranks, "CheckpointManager.restore")
+        self.wait_until_finished()
+        with ready_on_all_ranks(ranks, f"CheckpointManager.restore(step={step!r})"):
+            if step is not None:
+                _check_step("restore", step)
+            found, damaged = self._newest() if step is None and ranks.rank == 0 else (step, [])
+        # What rank 0 sees is what all take: file systems show other ranks a new file later.
+        told = tell_all(ranks, {"step": found, "damaged": damaged}, "CheckpointManager.restore", "was called")[0]
+        found = told["step"]
+        if found is None:
+            raise ArgumentError(
+                build_message(
+                    f"there is no whole checkpoint in {os.fspath(self._directory)!r}.",
+                    told["damaged"],
+                    remedy="ask latest_step() first, which is None there, and start with a new state.",
+                )
+            )
+        if told["damaged"]:
+            warnings.warn(
+                f"CheckpointManager.restore takes step {found}: newer checkpoints are damaged. "
+                + " ".join(told["damaged"]),
+                stacklevel=2,
+            )
+        path = self._directory / str(int(found))
+        saved = ranks_that_saved_generators(path) if random else None
+        if saved is None or saved == ranks.size:
+            return load(path, like, ranks, random=random), int(found)
+        state = load(path, like, ranks)
+        seed_anew(path, ranks)
+        warnings.warn(
+            f"the checkpoint in {os.fspath(path)!r} holds the generators of {saved} ranks, and this is one of "
+            f"{ranks.size}. Torch's generators were seeded anew, from the checkpoint and the rank; others are as they "
+            "were.",
+            stacklevel=2,
+        )
+        return state, int(found)
+
+    def latest_step(self) -> int | None:
+        """The step of the newest whole checkpoint, without waiting for other ranks.
+
+        Returns:
+            The step; None if there is no checkpoint. One that is being written does not count.
+        """
+        return self._newest()[0]
+
+    def wait_until_finished(self) -> None:
+        """Wait until what was saved is on the disk, written as fast as it goes from now on.
+
+        Raises:
+            FdpError: it could not be written; on every rank.
+        """
+        if (writing := self._writing) is not None:
+            writing.wait()
+            self._writing = None
+            if writing.error is not None:
+                raise writing.error
+
+    def close(self) -> None:
+        """Wait as `wait_until_finished`, and let others write to the directory.
+
+        Raises:
+            FdpError: what was saved could not be written; on every rank.
+        """
+        try:
+            self.wait_until_finished()
+        finally:
+            self._lock.release()
+            among, self._among = self._among, None
+            if among is not None and dist.is_initialized():
+                dist.destroy_process_group(among)
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        try:
+            self.close()
+        except FdpError as failure:
+            if error is None:
+                raise
+            _LOG.error("the last checkpoint was not written: %s", first_line(failure))
+
+    def __repr__(self) -> str:
+        return f"fdp.CheckpointManager({os.fspath(self._directory)!r}, keep={self._keep})"
+
+    def _write(self, step: int, named: dict[str, Any], ranks: Group, pace: Pace | None, among: Any) -> None:
+        started = time.monotonic()
+        write("CheckpointManager.save", self._directory / str(step), named, ranks, pace, among)
+        if ranks.rank == 0:
+            _LOG.info("checkpoint of step %d: written in %.1f s", step, time.monotonic() - started)
+            if self._keep is not None:
+                for old in self._whole()[self._keep :]:
+                    delete_checkpoint(self._directory / str(old))
+
+    def _make_room(self, step: int) -> None:
+        """Take the directory, and refuse a step that would be taken for an older one than it is."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._lock.acquire()
+        latest, _ = self._newest()
+        if latest is not None and step < latest:
+            raise ArgumentError(
+                build_message(
+                    f"CheckpointManager.save was given step {step}; the latest checkpoint in "
+                    f"{os.fspath(self._directory)!r} is of step {latest}, and would be taken for the newer one.",
+                    remedy="count the steps on from where the run was restored. To go on from an older checkpoint, let "
+                    "the run have another directory, or delete the folders of the later steps.",
+                )
+            )
+        for each in self._steps():  # what a killed save left behind
+            if each != step and not (self._directory / str(each) / INDEX).exists():
+                delete_checkpoint(self._directory / str(each))
+
+    def _steps(self) -> list[int]:
+        """Of which steps there are folders, newest first."""
+        try:
+            names = [entry.name for entry in os.scandir(self._directory) if entry.is_dir()]
+        except FileNotFoundError:
+            return []
+        return sorted((int(name) for name in names if name.isdecimal() and str(int(name)) == name), reverse=True)
+
+    def _whole(self) -> list[int]:
+        return [step for step in self._steps() if self._damage(step) is None]
+
+    def _newest(self) -> tuple[int | None, list[str]]:
+        """The newest whole checkpoint's step, and what is wrong with newer ones."""
+        damaged: list[str] = []
+        for step in self._steps():
+            if (self._directory / str(step) / INDEX).exists():
+                found = self._damage(step)
+                if found is None:
+                    return step, damaged
+                damaged.append(found)
+        return None, damaged
+
+    def _damage(self, step: int) -> str | None:
+        try:
+            read_index(self._directory / str(step) / INDEX)
+        except (ArgumentError, OSError) as error:
+            return " ".join(str(error).split("Remedy:")[0].split())
+        return None
+
+
+class _Writing:
+    """A checkpoint that a thread is writing.
+
+    The process waits for the thread when it ends, as for any that is no daemon.
+    """
+
+    def __init__(self, write: Callable[[Pace], None], step: int) -> None:
+        self.error: BaseException | None = None
+        self._pace = Pace()
+        self._thread = threading.Thread(target=self._run, args=(write, step), name=f"fdp checkpoint of step {step}")
+        self._thread.start()
+
+    def _run(self, write: Callable[[Pace], None], step: int) -> None:
+        try:
+            write(self._pace)
+        except BaseException as error:  # raised where somebody waits
+            _LOG.error("the checkpoint of step %d was not written: %s", step, first_line(error))
+            self.error = error
+
+    def wait(self) -> None:
+        """Have it done, as fast as it goes."""
+        self._pace.hurry()
+        self._thread.join()
+
+
+def _group_of_its_own(ranks: Group) -> Any:
+    """A process group for messages beside those of steps, which are paired by their order."""
+    everybody = dist.get_process_group_ranks(ranks.process_group)
+    return dist.new_group(everybody, backend="gloo", use_local_synchronization=len(everybody) < dist.get_world_size())
+
+
+def _of_this_rank(named: dict[str, Any], ranks: Group) -> dict[str, Any]:
+    """What this rank writes: its own, and its share by bytes of what all ranks hold."""
+    held = [0] * ranks.size
+    own: dict[str, Any] = {}
+    for name, leaf in sorted(named.items(), key=lambda item: (-_bytes_of(item[1]), item[0])):
+        if not name.startswith("state"):
+            own[name] = leaf
+            continue
+        writer = min(range(ranks.size), key=held.__getitem__)
+        held[writer] += _bytes_of(leaf)
+        if writer == ranks.rank:
+            own[name] = leaf
+    return own
+
+
+def _bytes_of(leaf: Any) -> int:
+    return leaf.numel() * leaf.element_size() if isinstance(leaf, torch.Tensor) else 0
+
+
+def _copied(leaf: Any) -> Any:
+    """A copy in the memory of the CPU, which later calls do not overwrite."""
+    if not isinstance(leaf, torch.Tensor):
+        return copy.deepcopy(leaf)
+    return leaf.clone() if leaf.device.type == "cpu" else leaf.to("cpu")
+
+
+def _check_step(method: str, step: Any) -> None:
+    if not isinstance(step, Integral) or isinstance(step, bool) or step < 0:
+        raise ArgumentError(
+            build_message(
+                f"CheckpointManager.{method} was given step={step!r}.",
+                remedy="pass the number of steps that are done, from 0 on.",
+            )
+        )

@@ -1,0 +1,85 @@
+"""One job at a time in a directory: a lock that the system gives back when its process ends, however it ends."""
+
+from __future__ import annotations
+
+import os
+import socket
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from fdp.errors import ArgumentError, build_message
+
+_NAME = ".lock"
+_here: weakref.WeakValueDictionary[str, DirectoryLock] = weakref.WeakValueDictionary()
+"""Locks of this process, which the system would give to it twice."""
+
+
+class DirectoryLock:
+    """Held from `acquire` to `release`, or until nobody refers to it.
+
+    A lock of POSIX records: worker processes, which are copies of this one, do not hold it. Where there are none
+    (Windows), only managers of one process keep out of each other's way.
+
+    Args:
+        directory: an existing one.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._release: weakref.finalize[..., DirectoryLock] | None = None
+
+    def acquire(self) -> None:
+        """Take the lock, if it is not held already.
+
+        Raises:
+            ArgumentError: another run has it, which is named.
+            OSError: the directory cannot be written to.
+        """
+        if self._release is not None:
+            return
+        key = os.path.realpath(self._directory)
+        if key in _here:
+            raise _taken(self._directory, "another CheckpointManager of this process")
+        file = (self._directory / _NAME).open("a+")
+        try:
+            _lock(file)
+        except OSError:
+            file.seek(0)
+            owner = file.read(200).strip()
+            file.close()
+            raise _taken(self._directory, owner or "another process") from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        self._release, _here[key] = weakref.finalize(self, _give_back, file), self
+
+    def release(self) -> None:
+        """Give the lock back, if it is held."""
+        if self._release is not None:
+            _here.pop(os.path.realpath(self._directory), None)
+            self._release()
+            self._release = None
+
+
+def _give_back(file: IO[str]) -> None:
+    with suppress(OSError), file:
+        file.truncate(0)
+
+
+def _lock(file: IO[str]) -> None:
+    try:
+        import fcntl
+    except ImportError:
+        return
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _taken(directory: Path, owner: str) -> ArgumentError:
+    return ArgumentError(
+        build_message(
+            f"another run writes checkpoints to {os.fspath(directory)!r}: {owner}.",
+            remedy="let each run have a directory of its own; or end the other one, or close its CheckpointManager.",
+        )
+    )

@@ -1,0 +1,61 @@
+"""Writing while something else runs: slowly enough that it does not feel it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+_PIECE = 2**21
+"""Bytes that are written at once: a millisecond's work."""
+_SHARE = 0.05
+"""Of a processor's time."""
+
+
+class Pace:
+    """Keeps a thread at a small share of one processor's time, until somebody waits for it.
+
+    What counts is the time in which it computes and copies. Time in which it waits for the disk is free.
+    """
+
+    def __init__(self) -> None:
+        self._hurry = threading.Event()
+        self._begun: tuple[float, float] | None = None
+
+    def hurry(self) -> None:
+        """Go as fast as it goes from now on."""
+        self._hurry.set()
+
+    def rest(self) -> None:
+        """Sleep until the share is kept again. Called by the thread that is to be kept slow, often."""
+        now = time.monotonic(), time.thread_time()
+        if self._begun is None:
+            self._begun = now
+        due_s = (now[1] - self._begun[1]) / _SHARE - (now[0] - self._begun[0])
+        # A process that ends waits for its threads.
+        while due_s > 0 and not self._hurry.is_set() and threading.main_thread().is_alive():
+            self._hurry.wait(min(due_s, 0.5))
+            due_s -= 0.5
+
+
+class Paced:
+    """A file that is written at some pace.
+
+    Args:
+        stream: the file.
+        pace: of the writing.
+    """
+
+    def __init__(self, stream: Any, pace: Pace) -> None:
+        self._stream, self._pace = stream, pace
+
+    def write(self, data: Any) -> int:
+        """Write bytes, in pieces."""
+        whole = memoryview(data).cast("B")
+        for start in range(0, len(whole), _PIECE):
+            self._pace.rest()
+            self._stream.write(whole[start : start + _PIECE])
+        return len(whole)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

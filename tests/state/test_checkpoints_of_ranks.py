@@ -1,0 +1,202 @@
+"""Checkpoints of several ranks: shared between them, read by others, and whole whenever ranks are killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+import fdp
+from fdp.state.index import INDEX
+
+ON_DEMAND = pytest.mark.skipif(not os.environ.get("FDP_ALL_SAMPLES"), reason="FDP_ALL_SAMPLES=1 runs it")
+
+
+def folders(path: Path) -> list[int]:
+    return sorted(int(name) for name in os.listdir(path) if name.isdigit())
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"w": torch.full((40,), float(step)), "b": torch.full((3,), float(step)), "n": step}
+
+
+def save_on_ranks(path: str, own: bool) -> list[str]:
+    fdp.seed(1)
+    with fdp.CheckpointManager(path) as manager:
+        for step in (1, 2):
+            state = state_of(step)
+            if own:
+                state["own"] = fdp.per_rank(torch.full((2,), float(dist.get_rank())))
+            manager.save(step, state)
+        found, step = manager.restore(state)
+        assert step == 2
+        if own:
+            assert found["own"].value.tolist() == [float(dist.get_rank())] * 2
+    return sorted(os.listdir(Path(path) / "2"))
+
+
+def restore_on_ranks(path: str) -> tuple[list[float], str]:
+    manager = fdp.CheckpointManager(path)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        state, step = manager.restore(state_of(0))
+    assert repr(state) == repr(state_of(2))
+    assert step == 2
+    return torch.rand(2).tolist(), "".join(str(each.message) for each in told)
+
+
+def test_ranks_share_the_writing_and_others_read_it(tmp_path: Path) -> None:
+    files, _ = ranks.run(2, save_on_ranks, str(tmp_path), False)
+    assert len([name for name in files if name.endswith(".distcp")]) == 2
+    (same, silence), _ = ranks.run(2, restore_on_ranks, str(tmp_path))
+    assert silence == ""
+    found = ranks.run(3, restore_on_ranks, str(tmp_path))
+    assert ranks.run(3, restore_on_ranks, str(tmp_path)) == found  # a function of the checkpoint and the rank
+    draws = [draw for draw, _ in found]
+    assert len({tuple(draw) for draw in (*draws, same)}) == 4
+    assert all("holds the generators of 2 ranks, and this is one of 3" in text for _, text in found)
+    manager = fdp.CheckpointManager(tmp_path)
+    with pytest.warns(UserWarning, match="and this is one of 1"):
+        assert manager.restore(state_of(0))[1] == 2
+
+
+def test_leaves_of_each_ranks_own(tmp_path: Path) -> None:
+    ranks.run(2, save_on_ranks, str(tmp_path), True)
+    with pytest.raises(fdp.ArgumentError, match="saved by 2 ranks"):
+        fdp.CheckpointManager(tmp_path).restore({**state_of(0), "own": fdp.per_rank(torch.zeros(2))}, random=False)
+
+
+def misused(path: str, how: str) -> str:
+    rank = dist.get_rank()
+    with fdp.CheckpointManager(path) as manager:
+        try:
+            if how == "step":
+                manager.save(1 + rank, state_of(1))
+            elif how == "state":
+                manager.save(1, state_of(1 + rank))
+            elif how == "folder" and rank == 0:
+                fdp.CheckpointManager(Path(path) / "no" / "way" / "\0").save(1, state_of(1))
+            elif how == "restore":
+                manager.restore(state_of(0))
+            else:
+                manager.save(1, state_of(1))
+        except (fdp.FdpError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("step", r"CheckpointManager.save\(step=2\)"),
+        ("state", "ReplicationError: CheckpointManager.save was given a state that is not the same on every rank"),
+        ("folder", "ValueError"),
+        ("restore", "ArgumentError: there is no whole checkpoint in"),
+    ],
+)
+def test_misuse_is_an_error_on_all_ranks(tmp_path: Path, how: str, told: str) -> None:
+    found = ranks.run(2, misused, str(tmp_path), how)
+    assert all(found)
+    assert any(re.search(told, text) for text in found)
+    assert folders(tmp_path) == []
+
+
+def in_a_part(path: str) -> int | None:
+    part = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return None
+    with fdp.CheckpointManager(path, group=part) as manager:
+        manager.save(1, state_of(1))
+        return manager.restore(state_of(0))[1]
+
+
+def test_a_group_that_is_a_part_of_all(tmp_path: Path) -> None:
+    assert ranks.run(3, in_a_part, str(tmp_path)) == [None, 1, 1]
+
+
+KILLED = """
+    import sys, torch, torch.distributed as dist, fdp
+    path, store, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    manager = fdp.CheckpointManager(path, keep=2)
+    at = torch.zeros(())
+    state = {name: at + torch.zeros(200_000) for name in "abcdef"}
+    own = fdp.per_rank(torch.full((1000,), float(rank)))
+    print("ready", flush=True)
+    for step in range(1, 10_000):
+        state = {name: x + 1 for name, x in state.items()}
+        manager.save(step, {**state, "own": own, "n": step}, blocking=step % 3 == 0)
+        print(step, flush=True)
+"""
+
+
+def killed(tmp_path: Path, victims: tuple[int, ...], after_s: float) -> None:
+    """Kill ranks that save without a pause, and look at what is there."""
+    path, store = tmp_path / "run", tmp_path / "store"
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(path), str(store)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    each = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
+        for rank in range(2)
+    ]
+    try:
+        for process in each:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+        time.sleep(after_s)
+        for victim in victims:
+            each[victim].send_signal(signal.SIGKILL)
+        time.sleep(1.0)
+        told = []
+        for process in each:  # those that are left wait for the others, or have ended
+            process.kill()
+            lines = process.communicate(timeout=60)[0].split()
+            told.append(int(lines[-1]) if lines else 0)
+    finally:
+        for process in each:
+            process.kill()
+    manager = fdp.CheckpointManager(path)
+    latest = manager.latest_step()
+    # What save has returned for is there, but for the last, which a thread was writing.
+    assert (latest or 0) >= max(told) - 1
+    if latest is None:
+        return
+    whole = [step for step in folders(path) if (path / str(step) / INDEX).exists()]
+    for step in whole:
+        like = {**{name: torch.zeros(200_000) for name in "abcdef"}, "n": 0}
+        saved = torch.distributed.checkpoint.FileSystemReader(path / str(step)).read_metadata().state_dict_metadata
+        assert sum(name.startswith("rank ") for name in saved) == 2
+        found: dict[str, Any] = {f"state['{name}']": x for name, x in like.items() if name != "n"}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.distributed.checkpoint.load(found, checkpoint_id=path / str(step), no_dist=True)
+        assert all(bool((x == step).all()) for x in found.values())
+
+
+@pytest.mark.parametrize(
+    ("victims", "after_s"),
+    [((0,), 0.31), ((1,), 0.12), ((0, 1), 0.47)]
+    + [
+        pytest.param(
+            (at % 2,),
+            0.013 * at,
+            marks=[] if os.environ.get("FDP_ALL_SAMPLES") else pytest.mark.skip("FDP_ALL_SAMPLES=1 runs it"),
+        )
+        for at in range(100)
+    ],
+)
+def test_killed_while_they_save(tmp_path: Path, victims: tuple[int, ...], after_s: float) -> None:
+    killed(tmp_path, victims, after_s)
