@@ -16,11 +16,13 @@ import fdp.pytorch.parts  # noqa: F401  (first: it says what is wrong where noth
 from fdp import optim, random
 from fdp.collectives.over_pytrees import all_gather, axis_index, axis_size, broadcast, per_rank, pmax, pmean, pmin, psum
 from fdp.data.batch_sampler import BatchSampler
+from fdp.distributed.launch import initialize
 from fdp.errors import (
     AgreementError,
     ArgumentError,
     CompileError,
     FdpError,
+    NonFiniteError,
     PeerError,
     PurityError,
     ReplicationError,
@@ -56,6 +58,7 @@ __all__ = [
     "CompileError",
     "FdpError",
     "Network",
+    "NonFiniteError",
     "PeerError",
     "PerRank",
     "Plan",
@@ -75,6 +78,7 @@ __all__ = [
     "data_parallel",
     "from_module",
     "grad",
+    "initialize",
     "join",
     "load",
     "optim",

@@ -41,6 +41,29 @@ class PeerError(FdpError):
     """A rank died, or stopped answering, while this one was waiting for it."""
 
 
+class NonFiniteError(FdpError):
+    """A gradient is not finite, and the step was made with `check_finite=True`; raised on every rank.
+
+    Args:
+        message: what to say.
+        ranks: those on which a gradient was not finite; none where only a mean over ranks is not.
+        names: key paths of the gradients.
+        call: which call of the step it was, from 1 on.
+
+    Attributes:
+        ranks: likewise.
+        names: likewise.
+        call: likewise.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = (), names: tuple[str, ...] = (), call: int = 0) -> None:
+        super().__init__(message)
+        self.ranks, self.names, self.call = ranks, names, call
+
+    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[object, ...]]:
+        return type(self), (str(self), self.ranks, self.names, self.call)
+
+
 def first_line(error: BaseException) -> str:
     """The first line of what an error says; nothing if it says nothing.
 

@@ -80,29 +80,30 @@ def unflatten(spec: Spec, leaves: Iterable[Any]) -> Tree:
 
 def register_everywhere(
     kind: type,
-    parts: Callable[[Any], tuple[Sequence[Any], None, Sequence[str]]],
-    whole: Callable[[Iterable[Any]], Any],
+    parts: Callable[[Any], tuple[Sequence[Any], Any, Sequence[Any]]],
+    whole: Callable[[Iterable[Any], Any], Any],
     entry: type[optree.PyTreeEntry],
 ) -> None:
     """Make a container of fdp's own known to optree, in all namespaces, and to torch's pytrees.
 
     Args:
         kind: its type.
-        parts: takes one apart: children, nothing, and for each child the attribute that holds it.
-        whole: makes one of its children.
+        parts: takes one apart: children, what is no child and belongs to the structure, and for each child the
+            attribute that holds it, by its name or otherwise.
+        whole: makes one of its children and the rest.
         entry: a step of a key path into it.
     """
     optree.register_pytree_node(
-        kind, parts, lambda _, children: whole(children), path_entry_type=entry, namespace=_EVERYWHERE
+        kind, parts, lambda rest, children: whole(children, rest), path_entry_type=entry, namespace=_EVERYWHERE
     )
     register_torch_node(
         kind,
-        lambda it: (list(parts(it)[0]), None),
-        lambda children, _: whole(children),
+        lambda it: (list(parts(it)[0]), parts(it)[1]),
+        whole,
         serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
         flatten_with_keys_fn=lambda it: (
-            [(GetAttrKey(name), child) for child, name in zip(parts(it)[0], parts(it)[2], strict=True)],
-            None,
+            [(GetAttrKey(str(name)), child) for child, name in zip(parts(it)[0], parts(it)[2], strict=True)],
+            parts(it)[1],
         ),
     )
 

@@ -25,15 +25,15 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "tables": (),
     "pytorch": ("dispatch guards parts tensors", "dynamo recomputation"),
     "distributed": (
-        "collective comparable fingerprint group other_ranks wire", "desynchronised exchange header",
+        "collective comparable fingerprint group launch other_ranks wire", "desynchronised exchange header",
     ),
-    "context": ("accumulating ambient axis",),
+    "context": ("accumulating ambient axis looking",),
     # what a user calls
     "random": ("hashing", "keys", "generators"),
     "data": ("permutation", "batch_sampler"),
     "state": ("index labels lock pace rank_local", "replicate storage", "contents", "checkpoint", "checkpoint_manager"),
     "collectives": ("markers", "over_pytrees transposes"),
-    "gradients": ("autodiff", "accumulation"),
+    "gradients": ("averaging", "autodiff", "accumulation"),
     "nn": ("batch_norm meta_copy", "modules"),
     "optim": (
         "argument_checks tracing", "rule", "optimizer", "entries", "clipping partition schedules", "skipping",
@@ -42,7 +42,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "join": (),
     # the flow
     "trace": (
-        "closure control effects functional keywords overlap source structure",
+        "beside control effects functional keywords overlap source structure", "closure",
         "kernel_strides remedies replicated rng_replay silent_changes trace untouched variance",
         "arguments dependencies fake_rules reshapes switches value_reads",
         "capture changes loops pairing recognise results",
@@ -83,7 +83,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "lockstep rounding side_by_side strides", "op_by_op", "compiled",
     ),
     "measure": ("agreed clock fit", "device_speed intervals link", "operations", "profile"),
-    "step": ("buckets_on_disk cache compile_together progress", "automatic_buckets", "first_call", "transform"),
+    "step": ("buckets_on_disk cache compile_together finite progress", "automatic_buckets", "first_call", "transform"),
 }  # fmt: skip
 
 # `Trace.plan`, `Plan.emit` and the like are methods of values that lie below what they call. Each is a function-local

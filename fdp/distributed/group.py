@@ -1,7 +1,8 @@
 """The process group: its size, its ranks' names for each other, its store, and how a message starts.
 
 Everything that fdp needs from torch.distributed beyond its documented interface is in this file:
-`_world.pg_map` (the store that a group was made with), and `_world.pg_backend_config`.
+`_world.pg_map` (the groups that there are, and the store that each was made with), `_world.pg_backend_config`, and
+`ProcessGroup._get_backend(device).options._timeout`.
 """
 
 from __future__ import annotations
@@ -157,6 +158,40 @@ def resolve_group(group: Ranks = None) -> Group:
             )
         )
     return Group(weakref.ref(group), dist.get_world_size(group), rank)
+
+
+def group_beside(ranks: Group) -> dist.ProcessGroup:
+    """Make a process group of the same ranks, for messages beside theirs, which are paired by their order.
+
+    Every rank takes part.
+
+    Returns:
+        The group, by gloo, with the time limit of theirs. It is not kept alive by anything but the process's list.
+    """
+    assert ranks.process_group is not None
+    everybody = dist.get_process_group_ranks(ranks.process_group)
+    options = getattr(ranks.process_group._get_backend(_device_of(ranks)), "options", None)
+    made = dist.new_group(
+        everybody,
+        getattr(options, "_timeout", None),
+        backend="gloo",
+        use_local_synchronization=len(everybody) < dist.get_world_size(),
+    )
+    assert made is not None
+    return made
+
+
+def _device_of(ranks: Group) -> torch.device:
+    """A device whose tensors a group carries."""
+    kinds = ("cpu", "cuda", "xpu", "mps")
+    return torch.device(next(kind for kind in kinds if ranks.backend_for(torch.device(kind)) is not None))
+
+
+def is_destroyed(group: dist.ProcessGroup) -> bool:
+    """Whether a process group has been destroyed, perhaps together with all of them."""
+    from torch.distributed import distributed_c10d as c10d
+
+    return group not in c10d._world.pg_map
 
 
 def start_all_reduce(buffer: torch.Tensor, op: str, group: Group, arrived: Arrived | None = None) -> Callable[[], None]:

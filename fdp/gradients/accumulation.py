@@ -19,7 +19,7 @@ from fdp.context.accumulating import (
 )
 from fdp.context.axis import current_axis
 from fdp.errors import ArgumentError, build_message
-from fdp.gradients.autodiff import average, under_transform
+from fdp.gradients.averaging import average, under_transform
 from fdp.pytorch.dynamo import breaks_graph
 from fdp.pytree import leaf_names
 

@@ -17,16 +17,15 @@ from typing import Any
 import torch
 
 from fdp import pytree
-from fdp.collectives.markers import all_reduce, in_forward_mode, narrow_mean
+from fdp.collectives.markers import in_forward_mode
 from fdp.context.accumulating import (
     AccumulationContext,
     Pending,
     current_accumulation,
-    memory_order,
     refuse_while_accumulating,
 )
-from fdp.context.axis import Axis, current_axis
 from fdp.errors import ArgumentError, build_message
+from fdp.gradients.averaging import average, refuse_sparse, under_transform
 from fdp.pytorch.dynamo import breaks_graph
 from fdp.pytorch.tensors import is_transformed, place_of
 from fdp.pytree import leaf_names
@@ -163,11 +162,6 @@ def _positions(argnums: Any) -> tuple[int, ...]:
     return numbers
 
 
-def under_transform() -> bool:
-    """Whether this runs inside `torch.func.grad`, `vmap` or another transform of torch.func."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def _chosen(items: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
     return [item for item, yes in zip(items, mask, strict=True) if yes]
 
@@ -251,7 +245,7 @@ def _grad_accumulated(
     with accumulation.differentiating(sources, labels) as totals:
 
         def receive(index: int, grad: torch.Tensor) -> torch.Tensor:
-            _refuse_sparse(grad, labels[index])
+            refuse_sparse(grad, labels[index])
             with torch.no_grad():
                 totals[index].total.add_(grad.detach())
             return totals[index].total
@@ -351,49 +345,3 @@ def _reaches_other_leaves(value: torch.Tensor, inputs: Sequence[torch.Tensor]) -
             return True
         pending.extend(parent for parent, _ in node.next_functions)
     return False
-
-
-def _refuse_sparse(grad: torch.Tensor, label: str) -> None:
-    if grad.layout != torch.strided:
-        raise ArgumentError(
-            build_message(
-                f"the gradient of {label} is sparse ({grad.layout}), and buckets are dense.",
-                remedy="make it dense; for an embedding, pass sparse=False.",
-            )
-        )
-
-
-def average(grad: torch.Tensor, source: torch.Tensor, label: str) -> torch.Tensor:
-    """The mean of a gradient over ranks.
-
-    Args:
-        grad: this rank's.
-        source: what it is the gradient of, for the order of its elements in memory.
-        label: its key path.
-
-    Returns:
-        A tensor of the shape of `grad`.
-    """
-    _refuse_sparse(grad, label)
-    axis = current_axis()
-    # The bucket holds the gradient in the memory order of its parameter, which is the same on every rank (that
-    # of the gradient need not be) and spares the optimizer a copy.
-    order = None if under_transform() else memory_order(source)
-    if grad.is_complex():
-        pairs = torch.view_as_real(grad.resolve_conj())
-        return _no_view(torch.view_as_complex(_mean(pairs, axis, label)))
-    if order is None:
-        return _mean(grad, axis, label)
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return _no_view(_mean(grad.permute(order), axis, label).permute(back))
-
-
-def _no_view(x: torch.Tensor) -> torch.Tensor:
-    """What `torch.autograd.grad` returns is no view: one may call `detach_` of it."""
-    return x if x.requires_grad or in_forward_mode() or under_transform() else x.data
-
-
-def _mean(grad: torch.Tensor, axis: Axis, label: str) -> torch.Tensor:
-    if axis.wire is None:
-        return all_reduce(grad, "mean", axis.name, "gradient", label)
-    return narrow_mean(grad, axis.name, axis.size, label, axis.wire)

@@ -91,6 +91,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
         "torch.utils.checkpoint._is_compiling",
     ),
     "a process group": (
+        "torch.distributed.ProcessGroup._get_backend",
         "torch.distributed.distributed_c10d._world.pg_backend_config",
         "torch.distributed.distributed_c10d._world.pg_map",
     ),

@@ -20,13 +20,14 @@ import torch.distributed.checkpoint as dcp
 from fdp import pytree
 from fdp.context.axis import refuse_inside
 from fdp.distributed.desynchronised import refuse_desynchronised
-from fdp.distributed.exchange import announce_failure, come_together
+from fdp.distributed.exchange import announce_failure, come_together, tell_all
 from fdp.distributed.fingerprint import fingerprint
-from fdp.distributed.group import Group, Ranks, resolve_group
+from fdp.distributed.group import Group, Ranks, is_destroyed, resolve_group
 from fdp.errors import ArgumentError, FdpError, PeerError, ReplicationError, build_message, first_line
 from fdp.pytree import Tree
 from fdp.random.generators import generator_states, seed, set_generator_states
 from fdp.state.contents import (
+    changed,
     check_owners,
     check_structure,
     fingerprints,
@@ -34,14 +35,14 @@ from fdp.state.contents import (
     first_generator,
     generator_name,
     generators_of,
-    kinds_of_generators,
     names_of,
     refuse_changed,
+    states_of_generators,
 )
 from fdp.state.index import INDEX
 from fdp.state.pace import Pace
-from fdp.state.replicate import differing, mark_of
-from fdp.state.storage import LoadPlanner, Reader, Writer, read_plain
+from fdp.state.replicate import differing, mark_of, plain_tensor
+from fdp.state.storage import LoadPlanner, Reader, Writer, process_group_destroyed, read_plain
 
 
 def save(path: str | os.PathLike[str], state: Tree, group: Ranks = None, *, random: bool = False) -> None:
@@ -105,15 +106,18 @@ def prepared(caller: str, state: Tree, ranks: Group, random: bool) -> dict[str, 
     with ready_on_all_ranks(ranks, caller):
         leaves, spec = pytree.flatten(state)
         named = {
-            name: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+            name: plain_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
             for name, leaf in zip(names_of(spec, ranks), leaves, strict=True)
         }
-        _refuse_unreadable(named)
+        _refuse_unreadable(caller, named)
         marks = [mark_of(leaf) for leaf in leaves]
         at = zip(named, marks, leaves, strict=True)
-        named.update(fingerprints({name: mark for name, mark, x in at if isinstance(x, torch.Tensor)}, ranks))
+        kept = {name: mark for name, mark, x in at if isinstance(x, torch.Tensor)}
         if random:
-            named.update({generator_name(ranks, kind): value for kind, value in generator_states().items()})
+            states = {generator_name(ranks, kind): value for kind, value in generator_states().items()}
+            kept.update({name: mark_of(value) for name, value in states.items()})
+            named.update(states)
+        named.update(fingerprints(kept))
     _refuse_differing(caller, differing(caller, "state", leaves, spec, ranks, marks))
     return named
 
@@ -134,14 +138,17 @@ def write(
     Raises:
         FdpError: the disk is full, or the like; on every rank.
     """
-    writer, written, process_group = Writer(path, pace), False, among or ranks.process_group
+    writer, process_group = Writer(path, ranks.size, pace), among or ranks.process_group
     try:
         with _as_errors_of_fdp(caller):
             dcp.save(named, storage_writer=writer, process_group=process_group, no_dist=process_group is None)
-        written = True
+    except ValueError as error:
+        if process_group is None or not is_destroyed(process_group):
+            raise
+        raise process_group_destroyed(path) from error
     finally:
         if ranks.rank == 0:
-            writer.settle(written)
+            writer.settle()
 
 
 def load(path: str | os.PathLike[str], like: Tree, group: Ranks = None, *, random: bool = False) -> Tree:
@@ -203,16 +210,41 @@ def load(path: str | os.PathLike[str], like: Tree, group: Ranks = None, *, rando
             no_dist=ranks.process_group is None,
         )
     with ready_on_all_ranks(ranks, "fdp.load"):
-        refuse_changed(path, named, ranks)
+        lines = changed(named, saved)
+    found = tell_all(ranks, {"changed": lines}, "fdp.load", "was called")
+    refuse_changed(path, [line for each in found for line in each["changed"]])
     if random:
-        set_generator_states({kind: named[generator_name(ranks, kind)] for kind in kinds_of_generators(ranks, saved)})
+        with ready_on_all_ranks(ranks, "fdp.load"):
+            _set_generators(path, states_of_generators(named))
     return pytree.unflatten(spec, [named[name] for name in names])
 
 
-def _refuse_unreadable(named: dict[str, Any]) -> None:
+def _set_generators(path: str | os.PathLike[str], states: dict[str, torch.Tensor]) -> None:
+    try:
+        set_generator_states(states)
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ArgumentError(
+            build_message(
+                f"the checkpoint in {os.fspath(path)!r} holds states of generators that are none.",
+                [f"{type(error).__name__}: {first_line(error)}"],
+                remedy="load it with random=False, and find out what wrote it.",
+            )
+        ) from error
+
+
+def _refuse_unreadable(caller: str, named: dict[str, Any]) -> None:
     """Refuse values that `load` would refuse: whoever saves them should know, and not whoever wants them back."""
     for name, leaf in named.items():
-        if isinstance(leaf, torch.Tensor) or type(leaf) in (bool, int, float, complex, str, type(None)):
+        if isinstance(leaf, torch.Tensor):
+            if leaf.layout != torch.strided or leaf.is_nested or leaf.is_meta:
+                raise ArgumentError(
+                    build_message(
+                        f"{caller} was given {name}, which is no dense tensor, and a checkpoint holds no other.",
+                        remedy="save the dense tensors that it is made of, such as `x.indices()` and `x.values()`.",
+                    )
+                )
+            continue
+        if type(leaf) in (bool, int, float, complex, str, type(None)):
             continue
         written = io.BytesIO()
         torch.save(leaf, written)
@@ -241,7 +273,8 @@ def seed_anew(path: Path, ranks: Group) -> None:
         ranks: the ranks.
     """
     reader = Reader(path)
-    state = first_generator(reader.read_metadata().state_dict_metadata)
+    with ready_on_all_ranks(ranks, "CheckpointManager.restore"):
+        state = first_generator(path, reader.read_metadata().state_dict_metadata)
     with warnings.catch_warnings(), _as_errors_of_fdp("CheckpointManager.restore"):
         ignore_what_is_meant()
         dcp.load(state, storage_reader=reader, process_group=ranks.process_group, no_dist=ranks.process_group is None)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import threading
+import sys
 import time
 import warnings
-from collections.abc import Callable
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from fdp.context.axis import refuse_inside
 from fdp.distributed.desynchronised import refuse_desynchronised
 from fdp.distributed.exchange import tell_all
-from fdp.distributed.group import Group, Ranks, resolve_group
+from fdp.distributed.group import Group, Ranks, group_beside, is_destroyed, resolve_group
 from fdp.errors import ArgumentError, FdpError, build_message, first_line
 from fdp.pytree import Tree
 from fdp.state.checkpoint import (
@@ -31,10 +30,10 @@ from fdp.state.checkpoint import (
     seed_anew,
     write,
 )
-from fdp.state.contents import ranks_that_saved_generators
+from fdp.state.contents import ChangedCheckpoint, ranks_that_saved_generators
 from fdp.state.index import INDEX, read_index
 from fdp.state.lock import DirectoryLock
-from fdp.state.pace import Pace
+from fdp.state.pace import Pace, Writing
 from fdp.state.storage import delete_checkpoint
 
 _LOG = logging.getLogger("fdp")
@@ -76,10 +75,11 @@ class CheckpointManager:
                     remedy="pass how many checkpoints to keep, at least 1, or None for all.",
                 )
             )
-        self._directory, self._keep, self._group = Path(directory), keep, group
+        # Absolute: the program may change its working directory while a thread writes.
+        self._directory, self._keep, self._group = Path(os.path.abspath(directory)), keep, group
         self._lock = DirectoryLock(self._directory)
-        self._writing: _Writing | None = None
-        self._among: Any = None
+        self._writing: Writing | None = None
+        self._beside: tuple[Group, dist.ProcessGroup] | None = None
 
     def save(self, step: int, state: Tree, random: bool = True, blocking: bool = False) -> None:
         """Write a checkpoint; every rank of the group takes part.
@@ -105,7 +105,8 @@ class CheckpointManager:
         ranks = resolve_group(self._group)
         refuse_desynchronised(ranks, "CheckpointManager.save")
         self.wait_until_finished()
-        with ready_on_all_ranks(ranks, f"CheckpointManager.save(step={step!r})"):
+        own = f"step={_plain(step)}, random={bool(random)}, blocking={bool(blocking)}"
+        with ready_on_all_ranks(ranks, f"CheckpointManager.save({own})"):
             _check_step("save", step)
             if ranks.rank == 0:
                 self._make_room(int(step))
@@ -114,17 +115,22 @@ class CheckpointManager:
         if blocking:
             self._write(int(step), named, ranks, None, None)
             return
-        if self._among is None and ranks.size > 1:
-            self._among = _group_of_its_own(ranks)
-        named = {name: _copied(leaf) for name, leaf in _of_this_rank(named, ranks).items()}
-        self._writing = _Writing(lambda pace: self._write(int(step), named, ranks, pace, self._among), int(step))
+        with ready_on_all_ranks(ranks, f"CheckpointManager.save({own})"):
+            named = {name: _copied(leaf) for name, leaf in _of_this_rank(named, ranks).items()}
+        if ranks.size > 1 and (self._beside is None or self._beside[0] != ranks):  # or the group was made anew
+            self._beside = ranks, group_beside(ranks)
+        among = None if self._beside is None else self._beside[1]
+        self._writing = Writing(
+            lambda pace: self._write(int(step), named, ranks, pace, among), f"checkpoint of step {int(step)}"
+        )
 
     def restore(self, like: Tree, step: int | None = None, random: bool = True) -> tuple[Tree, int]:
         """Read a checkpoint, the same on every rank; every rank of the group takes part.
 
         Args:
             like: as for `fdp.load`.
-            step: of which step; None for the newest that is whole. Newer ones that are damaged are named in a warning.
+            step: of which step; None for the newest that is whole. Newer ones that are damaged, be it in one bit, are
+                named in a warning.
             random: whether to set this rank's generators to the states that were saved. Those of another number of
                 ranks cannot be; then torch's are seeded anew, from what was saved and the rank, with a warning.
 
@@ -139,40 +145,53 @@ class CheckpointManager:
         ranks = resolve_group(self._group)
         refuse_desynchronised(ranks, "CheckpointManager.restore")
         self.wait_until_finished()
-        with ready_on_all_ranks(ranks, f"CheckpointManager.restore(step={step!r})"):
+        with ready_on_all_ranks(ranks, f"CheckpointManager.restore(step={_plain(step)}, random={bool(random)})"):
             if step is not None:
                 _check_step("restore", step)
-            found, damaged = self._newest() if step is None and ranks.rank == 0 else (step, [])
-        # What rank 0 sees is what all take: file systems show other ranks a new file later.
-        told = tell_all(ranks, {"step": found, "damaged": damaged}, "CheckpointManager.restore", "was called")[0]
-        found = told["step"]
-        if found is None:
-            raise ArgumentError(
-                build_message(
-                    f"there is no whole checkpoint in {os.fspath(self._directory)!r}.",
-                    told["damaged"],
-                    remedy="ask latest_step() first, which is None there, and start with a new state.",
+        if step is not None:
+            return self._read(int(step), like, ranks, random), int(step)
+        damaged: list[str] = []
+        below = None
+        while True:
+            # What rank 0 sees is what all take: file systems show other ranks a new file later.
+            step, more = self._newest(below) if ranks.rank == 0 else (None, [])
+            seen = {"step": step, "damaged": damaged + more}
+            told = tell_all(ranks, seen, "CheckpointManager.restore", "was called")[0]
+            below, damaged = told["step"], told["damaged"]
+            if below is None:
+                raise ArgumentError(
+                    build_message(
+                        f"there is no whole checkpoint in {os.fspath(self._directory)!r}.",
+                        damaged,
+                        remedy="ask latest_step() first, which is None there, and start with a new state.",
+                    )
                 )
-            )
-        if told["damaged"]:
-            warnings.warn(
-                f"CheckpointManager.restore takes step {found}: newer checkpoints are damaged. "
-                + " ".join(told["damaged"]),
-                stacklevel=2,
-            )
-        path = self._directory / str(int(found))
+            try:
+                state = self._read(below, like, ranks, random)
+            except ChangedCheckpoint as error:  # on all ranks
+                damaged.append(_first_part(error))
+                continue
+            if damaged:
+                warnings.warn(
+                    f"CheckpointManager.restore takes step {below}: newer checkpoints are damaged. {' '.join(damaged)}",
+                    stacklevel=2,
+                )
+            return state, below
+
+    def _read(self, step: int, like: Tree, ranks: Group, random: bool) -> Tree:
+        path = self._directory / str(step)
         saved = ranks_that_saved_generators(path) if random else None
         if saved is None or saved == ranks.size:
-            return load(path, like, ranks, random=random), int(found)
+            return load(path, like, ranks, random=random)
         state = load(path, like, ranks)
         seed_anew(path, ranks)
         warnings.warn(
             f"the checkpoint in {os.fspath(path)!r} holds the generators of {saved} ranks, and this is one of "
             f"{ranks.size}. Torch's generators were seeded anew, from the checkpoint and the rank; others are as they "
             "were.",
-            stacklevel=2,
+            stacklevel=3,
         )
-        return state, int(found)
+        return state
 
     def latest_step(self) -> int | None:
         """The step of the newest whole checkpoint, without waiting for other ranks.
@@ -189,7 +208,7 @@ class CheckpointManager:
             FdpError: it could not be written; on every rank.
         """
         if (writing := self._writing) is not None:
-            writing.wait()
+            writing.wait()  # interrupted, it can be waited for again
             self._writing = None
             if writing.error is not None:
                 raise writing.error
@@ -203,10 +222,11 @@ class CheckpointManager:
         try:
             self.wait_until_finished()
         finally:
-            self._lock.release()
-            among, self._among = self._among, None
-            if among is not None and dist.is_initialized():
-                dist.destroy_process_group(among)
+            if self._writing is None:  # otherwise something interrupted the waiting, and a thread still writes
+                self._lock.release()
+                beside, self._beside = self._beside, None
+                if beside is not None and not is_destroyed(beside[1]):
+                    dist.destroy_process_group(beside[1])
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -227,14 +247,24 @@ class CheckpointManager:
         write("CheckpointManager.save", self._directory / str(step), named, ranks, pace, among)
         if ranks.rank == 0:
             _LOG.info("checkpoint of step %d: written in %.1f s", step, time.monotonic() - started)
-            if self._keep is not None:
-                for old in self._whole()[self._keep :]:
+            try:
+                for old in self._whole()[self._keep or sys.maxsize :]:
                     delete_checkpoint(self._directory / str(old))
+            except OSError as error:  # of this rank alone; the next save tries again
+                _LOG.warning("old checkpoints in %s were not deleted: %s", self._directory, first_line(error))
 
     def _make_room(self, step: int) -> None:
         """Take the directory, and refuse a step that would be taken for an older one than it is."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self._lock.acquire()
+        if (self._directory / str(step)).is_symlink():
+            raise ArgumentError(
+                build_message(
+                    f"CheckpointManager.save was given step {step}, and {os.fspath(self._directory / str(step))!r} is "
+                    "a link.",
+                    remedy="delete the link; what it leads to would be replaced.",
+                )
+            )
         latest, _ = self._newest()
         if latest is not None and step < latest:
             raise ArgumentError(
@@ -260,11 +290,11 @@ class CheckpointManager:
     def _whole(self) -> list[int]:
         return [step for step in self._steps() if self._damage(step) is None]
 
-    def _newest(self) -> tuple[int | None, list[str]]:
-        """The newest whole checkpoint's step, and what is wrong with newer ones."""
+    def _newest(self, below: int | None = None) -> tuple[int | None, list[str]]:
+        """The newest whole checkpoint's step, below another one, and what is wrong with newer ones."""
         damaged: list[str] = []
         for step in self._steps():
-            if (self._directory / str(step) / INDEX).exists():
+            if (below is None or step < below) and (self._directory / str(step) / INDEX).exists():
                 found = self._damage(step)
                 if found is None:
                     return step, damaged
@@ -275,39 +305,8 @@ class CheckpointManager:
         try:
             read_index(self._directory / str(step) / INDEX)
         except (ArgumentError, OSError) as error:
-            return " ".join(str(error).split("Remedy:")[0].split())
+            return _first_part(error)
         return None
-
-
-class _Writing:
-    """A checkpoint that a thread is writing.
-
-    The process waits for the thread when it ends, as for any that is no daemon.
-    """
-
-    def __init__(self, write: Callable[[Pace], None], step: int) -> None:
-        self.error: BaseException | None = None
-        self._pace = Pace()
-        self._thread = threading.Thread(target=self._run, args=(write, step), name=f"fdp checkpoint of step {step}")
-        self._thread.start()
-
-    def _run(self, write: Callable[[Pace], None], step: int) -> None:
-        try:
-            write(self._pace)
-        except BaseException as error:  # raised where somebody waits
-            _LOG.error("the checkpoint of step %d was not written: %s", step, first_line(error))
-            self.error = error
-
-    def wait(self) -> None:
-        """Have it done, as fast as it goes."""
-        self._pace.hurry()
-        self._thread.join()
-
-
-def _group_of_its_own(ranks: Group) -> Any:
-    """A process group for messages beside those of steps, which are paired by their order."""
-    everybody = dist.get_process_group_ranks(ranks.process_group)
-    return dist.new_group(everybody, backend="gloo", use_local_synchronization=len(everybody) < dist.get_world_size())
 
 
 def _of_this_rank(named: dict[str, Any], ranks: Group) -> dict[str, Any]:
@@ -334,6 +333,16 @@ def _copied(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return copy.deepcopy(leaf)
     return leaf.clone() if leaf.device.type == "cpu" else leaf.to("cpu")
+
+
+def _first_part(error: Exception) -> str:
+    """What an error says, in one line, without its remedy."""
+    return " ".join(str(error).split("Remedy:")[0].split())
+
+
+def _plain(step: Any) -> Any:
+    """A step as it is called on all ranks, be it a number of Python's or of NumPy's."""
+    return int(step) if isinstance(step, Integral) else step
 
 
 def _check_step(method: str, step: Any) -> None:

@@ -37,10 +37,9 @@ def generator_name(ranks: Group, kind: str) -> str:
     return f"generators of rank {ranks.rank} of {ranks.size}: {kind}"
 
 
-def kinds_of_generators(ranks: Group, saved: dict[str, Any]) -> list[str]:
-    """Which generators' states a checkpoint holds for this rank."""
-    found = map(_GENERATOR.fullmatch, saved)
-    return [match[3] for match in found if match and (int(match[1]), int(match[2])) == (ranks.rank, ranks.size)]
+def states_of_generators(named: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """From what was loaded, the states of generators by their kinds."""
+    return {match[3]: named[match[0]] for match in filter(None, map(_GENERATOR.fullmatch, named))}
 
 
 def generators_of(ranks: Group, path: str | os.PathLike[str], saved: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -60,22 +59,29 @@ def generators_of(ranks: Group, path: str | os.PathLike[str], saved: dict[str, A
                 remedy="load it with random=False, and call fdp.seed with a number that was not used before.",
             )
         )
-    return {
-        name: _empty(saved[name])
-        for name in (generator_name(ranks, kind) for kind in kinds_of_generators(ranks, saved))
-    }
+    names = [name for name in saved if _GENERATOR.fullmatch(name) and _kept_with(name) == _own_fingerprints(ranks)]
+    return {name: _empty(path, saved, name) for name in names}
 
 
-def first_generator(saved: dict[str, Any]) -> dict[str, torch.Tensor]:
+def first_generator(path: str | os.PathLike[str], saved: dict[str, Any]) -> dict[str, torch.Tensor]:
     """A tensor to load the state of rank 0's generator on the CPU into, from a checkpoint of any number of ranks."""
     found = filter(None, map(_GENERATOR.fullmatch, saved))
-    name = next(match[0] for match in found if match[1] == "0" and match[3] == "cpu")
-    return {name: _empty(saved[name])}
+    name = next((match[0] for match in found if match[1] == "0" and match[3] == "cpu"), "generators of rank 0")
+    return {name: _empty(path, saved, name)}
 
 
-def _empty(kept: Any) -> torch.Tensor:
-    """A tensor to load what a checkpoint holds into."""
-    return torch.empty(kept.size, dtype=kept.properties.dtype)
+def _empty(path: str | os.PathLike[str], saved: dict[str, Any], name: str) -> torch.Tensor:
+    """A tensor to load something that `save` adds to the state into, for what a checkpoint holds by its name."""
+    kept = saved.get(name)
+    dtype = getattr(getattr(kept, "properties", None), "dtype", None)
+    if kept is None or dtype not in (torch.uint8, torch.int64, torch.float64) or len(kept.size) > 1:
+        raise ArgumentError(
+            build_message(
+                f"the checkpoint in {os.fspath(path)!r} holds {name!r} in another form than fdp.save writes, or not.",
+                remedy="load another checkpoint, and find out what wrote this one.",
+            )
+        )
+    return torch.empty(kept.size, dtype=dtype)
 
 
 _FINGERPRINTS = "fingerprints"
@@ -83,67 +89,96 @@ _OWN_FINGERPRINTS = re.compile(r"fingerprints of rank (\d+) of (\d+)")
 """The names of numbers that show whether tensors are what was saved; in the order of the tensors' names."""
 
 
-def fingerprints(marks: dict[str, int], ranks: Group) -> dict[str, torch.Tensor]:
+def fingerprints(marks: dict[str, int]) -> dict[str, torch.Tensor]:
     """What is kept of the bits of tensors.
 
     Args:
         marks: a number for the bits of each tensor, by its name in a checkpoint.
-        ranks: the ranks.
 
     Returns:
         By their names in a checkpoint, the numbers of what all ranks hold, and those of this rank's own.
     """
     numbers: dict[str, list[int]] = {}
     for name in sorted(marks):
-        numbers.setdefault(_fingerprints_with(name, ranks), []).append(marks[name])
+        numbers.setdefault(_kept_with(name), []).append(marks[name])
     return {kind: torch.tensor(found, dtype=torch.int64, device="cpu") for kind, found in numbers.items()}
 
 
-def _fingerprints_with(name: str, ranks: Group) -> str:
+def _kept_with(name: str) -> str:
     """Where the number of a tensor is kept."""
-    return f"{_FINGERPRINTS} of rank {ranks.rank} of {ranks.size}" if _OWN.fullmatch(name) else _FINGERPRINTS
+    match = _OWN.fullmatch(name) or _GENERATOR.fullmatch(name)
+    return f"{_FINGERPRINTS} of rank {match[1]} of {match[2]}" if match else _FINGERPRINTS
+
+
+def _own_fingerprints(ranks: Group) -> str:
+    return f"{_FINGERPRINTS} of rank {ranks.rank} of {ranks.size}"
 
 
 def fingerprints_of(path: str | os.PathLike[str], saved: dict[str, Any], ranks: Group) -> dict[str, torch.Tensor]:
     """Tensors to load those numbers into; none for a checkpoint without them, as earlier versions wrote them."""
-    wanted = (_FINGERPRINTS, f"{_FINGERPRINTS} of rank {ranks.rank} of {ranks.size}")
-    return {name: _empty(saved[name]) for name in wanted if name in saved}
+    wanted = (_FINGERPRINTS, _own_fingerprints(ranks))
+    return {name: _empty(path, saved, name) for name in wanted if name in saved}
 
 
-def refuse_changed(path: str | os.PathLike[str], named: dict[str, Any], ranks: Group) -> None:
-    """Refuse tensors that are not what was saved.
+def changed(named: dict[str, Any], saved: dict[str, Any]) -> list[str]:
+    """What is not what was saved.
+
+    Args:
+        named: what was loaded, fingerprints included.
+        saved: what the checkpoint holds.
+
+    Returns:
+        A line for each tensor that has changed, and is not the same where it was loaded.
+    """
+    lines = []
+    for kind in filter(_is_fingerprints, named):
+        names = sorted(name for name, kept in saved.items() if hasattr(kept, "size") and _has_a_number(name, kind))
+        kept = named[kind].tolist()
+        if named[kind].dtype != torch.int64 or not isinstance(kept, list) or len(kept) != len(names):
+            lines.append(f"{kind}: not those of what the checkpoint holds")
+            continue
+        there = [(name, number) for name, number in zip(names, kept, strict=True) if name in named]
+        lines += [f"{_plain(name)}: not the bits that were saved" for name, it in there if mark_of(named[name]) != it]
+    return lines
+
+
+def _has_a_number(name: str, kind: str) -> bool:
+    """Whether the number of what has a name is kept among some."""
+    return not _is_fingerprints(name) and _kept_with(name) == kind
+
+
+def refuse_changed(path: str | os.PathLike[str], lines: list[str]) -> None:
+    """Refuse a checkpoint of which some rank found something changed.
 
     Args:
         path: of the checkpoint, for messages.
-        named: what was loaded, fingerprints included.
-        ranks: the ranks.
+        lines: what has, of all ranks.
 
     Raises:
-        ArgumentError: names them.
+        ChangedCheckpoint: names it.
     """
-    marks = {n: mark_of(leaf) for n, leaf in named.items() if _is_leaf(n) and isinstance(leaf, torch.Tensor)}
-    offenders = []
-    for kind, found in fingerprints(marks, ranks).items():
-        names = [name for name in sorted(marks) if _fingerprints_with(name, ranks) == kind]
-        if kind in named:
-            kept = named[kind]
-            same = (found == kept).tolist() if found.shape == kept.shape else [False] * len(names)
-            changed = [name for name, is_same in zip(names, same, strict=True) if not is_same]
-            offenders += [f"{_plain(name)}: not the bits that were saved" for name in changed]
-    if offenders:
-        raise ArgumentError(
+    if lines:
+        raise ChangedCheckpoint(
             build_message(
                 f"the checkpoint in {os.fspath(path)!r} has been changed since it was saved, on its disk or on the way "
                 "from there.",
-                offenders,
+                list(dict.fromkeys(lines)),
                 remedy="load another checkpoint, and have the disk looked at.",
             )
         )
 
 
+class ChangedCheckpoint(ArgumentError):
+    """A checkpoint does not hold what was saved; raised on all ranks, or on none."""
+
+
+def _is_fingerprints(name: str) -> bool:
+    return name == _FINGERPRINTS or _OWN_FINGERPRINTS.fullmatch(name) is not None
+
+
 def _is_leaf(name: str) -> bool:
     """Whether something in a checkpoint is a leaf of the state."""
-    return not _GENERATOR.fullmatch(name) and name != _FINGERPRINTS and not _OWN_FINGERPRINTS.fullmatch(name)
+    return not _GENERATOR.fullmatch(name) and not _is_fingerprints(name)
 
 
 def ranks_that_saved_generators(path: Path) -> int | None:

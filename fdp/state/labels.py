@@ -87,7 +87,7 @@ def _parts(label: PerRank) -> tuple[tuple[Any], None, tuple[str]]:
     return (label.value,), None, ("value",)
 
 
-def _whole(children: Iterable[Any]) -> PerRank:
+def _whole(children: Iterable[Any], _: None = None) -> PerRank:
     # Not through the constructor: what is put into a tree for a while need not be a tensor.
     new = object.__new__(PerRank)
     (value,) = children

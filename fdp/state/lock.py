@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import socket
 import weakref
@@ -11,6 +13,7 @@ from typing import IO
 
 from fdp.errors import ArgumentError, build_message
 
+_LOG = logging.getLogger("fdp")
 _NAME = ".lock"
 _here: weakref.WeakValueDictionary[str, DirectoryLock] = weakref.WeakValueDictionary()
 """Locks of this process, which the system would give to it twice."""
@@ -27,7 +30,7 @@ class DirectoryLock:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self._directory, self._key = directory, ""
         self._release: weakref.finalize[..., DirectoryLock] | None = None
 
     def acquire(self) -> None:
@@ -45,20 +48,23 @@ class DirectoryLock:
         file = (self._directory / _NAME).open("a+")
         try:
             _lock(file)
-        except OSError:
-            file.seek(0)
-            owner = file.read(200).strip()
-            file.close()
-            raise _taken(self._directory, owner or "another process") from None
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                file.seek(0)
+                owner = file.read(200).strip()
+                file.close()
+                raise _taken(self._directory, owner or "another process") from None
+            _LOG.warning("%s cannot be locked (%s): let no other run save there", self._directory, error.strerror)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
+        self._key = key
         self._release, _here[key] = weakref.finalize(self, _give_back, file), self
 
     def release(self) -> None:
         """Give the lock back, if it is held."""
         if self._release is not None:
-            _here.pop(os.path.realpath(self._directory), None)
+            _here.pop(self._key, None)
             self._release()
             self._release = None
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
+
+from fdp.errors import first_line
+
+_LOG = logging.getLogger("fdp")
 
 _PIECE = 2**21
 """Bytes that are written at once: a millisecond's work."""
@@ -36,6 +42,43 @@ class Pace:
         while due_s > 0 and not self._hurry.is_set() and threading.main_thread().is_alive():
             self._hurry.wait(min(due_s, 0.5))
             due_s -= 0.5
+
+
+class Writing:
+    """Something that a thread is writing.
+
+    The process waits for the thread when it ends, as for any that is no daemon.
+
+    Args:
+        write: writes it.
+        name: of what is written, for messages.
+
+    Attributes:
+        error: what went wrong; None while nothing has.
+    """
+
+    def __init__(self, write: Callable[[Pace], None], name: str) -> None:
+        self.error: BaseException | None = None
+        self._write, self._name, self._pace, self._done = write, name, Pace(), threading.Event()
+        try:
+            threading.Thread(target=self._run, name=f"fdp {name}").start()
+        except RuntimeError:  # the system has no more threads; other ranks may have, and count on this one
+            self._run()
+
+    def _run(self) -> None:
+        try:
+            self._write(self._pace)
+        except BaseException as error:  # raised where somebody waits
+            _LOG.error("the %s was not written: %s", self._name, first_line(error))
+            self.error = error
+        finally:
+            del self._write  # it holds a copy of the state
+            self._done.set()
+
+    def wait(self) -> None:
+        """Have it done, as fast as it goes."""
+        self._pace.hurry()
+        self._done.wait()  # not `Thread.join`, which takes a thread for ended that it was interrupted in waiting for
 
 
 class Paced:

@@ -73,7 +73,8 @@ def note(results: Iterable[tuple[torch.Tensor, str]]) -> None:
 def forget(tensors: Iterable[torch.Tensor]) -> None:
     """Note that tensors are the same on every rank from now on."""
     for tensor in tensors:
-        _drop(tensor.untyped_storage().data_ptr())
+        if tensor.layout == torch.strided:
+            _drop(tensor.untyped_storage().data_ptr())
 
 
 def find(tensors: Sequence[torch.Tensor]) -> list[tuple[int, str]]:

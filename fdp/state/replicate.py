@@ -128,8 +128,8 @@ def differing(
 def mark_of(leaf: Any) -> int:
     """A number for a leaf; of what cannot be compared, one for its kind."""
     if isinstance(leaf, torch.Tensor):
-        plain = type(leaf) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and leaf.layout == torch.strided
-        return fingerprint(leaf) if plain else _text_mark(_kind(leaf))
+        parts = [fingerprint(part) for part in _parts(plain_tensor(leaf))]
+        return parts[0] if len(parts) == 1 else _text_mark(f"{_kind(leaf)} {parts}")
     if isinstance(leaf, (set, frozenset)):  # its order depends on the process
         return _text_mark(comparable(leaf))
     if hasattr(leaf, "tobytes"):  # an array of NumPy, of which the text shows a part
@@ -141,6 +141,35 @@ def mark_of(leaf: Any) -> int:
         return _bytes_mark(pickle.dumps(leaf))
     except Exception:  # whatever its class raises
         return _text_mark(_kind(leaf))
+
+
+def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of a tensor without the class that it has to its user, but where only the class knows them."""
+    found = tensor.detach()
+    if type(found) is torch.Tensor or found.layout != torch.strided or _has_numbers_of_its_own(found):
+        return found
+    return found.as_subclass(torch.Tensor)
+
+
+def _has_numbers_of_its_own(tensor: torch.Tensor) -> bool:
+    """Whether the class of a tensor says what its numbers are, as that of a `DTensor` does."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The dense tensors that hold the numbers of a tensor; none where only its class knows them."""
+    if _has_numbers_of_its_own(tensor) or tensor.is_nested or tensor.is_meta:
+        return []
+    if tensor.is_quantized:
+        return [tensor.int_repr(), tensor.dequantize()]
+    if tensor.layout == torch.sparse_coo:
+        whole = tensor.coalesce()
+        return [whole.indices(), whole.values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor] if tensor.layout == torch.strided else []
 
 
 def _text_mark(text: str) -> int:

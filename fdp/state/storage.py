@@ -36,20 +36,23 @@ class Writer(dcp.FileSystemWriter):
     So there is one at every moment, and what cuts a save short leaves the last one.
 
     Relied on: that data files begin with the prefix in `SavePlan.storage_data`, and that the index is written aside and
-    renamed by the writer's `fs`. Otherwise the index is refused, or `settle` notices.
+    renamed by the writer's `fs`. Otherwise the index is refused, or `finish` notices.
 
     Args:
         path: the directory.
+        size: number of ranks that write.
         pace: how fast to write; None for as fast as it goes.
     """
 
-    def __init__(self, path: Path, pace: Pace | None = None) -> None:
+    def __init__(self, path: Path, size: int = 1, pace: Pace | None = None) -> None:
         super().__init__(path, overwrite=True)
-        self._directory, self._mark = path, secrets.token_hex(4)
+        self._directory, self._size, self._mark = path, size, secrets.token_hex(4)
         self.fs = _ReplacesAtOnce(self._check, pace)
 
     def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
         """Give the files of this checkpoint names that no earlier one has. Called on one rank, for all."""
+        if len(plans) != self._size:  # the library goes on alone where it finds no process group
+            raise process_group_destroyed(self._directory)
         return [
             replace(plan, storage_data=replace(plan.storage_data, prefix=self._mark + plan.storage_data.prefix))
             for plan in super().prepare_global_plan(plans)
@@ -68,25 +71,35 @@ class Writer(dcp.FileSystemWriter):
             )
         return named
 
-    def settle(self, written: bool) -> None:
-        """Delete the files that no checkpoint needs. Called on the rank that planned, when no rank writes any more.
-
-        Args:
-            written: whether this checkpoint was written.
+    def finish(self, *args: Any, **kwargs: Any) -> None:
+        """Write the index, and see that it is there. Called on one rank; an error of it is one of all ranks.
 
         Raises:
-            FdpError: it was, and the index does not say so.
+            FdpError: it is not there.
         """
-        index, pattern, named = self._directory / INDEX, self._mark + _DATA, set[str]()
-        if written:
-            pattern, named = _DATA, self._check(index)
-        else:
+        super().finish(*args, **kwargs)
+        self._check(self._directory / INDEX)
+
+    def settle(self) -> None:
+        """Delete the files that no checkpoint needs. Called on the rank that planned, when no rank writes any more."""
+        with suppress(OSError):  # what is left over does no harm; the next save tries again
+            pattern, named = self._mark + _DATA, set[str]()
             with suppress(OSError, ArgumentError):
-                pattern, named = _DATA, files_of(read_index(index))
-        for path in (*self._directory.glob(pattern), self._directory / f"{INDEX}.tmp"):
-            if path.name not in named:
-                with suppress(OSError):  # what is left over does no harm; the next save tries again
-                    path.unlink()
+                pattern, named = _DATA, files_of(read_index(self._directory / INDEX))
+            for path in (*self._directory.glob(pattern), self._directory / f"{INDEX}.tmp"):
+                if path.name not in named:
+                    with suppress(OSError):
+                        path.unlink()
+
+
+def process_group_destroyed(directory: Path) -> FdpError:
+    """What to say of a checkpoint whose writers have lost each other on purpose."""
+    return FdpError(
+        build_message(
+            f"the checkpoint in {os.fspath(directory)!r} was not written: the process group was destroyed meanwhile.",
+            remedy="close the CheckpointManager before destroy_process_group().",
+        )
+    )
 
 
 class _ReplacesAtOnce(FileSystem):
@@ -119,9 +132,12 @@ class _ReplacesAtOnce(FileSystem):
 def delete_checkpoint(directory: Path) -> None:
     """Delete a checkpoint: its index first, so that nobody takes what is left for a whole one.
 
-    Files that are none of a checkpoint's stay, and so does the directory then.
+    Files that are none of a checkpoint's stay, and so does the directory then. Of a link, the link is deleted.
     """
     with suppress(OSError):  # what is left over does no harm; the next save tries again
+        if directory.is_symlink():
+            directory.unlink()
+            return
         for path in (directory / INDEX, directory / f"{INDEX}.tmp", *directory.glob(_DATA)):
             path.unlink(missing_ok=True)
         directory.rmdir()

@@ -22,7 +22,7 @@ from fdp.distributed.exchange import announce_failure
 from fdp.distributed.group import Group
 from fdp.distributed.wire import Wire
 from fdp.emit.compiled import Options
-from fdp.errors import CompileError, TraceError, first_line
+from fdp.errors import CompileError, PurityError, TraceError, first_line
 from fdp.plan import Network, Plan, plan_trace
 from fdp.plan.buckets import Caps
 from fdp.runtime import Emitted
@@ -30,7 +30,17 @@ from fdp.runtime.order import Agreements
 from fdp.step.automatic_buckets import Automatic
 from fdp.step.compile_together import compile_together
 from fdp.step.progress import Progress
-from fdp.trace import Flat, Roles, Summary, Trace, describe_change, refuse_unhashable, summarise, trace_step
+from fdp.trace import (
+    Flat,
+    LooksAtGradients,
+    Roles,
+    Summary,
+    Trace,
+    describe_change,
+    refuse_unhashable,
+    summarise,
+    trace_step,
+)
 
 _RETRACE_WARNING = 8
 """After so many traces a step is told that it keeps retracing, once."""
@@ -91,7 +101,13 @@ class Preparation:
         # Nothing is drawn while tracing; but a step that seeds a generator does it to the real one.
         with _one_at_a_time, torch.random.fork_rng(devices=devices):
             self.traces += 1
-            return trace_step(self._step, flat, roles, group, self._settings.check_replication, self._settings.wire)
+            try:
+                return trace_step(self._step, flat, roles, group, self._settings.check_replication, self._settings.wire)
+            except PurityError as error:
+                if isinstance(self._step, LooksAtGradients):
+                    hint = "check_finite=True keeps every argument as it is: donated ones cannot be changed in place."
+                    raise PurityError(f"{error}\n{hint}") from error
+                raise
 
     def plan(self, flat: Flat, roles: Roles, group: Group) -> Plan:
         """Trace and plan the step, without running it and without the other ranks."""

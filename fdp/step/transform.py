@@ -6,9 +6,11 @@ step_fn --trace--> Trace --plan--> Plan --emit--> callable
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import types
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,17 +23,29 @@ from fdp.distributed.group import Group, Ranks, resolve_group
 from fdp.distributed.wire import Wire, resolve_wire
 from fdp.emit.compiled import resolve_options, unwrap_compiled
 from fdp.errors import ArgumentError, FdpError, build_message
-from fdp.gradients.autodiff import under_transform
+from fdp.gradients.averaging import under_transform
 from fdp.measure import profile_step
 from fdp.plan import Network, Plan
 from fdp.plan.buckets import Caps, resolve_caps
 from fdp.pytorch.dynamo import breaks_graph
 from fdp.runtime import BREAK_REASON
 from fdp.step.cache import Known, Signatures, clock
+from fdp.step.finite import result_if_finite
 from fdp.step.first_call import Preparation, Settings
 from fdp.tables import count
 from fdp.timeline import Timeline
-from fdp.trace import Flat, RememberedCalls, Roles, Trace, by_position, flatten, resolve_roles, set_apart, signature_of
+from fdp.trace import (
+    Flat,
+    LooksAtGradients,
+    RememberedCalls,
+    Roles,
+    Trace,
+    by_position,
+    flatten,
+    resolve_roles,
+    set_apart,
+    signature_of,
+)
 from fdp.tracebacks import hide_frames, hiding_frames
 
 _Place = tuple[int, Group, Any]
@@ -53,6 +67,7 @@ class Step:
         compile: Any = False,
         check_replication: bool = True,
         check_trace: bool = True,
+        check_finite: bool = False,
         wire: Wire | None = None,
         network: Network | None = None,
     ) -> None:
@@ -73,7 +88,10 @@ class Step:
         # As a Group, which does not keep a process group alive.
         self._group = resolve_group(group) if isinstance(group, dist.ProcessGroup) else group
         self._settings = Settings(bucket_cap_mb, options, check_replication, check_trace, wire, network)
-        self._preparation = Preparation(step_fn, self._name, self._settings)
+        self._preparation = Preparation(
+            LooksAtGradients(step_fn) if check_finite else step_fn, self._name, self._settings
+        )
+        self._check_finite, self._numbers = check_finite, itertools.count(1)
         self._known = Signatures(self._name)
         self._roles: dict[int, Roles] = {}
         self._calls: RememberedCalls[Known] = RememberedCalls()
@@ -96,8 +114,8 @@ class Step:
         return functools.partial(
             type(self), self._step, batch_argnums=batch, static_argnums=static, donate_argnums=donate,
             group=self._group, bucket_cap_mb=settings.bucket_cap_mb, compile=settings.options or False,
-            check_replication=settings.check_replication, check_trace=settings.check_trace, wire=settings.wire,
-            network=settings.network,
+            check_replication=settings.check_replication, check_trace=settings.check_trace,
+            check_finite=self._check_finite, wire=settings.wire, network=settings.network,
         ), ()  # fmt: skip
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -122,6 +140,7 @@ class Step:
             AgreementError: ranks' schedules differ, or ranks are at different calls.
             CompileError: the compiler cannot take the step, or its program computes something else.
             PeerError: another rank died or stopped answering.
+            NonFiniteError: a gradient is not finite, and `check_finite` was set; no argument was changed.
         """
         if inside_step():
             # As part of a larger step, it is the plain function: its collectives are planned with the others.
@@ -221,6 +240,11 @@ class Step:
         known, tensors = recognised
         known.last_call = next(clock)
         known.calls += 1
+        if self._check_finite:
+            return result_if_finite(self._name, self._run(known, tensors, args, roles), next(self._numbers))
+        return self._run(known, tensors, args, roles)
+
+    def _run(self, known: Known, tensors: list[torch.Tensor], args: tuple[Any, ...], roles: Roles) -> Any:
         if known.calls == known.looks_at:
             return self._look_again(known, tensors, args, roles)
         return known.emitted.run(tensors)
@@ -269,7 +293,10 @@ class Step:
     def _roles_for(self, count: int) -> Roles:
         roles = self._roles.get(count)
         if roles is None:
-            roles = self._roles[count] = resolve_roles(self._step, count, *self._argnums)
+            roles = resolve_roles(self._step, count, *self._argnums)
+            if self._check_finite:  # what is looked at last may have to stay as it was
+                roles = replace(roles, donated=frozenset())
+            self._roles[count] = roles
         return roles
 
 
@@ -284,6 +311,7 @@ def data_parallel(
     compile: bool | dict[str, Any] = False,
     check_replication: bool = True,
     check_trace: bool = True,
+    check_finite: bool = False,
     wire_dtype: torch.dtype | None = None,
     accumulate_dtype: torch.dtype | None = None,
     network: Network | None = None,
@@ -308,6 +336,9 @@ def data_parallel(
             whether ranks compare the bits of their state before they first communicate.
         check_trace: whether a new trace is compared with the step itself, and what was compiled likewise: at the first
             call, and now and then at later ones, for a hundredth of their time.
+        check_finite: whether a call in which a gradient of `value_and_grad` or `grad` holds a NaN or an infinity, on
+            any rank, or as a mean, raises NonFiniteError on every rank in place of returning. Its arguments stay what
+            they were, so donation then saves no memory. Each call waits for the flags.
         wire_dtype: torch.bfloat16 or torch.float16, in which wider gradients of `value_and_grad` and `grad` are sent;
             None sends them as they are.
         accumulate_dtype: torch.float32, to add them up in; None adds them up in the type that they are sent in.
@@ -340,6 +371,7 @@ def data_parallel(
         "compile": compile,
         "check_replication": check_replication,
         "check_trace": check_trace,
+        "check_finite": check_finite,
         "network": network,
     }
     if step_fn is None:

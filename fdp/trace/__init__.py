@@ -4,6 +4,7 @@ arguments, keywords -> capture -> checks, variance -> dependencies -> trace
 """
 
 from fdp.trace.arguments import Flat, Roles, flatten, refuse_unhashable, resolve_roles, set_apart, sharing
+from fdp.trace.beside import Beside, LooksAtGradients
 from fdp.trace.capture import Geometry, capture_functional
 from fdp.trace.changes import Summary, describe_change, summarise
 from fdp.trace.keywords import by_position, signature_of
@@ -14,9 +15,11 @@ from fdp.trace.tracer import run_untraced, trace_step
 from fdp.trace.uncertain_strides import unsure_for_draws
 
 __all__ = [
+    "Beside",
     "Flat",
     "Geometry",
     "Input",
+    "LooksAtGradients",
     "Operation",
     "Output",
     "Reduction",

@@ -15,7 +15,7 @@ from torch import fx
 from fdp.errors import PurityError, ReplicationError, TraceError, build_message
 from fdp.trace.capture import is_fake
 from fdp.trace.effects import effects_of, inner_nodes, is_marker, replaces_elements, storages_of, taken_for_shape
-from fdp.trace.overlap import memory_groups
+from fdp.trace.overlap import memory_groups, reaches_beyond
 from fdp.trace.rng_replay import STATE, drawn_anew
 from fdp.trace.source import located
 from fdp.trace.trace import Input, Output
@@ -267,6 +267,34 @@ def check_places(name: str, graph: fx.Graph, inputs: Sequence[Input]) -> None:
                 offenders,
                 remedy="leave storage_offset out of as_strided, which is then that of the tensor itself; use ordinary "
                 "views; or pass a clone of the argument.",
+            )
+        )
+
+
+def check_gaps(name: str, graph: fx.Graph, inputs: Sequence[Input]) -> None:
+    """Refuse views by places in the memory of an input that are none of its elements.
+
+    What lies there belongs to no argument: in a caller's tensor it may be anything, in a step's result it is unset.
+
+    Raises:
+        TraceError: names each such view, and the line.
+    """
+    wholes: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for node, item in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
+        for storage in storages_of(node):
+            wholes.setdefault(storage, []).append((item.name, node.meta["val"]))
+    offenders = []
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default):
+        found = [each for storage in storages_of(node) for each in wholes.get(storage, ())]
+        if found and all(reaches_beyond(node.meta["val"], whole) for _, whole in found):
+            offenders.append(f"{found[0][0]}: {located(node)}")
+    if offenders:
+        raise TraceError(
+            build_message(
+                f"step {name!r} looks at places between or behind the elements of an argument; what lies there belongs "
+                "to no argument.",
+                offenders,
+                remedy="pass the whole tensor, and take what you need of it in the step.",
             )
         )
 

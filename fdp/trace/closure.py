@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from fdp.trace.beside import LooksAtGradients
+
 _MAX_DEPTH = 4
 
 
@@ -54,6 +56,8 @@ def closed_over_modules(function: Any) -> list[tuple[str, torch.nn.Module]]:
 
 
 def _reachable(function: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(function, LooksAtGradients):
+        function = function.step
     if isinstance(function, functools.partial):
         yield from _reachable(function.func)
         yield from ((f"argument {i}", value) for i, value in enumerate(function.args))

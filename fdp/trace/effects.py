@@ -311,3 +311,27 @@ def nodes_in(value: Any) -> Iterator[fx.Node]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from nodes_in(item)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether what a node returns lies in the memory of its first argument."""
+    if node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    aliases = [returned.alias_info for returned in node.target._schema.returns]
+    return len(aliases) == 1 and aliases[0] is not None and not aliases[0].is_write
+
+
+def whole_of(node: fx.Node) -> fx.Node:
+    """What a node is a view of; as far as that has the same dtype, in whose elements places are counted."""
+    counted = node.meta["val"].dtype
+    while node.op == "call_function" and is_view(node):
+        first: Any = node.args[0]
+        if node.target is operator.getitem and not is_view(first):
+            break  # one of several results
+        one = first.meta["val"]
+        if isinstance(one, torch.Tensor) and one.dtype != counted:
+            break
+        node = first
+    return node

@@ -85,3 +85,42 @@ def overlap(starts: Sequence[int], sizes_bytes: Sequence[int]) -> bool:
             return True
         end = max(end, start + size)
     return False
+
+
+def reaches_beyond(view: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether a view holds bytes of its memory that another tensor in the same memory does not hold.
+
+    Args:
+        view: of any dtype; only its places are looked at.
+        whole: likewise.
+
+    Example:
+        >>> x = torch.zeros(6)
+        >>> reaches_beyond(x[1:3], x), reaches_beyond(x[1:3], x[::2])
+        (False, True)
+    """
+    if view.numel() == 0:
+        return False
+    # Of memory without gaps, ends are enough.
+    begin, end = _ends(whole)
+    first, last = _ends(view)
+    if first < begin or last > end:
+        return True
+    if end - begin == whole.numel() * whole.element_size():
+        return False
+    held = torch.zeros(end, dtype=torch.bool, device="cpu")
+    _bytes_of(held, whole).fill_(True)
+    return not bool(_bytes_of(held, view).all())
+
+
+def _ends(x: torch.Tensor) -> tuple[int, int]:
+    """Where in its memory a tensor begins and ends, in bytes."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else -1
+    return int(x.storage_offset()) * x.element_size(), int(x.storage_offset() + last + 1) * x.element_size()
+
+
+def _bytes_of(memory: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """What a tensor holds of a memory in which each element stands for a byte."""
+    size = x.element_size()
+    strides = [stride * size for stride in x.stride()]
+    return memory.as_strided([*x.shape, size], [*strides, 1], int(x.storage_offset()) * size)

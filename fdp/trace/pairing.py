@@ -15,6 +15,7 @@ import torch
 from fdp import pytree
 from fdp.state import labels
 from fdp.trace.arguments import Flat, Roles
+from fdp.trace.beside import is_hidden
 from fdp.trace.trace import Input, Output
 
 _Path = tuple[Any, ...]
@@ -86,9 +87,10 @@ def _arguments(flat: Flat, roles: Roles) -> list[dict[_Path, int]]:
 
 
 def _plain_paths(spec: pytree.Spec) -> list[_Path]:
-    """The key path of each leaf, in which labels do not show."""
+    """The key path of each leaf as its user knows it."""
     return [
-        tuple(entry.entry for entry in accessor if entry.type is not labels.PerRank) for accessor in spec.accessors()
+        tuple(entry.entry for entry in accessor if entry.type is not labels.PerRank and not is_hidden(entry))
+        for accessor in spec.accessors()
     ]
 
 

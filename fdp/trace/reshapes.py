@@ -15,7 +15,7 @@ from torch import fx
 
 from fdp import pytree
 from fdp.errors import PurityError, TraceError, build_message
-from fdp.trace.effects import bound_arguments, effects_of, operator_name, storages, storages_of
+from fdp.trace.effects import bound_arguments, effects_of, operator_name, storages, storages_of, whole_of
 from fdp.trace.source import located
 from fdp.trace.trace import Input
 
@@ -82,6 +82,23 @@ def reshape_by_views(
     for node in reversed(reshaped):
         if not node.users and effects_of(node).pure:
             graph.erase_node(node)
+    _look_at_the_whole(graph, owners)
+
+
+def _look_at_the_whole(graph: fx.Graph, owners: Mapping[fx.Node, str]) -> None:
+    """Let `as_strided` of a view look at what that is a view of, where it finds the same elements.
+
+    Functionalization, which compiled steps need, refuses changes of it otherwise. Of arguments it is not known here
+    where in their memory they begin.
+    """
+    foreign = {number for node in owners for number in storages_of(node)}
+    for node in graph.find_nodes(op="call_function", target=_aten.as_strided.default):
+        view, size, stride, *offset = node.args
+        whole = whole_of(view)
+        if whole is view or view.meta["val"].is_conj() or not foreign.isdisjoint(storages_of(whole)):
+            continue
+        place = offset[0] if offset and offset[0] is not None else view.meta["val"].storage_offset()
+        node.args, node.kwargs = (whole, size, stride, place), {}
 
 
 def _changed_in_place(node: fx.Node) -> Iterator[tuple[fx.Node, Any, bool]]:

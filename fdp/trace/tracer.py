@@ -27,6 +27,7 @@ from fdp.trace.checks import (
     check_closure,
     check_closure_memory,
     check_devices,
+    check_gaps,
     check_initialised,
     check_made_here,
     check_outputs,
@@ -186,6 +187,7 @@ def _settle(
     round_early(graph)
     check_views(name, graph)
     check_places(name, graph, inputs)
+    check_gaps(name, graph, inputs)
     check_made_here(name, graph_module, closure)
     check_closure(name, graph_module, closure)
     check_untouched(name, changes)

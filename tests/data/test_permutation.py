@@ -46,11 +46,13 @@ def chi_square(counts: list[int]) -> float:
     return sum((count - expected) ** 2 for count in counts) / expected
 
 
-def test_every_order_of_four_is_as_likely_as_another() -> None:
-    four = torch.arange(4)
-    found = Counter(tuple(Permutation(4, key)(four).tolist()) for key in fdp.random.split(fdp.random.key(1), 4800))
-    counts = [found[order] for order in itertools.permutations(range(4))]
-    assert chi_square(counts) < 49.7  # 23 degrees of freedom: beyond it once in a thousand runs, and keys are fixed
+@pytest.mark.parametrize(("length", "at_most"), [(3, 20.5), (4, 49.7), (5, 173.0)])
+def test_every_order_of_a_few_is_as_likely_as_another(length: int, at_most: float) -> None:
+    keys = fdp.random.split(fdp.random.key(1), 4800)
+    found = Counter(tuple(Permutation(length, key)(torch.arange(length)).tolist()) for key in keys)
+    counts = [found[order] for order in itertools.permutations(range(length))]
+    # 5, 23 and 119 degrees of freedom: beyond it once in a thousand runs, and keys are fixed.
+    assert chi_square(counts) < at_most
 
 
 @pytest.mark.parametrize("length", [5, 10, 13])

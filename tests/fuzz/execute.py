@@ -20,6 +20,7 @@ import fdp
 from fuzz import plain, poison
 from fuzz.compare import Judge, Mismatch
 from fuzz.joint import defined
+from fuzz.layout import in_layout_that_is_known
 from fuzz.oracle import copied, geometry, same, seed_of, strides, unshared
 from fuzz.program import Program, accesses
 
@@ -66,7 +67,9 @@ class RealKit:
 
     def grad(self, value: Any, inputs: Any) -> Any:
         grads = torch.autograd.grad(value, inputs, allow_unused=True)
-        return [torch.zeros_like(x) if grad is None else grad for grad, x in zip(grads, inputs, strict=True)]
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        found = [torch.zeros_like(x) if grad is None else grad for grad, x in zip(grads, inputs, strict=True)]
+        return [in_layout_that_is_known(x, grad, ranks) for grad, x in zip(found, inputs, strict=True)]
 
     def drop(self, x: torch.Tensor, p: float) -> torch.Tensor:
         return torch.nn.functional.dropout(x, p)
@@ -154,7 +157,7 @@ def _run(programs: Sequence[Program], judge: Judge) -> Report:
             "kept result", number, [(f"{p} of call {c}", x) for c, p, x, _ in kept], [(p, y) for _, p, _, y in kept]
         )
         bits.append(tuple((path, _bits(leaf)) for path, leaf in _called_equal(programs, leaves)))
-        if bad:
+        if _on_any_rank(bool(bad)):
             break
         changeable = options.donate or any(program.between for program in programs)
         kept += [
@@ -168,6 +171,15 @@ def _run(programs: Sequence[Program], judge: Judge) -> Report:
         return Report("ok", bits=tuple(bits))
     text = "\n".join(f"call {m.call}, {what} {m.path}: {m.text}" for what, m in bad[:12])
     return Report("wrong", bad[0][0], text, tuple(bits))
+
+
+def _on_any_rank(found: bool) -> bool:
+    """Whether some rank found something: then all end here, and none waits for it in the next call."""
+    if not dist.is_initialized():
+        return found
+    told = torch.tensor(int(found))
+    dist.all_reduce(told, dist.ReduceOp.MAX)
+    return bool(told)
 
 
 def _changes(what: str, number: int, now: Any, was: Any) -> list[tuple[str, Mismatch]]:

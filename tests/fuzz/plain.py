@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from fuzz.layout import in_layout_of, in_layout_that_is_known, with_rows
+
 
 @dataclasses.dataclass
 class Box:
@@ -166,8 +168,8 @@ class Plain:
         return mapped(lambda x: self.world.meet(self.rank, x, combine), tree)
 
     def _each(self, make: Any, lies: torch.memory_format = torch.contiguous_format) -> Any:
-        # Every rank gets memory of its own; fdp's collectives return contiguous tensors.
-        return lambda xs: [self.world.perturbed(make(xs)).clone(memory_format=lies) for _ in xs]
+        # Every rank gets memory of its own; fdp's collectives return contiguous tensors, also in the backward pass.
+        return lambda xs: [with_rows(self.world.perturbed(make(xs)).clone(memory_format=lies)) for _ in xs]
 
     def psum(self, tree: Any) -> Any:
         return self._collect(tree, self._each(sum_of))
@@ -290,24 +292,6 @@ def sum_of(xs: Any) -> Any:
     return total
 
 
-def in_layout_of(x: Any, grad: Any) -> Any:
-    """The same values, and the strides that a copy of another tensor has; by rows where that lies upon itself."""
-    if x.requires_grad:
-        return grad
-    lies = torch.empty(x.shape) if lies_upon_itself(x) else torch.empty_like(x)
-    return grad if lies.stride() == grad.stride() else torch.empty_like(lies, dtype=grad.dtype).copy_(grad)
-
-
-def lies_upon_itself(x: Any) -> bool:
-    """Whether two elements are one place in memory."""
-    reach = 0
-    for step, size in sorted((step, size) for step, size in zip(x.stride(), x.shape, strict=True) if size > 1):
-        if step <= reach:
-            return x.numel() > 0
-        reach += (size - 1) * step
-    return False
-
-
 FIRST: dict[str, tuple[str, ...]] = {
     "SGD": (), "Adam": ("exp_avg", "exp_avg_sq"), "AdamW": ("exp_avg", "exp_avg_sq"), "RMSprop": ("square_avg",),
     "Adagrad": ("sum",),
@@ -376,7 +360,8 @@ class Kit:
         return self.world.perturbed(numbers(shape, seed, self.exact).to(self.F))
 
     def grad(self, value: Any, inputs: Any) -> Any:
-        return self.plain.gradients(value, inputs)
+        grads = self.plain.gradients(value, inputs)
+        return [in_layout_that_is_known(x, grad, self.plain.world.size) for x, grad in zip(inputs, grads, strict=True)]
 
     def drop(self, x: torch.Tensor, p: float) -> torch.Tensor:
         mask = torch.nn.functional.dropout(torch.empty_like(x, dtype=torch.float32).fill_(1.0), p)

@@ -34,6 +34,8 @@ def reason(program: Program, report: Report) -> str | None:
         return "gives a tensor that has views another shape by `out=` (docs/memory-changes.md)"
     if error == "TraceError" and "looks at its arguments by places in memory in a microbatch of fdp.accumulate" in text:
         return "a view by places in memory of an argument that fdp.accumulate cuts (docs/memory.md)"
+    if error == "TraceError" and "between or behind the elements of an argument" in text:
+        return "looks at memory that is no argument's (docs/limits.md)"
     if error == "CompileError" and "internal overlap" in text and ".unfold(" in program.text:
         return "compiled: writes through a view that unfolds (docs/compile.md)"
     inductors = error == "CompileError" and "inductor failed on an operator" in text

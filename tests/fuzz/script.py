@@ -46,6 +46,7 @@ def script(programs: Sequence[Program], why: str) -> str:
             "",
             "# What follows is the same in all such scripts: fdp's functions in plain PyTorch, and a comparison.",
             "",
+            _part("layout.py"),
             _part("plain.py"),
             _part("standalone.py"),
             'if __name__ == "__main__":',
@@ -59,5 +60,5 @@ def _part(name: str) -> str:
     """A file without what stands once in a script."""
     lines = (_HERE / name).read_text().splitlines()
     return "\n".join(
-        line for line in lines if line != "from __future__ import annotations" and "fuzz.plain" not in line
+        line for line in lines if line != "from __future__ import annotations" and not line.startswith("from fuzz.")
     )

@@ -11,6 +11,7 @@ import torch
 import torch.multiprocessing
 
 import fdp
+from fuzz.layout import in_layout_that_is_known
 from fuzz.plain import Box, Kit, Plain, World, mapped, numbers, parts  # fmt: skip
 
 
@@ -31,7 +32,9 @@ class RealKit:
 
     def grad(self, value: Any, inputs: Any) -> Any:
         grads = torch.autograd.grad(value, inputs, allow_unused=True)
-        return [torch.zeros_like(x) if grad is None else grad for grad, x in zip(grads, inputs, strict=False)]
+        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        found = [torch.zeros_like(x) if grad is None else grad for grad, x in zip(grads, inputs, strict=False)]
+        return [in_layout_that_is_known(x, grad, ranks) for grad, x in zip(found, inputs, strict=False)]
 
     def drop(self, x: torch.Tensor, p: float) -> torch.Tensor:
         return torch.nn.functional.dropout(x, p)

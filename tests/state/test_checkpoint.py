@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from checkpoints import flip_a_bit
 
 import fdp
 
@@ -250,15 +252,6 @@ def test_objects_that_are_equal_are_saved(tmp_path: Path) -> None:
     ranks.run(2, save_objects, str(tmp_path / "a"))
 
 
-def flip_a_bit(folder: Path, number: float) -> None:
-    """Change one bit of the first tensor that begins with a number."""
-    pattern = torch.full((4,), number).numpy().tobytes()
-    (path,) = (each for each in folder.glob("*.distcp") if pattern in each.read_bytes())
-    data = bytearray(path.read_bytes())
-    data[data.index(pattern) + 5] ^= 16
-    path.write_bytes(bytes(data))
-
-
 def test_a_bit_that_changed_on_the_disk_is_an_error_that_names_the_leaf(tmp_path: Path) -> None:
     state = {"a": torch.full((50,), 3.5), "b": [torch.full((9,), 7.25), 3], "c": fdp.per_rank(torch.full((8,), 1.75))}
     for number, name in ((3.5, "state['a']"), (7.25, "state['b'][0]"), (1.75, "state['c']")):
@@ -269,11 +262,14 @@ def test_a_bit_that_changed_on_the_disk_is_an_error_that_names_the_leaf(tmp_path
         assert str(caught.value).splitlines()[1:-1] == [f"  {name}: not the bits that were saved"]
 
 
-def test_a_checkpoint_without_fingerprints_can_be_read(tmp_path: Path) -> None:
-    state = {"state['w']": torch.arange(3.0)}
+def saved_by_torch(path: Path, state: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path, no_dist=True)
+        torch.distributed.checkpoint.save(state, checkpoint_id=path, no_dist=True)
+
+
+def test_a_checkpoint_without_fingerprints_can_be_read(tmp_path: Path) -> None:
+    saved_by_torch(tmp_path, {"state['w']": torch.arange(3.0)})
     assert fdp.load(tmp_path, {"w": torch.zeros(3)})["w"].tolist() == [0.0, 1.0, 2.0]
 
 
@@ -293,3 +289,94 @@ def changed_on_one_rank(path: str) -> str:
 def test_what_changed_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     for text in ranks.run(2, changed_on_one_rank, str(tmp_path)):
         assert "has been changed since it was saved" in text
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+class TaggedParameter(torch.nn.Parameter):
+    pass
+
+
+def saved_and_loaded(path: str) -> list[Any]:
+    plain = torch.arange(3.0)
+    each = [plain, plain.as_subclass(Tagged), torch.nn.Parameter(plain), TaggedParameter(plain), torch.nn.Buffer(plain)]
+    found = []
+    for at, one in enumerate(each):
+        fdp.save(f"{path}/{at}", {"a": one})
+        found += [fdp.load(f"{path}/{at}", {"a": other})["a"].tolist() for other in each]
+    return found
+
+
+def test_tensors_of_a_users_own_class_hold_what_plain_ones_hold(tmp_path: Path) -> None:
+    assert saved_and_loaded(str(tmp_path / "one")) == [[0.0, 1.0, 2.0]] * 25
+    assert ranks.run(2, saved_and_loaded, str(tmp_path / "two")) == [[[0.0, 1.0, 2.0]] * 25] * 2
+
+
+def unlike(kind: str) -> str:
+    x = torch.eye(3) * (1 + dist.get_rank())
+    made = {
+        "a class": lambda: x.as_subclass(Tagged),
+        "coo": x.to_sparse,
+        "csr": x.to_sparse_csr,
+        "csc": x.to_sparse_csc,
+    }
+    fdp.assert_replicated({"x": made[kind]() - made[kind]() if kind == "coo" else torch.eye(3).to_sparse()})
+    with pytest.raises(fdp.ReplicationError, match=r"tree\['x'\]: rank 1 of 2") as caught:
+        fdp.assert_replicated({"x": made[kind]()})
+    return str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS:UserWarning")
+@pytest.mark.parametrize("kind", ["a class", "coo", "csr", "csc"])
+def test_tensors_of_all_kinds_are_compared(kind: str) -> None:
+    assert all(ranks.run(2, unlike, kind))
+
+
+@pytest.mark.parametrize("leaf", [torch.eye(2).to_sparse(), torch.empty(2, device="meta")])
+def test_what_is_no_dense_tensor_is_refused(tmp_path: Path, leaf: torch.Tensor) -> None:
+    with pytest.raises(fdp.ArgumentError, match=r"state\['x'\], which is no dense tensor"):
+        fdp.save(tmp_path, {"x": leaf})
+
+
+ONE = torch.ones(1)
+ODD = [
+    {"fingerprints": "x"},
+    {"fingerprints": torch.zeros(5, dtype=torch.int64)},
+    {"fingerprints": torch.tensor(3)},
+    {"fingerprints": torch.zeros(1, 1, dtype=torch.int64)},
+    {"fingerprints": torch.tensor([1.0], dtype=torch.float64)},
+    {"fingerprints": torch.tensor([1.0]).to(torch.float8_e5m2)},
+    {"generators of rank 0 of 1: cpu": "x"},
+    {"generators of rank 0 of 1: cpu": ONE},
+    {"generators of rank 0 of 1: cpu": torch.zeros(8, dtype=torch.uint8)},
+    {"generators of rank 0 of 1: unknown": torch.zeros(8, dtype=torch.uint8)},
+    {"generators of rank 0 of 2: cpu": "x"},
+    {"generators of rank 0 of 2: unknown": torch.zeros(8, dtype=torch.uint8)},
+    {"generators of rank 1 of 2: cpu": torch.zeros(8, dtype=torch.uint8)},
+]
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint in .* holds the generators of 2 ranks:UserWarning")
+@pytest.mark.parametrize(
+    "odd", ODD, ids=[f"{name} {getattr(x, 'shape', '')}" for each in ODD for name, x in each.items()]
+)
+def test_a_checkpoint_that_holds_something_odd_is_refused(tmp_path: Path, odd: dict[str, Any]) -> None:
+    saved_by_torch(tmp_path / "1", {"state['w']": ONE, **odd})
+    before = torch.get_rng_state()
+    with pytest.raises(fdp.ArgumentError, match="checkpoint"):
+        fdp.CheckpointManager(tmp_path).restore({"w": ONE})
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_changed_states_of_generators_are_an_error(tmp_path: Path) -> None:
+    words = torch.tensor(random.getstate()[1][:2]).numpy().tobytes()
+    fdp.save(tmp_path, {"w": ONE}, random=True)
+    (path,) = (each for each in tmp_path.glob("*.distcp") if words in each.read_bytes())
+    data = bytearray(path.read_bytes())
+    data[data.index(words)] ^= 1
+    path.write_bytes(bytes(data))
+    assert fdp.load(tmp_path, {"w": ONE})["w"].item() == 1.0
+    with pytest.raises(fdp.ArgumentError, match="generators of rank 0 of 1: python: not the bits that were saved"):
+        fdp.load(tmp_path, {"w": ONE}, random=True)

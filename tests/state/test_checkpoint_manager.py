@@ -10,11 +10,12 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from checkpoints import held, version
+from checkpoints import flip_a_bit, held, version
 
 import fdp
 from fdp.state import storage
@@ -23,6 +24,10 @@ from fdp.state.index import INDEX
 
 def folders(path: Path) -> list[int]:
     return sorted(int(name) for name in os.listdir(path) if name.isdigit())
+
+
+def held_steps(manager: fdp.CheckpointManager) -> list[int]:
+    return [step for step in range(10) if step == manager.latest_step()]
 
 
 def test_it_keeps_the_newest_and_restores_them(tmp_path: Path) -> None:
@@ -148,6 +153,50 @@ def test_a_damaged_one_is_named_and_the_newest_whole_one_is_taken(tmp_path: Path
         assert manager.latest_step() is None
         manager.save(2, version(2), blocking=True)
         assert held(tmp_path / "2") == 2
+
+
+def test_one_with_a_changed_bit_is_passed_over(tmp_path: Path) -> None:
+    with fdp.CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": torch.full((1000,), step + 0.5)}, blocking=True)
+        flip_a_bit(tmp_path / "2", 2.5)
+        with pytest.warns(UserWarning, match=r"takes step 1: .*/2' has been changed .* state\['w'\]: not the bits"):
+            state, found = manager.restore({"w": torch.zeros(1000)})
+        assert (found, set(state["w"].tolist())) == (1, {1.5})
+        with pytest.raises(fdp.ArgumentError, match="has been changed since it was saved"):
+            manager.restore(state, 2)
+        flip_a_bit(tmp_path / "1", 1.5)
+        with pytest.raises(fdp.ArgumentError, match=r"no whole checkpoint in(.|\n)*/2'(.|\n)*/1'"):
+            manager.restore(state)
+
+
+def test_the_folder_is_where_it_was_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    manager = fdp.CheckpointManager("run")
+    with manager:
+        manager.save(1, {"w": torch.ones(5_000_000)})
+        monkeypatch.chdir(tmp_path / "there")
+    assert held_steps(manager) == [1]
+    assert os.listdir() == []
+    with fdp.CheckpointManager(tmp_path / "here" / "run") as again:  # the lock was given back
+        again.save(np.int64(2), version(2))
+        assert again.restore(version(0), np.int64(2))[1] == 2
+
+
+def test_what_links_lead_to_stays(tmp_path: Path) -> None:
+    fdp.save(tmp_path / "best" / "1", version(1))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "1").symlink_to(tmp_path / "best" / "1")
+    (tmp_path / "run" / "9").symlink_to(tmp_path / "nowhere")
+    with fdp.CheckpointManager(tmp_path / "run", keep=1) as manager:
+        assert manager.restore(version(0), random=False)[1] == 1
+        with pytest.raises(fdp.ArgumentError, match="is a link"):
+            manager.save(1, version(2))
+        manager.save(2, version(2))
+    assert folders(tmp_path / "run") == [2, 9]
+    assert held(tmp_path / "best" / "1") == 1
 
 
 def test_what_is_none_of_its_own_stays(tmp_path: Path) -> None:

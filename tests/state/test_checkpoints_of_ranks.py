@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import fdp
+from fdp.state import checkpoint_manager
 from fdp.state.index import INDEX
 
 ON_DEMAND = pytest.mark.skipif(not os.environ.get("FDP_ALL_SAMPLES"), reason="FDP_ALL_SAMPLES=1 runs it")
@@ -78,12 +80,25 @@ def test_leaves_of_each_ranks_own(tmp_path: Path) -> None:
         fdp.CheckpointManager(tmp_path).restore({**state_of(0), "own": fdp.per_rank(torch.zeros(2))}, random=False)
 
 
+def no_memory(leaf: Any) -> Any:
+    raise MemoryError("no memory for a copy")
+
+
 def misused(path: str, how: str) -> str:
     rank = dist.get_rank()
     with fdp.CheckpointManager(path) as manager:
         try:
             if how == "step":
                 manager.save(1 + rank, state_of(1))
+            elif how == "blocking":
+                manager.save(1, state_of(1), blocking=rank == 1)
+            elif how == "random":
+                manager.save(1, state_of(1), random=rank == 1)
+            elif how == "copy":
+                with pytest.MonkeyPatch.context() as patch:
+                    if rank == 1:
+                        patch.setattr(checkpoint_manager, "_copied", no_memory)
+                    manager.save(1, state_of(1))
             elif how == "state":
                 manager.save(1, state_of(1 + rank))
             elif how == "folder" and rank == 0:
@@ -92,7 +107,7 @@ def misused(path: str, how: str) -> str:
                 manager.restore(state_of(0))
             else:
                 manager.save(1, state_of(1))
-        except (fdp.FdpError, ValueError) as error:
+        except (fdp.FdpError, ValueError, MemoryError) as error:
             return f"{type(error).__name__}: {error}"
     return ""
 
@@ -100,7 +115,10 @@ def misused(path: str, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ("step", r"CheckpointManager.save\(step=2\)"),
+        ("step", r"CheckpointManager.save\(step=2, "),
+        ("blocking", "blocking=True"),
+        ("random", "random=False"),
+        ("copy", "MemoryError"),
         ("state", "ReplicationError: CheckpointManager.save was given a state that is not the same on every rank"),
         ("folder", "ValueError"),
         ("restore", "ArgumentError: there is no whole checkpoint in"),
@@ -120,6 +138,47 @@ def in_a_part(path: str) -> int | None:
     with fdp.CheckpointManager(path, group=part) as manager:
         manager.save(1, state_of(1))
         return manager.restore(state_of(0))[1]
+
+
+def left_to_a_destroyed_group(path: str, is_late: bool) -> tuple[list[str], int | None, int | None]:
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    manager, told = fdp.CheckpointManager(path, keep=1), []
+    manager.save(1, state_of(1), blocking=True)
+    with pytest.MonkeyPatch.context() as patch:
+        real, may_write = checkpoint_manager.write, threading.Event()
+
+        def write(*args: Any) -> None:
+            may_write.wait()
+            real(*args)
+
+        patch.setattr(checkpoint_manager, "write", write)
+        manager.save(2, state_of(2))
+        if not is_late:
+            may_write.set()
+            time.sleep(0.01)
+        dist.destroy_process_group()
+        may_write.set()
+        try:
+            manager.wait_until_finished()
+        except fdp.FdpError as error:
+            told.append(str(error))
+    latest = manager.latest_step()
+    again = dist.PrefixStore("again", store)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=again, rank=rank, world_size=2)
+    manager.save(3, state_of(3))
+    manager.close()
+    return told, latest, manager.latest_step()
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_group_that_is_destroyed_meanwhile(tmp_path: Path, is_late: bool) -> None:
+    found = ranks.run_fresh(2, left_to_a_destroyed_group, str(tmp_path), is_late)
+    for told, latest, newest in (each.value for each in found):
+        assert newest == 3
+        assert told or (latest == 2 and not is_late)
+        if is_late:
+            assert ("the process group was destroyed meanwhile" in told[0], latest) == (True, 1)
+    assert fdp.load(tmp_path / "3", state_of(0))["n"] == 3
 
 
 def test_a_group_that_is_a_part_of_all(tmp_path: Path) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from typing import Any
 
 import pytest
 
-from fdp.state import checkpoint_manager
-from fdp.state.pace import Pace, Paced
+from fdp.state.pace import Pace, Paced, Writing
 
 
 class Clock:
@@ -56,8 +56,34 @@ def test_what_is_written_slowly_takes_a_small_share_until_somebody_waits(monkeyp
 
 
 def test_a_thread_that_writes_is_no_daemon() -> None:
-    done = threading.Event()
-    writing = checkpoint_manager._Writing(lambda pace: done.set(), 1)
-    assert not writing._thread.daemon  # the process waits for it
+    daemons = []
+    Writing(lambda pace: daemons.append(threading.current_thread().daemon), "checkpoint").wait()
+    assert daemons == [False]  # the process waits for it
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="interrupts the main thread by a signal")
+def test_an_interrupted_wait_is_not_the_end_of_the_writing() -> None:
+    let = threading.Event()
+    before = signal.signal(signal.SIGUSR2, signal.default_int_handler)  # SIGINT may be ignored, as in the background
+    writing = Writing(lambda pace: let.wait() and None, "checkpoint")  # type: ignore[func-returns-value]
+    main = threading.main_thread().ident
+    assert main is not None
+    for _ in range(2):
+        threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGUSR2)).start()
+        with pytest.raises(KeyboardInterrupt):
+            writing.wait()
+    let.set()
     writing.wait()
-    assert done.is_set()
+    signal.signal(signal.SIGUSR2, before)
+    assert writing.error is None
+
+
+def test_without_a_thread_it_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    done: list[int] = []
+    writing = Writing(lambda pace: done.append(1), "checkpoint")
+    assert done == [1]
+    writing.wait()

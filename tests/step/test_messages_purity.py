@@ -179,6 +179,23 @@ a clone of the argument."""
         call() if at == 0 else check(fdp.TraceError, call, text)
 
 
+def test_places_that_are_none_of_an_argument() -> None:
+    """A column that was returned has memory of its own, in which nothing lies between its elements."""
+
+    def train(state: Tree, batch: Tree) -> Tree:
+        return state["w"].as_strided((2, 2), (1, 2)) * 2
+
+    table = torch.arange(16.0).view(4, 4)
+    assert run(train, {"w": table[0]})().tolist() == [[0.0, 4.0], [2.0, 6.0]]
+    assert run(train, {"w": table[:2, :2].contiguous().view(torch.int32)})().shape == (2, 2)
+    text = """
+step 'train' looks at places between or behind the elements of an argument; what lies there belongs to no argument.
+  state['w']: aten.as_strided.default at LINE in train
+Remedy: pass the whole tensor, and take what you need of it in the step."""
+    for w in (table[:, 1], table[:, :2], table[0, :3], table[:, 1:2].view(torch.int32)):
+        check(fdp.TraceError, run(train, {"w": w}, check_trace=False), text)
+
+
 def test_a_closed_over_tensor_that_is_of_another_kind_now() -> None:
     """Its values may change in place; a graph of its old shape would compute something else."""
     scale = torch.ones(3)

@@ -7,13 +7,11 @@ looks at a copy of the whole memory, as a row. Inputs lie where they lie.
 
 from __future__ import annotations
 
-import operator
-from typing import Any
-
 import torch
 from torch import fx
 
 from fdp.emit.compiled.barriers import snapshot
+from fdp.trace.effects import is_view, whole_of
 
 _aten = torch.ops.aten
 
@@ -31,7 +29,7 @@ def read_places_from_rows(graph: fx.Graph) -> None:
         value, size, stride, *offset = node.args
         seen = value.meta["val"]
         place = offset[0] if offset and offset[0] is not None else seen.storage_offset()
-        whole = _whole(value)
+        whole = whole_of(value)
         if whole.op == "call_function":
             if not _fills_memory(whole.meta["val"]):
                 continue  # of what lies between its elements nothing is known
@@ -43,32 +41,9 @@ def read_places_from_rows(graph: fx.Graph) -> None:
     moved: set[fx.Node] = set()
     for node in graph.nodes if rows else ():
         touched = node.target is _aten.as_strided.default or not moved.isdisjoint(node.all_input_nodes)
-        if touched and node.op == "call_function" and _is_view(node):
+        if touched and node.op == "call_function" and is_view(node):
             node.meta["val"] = node.target(*fx.map_arg(node.args, lambda each: each.meta["val"]), **node.kwargs)
             moved.add(node)
-
-
-def _is_view(node: fx.Node) -> bool:
-    """Whether what a node returns lies in the memory of its first argument."""
-    if node.target is operator.getitem:
-        return True
-    if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(node.args[0], fx.Node):
-        return False
-    aliases = [returned.alias_info for returned in node.target._schema.returns]
-    return len(aliases) == 1 and aliases[0] is not None and not aliases[0].is_write
-
-
-def _whole(node: fx.Node) -> fx.Node:
-    """What a node is a view of."""
-    while node.op == "call_function" and _is_view(node):
-        first: Any = node.args[0]
-        if node.target is operator.getitem and not _is_view(first):
-            break  # one of several results
-        one = first.meta["val"]
-        if isinstance(one, torch.Tensor) and one.dtype != node.meta["val"].dtype:
-            break  # places are counted in elements
-        node = first
-    return node
 
 
 def _fills_memory(value: torch.Tensor) -> bool:

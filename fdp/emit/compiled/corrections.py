@@ -100,9 +100,19 @@ def _by_mask(operator: Any) -> Callable[..., Any]:
             return otherwise(x, indices, values, accumulate, *rest)
         value = values.reshape([]).to(x.device)
         mask = mask.bool().reshape([*mask.shape, *[1] * (x.dim() - mask.dim())])
-        return _aten.where.self(mask, x + value if accumulate else value, x)
+        return _laid_out_as(torch.empty_like(x), _aten.where.self(mask, x + value if accumulate else value, x))
 
     return put
+
+
+def _laid_out_as(one: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    """A value, in the order of memory that another one has, without gaps: `where`, say, takes that of its mask."""
+    strides = one.stride()
+    if made.stride() == strides:
+        return made
+    order = sorted(range(one.dim()), key=lambda dim: (-strides[dim], -one.shape[dim], dim))
+    back = sorted(range(one.dim()), key=lambda dim: order[dim])
+    return made.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
 
 
 def _alone(x: Any, dim: int, half_to_float: bool) -> Any:

@@ -24,6 +24,10 @@ VALUES = {
     "cut": lambda x, y: (x * 2)[1:],
     "cut in columns": lambda x, y: (x * 2)[:, 1:],
     "repeated": lambda x, y: (x * 2)[0].expand(4, 4),
+    "one of two": lambda x, y: (x.t() * 2).chunk(2, 1)[1],
+    "one of rows": lambda x, y: (x * 2).unbind(1)[1].expand(4, 4),
+    "one of unlike parts": lambda x, y: (x + y).split([1, 3])[1],
+    "chosen by a mask": lambda x, y: torch.index_put((x * 2).t(), [y > 0], x.sum()),
     "an input": lambda x, y: x.t()[1:],
     "bits": lambda x, y: added_through_a_view(x, y).view(torch.int32),
     "pairs": lambda x, y: torch.view_as_real(torch.complex(added_through_a_view(x, y), x)),
@@ -71,3 +75,24 @@ def test_in_a_branch_another_place_is_refused() -> None:
     step = fdp.data_parallel(branching, compile=True, check_replication=False)
     with pytest.raises(fdp.CompileError, match="rounding does not explain it"):
         step(NUMBERS[0].clone(), NUMBERS[1].clone())
+
+
+def changed_by_places(state: Tensor, y: Tensor) -> Any:
+    first = y.view_as(y) * 1
+    same = first.view_as(first)
+    same.as_strided_(same.shape, same.stride())
+    same.add_(first)
+    turned = (y * 2).view(8, 2).t()
+    corners = turned.as_strided((2,), (15,))
+    corners.mul_(5.0)
+    half = (y * 3).chunk(2)[1].as_strided((2,), (1,))
+    half.sub_(4.0)
+    return state, [first, same, turned, corners, half]
+
+
+def test_what_is_changed_by_places_may_be_a_view() -> None:
+    due = changed_by_places(NUMBERS[0], NUMBERS[1].clone())[1]
+    for compile in (False, True):
+        step = fdp.data_parallel(changed_by_places, compile=compile, check_replication=False)
+        found = step(NUMBERS[0].clone(), NUMBERS[1].clone())[1]
+        assert [x.tolist() for x in found] == [x.tolist() for x in due]

@@ -135,6 +135,67 @@ def test_a_value_put_by_a_mask_changes_what_was_scattered() -> None:
             assert one.tolist() == two.tolist()
 
 
+def test_what_is_chosen_by_a_mask_lies_as_before() -> None:
+    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+        mask = y > 0
+        turned, blocks = (x * 2).t(), torch.stack([x, y, x]).permute(2, 0, 1)
+        turned[mask] = 0.0
+        blocks[mask.unsqueeze(1).expand(4, 3, 4).contiguous()] = 1.0
+        rows = torch.index_put(x.t(), (y[0] > 0,), x.sum())
+        added = torch.index_put((x[:, :2] * 1).t(), (mask[:2],), x.sum(), accumulate=True)
+        return x, [turned, blocks, rows, added, added.t().view(-1), blocks.permute(1, 2, 0).view(-1)]
+
+    given = torch.arange(-8.0, 8.0).view(4, 4), torch.tensor([-1.0, 1.0]).repeat(4, 2)
+    due = step(*given)[1]
+    for compile in (False, True):
+        found = fdp.data_parallel(step, compile=compile, check_trace=False, check_replication=False)(*given)[1]
+        assert [(one.stride(), one.tolist()) for one in found] == [(one.stride(), one.tolist()) for one in due]
+
+
+TWO, ROW = torch.tensor([2, 0]), torch.tensor([[1, 2, 0, 3]])
+INTO = {
+    "diagonal": lambda a, d: a.diagonal().copy_(d),
+    "as_strided": lambda a, d: a.as_strided((4,), (5,)).copy_(d),
+    "select": lambda a, d: a[1].copy_(d),
+    "columns": lambda a, d: a[:, ::2].copy_(d[:, None]),
+    "index_put": lambda a, d: a.__setitem__(TWO, torch.stack([d, d])),
+    "index_add": lambda a, d: a.index_add_(0, TWO, torch.stack([d, d])),
+    "scatter": lambda a, d: a.scatter_(0, ROW, d[None]),
+    "scatter_amax": lambda a, d: a.scatter_reduce_(0, ROW, d[None], "amax"),
+    "put": lambda a, d: a.put_(TWO, d[:2]),
+    "masked": lambda a, d: a.masked_fill_(a > 3, 9.0),
+}
+OUT_OF = {"product": lambda a, d: a @ d, "flip": lambda a, d: a.flip(0) * 3, "sum": lambda a, d: a.sum(0)}
+
+
+def test_an_input_that_is_scattered_into_is_read_before_it_is_written_again() -> None:
+    cases = [(into, out, then) for into in INTO for out in OUT_OF for then in ("add", "add through a view", "again")]
+
+    def step(state: Any, d: torch.Tensor) -> Any:
+        found = []
+        for into, out, then in cases:
+            a = state[f"{into} {out} {then}"]
+            INTO[into](a, d)
+            value = OUT_OF[out](a, d)
+            if then == "again":
+                INTO[into](a, value[0] if value.dim() == 2 else value)
+            else:
+                (a if then == "add" else a.t()).add_(value)
+            found.append(value * 3)
+        return state, found
+
+    def made() -> Any:
+        return {" ".join(case): torch.arange(-8.0, 8.0).view(4, 4) for case in cases}
+
+    d = torch.arange(20.0, 24.0)
+    due, values = step(made(), d)
+    for compile in (False, True):
+        options: Any = {"donate_argnums": 0, "check_trace": False, "check_replication": False}
+        state, found = fdp.data_parallel(step, compile=compile, **options)(made(), d)
+        assert [name for name in due if not torch.equal(state[name], due[name])] == []
+        assert [case for case, one, two in zip(cases, found, values, strict=True) if not torch.equal(one, two)] == []
+
+
 def test_a_softmax_over_one_element() -> None:
     def step(x: torch.Tensor) -> Any:
         return x, torch.softmax(torch.softmax(x, -1), 0), torch.softmax(x.view(1), 0)

@@ -1,0 +1,223 @@
+"""Joining the other ranks: who started this process, which rank it is, and where the ranks meet."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fdp.errors import ArgumentError, PeerError, build_message, first_line
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a launcher started this process.
+
+    Attributes:
+        launcher: its name, for messages.
+        rank: of this process.
+        size: number of processes.
+        local_rank: of this process among those of its machine; None if that is not known.
+        address: where rank 0 can be reached.
+        port: likewise.
+        attempt: how often the job has been started again.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int | None
+    address: str
+    port: int
+    attempt: int = 0
+
+
+def initialize(backend: str | None = None, timeout: float | datetime.timedelta | None = None) -> None:
+    """Join the ranks that a launcher started: torchrun, Slurm's srun, or mpirun.
+
+    In a process that none of them started, nothing happens: it is a world of one. Nor does anything happen where the
+    process group is there already. `torch.distributed.init_process_group` is as good, but under
+    `torchrun --max-restarts`: there each attempt needs keys of its own in the store.
+
+    Args:
+        backend: as for `torch.distributed.init_process_group`; None for gloo, and for the accelerator's own beside it
+            where there is one. Then each rank also takes the accelerator of its local rank as its current device.
+        timeout: of messages, in seconds; None for the backend's own.
+
+    Raises:
+        ArgumentError: some of a launcher's variables are missing, or are no numbers; names them. The process group
+            is there already, with another backend.
+        PeerError: the other ranks cannot be reached.
+
+    Example:
+        >>> initialize()
+        >>> torch.distributed.is_initialized()  # nobody started other ranks
+        False
+
+    References:
+        `jax.distributed.initialize`.
+    """
+    if dist.is_initialized():
+        if backend is not None and dist.get_backend_config() not in (backend, f"cpu:{backend},cuda:{backend}"):
+            raise ArgumentError(
+                build_message(
+                    f"fdp.initialize was given backend={backend!r}; the process group is there already, with "
+                    f"{dist.get_backend_config()!r}.",
+                    remedy="call it once, before anything else that communicates.",
+                )
+            )
+        return
+    found = launch_of(os.environ)
+    if found is None:
+        return
+    limit = timeout if timeout is None or isinstance(timeout, datetime.timedelta) else datetime.timedelta(0, timeout)
+    kind = None if backend is not None else _take_accelerator(found)
+    try:
+        store = _store(found, limit)
+        dist.init_process_group(
+            backend or _BACKENDS.get(kind, "gloo"), store=store, rank=found.rank, world_size=found.size, timeout=limit
+        )
+    except (dist.DistError, RuntimeError, OSError) as error:
+        raise PeerError(
+            build_message(
+                f"fdp.initialize: rank {found.rank} of {found.size}, started by {found.launcher}, could not join the "
+                f"others at {found.address}:{found.port}.",
+                [first_line(error)],
+                remedy="look for the first error among the logs of all ranks. Set MASTER_ADDR and MASTER_PORT to where "
+                "rank 0 can be reached from all machines.",
+            )
+        ) from error
+
+
+_BACKENDS: Mapping[str | None, str] = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
+
+
+def _take_accelerator(found: Launch) -> str | None:
+    """Make the accelerator of the local rank the current one; its kind, None if there is none."""
+    for kind in ("cuda", "xpu"):
+        module = getattr(torch, kind)
+        if module.is_available():
+            local = found.rank if found.local_rank is None else found.local_rank
+            module.set_device(local % module.device_count())
+            return kind
+    return None
+
+
+def _store(found: Launch, limit: datetime.timedelta | None) -> Any:
+    """Where ranks meet, with keys of this attempt's own."""
+    # torchrun's agent may hold the store, for all attempts; otherwise rank 0 does.
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        found.address,
+        found.port,
+        found.size,
+        is_master=found.rank == 0 and not agents,
+        timeout=limit or datetime.timedelta(minutes=5),
+        multi_tenant=True,
+    )
+    return dist.PrefixStore(f"fdp/attempt/{found.attempt}", store)  # type: ignore[attr-defined]
+
+
+def launch_of(environment: Mapping[str, str]) -> Launch | None:
+    """Who started this process, by the variables of its environment.
+
+    Args:
+        environment: the variables.
+
+    Returns:
+        What they say; None if no launcher started it.
+
+    Raises:
+        ArgumentError: some are missing, or are no numbers.
+    """
+    read = _Variables(environment)
+    if "RANK" in environment or "WORLD_SIZE" in environment:
+        return Launch(
+            "torchrun",
+            read.number("RANK"),
+            read.number("WORLD_SIZE"),
+            read.number_if("LOCAL_RANK"),
+            read.text("MASTER_ADDR"),
+            read.number("MASTER_PORT"),
+            read.number_if("TORCHELASTIC_RESTART_COUNT") or 0,
+        )
+    if "SLURM_STEP_NUM_TASKS" in environment:  # set by srun alone: a batch script is no rank
+        host = _first_host(read.text("SLURM_STEP_NODELIST"))
+        port = 20000 + (read.number("SLURM_JOB_ID") + (read.number_if("SLURM_STEP_ID") or 0)) % 20000
+        return Launch(
+            "srun",
+            read.number("SLURM_PROCID"),
+            read.number("SLURM_STEP_NUM_TASKS"),
+            read.number_if("SLURM_LOCALID"),
+            environment.get("MASTER_ADDR", host),
+            read.number_if("MASTER_PORT") or port,
+            read.number_if("SLURM_RESTART_COUNT") or 0,
+        )
+    for rank, size, local, local_size in (
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ):
+        if rank in environment:
+            alone = environment.get(local_size) == environment.get(size)
+            return Launch(
+                "mpirun",
+                read.number(rank),
+                read.number(size),
+                read.number_if(local),
+                "127.0.0.1" if alone and "MASTER_ADDR" not in environment else read.text("MASTER_ADDR"),
+                29400 if alone and "MASTER_PORT" not in environment else read.number("MASTER_PORT"),
+            )
+    return None
+
+
+def _first_host(hosts: str) -> str:
+    """The first host of a list as Slurm writes it, such as node[03-05,9],login.
+
+    Example:
+        >>> _first_host("node[03-05,9],login"), _first_host("gpu1-a,gpu2"), _first_host("rack2-n[7]")
+        ('node03', 'gpu1-a', 'rack2-n7')
+    """
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", hosts)
+    return hosts if match is None else "".join(part or "" for part in match.groups())
+
+
+class _Variables:
+    """Variables of an environment, read with errors that name them."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+
+    def text(self, name: str) -> str:
+        found = self._environment.get(name)
+        if not found:
+            raise ArgumentError(
+                build_message(
+                    f"fdp.initialize found some of a launcher's variables, but not {name}.",
+                    [f"{other} is set" for other in _TELLING if other in self._environment],
+                    remedy=f"set {name}; or start the program with torchrun, srun or mpirun; or unset the others, for "
+                    "one process alone.",
+                )
+            )
+        return found
+
+    def number(self, name: str) -> int:
+        found = self.text(name)
+        if not found.isdecimal():
+            raise ArgumentError(
+                build_message(f"fdp.initialize found {name}={found!r}.", remedy=f"let {name} be a number.")
+            )
+        return int(found)
+
+    def number_if(self, name: str) -> int | None:
+        return self.number(name) if name in self._environment else None
+
+
+_TELLING = (
+    "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_RANK", "PMI_RANK",
+)  # fmt: skip
