@@ -38,7 +38,35 @@ class AgreementError(FdpError):
 
 
 class PeerError(FdpError):
-    """A rank died, or stopped answering, while this one was waiting for it."""
+    """A rank died, stopped, raised or left while this one was waiting for it, or cannot be reached.
+
+    Args:
+        message: what to say.
+        ranks: those that are missing; none where that is not known.
+        reason: "died", "frozen", "raised", "left" or "unreachable"; empty where that is not known.
+        call: which call of the step it was in which it was noticed, from 1 on; 0 outside of calls.
+        details: what is known of each rank, a line each.
+
+    Attributes:
+        ranks: likewise.
+        reason: likewise.
+        call: likewise.
+        details: likewise.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        ranks: tuple[int, ...] = (),
+        reason: str = "",
+        call: int = 0,
+        details: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.ranks, self.reason, self.call, self.details = ranks, reason, call, details
+
+    def __reduce__(self) -> tuple[type[PeerError], tuple[object, ...]]:
+        return type(self), (str(self), self.ranks, self.reason, self.call, self.details)
 
 
 class NonFiniteError(FdpError):

@@ -183,7 +183,7 @@ class _Loop:
         def find_out() -> str | None:
             names = [f"{turn}/{rank}" for rank in range(ranks.size)]
             store = ranks.store()
-            wait_for_keys(store, names, timeout_s())
+            wait_for_keys(store, names, timeout_s(), ranks)
             for rank, name in enumerate(names):
                 theirs = int(store.get(name)) if store.check([name]) else None
                 if theirs != done:
@@ -335,8 +335,9 @@ def _raise_together(ranks: Group, own: _Next, done: int) -> None:
             f"fdp.join stopped on all ranks after {done} batches: those of another rank raised an error.",
             offenders,
             remedy="look at the log of that rank.",
-        )
-    )
+        ),
+        tuple(rank for rank, found in enumerate(texts) if found), "raised", 0, tuple(offenders),
+    )  # fmt: skip
 
 
 class _talking:

@@ -25,7 +25,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "tables": (),
     "pytorch": ("dispatch guards parts tensors", "dynamo recomputation"),
     "distributed": (
-        "collective comparable fingerprint group launch other_ranks wire", "desynchronised exchange header",
+        "liveness.addresses liveness.fault liveness.links liveness.process liveness.status", "liveness.tree",
+        "liveness.monitor liveness.watch", "liveness.patience",
+        "collective comparable fingerprint group other_ranks wire", "desynchronised exchange header launch",
     ),
     "context": ("accumulating ambient axis looking",),
     # what a user calls
@@ -96,7 +98,7 @@ TO_THE_NEXT_STAGE = {
 }
 
 # Where tests lie beside the rooms of the package.
-NO_ROOMS = {"docs", "fuzz", "oracles", "published_models", "seeded"}
+NO_ROOMS = {"docs", "faults", "fuzz", "oracles", "published_models", "seeded"}
 
 MAX_LINES, MAX_LINES_OF_TESTS = 420, 400
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "common", "misc", "helpers", "tools"}

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from fdp.distributed.group import Group
+from fdp.distributed.group import Group, watch_over
+from fdp.distributed.liveness.patience import refuse_gone
 from fdp.errors import PeerError, build_message
 
 _left_behind: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
@@ -69,12 +70,17 @@ _busy: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[threading.Lock, list[s
 
 
 @contextmanager
-def alone_on(group: Group, name: str) -> Iterator[None]:
+def alone_on(group: Group, name: str, call: int = 0) -> Iterator[None]:
     """Run step `name` as the only one on its group: messages carry no name, ranks pair them by their order.
 
+    Args:
+        group: the ranks.
+        name: of the step.
+        call: which call of it this is, from 1 on.
+
     Raises:
-        PeerError: another step, or another call of this one, is running on the group. The other ranks may have run the
-            two one after the other, so this rank counts as left behind.
+        PeerError: another rank is gone. Or another step, or another call of this one, is running on the group: the
+            other ranks may have run the two one after the other, so this rank counts as left behind.
     """
     process_group = group.process_group
     if process_group is None or group.size == 1:
@@ -95,7 +101,18 @@ def alone_on(group: Group, name: str) -> Iterator[None]:
         )
     running.append(name)
     try:
-        yield
+        watched = watch_over(group)
+        if watched is None:
+            yield
+            return
+        watched.begin(name, call)
+        refuse_gone(watched)
+        try:
+            yield
+        except BaseException as error:
+            watched.end(error)
+            raise
+        watched.end(None)
     finally:
         running.clear()
         lock.release()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from fdp.distributed.group import Group
+from fdp.distributed.group import Group, watch_over
+from fdp.distributed.liveness.patience import explain, until
 from fdp.errors import AgreementError, PeerError, build_message
 
 
@@ -28,7 +28,7 @@ def next_turn(group: Group) -> str:
     return f"fdp/exchange/{group.name}/{turn}"
 
 
-def exchange(group: Group, key: str, payload: bytes, timeout_s: float | None) -> list[bytes | None]:
+def exchange(group: Group, key: str, payload: bytes, timeout_s: float | None, looks: bool = True) -> list[bytes | None]:
     """Give every rank every other rank's bytes through the store, without a collective.
 
     Args:
@@ -36,10 +36,15 @@ def exchange(group: Group, key: str, payload: bytes, timeout_s: float | None) ->
         key: the same on all ranks and never used before.
         payload: this rank's bytes.
         timeout_s: seconds to wait for the others, together; None to leave the payload and not wait.
+        looks: whether it is an error if another rank is known to be gone.
 
     Returns:
         One entry a rank; None for a rank that did not come in time.
+
+    Raises:
+        PeerError: another rank will not come.
     """
+    watch_over(group)
     if group.process_group is None or timeout_s is None:
         if group.process_group is not None:
             group.store().set(f"{key}/{group.rank}", payload)
@@ -47,24 +52,33 @@ def exchange(group: Group, key: str, payload: bytes, timeout_s: float | None) ->
     store = group.store()
     store.set(f"{key}/{group.rank}", payload)
     names = [f"{key}/{rank}" for rank in range(group.size)]
-    if not wait_for_keys(store, names, timeout_s):
+    if not wait_for_keys(store, names, timeout_s, group if looks else None):
         return [store.get(name) if store.check([name]) else None for name in names]
     return [store.get(name) for name in names]
 
 
-def wait_for_keys(store: Any, names: Sequence[str], timeout_s: float) -> bool:
+def wait_for_keys(store: Any, names: Sequence[str], timeout_s: float, group: Group | None = None) -> bool:
     """Wait until all of some keys are in a store; whether they came in time.
 
     By asking again and again: `store.wait` would keep other threads from the store of the process meanwhile, and they
     may be what other ranks are waiting for.
+
+    Args:
+        store: the store.
+        names: of the keys.
+        timeout_s: seconds to wait.
+        group: the ranks that write them: it is an error if one of them is known to be gone. None to wait all the same.
+
+    Raises:
+        PeerError: another rank will not come.
     """
-    end, pause_s = time.monotonic() + timeout_s, 0.001
-    while not store.check(list(names)):
-        if time.monotonic() >= end:
-            return False
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.05)
-    return True
+    process_group = None if group is None else group.process_group
+    try:
+        return until(lambda: store.check(list(names)), process_group, timeout_s, "the store")
+    except (RuntimeError, dist.DistError) as error:  # the store is gone, perhaps with the rank that held it
+        if (explained := explain(process_group, "the store")) is not None:
+            raise explained from error
+        raise
 
 
 def all_say(group: Group, yes: bool, timeout_s: float = 300.0) -> bool:

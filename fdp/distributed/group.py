@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fdp.distributed.liveness.patience import explain, finish
+from fdp.distributed.liveness.watch import Watched, watch
 from fdp.errors import ArgumentError, build_message
 from fdp.pytorch.parts import require
 
@@ -211,13 +213,16 @@ def start_all_reduce(buffer: torch.Tensor, op: str, group: Group, arrived: Arriv
     name, divide = way_to_reduce(op, buffer.dtype, buffer.device, group)
     if divide == "before":
         buffer.div_(group.size)
-    work = dist.all_reduce(buffer, getattr(dist.ReduceOp, name.upper()), group=group.process_group, async_op=True)
-    _call_back(work, arrived)
+    operation = getattr(dist.ReduceOp, name.upper())
+    finish_message = _start(
+        "an all-reduce", buffer, group, arrived,
+        lambda ranks: dist.all_reduce(buffer, operation, group=ranks, async_op=True),
+    )  # fmt: skip
     if divide != "after":
-        return work.wait
+        return finish_message
 
     def wait() -> None:
-        work.wait()
+        finish_message()
         buffer.div_(group.size)
 
     return wait
@@ -240,9 +245,10 @@ def start_broadcast(
     """Start overwriting a buffer with the one of rank `root` of the group; returns the function that waits."""
     if group.process_group is None:
         return _nothing
-    work = dist.broadcast(_as_bytes(buffer), group=group.process_group, group_src=root, async_op=True)
-    _call_back(work, arrived)
-    return work.wait
+    return _start(
+        "a broadcast", buffer, group, arrived,
+        lambda ranks: dist.broadcast(_as_bytes(buffer), group=ranks, group_src=root, async_op=True),
+    )  # fmt: skip
 
 
 def start_all_gather(
@@ -253,9 +259,10 @@ def start_all_gather(
         out[0].copy_(own)
         return _nothing
     parts = list(_as_bytes(out).view(group.size, -1).unbind(0))
-    work = dist.all_gather(parts, _as_bytes(own), group=group.process_group, async_op=True)
-    _call_back(work, arrived)
-    return work.wait
+    return _start(
+        "an all-gather", own, group, arrived,
+        lambda ranks: dist.all_gather(parts, _as_bytes(own), group=ranks, async_op=True),
+    )  # fmt: skip
 
 
 def start_all_to_all(out: torch.Tensor, own: torch.Tensor, group: Group) -> Callable[[], None]:
@@ -263,8 +270,33 @@ def start_all_to_all(out: torch.Tensor, own: torch.Tensor, group: Group) -> Call
 
     Both are flat, of as many elements as ranks can share evenly. Returns the function that waits.
     """
-    work = dist.all_to_all_single(_as_bytes(out), _as_bytes(own), group=group.process_group, async_op=True)
-    return work.wait
+    return _start(
+        "an all-to-all", own, group, None,
+        lambda ranks: dist.all_to_all_single(_as_bytes(out), _as_bytes(own), group=ranks, async_op=True),
+    )  # fmt: skip
+
+
+def _start(
+    what: str, buffer: torch.Tensor, group: Group, arrived: Arrived | None, send: Callable[[Any], Any]
+) -> Callable[[], None]:
+    """Start a message; returns the function that waits for it, and that knows when a rank will not come."""
+    ranks = group.process_group
+    watch_over(group)
+    try:
+        work = send(ranks)
+    except RuntimeError as error:
+        if (explained := explain(ranks, what)) is not None:
+            raise explained from error
+        raise
+    _call_back(work, arrived)
+    # On other devices the wait does not block this thread: the device waits.
+    return functools.partial(finish, work, ranks, what) if buffer.device.type == "cpu" else work.wait
+
+
+def watch_over(group: Group) -> Watched | None:
+    """Watch the ranks of a group from now on; None where they are not watched."""
+    ranks = group.process_group
+    return None if ranks is None else watch(ranks, group.name, group.rank, group.size, group.store)
 
 
 def _call_back(work: Any, arrived: Arrived | None) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fdp.distributed.group import resolve_group, watch_over
 from fdp.errors import ArgumentError, PeerError, build_message, first_line
 
 
@@ -93,6 +94,7 @@ def initialize(backend: str | None = None, timeout: float | datetime.timedelta |
                 "rank 0 can be reached from all machines.",
             )
         ) from error
+    watch_over(resolve_group())
 
 
 _BACKENDS: Mapping[str | None, str] = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -14,12 +15,13 @@ from fdp import pytree
 from fdp.context.ambient import plain_context
 from fdp.distributed.desynchronised import alone_on, mark_desynchronised, refuse_desynchronised
 from fdp.distributed.group import Group, Ranks, resolve_group
+from fdp.distributed.liveness.watch import watched_ranks
 from fdp.distributed.other_ranks import Kind, OtherRanks
 from fdp.emit.codegen.lines import Part
 from fdp.emit.codegen.program import Program
 from fdp.emit.compiled import Options, compile_program, resolve_options, why_not_recorded
 from fdp.emit.proved import verified_program
-from fdp.errors import ArgumentError, build_message
+from fdp.errors import ArgumentError, PeerError, build_message
 from fdp.plan import Plan
 from fdp.pytorch.dynamo import breaks_graph
 from fdp.runtime.closed_over import ClosedOver
@@ -87,6 +89,7 @@ class Emitted:
         self.plan, self.group = plan, group
         self._agreed: Agreements = {} if agreed is None else agreed
         self._compare_state = compare_state
+        self._numbers = itertools.count(1)
         self._communicates = group.size > 1 or apart
         self.options = None if options is None else options.settled(_devices(plan))
         if self.options is None:
@@ -123,7 +126,7 @@ class Emitted:
         """
         leaves, spec = pytree.flatten(args)
         check_signature(self.plan.trace, leaves, spec)
-        with alone_on(self.group, self.plan.trace.name):
+        with alone_on(self.group, self.plan.trace.name, next(self._numbers)):
             return self.run([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
 
     def timed(self, tick: Callable[[], None], apart: bool = False) -> Emitted:
@@ -187,14 +190,14 @@ class Emitted:
                         flying.append(InFlight(self.residence.buffers, self.group, order))
                     arrived = None if observer is None else functools.partial(observer.arrived, index)
                     flying[0].start(index, arrived)
-            except (RuntimeError, dist.DistError) as error:
+            except (PeerError, RuntimeError, dist.DistError) as error:
                 raise self._consensus.peer_error(index, error) from error
 
         def wait(index: int) -> None:
             try:
                 with profiler_range(self.plan, index, "is waited for"):
                     flying[0].wait(index)
-            except (RuntimeError, dist.DistError) as error:
+            except (PeerError, RuntimeError, dist.DistError) as error:
                 raise self._consensus.peer_error(index, error) from error
 
         seen = (start, wait) if observer is None else (observer.around_start(start), observer.around_wait(wait))
@@ -206,6 +209,8 @@ class Emitted:
                 text = f"{type(error).__name__}: {error}".splitlines()[0]
                 mark_desynchronised(self.group, f"step {self.plan.trace.name!r} was left in the middle by {text}")
             raise
+        if (watched := watched_ranks(self.group.process_group)) is not None:
+            watched.messages_are_there()
         self._replication.note(outputs)
         return self._put_together(outputs)
 

@@ -90,7 +90,7 @@ def _wait_for_others(name: str, group: Group, store: Any, turn: str) -> None:
     missing = [rank for rank in range(group.size) if rank != group.rank]
     try:
         while missing:
-            wait_for_keys(store, [f"{turn}/ready/{rank}" for rank in missing], min(_BEAT_S, patience_s))
+            wait_for_keys(store, [f"{turn}/ready/{rank}" for rank in missing], min(_BEAT_S, patience_s), group)
             missing = [rank for rank in missing if not store.check([f"{turn}/ready/{rank}"])]
             now = time.monotonic()
             for rank in missing:

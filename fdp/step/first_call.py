@@ -20,6 +20,7 @@ from fdp.context.ambient import warn_if_alone_by_mistake
 from fdp.distributed.desynchronised import mark_desynchronised
 from fdp.distributed.exchange import announce_failure
 from fdp.distributed.group import Group
+from fdp.distributed.liveness.watch import watched_ranks
 from fdp.distributed.wire import Wire
 from fdp.emit.compiled import Options
 from fdp.errors import CompileError, PurityError, TraceError, first_line
@@ -117,6 +118,9 @@ class Preparation:
     def prepare(self, flat: Flat, roles: Roles, group: Group) -> Emitted:
         """Make what runs the step for the signature of some arguments; where ranks have to agree, all of them do."""
         warn_if_alone_by_mistake(group)
+        watched = watched_ranks(group.process_group)
+        if watched is not None:
+            watched.is_preparing()
         progress = Progress(self._name)
         try:
             refuse_unhashable(self._name, flat, roles)

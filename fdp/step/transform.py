@@ -159,9 +159,9 @@ class Step:
                 args = by_position(self._name, self._signature, args, kwargs)
             group = resolve_group(self._group)
             if group.size == 1:
-                return self._call(args, group)
-            with alone_on(group, self._name):
-                return self._call(args, group)
+                return self._call(args, group, next(self._numbers))
+            with alone_on(group, self._name, number := next(self._numbers)):
+                return self._call(args, group, number)
         except Exception as error:
             hide_frames(error)
             raise
@@ -231,7 +231,7 @@ class Step:
     def _name(self) -> str:
         return getattr(self._step, "__name__", type(self._step).__name__)
 
-    def _call(self, args: tuple[Any, ...], group: Group) -> Any:
+    def _call(self, args: tuple[Any, ...], group: Group, number: int) -> Any:
         place = (len(args), group, ambient_context())
         roles = self._roles_for(len(args))
         recognised = self._calls.recognise(place, *set_apart(args, roles))
@@ -241,7 +241,7 @@ class Step:
         known.last_call = next(clock)
         known.calls += 1
         if self._check_finite:
-            return result_if_finite(self._name, self._run(known, tensors, args, roles), next(self._numbers))
+            return result_if_finite(self._name, self._run(known, tensors, args, roles), number)
         return self._run(known, tensors, args, roles)
 
     def _run(self, known: Known, tensors: list[torch.Tensor], args: tuple[Any, ...], roles: Roles) -> Any:

@@ -1,0 +1,5 @@
+"""Who is alive: a small process beside each rank watches it, and tells those of the other ranks.
+
+fault: what became of a rank; status: what a rank is doing, in memory that both see; process: is it running; tree: what
+monitors tell each other; links: how; monitor: the small process; watch: the rank's side of it; patience: waiting
+"""

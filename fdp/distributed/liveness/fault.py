@@ -1,0 +1,51 @@
+"""What became of a rank, as monitors tell it each other."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+REASONS = ("died", "frozen", "raised", "left", "unreachable")
+"""What can have become of a rank: see `PeerError.reason`."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What became of a rank.
+
+    Attributes:
+        rank: in its group.
+        reason: one of `REASONS`.
+        text: what more is known, such as an error's class and text, or what the rank did last.
+        call: of a rank that raised and goes on: which call of the group's steps it left; None for what is final.
+        suspected: its monitor is silent or gone. The rank itself may be well: only who waits for it believes this.
+    """
+
+    rank: int
+    reason: str
+    text: str = ""
+    call: int | None = None
+    suspected: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """What JSON knows of."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, found: Any) -> Fault:
+        """What `as_json` made.
+
+        Raises:
+            ValueError: something else.
+        """
+        try:
+            call = found["call"]
+            made = cls(
+                int(found["rank"]), str(found["reason"]), str(found["text"])[:2000],
+                None if call is None else int(call), bool(found["suspected"]),
+            )  # fmt: skip
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError("no fault") from error
+        if made.reason not in REASONS:
+            raise ValueError("no fault")
+        return made

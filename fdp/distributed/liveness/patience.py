@@ -1,0 +1,234 @@
+"""Waiting for other ranks: in pieces, with a look around between them, so that no wait is for good."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fdp.distributed.liveness.fault import Fault
+from fdp.distributed.liveness.watch import Watched, age, watched_ranks
+from fdp.errors import PeerError, build_message
+
+_PIECE_S = 0.25
+_PIECE = datetime.timedelta(seconds=_PIECE_S)
+
+_SETTLES_S = 0.3
+"""So long after the first news, others of the same cause may come: two ranks of one machine."""
+
+_BELIEVES_S = 2.0
+"""After so long a rank that waits believes what is only suspected: it has not heard of the others itself."""
+
+_GRACE_S = 1.0
+"""So long a rank that raised in this call is waited for: the same error may be about to be raised here."""
+
+_EXPLAINS_S = 2.0
+"""So long a failed message waits for news of who is gone."""
+
+_WARNS_S = 30.0
+"""After so long, and again each time that it has doubled, there is a warning that says who is waited for."""
+
+_REMEDIES = {
+    "died": "look for the first error among the logs of these ranks, and whether the system ran out of memory. Start "
+    "the job again from its last checkpoint.",
+    "frozen": "the process was stopped by a signal (SIGSTOP, Ctrl-Z) or by a debugger. Start the job again from its "
+    "last checkpoint. A larger FDP_LIVENESS_S waits longer.",
+    "raised": "mend the error on these ranks. Start the job again from its last checkpoint.",
+    "left": "let every rank call the same steps equally often (fdp.join, for uneven data), and destroy the process "
+    "group together.",
+    "unreachable": "look at the machines of these ranks, and at the network between them and this one. Start the job "
+    "again from its last checkpoint.",
+}
+
+logger = logging.getLogger("fdp")
+
+
+class Patience:
+    """One wait of this rank for others.
+
+    Args:
+        watched: the ranks.
+        what: what it waits in, such as "a message".
+    """
+
+    def __init__(self, watched: Watched, what: str) -> None:
+        self._watched, self._what = watched, what
+        self._begun_s = self._now_s()
+        self._news_s: float | None = None
+        self._warns_s = _WARNS_S
+
+    def look(self) -> None:
+        """Look around: between two pieces of the wait.
+
+        Raises:
+            PeerError: another rank will not come.
+        """
+        now_s = self._now_s()
+        waited_s = now_s - self._begun_s
+        faults = self._faults(waited_s)
+        if not faults:
+            self._news_s = None
+        elif self._news_s is None:
+            self._news_s = now_s
+        elif now_s - self._news_s >= _SETTLES_S:
+            raise peer_error(self._watched, faults, self._what)
+        if waited_s >= self._warns_s:
+            self._warns_s *= 2
+            logger.warning("fdp: %s", waiting_text(self._watched, self._what, waited_s))
+
+    def explain(self) -> PeerError | None:
+        """After the backend failed: who is gone, if that becomes known soon."""
+        while self._now_s() - self._begun_s < _EXPLAINS_S or self._news_s is not None:
+            try:
+                faults = self._watched.faults(believing=True)
+                if [fault for fault in faults if fault.call is None]:
+                    self.look()
+            except PeerError as error:
+                return error
+            time.sleep(0.05)
+        return None
+
+    def _faults(self, waited_s: float) -> list[Fault]:
+        return [
+            fault
+            for fault in self._watched.faults(believing=waited_s >= _BELIEVES_S)
+            if fault.call is None or waited_s >= _GRACE_S
+        ]
+
+    @staticmethod
+    def _now_s() -> float:
+        return time.monotonic()
+
+
+def finish(work: Any, group: Any, what: str = "a message") -> None:
+    """Wait for a message.
+
+    Args:
+        work: what the backend made; its `wait` blocks until the message is there.
+        group: the process group.
+        what: it is, for errors.
+
+    Raises:
+        PeerError: another rank will not come.
+        RuntimeError: the backend failed, and it is not known why.
+    """
+    watched = watched_ranks(group)
+    if watched is None:
+        work.wait()
+        return
+    if _came(work, group, what):
+        return
+    with watched.waiting():
+        patience = Patience(watched, what)
+        while not _came(work, group, what):
+            patience.look()
+
+
+def _came(work: Any, group: Any, what: str) -> bool:
+    """Wait for a piece of time; whether the message is there."""
+    try:
+        work.wait(_PIECE)
+    except RuntimeError as error:
+        if not work.is_completed():
+            return False  # the piece has run out; the work goes on, and can be waited for again
+        explained = explain(group, what)
+        if explained is None:
+            raise
+        raise explained from error
+    return True
+
+
+def until(come: Callable[[], bool], group: Any, timeout_s: float, what: str) -> bool:
+    """Wait until something has come by another way than a message; whether it came in time.
+
+    Args:
+        come: whether it is there.
+        group: the process group that has to do with it, or None.
+        timeout_s: seconds to wait.
+        what: is waited in, for errors.
+
+    Raises:
+        PeerError: another rank will not come.
+    """
+    watched = watched_ranks(group)
+    end_s, pause_s = time.monotonic() + timeout_s, 0.001
+    patience: Patience | None = None
+    try:
+        while not come():
+            now_s = time.monotonic()
+            if now_s >= end_s:
+                return False
+            if watched is not None and pause_s >= 0.05:
+                if patience is None:
+                    patience = Patience(watched, what)
+                    watched.wait_begins()
+                patience.look()
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
+        return True
+    finally:
+        if patience is not None and watched is not None:
+            watched.wait_ends()
+
+
+def refuse_gone(watched: Watched) -> None:
+    """Refuse to begin what other ranks will not take part in, before anything is changed.
+
+    Raises:
+        PeerError: some will not.
+    """
+    if watched.has_news:
+        faults = [fault for fault in watched.faults(believing=False) if fault.call is None and fault.reason != "frozen"]
+        if faults:
+            raise peer_error(watched, faults, "a step")
+
+
+def explain(group: Any, what: str) -> PeerError | None:
+    """After the backend failed: who is gone, if that is known or becomes known soon; None otherwise."""
+    watched = watched_ranks(group)
+    return None if watched is None else Patience(watched, what).explain()
+
+
+def peer_error(watched: Watched, faults: Sequence[Fault], what: str) -> PeerError:
+    """The error for ranks that will not come."""
+    reason = faults[0].reason
+    of_it = sorted((fault for fault in faults if fault.reason == reason), key=lambda fault: fault.rank)
+    ranks = tuple(fault.rank for fault in of_it)
+    details = tuple(f"rank {fault.rank} {_said(fault)}" for fault in of_it)
+    call = watched.number if watched.calling is not None else 0
+    where = f", in call {call} of step {watched.step!r}" if call else ""
+    return PeerError(
+        build_message(
+            f"rank {watched.rank} waited in {what}{where}, and {_names(ranks)} will not come.",
+            details,
+            remedy=_REMEDIES[reason],
+        ),
+        ranks, reason, call, details,
+    )  # fmt: skip
+
+
+def remedy_for(reason: str) -> str:
+    """What to do about ranks that are gone."""
+    return _REMEDIES.get(reason, "look for the first error among the logs of all ranks; start the job again.")
+
+
+def waiting_text(watched: Watched, what: str, waited_s: float) -> str:
+    """Who is waited for, in one line."""
+    where = f", in call {watched.number} of step {watched.step!r}" if watched.calling is not None else ""
+    busy = [(rank, text, age_s) for rank, text, age_s in watched.busy() if rank != watched.rank]
+    who = "; ".join(f"rank {rank}, for {age(age_s)} {text}" for rank, text, age_s in busy)
+    told = f" Not waiting: {who}." if who else " It is not known for whom."
+    return f"rank {watched.rank} has waited for {age(waited_s)} in {what}{where}.{told}"
+
+
+def _said(fault: Fault) -> str:
+    said = {
+        "died": "died", "frozen": "is frozen", "raised": "raised", "left": "left", "unreachable": "cannot be reached",
+    }[fault.reason]  # fmt: skip
+    return f"{said}: {fault.text}" if fault.text else said
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

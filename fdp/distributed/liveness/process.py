@@ -1,0 +1,41 @@
+"""Whether a process is running, stopped, or gone; as Linux tells it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+
+class Process:
+    """A process that is looked at from another one.
+
+    Args:
+        pid: of the process.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._began = self._stat()[1]
+        self.descriptor: int | None = None
+        """Becomes readable when the process ends; None where the system has no such thing."""
+        with contextlib.suppress(OSError, AttributeError):
+            self.descriptor = os.pidfd_open(pid)
+
+    def is_gone(self) -> bool:
+        """Whether it has ended."""
+        state, began = self._stat()
+        return state in "ZX" or began != self._began
+
+    def is_stopped(self) -> bool:
+        """Whether a signal, or a debugger, has stopped it."""
+        return self._stat()[0] in "Tt"
+
+    def _stat(self) -> tuple[str, str]:
+        """Its state, a letter of ps(1), and when it began. X if there is none."""
+        try:
+            with open(f"/proc/{self._pid}/stat", "rb") as file:
+                # The name, in brackets, may hold anything.
+                fields = file.read().rpartition(b")")[2].split()
+            return fields[0].decode(), fields[19].decode()
+        except (OSError, IndexError):
+            return "X", ""

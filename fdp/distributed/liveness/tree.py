@@ -1,0 +1,338 @@
+"""What monitors tell each other: a tree of ranks, up which faults go, and down which one story goes to all.
+
+No sockets and no clock in here: messages come in and go out as values, and time is an argument. So thousands of ranks
+can be simulated in one process.
+
+Each monitor talks to its parent in the tree and to at most `FANOUT` children. What it sends and reads in a second does
+not depend on how many ranks there are. A fault goes up to the root, which puts faults in order; the list goes down to
+all, so all ranks tell the same story. A monitor that loses its parent does what the root did, for those below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from fdp.distributed.liveness.fault import Fault
+
+FANOUT = 8
+"""Children of a monitor."""
+
+_KEPT = 16
+"""Faults in a story, and ranks in a list of those that are not waiting: what goes over a link stays small."""
+
+_BEATS = 5
+"""Beats in the time after which silence counts."""
+
+_PAUSE_S = 0.1
+"""At least so long from one story to the next: a job that ends in order has as many faults as ranks."""
+
+
+@dataclass
+class _Link:
+    """What is known of a neighbour."""
+
+    heard_s: float
+    open: bool = True
+    silent: bool = False
+    busy: list[list[Any]] = field(default_factory=list)
+    joined: int = 0
+
+
+def parent_of(rank: int) -> int | None:
+    """The parent of a rank in the tree; None for the root.
+
+    Example:
+        >>> [parent_of(rank) for rank in (0, 1, 8, 9, 72, 73)]
+        [None, 0, 0, 1, 8, 9]
+    """
+    return (rank - 1) // FANOUT if rank else None
+
+
+class Node:
+    """A monitor among the others of a group.
+
+    Args:
+        rank: of the process that it watches.
+        size: number of ranks.
+        host: what names its machine.
+        liveness_s: seconds of silence after which a neighbour is suspected.
+        now_s: the time.
+
+    Attributes:
+        story: the faults, in the order in which the root heard of them.
+        busy: ranks that are not waiting for others: [rank, what they do, since how many seconds], the longest first.
+        joined: how many ranks have monitors that are in touch, as far as is known.
+        outbox: messages to send: to which rank, and what.
+    """
+
+    def __init__(self, rank: int, size: int, host: str, liveness_s: float, now_s: float) -> None:
+        self.rank, self.size, self._liveness_s = rank, size, liveness_s
+        self.parent = parent_of(rank)
+        self._links: dict[int, _Link] = {}
+        self._hosts = {rank: host}
+        self._own_faults: dict[int, Fault] = {}  # of this rank, and of neighbours that were lost: sent again if need be
+        self._own_busy: list[list[Any]] = []
+        self._next_beat_s = now_s
+        self._next_story_s, self._story_due = now_s, False
+        self._new_hosts: dict[int, str] = {rank: host}  # of which those above have not heard
+        self._next_hosts_s = now_s
+        self.story: list[Fault] = []
+        self.busy: list[list[Any]] = []
+        self.joined = 1
+        self.outbox: list[tuple[int, dict[str, Any]]] = []
+
+    @property
+    def beat_s(self) -> float:
+        """Seconds from one beat to the next."""
+        return self._liveness_s / _BEATS
+
+    @property
+    def leads(self) -> bool:
+        """Whether it puts faults in order for those below it: the root, and who has lost the parent."""
+        return self.parent is None or not self._in_touch(self.parent)
+
+    @property
+    def children(self) -> list[int]:
+        """The children that it is in touch with."""
+        return [rank for rank, link in self._links.items() if rank != self.parent and link.open]
+
+    def wakes_at(self) -> float:
+        """When `tick` wants to be called next."""
+        return min(self._next_beat_s, self._next_story_s) if self._story_due else self._next_beat_s
+
+    def connected(self, peer: int, host: str, now_s: float) -> None:
+        """A neighbour is there, perhaps once more."""
+        self._links[peer] = _Link(now_s)
+        self._learn({peer: host})
+        self._forget(peer)
+        self._greet(peer)
+
+    def received(self, peer: int, message: dict[str, Any], now_s: float) -> None:
+        """A neighbour said something.
+
+        Raises:
+            ValueError: nothing that a monitor says.
+        """
+        link = self._links[peer]
+        link.heard_s = now_s
+        if link.silent:
+            link.silent = False
+            self._forget(peer)
+            self._greet(peer)
+        if "report" in message:
+            self._hear(Fault.from_json(message["report"]), now_s)
+        if "clear" in message:
+            self._clear(int(message["clear"]), now_s)
+        if "story" in message and peer == self.parent:
+            self.story = [Fault.from_json(each) for each in message["story"]]
+            self._tell(now_s)
+        if "hosts" in message:
+            self._learn(_unpacked(message["hosts"], self.size))
+            if peer == self.parent:
+                self._new_hosts = {}
+                for child in self.children:
+                    self._send(child, hosts=message["hosts"])
+        if "busy" in message:
+            link.busy, link.joined = _checked_busy(message["busy"]), int(message["joined"])
+            if peer == self.parent:
+                self.busy, self.joined = link.busy, link.joined
+
+    def closed(self, peer: int, now_s: float) -> None:
+        """The connection to a neighbour has ended."""
+        link = self._links[peer]
+        link.open = False
+        if not any(fault.rank == peer and not fault.suspected for fault in self.story):
+            self._suspect(Fault(peer, "died", "its connections are closed", suspected=True), now_s)
+        elif peer == self.parent:
+            self._tell(now_s)  # whoever comes after it leads from now on
+
+    def tick(self, now_s: float) -> None:
+        """Do what is due by now."""
+        if now_s >= self._next_beat_s:
+            self._next_beat_s = now_s + self.beat_s
+            self._beat(now_s)
+        if self._story_due and now_s >= self._next_story_s:
+            self._tell(now_s)
+
+    def doing(self, busy: list[list[Any]]) -> None:
+        """What the rank does that is watched: one entry as in `busy`, or none if it waits for others."""
+        self._own_busy = busy
+
+    def report(self, fault: Fault, now_s: float) -> None:
+        """Say what became of the rank that is watched."""
+        if self._own_faults.get(fault.rank) == fault:
+            return
+        self._own_faults[fault.rank] = fault
+        self._pass_up(fault, now_s)
+
+    def clear(self, now_s: float) -> None:
+        """The rank that is watched goes on, after all."""
+        if self._own_faults.pop(self.rank, None) is not None:
+            self._clear(self.rank, now_s)
+
+    # --- faults go up, one story goes down -----------------------------------------------------------------------
+
+    def _pass_up(self, fault: Fault, now_s: float) -> None:
+        if not self.leads:
+            assert self.parent is not None
+            self._send(self.parent, report=fault.as_json())
+        else:
+            self._hear(fault, now_s)
+
+    def _greet(self, peer: int) -> None:
+        """Tell a neighbour that is there, or there again, what it does not know."""
+        if peer != self.parent:
+            self._send(peer, hosts=_packed(self._hosts), story=[fault.as_json() for fault in self.story])
+            return
+        self._new_hosts = dict(self._hosts)
+        # What was heard while this monitor led.
+        found = {fault.rank: fault for fault in (*self._own_faults.values(), *self.story) if fault.rank != self.parent}
+        for fault in found.values():
+            self._send(self.parent, report=fault.as_json())
+
+    def _hear(self, fault: Fault, now_s: float) -> None:
+        if not self.leads:
+            assert self.parent is not None
+            self._send(self.parent, report=fault.as_json())
+            return
+        known = {each.rank: at for at, each in enumerate(self.story)}
+        at = known.get(fault.rank)
+        if at is None:
+            if len(self.story) < _KEPT:
+                self.story.append(fault)
+        elif (self.story[at].suspected and not fault.suspected) or self.story[at].call is not None:
+            self.story[at] = fault
+        else:
+            return
+        self._tell(now_s)
+
+    def _clear(self, rank: int, now_s: float) -> None:
+        if not self.leads:
+            assert self.parent is not None
+            self._send(self.parent, clear=rank)
+        elif any(fault.rank == rank for fault in self.story):
+            self.story = [fault for fault in self.story if fault.rank != rank]
+            self._tell(now_s)
+
+    def _tell(self, now_s: float) -> None:
+        """Pass the story on to the children; not more often than ten times a second."""
+        if now_s < self._next_story_s:
+            self._story_due = True
+            return
+        self._story_due, self._next_story_s = False, now_s + _PAUSE_S
+        for child in self.children:
+            self._send(child, story=[fault.as_json() for fault in self.story])
+
+    def _suspect(self, fault: Fault, now_s: float) -> None:
+        """A neighbour is lost: so are, where it was silent, those of its machine."""
+        same = [fault.rank]
+        if fault.reason == "unreachable":
+            host = self._hosts.get(fault.rank)
+            same = sorted(
+                rank for rank, other in self._hosts.items() if other == host and host != self._hosts[self.rank]
+            )
+        for rank in same or [fault.rank]:
+            lost = Fault(rank, fault.reason, fault.text, suspected=True)
+            self._own_faults[rank] = lost
+            self._pass_up(lost, now_s)
+        if fault.rank == self.parent:
+            self._tell(now_s)
+
+    def _forget(self, peer: int) -> None:
+        """A neighbour that was suspected is well, and so are those that were suspected with it."""
+        host, now_s = self._hosts.get(peer), self._links[peer].heard_s
+        for rank in [rank for rank in self._own_faults if self._hosts.get(rank) == host or rank == peer]:
+            if not self._own_faults[rank].suspected:
+                continue
+            del self._own_faults[rank]
+            if rank in self._links and self._links[rank].silent:  # it is given as much time as at first
+                self._links[rank].silent, self._links[rank].heard_s = False, now_s
+            self._clear(rank, now_s)
+            if not self.leads:
+                self.story = [fault for fault in self.story if fault.rank != rank or not fault.suspected]
+
+    # --- beats ---------------------------------------------------------------------------------------------------
+
+    def _beat(self, now_s: float) -> None:
+        for peer, link in self._links.items():
+            if link.open and not link.silent and now_s - link.heard_s > self._liveness_s:
+                link.silent = True
+                text = f"nothing was heard of it for {now_s - link.heard_s:.0f} s"
+                self._suspect(Fault(peer, "unreachable", text, suspected=True), now_s)
+        children = self.children
+        busy = [*self._own_busy, *(entry for child in children for entry in self._links[child].busy)]
+        busy = sorted(busy, key=lambda entry: -entry[2])[:_KEPT]
+        joined = 1 + sum(self._links[child].joined for child in children)
+        if self.leads:
+            self.busy, self.joined = busy, joined
+        self._tell_hosts(now_s)
+        if self.parent in self._links and self._links[self.parent].open:
+            self._send(self.parent, busy=busy, joined=joined)
+        for child in children:
+            self._send(child, busy=self.busy, joined=self.joined)
+
+    def _learn(self, hosts: dict[int, str]) -> None:
+        new = {rank: host for rank, host in hosts.items() if self._hosts.get(rank) != host}
+        self._hosts.update(new)
+        self._new_hosts.update(new)
+
+    def _tell_hosts(self, now_s: float) -> None:
+        """Pass on which ranks are on which machine: what is new upwards, and all of it down, which is not little."""
+        if not self._new_hosts:
+            return
+        if not self.leads:
+            assert self.parent is not None
+            self._send(self.parent, hosts=_packed(self._new_hosts))
+        elif now_s >= self._next_hosts_s:
+            self._next_hosts_s = now_s + self._liveness_s
+            for child in self.children:
+                self._send(child, hosts=_packed(self._hosts))
+        else:
+            return
+        self._new_hosts = {}
+
+    def _in_touch(self, peer: int) -> bool:
+        link = self._links.get(peer)
+        return link is not None and link.open and not link.silent
+
+    def _send(self, peer: int, **message: Any) -> None:
+        self.outbox.append((peer, message))
+
+
+def _packed(hosts: dict[int, str]) -> list[list[Any]]:
+    """Ranks by their machine: [machine, first, last, first, last, ...].
+
+    Example:
+        >>> _packed({0: "a", 1: "a", 2: "b", 3: "b", 5: "a"})
+        [['a', 0, 1, 5, 5], ['b', 2, 3]]
+    """
+    made: dict[str, list[Any]] = {}
+    for rank in sorted(hosts):
+        row = made.setdefault(hosts[rank], [hosts[rank]])
+        if len(row) > 1 and row[-1] == rank - 1:
+            row[-1] = rank
+        else:
+            row += [rank, rank]
+    return list(made.values())
+
+
+def _unpacked(rows: Any, size: int) -> dict[int, str]:
+    """What `_packed` was given."""
+    return {rank: str(host) for host, ends in _rows(rows) for first, last in ends for rank in _range(first, last, size)}
+
+
+def _rows(rows: Any) -> Iterator[tuple[Any, Iterable[tuple[Any, Any]]]]:
+    for host, *ends in rows:
+        yield host, zip(ends[::2], ends[1::2], strict=True)
+
+
+def _range(first: Any, last: Any, size: int) -> range:
+    if not 0 <= int(first) <= int(last) < size:
+        raise ValueError("no ranks of this group")
+    return range(int(first), int(last) + 1)
+
+
+def _checked_busy(found: Any) -> list[list[Any]]:
+    return [[int(rank), str(text)[:400], float(age_s)] for rank, text, age_s in found[:_KEPT]]

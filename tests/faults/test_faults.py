@@ -1,0 +1,151 @@
+"""Whatever becomes of a rank, every other rank raises within seconds and names it; who is only slow is waited for."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from faulty_ranks import AT, Said, is_remedied, train
+from samples import exhaustive
+
+import fdp
+
+LIVENESS_S = 3
+
+
+def survivors(kind: str, victim: int, world: int, **kwargs: Any) -> list[Said]:
+    """What the ranks say that nothing is wrong with."""
+    outcomes = ranks.run_fresh(
+        world, train, kind, victim, env={"FDP_LIVENESS_S": str(LIVENESS_S)}, deadline_s=90, grace_s=60, **kwargs
+    )
+    for outcome in outcomes:
+        if outcome.rank == victim:
+            assert outcome.ok or outcome.exitcode == -signal.SIGKILL, outcome.describe()
+        else:
+            assert outcome.ok, outcome.describe()
+    return [outcome.value for outcome in outcomes if outcome.rank != victim]
+
+
+EXPECTED = [
+    # what a rank does, reason, seconds within which all others know, words in the message
+    ("killed between steps", "died", 10, "rank {} died"),
+    ("killed in a step", "died", 10, "rank {} died"),
+    ("killed in the first call", "died", 15, "rank {} died: preparing call 1 of step 'model'"),
+    ("frozen", "frozen", 5 + LIVENESS_S, "rank {} is frozen"),
+    ("raised in a step", "raised", 10, "rank {} raised: "),
+    ("raised in a loader", "raised", 10, "rank {}: OSError: no such shard"),
+    (
+        "destroyed its group",
+        "left",
+        10,
+        "rank {} left: it has destroyed the process group (in its own code, ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "reason", "limit_s", "words"), EXPECTED, ids=[each[0] for each in EXPECTED])
+def test_every_other_rank_names_it(kind: str, reason: str, limit_s: float, words: str) -> None:
+    victim = 2
+    for said in survivors(kind, victim, 3):
+        assert (said["error"], said["ranks"], said["reason"]) == ("PeerError", (victim,), reason), said
+        assert said["after_s"] < limit_s, said
+        assert words.format(victim) in said["text"], said
+        assert is_remedied(said["text"]), said
+        if kind not in ("raised in a loader", "killed in the first call", "killed in a step"):
+            assert said["call"] == AT, said
+
+
+@exhaustive
+@pytest.mark.parametrize(("kind", "reason"), [each[:2] for each in EXPECTED])
+@pytest.mark.parametrize(("victim", "world"), [(0, 2), (1, 2), (0, 4), (3, 4)])
+def test_every_other_rank_names_it_whichever_it_is(kind: str, reason: str, victim: int, world: int) -> None:
+    for said in survivors(kind, victim, world):
+        assert (said["error"], said["ranks"], said["reason"]) == ("PeerError", (victim,), reason), said
+
+
+@pytest.mark.parametrize("kind", ["asleep", "holds the lock"])
+def test_a_rank_that_is_only_slow_is_waited_for(kind: str) -> None:
+    """Twice as long as a rank may be silent: it is its monitor that speaks, and that nothing stops."""
+    for said in survivors(kind, 1, 2, seconds=2.0 * LIVENESS_S + 1):
+        assert not said["error"], said
+        assert said["at"] == 8
+
+
+def two_die() -> Said | None:
+    dist.barrier()
+    if dist.get_rank() in (1, 3):
+        fdp.psum(torch.ones(1))
+        time.sleep(0.3)
+        import os
+
+        os.kill(os.getpid(), signal.SIGKILL)
+    fdp.psum(torch.ones(1))
+    with pytest.raises(fdp.PeerError) as caught:
+        fdp.psum(torch.ones(1))
+    return {"ranks": caught.value.ranks, "reason": caught.value.reason, "call": caught.value.call}
+
+
+def test_two_that_die_at_once_are_both_named_outside_of_a_step_too() -> None:
+    outcomes = ranks.run_fresh(4, two_die, env={"FDP_LIVENESS_S": str(LIVENESS_S)}, deadline_s=60, grace_s=40)
+    for outcome in outcomes:
+        if outcome.rank in (0, 2):
+            assert outcome.value == {"ranks": (1, 3), "reason": "died", "call": 0}, outcome.describe()
+
+
+def catches_and_calls_again() -> list[str]:
+    rank, seen = dist.get_rank(), []
+    step = fdp.data_parallel(lambda w, b: w + fdp.pmean(b @ w))
+    w = torch.ones(2, 2)
+    for call in range(4):
+        if rank == 1 and call == 2:
+            with pytest.raises(RuntimeError):
+                step(w, torch.ones(2, 3))
+            seen.append("caught")
+            time.sleep(0.4)  # less than others wait for who has raised
+        w = step(w, torch.ones(2, 2))
+    return seen
+
+
+def test_an_error_that_is_dealt_with_at_once_ends_nothing() -> None:
+    assert ranks.run(2, catches_and_calls_again) == [[], ["caught"]]
+
+
+def raises_together() -> int:
+    """Every rank raises in the same calls, one of them takes its time over it."""
+    step, caught = fdp.data_parallel(_with_gradient, check_finite=True), 0
+    w = torch.ones(2)
+    for call in range(6):
+        batch = torch.full((2,), float("nan") if call in (2, 4) else 1.0)
+        try:
+            w, _ = step(w, batch)
+        except fdp.NonFiniteError:
+            caught += 1
+            if dist.get_rank() == 1:
+                time.sleep(2.5)
+    return caught
+
+
+def _with_gradient(w: Any, batch: Any) -> Any:
+    loss, grad = fdp.value_and_grad(lambda w: (w * batch).sum())(w)
+    return w - grad, fdp.pmean(loss)
+
+
+def test_a_rank_that_is_slow_to_deal_with_an_error_of_all_ranks_is_waited_for() -> None:
+    assert ranks.run(2, raises_together) == [2, 2]
+
+
+def off() -> tuple[bool, str]:
+    from fdp.distributed.liveness.watch import watched_ranks
+
+    fdp.psum(torch.ones(1))
+    return watched_ranks(dist.group.WORLD) is None, str(fdp.psum(torch.ones(1)).item())
+
+
+def test_it_can_be_turned_off() -> None:
+    outcomes = ranks.run_fresh(2, off, env={"FDP_LIVENESS_S": "0"})
+    assert [outcome.value for outcome in outcomes] == [(True, "2.0")] * 2
