@@ -26,7 +26,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "pytorch": ("dispatch guards parts tensors", "dynamo recomputation"),
     "distributed": (
         "liveness.addresses liveness.fault liveness.links liveness.process liveness.status", "liveness.tree",
-        "liveness.monitor liveness.watch", "liveness.patience",
+        "liveness.monitor liveness.watch",
+        "liveness.aborting liveness.patience liveness.report",
         "collective comparable fingerprint group other_ranks wire", "desynchronised exchange header launch",
     ),
     "context": ("accumulating ambient axis looking",),

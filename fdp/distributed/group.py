@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fdp.distributed.liveness.aborting import abort_when_ranks_are_gone
 from fdp.distributed.liveness.patience import explain, finish
-from fdp.distributed.liveness.watch import Watched, watch
+from fdp.distributed.liveness.report import report_on_signal
+from fdp.distributed.liveness.watch import Watched, is_known, watch, watched_ranks
 from fdp.errors import ArgumentError, build_message
 from fdp.pytorch.parts import require
 
@@ -296,7 +298,14 @@ def _start(
 def watch_over(group: Group) -> Watched | None:
     """Watch the ranks of a group from now on; None where they are not watched."""
     ranks = group.process_group
-    return None if ranks is None else watch(ranks, group.name, group.rank, group.size, group.store)
+    if ranks is None or is_known(ranks):
+        return watched_ranks(ranks)
+    made = watch(ranks, group.name, group.rank, group.size, group.store)
+    if made is not None:
+        report_on_signal()
+        if any(group.backend_for(torch.device(kind)) not in (None, "gloo", "mpi") for kind in ("cuda", "xpu")):
+            abort_when_ranks_are_gone(ranks, made)
+    return made
 
 
 def _call_back(work: Any, arrived: Arrived | None) -> None:

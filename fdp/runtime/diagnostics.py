@@ -38,8 +38,7 @@ def lost_contact(plan: Plan, group: Group, index: int | None, error: Exception) 
     """
     where = "in one of its messages"
     if index is not None:
-        bucket = plan.buckets[index]
-        where = f"in the {bucket.op} of bucket {index}: {_members(plan, bucket)}"
+        where = f"in {bucket_text(plan, index)}"
     if isinstance(error, PeerError) and error.reason:
         return PeerError(
             build_message(
@@ -80,6 +79,12 @@ def refuse_missing_backends(plan: Plan, group: Group) -> None:
                     remedy='initialise it with one for each device: init_process_group("cpu:gloo,cuda:nccl").',
                 )
             )
+
+
+def bucket_text(plan: Plan, index: int) -> str:
+    """What a bucket is, in words."""
+    bucket = plan.buckets[index]
+    return f"the {bucket.op} of bucket {index}: {_members(plan, bucket)}"
 
 
 def _members(plan: Plan, bucket: Bucket) -> str:

@@ -26,7 +26,7 @@ from fdp.plan import Plan
 from fdp.pytorch.dynamo import breaks_graph
 from fdp.runtime.closed_over import ClosedOver
 from fdp.runtime.consensus import Consensus, as_text
-from fdp.runtime.diagnostics import profiler_range, refuse_missing_backends
+from fdp.runtime.diagnostics import bucket_text, profiler_range, refuse_missing_backends
 from fdp.runtime.in_flight import InFlight
 from fdp.runtime.memory_map import MemoryMap, memory_map
 from fdp.runtime.order import Agreements
@@ -182,6 +182,7 @@ class Emitted:
         if self._communicates:
             refuse_desynchronised(self.group, f"step {self.plan.trace.name!r}")
         flying: list[InFlight] = []
+        watched = watched_ranks(self.group.process_group)
 
         def start(index: int) -> None:
             try:
@@ -196,6 +197,8 @@ class Emitted:
         def wait(index: int) -> None:
             try:
                 with profiler_range(self.plan, index, "is waited for"):
+                    if watched is not None:
+                        watched.awaited = functools.partial(bucket_text, self.plan, index)
                     flying[0].wait(index)
             except (PeerError, RuntimeError, dist.DistError) as error:
                 raise self._consensus.peer_error(index, error) from error
@@ -209,7 +212,7 @@ class Emitted:
                 text = f"{type(error).__name__}: {error}".splitlines()[0]
                 mark_desynchronised(self.group, f"step {self.plan.trace.name!r} was left in the middle by {text}")
             raise
-        if (watched := watched_ranks(self.group.process_group)) is not None:
+        if watched is not None:
             watched.messages_are_there()
         self._replication.note(outputs)
         return self._put_together(outputs)

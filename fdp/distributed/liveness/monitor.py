@@ -23,7 +23,7 @@ from fdp.distributed.liveness import status as status_of
 from fdp.distributed.liveness.fault import Fault
 from fdp.distributed.liveness.links import Link, listen, start_connecting
 from fdp.distributed.liveness.process import Process
-from fdp.distributed.liveness.status import Status
+from fdp.distributed.liveness.status import Status, described
 from fdp.distributed.liveness.tree import Node, parent_of
 
 _LINGERS_S = 15.0
@@ -221,7 +221,8 @@ class Monitor:
                 del self._strangers[link]
                 link.send({"host": self._host})
                 self._keep(group, rank, link, str(message["host"]))
-                return
+                # What came behind it.
+                return self._read(group, rank, link)
 
     def _keep(self, group: _Group, rank: int, link: Link, host: str) -> None:
         before = group.links.get(rank)
@@ -311,20 +312,6 @@ class Monitor:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(link.socket)
         link.close()
-
-
-def described(what: int, call: int, text: str) -> str:
-    """What a rank does, in words.
-
-    Example:
-        >>> described(status_of.CALLING, 12, "train"), described(status_of.IDLE, 12, "train")
-        ("in call 12 of step 'train'", "in its own code, after call 12 of step 'train'")
-    """
-    if what == status_of.NEW or (what == status_of.IDLE and not call):
-        return "in its own code, before the first call of a step"
-    if what == status_of.PREPARING:
-        return f"preparing call {call} of step {text!r}"
-    return f"{'in its own code, after' if what == status_of.IDLE else 'in'} call {call} of step {text!r}"
 
 
 def main() -> None:

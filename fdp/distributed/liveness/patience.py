@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import logging
 import time
@@ -9,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fdp.distributed.liveness.fault import Fault
-from fdp.distributed.liveness.watch import Watched, age, watched_ranks
+from fdp.distributed.liveness.watch import Watched, age, liveness_s, watched_ranks
 from fdp.errors import PeerError, build_message
 
 _PIECE_S = 0.25
@@ -57,7 +58,7 @@ class Patience:
         self._watched, self._what = watched, what
         self._begun_s = self._now_s()
         self._news_s: float | None = None
-        self._warns_s = _WARNS_S
+        self._warns_s, self._says_s = _WARNS_S, liveness_s()
 
     def look(self) -> None:
         """Look around: between two pieces of the wait.
@@ -74,9 +75,10 @@ class Patience:
             self._news_s = now_s
         elif now_s - self._news_s >= _SETTLES_S:
             raise peer_error(self._watched, faults, self._what)
-        if waited_s >= self._warns_s:
-            self._warns_s *= 2
-            logger.warning("fdp: %s", waiting_text(self._watched, self._what, waited_s))
+        if waited_s >= self._says_s:
+            level = logging.WARNING if waited_s >= self._warns_s else logging.INFO
+            self._says_s = self._warns_s if level == logging.INFO else 2 * waited_s
+            logger.log(level, "fdp: %s", waiting_text(self._watched, self._what, waited_s))
 
     def explain(self) -> PeerError | None:
         """After the backend failed: who is gone, if that becomes known soon."""
@@ -123,7 +125,19 @@ def finish(work: Any, group: Any, what: str = "a message") -> None:
     with watched.waiting():
         patience = Patience(watched, what)
         while not _came(work, group, what):
-            patience.look()
+            try:
+                patience.look()
+            except PeerError:
+                _never_delete(group)
+                raise
+
+
+def _never_delete(group: Any) -> None:
+    """Keep a process group for as long as the process lives, and beyond.
+
+    gloo's waits for all messages when it is deleted, and this one never comes: the process would not end.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _came(work: Any, group: Any, what: str) -> bool:
@@ -217,6 +231,8 @@ def remedy_for(reason: str) -> str:
 def waiting_text(watched: Watched, what: str, waited_s: float) -> str:
     """Who is waited for, in one line."""
     where = f", in call {watched.number} of step {watched.step!r}" if watched.calling is not None else ""
+    if watched.awaited is not None:
+        what = watched.awaited()
     busy = [(rank, text, age_s) for rank, text, age_s in watched.busy() if rank != watched.rank]
     who = "; ".join(f"rank {rank}, for {age(age_s)} {text}" for rank, text, age_s in busy)
     told = f" Not waiting: {who}." if who else " It is not known for whom."

@@ -82,3 +82,17 @@ class Status:
                 return json.loads(encoded) if length else None
             time.sleep(0.001)
         return None  # the monitor was stopped while it wrote
+
+
+def described(what: int, call: int, text: str) -> str:
+    """What a rank does, in words.
+
+    Example:
+        >>> described(CALLING, 12, "train"), described(IDLE, 12, "train")
+        ("in call 12 of step 'train'", "in its own code, after call 12 of step 'train'")
+    """
+    if what == NEW or (what == IDLE and not call):
+        return "in its own code, before the first call of a step"
+    if what == PREPARING:
+        return f"preparing call {call} of step {text!r}"
+    return f"{'in its own code, after' if what == IDLE else 'in'} call {call} of step {text!r}"

@@ -285,7 +285,7 @@ class Node:
         if not self.leads:
             assert self.parent is not None
             self._send(self.parent, hosts=_packed(self._new_hosts))
-        elif now_s >= self._next_hosts_s:
+        elif now_s >= self._next_hosts_s or len(self._hosts) == self.size:  # all are known: the last time
             self._next_hosts_s = now_s + self._liveness_s
             for child in self.children:
                 self._send(child, hosts=_packed(self._hosts))

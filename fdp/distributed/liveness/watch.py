@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -57,6 +58,11 @@ class Watched:
         calling: which call is under way, from 1 on; None between calls.
         step: the name of the step that was called last.
         number: which call of that step.
+        raised: whether the last call ended in an error that other ranks may wait for.
+        version: of the news that were read last.
+        news: what the monitor has heard.
+        awaited: says what a step waits for, or waited for last; None outside of steps.
+        waits_since_s: since when this rank waits for others, by the monotonic clock; None if it does not.
     """
 
     key: str
@@ -70,6 +76,8 @@ class Watched:
     raised: bool = False
     version: int = -1
     news: dict[str, Any] = field(default_factory=dict)
+    awaited: Callable[[], str] | None = None
+    waits_since_s: float | None = None
 
     def begin(self, step: str, number: int) -> None:
         """A call of a step begins."""
@@ -90,7 +98,7 @@ class Watched:
 
     def end(self, error: BaseException | None) -> None:
         """The call has ended."""
-        left, self.calling = self.calling, None
+        left, self.calling, self.awaited = self.calling, None, None
         if error is not None and not isinstance(error, PeerError) and left is not None and left > self.calls:
             self.raised = True
             text = _text_of(error)
@@ -108,10 +116,12 @@ class Watched:
 
     def wait_begins(self) -> None:
         """This rank waits for others."""
+        self.waits_since_s = time.monotonic()
         self.monitor.status.say(status_of.WAITING, self.number, self.step)
 
     def wait_ends(self) -> None:
         """It does not any more."""
+        self.waits_since_s = None
         what = status_of.IDLE if self.calling is None else status_of.CALLING
         self.monitor.status.say(what, self.number, self.step)
 
@@ -197,6 +207,22 @@ def _start(memory: int, reading: int, arguments: list[str]) -> tuple[int, str]:
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Watched | None] = weakref.WeakKeyDictionary()
 _own: list[_Beside] = []
 _starting = threading.Lock()
+
+
+def all_watched() -> list[Watched]:
+    """The groups whose ranks are watched."""
+    return [watched for watched in _groups.values() if watched is not None]
+
+
+def is_known(group: dist.ProcessGroup) -> bool:
+    """Whether it has been decided if the ranks of a group are watched."""
+    return group in _groups
+
+
+def described_status(watched: Watched) -> str:
+    """What this rank is doing, in words."""
+    what, call, text, _ = watched.monitor.status.doing()
+    return status_of.described(what, call, text)
 
 
 def watched_ranks(group: dist.ProcessGroup | None) -> Watched | None:

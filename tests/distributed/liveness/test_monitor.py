@@ -1,0 +1,210 @@
+"""The small process: what it shares with its rank, what it sees of it, and who may connect to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fdp.distributed.liveness import status as status_of
+from fdp.distributed.liveness.addresses import host_name, own_addresses
+from fdp.distributed.liveness.links import Link, listen, start_connecting
+from fdp.distributed.liveness.monitor import Monitor
+from fdp.distributed.liveness.process import Process
+from fdp.distributed.liveness.status import SIZE_BYTES, Status, described
+
+
+def shared() -> tuple[Any, Status, Status]:
+    file = tempfile.TemporaryFile()  # noqa: SIM115 (the memory lives as long as the test)
+    file.truncate(SIZE_BYTES)
+    return file, Status(file.fileno()), Status(file.fileno())
+
+
+def until(true: Callable[[], bool], seconds: float = 10.0) -> bool:
+    end_s = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@given(st.text(max_size=900), st.integers(0, 2**63))
+def test_what_a_rank_does_is_seen_in_the_other_process(text: str, call: int) -> None:
+    file, own, other = shared()
+    with file:
+        own.say(status_of.CALLING, call, text)
+        what, seen_call, seen, age_s = other.doing()
+        assert (what, seen_call) == (status_of.CALLING, call)
+        cut = text.encode(errors="backslashreplace")[:480].split(b"\0")[0]
+        assert seen == cut.decode(errors="replace")
+        assert 0 <= age_s < 60
+
+
+def test_news_are_whole_however_often_they_change() -> None:
+    file, own, other = shared()
+    with file:
+        assert own.news() is None
+        ended = threading.Event()
+
+        def tell() -> None:
+            number = 0
+            while not ended.is_set():
+                number += 1
+                other.tell({"number": number, "again": [number] * (number % 50)})
+
+        thread = threading.Thread(target=tell)
+        thread.start()
+        try:
+            for _ in range(300):
+                news = own.news()
+                assert news is None or news["again"] == [news["number"]] * (news["number"] % 50)
+        finally:
+            ended.set()
+            thread.join()
+        before = own.version
+        other.tell("x" * SIZE_BYTES)  # too long: what was told before stays
+        assert own.version == before
+
+
+def test_a_process_is_seen_to_stop_to_go_on_and_to_end() -> None:
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    seen = Process(sleeper.pid)
+    try:
+        assert not seen.is_stopped()
+        sleeper.send_signal(signal.SIGSTOP)
+        assert until(seen.is_stopped)
+        assert not seen.is_gone()
+        sleeper.send_signal(signal.SIGCONT)
+        assert until(lambda: not seen.is_stopped())
+    finally:
+        sleeper.kill()
+    assert until(seen.is_gone)  # before its parent has asked for its exit code, too
+    sleeper.wait()
+    assert seen.is_gone()
+
+
+def test_messages_come_whole_whatever_the_pieces_of_the_wire() -> None:
+    messages = [{"n": n, "text": "é" * (n * 977)} for n in range(60)]
+    with listen(everywhere=False) as listening:
+        sending = Link(start_connecting("127.0.0.1", listening.getsockname()[1]))
+        assert until(lambda: bool(select.select([listening], [], [], 0)[0]))
+        receiving = Link(listening.accept()[0])
+    for message in messages:
+        sending.send(message)
+    found: list[Any] = []
+    assert until(lambda: (sending.flush(), found.extend(receiving.receive()), len(found) == len(messages))[2])
+    assert found == messages
+    assert not sending.wants_to_send
+    sending.close()
+    with pytest.raises(ConnectionResetError):
+        until(lambda: bool(list(receiving.receive())))
+    receiving.close()
+
+
+class Running:
+    """A monitor of this very process, in a thread."""
+
+    def __init__(self) -> None:
+        self.reading, self.writing = os.pipe()
+        with tempfile.TemporaryFile() as file:
+            file.truncate(SIZE_BYTES)
+            self.status = Status(file.fileno())
+            self.monitor = Monitor(os.getpid(), file.fileno(), self.reading, 1.0, False, "here")
+        self.command(do="join", group="g", rank=0, size=3)
+        self.thread = threading.Thread(target=self.monitor.run, daemon=True)
+        self.thread.start()
+        assert until(lambda: self.status.news() is not None)
+
+    def command(self, **command: Any) -> None:
+        os.write(self.writing, json.dumps(command).encode() + b"\n")
+
+    def story(self) -> list[dict[str, Any]]:
+        return self.status.news()["g"]["story"]  # type: ignore[no-any-return]
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.monitor.port), timeout=5)
+
+    def hello(self, **changes: Any) -> bytes:
+        told = {"group": "g", "rank": 1, "token": self.monitor.token, "host": "there", **changes}
+        return framed(told)
+
+
+def framed(message: Any) -> bytes:
+    text = json.dumps(message).encode()
+    return struct.pack(">I", len(text)) + text
+
+
+@pytest.fixture(scope="module")
+def running() -> Running:
+    return Running()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff\xff\xff\xff",
+        framed([]),
+        framed({}),
+        framed({"group": "another", "rank": 1, "token": "", "host": ""}),
+        struct.pack(">I", 3) + b"{{{",
+    ],
+)
+def test_strangers_are_turned_away(running: Running, said: bytes) -> None:
+    with running.connect() as stranger:
+        stranger.sendall(said)
+        assert stranger.recv(100) == b""
+    assert running.story() == []
+
+
+@pytest.mark.parametrize("changes", [{"token": "guessed"}, {"rank": 0}, {"rank": 3}, {"rank": -1}, {"rank": "x"}])
+def test_who_does_not_know_the_token_or_is_no_child_is_turned_away(running: Running, changes: dict[str, Any]) -> None:
+    with running.connect() as stranger:
+        stranger.sendall(running.hello(**changes))
+        assert stranger.recv(100) == b""
+    assert running.story() == []
+
+
+def test_a_child_is_heard_and_missed_when_it_is_gone(running: Running) -> None:
+    with running.connect() as child:
+        hello = running.hello()
+        child.sendall(hello[:7])  # in two pieces
+        time.sleep(0.05)
+        child.sendall(hello[7:] + framed({"report": _fault(2, "raised", "ValueError: no")}))
+        assert until(lambda: [each["rank"] for each in running.story()] == [2])
+        running.command(do="raised", group="g", text="KeyError: 'w'", call=7)
+        assert until(lambda: [each["rank"] for each in running.story()] == [2, 0])
+        running.command(do="clear", group="g")
+        assert until(lambda: [each["rank"] for each in running.story()] == [2])
+    assert until(lambda: [each["rank"] for each in running.story()] == [2, 1])
+    assert running.story()[1]["suspected"]
+
+
+def _fault(rank: int, reason: str, text: str) -> dict[str, Any]:
+    return {"rank": rank, "reason": reason, "text": text, "call": None, "suspected": False}
+
+
+def test_this_machine_has_a_name_and_addresses_that_are_not_its_own_loopback() -> None:
+    assert host_name() == host_name() != ""
+    assert not any(address.startswith("127.") or address == "::1" for address in own_addresses())
+
+
+def test_what_a_rank_does_reads_as_a_sentence() -> None:
+    assert described(status_of.NEW, 0, "") == "in its own code, before the first call of a step"
+    assert described(status_of.PREPARING, 1, "train") == "preparing call 1 of step 'train'"
+    assert described(status_of.WAITING, 3, "it's") == 'in call 3 of step "it\'s"'

@@ -1,0 +1,146 @@
+"""What a rank that waits says, on a signal and in its log; and what ends the messages of a device."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+import fdp
+from fdp.distributed.liveness import aborting, patience
+from fdp.distributed.liveness.fault import Fault
+from fdp.distributed.liveness.report import where
+from fdp.distributed.liveness.watch import age
+
+
+def waits_for_the_other() -> tuple[list[tuple[str, str]], str]:
+    """Rank 1 sleeps between two calls; what rank 0 logs meanwhile, and what it would print."""
+    patience._WARNS_S = 2.0
+    os.environ["FDP_LIVENESS_S"] = "1.0"
+    logged: list[tuple[str, str]] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append((record.levelname, record.getMessage()))  # type: ignore[method-assign]
+    logger = logging.getLogger("fdp")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    printed: list[str] = []
+
+    def train(w: Any, batch: Any) -> Any:
+        _, grads = fdp.value_and_grad(lambda w: (w["layer"] * batch).sum())(w)
+        return {"layer": w["layer"] - grads["layer"]}
+
+    step, w = fdp.data_parallel(train), {"layer": torch.ones(2)}
+    try:
+        for call in range(3):
+            if call == 2 and dist.get_rank() == 1:
+                time.sleep(6)
+            if call == 2:
+                del logged[:]  # of the first call's stages
+                timer = threading.Timer(4.0, lambda: printed.append(where()))
+                timer.start()
+            w = step(w, torch.ones(2))
+    finally:
+        logger.removeHandler(handler)
+        del os.environ["FDP_LIVENESS_S"]
+    timer.join()
+    return logged, printed[0]
+
+
+def test_who_is_waited_for_is_said_in_the_log_and_on_a_signal() -> None:
+    env = {"FDP_LIVENESS_S": "1"}
+    (logged, printed), (silence, other) = (
+        outcome.value for outcome in ranks.run_fresh(2, waits_for_the_other, env=env, deadline_s=60)
+    )
+    assert [level for level, _ in logged][:2] == ["INFO", "WARNING"], logged
+    message = logged[1][1]
+    assert "rank 0 has waited for 2 s in the mean of bucket 0: w['layer'], in call 3 of step 'train'." in message
+    assert "Not waiting: rank 1, for " in message
+    assert "in its own code, after call 2 of step 'train'" in message
+    assert silence == []
+    assert "fdp: rank 0 of 2 is in call 3 of step 'train'." in printed
+    assert "s for the mean of bucket 0: w['layer']" in printed
+    assert "rank 1 is not waiting: for " in printed
+    assert other.startswith("fdp: rank 1 of 2 is in its own code, after call 3")
+
+
+def asks_by_signal(taken: bool) -> tuple[bool, str]:
+    import contextlib
+    import io
+
+    if taken:
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+    else:
+        import faulthandler
+
+        faulthandler.unregister(signal.SIGUSR1)  # the harness's own
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    mine = signal.getsignal(signal.SIGUSR1)
+    fdp.psum(torch.ones(1))
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.1)
+    return signal.getsignal(signal.SIGUSR1) is mine, said.getvalue()
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_the_signal_prints_unless_a_program_has_taken_it(taken: bool) -> None:
+    for rank, outcome in enumerate(ranks.run_fresh(2, asks_by_signal, taken, deadline_s=60)):
+        assert outcome.ok, outcome.describe()
+        kept, said = outcome.value
+        assert kept is taken
+        assert said.startswith("" if taken else f"fdp: rank {rank} of 2 is in its own code")
+        assert bool(said) is not taken
+
+
+class Group:
+    """What can be aborted."""
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+class Watched:
+    """Ranks with some faults."""
+
+    def __init__(self) -> None:
+        self.found: list[Fault] = []
+        self.monitor = type("Monitor", (), {"closing": threading.Event()})()
+
+    def faults(self, believing: bool) -> list[Fault]:
+        return self.found
+
+
+def test_messages_of_a_device_are_ended_when_a_rank_is_gone_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aborting, "_LOOKS_S", 0.01)
+    monkeypatch.setattr(aborting, "_GIVES_UP_S", 0.05)
+    group, watched = Group(), Watched()
+    thread = aborting.abort_when_ranks_are_gone(group, watched)  # type: ignore[arg-type]
+    watched.found = [Fault(1, "raised", "ValueError", call=3)]  # it may go on
+    assert not group.aborted.wait(0.3)
+    watched.found = [Fault(1, "died")]
+    assert group.aborted.wait(5)
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_the_thread_ends_with_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aborting, "_LOOKS_S", 0.01)
+    thread = aborting.abort_when_ranks_are_gone(Group(), Watched())  # type: ignore[arg-type]
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_seconds_in_words() -> None:
+    assert [age(seconds) for seconds in (0.4, 119, 3661)] == ["0 s", "119 s", "61 min 1 s"]

@@ -1,0 +1,55 @@
+"""The same for programs as users start them: with errors that nobody catches, and rank 0 that holds the store."""
+
+from __future__ import annotations
+
+import pathlib
+import signal
+import time
+
+import pytest
+from programs import end_ranks, start_ranks, told
+
+PROGRAM = pathlib.Path(__file__).with_name("program.py")
+
+
+@pytest.mark.parametrize(
+    ("kind", "victim", "reason", "words"),
+    [
+        ("raised", 1, "raised", "rank 1 raised: ValueError: a mistake of the user's"),
+        ("left", 2, "left", "rank 2 left: its program has ended (in its own code, after call 4 of step 'step')"),
+        ("killed", 0, "died", "rank 0 died: in its own code, after call 4 of step 'step'"),
+        ("frozen", 0, "frozen", "rank 0 is frozen"),
+        ("killed in the first call", 0, "died", "rank 0 died: preparing call 1 of step 'step'"),
+    ],
+)
+def test_every_other_rank_names_it(kind: str, victim: int, reason: str, words: str, tmp_path: pathlib.Path) -> None:
+    started = start_ranks(PROGRAM, [kind, str(victim), str(tmp_path)], 3, FDP_LIVENESS_S="3")
+    others = [process for rank, process in enumerate(started) if rank != victim]
+    printed = "\n".join(end_ranks(others, 90))  # which end, though a message is pending and the victim may be there
+    started[victim].kill()
+    end_ranks([started[victim]], 10)
+    assert "it did not end in time" not in printed, printed
+    lines = told(tmp_path)
+    (fault,) = [line for line in lines if line["event"] == "fault"]
+    errors = [line for line in lines if line["event"] == "error"]
+    assert sorted(error["rank"] for error in errors) == sorted({0, 1, 2} - {victim}), printed
+    for error in errors:
+        assert (error["ranks"], error["reason"]) == ([victim], reason), error
+        assert words in error["text"]
+        assert error["when_s"] - fault["when_s"] < 10, error
+
+
+def test_an_interrupt_ends_all_ranks_soon_and_says_little(tmp_path: pathlib.Path) -> None:
+    started = start_ranks(PROGRAM, ["none", "-1", str(tmp_path)], 2)
+    deadline_s = time.monotonic() + 60
+    while len(told(tmp_path)) < 2 and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    begun_s = time.monotonic()
+    for process in started:  # as a terminal sends it to all of a job
+        process.send_signal(signal.SIGINT)
+    printed = end_ranks(started, 30)
+    assert time.monotonic() - begun_s < 5
+    assert [line["event"] for line in told(tmp_path)].count("interrupted") == 2, printed
+    for text in printed:
+        assert "KeyboardInterrupt" in text
+        assert len(text.splitlines()) < 60, text

@@ -1,0 +1,79 @@
+"""Programs of several ranks, each started by hand with the variables that torchrun would set."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from torchrun import ROOT
+
+
+def free_port() -> int:
+    """A port that nothing listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def start_ranks(
+    script: pathlib.Path,
+    arguments: Sequence[str],
+    size: int,
+    address: str = "127.0.0.1",
+    prefixes: Sequence[Sequence[str]] = (),
+    **variables: str,
+) -> list[subprocess.Popen[str]]:
+    """Start the ranks of a script; rank 0 holds the store.
+
+    Args:
+        script: what each runs.
+        arguments: of the script.
+        size: number of ranks.
+        address: at which rank 0 can be reached.
+        prefixes: for each rank words before its command, such as those that run it on another host.
+        variables: of the environment.
+    """
+    started, port = [], str(free_port())
+    for rank in range(size):
+        environment = {
+            **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RANK": str(rank), "WORLD_SIZE": str(size),
+            "LOCAL_RANK": str(rank), "MASTER_ADDR": address, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo",
+            **variables,
+        }  # fmt: skip
+        prefix = prefixes[rank] if prefixes else ()
+        started.append(
+            subprocess.Popen(
+                [*prefix, sys.executable, str(script), *arguments],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    return started
+
+
+def end_ranks(started: Sequence[subprocess.Popen[str]], deadline_s: float) -> list[str]:
+    """What each rank printed; those that do not end in time are killed."""
+    end_s = time.monotonic() + deadline_s
+    printed = []
+    for process in started:
+        try:
+            printed.append(process.communicate(timeout=max(0.1, end_s - time.monotonic()))[0])
+        except subprocess.TimeoutExpired:
+            process.kill()
+            printed.append(process.communicate()[0] + "\n(killed: it did not end in time)")
+    return printed
+
+
+def told(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """What ranks have written into a folder, in the order in which they did."""
+    lines = [json.loads(line) for path in folder.glob("rank*") for line in path.read_text().splitlines()]
+    return sorted(lines, key=lambda line: line["when_s"])
