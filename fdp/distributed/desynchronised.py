@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from fdp.distributed.group import Group, watch_over
 from fdp.distributed.liveness.patience import refuse_gone
+from fdp.distributed.liveness.watch import watched_ranks
 from fdp.errors import PeerError, build_message
 
 _left_behind: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
@@ -20,6 +21,8 @@ def mark_desynchronised(group: Group, why: str) -> None:
     """Note that this rank left a step in the middle: the others are in it still, so no message can be paired."""
     if group.process_group is not None:
         _left_behind.setdefault(group.process_group, why)
+        if (watched := watched_ranks(group.process_group)) is not None:
+            watched.desynchronised = True
 
 
 _doubts: weakref.WeakKeyDictionary[dist.ProcessGroup, Callable[[], str | None]] = weakref.WeakKeyDictionary()
@@ -106,7 +109,8 @@ def alone_on(group: Group, name: str, call: int = 0) -> Iterator[None]:
             yield
             return
         watched.begin(name, call)
-        refuse_gone(watched)
+        if not watched.desynchronised:  # otherwise that is the reason that is given
+            refuse_gone(watched)
         try:
             yield
         except BaseException as error:

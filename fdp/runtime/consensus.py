@@ -9,7 +9,7 @@ from fdp.distributed.comparable import comparable
 from fdp.distributed.group import Group
 from fdp.emit.codegen.program import Program
 from fdp.emit.compiled import Options
-from fdp.errors import FdpError, PeerError
+from fdp.errors import FdpError
 from fdp.plan import Plan
 from fdp.runtime.agreement import agree, digest
 from fdp.runtime.diagnostics import lost_contact
@@ -80,7 +80,7 @@ class Consensus:
             self._order = Order(self._plan, self._program, self._group, self._agreed[self._key])
         try:
             self._order.begin()
-        except (PeerError, RuntimeError, dist.DistError) as error:
+        except (RuntimeError, dist.DistError) as error:
             raise self.peer_error(None, error) from error
         return self._order
 
@@ -91,8 +91,6 @@ class Consensus:
             index: of the bucket; None if that is not known.
             error: what the backend raised.
         """
-        if isinstance(error, PeerError):
-            return lost_contact(self._plan, self._group, index, error)
         elsewhere = None if self._order is None else self._order.explain()
         return lost_contact(self._plan, self._group, index, error) if elsewhere is None else elsewhere
 

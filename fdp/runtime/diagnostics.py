@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from fdp.distributed.group import Group
-from fdp.distributed.liveness.patience import remedy_for
 from fdp.errors import ArgumentError, PeerError, build_message
 from fdp.plan import Bucket, Plan
 from fdp.tables import format_bytes
@@ -34,21 +33,11 @@ def lost_contact(plan: Plan, group: Group, index: int | None, error: Exception) 
         plan: of the step.
         group: the ranks.
         index: of the bucket; None if that is not known.
-        error: what failed; a `PeerError` knows which ranks are gone.
+        error: what failed, if it is not known which rank is gone.
     """
     where = "in one of its messages"
     if index is not None:
         where = f"in {bucket_text(plan, index)}"
-    if isinstance(error, PeerError) and error.reason:
-        return PeerError(
-            build_message(
-                f"call {error.call} of step {plan.trace.name!r} on rank {group.rank} cannot go on: another rank will "
-                "not come.",
-                [*error.details, f"it was waited for {where}"],
-                remedy=f"{remedy_for(error.reason)} (Donated state may be half updated.)",
-            ),
-            error.ranks, error.reason, error.call, error.details,
-        )  # fmt: skip
     others = [rank for rank in range(group.size) if rank != group.rank]
     return PeerError(
         build_message(

@@ -21,7 +21,7 @@ from fdp.emit.codegen.lines import Part
 from fdp.emit.codegen.program import Program
 from fdp.emit.compiled import Options, compile_program, resolve_options, why_not_recorded
 from fdp.emit.proved import verified_program
-from fdp.errors import ArgumentError, PeerError, build_message
+from fdp.errors import ArgumentError, build_message
 from fdp.plan import Plan
 from fdp.pytorch.dynamo import breaks_graph
 from fdp.runtime.closed_over import ClosedOver
@@ -185,22 +185,24 @@ class Emitted:
         watched = watched_ranks(self.group.process_group)
 
         def start(index: int) -> None:
+            if watched is not None:
+                watched.awaited = functools.partial(bucket_text, self.plan, index)
             try:
                 with profiler_range(self.plan, index, "starts"):
                     if not flying:
                         flying.append(InFlight(self.residence.buffers, self.group, order))
                     arrived = None if observer is None else functools.partial(observer.arrived, index)
                     flying[0].start(index, arrived)
-            except (PeerError, RuntimeError, dist.DistError) as error:
+            except (RuntimeError, dist.DistError) as error:
                 raise self._consensus.peer_error(index, error) from error
 
         def wait(index: int) -> None:
+            if watched is not None:
+                watched.awaited = functools.partial(bucket_text, self.plan, index)
             try:
                 with profiler_range(self.plan, index, "is waited for"):
-                    if watched is not None:
-                        watched.awaited = functools.partial(bucket_text, self.plan, index)
                     flying[0].wait(index)
-            except (PeerError, RuntimeError, dist.DistError) as error:
+            except (RuntimeError, dist.DistError) as error:
                 raise self._consensus.peer_error(index, error) from error
 
         seen = (start, wait) if observer is None else (observer.around_start(start), observer.around_wait(wait))

@@ -18,6 +18,7 @@ class Fault:
         reason: one of `REASONS`.
         text: what more is known, such as an error's class and text, or what the rank did last.
         call: of a rank that raised and goes on: which call of the group's steps it left; None for what is final.
+        after_s: how many seconds after the first fault it was noticed: what comes later may have come of that.
         suspected: its monitor is silent or gone. The rank itself may be well: only who waits for it believes this.
     """
 
@@ -26,6 +27,7 @@ class Fault:
     text: str = ""
     call: int | None = None
     suspected: bool = False
+    after_s: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
         """What JSON knows of."""
@@ -42,7 +44,7 @@ class Fault:
             call = found["call"]
             made = cls(
                 int(found["rank"]), str(found["reason"]), str(found["text"])[:2000],
-                None if call is None else int(call), bool(found["suspected"]),
+                None if call is None else int(call), bool(found["suspected"]), float(found["after_s"]),
             )  # fmt: skip
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError("no fault") from error

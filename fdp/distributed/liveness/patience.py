@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import datetime
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,9 @@ _PIECE = datetime.timedelta(seconds=_PIECE_S)
 
 _SETTLES_S = 0.3
 """So long after the first news, others of the same cause may come: two ranks of one machine."""
+
+_TOGETHER_S = 0.25
+"""What is noticed within this time has one cause; no rank raises, and ends, so soon after the first news."""
 
 _BELIEVES_S = 2.0
 """After so long a rank that waits believes what is only suspected: it has not heard of the others itself."""
@@ -196,7 +200,7 @@ def refuse_gone(watched: Watched) -> None:
     if watched.has_news:
         faults = [fault for fault in watched.faults(believing=False) if fault.call is None and fault.reason != "frozen"]
         if faults:
-            raise peer_error(watched, faults, "a step")
+            raise peer_error(watched, faults, "")
 
 
 def explain(group: Any, what: str) -> PeerError | None:
@@ -206,26 +210,30 @@ def explain(group: Any, what: str) -> PeerError | None:
 
 
 def peer_error(watched: Watched, faults: Sequence[Fault], what: str) -> PeerError:
-    """The error for ranks that will not come."""
-    reason = faults[0].reason
-    of_it = sorted((fault for fault in faults if fault.reason == reason), key=lambda fault: fault.rank)
+    """The error for ranks that will not come.
+
+    Args:
+        watched: the ranks.
+        faults: what became of them, the first first.
+        what: this rank waits in; empty if it has not begun to.
+    """
+    first = faults[0]
+    reason = first.reason
+    # Of silence it is noticed now here, now there. Who died or left later may have done so for want of the first.
+    latest_s = math.inf if reason == "unreachable" else first.after_s + _TOGETHER_S
+    of_it = [fault for fault in faults if fault.reason == reason and fault.after_s <= latest_s]
+    of_it = sorted(of_it, key=lambda fault: fault.rank)
     ranks = tuple(fault.rank for fault in of_it)
     details = tuple(f"rank {fault.rank} {_said(fault)}" for fault in of_it)
     call = watched.number if watched.calling is not None else 0
-    where = f", in call {call} of step {watched.step!r}" if call else ""
-    return PeerError(
-        build_message(
-            f"rank {watched.rank} waited in {what}{where}, and {_names(ranks)} will not come.",
-            details,
-            remedy=_REMEDIES[reason],
-        ),
-        ranks, reason, call, details,
-    )  # fmt: skip
-
-
-def remedy_for(reason: str) -> str:
-    """What to do about ranks that are gone."""
-    return _REMEDIES.get(reason, "look for the first error among the logs of all ranks; start the job again.")
+    who = f"rank {watched.rank}" if not call else f"call {call} of step {watched.step!r} on rank {watched.rank}"
+    lines, remedy = list(details), _REMEDIES[reason]
+    if what:
+        lines.append(f"it was waited for in {watched.awaited() if watched.awaited is not None else what}")
+        remedy += " Donated state may be half updated." if call else ""
+    gone = "another rank" if len(ranks) == 1 else f"{len(ranks)} other ranks"
+    heading = f"{who} cannot go on: {gone} will not come."
+    return PeerError(build_message(heading, lines, remedy=remedy), ranks, reason, call, details)
 
 
 def waiting_text(watched: Watched, what: str, waited_s: float) -> str:
@@ -244,7 +252,3 @@ def _said(fault: Fault) -> str:
         "died": "died", "frozen": "is frozen", "raised": "raised", "left": "left", "unreachable": "cannot be reached",
     }[fault.reason]  # fmt: skip
     return f"{said}: {fault.text}" if fault.text else said
-
-
-def _names(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

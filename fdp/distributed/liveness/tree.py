@@ -11,7 +11,7 @@ all, so all ranks tell the same story. A monitor that loses its parent does what
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fdp.distributed.liveness.fault import Fault
@@ -73,6 +73,7 @@ class Node:
         self._links: dict[int, _Link] = {}
         self._hosts = {rank: host}
         self._own_faults: dict[int, Fault] = {}  # of this rank, and of neighbours that were lost: sent again if need be
+        self._first_s = now_s  # when the first fault of the story was noticed
         self._own_busy: list[list[Any]] = []
         self._next_beat_s = now_s
         self._next_story_s, self._story_due = now_s, False
@@ -199,6 +200,9 @@ class Node:
             return
         known = {each.rank: at for at, each in enumerate(self.story)}
         at = known.get(fault.rank)
+        if not self.story:
+            self._first_s = now_s
+        fault = replace(fault, after_s=now_s - self._first_s)
         if at is None:
             if len(self.story) < _KEPT:
                 self.story.append(fault)

@@ -59,6 +59,7 @@ class Watched:
         step: the name of the step that was called last.
         number: which call of that step.
         raised: whether the last call ended in an error that other ranks may wait for.
+        desynchronised: whether it left a call in the middle of its messages, and cannot go on.
         version: of the news that were read last.
         news: what the monitor has heard.
         awaited: says what a step waits for, or waited for last; None outside of steps.
@@ -74,6 +75,7 @@ class Watched:
     step: str = ""
     number: int = 0
     raised: bool = False
+    desynchronised: bool = False
     version: int = -1
     news: dict[str, Any] = field(default_factory=dict)
     awaited: Callable[[], str] | None = None
@@ -100,9 +102,11 @@ class Watched:
         """The call has ended."""
         left, self.calling, self.awaited = self.calling, None, None
         if error is not None and not isinstance(error, PeerError) and left is not None and left > self.calls:
-            self.raised = True
-            text = _text_of(error)
-            self.monitor.command(do="raised", group=self.key, text=text, call=left)
+            if self.desynchronised:
+                self.monitor.command(do="leave", group=self.key, reason="raised", text=_text_of(error))
+            else:
+                self.raised = True
+                self.monitor.command(do="raised", group=self.key, text=_text_of(error), call=left)
         self.monitor.status.say(status_of.IDLE, self.number, self.step)
 
     @contextlib.contextmanager

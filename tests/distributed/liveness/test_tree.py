@@ -218,7 +218,7 @@ def test_hosts_survive_the_wire(hosts: dict[int, str]) -> None:
     "message",
     [
         {"report": {"rank": 1}},
-        {"report": {"rank": 1, "reason": "bored", "text": "", "call": None, "suspected": False}},
+        {"report": {"rank": 1, "reason": "bored", "text": "", "call": None, "suspected": False, "after_s": 0}},
         {"hosts": [["a", 5, 10**9]]},
         {"hosts": [["a", 3, 1]]},
     ],
