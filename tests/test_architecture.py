@@ -25,7 +25,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "tables": (),
     "pytorch": ("dispatch guards parts tensors", "dynamo recomputation"),
     "distributed": (
-        "collective comparable fingerprint group launch other_ranks wire", "desynchronised exchange header",
+        "collective comparable fingerprint group launch other_ranks wire", "checksum desynchronised exchange header",
     ),
     "context": ("accumulating ambient axis looking",),
     # what a user calls
@@ -75,7 +75,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "compiled.graph", "compiled.compiler",
     ),
     "runtime": (
-        "agreement arena closed_over diagnostics memory_map replication signature wide_mean", "buffers", "order",
+        "agreement arena closed_over diagnostics memory_map replication rounds signature wide_mean written_early",
+        "buffers in_passing", "order",
         "consensus in_flight", "proofs", "residence", "emitted",
     ),
     "compare": (

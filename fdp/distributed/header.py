@@ -61,7 +61,7 @@ def pairs(number: int) -> list[int]:
 
 
 class Header:
-    """Writes the number of a call behind a message, and reads what came back.
+    """The elements that say which call a message belongs to.
 
     Args:
         numbers: those of the calls, modulo `CALLS`.
@@ -70,34 +70,48 @@ class Header:
     """
 
     def __init__(self, numbers: list[int], dtype: torch.dtype, device: torch.device) -> None:
-        table = torch.tensor([pairs(number) for number in numbers])
-        # Made once: to write or to look is then one call or two of some hundred nanoseconds.
-        self._rows = list(table.to(device, dtype).unbind(0))
-        self._ones = list((table != 0).unbind(0))
-        self._unanimous: dict[int, torch.Tensor] = {}
+        self._numbers, self._dtype, self._device = numbers, dtype, device
+        # Made once: to write or to look is then a few calls of some hundred nanoseconds each.
+        self._rows = self._table([pairs(number) for number in numbers])
+        self._bytes: list[torch.Tensor] = []
+        self._places: torch.Tensor | None = None
 
-    def write(self, tail: torch.Tensor, call: int) -> None:
-        """Write the number of a call.
-
-        Args:
-            tail: [NUMEL], the end of the message.
-            call: counts the calls.
-        """
-        tail.copy_(self._rows[call % CALLS])
-
-    def is_unanimous(self, tail: torch.Tensor, call: int) -> bool:
-        """Whether all ranks sent the number of a call.
+    def row(self, call: int, mixed: int | torch.Tensor = 0) -> torch.Tensor:
+        """What this rank sends.
 
         Args:
-            tail: [NUMEL], the end of the message as it came back, on the CPU.
             call: counts the calls.
+            mixed: a further number of `BITS` bits that all ranks should have in common. As an integer tensor of shape
+                [], of which the lower bits count, it is not waited for.
+
+        Returns:
+            [NUMEL] elements.
         """
-        number = call % CALLS
-        # What was unanimous once is so again, bit for bit: one look instead of two.
-        before = self._unanimous.get(number)
-        if before is not None and torch.equal(tail, before):
-            return True
-        if not torch.equal(tail != 0, self._ones[number]):
-            return False
-        self._unanimous[number] = tail.clone()
-        return True
+        number = self._numbers[call % CALLS]
+        if isinstance(mixed, torch.Tensor):
+            return self._row_on_device(mixed.to(self._device, torch.int64) ^ number)
+        if not mixed:
+            return self._rows[call % CALLS]
+        if not self._bytes:
+            self._bytes = self._table([pairs(byte)[-16:] for byte in range(256)])
+        return torch.cat([self._bytes[byte] for byte in (number ^ mixed).to_bytes(BITS // 8, "big")])
+
+    def _row_on_device(self, number: torch.Tensor) -> torch.Tensor:
+        """As `pairs`, of a number that is on the device."""
+        if self._places is None:
+            self._places = torch.arange(BITS - 1, -1, -1, device=self._device)
+        bits = number.bitwise_right_shift(self._places).bitwise_and_(1)
+        return torch.stack((1 - bits, bits), 1).view(NUMEL).to(self._dtype)
+
+    def _table(self, rows: list[list[int]]) -> list[torch.Tensor]:
+        return list(torch.tensor(rows).to(self._device, self._dtype).unbind(0))
+
+
+def is_unanimous(arrived: torch.Tensor, row: torch.Tensor) -> bool:
+    """Whether all ranks sent the same.
+
+    Args:
+        arrived: [NUMEL], the end of the message as it came back, on the CPU.
+        row: [NUMEL], what this rank sent, on the CPU.
+    """
+    return torch.equal(arrived != 0, row != 0)
