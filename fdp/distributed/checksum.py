@@ -8,6 +8,7 @@ against someone who looks for equal numbers.
 from __future__ import annotations
 
 import ctypes
+import functools
 import zlib
 
 import torch
@@ -34,18 +35,24 @@ def checksum_of_memory(address: int, size_bytes: int) -> int:
         A number from 0 to 2**32 - 1.
     """
     if size_bytes < _LARGE_BYTES:
-        return zlib.crc32((ctypes.c_char * size_bytes).from_address(address))
+        return zlib.crc32(_bytes(size_bytes).from_address(address))
     # One bit changes a sum of a row and a sum of a column. Two elements that change places change sums of columns, or
     # sums of rows.
     row_bytes = 8 * _ROW
     rows = size_bytes // row_bytes
-    memory = (ctypes.c_char * size_bytes).from_address(address)
+    memory = _bytes(size_bytes).from_address(address)
     words = torch.frombuffer(memory, dtype=torch.int64, count=rows * _ROW).view(rows, _ROW)
     number = 0
     for sums in (words.sum(0), words.sum(1)):
-        number = zlib.crc32((ctypes.c_char * (8 * sums.numel())).from_address(sums.data_ptr()), number)
+        number = zlib.crc32(_bytes(8 * sums.numel()).from_address(sums.data_ptr()), number)
     left = size_bytes - rows * row_bytes
-    return zlib.crc32((ctypes.c_char * left).from_address(address + rows * row_bytes), number) if left else number
+    return zlib.crc32(_bytes(left).from_address(address + rows * row_bytes), number) if left else number
+
+
+@functools.cache
+def _bytes(count: int) -> type[ctypes.Array[ctypes.c_char]]:
+    """The type of so many bytes; to make it takes longer than to read some thousand of them."""
+    return ctypes.c_char * count
 
 
 def checksum(tensor: torch.Tensor, start: int, stop: int) -> int | torch.Tensor:

@@ -110,7 +110,7 @@ class InPassing:
             tensors: its inputs.
             call: which call.
         """
-        state = [*tensors, *self._held]
+        state = [*tensors, *self._held] if self._held else list(tensors)
         numbers: list[int | torch.Tensor] = []
         mixed = 0
         apart: torch.Tensor | None = None

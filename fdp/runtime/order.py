@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from fdp.distributed.exchange import exchange, timeout_s
 from fdp.distributed.group import Group, start_all_reduce
-from fdp.distributed.header import NUMEL, Header, is_unanimous, numbers
+from fdp.distributed.header import NUMEL, Header, Sent, is_unanimous, numbers
 from fdp.emit.codegen.program import Program
 from fdp.emit.memory.planning import header_numel
 from fdp.errors import AgreementError, FdpError, build_message
@@ -113,7 +113,7 @@ class Order:
         in_passing = InPassing(plan, group, agreed.number, first.device) if agreed.compares else None
         self._in_passing = None if in_passing is None or in_passing.is_empty else in_passing
         self._look: Look | None = None
-        self._row: torch.Tensor | None = None
+        self._sent: Sent = 0
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
         """A call begins: look at the state that is due, and say so ahead of the first message, if it has to be ahead.
@@ -138,7 +138,7 @@ class Order:
         if ahead:
             if self._ahead is None:
                 self._ahead = _Ahead(self._numbers, self._group, self._device_ahead())
-            self._row = self._ahead.start(agreed.calls, self._mixed)
+            self._sent = self._ahead.start(agreed.calls, self._mixed)
             if not self._in_sight:
                 self._finish_ahead()
 
@@ -153,8 +153,7 @@ class Order:
         elif self._carries and buffer.header is not None:
             if self._header is None:
                 self._header = Header(self._numbers, buffer.header.dtype, buffer.header.device)
-            self._row = self._header.row(self._agreed.calls, self._mixed)
-            buffer.header.copy_(self._row)
+            self._sent = self._header.write(buffer.header, self._agreed.calls, self._mixed)
 
     @property
     def _goes_ahead(self) -> bool:
@@ -191,16 +190,15 @@ class Order:
         self._check(self._ahead.finish())
 
     def _check(self, arrived: torch.Tensor) -> None:
-        assert self._row is not None
-        calls, row, look, self._look = self._agreed.calls, self._row, self._look, None
+        calls, sent, look, self._look = self._agreed.calls, self._sent, self._look, None
         if arrived.device.type == "cpu":
-            if not is_unanimous(arrived, row):
+            if not is_unanimous(arrived, sent):
                 raise self._mismatch(calls, look)
         elif not (arrived.is_cuda and torch.cuda.is_current_stream_capturing()):
             # To look at it now would wait for the device: it is looked at when it has come over.
             if look is not None:
                 look.state.clear()
-            self._late.append(_Late(row, arrived, calls, look))
+            self._late.append(_Late(sent, arrived, calls, look))
 
     def _look_back(self, tensors: Sequence[torch.Tensor]) -> None:
         while self._late and self._late[0].is_here():
@@ -271,10 +269,10 @@ class _Ahead:
         self._group = group
         self._wait: Callable[[], None] | None = None
 
-    def start(self, call: int, mixed: int | torch.Tensor) -> torch.Tensor:
-        row = self._header.row(call, mixed)
-        self._wait = start_all_reduce(self._message.copy_(row), "sum", self._group)
-        return row
+    def start(self, call: int, mixed: int | torch.Tensor) -> Sent:
+        sent = self._header.write(self._message, call, mixed)
+        self._wait = start_all_reduce(self._message, "sum", self._group)
+        return sent
 
     def finish(self) -> torch.Tensor:
         assert self._wait is not None
@@ -285,9 +283,10 @@ class _Ahead:
 class _Late:
     """A header that came back on a device, on its way to the CPU."""
 
-    def __init__(self, row: torch.Tensor, arrived: torch.Tensor, call: int, look: Look | None) -> None:
+    def __init__(self, sent: Sent, arrived: torch.Tensor, call: int, look: Look | None) -> None:
         self.call, self.look = call, look
-        both = torch.stack((arrived, row))
+        self._sent = sent if isinstance(sent, int) else None
+        both = torch.stack((arrived, arrived if isinstance(sent, int) else sent))
         self._host = torch.empty(both.shape, dtype=both.dtype, pin_memory=both.is_cuda)
         self._host.copy_(both, non_blocking=True)
         self._event = torch.Event(arrived.device.type)
@@ -297,7 +296,8 @@ class _Late:
         return bool(self._event.query())
 
     def is_unanimous(self) -> bool:
-        return is_unanimous(*self._host.unbind(0))
+        arrived, sent = self._host.unbind(0)
+        return is_unanimous(arrived, sent if self._sent is None else self._sent)
 
 
 def _same(one: Any, two: Any) -> bool:
