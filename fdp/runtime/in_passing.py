@@ -11,8 +11,10 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fdp.distributed.checksum import BITS, checksum, checksum_of_memory
 from fdp.distributed.exchange import exchange, timeout_s
@@ -145,17 +147,27 @@ class InPassing:
             "call": call,
             "now": [int(checksum(tensors[self._at[piece.leaf]], piece.start, piece.stop)) for piece in pieces],
         }
-        key = f"fdp/state/{self._group.name}/{self._number}/{look.call}"
-        answers = exchange(self._group, key, json.dumps(own).encode(), timeout_s())
-        found = {rank: json.loads(text) for rank, text in enumerate(answers) if text is not None}
+        found = self._tell_all(look.call, own)
         due = self.rounds[look.call % ROUNDS]
         differing = dict(_differing(due, {rank: each["due"] for rank, each in found.items()}, look.call))
         if len({each["call"] for each in found.values()}) == 1:
             others = _differing(pieces, {rank: each["now"] for rank, each in found.items()}, call)
             differing = {**dict(others), **differing}
-        return self._report(look, differing, since, late=now is not None)
+        silent = [rank for rank in range(self._group.size) if rank not in found]
+        return self._report(look, differing, since, silent, late=now is not None)
 
-    def _report(self, look: Look, differing: Mapping[Piece, _Difference], since: int, late: bool) -> ReplicationError:
+    def _tell_all(self, call: int, own: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        """Tell every rank what this one holds, and hear what the others do; by rank, of those that tell."""
+        key = f"fdp/state/{self._group.name}/{self._number}/{call}"
+        try:
+            answers = exchange(self._group, key, json.dumps(own).encode(), timeout_s())
+        except (RuntimeError, dist.DistError):
+            return {self._group.rank: own}  # the store is gone with the process that holds it
+        return {rank: json.loads(text) for rank, text in enumerate(answers) if text is not None}
+
+    def _report(
+        self, look: Look, differing: Mapping[Piece, _Difference], since: int, silent: Sequence[int], late: bool
+    ) -> ReplicationError:
         name, last = self._plan.trace.name, last_compared(self.rounds, look.call, since)
         lines = []
         for leaf, what in enumerate(self._names):
@@ -170,7 +182,8 @@ class InPassing:
             lines.append(f"{what}: {whose}; {equal}, not when call {seen} began")
         if not lines:
             names = dict.fromkeys(self._names[piece.leaf] for piece in self.rounds[look.call % ROUNDS])
-            lines = [f"{what}: compared at this call, and equal on all ranks when looked at again" for what in names]
+            again = f"{_ranks(silent)} did not tell more" if silent else "equal on all ranks when looked at again"
+            lines = [f"{what}: compared at this call; {again}" for what in names]
         returned = f" What it returned since call {look.call} is wrong." if late else ""
         return ReplicationError(
             build_message(

@@ -191,7 +191,7 @@ class Order:
 
     def _check(self, arrived: torch.Tensor) -> None:
         calls, sent, look, self._look = self._agreed.calls, self._sent, self._look, None
-        if arrived.device.type == "cpu":
+        if _is_at_hand(arrived):
             if not is_unanimous(arrived, sent):
                 raise self._mismatch(calls, look)
         elif not (arrived.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -298,6 +298,11 @@ class _Late:
     def is_unanimous(self) -> bool:
         arrived, sent = self._host.unbind(0)
         return is_unanimous(arrived, sent if self._sent is None else self._sent)
+
+
+def _is_at_hand(arrived: torch.Tensor) -> bool:
+    """Whether to look at a tensor waits for nothing."""
+    return arrived.device.type == "cpu"
 
 
 def _same(one: Any, two: Any) -> bool:

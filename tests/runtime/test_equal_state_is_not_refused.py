@@ -171,10 +171,16 @@ def first_messages_of_all_kinds() -> list[int]:
         [lambda w, b: w + fdp.broadcast(b, root=1)],
         [lambda w, b: w + fdp.pmean(b), lambda w, b: w - fdp.pmean(b.repeat(5000)).sum()],
         [lambda w, b: w + fdp.psum(b.to(torch.int8)).to(w.dtype)],
+        [lambda w, b: w + 0 * fdp.grad(lambda w: (w * b).sum())(w)],
+        [lambda w, b: w - 0 * fdp.grad(lambda w: (w * b).sum())(w)],
     ]
-    for functions in kinds:
+    wires: dict[int, Any] = {
+        4: {"wire_dtype": torch.float16},
+        5: {"wire_dtype": torch.bfloat16, "accumulate_dtype": torch.float32},
+    }
+    for at, functions in enumerate(kinds):
         group = dist.new_group()
-        steps = [fdp.data_parallel(function, group=group) for function in functions]
+        steps = [fdp.data_parallel(function, group=group, **wires.get(at, {})) for function in functions]
         w, call = torch.ones(3), 0
         try:
             for call in range(ROUNDS):
@@ -191,4 +197,4 @@ def first_messages_of_all_kinds() -> list[int]:
 
 def test_a_message_of_its_own_says_so_too() -> None:
     for outcome in ranks.run_fresh(2, first_messages_of_all_kinds, deadline_s=60):
-        assert outcome.ok and outcome.value == [5] * 4, outcome.describe()
+        assert outcome.ok and outcome.value == [5] * 6, outcome.describe()

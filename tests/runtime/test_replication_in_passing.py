@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import ranks
@@ -13,7 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 import fdp
+from fdp.distributed.checksum import _elements
+from fdp.distributed.fingerprint import mixed_sum
+from fdp.runtime import in_passing, order
 from fdp.runtime.rounds import ROUNDS
+from fdp.runtime.written_early import written_early
 
 Tree = Any
 
@@ -231,3 +236,102 @@ def test_without_a_majority_all_ranks_are_named() -> None:
         assert outcome.ok and "  w: ranks 0, 1, 2 and 3 differ; equal when call 3 began, not when call 4 began" in (
             outcome.value
         ), outcome.describe()
+
+
+class Arrived(order._Late):
+    """What came back on a device, and has come over when the next call begins."""
+
+    def __init__(self, sent: Any, arrived: torch.Tensor, call: int, look: Any) -> None:
+        self.call, self.look = call, look
+        self._sent = None
+        self._host = torch.stack((arrived, sent))
+
+    def is_here(self) -> bool:
+        return True
+
+
+def as_on_a_device(ahead: bool) -> list[str]:
+    """Numbers stay on the device, so a difference is known at the next call. The device is the CPU here."""
+    group, said = dist.new_group(), []
+    other = fdp.data_parallel(lambda w, b: w - fdp.pmean(b.repeat(5000)).sum(), group=group, check_replication=False)
+    with (
+        mock.patch.object(in_passing, "_in_rows", lambda shape, stride: False),
+        mock.patch.object(in_passing, "checksum", lambda x, start, stop: mixed_sum(_elements(x, start, stop))),
+        mock.patch.object(order, "_is_at_hand", lambda arrived: False),
+        mock.patch.object(order, "_Late", Arrived),
+    ):
+        step, state, _ = network(group)
+        for call in range(1, AT + ROUNDS + 3):
+            if call == 3 and ahead:  # from now on calls say which they are in messages of their own
+                with mock.patch.object(order, "_is_at_hand", lambda arrived: True):
+                    other(torch.ones(3), torch.ones(3))
+            if call == AT + 1 and dist.get_rank() == victim():
+                flip(state["params"]["0.weight"])
+            try:
+                state, _ = step(state, torch.randn(5, 6))
+            except fdp.ReplicationError as error:
+                said = str(error).splitlines()
+                break
+        assert said, "not noticed"
+    assert call > AT + 1 and f"as seen at call {call - 1} on rank" in said[0]
+    assert f"What it returned since call {call - 1} is wrong." in said[0]
+    found = {match["name"]: match for match in map(LINE.match, said) if match}
+    assert int(found["state['params']['0.weight']"]["before"] or 0) <= AT
+    # All that differs by now is named; what was not due is seen when this call begins.
+    assert {int(match["seen"]) for match in found.values()} <= {call - 1, call}
+    return sorted(found)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_numbers_that_stay_on_the_device_are_compared_a_call_later(ahead: bool) -> None:
+    outcomes = ranks.run_fresh(2, as_on_a_device, ahead, deadline_s=100)
+    for outcome in outcomes:
+        assert outcome.ok, outcome.describe()
+    assert outcomes[0].value == outcomes[1].value
+
+
+def damaged() -> str:
+    """A number that is damaged on its way: nothing differs."""
+    step = fdp.data_parallel(lambda w, b: w + 0 * fdp.pmean(b), group=dist.new_group())
+    w, b = torch.ones(2), torch.ones(2)
+    w = step(w, b)
+    spoil = mock.patch.object(order, "is_unanimous", lambda arrived, sent: False)
+    with spoil, pytest.raises(fdp.ReplicationError) as caught:
+        step(w, b)
+    return str(caught.value)
+
+
+def test_a_difference_that_is_not_there_any_more_is_not_made_up() -> None:
+    for outcome in ranks.run_fresh(2, damaged, deadline_s=60):
+        assert outcome.ok, outcome.describe()
+        assert "  w: compared at this call; equal on all ranks when looked at again" in outcome.value
+
+
+def half_updated() -> tuple[list[int], list[str]]:
+    """Donated memory that holds each rank's own values when the first message is looked at."""
+
+    def step(state: Tree, batch: torch.Tensor) -> Tree:
+        m = state["m"].clone()
+        m.add_(batch.sum())
+        m.copy_(fdp.pmean(m))
+        return {"m": m, "n": state["n"] + 1, "v": state["v"] - 0 * m.sum(), "w": state["w"].clone()}
+
+    state: Tree = {"m": torch.zeros(3), "n": torch.tensor(0), "v": torch.ones(3), "w": torch.ones(3)}
+    run = fdp.data_parallel(step, donate_argnums=0, group=dist.new_group())
+    names: list[str] = []
+    for call in range(1, 20):
+        if call == 6 and dist.get_rank() == victim():
+            state["v"], state["w"] = state["v"] + 1, state["w"] + 1
+        try:
+            state = run(state, torch.full((2,), 1.0 + dist.get_rank()))
+        except fdp.ReplicationError as error:
+            names = [match["name"] for match in map(LINE.match, str(error).splitlines()) if match]
+            break
+    (known,) = run._known.values()
+    return sorted(written_early(known.emitted.plan)), names
+
+
+def test_memory_that_a_call_has_begun_to_update_is_not_compared() -> None:
+    for outcome in ranks.run_fresh(2, half_updated, deadline_s=60):
+        assert outcome.ok, outcome.describe()
+        assert outcome.value == ([0, 1], ["state['v']", "state['w']"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fdp.runtime.rounds import ROUNDS, last_compared, share_out
@@ -23,6 +23,7 @@ def cost(pieces: tuple, leaves: list[tuple[int, int]]) -> int:  # type: ignore[t
     return sum(4096 + (piece.stop - piece.start) * leaves[piece.leaf][1] for piece in pieces)
 
 
+@settings(max_examples=60, deadline=None)
 @given(sizes)
 def test_every_element_is_compared_within_the_rounds(leaves: list[tuple[int, int]]) -> None:
     assert ROUNDS < 100 and all(ROUNDS % k for k in range(2, ROUNDS))
@@ -39,6 +40,7 @@ def test_every_element_is_compared_within_the_rounds(leaves: list[tuple[int, int
     assert rounds == share_out(list(leaves))
 
 
+@settings(max_examples=60, deadline=None)
 @given(sizes)
 def test_no_call_compares_much_more_than_its_part(leaves: list[tuple[int, int]]) -> None:
     rounds = share_out(leaves)
@@ -56,6 +58,7 @@ def test_states_that_are_trained_in_turn_go_through_all_rounds() -> None:
         assert seen == set(range(7))
 
 
+@settings(max_examples=60, deadline=None)
 @given(sizes, st.integers(1, 300), st.integers(1, 300))
 def test_when_a_piece_was_compared_last(leaves: list[tuple[int, int]], call: int, since: int) -> None:
     rounds = share_out(leaves)
