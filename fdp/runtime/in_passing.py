@@ -27,6 +27,9 @@ from fdp.runtime.written_early import written_early
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MASK = 2**BITS - 1
 
+_PATIENCE_S = 60.0
+"""So long a rank waits for the others to look at all of their state, some gigabytes a second."""
+
 
 @dataclass
 class Look:
@@ -160,7 +163,7 @@ class InPassing:
         """Tell every rank what this one holds, and hear what the others do; by rank, of those that tell."""
         key = f"fdp/state/{self._group.name}/{self._number}/{call}"
         try:
-            answers = exchange(self._group, key, json.dumps(own).encode(), timeout_s())
+            answers = exchange(self._group, key, json.dumps(own).encode(), min(_PATIENCE_S, timeout_s()))
         except (RuntimeError, dist.DistError):
             return {self._group.rank: own}  # the store is gone with the process that holds it
         return {rank: json.loads(text) for rank, text in enumerate(answers) if text is not None}
@@ -177,7 +180,7 @@ class InPassing:
             # A leaf in slices: each of them was compared at a call of its own.
             before = min(last.get(piece, 0) for piece in parts)
             seen = max(each.call for each in parts.values())
-            equal = f"equal when call {before} began" if before else f"equal before call {since}"
+            equal = f"equal when call {before} began" if before else "equal before call 1"
             whose = _whose([each.numbers for each in parts.values()])
             lines.append(f"{what}: {whose}; {equal}, not when call {seen} began")
         if not lines:
