@@ -54,7 +54,7 @@ def silent() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(Buffer, "start", start_without))
-        stack.enter_context(mock.patch.object(Order, "begin", lambda self: None))
+        stack.enter_context(mock.patch.object(Order, "begin", lambda self, tensors: None))
         stack.enter_context(mock.patch.object(Order, "before_start", lambda self, buffer: None))
         stack.enter_context(mock.patch.object(Order, "awaits_first", False))
         yield

@@ -28,7 +28,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "liveness.addresses liveness.fault liveness.links liveness.process liveness.status", "liveness.tree",
         "liveness.monitor liveness.watch",
         "liveness.aborting liveness.patience liveness.report",
-        "collective comparable fingerprint group other_ranks wire", "desynchronised exchange header launch",
+        "collective comparable fingerprint group other_ranks wire", "checksum desynchronised exchange header launch",
     ),
     "context": ("accumulating ambient axis looking",),
     # what a user calls
@@ -78,7 +78,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "compiled.graph", "compiled.compiler",
     ),
     "runtime": (
-        "agreement arena closed_over diagnostics memory_map replication signature wide_mean", "buffers", "order",
+        "agreement arena closed_over diagnostics memory_map replication rounds signature wide_mean written_early",
+        "buffers in_passing", "order",
         "consensus in_flight", "proofs", "residence", "emitted",
     ),
     "compare": (

@@ -23,7 +23,22 @@ def fingerprint(tensor: torch.Tensor) -> int:
         >>> fingerprint(x) == fingerprint(x.clone()), fingerprint(x) == fingerprint(x.flip(0))
         (True, False)
     """
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    total = mixed_sum(tensor.detach().resolve_conj().resolve_neg().contiguous())
+    description = f"{tuple(tensor.shape)} {tensor.dtype}"
+    for character in description:
+        total = total * 31 + ord(character)
+    return int(total)
+
+
+def mixed_sum(plain: torch.Tensor) -> torch.Tensor:
+    """The sum of the words of a tensor's memory, each mixed with its position.
+
+    Args:
+        plain: contiguous, not conjugated.
+
+    Returns:
+        A signed 64-bit number, of shape [], on the tensor's device. Nothing waits for it.
+    """
     # Not reshape(-1): of a single element it keeps whatever stride that has, and then there is no view as bytes.
     flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
     if flat.numel() % 8 == 0 and flat.data_ptr() % 8 == 0:
@@ -45,7 +60,4 @@ def fingerprint(tensor: torch.Tensor) -> int:
         mixed.bitwise_xor_(moved).mul_(_MULTIPLIER)
         torch.bitwise_right_shift(mixed, 29, out=moved)
         total += mixed.bitwise_xor_(moved).sum()
-    description = f"{tuple(tensor.shape)} {tensor.dtype}"
-    for character in description:
-        total = total * 31 + ord(character)
-    return int(total)
+    return total

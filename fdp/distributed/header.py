@@ -60,8 +60,15 @@ def pairs(number: int) -> list[int]:
     return [element for bit in bits for element in (1 - bit, bit)]
 
 
+_BYTES = [pairs(byte)[-16:] for byte in range(256)]
+_PATTERNS = [[element != 0 for element in elements] for elements in _BYTES]
+
+Sent = int | torch.Tensor
+"""What a rank sent: the number, or the elements, if the number is on a device."""
+
+
 class Header:
-    """Writes the number of a call behind a message, and reads what came back.
+    """Writes the number of a call behind a message.
 
     Args:
         numbers: those of the calls, modulo `CALLS`.
@@ -70,34 +77,59 @@ class Header:
     """
 
     def __init__(self, numbers: list[int], dtype: torch.dtype, device: torch.device) -> None:
-        table = torch.tensor([pairs(number) for number in numbers])
-        # Made once: to write or to look is then one call or two of some hundred nanoseconds.
-        self._rows = list(table.to(device, dtype).unbind(0))
-        self._ones = list((table != 0).unbind(0))
-        self._unanimous: dict[int, torch.Tensor] = {}
+        self._numbers, self._dtype, self._device = numbers, dtype, device
+        # Made once: to write is then one call of a microsecond.
+        self._rows = self._table([pairs(number) for number in numbers])
+        self._bytes: list[torch.Tensor] = []
+        self._places: torch.Tensor | None = None
 
-    def write(self, tail: torch.Tensor, call: int) -> None:
+    def write(self, tail: torch.Tensor, call: int, mixed: int | torch.Tensor = 0) -> Sent:
         """Write the number of a call.
 
         Args:
             tail: [NUMEL], the end of the message.
             call: counts the calls.
-        """
-        tail.copy_(self._rows[call % CALLS])
+            mixed: a further number of `BITS` bits that all ranks should have in common. As an integer tensor of shape
+                [], of which the lower bits count, it is not waited for.
 
-    def is_unanimous(self, tail: torch.Tensor, call: int) -> bool:
-        """Whether all ranks sent the number of a call.
-
-        Args:
-            tail: [NUMEL], the end of the message as it came back, on the CPU.
-            call: counts the calls.
+        Returns:
+            What was sent.
         """
-        number = call % CALLS
-        # What was unanimous once is so again, bit for bit: one look instead of two.
-        before = self._unanimous.get(number)
-        if before is not None and torch.equal(tail, before):
-            return True
-        if not torch.equal(tail != 0, self._ones[number]):
-            return False
-        self._unanimous[number] = tail.clone()
-        return True
+        number = self._numbers[call % CALLS]
+        if isinstance(mixed, torch.Tensor):
+            row = self._row_on_device(mixed.to(self._device, torch.int64) ^ number)
+            tail.copy_(row)
+            return row
+        if not mixed:
+            tail.copy_(self._rows[call % CALLS])
+            return number
+        if not self._bytes:
+            self._bytes = self._table(_BYTES)
+        number ^= mixed
+        torch.cat([self._bytes[byte] for byte in number.to_bytes(BITS // 8, "big")], out=tail)
+        return number
+
+    def _row_on_device(self, number: torch.Tensor) -> torch.Tensor:
+        """As `pairs`, of a number that is on the device."""
+        if self._places is None:
+            self._places = torch.arange(BITS - 1, -1, -1, device=self._device)
+        bits = number.bitwise_right_shift(self._places).bitwise_and_(1)
+        return torch.stack((1 - bits, bits), 1).view(NUMEL).to(self._dtype)
+
+    def _table(self, rows: list[list[int]]) -> list[torch.Tensor]:
+        return list(torch.tensor(rows).to(self._device, self._dtype).unbind(0))
+
+
+def is_unanimous(arrived: torch.Tensor, sent: Sent) -> bool:
+    """Whether all ranks sent the same.
+
+    Args:
+        arrived: [NUMEL], the end of the message as it came back, on the CPU.
+        sent: what this rank sent; elements on the CPU.
+    """
+    if isinstance(sent, torch.Tensor):
+        return torch.equal(arrived != 0, sent != 0)
+    first, second, third, fourth = sent.to_bytes(BITS // 8, "big")
+    expected = [*_PATTERNS[first], *_PATTERNS[second], *_PATTERNS[third], *_PATTERNS[fourth]]
+    # By way of a list: one call of torch instead of three.
+    return list(map(bool, arrived.tolist())) == expected

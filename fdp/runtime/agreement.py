@@ -49,7 +49,9 @@ def digest(plan: Plan, how: str = "") -> str:
     return hashlib.sha256(schedule_text(plan, how).encode()).hexdigest()
 
 
-def agree(plan: Plan, group: Group, tensors: Sequence[torch.Tensor], compare_state: bool, how: str = "") -> int:
+def agree(
+    plan: Plan, group: Group, tensors: Sequence[torch.Tensor], compare_state: bool, how: str = ""
+) -> tuple[int, bool]:
     """Compare a plan, and the state that it starts from, with those of the other ranks.
 
     Args:
@@ -60,14 +62,15 @@ def agree(plan: Plan, group: Group, tensors: Sequence[torch.Tensor], compare_sta
         how: how it is compiled, as text; empty if it is not.
 
     Returns:
-        The number of this agreement: the same on all ranks, and no other one's on the group.
+        The number of this agreement, the same on all ranks and no other one's on the group; and whether all ranks
+        compare state.
 
     Raises:
         AgreementError: schedules differ, another rank could not make its plan, or one did not come in time.
         ReplicationError: ranks start from different values of what should be replicated.
     """
     marks = _marks(plan, tensors) if compare_state else {}
-    own = {"schedule": schedule_text(plan, how), "marks": marks}
+    own = {"schedule": schedule_text(plan, how), "marks": marks, "compares": compare_state}
     name = plan.trace.name
     number, found = tell_all_once(group, own, f"step {name!r}", "has a new communication schedule")
     for rank, other in enumerate(found):
@@ -101,7 +104,7 @@ def agree(plan: Plan, group: Group, tensors: Sequence[torch.Tensor], compare_sta
                 "differ belongs into batch_argnums.",
             )
         )
-    return number
+    return number, all(other["compares"] for other in found)
 
 
 def _marks(plan: Plan, tensors: Sequence[torch.Tensor]) -> dict[str, int]:

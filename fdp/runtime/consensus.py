@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -63,8 +65,8 @@ class Consensus:
         if not self._communicates or (key := self._key_of(how)) in self._agreed:
             return False
         text = self._how if how is None else how
-        number = agree(self._plan, self._group, tensors, self._compare_state, text)
-        self._agreed[key] = Agreed(number, key[0])
+        number, compares = agree(self._plan, self._group, tensors, self._compare_state, text)
+        self._agreed[key] = Agreed(number, key[0], compares)
         return True
 
     def forget(self, how: str | None = None) -> None:
@@ -72,14 +74,14 @@ class Consensus:
         self._agreed.pop(self._key_of(how), None)
         self._order = None
 
-    def begin(self) -> Order | None:
-        """Say which call begins; None if nothing is sent."""
+    def begin(self, tensors: Sequence[torch.Tensor]) -> Order | None:
+        """Say which call begins, of these inputs; None if nothing is sent."""
         if self._order is None:
             if not self._communicates or not self._plan.buckets:
                 return None
             self._order = Order(self._plan, self._program, self._group, self._agreed[self._key])
         try:
-            self._order.begin()
+            self._order.begin(tensors)
         except (RuntimeError, dist.DistError) as error:
             raise self.peer_error(None, error) from error
         return self._order

@@ -122,6 +122,7 @@ class Emitted:
         Raises:
             ArgumentError: the arguments do not have the signature of the plan.
             AgreementError: the ranks' schedules differ, or ranks are at different calls.
+            ReplicationError: ranks do not hold the same bits of replicated state.
             PeerError: another rank died or stopped answering.
         """
         leaves, spec = pytree.flatten(args)
@@ -207,7 +208,7 @@ class Emitted:
 
         seen = (start, wait) if observer is None else (observer.around_start(start), observer.around_wait(wait))
         try:
-            order = self._consensus.begin()
+            order = self._consensus.begin(tensors)
             outputs = self._execute(tensors, *seen)
         except BaseException as error:
             if self._communicates and not isinstance(error, Busy):

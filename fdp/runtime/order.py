@@ -6,6 +6,9 @@ size or kind cannot be paired at all, in a small message of its own before the f
 the steps that have run on the group, which are the same on all ranks.
 
 What does not fit is seen by all ranks at once. Each then tells the others through the store where it is.
+
+The number of a call also depends on a part of the replicated state (`in_passing`). If ranks are at the same call, and
+their numbers differ, then their state does.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import json
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,12 +25,13 @@ import torch.distributed as dist
 
 from fdp.distributed.exchange import exchange, timeout_s
 from fdp.distributed.group import Group, start_all_reduce
-from fdp.distributed.header import NUMEL, Header, numbers
+from fdp.distributed.header import NUMEL, Header, Sent, is_unanimous, numbers
 from fdp.emit.codegen.program import Program
 from fdp.emit.memory.planning import header_numel
-from fdp.errors import AgreementError, build_message
+from fdp.errors import AgreementError, FdpError, build_message
 from fdp.plan import Plan
 from fdp.runtime.buffers import Buffer
+from fdp.runtime.in_passing import InPassing, Look
 
 _PATIENCE_S = 30.0
 """So long a rank waits for the others to say where they are: they find out when they wait for the same message."""
@@ -46,12 +50,16 @@ class Agreed:
     Attributes:
         number: of the agreement: the same on all ranks, and no other one's on the group.
         digest: of the schedule.
+        compares: whether all ranks compare replicated state.
         calls: how many times it has been called on this rank.
+        compared_since: the first call at which state was compared; 0 for none so far.
     """
 
     number: int
     digest: str
+    compares: bool
     calls: int = 0
+    compared_since: int = 0
 
 
 Agreements = dict[tuple[str, Group], Agreed]
@@ -102,23 +110,35 @@ class Order:
         self._header: Header | None = None
         self._ahead: _Ahead | None = None
         self._late: list[_Late] = []
+        in_passing = InPassing(plan, group, agreed.number, first.device) if agreed.compares else None
+        self._in_passing = None if in_passing is None or in_passing.is_empty else in_passing
+        self._look: Look | None = None
+        self._sent: Sent = 0
 
-    def begin(self) -> None:
-        """A call begins: say so ahead of the first message, if that is due.
+    def begin(self, tensors: Sequence[torch.Tensor]) -> None:
+        """A call begins: look at the state that is due, and say so ahead of the first message, if it has to be ahead.
+
+        Args:
+            tensors: the inputs of the call.
 
         Raises:
             AgreementError: at an earlier call, of which that was not known yet, another rank was elsewhere.
+            ReplicationError: at an earlier call, likewise, another rank had other state.
         """
         roll, agreed = self._roll, self._agreed
-        self._look_back()
+        self._look_back(tensors)
         if self._kind not in roll.kinds:
             roll.kinds.add(self._kind)
         roll.newest = max(roll.newest, agreed.number)
         agreed.calls += 1
-        if len(roll.kinds) > 1:
+        ahead = self._goes_ahead
+        if self._in_passing is not None and (ahead or self._carries):
+            agreed.compared_since = agreed.compared_since or agreed.calls
+            self._look = self._in_passing.look(tensors, agreed.calls)
+        if ahead:
             if self._ahead is None:
-                self._ahead = _Ahead(self._numbers, self._group, self._plan)
-            self._ahead.start(agreed.calls)
+                self._ahead = _Ahead(self._numbers, self._group, self._device_ahead())
+            self._sent = self._ahead.start(agreed.calls, self._mixed)
             if not self._in_sight:
                 self._finish_ahead()
 
@@ -128,12 +148,27 @@ class Order:
         Raises:
             AgreementError: another rank is elsewhere.
         """
-        if len(self._roll.kinds) > 1:
+        if self._goes_ahead:
             self._finish_ahead()
         elif self._carries and buffer.header is not None:
             if self._header is None:
                 self._header = Header(self._numbers, buffer.header.dtype, buffer.header.device)
-            self._header.write(buffer.header, self._agreed.calls)
+            self._sent = self._header.write(buffer.header, self._agreed.calls, self._mixed)
+
+    @property
+    def _goes_ahead(self) -> bool:
+        """Whether a call says which it is in a message of its own."""
+        return len(self._roll.kinds) > 1 or (self._in_passing is not None and self._in_sight and not self._carries)
+
+    @property
+    def _mixed(self) -> int | torch.Tensor:
+        return 0 if self._look is None else self._look.mixed
+
+    def _device_ahead(self) -> torch.device:
+        """Where that message lies: on the CPU if it can, unless the number of the state would have to be waited for."""
+        cpu, device = torch.device("cpu"), self._plan.buckets[0].device
+        stays = self._in_passing is not None and self._in_passing.on_device
+        return device if stays or self._group.backend_for(cpu) is None else cpu
 
     @property
     def awaits_first(self) -> bool:
@@ -145,32 +180,46 @@ class Order:
 
         Raises:
             AgreementError: another rank is elsewhere.
+            ReplicationError: another rank has other state.
         """
-        if self._header is not None and buffer.header is not None and self.awaits_first:
-            self._check(self._header, buffer.header)
+        if buffer.header is not None and self.awaits_first:
+            self._check(buffer.header)
 
     def _finish_ahead(self) -> None:
         assert self._ahead is not None
-        self._check(self._ahead.header, self._ahead.finish())
+        self._check(self._ahead.finish())
 
-    def _check(self, header: Header, arrived: torch.Tensor) -> None:
-        calls = self._agreed.calls
-        if arrived.device.type == "cpu":
-            if not header.is_unanimous(arrived, calls):
-                raise self._mismatch(calls)
+    def _check(self, arrived: torch.Tensor) -> None:
+        calls, sent, look, self._look = self._agreed.calls, self._sent, self._look, None
+        if _is_at_hand(arrived):
+            if not is_unanimous(arrived, sent):
+                raise self._mismatch(calls, look)
         elif not (arrived.is_cuda and torch.cuda.is_current_stream_capturing()):
             # To look at it now would wait for the device: it is looked at when it has come over.
-            self._late.append(_Late(header, arrived, calls))
+            if look is not None:
+                look.state.clear()
+            self._late.append(_Late(sent, arrived, calls, look))
 
-    def _look_back(self) -> None:
+    def _look_back(self, tensors: Sequence[torch.Tensor]) -> None:
         while self._late and self._late[0].is_here():
             late = self._late.pop(0)
             if not late.is_unanimous():
-                raise self._mismatch(late.call, returned=True)
+                raise self._mismatch(late.call, late.look, tensors)
 
-    def _mismatch(self, call: int, returned: bool = False) -> AgreementError:
+    def _mismatch(self, call: int, look: Look | None, inputs: Sequence[torch.Tensor] | None = None) -> FdpError:
+        """Why ranks did not say the same.
+
+        Args:
+            call: at which.
+            look: what it saw of its state, if it looked.
+            inputs: those of the call that begins, if that is a later one.
+        """
+        returned, name = inputs is not None, self._plan.trace.name
         found = self._tell_where(call, _PATIENCE_S)
-        name = self._plan.trace.name
+        own = found[self._group.rank]
+        if self._in_passing is not None and look is not None and all(each and _same(each, own) for each in found):
+            now = None if inputs is None else (self._agreed.calls + 1, inputs)
+            return self._in_passing.error(look, self._agreed.compared_since, now)
         what = f"call {call} of step {name!r} on rank {self._group.rank} met another call on another rank."
         if returned:
             what += " What it returned is wrong."
@@ -214,17 +263,16 @@ class Order:
 class _Ahead:
     """A message of a call's own, that says which it is: the same in size and kind for all steps of a group."""
 
-    def __init__(self, call_numbers: list[int], group: Group, plan: Plan) -> None:
-        cpu = torch.device("cpu")
-        device = cpu if group.backend_for(cpu) is not None else plan.buckets[0].device
-        self.header = Header(call_numbers, torch.int32, device)
+    def __init__(self, call_numbers: list[int], group: Group, device: torch.device) -> None:
+        self._header = Header(call_numbers, torch.int32, device)
         self._message = torch.zeros(NUMEL, dtype=torch.int32, device=device)
         self._group = group
         self._wait: Callable[[], None] | None = None
 
-    def start(self, call: int) -> None:
-        self.header.write(self._message, call)
+    def start(self, call: int, mixed: int | torch.Tensor) -> Sent:
+        sent = self._header.write(self._message, call, mixed)
         self._wait = start_all_reduce(self._message, "sum", self._group)
+        return sent
 
     def finish(self) -> torch.Tensor:
         assert self._wait is not None
@@ -235,10 +283,12 @@ class _Ahead:
 class _Late:
     """A header that came back on a device, on its way to the CPU."""
 
-    def __init__(self, header: Header, arrived: torch.Tensor, call: int) -> None:
-        self._header, self.call = header, call
-        self._host = torch.empty(arrived.shape, dtype=arrived.dtype, pin_memory=arrived.is_cuda)
-        self._host.copy_(arrived, non_blocking=True)
+    def __init__(self, sent: Sent, arrived: torch.Tensor, call: int, look: Look | None) -> None:
+        self.call, self.look = call, look
+        self._sent = sent if isinstance(sent, int) else None
+        both = torch.stack((arrived, arrived if isinstance(sent, int) else sent))
+        self._host = torch.empty(both.shape, dtype=both.dtype, pin_memory=both.is_cuda)
+        self._host.copy_(both, non_blocking=True)
         self._event = torch.Event(arrived.device.type)
         self._event.record()
 
@@ -246,7 +296,13 @@ class _Late:
         return bool(self._event.query())
 
     def is_unanimous(self) -> bool:
-        return self._header.is_unanimous(self._host, self.call)
+        arrived, sent = self._host.unbind(0)
+        return is_unanimous(arrived, sent if self._sent is None else self._sent)
+
+
+def _is_at_hand(arrived: torch.Tensor) -> bool:
+    """Whether to look at a tensor waits for nothing."""
+    return arrived.device.type == "cpu"
 
 
 def _same(one: Any, two: Any) -> bool:

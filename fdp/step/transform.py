@@ -136,7 +136,7 @@ class Step:
         Raises:
             TraceError: the step cannot be traced, or its trace does not compute what it computes.
             PurityError: it changes an argument in place, or uses parameters that are not among its arguments.
-            ReplicationError: it returns values that may differ between ranks; or ranks start from different state.
+            ReplicationError: it returns values that may differ between ranks; or ranks hold different state.
             AgreementError: ranks' schedules differ, or ranks are at different calls.
             CompileError: the compiler cannot take the step, or its program computes something else.
             PeerError: another rank died or stopped answering.
@@ -333,7 +333,8 @@ def data_parallel(
             messages and updates) with inductor; a dict gives settings of `torch._inductor.config`, and "mode" as in
             `torch.compile`: {"mode": "max-autotune"}.
         check_replication: whether outputs must be equal on every rank unless declared with `fdp.per_rank`, and
-            whether ranks compare the bits of their state before they first communicate.
+            whether ranks compare the bits of their state: before they first communicate, and then a part at each call,
+            so that every replicated leaf is compared within 100 calls. It counts if it is set on all ranks.
         check_trace: whether a new trace is compared with the step itself, and what was compiled likewise: at the first
             call, and now and then at later ones, for a hundredth of their time.
         check_finite: whether a call in which a gradient of `value_and_grad` or `grad` holds a NaN or an infinity, on

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fdp.distributed.collective import COLLECTIVES
-from fdp.distributed.header import BITS, CALLS, NUMEL, Header, carries, numbers, pairs
+from fdp.distributed.header import BITS, CALLS, NUMEL, Header, carries, is_unanimous, numbers, pairs
 
 CPU = torch.device("cpu")
 
@@ -58,17 +58,35 @@ def test_every_rank_sees_every_difference(dtype: torch.dtype, op: str) -> None:
             rows = rows[torch.randperm(size)]
             arrived = combined(rows, op)
             for number in (one, other):
-                header = Header([number] * CALLS, dtype, CPU)
-                assert header.is_unanimous(arrived, 0) == (number == one and count == 0), (size, count)
+                assert is_unanimous(arrived, number) == (number == one and count == 0), (size, count)
+                elements = torch.tensor(pairs(number), dtype=dtype)
+                assert is_unanimous(arrived, elements) == (number == one and count == 0), (size, count)
 
 
 def test_integers_of_a_byte_wrap_around_and_do_not_carry() -> None:
     assert not carries(COLLECTIVES["sum"], torch.int8, 256) and carries(COLLECTIVES["sum"], torch.int32, 2**20)
     rows = torch.tensor([pairs(0)] * 2 + [pairs(1)] * 256, dtype=torch.uint8)
-    assert Header([0] * CALLS, torch.uint8, CPU).is_unanimous(combined(rows, "sum"), 0)  # 256 ones are zero
+    assert is_unanimous(combined(rows, "sum"), 0)  # 256 ones are zero
 
 
 def test_numbers_tell_agreements_and_calls_apart() -> None:
     of = {(n, d): numbers(n, d) for n, d in itertools.product((1, 2, 2**20 - 1), ("0a" + "0" * 62, "b1" + "0" * 62))}
     every = [number for each in of.values() for number in each]
     assert len(set(every)) == len(every) == 6 * CALLS and max(every) < 2**BITS
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS])
+def test_a_number_is_mixed_in_on_the_host_or_on_the_device(dtype: torch.dtype) -> None:
+    generator = random.Random(1)
+    of_calls = [generator.getrandbits(BITS) for _ in range(CALLS)]
+    header = Header(of_calls, dtype, CPU)
+    for mixed in (0, 1, 2**BITS - 1, *(generator.getrandbits(BITS) for _ in range(20))):
+        for call in (0, 7, CALLS + 3):
+            number = of_calls[call % CALLS] ^ mixed
+            expected = torch.tensor(pairs(number), dtype=dtype)
+            tail = torch.zeros(NUMEL, dtype=dtype)
+            assert header.write(tail, call, mixed) == number and torch.equal(tail, expected)
+            for above in (0, 2**40, -(2**50)):  # of a number of the device the lower bits count
+                tail = torch.zeros(NUMEL, dtype=dtype)
+                sent = header.write(tail, call, torch.tensor(mixed + above))
+                assert isinstance(sent, torch.Tensor) and torch.equal(sent, expected) and torch.equal(tail, expected)

@@ -325,7 +325,7 @@ def look_back() -> str:
     (known,) = first._known.values()
 
     class Late:
-        call = 1
+        call, look = 1, None
 
         def __init__(self, here: bool, unanimous: bool) -> None:
             self.is_here, self.is_unanimous = (lambda: here), (lambda: unanimous)
