@@ -291,8 +291,9 @@ def _start(
             raise explained from error
         raise
     _call_back(work, arrived)
-    # On other devices the wait does not block this thread: the device waits.
-    return functools.partial(finish, work, ranks, what) if buffer.device.type == "cpu" else work.wait
+    # A wait of gloo's that has run out of time may be made again. Of other backends that is not known, and those of
+    # devices do not block this thread.
+    return functools.partial(finish, work, ranks, what) if group.backend_for(buffer.device) == "gloo" else work.wait
 
 
 def watch_over(group: Group) -> Watched | None:

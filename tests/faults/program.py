@@ -38,7 +38,7 @@ def step(w: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 def main() -> None:
     w = torch.ones(4)
-    for call in range(1, 2000):
+    for call in range(1, int(os.environ.get("CALLS", 2000))):
         if call == 5:
             tell(event="fault" if rank == victim else "trains")
             if rank == victim:

@@ -53,3 +53,19 @@ def test_an_interrupt_ends_all_ranks_soon_and_says_little(tmp_path: pathlib.Path
     for text in printed:
         assert "KeyboardInterrupt" in text
         assert len(text.splitlines()) < 60, text
+
+
+def test_a_job_that_is_stopped_as_a_whole_goes_on_as_a_whole(tmp_path: pathlib.Path) -> None:
+    """As by Ctrl-Z and fg: all ranks were frozen, longer than a single one may be."""
+    started = start_ranks(PROGRAM, ["none", "-1", str(tmp_path)], 2, FDP_LIVENESS_S="1", CALLS="150")
+    deadline_s = time.monotonic() + 60
+    while len(told(tmp_path)) < 2 and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    for process in started:
+        process.send_signal(signal.SIGSTOP)
+    time.sleep(5)
+    for process in started:
+        process.send_signal(signal.SIGCONT)
+    printed = end_ranks(started, 60)
+    assert [process.returncode for process in started] == [0, 0], printed
+    assert [line["event"] for line in told(tmp_path)] == ["trains", "trains"], printed

@@ -32,6 +32,9 @@ _GRACE_S = 1.0
 _EXPLAINS_S = 2.0
 """So long a failed message waits for news of who is gone."""
 
+_GAP_S = 3.0
+"""Who did not look for so long was stopped, perhaps with all others: what is known of them may be out of date."""
+
 _WARNS_S = 30.0
 """After so long, and again each time that it has doubled, there is a warning that says who is waited for."""
 
@@ -60,7 +63,9 @@ class Patience:
 
     def __init__(self, watched: Watched, what: str) -> None:
         self._watched, self._what = watched, what
-        self._begun_s = self._now_s()
+        self._begun_s = self._looked_s = time.monotonic()
+        # Two beats of its monitor, and some: by then a rank that goes on is known to.
+        self._thaws_s = 0.5 * liveness_s() + 0.5
         self._news_s: float | None = None
         self._warns_s, self._says_s = _WARNS_S, liveness_s()
 
@@ -70,7 +75,10 @@ class Patience:
         Raises:
             PeerError: another rank will not come.
         """
-        now_s = self._now_s()
+        now_s = time.monotonic()
+        if now_s - self._looked_s > _GAP_S:
+            self._begun_s = now_s
+        self._looked_s = now_s
         waited_s = now_s - self._begun_s
         faults = self._faults(waited_s)
         if not faults:
@@ -84,28 +92,12 @@ class Patience:
             self._says_s = self._warns_s if level == logging.INFO else 2 * waited_s
             logger.log(level, "fdp: %s", waiting_text(self._watched, self._what, waited_s))
 
-    def explain(self) -> PeerError | None:
-        """After the backend failed: who is gone, if that becomes known soon."""
-        while self._now_s() - self._begun_s < _EXPLAINS_S or self._news_s is not None:
-            try:
-                faults = self._watched.faults(believing=True)
-                if [fault for fault in faults if fault.call is None]:
-                    self.look()
-            except PeerError as error:
-                return error
-            time.sleep(0.05)
-        return None
-
     def _faults(self, waited_s: float) -> list[Fault]:
         return [
             fault
             for fault in self._watched.faults(believing=waited_s >= _BELIEVES_S)
-            if fault.call is None or waited_s >= _GRACE_S
+            if waited_s >= (_GRACE_S if fault.call is not None else self._thaws_s if fault.reason == "frozen" else 0.0)
         ]
-
-    @staticmethod
-    def _now_s() -> float:
-        return time.monotonic()
 
 
 def finish(work: Any, group: Any, what: str = "a message") -> None:
@@ -206,7 +198,19 @@ def refuse_gone(watched: Watched) -> None:
 def explain(group: Any, what: str) -> PeerError | None:
     """After the backend failed: who is gone, if that is known or becomes known soon; None otherwise."""
     watched = watched_ranks(group)
-    return None if watched is None else Patience(watched, what).explain()
+    if watched is None:
+        return None
+    begun_s, news_s = time.monotonic(), math.inf
+    while True:
+        now_s = time.monotonic()
+        faults = [fault for fault in watched.faults(believing=True) if fault.call is None]
+        if faults:
+            news_s = min(news_s, now_s)
+            if now_s - news_s >= _SETTLES_S:
+                return peer_error(watched, faults, what)
+        elif now_s - begun_s >= _EXPLAINS_S:
+            return None
+        time.sleep(0.05)
 
 
 def peer_error(watched: Watched, faults: Sequence[Fault], what: str) -> PeerError:

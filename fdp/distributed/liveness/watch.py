@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch.distributed as dist
 
@@ -28,7 +28,7 @@ from fdp.distributed.liveness.addresses import host_name, own_addresses
 from fdp.distributed.liveness.fault import Fault
 from fdp.distributed.liveness.status import SIZE_BYTES, Status
 from fdp.distributed.liveness.tree import parent_of
-from fdp.errors import PeerError, first_line
+from fdp.errors import ArgumentError, PeerError, build_message, first_line
 
 _START_S = 20.0
 """So long a monitor may take to start; without it there is a warning, and no ranks are watched."""
@@ -41,8 +41,21 @@ _BOOTSTRAP = (
 
 
 def liveness_s() -> float:
-    """Seconds after which a rank that is silent, or stopped, counts as lost: FDP_LIVENESS_S, or 10; 0 for never."""
-    return float(os.environ.get("FDP_LIVENESS_S", 10.0))
+    """Seconds after which a rank that is silent, or stopped, counts as lost: FDP_LIVENESS_S, or 10; 0 for never.
+
+    Raises:
+        ArgumentError: it is no number.
+    """
+    text = os.environ.get("FDP_LIVENESS_S", "10")
+    try:
+        return float(text)
+    except ValueError:
+        raise ArgumentError(
+            build_message(
+                f"the environment has FDP_LIVENESS_S={text!r}.",
+                remedy="set it to a number of seconds, or to 0 to watch nobody.",
+            )
+        ) from None
 
 
 @dataclass
@@ -169,7 +182,7 @@ class _Beside:
     def __init__(self, liveness_s: float, everywhere: bool) -> None:
         self.pid, self._lock = os.getpid(), threading.Lock()
         self.closing = threading.Event()
-        with tempfile.TemporaryFile() as memory:
+        with _memory() as memory:
             memory.truncate(SIZE_BYTES)
             self.status = Status(memory.fileno())
             self.status.say(status_of.NEW, 0, "")
@@ -188,6 +201,14 @@ class _Beside:
         """Tell the monitor something; it is lost if the monitor has gone."""
         with self._lock, contextlib.suppress(OSError):
             os.write(self._writing, json.dumps(command).encode() + b"\n")
+
+
+def _memory() -> IO[bytes]:
+    """A file that is in memory, if the system has such files."""
+    try:
+        return os.fdopen(os.memfd_create("fdp"), "r+b")
+    except (AttributeError, OSError):
+        return tempfile.TemporaryFile()
 
 
 def _start(memory: int, reading: int, arguments: list[str]) -> tuple[int, str]:
@@ -255,7 +276,8 @@ def watch(group: dist.ProcessGroup, name: str, rank: int, size: int, store_of: C
             return _groups[group]
         store, limit_s = store_of(), liveness_s()
         address = _address_of(store)
-        if size < 2 or limit_s <= 0 or address is None or not sys.executable:
+        # On other systems nothing here tells of a process what Linux does.
+        if size < 2 or limit_s <= 0 or address is None or not sys.executable or sys.platform != "linux":
             _groups[group] = None
             return None
         try:

@@ -142,5 +142,76 @@ def test_the_thread_ends_with_its_group(monkeypatch: pytest.MonkeyPatch) -> None
     assert not thread.is_alive()
 
 
+class Looking(Watched):
+    """A rank that waits, in call 5 of its step."""
+
+    rank, size, number, calling, step, awaited = 0, 3, 5, 5, "train", None
+
+    def __init__(self, *found: Fault) -> None:
+        self.found = list(found)
+
+    def faults(self, believing: bool) -> list[Fault]:
+        return [fault for fault in self.found if believing or not fault.suspected]
+
+    def busy(self) -> list[Any]:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("fault", "raises_after_s"),
+    [
+        (Fault(1, "died"), 0.5),
+        (Fault(1, "raised", "ValueError", call=5), 1.5),  # here, too, the error may be about to be raised
+        (Fault(1, "died", suspected=True), 2.5),
+        (Fault(1, "frozen"), 6.0),  # of a job that was stopped as a whole it may be out of date
+    ],
+)
+def test_what_is_less_certain_is_believed_later(
+    fault: Fault, raises_after_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(patience.time, "monotonic", lambda: now_s)
+    waiting = patience.Patience(Looking(fault), "a message")  # type: ignore[arg-type]
+    raised_s = None
+    while raised_s is None and now_s < 120:
+        now_s += 0.25
+        try:
+            waiting.look()
+        except fdp.PeerError as error:
+            raised_s = now_s - 100
+            assert (error.ranks, error.reason, error.call) == ((1,), fault.reason, 5)
+    assert raised_s == pytest.approx(raises_after_s, abs=0.3)
+
+
+def test_who_was_stopped_itself_looks_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(patience.time, "monotonic", lambda: now_s)
+    watched = Looking()
+    waiting = patience.Patience(watched, "a message")  # type: ignore[arg-type]
+    for _ in range(40):
+        now_s += 0.25
+        waiting.look()
+    now_s += 600  # all ranks were stopped; what is known of the other one is of that time
+    watched.found = [Fault(1, "frozen")]
+    for _ in range(8):
+        waiting.look()
+        now_s += 0.25
+    watched.found = []
+    waiting.look()
+
+
+def test_those_that_go_later_are_not_named_for_the_first() -> None:
+    found = [
+        Fault(2, "died"),
+        Fault(1, "died", after_s=0.1),
+        Fault(0, "left", after_s=0.1),
+        Fault(3, "died", after_s=1.0),
+    ]
+    error = patience.peer_error(Looking(), found, "a message")  # type: ignore[arg-type]
+    assert (error.ranks, error.reason) == ((1, 2), "died")
+    found = [Fault(rank, "unreachable", suspected=True, after_s=rank) for rank in (1, 2)]
+    assert patience.peer_error(Looking(), found, "a message").ranks == (1, 2)  # type: ignore[arg-type]
+
+
 def test_seconds_in_words() -> None:
     assert [age(seconds) for seconds in (0.4, 119, 3661)] == ["0 s", "119 s", "61 min 1 s"]
