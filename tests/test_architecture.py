@@ -27,7 +27,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "distributed": (
         "liveness.addresses liveness.fault liveness.links liveness.process liveness.status", "liveness.tree",
         "liveness.monitor liveness.watch",
-        "liveness.aborting liveness.patience liveness.report",
+        "liveness.aborting liveness.patience liveness.report", "liveness.elsewhere",
         "collective comparable fingerprint group other_ranks wire", "checksum desynchronised exchange header launch",
     ),
     "context": ("accumulating ambient axis looking",),

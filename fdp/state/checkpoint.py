@@ -23,6 +23,8 @@ from fdp.distributed.desynchronised import refuse_desynchronised
 from fdp.distributed.exchange import announce_failure, come_together, tell_all
 from fdp.distributed.fingerprint import fingerprint
 from fdp.distributed.group import Group, Ranks, is_destroyed, resolve_group
+from fdp.distributed.liveness.elsewhere import Elsewhere
+from fdp.distributed.liveness.patience import explain
 from fdp.errors import ArgumentError, FdpError, PeerError, ReplicationError, build_message, first_line
 from fdp.pytree import Tree
 from fdp.random.generators import generator_states, seed, set_generator_states
@@ -139,15 +141,20 @@ def write(
         FdpError: the disk is full, or the like; on every rank.
     """
     writer, process_group = Writer(path, ranks.size, pace), among or ranks.process_group
+    # The library waits for other ranks as long as their process group does.
+    saving = Elsewhere(
+        lambda: dcp.save(named, storage_writer=writer, process_group=process_group, no_dist=process_group is None),
+        caller,
+    )
     try:
-        with _as_errors_of_fdp(caller):
-            dcp.save(named, storage_writer=writer, process_group=process_group, no_dist=process_group is None)
+        with _as_errors_of_fdp(caller, ranks):
+            saving.wait(ranks.process_group, among)
     except ValueError as error:
         if process_group is None or not is_destroyed(process_group):
             raise
         raise process_group_destroyed(path) from error
     finally:
-        if ranks.rank == 0:
+        if ranks.rank == 0 and not saving.is_running:
             writer.settle()
 
 
@@ -200,15 +207,8 @@ def load(path: str | os.PathLike[str], like: Tree, group: Ranks = None, *, rando
         }
         named.update(generators)
         named.update(fingerprints_of(path, saved, ranks))
-    with warnings.catch_warnings(), _as_errors_of_fdp("fdp.load"):
-        ignore_what_is_meant()
-        dcp.load(
-            named,
-            storage_reader=reader,
-            planner=LoadPlanner({name: leaf for name, leaf in named.items() if not isinstance(leaf, torch.Tensor)}),
-            process_group=ranks.process_group,
-            no_dist=ranks.process_group is None,
-        )
+    planner = LoadPlanner({name: leaf for name, leaf in named.items() if not isinstance(leaf, torch.Tensor)})
+    _read("fdp.load", named, reader, ranks, planner)
     with ready_on_all_ranks(ranks, "fdp.load"):
         lines = changed(named, saved)
     found = tell_all(ranks, {"changed": lines}, "fdp.load", "was called")
@@ -217,6 +217,19 @@ def load(path: str | os.PathLike[str], like: Tree, group: Ranks = None, *, rando
         with ready_on_all_ranks(ranks, "fdp.load"):
             _set_generators(path, states_of_generators(named))
     return pytree.unflatten(spec, [named[name] for name in names])
+
+
+def _read(caller: str, named: dict[str, Any], reader: Reader, ranks: Group, planner: LoadPlanner | None = None) -> None:
+    """Fill tensors from a checkpoint; every rank takes part."""
+    ranks_of_it = ranks.process_group
+    with warnings.catch_warnings(), _as_errors_of_fdp(caller, ranks):
+        ignore_what_is_meant()
+        Elsewhere(
+            lambda: dcp.load(
+                named, storage_reader=reader, planner=planner, process_group=ranks_of_it, no_dist=ranks_of_it is None
+            ),
+            caller,
+        ).wait(ranks_of_it)
 
 
 def _set_generators(path: str | os.PathLike[str], states: dict[str, torch.Tensor]) -> None:
@@ -275,9 +288,7 @@ def seed_anew(path: Path, ranks: Group) -> None:
     reader = Reader(path)
     with ready_on_all_ranks(ranks, "CheckpointManager.restore"):
         state = first_generator(path, reader.read_metadata().state_dict_metadata)
-    with warnings.catch_warnings(), _as_errors_of_fdp("CheckpointManager.restore"):
-        ignore_what_is_meant()
-        dcp.load(state, storage_reader=reader, process_group=ranks.process_group, no_dist=ranks.process_group is None)
+    _read("CheckpointManager.restore", state, reader, ranks)
     (generator,) = state.values()
     seed(fingerprint(generator), ranks)
 
@@ -303,7 +314,7 @@ def ignore_what_is_meant() -> None:
 
 
 @contextmanager
-def _as_errors_of_fdp(caller: str) -> Iterator[None]:
+def _as_errors_of_fdp(caller: str, ranks: Group) -> Iterator[None]:
     """Failures as FdpError; the library's own is no Exception."""
     try:
         yield
@@ -315,6 +326,8 @@ def _as_errors_of_fdp(caller: str) -> Iterator[None]:
         remedy = "look at the disk and its permissions, then call it again."
         raise FdpError(build_message(f"{caller} failed.", causes, remedy=remedy)) from error
     except (RuntimeError, dist.DistError) as error:  # of a message: what else fails is among the library's own
+        if (explained := explain(ranks.process_group, caller)) is not None:
+            raise explained from error
         raise PeerError(
             build_message(
                 f"{caller} lost another rank.",

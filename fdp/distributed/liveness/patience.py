@@ -124,11 +124,11 @@ def finish(work: Any, group: Any, what: str = "a message") -> None:
             try:
                 patience.look()
             except PeerError:
-                _never_delete(group)
+                never_delete(group)
                 raise
 
 
-def _never_delete(group: Any) -> None:
+def never_delete(group: Any) -> None:
     """Keep a process group for as long as the process lives, and beyond.
 
     gloo's waits for all messages when it is deleted, and this one never comes: the process would not end.

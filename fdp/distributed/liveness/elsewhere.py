@@ -1,0 +1,67 @@
+"""What waits for other ranks in its own way, and perhaps for good, is done by a thread; this one looks around."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fdp.distributed.liveness.patience import never_delete, until
+from fdp.errors import PeerError
+
+
+class Elsewhere:
+    """Work of another thread.
+
+    A thread that never comes back does not keep the process from ending.
+
+    Args:
+        work: what it does.
+        name: of the work, for errors.
+    """
+
+    def __init__(self, work: Callable[[], None], name: str) -> None:
+        self._work, self._name, self._done = work, name, threading.Event()
+        self._error: BaseException | None = None
+        accelerator = torch.accelerator.is_available()
+        self._device = torch.accelerator.current_device_index() if accelerator else None
+        threading.Thread(target=self._run, name=f"fdp: {name}", daemon=True).start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it is not done."""
+        return not self._done.is_set()
+
+    def wait(self, *groups: Any) -> None:
+        """Wait for it.
+
+        Args:
+            groups: process groups on which it sends messages; the first is the one whose ranks are watched.
+
+        Raises:
+            PeerError: another rank will not come.
+            BaseException: what the work raised.
+        """
+        try:
+            until(self._done.is_set, groups[0], math.inf, self._name)
+        except PeerError:
+            for group in groups:
+                if group is not None:
+                    never_delete(group)
+            raise
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            if self._device is not None:
+                torch.accelerator.set_device_index(self._device)
+            self._work()
+        except BaseException as error:  # raised where it is waited for
+            self._error = error
+        finally:
+            del self._work  # it may hold a state
+            self._done.set()
