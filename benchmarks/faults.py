@@ -7,8 +7,9 @@ fifth step one of them, neither the first nor the last where there are more than
 the seconds until the first and until the last of all others has raised an error, and whom the error names. A run is
 given up after `--patience` seconds.
 
-With `--soak` random kinds, ranks and moments are tried with fdp alone. Printed is what went wrong: a rank that did not
-raise, or an error that names another rank or another reason. The exit code is 1 if anything did.
+With `--soak` random kinds, ranks and moments are tried with fdp alone, in runs that save a checkpoint every five steps.
+Printed is what went wrong: a rank that did not raise, an error that names another rank or another reason, or a
+checkpoint that is lost. The exit code is 1 if anything did. FDP_LIVENESS_S=3 makes it quicker.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ REASONS = {
     "leaves": "left", "raises and ends": "raised",
 }  # fmt: skip
 CALLS = 400
+SAVES_EVERY = 5
 STAYS_S = 300.0
 
 
@@ -52,9 +54,10 @@ def program(contender: str, kind: str, victim: int, at: int, folder: pathlib.Pat
     torch.set_num_threads(1)
     fdp.initialize()
     rank = dist.get_rank()
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+    model = network()
+    manager = fdp.CheckpointManager(folder / "run") if contender == "fdp and checkpoints" else None
 
-    if contender == "fdp":
+    if contender != "ddp":
         apply, params, _ = fdp.from_module(model)
         state = fdp.replicate(params)
 
@@ -101,6 +104,10 @@ def program(contender: str, kind: str, victim: int, at: int, folder: pathlib.Pat
                 elif kind == "raises and stays":
                     batch = torch.randn(16, 63)
             train(batch)
+            if manager is not None:
+                (folder / f"call{rank}").write_text(str(call))
+                if call % SAVES_EVERY == 0:
+                    manager.save(call, state)
             time.sleep(0.005)
     except Exception as error:
         if rank != victim:
@@ -112,11 +119,21 @@ def program(contender: str, kind: str, victim: int, at: int, folder: pathlib.Pat
             raise
 
 
+def network() -> Any:
+    """What is trained."""
+    import torch
+
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+
+
 # --- the ranks of a run ---------------------------------------------------------------------------------------------
 
 
-def run(contender: str, kind: str, size: int, victim: int, at: int, patience_s: float) -> dict[int, dict[str, Any]]:
-    """What each of the other ranks wrote, with `after_s`: seconds since the fault."""
+def run(
+    contender: str, kind: str, size: int, victim: int, at: int, patience_s: float, look: Any = None
+) -> dict[int, dict[str, Any]]:
+    """What each of the other ranks wrote, with `after_s`: seconds since the fault; `look` is given their folder."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -145,6 +162,8 @@ def run(contender: str, kind: str, size: int, victim: int, at: int, patience_s: 
                 process.kill()
             for process in started:
                 process.communicate()
+        if look is not None:
+            look(folder)
     return {each["rank"]: {**each, "after_s": each["when_s"] - fault_s} for each in found}
 
 
@@ -185,13 +204,32 @@ def compare(sizes: list[int], kinds: list[str], patience_s: float) -> None:
     Console(width=140).print(table)
 
 
+def losses(folder: pathlib.Path) -> list[str]:
+    """What is wrong with the checkpoints of a run: one that was whole is not there, or cannot be read."""
+    import fdp
+
+    calls = [int(path.read_text() or 0) for path in folder.glob("call*")]
+    # A save waits for the one before; so when the second to last was begun, the one before that was whole.
+    whole = (max(calls, default=0) - 1) // SAVES_EVERY * SAVES_EVERY - SAVES_EVERY
+    with fdp.CheckpointManager(folder / "run") as manager:
+        latest = manager.latest_step()
+        if latest is None:
+            return [f"there is no checkpoint, and step {whole} was whole"] if whole > 0 else []
+        try:
+            _, step = manager.restore(fdp.from_module(network())[1], random=False)
+        except fdp.FdpError as error:
+            return [f"step {latest} cannot be restored: {error}"]
+        return [f"step {step} was restored, and step {whole} was whole"] if step < whole else []
+
+
 def soak(runs: int, seed: int, sizes: list[int]) -> int:
     """Random faults; how many of them went wrong."""
     draw, wrong, longest = random.Random(seed), 0, 0.0
     for number in range(runs):
         kind, size = draw.choice(list(REASONS)), draw.choice(sizes)
         victim, at = draw.randrange(size), draw.randrange(1, 30)
-        found = run("fdp", kind, size, victim, at, 45.0)
+        lost: list[str] = []
+        found = run("fdp and checkpoints", kind, size, victim, at, 45.0, lambda folder: lost.extend(losses(folder)))  # noqa: B023
         bad = [rank for rank in range(size) if rank != victim and rank not in found]
         bad += [
             rank
@@ -199,11 +237,10 @@ def soak(runs: int, seed: int, sizes: list[int]) -> int:
             if (each["kind"], each["ranks"], each["reason"]) != ("PeerError", [victim], REASONS[kind])
         ]
         longest = max([longest, *(each["after_s"] for each in found.values())])
-        if bad:
+        if bad or lost:
             wrong += 1
-            print(
-                f"run {number}: {kind}, rank {victim} of {size}, call {at}: wrong on ranks {bad}: {found}", flush=True
-            )
+            where = f"run {number}: {kind}, rank {victim} of {size}, call {at}"
+            print(f"{where}: wrong on ranks {bad}: {found} {' '.join(lost)}", flush=True)
         elif number % 20 == 19:
             print(f"{number + 1} runs, {wrong} wrong, the slowest error after {longest:.1f} s", flush=True)
     print(f"{runs} random faults (seed {seed}): {wrong} wrong; the slowest error came after {longest:.1f} s")

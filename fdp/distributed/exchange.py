@@ -149,6 +149,8 @@ def tell_all_once(group: Group, own: dict[str, Any], subject: str, news: str) ->
         turn = next_turn(group)
         found = exchange(group, turn, json.dumps(own).encode(), limit)
     except (RuntimeError, dist.DistError) as error:
+        if (explained := explain(group.process_group, "the store")) is not None:
+            raise explained from error
         raise PeerError(
             build_message(
                 f"{subject} on rank {group.rank} could not reach the rendezvous store.",

@@ -120,7 +120,7 @@ class Preparation:
         warn_if_alone_by_mistake(group)
         watched = watched_ranks(group.process_group)
         if watched is not None:
-            watched.is_preparing()
+            watched.prepares(True)
         progress = Progress(self._name)
         try:
             refuse_unhashable(self._name, flat, roles)
@@ -142,6 +142,8 @@ class Preparation:
                 stacklevel=6,
             )
         self._previous = summarise(flat)
+        if watched is not None:
+            watched.prepares(False)
         return emitted
 
     def _emit(self, flat: Flat, roles: Roles, group: Group, progress: Progress) -> Emitted:

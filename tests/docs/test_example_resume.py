@@ -29,7 +29,8 @@ def ranks_of(launcher: int) -> list[int]:
 
 
 def newest(folder: pathlib.Path) -> int:
-    return max((int(name) for name in os.listdir(folder) if name.isdigit()), default=0) if folder.exists() else 0
+    """The step of the newest checkpoint that is whole: one that is being written has no index yet."""
+    return max((int(path.parent.name) for path in folder.glob("*/.metadata")), default=0)
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self/task").exists(), reason="finds the ranks in /proc")

@@ -16,48 +16,48 @@ import torch
 
 import fdp
 
-kind, victim, folder = sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3])
-fdp.initialize()
-rank = int(fdp.axis_index())
+
+def main(kind: str, victim: int, folder: pathlib.Path) -> None:
+    fdp.initialize()
+    rank = int(fdp.axis_index())
+
+    def tell(**facts: object) -> None:
+        with open(folder / f"rank{rank}", "a") as file:
+            file.write(json.dumps({"rank": rank, "when_s": time.time(), **facts}) + "\n")
+
+    @fdp.data_parallel
+    def step(w: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if kind == "killed in the first call" and rank == victim:
+            time.sleep(1.0)  # so that the others wait already
+            tell(event="fault")
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss, grad = fdp.value_and_grad(lambda w: ((batch @ w) ** 2).mean())(w)
+        return w - 0.01 * grad, fdp.pmean(loss)
+
+    try:
+        w = torch.ones(4)
+        for call in range(1, int(os.environ.get("CALLS", 2000))):
+            if call == 5:
+                tell(event="fault" if rank == victim else "trains")
+                if rank == victim:
+                    if kind == "killed":
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    elif kind == "frozen":
+                        os.kill(os.getpid(), signal.SIGSTOP)
+                    elif kind == "raised":
+                        raise ValueError("a mistake of the user's")
+                    elif kind == "asleep":
+                        time.sleep(12)
+                    elif kind == "left":
+                        return
+            w, _ = step(w, torch.ones(3, 4))
+            time.sleep(0.02)
+    except fdp.PeerError as error:
+        tell(event="error", ranks=error.ranks, reason=error.reason, call=error.call, text=str(error))
+    except KeyboardInterrupt:
+        tell(event="interrupted")
+        raise
 
 
-def tell(**facts: object) -> None:
-    with open(folder / f"rank{rank}", "a") as file:
-        file.write(json.dumps({"rank": rank, "when_s": time.time(), **facts}) + "\n")
-
-
-@fdp.data_parallel
-def step(w: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if kind == "killed in the first call" and rank == victim:
-        time.sleep(1.0)  # so that the others wait already
-        tell(event="fault")
-        os.kill(os.getpid(), signal.SIGKILL)
-    loss, grad = fdp.value_and_grad(lambda w: ((batch @ w) ** 2).mean())(w)
-    return w - 0.01 * grad, fdp.pmean(loss)
-
-
-def main() -> None:
-    w = torch.ones(4)
-    for call in range(1, int(os.environ.get("CALLS", 2000))):
-        if call == 5:
-            tell(event="fault" if rank == victim else "trains")
-            if rank == victim:
-                if kind == "killed":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                elif kind == "frozen":
-                    os.kill(os.getpid(), signal.SIGSTOP)
-                elif kind == "raised":
-                    raise ValueError("a mistake of the user's")
-                elif kind == "left":
-                    return
-        w, _ = step(w, torch.ones(3, 4))
-        time.sleep(0.02)
-
-
-try:
-    main()
-except fdp.PeerError as error:
-    tell(event="error", ranks=error.ranks, reason=error.reason, call=error.call, text=str(error))
-except KeyboardInterrupt:
-    tell(event="interrupted")
-    raise
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3]))

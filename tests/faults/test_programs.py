@@ -55,6 +55,25 @@ def test_an_interrupt_ends_all_ranks_soon_and_says_little(tmp_path: pathlib.Path
         assert len(text.splitlines()) < 60, text
 
 
+def test_who_waits_for_a_rank_can_be_interrupted_and_ends_at_once(tmp_path: pathlib.Path) -> None:
+    """A message of it is under way, which the other one never answers: it is alive, and asleep."""
+    waiting, asleep = start_ranks(PROGRAM, ["asleep", "1", str(tmp_path)], 2)
+    deadline_s = time.monotonic() + 60
+    while len(told(tmp_path)) < 2 and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    time.sleep(1)
+    waiting.send_signal(signal.SIGINT)
+    begun_s = time.monotonic()
+    (printed,) = end_ranks([waiting], 30)
+    assert time.monotonic() - begun_s < 5
+    assert waiting.returncode != 0
+    assert "KeyboardInterrupt" in printed
+    end_ranks([asleep], 30)
+    (error,) = [line for line in told(tmp_path) if line["event"] == "error"]
+    assert (error["rank"], error["ranks"]) == (1, [0]), error
+    assert "rank 0 raised: KeyboardInterrupt" in error["text"]
+
+
 def test_a_job_that_is_stopped_as_a_whole_goes_on_as_a_whole(tmp_path: pathlib.Path) -> None:
     """As by Ctrl-Z and fg: all ranks were frozen, longer than a single one may be."""
     started = start_ranks(PROGRAM, ["none", "-1", str(tmp_path)], 2, FDP_LIVENESS_S="1", CALLS="150")

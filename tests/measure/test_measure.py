@@ -318,7 +318,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others(when: str) -> None:
     assert first.ok, first.describe()
     names, message, waited_s = first.value
     assert names == (["AgreementError", "AgreementError"] if when == "before" else ["PeerError", "PeerError"]), message
-    check_message(message, "rank 1" if when == "before" else "rank 0 lost contact")
+    check_message(message, "rank 1" if when == "before" else "rank 1 died")
     assert waited_s < 30
 
 

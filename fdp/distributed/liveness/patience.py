@@ -116,16 +116,17 @@ def finish(work: Any, group: Any, what: str = "a message") -> None:
     if watched is None:
         work.wait()
         return
-    if _came(work, group, what):
-        return
-    with watched.waiting():
-        patience = Patience(watched, what)
-        while not _came(work, group, what):
-            try:
+    try:
+        if _came(work, group, what):
+            return
+        with watched.waiting():
+            patience = Patience(watched, what)
+            while not _came(work, group, what):
                 patience.look()
-            except PeerError:
-                never_delete(group)
-                raise
+    except BaseException:
+        if not work.is_completed():
+            never_delete(group)
+        raise
 
 
 def never_delete(group: Any) -> None:

@@ -93,6 +93,7 @@ class Watched:
     news: dict[str, Any] = field(default_factory=dict)
     awaited: Callable[[], str] | None = None
     waits_since_s: float | None = None
+    _phase: int = status_of.IDLE
 
     def begin(self, step: str, number: int) -> None:
         """A call of a step begins."""
@@ -100,11 +101,13 @@ class Watched:
             self.raised = False
             self.monitor.command(do="clear", group=self.key)
         self.calling, self.step, self.number = self.calls + 1, step, number
-        self.monitor.status.say(status_of.CALLING, number, step)
+        self._phase = status_of.CALLING
+        self.monitor.status.say(self._phase, number, step)
 
-    def is_preparing(self) -> None:
-        """The call that is under way is one that traces, or compiles: messages come later."""
-        self.monitor.status.say(status_of.PREPARING, self.number, self.step)
+    def prepares(self, whether: bool) -> None:
+        """Whether the call that is under way traces, or compiles: its messages come later."""
+        self._phase = status_of.PREPARING if whether else status_of.CALLING
+        self.monitor.status.say(self._phase, self.number, self.step)
 
     def messages_are_there(self) -> None:
         """All messages of the call are through: whatever happens to it now, no other rank waits for it."""
@@ -120,7 +123,8 @@ class Watched:
             else:
                 self.raised = True
                 self.monitor.command(do="raised", group=self.key, text=_text_of(error), call=left)
-        self.monitor.status.say(status_of.IDLE, self.number, self.step)
+        self._phase = status_of.IDLE
+        self.monitor.status.say(self._phase, self.number, self.step)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -139,8 +143,7 @@ class Watched:
     def wait_ends(self) -> None:
         """It does not any more."""
         self.waits_since_s = None
-        what = status_of.IDLE if self.calling is None else status_of.CALLING
-        self.monitor.status.say(what, self.number, self.step)
+        self.monitor.status.say(self._phase, self.number, self.step)
 
     @property
     def has_news(self) -> bool:

@@ -169,6 +169,6 @@ def test_a_rank_that_is_killed_while_it_compiles_is_missed() -> None:
     assert outcomes[0].ok, outcomes[0].describe()
     name, message, waited_s = outcomes[0].value
     assert name == "PeerError"
-    assert f"rank 1 gave no sign of life for {AGREE_S:g} s" in message
+    assert "rank 1 died" in message
     # Its own compilation, and the patience.
     assert waited_s < 40
