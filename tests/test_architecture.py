@@ -25,8 +25,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "tables": (),
     "pytorch": ("dispatch guards parts tensors", "dynamo recomputation"),
     "distributed": (
-        "liveness.addresses liveness.fault liveness.links liveness.process liveness.status", "liveness.tree",
-        "liveness.monitor liveness.watch",
+        "liveness.addresses liveness.fault liveness.links liveness.process liveness.status",
+        "liveness.beside liveness.tree", "liveness.monitor liveness.watched", "liveness.watch",
         "liveness.aborting liveness.patience liveness.report", "liveness.elsewhere",
         "collective comparable fingerprint group other_ranks wire", "checksum desynchronised exchange header launch",
     ),

@@ -109,9 +109,9 @@ def alone_on(group: Group, name: str, call: int = 0) -> Iterator[None]:
             yield
             return
         watched.begin(name, call)
-        if not watched.desynchronised:  # otherwise that is the reason that is given
-            refuse_gone(watched)
         try:
+            if not watched.desynchronised:  # otherwise that is the reason that is given
+                refuse_gone(watched)
             yield
         except BaseException as error:
             watched.end(error)

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fdp.distributed.liveness.aborting import abort_when_ranks_are_gone
 from fdp.distributed.liveness.patience import explain, finish
 from fdp.distributed.liveness.report import report_on_signal
-from fdp.distributed.liveness.watch import Watched, is_known, watch, watched_ranks
+from fdp.distributed.liveness.watch import is_known, watch, watched_ranks
+from fdp.distributed.liveness.watched import Watched
 from fdp.errors import ArgumentError, build_message
 from fdp.pytorch.parts import require
 

@@ -215,7 +215,7 @@ class Emitted:
                 text = f"{type(error).__name__}: {error}".splitlines()[0]
                 mark_desynchronised(self.group, f"step {self.plan.trace.name!r} was left in the middle by {text}")
             raise
-        if watched is not None:
+        if watched is not None and self.plan.buckets:
             watched.messages_are_there()
         self._replication.note(outputs)
         return self._put_together(outputs)

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 
 from fdp import pytree
 from fdp.context.axis import refuse_inside
-from fdp.distributed.desynchronised import refuse_desynchronised
+from fdp.distributed.desynchronised import mark_desynchronised, refuse_desynchronised
 from fdp.distributed.exchange import announce_failure, come_together, tell_all
 from fdp.distributed.fingerprint import fingerprint
 from fdp.distributed.group import Group, Ranks, is_destroyed, resolve_group
@@ -149,8 +149,10 @@ def write(
     try:
         with _as_errors_of_fdp(caller, ranks):
             saving.wait(ranks.process_group, among)
-    except ValueError as error:
-        if process_group is None or not is_destroyed(process_group):
+    except BaseException as error:
+        if saving.is_running and among is None:
+            mark_desynchronised(ranks, f"{caller} was left in the middle by {type(error).__name__}")
+        if not isinstance(error, ValueError) or process_group is None or not is_destroyed(process_group):
             raise
         raise process_group_destroyed(path) from error
     finally:
@@ -221,15 +223,19 @@ def load(path: str | os.PathLike[str], like: Tree, group: Ranks = None, *, rando
 
 def _read(caller: str, named: dict[str, Any], reader: Reader, ranks: Group, planner: LoadPlanner | None = None) -> None:
     """Fill tensors from a checkpoint; every rank takes part."""
-    ranks_of_it = ranks.process_group
+    group = ranks.process_group
     with warnings.catch_warnings(), _as_errors_of_fdp(caller, ranks):
         ignore_what_is_meant()
-        Elsewhere(
-            lambda: dcp.load(
-                named, storage_reader=reader, planner=planner, process_group=ranks_of_it, no_dist=ranks_of_it is None
-            ),
+        loading = Elsewhere(
+            lambda: dcp.load(named, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None),
             caller,
-        ).wait(ranks_of_it)
+        )
+        try:
+            loading.wait(group)
+        except BaseException as error:
+            if loading.is_running:
+                mark_desynchronised(ranks, f"{caller} was left in the middle by {type(error).__name__}")
+            raise
 
 
 def _set_generators(path: str | os.PathLike[str], states: dict[str, torch.Tensor]) -> None:

@@ -7,7 +7,7 @@ import threading
 import weakref
 from typing import Any
 
-from fdp.distributed.liveness.watch import Watched
+from fdp.distributed.liveness.watched import Watched
 
 _LOOKS_S = 1.0
 _GIVES_UP_S = 5.0

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from fdp.distributed.liveness.patience import never_delete, until
-from fdp.errors import PeerError
 
 
 class Elsewhere:
@@ -47,10 +46,11 @@ class Elsewhere:
         """
         try:
             until(self._done.is_set, groups[0], math.inf, self._name)
-        except PeerError:
-            for group in groups:
-                if group is not None:
-                    never_delete(group)
+        except BaseException:
+            if self.is_running:
+                for group in groups:
+                    if group is not None:
+                        never_delete(group)
             raise
         if self._error is not None:
             raise self._error

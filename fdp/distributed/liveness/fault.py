@@ -19,6 +19,7 @@ class Fault:
         text: what more is known, such as an error's class and text, or what the rank did last.
         call: of a rank that raised and goes on: which call of the group's steps it left; None for what is final.
         after_s: how many seconds after the first fault it was noticed: what comes later may have come of that.
+        calls: of a rank that left: how many calls of the group's steps it has been through.
         suspected: its monitor is silent or gone. The rank itself may be well: only who waits for it believes this.
     """
 
@@ -28,6 +29,7 @@ class Fault:
     call: int | None = None
     suspected: bool = False
     after_s: float = 0.0
+    calls: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """What JSON knows of."""
@@ -45,6 +47,7 @@ class Fault:
             made = cls(
                 int(found["rank"]), str(found["reason"]), str(found["text"])[:2000],
                 None if call is None else int(call), bool(found["suspected"]), float(found["after_s"]),
+                int(found["calls"]),
             )  # fmt: skip
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError("no fault") from error

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 _LENGTH = struct.Struct(">I")
-_LONGEST = 2**22
+LONGEST = 2**22
+"""Bytes of a message between monitors that know each other, at most."""
+
 _CHUNK = 2**16
 
 
@@ -19,11 +21,12 @@ class Link:
 
     Args:
         connection: a socket, perhaps still connecting.
+        longest: bytes of a message that is taken, at most.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, longest: int = LONGEST) -> None:
         connection.setblocking(False)
-        self.socket = connection
+        self.socket, self.longest = connection, longest
         self._out = b""
         self._in = b""
 
@@ -64,7 +67,7 @@ class Link:
             self._in += found
         while len(self._in) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._in)
-            if length > _LONGEST:
+            if length > self.longest:
                 raise ValueError("too long")
             if len(self._in) < _LENGTH.size + length:
                 return

@@ -22,7 +22,7 @@ from typing import Any
 
 from fdp.distributed.liveness import status as status_of
 from fdp.distributed.liveness.fault import Fault
-from fdp.distributed.liveness.links import Link, listen, start_connecting
+from fdp.distributed.liveness.links import LONGEST, Link, listen, start_connecting
 from fdp.distributed.liveness.process import Process
 from fdp.distributed.liveness.status import Status, described
 from fdp.distributed.liveness.tree import Node, parent_of
@@ -30,8 +30,16 @@ from fdp.distributed.liveness.tree import Node, parent_of
 _LINGERS_S = 15.0
 """So long a monitor stays, at most, when its rank has gone: others may still have to hear why."""
 
+_LOOKS_FOR_PARENT_S = 120.0
+"""So long it stays, at most, if it has something to say and its parent was never there."""
+
 _FAREWELL_S = 1.0
 """So long it stays at least, so that what it said last is read."""
+
+_STRANGERS = 64
+"""So many may be connected at once that have not said who they are; the oldest goes."""
+
+_LONGEST_HELLO = 4096
 
 _CONNECTS_S = 3.0
 """So long it waits for a connection to one address."""
@@ -47,6 +55,10 @@ class _Group:
         routes: where the parent may be reached: addresses and ports to try; none left while a connection is there.
         token: what the parent wants to hear.
         attempt: the connection that is being made, and until when.
+        next_attempt_s: when the next one is due.
+        sought_since_s: since when the parent's address is known.
+        linked: whether there ever was a connection.
+        left_s: since when the rank is no longer in the group; None if it is.
     """
 
     node: Node
@@ -56,6 +68,9 @@ class _Group:
     token: str = ""
     attempt: tuple[Link, float] | None = None
     next_attempt_s: float = 0.0
+    sought_since_s: float = 0.0
+    linked: bool = False
+    left_s: float | None = None
 
 
 class Monitor:
@@ -110,6 +125,9 @@ class Monitor:
                 group.node.tick(now_s)
             self._connect(key, group, now_s)
             self._deliver(group, now_s)
+        for key in [key for key, group in self._groups.items() if self._is_over(group, now_s)]:
+            for link in self._groups.pop(key).links.values():
+                self._drop(link)
         for link in [link for link, until_s in self._strangers.items() if now_s > until_s]:
             self._drop(link)
         news = {
@@ -119,10 +137,18 @@ class Monitor:
                 "joined": group.node.joined,
             }
             for key, group in self._groups.items()
+            if group.left_s is None
         }
         if news != self._told:
             self._told = news
             self._status.tell(news)
+
+    def _is_over(self, group: _Group, now_s: float) -> bool:
+        """Whether a group that the rank has left needs its monitor no longer."""
+        if group.left_s is None or group.attempt is not None:
+            return False
+        away_s = now_s - group.left_s
+        return away_s > _LINGERS_S or (away_s > _FAREWELL_S and not group.node.children)
 
     # --- the process ---------------------------------------------------------------------------------------------
 
@@ -144,7 +170,7 @@ class Monitor:
         elif not self._process.is_stopped():
             if self._stopped_s is not None and now_s - self._stopped_s >= self._liveness_s:
                 for group in self._groups.values():
-                    group.node.clear(now_s)
+                    group.node.clear("frozen", now_s)
             self._stopped_s = None
         elif self._stopped_s is None:
             self._stopped_s = now_s
@@ -160,6 +186,8 @@ class Monitor:
         if self._gone_s is None:
             return False
         gone_s = now_s - self._gone_s
+        if any(group.addresses and not group.linked for group in self._groups.values()):
+            return gone_s > _LOOKS_FOR_PARENT_S
         waited_for = any(group.node.children for group in self._groups.values())
         unsent = any(link.wants_to_send for group in self._groups.values() for link in group.links.values())
         return gone_s > _LINGERS_S or (gone_s > _FAREWELL_S and not waited_for and not unsent)
@@ -184,21 +212,24 @@ class Monitor:
             case "parent":
                 group = self._groups[command["group"]]
                 group.addresses = [(address, command["port"]) for address in command["addresses"]]
-                group.routes, group.token = list(group.addresses), command["token"]
+                group.routes, group.token, group.sought_since_s = list(group.addresses), command["token"], now_s
             case "raised":
                 group = self._groups[command["group"]]
                 group.node.report(Fault(group.node.rank, "raised", command["text"], command["call"]), now_s)
             case "clear":
-                self._groups[command["group"]].node.clear(now_s)
+                self._groups[command["group"]].node.clear("raised", now_s)
             case "leave":
                 for key, group in self._groups.items():
                     if command["group"] in (key, None):
                         what, call, step, _ = self._status.doing()
                         text = f"{command['text']} ({described(what, call, step)})"
-                        fault = Fault(group.node.rank, command["reason"], text)
+                        calls = command["calls"].get(key, 0)
+                        fault = Fault(group.node.rank, command["reason"], text, calls=calls)
                         group.node.report(fault, now_s)
                         if command["group"] is None:
                             self._left = fault
+                        elif command["reason"] == "left":
+                            group.left_s = now_s
 
     # --- connections ---------------------------------------------------------------------------------------------
 
@@ -206,7 +237,9 @@ class Monitor:
         with contextlib.suppress(OSError):
             connection, _ = self._listening.accept()
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            link = Link(connection)
+            link = Link(connection, longest=_LONGEST_HELLO)
+            if len(self._strangers) >= _STRANGERS:
+                self._drop(next(iter(self._strangers)))
             self._strangers[link] = time.monotonic() + _CONNECTS_S
             self._selector.register(connection, selectors.EVENT_READ, lambda: self._greet(link))
 
@@ -214,10 +247,11 @@ class Monitor:
         """Hear who a stranger is: a child in a tree, that knows this monitor's token."""
         with self._dropping(link):
             for message in link.receive():
+                if not secrets.compare_digest(str(message["token"]).encode(), self.token.encode()):
+                    raise ValueError("a stranger")
                 group = self._groups[message["group"]]
                 rank = int(message["rank"])
-                known = secrets.compare_digest(str(message["token"]), self.token)
-                if not known or not 0 < rank < group.node.size or parent_of(rank) != group.node.rank:
+                if not 0 < rank < group.node.size or parent_of(rank) != group.node.rank:
                     raise ValueError("none of this monitor's children")
                 del self._strangers[link]
                 link.send({"host": self._host})
@@ -230,6 +264,8 @@ class Monitor:
         if before is not None:
             self._drop(before)
         group.links[rank] = link
+        link.longest = LONGEST
+        group.linked = True
         self._selector.modify(link.socket, selectors.EVENT_READ, lambda: self._read(group, rank, link))
         group.node.connected(rank, host, time.monotonic())
 
@@ -260,7 +296,11 @@ class Monitor:
             group.attempt = None
             self._drop(link)
         if not group.routes:
-            group.routes, group.next_attempt_s = list(group.addresses), now_s + 1.0
+            sought_s = now_s - group.sought_since_s
+            if sought_s > self._liveness_s:
+                group.node.miss_parent(now_s)
+            # Less and less often: it may be behind a firewall.
+            group.routes, group.next_attempt_s = list(group.addresses), now_s + min(1.0 + sought_s / 10, 30.0)
         if now_s < group.next_attempt_s:
             return
         address, port = group.routes.pop(0)
@@ -284,7 +324,7 @@ class Monitor:
                 self._keep(group, group.node.parent, link, str(message["host"]))
                 # What came behind the answer.
                 return self._read(group, group.node.parent, link)
-        except (OSError, ValueError, KeyError, TypeError):
+        except Exception:  # whatever it was, it does not end this process
             group.attempt = None
             self._drop(link)
 
@@ -293,7 +333,7 @@ class Monitor:
         """If a connection ends, or says what no monitor says, tell the node."""
         try:
             yield
-        except (OSError, ValueError, KeyError, TypeError):
+        except Exception:  # whatever it was, it does not end this process
             self._drop(link)
             if group.links.get(rank) is link:
                 del group.links[rank]
@@ -305,7 +345,7 @@ class Monitor:
     def _dropping(self, link: Link) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError, KeyError, TypeError):
+        except Exception:  # whatever it was, it does not end this process
             self._drop(link)
 
     def _drop(self, link: Link) -> None:

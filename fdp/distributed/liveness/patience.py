@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fdp.distributed.liveness.fault import Fault
-from fdp.distributed.liveness.watch import Watched, age, liveness_s, watched_ranks
+from fdp.distributed.liveness.watch import liveness_s, watched_ranks
+from fdp.distributed.liveness.watched import Watched, age
 from fdp.errors import PeerError, build_message
 
 _PIECE_S = 0.25
@@ -28,6 +29,9 @@ _BELIEVES_S = 2.0
 
 _GRACE_S = 1.0
 """So long a rank that raised in this call is waited for: the same error may be about to be raised here."""
+
+_ARRIVES_S = 10.0
+"""So long what is missing may still be on its way, though a rank has left: it has been through this call."""
 
 _EXPLAINS_S = 2.0
 """So long a failed message waits for news of who is gone."""
@@ -96,8 +100,19 @@ class Patience:
         return [
             fault
             for fault in self._watched.faults(believing=waited_s >= _BELIEVES_S)
-            if waited_s >= (_GRACE_S if fault.call is not None else self._thaws_s if fault.reason == "frozen" else 0.0)
+            if waited_s >= self._patience_with(fault)
         ]
+
+    def _patience_with(self, fault: Fault) -> float:
+        """Seconds that are waited before a fault is believed."""
+        if fault.call is not None:
+            return _GRACE_S
+        if fault.reason == "frozen":
+            return self._thaws_s
+        calling = self._watched.calling
+        if fault.reason == "left" and calling is not None and fault.calls >= calling:
+            return _ARRIVES_S
+        return 0.0
 
 
 def finish(work: Any, group: Any, what: str = "a message") -> None:
@@ -141,9 +156,13 @@ def _came(work: Any, group: Any, what: str) -> bool:
     """Wait for a piece of time; whether the message is there."""
     try:
         work.wait(_PIECE)
-    except RuntimeError as error:
+        return True
+    except RuntimeError:
         if not work.is_completed():
             return False  # the piece has run out; the work goes on, and can be waited for again
+    try:
+        work.wait()  # it may have come between the two: this returns at once, with what it ended in
+    except RuntimeError as error:
         explained = explain(group, what)
         if explained is None:
             raise
@@ -230,11 +249,11 @@ def peer_error(watched: Watched, faults: Sequence[Fault], what: str) -> PeerErro
     of_it = sorted(of_it, key=lambda fault: fault.rank)
     ranks = tuple(fault.rank for fault in of_it)
     details = tuple(f"rank {fault.rank} {_said(fault)}" for fault in of_it)
-    call = watched.number if watched.calling is not None else 0
+    call = watched.number if watched.is_calling_here else 0
     who = f"rank {watched.rank}" if not call else f"call {call} of step {watched.step!r} on rank {watched.rank}"
     lines, remedy = list(details), _REMEDIES[reason]
     if what:
-        lines.append(f"it was waited for in {watched.awaited() if watched.awaited is not None else what}")
+        lines.append(f"it was waited for in {watched.awaited() if call and watched.awaited is not None else what}")
         remedy += " Donated state may be half updated." if call else ""
     gone = "another rank" if len(ranks) == 1 else f"{len(ranks)} other ranks"
     heading = f"{who} cannot go on: {gone} will not come."
@@ -243,8 +262,8 @@ def peer_error(watched: Watched, faults: Sequence[Fault], what: str) -> PeerErro
 
 def waiting_text(watched: Watched, what: str, waited_s: float) -> str:
     """Who is waited for, in one line."""
-    where = f", in call {watched.number} of step {watched.step!r}" if watched.calling is not None else ""
-    if watched.awaited is not None:
+    where = f", in call {watched.number} of step {watched.step!r}" if watched.is_calling_here else ""
+    if where and watched.awaited is not None:
         what = watched.awaited()
     busy = [(rank, text, age_s) for rank, text, age_s in watched.busy() if rank != watched.rank]
     who = "; ".join(f"rank {rank}, for {age(age_s)} {text}" for rank, text, age_s in busy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import sys
@@ -11,7 +12,8 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from fdp.distributed.liveness.watch import age, all_watched, described_status
+from fdp.distributed.liveness.watch import all_watched
+from fdp.distributed.liveness.watched import age, described_status
 
 
 def where() -> str:
@@ -44,7 +46,13 @@ def report_on_signal() -> bool:
 
 
 def _report(number: int, frame: FrameType | None) -> None:
-    print(where(), file=sys.stderr, flush=True)
+    text = f"{where()}\n"
+    try:
+        # Not by way of the stream, which may be in the middle of something.
+        os.write(sys.stderr.fileno(), text.encode(errors="backslashreplace"))
+    except (OSError, ValueError):  # it is no file, as in a notebook
+        with contextlib.suppress(Exception):
+            sys.stderr.write(text)
 
 
 def _is_caught(number: signal.Signals) -> bool:

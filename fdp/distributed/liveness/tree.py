@@ -125,7 +125,8 @@ class Node:
         if "report" in message:
             self._hear(Fault.from_json(message["report"]), now_s)
         if "clear" in message:
-            self._clear(int(message["clear"]), now_s)
+            rank, what = message["clear"]
+            self._clear(int(rank), str(what), now_s)
         if "story" in message and peer == self.parent:
             self.story = [Fault.from_json(each) for each in message["story"]]
             self._tell(now_s)
@@ -168,10 +169,18 @@ class Node:
         self._own_faults[fault.rank] = fault
         self._pass_up(fault, now_s)
 
-    def clear(self, now_s: float) -> None:
-        """The rank that is watched goes on, after all."""
-        if self._own_faults.pop(self.rank, None) is not None:
-            self._clear(self.rank, now_s)
+    def clear(self, what: str, now_s: float) -> None:
+        """The rank that is watched goes on: it is not "frozen" any more, or has dealt with what it "raised"."""
+        own = self._own_faults.get(self.rank)
+        if own is not None and _is_what(own, what):
+            del self._own_faults[self.rank]
+        self._clear(self.rank, what, now_s)
+
+    def miss_parent(self, now_s: float) -> None:
+        """The parent has an address, and does not answer there."""
+        assert self.parent is not None
+        if self.parent not in self._links and self.parent not in self._own_faults:
+            self._suspect(Fault(self.parent, "died", "its monitor does not answer", suspected=True), now_s)
 
     # --- faults go up, one story goes down -----------------------------------------------------------------------
 
@@ -204,20 +213,25 @@ class Node:
             self._first_s = now_s
         fault = replace(fault, after_s=now_s - self._first_s)
         if at is None:
-            if len(self.story) < _KEPT:
-                self.story.append(fault)
+            if len(self.story) >= _KEPT:
+                # What may be taken back makes room for what is final.
+                spare = [each for each in self.story if each.call is not None or each.suspected]
+                if not spare or fault.call is not None or fault.suspected:
+                    return
+                self.story.remove(spare[-1])
+            self.story.append(fault)
         elif (self.story[at].suspected and not fault.suspected) or self.story[at].call is not None:
             self.story[at] = fault
         else:
             return
         self._tell(now_s)
 
-    def _clear(self, rank: int, now_s: float) -> None:
+    def _clear(self, rank: int, what: str, now_s: float) -> None:
         if not self.leads:
             assert self.parent is not None
-            self._send(self.parent, clear=rank)
-        elif any(fault.rank == rank for fault in self.story):
-            self.story = [fault for fault in self.story if fault.rank != rank]
+            self._send(self.parent, clear=[rank, what])
+        elif any(fault.rank == rank and _is_what(fault, what) for fault in self.story):
+            self.story = [fault for fault in self.story if fault.rank != rank or not _is_what(fault, what)]
             self._tell(now_s)
 
     def _tell(self, now_s: float) -> None:
@@ -253,7 +267,7 @@ class Node:
             del self._own_faults[rank]
             if rank in self._links and self._links[rank].silent:  # it is given as much time as at first
                 self._links[rank].silent, self._links[rank].heard_s = False, now_s
-            self._clear(rank, now_s)
+            self._clear(rank, "suspected", now_s)
             if not self.leads:
                 self.story = [fault for fault in self.story if fault.rank != rank or not fault.suspected]
 
@@ -303,6 +317,13 @@ class Node:
 
     def _send(self, peer: int, **message: Any) -> None:
         self.outbox.append((peer, message))
+
+
+def _is_what(fault: Fault, what: str) -> bool:
+    """Whether a fault is of a kind that can be taken back: "suspected", "frozen", or "raised" in a call."""
+    return {"suspected": fault.suspected, "frozen": fault.reason == "frozen", "raised": fault.call is not None}.get(
+        what, False
+    )
 
 
 def _packed(hosts: dict[int, str]) -> list[list[Any]]:

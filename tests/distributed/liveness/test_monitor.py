@@ -196,7 +196,7 @@ def test_a_child_is_heard_and_missed_when_it_is_gone(running: Running) -> None:
 
 
 def _fault(rank: int, reason: str, text: str) -> dict[str, Any]:
-    return {"rank": rank, "reason": reason, "text": text, "call": None, "suspected": False, "after_s": 0.0}
+    return {"rank": rank, "reason": reason, "text": text, "call": None, "suspected": False, "after_s": 0.0, "calls": 0}
 
 
 def test_this_machine_has_a_name_and_addresses_that_are_not_its_own_loopback() -> None:

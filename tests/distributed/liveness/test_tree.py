@@ -131,7 +131,7 @@ def test_a_frozen_rank_that_goes_on_is_taken_back() -> None:
     network.nodes[17].report(Fault(17, "frozen"), network.now_s)
     network.run(1.0)
     assert network.stories() == {((17, "frozen", False),)}
-    network.nodes[17].clear(network.now_s)
+    network.nodes[17].clear("frozen", network.now_s)
     network.run(1.0)
     assert network.stories() == {()}
 
@@ -218,7 +218,17 @@ def test_hosts_survive_the_wire(hosts: dict[int, str]) -> None:
     "message",
     [
         {"report": {"rank": 1}},
-        {"report": {"rank": 1, "reason": "bored", "text": "", "call": None, "suspected": False, "after_s": 0}},
+        {
+            "report": {
+                "rank": 1,
+                "reason": "bored",
+                "text": "",
+                "call": None,
+                "suspected": False,
+                "after_s": 0,
+                "calls": 0,
+            }
+        },
         {"hosts": [["a", 5, 10**9]]},
         {"hosts": [["a", 3, 1]]},
     ],

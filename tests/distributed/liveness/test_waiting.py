@@ -18,7 +18,7 @@ import fdp
 from fdp.distributed.liveness import aborting, patience
 from fdp.distributed.liveness.fault import Fault
 from fdp.distributed.liveness.report import where
-from fdp.distributed.liveness.watch import age
+from fdp.distributed.liveness.watched import age
 
 
 def waits_for_the_other() -> tuple[list[tuple[str, str]], str]:
@@ -145,7 +145,7 @@ def test_the_thread_ends_with_its_group(monkeypatch: pytest.MonkeyPatch) -> None
 class Looking(Watched):
     """A rank that waits, in call 5 of its step."""
 
-    rank, size, number, calling, step, awaited = 0, 3, 5, 5, "train", None
+    rank, size, number, calling, step, awaited, is_calling_here = 0, 3, 5, 5, "train", None, True
 
     def __init__(self, *found: Fault) -> None:
         self.found = list(found)

@@ -1,0 +1,180 @@
+"""The ranks of a group, as far as this one knows; and what it says of itself."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from fdp.distributed.liveness import status as status_of
+from fdp.distributed.liveness.beside import Beside
+from fdp.distributed.liveness.fault import Fault
+from fdp.errors import PeerError, first_line
+
+
+@dataclass
+class Watched:
+    """The ranks of a group, as far as this one knows.
+
+    Attributes:
+        key: of the group, in messages to the monitor.
+        rank: this one's.
+        size: number of ranks.
+        monitor: the process beside this rank.
+        calls: of steps on the group on this rank, as far as all messages of theirs were there.
+        calling: which call is under way, from 1 on; None between calls.
+        step: the name of the step that was called last.
+        number: which call of that step.
+        raised: whether the last call ended in an error that other ranks may wait for.
+        desynchronised: whether it left a call in the middle of its messages, and cannot go on.
+        version: of the news that were read last.
+        news: what the monitor has heard.
+        awaited: says what a step waits for, or waited for last; None outside of steps.
+        waits_since_s: since when this rank waits for others, by the monotonic clock; None if it does not.
+    """
+
+    key: str
+    rank: int
+    size: int
+    monitor: Beside
+    calls: int = 0
+    calling: int | None = None
+    step: str = ""
+    number: int = 0
+    raised: bool = False
+    desynchronised: bool = False
+    version: int = -1
+    news: dict[str, Any] = field(default_factory=dict)
+    awaited: Callable[[], str] | None = None
+    waits_since_s: float | None = None
+    _phase: int = status_of.IDLE
+    _thread: int = 0
+    _said: bool = False
+
+    def begin(self, step: str, number: int) -> None:
+        """A call of a step begins."""
+        if self.raised:
+            self.raised = False
+            self.monitor.command(do="clear", group=self.key)
+        self.calling, self.step, self.number = self.calls + 1, step, number
+        self._thread = threading.get_ident()
+        self._phase = status_of.CALLING
+        self.monitor.status.say(self._phase, number, step)
+
+    def prepares(self, whether: bool) -> None:
+        """Whether the call that is under way traces, or compiles: its messages come later."""
+        self._phase = status_of.PREPARING if whether else status_of.CALLING
+        self.monitor.status.say(self._phase, self.number, self.step)
+
+    def messages_are_there(self) -> None:
+        """All messages of the call are through: whatever happens to it now, no other rank waits for it."""
+        if self.calling is not None:
+            self.calls = self.calling
+
+    def end(self, error: BaseException | None) -> None:
+        """The call has ended."""
+        left, self.calling, self.awaited = self.calling, None, None
+        if error is not None and left is not None and left > self.calls:
+            if self.desynchronised:
+                self._is_out(error)
+            elif not isinstance(error, PeerError):
+                self.raised = True
+                self.monitor.command(do="raised", group=self.key, text=text_of(error), call=left)
+        self._phase = status_of.IDLE
+        self.monitor.status.say(self._phase, self.number, self.step)
+
+    def _is_out(self, error: BaseException) -> None:
+        """This rank cannot go on: tell the others, which may wait for it."""
+        if self._said:
+            return
+        self._said = True
+        if isinstance(error, PeerError):
+            reason, text = "left", "it cannot go on, since it lost another rank"
+        else:
+            reason, text = "raised", text_of(error)
+        self.monitor.command(do="leave", group=self.key, reason=reason, text=text, calls={self.key: self.calls})
+
+    @property
+    def is_calling_here(self) -> bool:
+        """Whether a call of a step is under way in this thread, and not in another one."""
+        return self.calling is not None and threading.get_ident() == self._thread
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """This rank waits for others meanwhile."""
+        self.wait_begins()
+        try:
+            yield
+        finally:
+            self.wait_ends()
+
+    def wait_begins(self) -> None:
+        """This rank waits for others."""
+        if self.calling is not None and not self.is_calling_here:
+            return  # a thread beside the one that trains
+        self.waits_since_s = time.monotonic()
+        self.monitor.status.say(status_of.WAITING, self.number, self.step)
+
+    def wait_ends(self) -> None:
+        """It does not any more."""
+        if self.calling is not None and not self.is_calling_here:
+            return
+        self.waits_since_s = None
+        self.monitor.status.say(self._phase, self.number, self.step)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the monitor has heard something that was not read yet, or that is of faults."""
+        return self.monitor.status.version != self.version or bool(self.news.get("story"))
+
+    def _read(self) -> dict[str, Any]:
+        version = self.monitor.status.version
+        if version != self.version:
+            news = self.monitor.status.news()
+            if news is not None:
+                self.version, self.news = version, news.get(self.key, {})
+        return self.news
+
+    def faults(self, believing: bool) -> list[Fault]:
+        """What became of other ranks, in the order in which it was noticed.
+
+        Args:
+            believing: whether to believe what is only suspected, since this rank has waited for some time.
+        """
+        found = [Fault.from_json(each) for each in self._read().get("story", ())]
+        return [
+            fault
+            for fault in found
+            if fault.rank != self.rank
+            and (believing or not fault.suspected)
+            # A rank that raised in a call, and goes on, keeps waiting only those that are in that call.
+            and (fault.call is None or (fault.call == self.calling and self.is_calling_here))
+        ]
+
+    def busy(self) -> list[tuple[int, str, float]]:
+        """Ranks that do not wait for others: which, what they do, and since how many seconds; the longest first."""
+        return [(rank, text, age_s) for rank, text, age_s in self._read().get("busy", ())]
+
+
+def described_status(watched: Watched) -> str:
+    """What this rank is doing, in words."""
+    what, call, text, _ = watched.monitor.status.doing()
+    return status_of.described(what, call, text)
+
+
+def text_of(error: BaseException) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {first_line(error)}"[:1000]
+
+
+def age(seconds: float) -> str:
+    """Seconds in words.
+
+    Example:
+        >>> age(12.3), age(400)
+        ('12 s', '6 min 40 s')
+    """
+    return f"{seconds:.0f} s" if seconds < 120 else f"{int(seconds) // 60} min {int(seconds) % 60} s"
