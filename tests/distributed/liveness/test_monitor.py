@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -163,16 +164,21 @@ def running() -> Running:
         framed({}),
         framed({"group": "another", "rank": 1, "token": "", "host": ""}),
         struct.pack(">I", 3) + b"{{{",
+        struct.pack(">I", 200_000) + b"[" * 200_000,
+        struct.pack(">I", 4000) + b"[" * 4000,
     ],
 )
 def test_strangers_are_turned_away(running: Running, said: bytes) -> None:
-    with running.connect() as stranger:
+    with running.connect() as stranger, contextlib.suppress(ConnectionError):  # it may be closed before all is said
         stranger.sendall(said)
         assert stranger.recv(100) == b""
     assert running.story() == []
+    assert running.thread.is_alive()
 
 
-@pytest.mark.parametrize("changes", [{"token": "guessed"}, {"rank": 0}, {"rank": 3}, {"rank": -1}, {"rank": "x"}])
+@pytest.mark.parametrize(
+    "changes", [{"token": "guessed"}, {"rank": 0}, {"rank": 3}, {"rank": -1}, {"rank": "x"}, {"rank": float("inf")}]
+)
 def test_who_does_not_know_the_token_or_is_no_child_is_turned_away(running: Running, changes: dict[str, Any]) -> None:
     with running.connect() as stranger:
         stranger.sendall(running.hello(**changes))
@@ -193,6 +199,47 @@ def test_a_child_is_heard_and_missed_when_it_is_gone(running: Running) -> None:
         assert until(lambda: [each["rank"] for each in running.story()] == [2])
     assert until(lambda: [each["rank"] for each in running.story()] == [2, 1])
     assert running.story()[1]["suspected"]
+
+
+def test_many_strangers_keep_nobody_out(running: Running) -> None:
+    silent = [running.connect() for _ in range(100)]
+    try:
+        with running.connect() as child:
+            child.sendall(running.hello(rank=2))
+            assert b"here" in child.recv(100)
+    finally:
+        for stranger in silent:
+            stranger.close()
+    assert until(lambda: 2 in [each["rank"] for each in running.story()])
+
+
+def test_a_group_that_the_rank_has_left_is_not_told_of_any_more(running: Running) -> None:
+    running.command(do="join", group="another", rank=0, size=2)
+    assert until(lambda: "another" in running.status.news())
+    running.command(do="leave", group="another", reason="left", text="", calls={})
+    assert until(lambda: "another" not in running.status.news())
+    assert until(lambda: "another" not in running.monitor._groups)
+    assert "g" in running.status.news()
+
+
+def test_a_process_of_which_the_system_does_not_tell_has_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError(24, "Too many open files")
+
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    seen = Process(sleeper.pid)
+    monkeypatch.setattr("builtins.open", fails)
+    assert not seen.is_gone()
+    seen.descriptor = None
+    assert not seen.is_gone()
+    assert not seen.is_stopped()
+    monkeypatch.setattr(os, "pidfd_open", fails)
+    with pytest.raises(OSError, match="does not say"):
+        Process(sleeper.pid)
+    monkeypatch.undo()
+    sleeper.kill()
+    sleeper.wait()
+    assert seen.is_gone()
 
 
 def _fault(rank: int, reason: str, text: str) -> dict[str, Any]:

@@ -160,6 +160,42 @@ def test_what_is_certain_takes_the_place_of_what_was_suspected() -> None:
     assert node.story == [Fault(1, "died", "in call 3")]
 
 
+def test_a_suspicion_that_is_taken_back_takes_no_death_with_it() -> None:
+    node = Node(0, 4, "here", LIVENESS_S, 0.0)
+    for child in (1, 2):
+        node.connected(child, "there", 0.0)
+    node.tick(LIVENESS_S + 1)  # both are silent, and so suspected
+    assert {fault.rank for fault in node.story} == {1, 2}
+    node._hear(Fault(2, "died", "in call 3"), LIVENESS_S + 2)
+    node.received(1, {"busy": [], "joined": 1}, LIVENESS_S + 3)  # and 1 is heard of again
+    assert [(fault.rank, fault.suspected) for fault in node.story] == [(2, False)]
+    node.received(1, {"clear": [2, "raised"]}, LIVENESS_S + 4)
+    node.received(1, {"clear": [2, "frozen"]}, LIVENESS_S + 4)
+    assert [fault.rank for fault in node.story] == [2]
+
+
+def test_what_is_final_finds_room_in_a_story_that_is_full() -> None:
+    node = Node(0, 40, "here", LIVENESS_S, 0.0)
+    node.connected(1, "here", 0.0)
+    for rank in range(2, 30):
+        node.received(1, {"report": Fault(rank, "raised", "ValueError", call=7).as_json()}, 1.0)
+    assert len(node.story) == 16
+    node.received(1, {"report": Fault(35, "died").as_json()}, 2.0)
+    assert len(node.story) == 16
+    for rank in range(2, 30):
+        node.received(1, {"clear": [rank, "raised"]}, 3.0)
+    assert [(fault.rank, fault.reason) for fault in node.story] == [(35, "died")]
+
+
+def test_a_parent_that_has_an_address_and_does_not_answer_is_suspected_until_it_does() -> None:
+    node = Node(1, 3, "here", LIVENESS_S, 0.0)
+    node.miss_parent(20.0)
+    assert [(fault.rank, fault.reason, fault.suspected) for fault in node.story] == [(0, "died", True)]
+    node.connected(0, "there", 21.0)
+    node.received(0, {"story": []}, 21.0)
+    assert node.story == []
+
+
 def test_a_report_made_before_the_parent_was_there_reaches_it() -> None:
     network = Network(3)
     late = Node(1, 3, "host0", LIVENESS_S, 0.0)

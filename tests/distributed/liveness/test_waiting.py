@@ -183,6 +183,43 @@ def test_what_is_less_certain_is_believed_later(
     assert raised_s == pytest.approx(raises_after_s, abs=0.3)
 
 
+class Late:
+    """A message that comes just after a piece of the wait has run out, before that is known."""
+
+    def __init__(self, error: RuntimeError | None = None) -> None:
+        self.error = error
+
+    def wait(self, timeout: Any = None) -> None:
+        if timeout is not None:
+            raise RuntimeError("Operation timed out!")
+        if self.error is not None:
+            raise self.error
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_a_message_that_came_a_little_late_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "watched_ranks", lambda group: Looking())
+    monkeypatch.setattr(patience, "_EXPLAINS_S", 0.2)
+    patience.finish(Late(), None)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        patience.finish(Late(RuntimeError("connection closed by peer")), None)
+
+
+def test_who_has_left_after_this_call_may_still_have_sent_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(patience.time, "monotonic", lambda: now_s)
+    waiting = patience.Patience(Looking(Fault(1, "left", calls=5)), "a message")  # type: ignore[arg-type]
+    for _ in range(36):
+        now_s += 0.25
+        waiting.look()
+    with pytest.raises(fdp.PeerError):
+        for _ in range(12):
+            now_s += 0.25
+            waiting.look()
+
+
 def test_who_was_stopped_itself_looks_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     monkeypatch.setattr(patience.time, "monotonic", lambda: now_s)
