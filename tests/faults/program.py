@@ -18,6 +18,8 @@ import fdp
 
 
 def main(kind: str, victim: int, folder: pathlib.Path) -> None:
+    # A job that was started in the background ignores it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     fdp.initialize()
     rank = int(fdp.axis_index())
 

@@ -12,6 +12,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from samples import exhaustive
 
 import fdp
 from fdp.state.storage import Writer
@@ -49,8 +50,15 @@ def save_and_stop(folder: str, number: int, blocking: bool) -> dict[str, Any]:
     return {"ranks": error.ranks, "reason": error.reason, "after_s": time.monotonic() - begun_s, "text": str(error)}
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-@pytest.mark.parametrize(("number", "reason"), [(signal.SIGKILL, "died"), (signal.SIGSTOP, "frozen")])
+@pytest.mark.parametrize(
+    ("number", "reason", "blocking"),
+    [
+        (signal.SIGKILL, "died", False),
+        (signal.SIGSTOP, "frozen", True),
+        pytest.param(signal.SIGKILL, "died", True, marks=exhaustive),
+        pytest.param(signal.SIGSTOP, "frozen", False, marks=exhaustive),
+    ],
+)
 def test_the_others_name_it(number: int, reason: str, blocking: bool, tmp_path: pathlib.Path) -> None:
     outcomes = ranks.run_fresh(
         3, save_and_stop, str(tmp_path), int(number), blocking, env={"FDP_LIVENESS_S": "2"}, deadline_s=90, grace_s=60

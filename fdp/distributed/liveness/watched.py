@@ -92,7 +92,7 @@ class Watched:
             return
         self._said = True
         if isinstance(error, PeerError):
-            reason, text = "left", "it cannot go on, since it lost another rank"
+            reason, text = "left", "it is no longer in step with the others"
         else:
             reason, text = "raised", text_of(error)
         self.monitor.command(do="leave", group=self.key, reason=reason, text=text, calls={self.key: self.calls})
