@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import statistics
 import time
 from collections.abc import Iterator
@@ -24,12 +23,11 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from cases import CASES
-from contenders import CONTENDERS
+from interleaved import started, times_of_ways
 from launch import Place, run_in
-from order import BURST, CLOCKS, WAKING
 from rich.console import Console
 from rich.table import Table
-from step_time import WARMUP, paired_ratio, turns
+from step_time import paired_ratio
 
 import fdp
 from fdp.distributed.liveness import watch
@@ -53,28 +51,8 @@ def unwatched() -> Iterator[None]:
 
 def on_rank(case: str, rounds: int) -> dict[str, dict[str, list[float]]]:
     """Train by turns; seconds of a step in each turn, by the clock and by whether ranks are watched."""
-    running = CONTENDERS["fdp"](CASES[case])
-    for _ in range(WARMUP):
-        running.step()
-    gc.collect()
-    gc.freeze()
-    gc.disable()
     ways = {"unwatched": unwatched, "watched": contextlib.nullcontext}
-    found: dict[str, dict[str, list[float]]] = {clock: {way: [] for way in WAYS} for clock in CLOCKS}
-    for order in turns(WAYS, rounds):
-        for way in order:
-            with ways[way]():
-                for _ in range(WAKING):
-                    running.step()
-                dist.barrier()
-                steps, used = [], time.process_time()
-                for _ in range(BURST):
-                    begun = time.perf_counter()
-                    running.step()
-                    steps.append(time.perf_counter() - begun)
-                found["processor"][way].append((time.process_time() - used) / BURST)
-            found["wall"][way].append(statistics.median(steps))
-    return found
+    return times_of_ways(started(case), ways, rounds)
 
 
 def of_a_call() -> float:

@@ -18,27 +18,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import statistics
-import time
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import torch.distributed as dist
 from cases import CASES
-from contenders import CONTENDERS
+from interleaved import started, times_of_ways
 from launch import Place, run_in
 from rich.console import Console
 from rich.table import Table
-from step_time import WARMUP, paired_ratio, turns
+from step_time import paired_ratio
 
 from fdp.runtime.buffers import Buffer
 from fdp.runtime.order import Order
 
 WAYS = ("silent", "said", "ahead")
-CLOCKS = ("wall", "processor")
-WAKING, BURST = 3, 15
 
 
 @contextlib.contextmanager
@@ -80,28 +75,8 @@ def ahead() -> Iterator[None]:
 
 def on_rank(case: str, rounds: int) -> dict[str, dict[str, list[float]]]:
     """Train by turns; seconds of a step in each turn, by the clock and by the way in which calls say which they are."""
-    running = CONTENDERS["fdp"](CASES[case])
-    for _ in range(WARMUP):
-        running.step()
-    gc.collect()
-    gc.freeze()
-    gc.disable()
     ways = {"silent": silent, "said": contextlib.nullcontext, "ahead": ahead}
-    found: dict[str, dict[str, list[float]]] = {clock: {way: [] for way in WAYS} for clock in CLOCKS}
-    for order in turns(WAYS, rounds):
-        for way in order:
-            with ways[way]():
-                for _ in range(WAKING):
-                    running.step()
-                dist.barrier()
-                steps, used = [], time.process_time()
-                for _ in range(BURST):
-                    begun = time.perf_counter()
-                    running.step()
-                    steps.append(time.perf_counter() - begun)
-                found["processor"][way].append((time.process_time() - used) / BURST)
-            found["wall"][way].append(statistics.median(steps))
-    return found
+    return times_of_ways(started(case), ways, rounds)
 
 
 def main() -> None:

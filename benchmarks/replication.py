@@ -19,20 +19,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import torch.distributed as dist
 from cases import CASES
-from contenders import CONTENDERS
+from interleaved import BURST, CLOCKS, started, times_of_ways
 from launch import Place, run_in
 from rich.console import Console
 from rich.table import Table
-from step_time import WARMUP, paired_ratio, turns
+from step_time import paired_ratio
 
 from fdp.distributed.header import Header
 from fdp.runtime import order
@@ -40,8 +38,6 @@ from fdp.runtime.in_passing import InPassing
 from fdp.runtime.rounds import ROUNDS
 
 WAYS = ("off", "on")
-CLOCKS = ("wall", "processor")
-WAKING = 2
 
 
 @contextlib.contextmanager
@@ -73,28 +69,8 @@ def timed(found: dict[str, list[float]]) -> Iterator[None]:
 
 def on_rank(case: str, rounds: int) -> dict[str, Any]:
     """Train by turns; seconds of a step in each turn, by the clock, and microseconds of what is added."""
-    running = CONTENDERS["fdp"](CASES[case])
-    for _ in range(WARMUP):
-        running.step()
-    burst = 15 if CASES[case].burst > 1 else 3
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    ways = {"off": off, "on": contextlib.nullcontext}
-    found: dict[str, Any] = {clock: {way: [] for way in WAYS} for clock in CLOCKS}
-    for names in turns(WAYS, rounds):
-        for way in names:
-            with ways[way]():
-                for _ in range(WAKING):
-                    running.step()
-                dist.barrier()
-                steps, used = [], time.process_time()
-                for _ in range(burst):
-                    begun = time.perf_counter()
-                    running.step()
-                    steps.append(time.perf_counter() - begun)
-                found["processor"][way].append((time.process_time() - used) / burst)
-            found["wall"][way].append(statistics.median(steps))
+    running, ways = started(case), {"off": off, "on": contextlib.nullcontext}
+    found: dict[str, Any] = times_of_ways(running, ways, rounds, BURST if CASES[case].burst > 1 else 3)
     parts: dict[str, dict[str, list[float]]] = {way: {} for way in WAYS}
     for way in WAYS:
         with timed(parts[way]), ways[way]():

@@ -15,8 +15,7 @@ from fdp.distributed.liveness.watch import liveness_s, watched_ranks
 from fdp.distributed.liveness.watched import Watched, age
 from fdp.errors import PeerError, build_message
 
-_PIECE_S = 0.25
-_PIECE = datetime.timedelta(seconds=_PIECE_S)
+_PIECE = datetime.timedelta(seconds=0.25)
 
 _SETTLES_S = 0.3
 """So long after the first news, others of the same cause may come: two ranks of one machine."""

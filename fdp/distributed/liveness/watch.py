@@ -160,7 +160,13 @@ def _leave(monitor: Beside, key: str | None = None) -> None:
         text = f"its program has ended with exit code {error.code}"
     elif error is not None and not isinstance(error, PeerError):
         reason, text = "raised", text_of(error)
-    monitor.command(do="leave", group=key, reason=reason, text=text, calls={w.key: w.calls for w in all_watched()})
+    _say_why(monitor, key, reason, text)
+
+
+def _say_why(monitor: Beside, key: str | None, reason: str, text: str) -> None:
+    """Tell the monitor that this rank leaves a group, or all of them, after how many calls, and why."""
+    calls = {watched.key: watched.calls for watched in all_watched()}
+    monitor.command(do="leave", group=key, reason=reason, text=text, calls=calls)
 
 
 def _hear_of_uncaught(monitor: Beside, before: Callable[..., Any], kind: Any, error: Any, traceback: Any) -> None:
@@ -168,6 +174,5 @@ def _hear_of_uncaught(monitor: Beside, before: Callable[..., Any], kind: Any, er
     if monitor.pid == os.getpid() and not hasattr(sys, "ps1"):  # at a prompt, the program goes on
         monitor.uncaught = error
         if not isinstance(error, PeerError):
-            calls = {each.key: each.calls for each in all_watched()}
-            monitor.command(do="leave", group=None, reason="raised", text=text_of(error), calls=calls)
+            _say_why(monitor, None, "raised", text_of(error))
     before(kind, error, traceback)
