@@ -14,6 +14,7 @@ import fdp.pytorch.parts  # noqa: F401  (first: it says what is wrong where noth
 
 # isort: split
 from fdp import optim, random
+from fdp.collectives.exchanges import all_to_all, pmean_scatter, ppermute, psum_scatter
 from fdp.collectives.over_pytrees import all_gather, axis_index, axis_size, broadcast, per_rank, pmax, pmean, pmin, psum
 from fdp.data.batch_sampler import BatchSampler
 from fdp.distributed.launch import initialize
@@ -71,6 +72,7 @@ __all__ = [
     "TraceError",
     "accumulate",
     "all_gather",
+    "all_to_all",
     "assert_replicated",
     "axis_index",
     "axis_size",
@@ -85,8 +87,11 @@ __all__ = [
     "per_rank",
     "pmax",
     "pmean",
+    "pmean_scatter",
     "pmin",
+    "ppermute",
     "psum",
+    "psum_scatter",
     "random",
     "replicate",
     "save",

@@ -19,7 +19,8 @@ from fdp import pytree
 from fdp.context.axis import refuse_inside
 from fdp.distributed.desynchronised import doubt, mark_desynchronised, why_desynchronised
 from fdp.distributed.exchange import exchange, next_turn, timeout_s, wait_for_keys
-from fdp.distributed.group import Group, Ranks, resolve_group, start_all_gather
+from fdp.distributed.group import Group, Ranks, resolve_group
+from fdp.distributed.messages import start_all_gather
 from fdp.errors import ArgumentError, PeerError, build_message, first_line
 from fdp.pytree import Tree
 from fdp.state.replicate import replicate

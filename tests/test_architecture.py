@@ -28,14 +28,15 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "liveness.addresses liveness.fault liveness.links liveness.process liveness.status",
         "liveness.beside liveness.tree", "liveness.monitor liveness.watched", "liveness.watch",
         "liveness.aborting liveness.patience liveness.report", "liveness.elsewhere",
-        "collective comparable fingerprint group other_ranks wire", "checksum desynchronised exchange header launch",
+        "collective comparable fingerprint messages other_ranks wire", "group",
+        "checksum desynchronised exchange header launch",
     ),
     "context": ("accumulating ambient axis looking",),
     # what a user calls
     "random": ("hashing", "keys", "generators"),
     "data": ("permutation", "batch_sampler"),
     "state": ("index labels lock pace rank_local", "replicate storage", "contents", "checkpoint", "checkpoint_manager"),
-    "collectives": ("markers", "over_pytrees transposes"),
+    "collectives": ("operators", "markers", "over_pytrees transposes", "exchanges"),
     "gradients": ("averaging", "autodiff", "accumulation"),
     "nn": ("batch_norm meta_copy", "modules"),
     "optim": (
@@ -60,7 +61,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "build", "scaling", "scaling_picture",
     ),
     "verify": (
-        "bucket_memory extents failure operators program_protocol terms", "made memory", "kernels meta_tensors values",
+        "combined extents failure operators program_protocol terms", "bucket_memory", "made memory",
+        "kernels meta_tensors values",
         "messages rules", "machine",
         "followed higher", "decomposed reference sent", "execution graphs implementations", "drawn obligations",
         "lowered",

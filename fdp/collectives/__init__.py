@@ -1,4 +1,4 @@
 """Collectives over pytrees, and the operators that stand for them in a traced graph.
 
-markers -> transposes -> over_pytrees
+operators -> markers -> transposes, over_pytrees -> exchanges
 """

@@ -26,10 +26,31 @@ _SUMMABLE = frozenset({
 })  # fmt: skip
 
 
-def _map_leaves(name: str, tree: Tree, fn: Callable[[torch.Tensor, str], torch.Tensor], op: str | None = None) -> Tree:
+Given = Sequence[tuple[torch.Tensor, str]]
+"""Leaves, each with what messages and errors call it."""
+
+
+def map_leaves(
+    name: str,
+    tree: Tree,
+    fn: Callable[[torch.Tensor, str], torch.Tensor],
+    op: str | None = None,
+    check: Callable[[Given], None] | None = None,
+) -> Tree:
     """Apply fn(tensor, label) to every leaf; a Python number becomes a tensor that may differ between ranks.
 
-    With an `op`, leaves of a dtype for which it has no meaning are refused, all of them in one error.
+    Args:
+        name: of the collective.
+        tree: what it was given.
+        fn: makes a leaf of the result.
+        op: by which leaves are reduced; those of a dtype for which it has no meaning are refused, all in one error.
+        check: called with all leaves, to refuse those that the collective cannot take.
+
+    Returns:
+        The tree of results.
+
+    Raises:
+        ArgumentError: a leaf is sparse, or no tensor, or was refused.
     """
     refuse_while_accumulating(f"fdp.{name}")
     leaves, spec = pytree.flatten(unlabelled(tree))  # what comes out is the same on every rank
@@ -55,10 +76,12 @@ def _map_leaves(name: str, tree: Tree, fn: Callable[[torch.Tensor, str], torch.T
         given.append((leaf, label))
     if op is not None:
         _refuse_dtypes(op, given)
+    if check is not None:
+        check(given)
     return pytree.unflatten(spec, [fn(leaf, label) for leaf, label in given])
 
 
-def _refuse_dtypes(op: str, given: Sequence[tuple[torch.Tensor, str]]) -> None:
+def _refuse_dtypes(op: str, given: Given) -> None:
     """Refuse tensors of a dtype that cannot be combined so."""
     undefined = [
         f"{label}: a {op} over ranks is not defined for {x.dtype}."
@@ -116,7 +139,7 @@ def psum(tree: Tree) -> Tree:
     References:
         JAX, `jax.lax.psum`.
     """
-    return _map_leaves("psum", tree, lambda x, label: _reduce(x, "sum", label), "sum")
+    return map_leaves("psum", tree, lambda x, label: _reduce(x, "sum", label), "sum")
 
 
 def pmean(tree: Tree, weight: torch.Tensor | float | None = None) -> Tree:
@@ -143,7 +166,7 @@ def pmean(tree: Tree, weight: torch.Tensor | float | None = None) -> Tree:
         JAX, `jax.lax.pmean`.
     """
     if weight is None:
-        return _map_leaves("pmean", tree, lambda x, label: _reduce(x, "mean", label), "mean")
+        return map_leaves("pmean", tree, lambda x, label: _reduce(x, "mean", label), "mean")
     if isinstance(weight, bool) or not isinstance(weight, (torch.Tensor, int, float)):
         raise ArgumentError(
             build_message(
@@ -180,7 +203,7 @@ def pmean(tree: Tree, weight: torch.Tensor | float | None = None) -> Tree:
         scaled = x * local
         return _reduce(scaled, "sum", label) / total.to(device=x.device, dtype=real)
 
-    return _map_leaves("pmean", tree, weighted, "mean")
+    return map_leaves("pmean", tree, weighted, "mean")
 
 
 def pmax(tree: Tree) -> Tree:
@@ -199,7 +222,7 @@ def pmax(tree: Tree) -> Tree:
         >>> pmax(torch.tensor([1.0, 2.0]))
         tensor([1., 2.])
     """
-    return _map_leaves("pmax", tree, lambda x, label: _reduce(x, "max", label), "max")
+    return map_leaves("pmax", tree, lambda x, label: _reduce(x, "max", label), "max")
 
 
 def pmin(tree: Tree) -> Tree:
@@ -218,7 +241,7 @@ def pmin(tree: Tree) -> Tree:
         >>> pmin(torch.tensor([1.0, 2.0]))
         tensor([1., 2.])
     """
-    return _map_leaves("pmin", tree, lambda x, label: _reduce(x, "min", label), "min")
+    return map_leaves("pmin", tree, lambda x, label: _reduce(x, "min", label), "min")
 
 
 def all_gather(tree: Tree) -> Tree:
@@ -242,7 +265,7 @@ def all_gather(tree: Tree) -> Tree:
         JAX, `jax.lax.all_gather`.
     """
     axis = current_axis()
-    return _map_leaves("all_gather", tree, lambda x, label: markers.all_gather(x, axis.size, axis.name, label))
+    return map_leaves("all_gather", tree, lambda x, label: markers.all_gather(x, axis.size, axis.name, label))
 
 
 def broadcast(tree: Tree, root: int = 0) -> Tree:
@@ -271,7 +294,7 @@ def broadcast(tree: Tree, root: int = 0) -> Tree:
                 remedy=f"pass a rank from 0 to {axis.size - 1}.",
             )
         )
-    return _map_leaves("broadcast", tree, lambda x, label: markers.broadcast(x, root, axis.name, label))
+    return map_leaves("broadcast", tree, lambda x, label: markers.broadcast(x, root, axis.name, label))
 
 
 def axis_index() -> torch.Tensor:

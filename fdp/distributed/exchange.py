@@ -9,8 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fdp.distributed.group import Group, watch_over
+from fdp.distributed.group import Group
 from fdp.distributed.liveness.patience import explain, until
+from fdp.distributed.messages import watch_over
 from fdp.errors import AgreementError, PeerError, build_message
 
 

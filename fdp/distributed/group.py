@@ -1,4 +1,4 @@
-"""The process group: its size, its ranks' names for each other, its store, and how a message starts.
+"""The process group: its size, its ranks' names for each other, and its store.
 
 Everything that fdp needs from torch.distributed beyond its documented interface is in this file:
 `_world.pg_map` (the groups that there are, and the store that each was made with), `_world.pg_backend_config`, and
@@ -17,23 +17,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fdp.distributed.liveness.aborting import abort_when_ranks_are_gone
-from fdp.distributed.liveness.patience import explain, finish
-from fdp.distributed.liveness.report import report_on_signal
-from fdp.distributed.liveness.watch import is_known, watch, watched_ranks
-from fdp.distributed.liveness.watched import Watched
+from fdp.distributed.messages import (
+    Arrived,
+    Pairs,
+    start_all_gather,
+    start_all_reduce,
+    start_all_to_all,
+    start_broadcast,
+    start_permute,
+    start_reduce_scatter,
+)
 from fdp.errors import ArgumentError, build_message
 from fdp.pytorch.parts import require
 
-_AVERAGING_BACKENDS = ("gloo", "nccl", "xccl", "hccl")
-"""Backends known to take ReduceOp.AVG; on any other a mean is a sum and a division."""
-
-
 Ranks: TypeAlias = "dist.ProcessGroup | DeviceMesh | Group | None"
 """What says which ranks: a process group, a mesh of one dimension, or None for the default process group."""
-
-Arrived = Callable[[], None]
-"""Called once when a message has arrived, perhaps by another thread."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +102,21 @@ class Group:
         """As `start_all_gather`, on these ranks."""
         return start_all_gather(out, own, self, arrived)
 
-    def all_to_all(self, out: torch.Tensor, own: torch.Tensor) -> Callable[[], None]:
+    def all_to_all(self, out: torch.Tensor, own: torch.Tensor, arrived: Arrived | None = None) -> Callable[[], None]:
         """As `start_all_to_all`, on these ranks."""
-        return start_all_to_all(out, own, self)
+        return start_all_to_all(out, own, self, arrived)
+
+    def reduce_scatter(
+        self, arriving: torch.Tensor, own: torch.Tensor, op: str, arrived: Arrived | None = None
+    ) -> Callable[[], None]:
+        """As `start_reduce_scatter`, on these ranks."""
+        return start_reduce_scatter(arriving, own, op, self, arrived)
+
+    def permute(
+        self, out: torch.Tensor, own: torch.Tensor, pairs: Pairs, arrived: Arrived | None = None
+    ) -> Callable[[], None]:
+        """As `start_permute`, on these ranks."""
+        return start_permute(out, own, pairs, self, arrived)
 
 
 @functools.cache
@@ -197,135 +207,3 @@ def is_destroyed(group: dist.ProcessGroup) -> bool:
     from torch.distributed import distributed_c10d as c10d
 
     return group not in c10d._world.pg_map
-
-
-def start_all_reduce(buffer: torch.Tensor, op: str, group: Group, arrived: Arrived | None = None) -> Callable[[], None]:
-    """Start reducing a buffer in place over the ranks of a group.
-
-    Args:
-        buffer: contiguous tensor; holds the result once the returned function has returned.
-        op: "mean", "sum", "max" or "min".
-        group: the ranks; with a world of one nothing is sent.
-        arrived: what to call when the message has arrived, if the backend says so.
-
-    Returns:
-        A function that waits for the result.
-    """
-    if group.process_group is None:
-        return _nothing
-    name, divide = way_to_reduce(op, buffer.dtype, buffer.device, group)
-    if divide == "before":
-        buffer.div_(group.size)
-    operation = getattr(dist.ReduceOp, name.upper())
-    finish_message = _start(
-        "an all-reduce", buffer, group, arrived,
-        lambda ranks: dist.all_reduce(buffer, operation, group=ranks, async_op=True),
-    )  # fmt: skip
-    if divide != "after":
-        return finish_message
-
-    def wait() -> None:
-        finish_message()
-        buffer.div_(group.size)
-
-    return wait
-
-
-def way_to_reduce(op: str, dtype: torch.dtype, device: torch.device, group: Group) -> tuple[str, str | None]:
-    """How the backend of a group reduces: by which operation ("avg", "sum", "max", "min"), and whether the values have
-    to be divided by the number of ranks "before" or "after" it."""
-    if op != "mean":
-        return op, None
-    if dtype == torch.float16:
-        # Two large values of sixteen bits have no sum, but a mean.
-        return "sum", "before"
-    return ("avg", None) if group.backend_for(device) in _AVERAGING_BACKENDS else ("sum", "after")
-
-
-def start_broadcast(
-    buffer: torch.Tensor, root: int, group: Group, arrived: Arrived | None = None
-) -> Callable[[], None]:
-    """Start overwriting a buffer with the one of rank `root` of the group; returns the function that waits."""
-    if group.process_group is None:
-        return _nothing
-    return _start(
-        "a broadcast", buffer, group, arrived,
-        lambda ranks: dist.broadcast(_as_bytes(buffer), group=ranks, group_src=root, async_op=True),
-    )  # fmt: skip
-
-
-def start_all_gather(
-    out: torch.Tensor, own: torch.Tensor, group: Group, arrived: Arrived | None = None
-) -> Callable[[], None]:
-    """Start filling `out` ([size, *own.shape]) with every rank's `own`; returns the function that waits."""
-    if group.process_group is None:
-        out[0].copy_(own)
-        return _nothing
-    parts = list(_as_bytes(out).view(group.size, -1).unbind(0))
-    return _start(
-        "an all-gather", own, group, arrived,
-        lambda ranks: dist.all_gather(parts, _as_bytes(own), group=ranks, async_op=True),
-    )  # fmt: skip
-
-
-def start_all_to_all(out: torch.Tensor, own: torch.Tensor, group: Group) -> Callable[[], None]:
-    """Start sending each rank its piece of `own`, and filling `out` with the pieces that all ranks have for this one.
-
-    Both are flat, of as many elements as ranks can share evenly. Returns the function that waits.
-    """
-    return _start(
-        "an all-to-all", own, group, None,
-        lambda ranks: dist.all_to_all_single(_as_bytes(out), _as_bytes(own), group=ranks, async_op=True),
-    )  # fmt: skip
-
-
-def _start(
-    what: str, buffer: torch.Tensor, group: Group, arrived: Arrived | None, send: Callable[[Any], Any]
-) -> Callable[[], None]:
-    """Start a message; returns the function that waits for it, and that knows when a rank will not come."""
-    ranks = group.process_group
-    watch_over(group)
-    try:
-        work = send(ranks)
-    except RuntimeError as error:
-        if (explained := explain(ranks, what)) is not None:
-            raise explained from error
-        raise
-    _call_back(work, arrived)
-    # A wait of gloo's that has run out of time may be made again. Of other backends that is not known, and those of
-    # devices do not block this thread.
-    return functools.partial(finish, work, ranks, what) if group.backend_for(buffer.device) == "gloo" else work.wait
-
-
-def watch_over(group: Group) -> Watched | None:
-    """Watch the ranks of a group from now on; None where they are not watched."""
-    ranks = group.process_group
-    if ranks is None or is_known(ranks):
-        return watched_ranks(ranks)
-    made = watch(ranks, group.name, group.rank, group.size, group.store)
-    if made is not None:
-        report_on_signal()
-        if any(group.backend_for(torch.device(kind)) not in (None, "gloo", "mpi") for kind in ("cuda", "xpu")):
-            abort_when_ranks_are_gone(ranks, made)
-    return made
-
-
-def _call_back(work: Any, arrived: Arrived | None) -> None:
-    """Have the end of a message told; a backend whose work has no future tells nothing."""
-    if arrived is None:
-        return
-    try:
-        future = work.get_future()
-    except (RuntimeError, NotImplementedError, AttributeError):
-        return
-    future.add_done_callback(lambda _: arrived())
-
-
-def _as_bytes(buffer: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor: what is only moved needs no dtype that the backend can add."""
-    # Not view(-1): of a single element it keeps whatever stride that has, and then there is no view as bytes.
-    return buffer.as_strided((buffer.numel(),), (1,)).view(torch.uint8)
-
-
-def _nothing() -> None:
-    """There is nothing to wait for."""

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fdp.distributed.group import resolve_group, watch_over
+from fdp.distributed.group import resolve_group
+from fdp.distributed.messages import watch_over
 from fdp.errors import ArgumentError, PeerError, build_message, first_line
 
 

@@ -15,6 +15,7 @@ is reduced by itself or as a part of a bucket.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -88,6 +89,23 @@ class OtherRanks:
         """Put what the root holds in the place of what this rank holds."""
         if root != self.rank:
             x.copy_(_held(x, *self._share(root)))
+
+    def reduce_scatter_(self, out: torch.Tensor, own: torch.Tensor, op: str) -> None:
+        """Fill `out` with what comes of this rank's row of what each rank holds."""
+        out.copy_(own[self.rank])
+        self.all_reduce_(out, op)
+
+    def all_to_all_(self, out: torch.Tensor, own: torch.Tensor) -> None:
+        """Fill each row of `out` with what its rank holds for this one."""
+        self.all_gather_(out, own[self.rank])
+
+    def permute_(self, out: torch.Tensor, own: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+        """Fill `out` with what the rank holds that sends to this one, with zeros if there is none."""
+        source = next((one for one, other in pairs if other == self.rank), None)
+        if source is None:
+            out.zero_()
+        else:
+            out.copy_(own if source == self.rank else _held(own, *self._share(source)))
 
     @property
     def _others(self) -> list[int]:

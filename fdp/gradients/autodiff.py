@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fdp import pytree
-from fdp.collectives.markers import in_forward_mode
+from fdp.collectives.operators import in_forward_mode
 from fdp.context.accumulating import (
     AccumulationContext,
     Pending,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fdp.collectives.markers import all_reduce, in_forward_mode, narrow_mean
+from fdp.collectives.markers import all_reduce, narrow_mean
+from fdp.collectives.operators import in_forward_mode
 from fdp.context.accumulating import memory_order
 from fdp.context.axis import Axis, current_axis
 from fdp.context.looking import current_look, extremes

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from fdp.distributed.desynchronised import mark_desynchronised, why_desynchronised
-from fdp.distributed.group import Group, start_all_reduce
+from fdp.distributed.group import Group
+from fdp.distributed.messages import start_all_reduce
 from fdp.errors import ArgumentError, PeerError, build_message
 from fdp.plan.cost.costs import Costs
 

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fdp.collectives.markers import all_gather, in_forward_mode, vary
+from fdp.collectives.markers import all_gather, vary
+from fdp.collectives.operators import in_forward_mode
 from fdp.collectives.transposes import Gather, Spread
 from fdp.context.accumulating import refuse_while_accumulating
 from fdp.context.axis import current_axis

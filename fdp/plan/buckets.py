@@ -103,24 +103,24 @@ def kind_of(reductions: Sequence[Reduction], upstream: Sequence[int], index: int
     reduction = reductions[index]
     kind: tuple[Any, ...] = (
         reduction.op, reduction.root, str(reduction.dtype), str(reduction.accumulate_dtype), str(reduction.device),
-        bool(upstream[index]),
+        reduction.pairs, bool(upstream[index]),
     )  # fmt: skip
-    # Of an all-gather every rank's piece lies apart from the others': it is sent alone.
-    return (*kind, index) if reduction.collective.gathers else kind
+    return kind if reduction.collective.shares else (*kind, index)
 
 
 def make_buckets(reductions: Sequence[Reduction], groups: Sequence[Sequence[int]]) -> tuple[Bucket, ...]:
-    """Lay out each group of reductions as one contiguous bucket."""
+    """Lay out each group of reductions as one contiguous bucket, of a row for each rank where they are split."""
     buckets = []
     for index, members in enumerate(groups):
         first = reductions[members[0]]
+        rows = first.shape[0] if first.collective.splits else 1
         offsets, numel = [], 0
         step = max(1, _ALIGNMENT_BYTES // first.dtype.itemsize)
         for member in members:
             # Aligned as memory of its own would be: kernels write gradients here, and read results, by cache lines.
             numel = -(-numel // step) * step
             offsets.append(numel)
-            numel += reductions[member].numel
+            numel += reductions[member].numel // rows
         size_bytes = sum(reductions[member].size_bytes for member in members)
         buckets.append(
             Bucket(
@@ -131,9 +131,11 @@ def make_buckets(reductions: Sequence[Reduction], groups: Sequence[Sequence[int]
                 first.device,
                 tuple(members),
                 tuple(offsets),
-                numel,
+                rows * numel,
                 size_bytes,
                 first.accumulate_dtype,
+                rows,
+                first.pairs,
             )
         )
     return tuple(buckets)

@@ -29,16 +29,19 @@ class Bucket:
 
     Attributes:
         index: position among the buckets, which is the order in which they start on every rank.
-        op: "mean", "sum", "max", "min", "all_gather" or "broadcast".
+        op: the name of its collective, as of a `Reduction`.
         root: the root rank of a broadcast, else 0.
         dtype: the dtype that all of it is sent in.
         device: device of all of it.
         members: indices of its reductions in `Trace.reductions`, in production order.
-        offsets: where each member begins, in elements.
+        offsets: where each member begins, in elements; of several rows, in each of them.
         numel: elements that this rank contributes, with what lies between members so that each begins aligned.
         size_bytes: bytes of its members on this rank, as they are sent.
         accumulate_dtype: the dtype that it is added up in, if that is not the one that it is sent in: then its members
             go to the ranks that add them up, and the means come back, in two messages of the bucket's size.
+        rows: of how many equal rows it consists: one for each rank where values are split between ranks, each with that
+            rank's part of every member; else 1.
+        pairs: of a permutation, which rank sends to which.
     """
 
     index: int
@@ -51,11 +54,18 @@ class Bucket:
     numel: int
     size_bytes: int
     accumulate_dtype: torch.dtype | None = None
+    rows: int = 1
+    pairs: tuple[tuple[int, int], ...] = ()
 
     @property
     def collective(self) -> Collective:
         """What its message does."""
         return COLLECTIVES[self.op]
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of a row."""
+        return self.numel // self.rows
 
 
 @dataclass(frozen=True)
@@ -114,6 +124,8 @@ class Plan(Printed):
         lines = []
         for bucket in self.buckets:
             op = f"{bucket.op} from rank {bucket.root}" if bucket.collective.rooted else bucket.op
+            if bucket.collective.paired:
+                op += f" of {', '.join(f'{source} to {destination}' for source, destination in bucket.pairs)}"
             for member in bucket.members:
                 reduction = self.trace.reductions[member]
                 lines.append(

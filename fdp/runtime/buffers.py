@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fdp.distributed.group import Arrived, Group
+from fdp.distributed.group import Group
+from fdp.distributed.messages import Arrived
 from fdp.distributed.other_ranks import OtherRanks
 from fdp.emit.codegen.loop_bodies import blocks_of_body
 from fdp.emit.codegen.program import Program
-from fdp.emit.memory.planning import Place, gathered_at_bytes, header_numel, received_at_bytes, shared_numel
+from fdp.emit.memory.planning import (
+    Place,
+    arrives_at_bytes,
+    arriving_shape,
+    header_numel,
+    received_at_bytes,
+    shared_numel,
+)
 from fdp.plan import Bucket, Plan
 from fdp.runtime.wide_mean import WideMean
 
@@ -23,8 +32,10 @@ class Buffer:
 
     Attributes:
         bucket: its description.
-        own: what this rank contributes, flat; for all but an all-gather the result is in the same place.
-        gathered: [ranks, numel] for an all-gather, else None.
+        own: what this rank contributes, flat; unless something arrives elsewhere, the result is in the same place.
+        arriving: memory for what comes back, where it lies apart: [ranks, numel] for an all-gather, [ranks, numel /
+            ranks] for what is split between ranks (of a reduce-scatter the first row is the result), [numel] for a
+            permutation; else None.
         scaled: it is packed with values divided by the number of ranks: their sum is the mean.
         received: [own elements], pieces of all ranks on their way, if it is added up in a wider dtype, else None.
         message: what is sent of a reduction: `own`, with the header behind it if there is one.
@@ -33,7 +44,7 @@ class Buffer:
 
     bucket: Bucket
     own: torch.Tensor
-    gathered: torch.Tensor | None
+    arriving: torch.Tensor | None
     scaled: bool
     received: torch.Tensor | None = None
     message: torch.Tensor | None = None
@@ -41,12 +52,22 @@ class Buffer:
 
     def start(self, group: Group, arrived: Arrived | None = None) -> Callable[[], None]:
         """Start the collective; returns the function that waits for it."""
-        if self.gathered is not None:
-            return group.all_gather(self.gathered, self.own, arrived)
+        if self.arriving is not None:
+            return self._start_apart(self.arriving, group, arrived)
         if self.bucket.collective.rooted:
             return group.broadcast(self.own, self.bucket.root, arrived)
         message = self.own if self.message is None else self.message
         return group.all_reduce(message, "sum" if self.scaled else self.bucket.op, arrived)
+
+    def _start_apart(self, into: torch.Tensor, group: Group, arrived: Arrived | None) -> Callable[[], None]:
+        collective = self.bucket.collective
+        if collective.paired:
+            return group.permute(into, self.own, self.bucket.pairs, arrived)
+        if not collective.splits:
+            return group.all_gather(into, self.own, arrived)
+        if collective.reduction is None:
+            return group.all_to_all(into, self.own.view_as(into), arrived)
+        return group.reduce_scatter(into, self.own.view_as(into), collective.reduction, arrived)
 
     def start_wide(self, group: Group, arrived: Arrived | None = None) -> WideMean:
         """Start the mean that is added up in a wider dtype."""
@@ -55,12 +76,23 @@ class Buffer:
 
     def pretend(self, others: OtherRanks) -> None:
         """Do what the collective would do, with what this rank takes the others to hold."""
-        if self.gathered is not None:
-            others.all_gather_(self.gathered, self.own)
+        if self.arriving is not None:
+            self._pretend_apart(self.arriving, others)
         elif self.bucket.collective.rooted:
             others.broadcast_(self.own, self.bucket.root)
         else:
             others.all_reduce_(self.own, self.bucket.op, self.scaled)
+
+    def _pretend_apart(self, into: torch.Tensor, others: OtherRanks) -> None:
+        collective = self.bucket.collective
+        if collective.paired:
+            others.permute_(into, self.own, self.bucket.pairs)
+        elif not collective.splits:
+            others.all_gather_(into, self.own)
+        elif collective.reduction is None:
+            others.all_to_all_(into, self.own.view_as(into))
+        else:
+            others.reduce_scatter_(into[0], self.own.view_as(into), collective.reduction)
 
 
 def place_values(program: Program, blocks: Mapping[torch.device, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -113,17 +145,17 @@ def make_buffers(plan: Plan, program: Program, blocks: Mapping[torch.device, tor
         wide = bucket.accumulate_dtype is not None
         numel = shared_numel(bucket, size) if wide else bucket.numel
         own = _flat(block, start, numel, bucket.dtype)
-        gathered = received = message = header = None
-        if bucket.collective.gathers:
-            all_pieces = _flat(block, start + gathered_at_bytes(bucket), size * bucket.numel, bucket.dtype)
-            gathered = all_pieces.view(size, bucket.numel)
+        arriving = received = message = header = None
+        if not bucket.collective.in_place:
+            shape = arriving_shape(bucket, size)
+            arriving = _flat(block, start + arrives_at_bytes(bucket), math.prod(shape), bucket.dtype).view(shape)
         if wide:
             received = _flat(block, start + received_at_bytes(bucket, size), numel, bucket.dtype)
         if extra := header_numel(bucket, size):
             message = own if wide else _flat(block, start, numel + extra, bucket.dtype)
             header = message[bucket.numel : bucket.numel + extra]
         scaled = bucket.index in program.scaled
-        buffers[bucket.index] = Buffer(bucket, own, gathered, scaled, received, message, header)
+        buffers[bucket.index] = Buffer(bucket, own, arriving, scaled, received, message, header)
     return buffers
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from fdp.distributed.group import Arrived, Group
+from fdp.distributed.group import Group
+from fdp.distributed.messages import Arrived
 from fdp.runtime.buffers import Buffer
 from fdp.runtime.order import Order
 from fdp.runtime.wide_mean import WideMean

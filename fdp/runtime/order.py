@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 
 from fdp.distributed.exchange import exchange, timeout_s
-from fdp.distributed.group import Group, start_all_reduce
+from fdp.distributed.group import Group
 from fdp.distributed.header import NUMEL, Header, Sent, is_unanimous, numbers
+from fdp.distributed.messages import start_all_reduce
 from fdp.emit.codegen.program import Program
 from fdp.emit.memory.planning import header_numel
 from fdp.errors import AgreementError, FdpError, build_message

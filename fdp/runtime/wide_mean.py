@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 import torch
 
-from fdp.distributed.group import Arrived, Group
+from fdp.distributed.group import Group
+from fdp.distributed.messages import Arrived
 
 
 class WideMean:

@@ -13,7 +13,8 @@ from fdp.distributed.comparable import comparable
 from fdp.distributed.desynchronised import refuse_desynchronised
 from fdp.distributed.exchange import tell_all
 from fdp.distributed.fingerprint import fingerprint
-from fdp.distributed.group import Group, Ranks, resolve_group, start_all_gather, start_broadcast
+from fdp.distributed.group import Group, Ranks, resolve_group
+from fdp.distributed.messages import start_all_gather, start_broadcast
 from fdp.errors import AgreementError, ReplicationError, build_message
 from fdp.pytree import Tree
 from fdp.state import rank_local

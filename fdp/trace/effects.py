@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp.distributed.collective import COLLECTIVES, OPERATORS, Collective
+from fdp.distributed.collective import OPERATORS, Collective, collective_named
 from fdp.distributed.comparable import comparable, without_addresses
 
 _aten = torch.ops.aten
@@ -227,8 +227,8 @@ def collective_of(node: fx.Node) -> Collective | None:
     """The collective that a node of a graph is; None if it is none."""
     if not is_marker(node, *OPERATORS):
         return None
-    name = operator_name(node)
-    return COLLECTIVES[str(node.args[1]) if name == "all_reduce" else name]
+    reduction = dict((argument.name, value) for argument, value in bound_arguments(node)).get("op")
+    return collective_named(operator_name(node), reduction)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -109,9 +109,10 @@ class Reduction:
         name: key path of the parameter for a gradient, else the collective with the key path in its argument.
         kind: "gradient", "value", "transpose" (of a collective that was differentiated) or "tangent" (of one that was
             differentiated forwards).
-        op: "mean", "sum", "max", "min", "all_gather" or "broadcast".
+        op: the name of its collective: "mean", "sum", "max", "min", "all_gather", "broadcast", "sum_scatter",
+            "mean_scatter", "all_to_all" or "permute".
         root: the root rank of a broadcast, else 0.
-        shape: shape on one rank.
+        shape: shape on one rank; of what is split between ranks, with a row for each rank first.
         dtype: the dtype that it is sent in.
         device: its device.
         size_bytes: bytes that one rank contributes; those of the wire, if it is sent in a narrower dtype than its own.
@@ -120,6 +121,7 @@ class Reduction:
         position: index of the operation that makes it; reductions are sorted by it.
         operation: index of the operation that it is.
         source: the line of the user's code that it comes from, as text.
+        pairs: of a permutation, which rank sends to which.
     """
 
     name: str
@@ -135,6 +137,7 @@ class Reduction:
     operation: int
     source: str
     accumulate_dtype: torch.dtype | None = None
+    pairs: tuple[tuple[int, int], ...] = ()
 
     @property
     def collective(self) -> Collective:

@@ -39,7 +39,7 @@ from fdp.trace.checks import (
 )
 from fdp.trace.closure import closed_over_names, closed_over_tensors, kept_by
 from fdp.trace.dependencies import operations_of
-from fdp.trace.effects import collective_of, is_marker
+from fdp.trace.effects import bound_arguments, collective_of, is_marker
 from fdp.trace.loops import loops_of, outline_loops
 from fdp.trace.pairing import assign_labels, assign_slots
 from fdp.trace.replicated import closed_over, replicated_calls
@@ -304,21 +304,19 @@ def _reductions(
     for node, operation in markers.items():
         if (collective := collective_of(node)) is None:
             continue
-        source: Any = node.args[0]
-        value = source.meta["val"]
+        given = {argument.name: value for argument, value in bound_arguments(node)}
+        value = given["x"].meta["val"]
         position = maker = produced[node]
-        kind, label, dtype, accumulate = "value", str(node.args[-1]), value.dtype, None
-        if collective.reduces:
-            kind, label = str(node.args[3]), str(node.args[4])
-            if len(node.args) > 5:
-                dtype, accumulate = _wire_of(node)
-                maker = _behind_cast(operations, position) if is_rounded(node) else position
+        dtype, accumulate = value.dtype, None
+        if "wire" in given:
+            dtype, accumulate = given["wire"], given.get("accumulate")
+            maker = _behind_cast(operations, position) if is_rounded(node) else position
         found.append(
             Reduction(
-                name=label,
-                kind=kind,
+                name=given["label"],
+                kind=given.get("kind", "value"),
                 op=collective.name,
-                root=int(node.args[1]) if collective.rooted else 0,  # type: ignore[arg-type]
+                root=given.get("root", 0),
                 shape=tuple(value.shape),
                 dtype=dtype,
                 device=value.device,
@@ -328,16 +326,10 @@ def _reductions(
                 operation=operation,
                 source=operations[maker].source if maker >= 0 else "",
                 accumulate_dtype=accumulate,
+                pairs=tuple(zip(given["pairs"][::2], given["pairs"][1::2], strict=True)) if collective.paired else (),
             )
         )
     return sorted(found, key=lambda reduction: (reduction.position, reduction.operation))
-
-
-def _wire_of(node: fx.Node) -> tuple[torch.dtype, torch.dtype | None]:
-    """In which dtype a gradient is sent, and in which it is added up. (One rank alone keeps the gradient's own.)"""
-    wire: Any = node.args[5]
-    accumulate: Any = node.args[6] if len(node.args) > 6 else None
-    return wire, accumulate
 
 
 def _behind_cast(operations: Sequence[Operation], position: int) -> int:

@@ -1,8 +1,8 @@
 """Which values of a traced step are equal on every rank, and where the others began to differ.
 
 The rule is one: a result varies if anything that its operation reads varies. Batch arguments and random
-numbers vary to begin with; the result of a collective does not. Since operators may write in place, what varies is
-memory, at a moment of the program.
+numbers vary to begin with; the result of a collective does not, unless it gives each rank a part of its own. Since
+operators may write in place, what varies is memory, at a moment of the program.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fdp.trace.effects import effects_of, is_marker, storages_of
+from fdp.trace.effects import collective_of, effects_of, is_marker, storages_of
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ def varying_nodes(graph: fx.Graph, varying_inputs: Iterable[fx.Node]) -> Mapping
             continue
         made = set(storages_of(node))
         if is_marker(node):
-            if is_marker(node, "vary", "axis_index"):
+            collective = collective_of(node)
+            if is_marker(node, "vary", "axis_index") or (collective is not None and collective.varies):
                 for storage in made:
                     causes[storage] = Cause(node)
             continue

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fdp.plan.plan import Bucket
+from fdp.verify.combined import IN_PLACE, SPLIT
 
 _ALIGNMENT_BYTES = 64
 _HEADER_NUMEL = 64
@@ -50,5 +52,14 @@ def parts_of(bucket: Bucket, world_size: int) -> Parts:
     if wide:
         sent = -(-sent // world_size) * world_size
     behind_bytes = -(-sent * itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    arriving = sent if wide else world_size * numel if bucket.op == "all_gather" else 0
+    arriving = sent if wide else math.prod(arriving_shape(bucket, world_size) or (0,))
     return Parts(numel, header, sent, behind_bytes, arriving, itemsize)
+
+
+def arriving_shape(bucket: Bucket, world_size: int) -> tuple[int, ...] | None:
+    """How what arrives lies where it lies apart: a row from each rank; of a permutation, what one rank sends."""
+    if bucket.op in IN_PLACE:
+        return None
+    if bucket.op in SPLIT:
+        return world_size, bucket.numel // world_size
+    return (world_size, bucket.numel) if bucket.op == "all_gather" else (bucket.numel,)

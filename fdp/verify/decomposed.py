@@ -19,6 +19,7 @@ from torch import fx
 from fdp.trace.capture import Geometry, capture_functional
 from fdp.trace.functional import keep_strides
 from fdp.trace.trace import Trace
+from fdp.verify.combined import OPERATORS
 from fdp.verify.failure import VerificationError
 from fdp.verify.higher import draws_in
 from fdp.verify.operators import HIDDEN_VIEWS, operator_of
@@ -115,8 +116,7 @@ def decompose(trace: Trace, decompositions: Mapping[Any, Callable[..., Any]], dr
 
 
 def _sends(node: fx.Node) -> bool:
-    fdp = torch.ops.fdp
-    return node.target in (fdp.all_reduce.default, fdp.all_gather.default, fdp.broadcast.default)
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in OPERATORS
 
 
 def _carry_out(node: fx.Node, env: Mapping[fx.Node, Any], calls: list[Call], loops: Mapping[str, Trace]) -> Any:

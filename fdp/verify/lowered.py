@@ -11,6 +11,7 @@ from torch import fx
 from fdp.errors import build_message
 from fdp.plan.plan import Plan
 from fdp.trace.trace import Trace
+from fdp.verify.combined import OPERATORS, named
 from fdp.verify.decomposed import CHANGED, Decomposed, changed_by, decompose
 from fdp.verify.drawn import drawn_as_said, drawn_in_trace, drawn_inside, functions_that_draw
 from fdp.verify.extents import general_extent
@@ -153,25 +154,21 @@ class _Decomposed:
                 term.origin = str(node.target)
             closed_over.append(held_view(values, tensor, term))
         special: dict[str, Special] = {CHANGED._schema.name: self._changed}
-        for name in ("fdp::all_reduce", "fdp::all_gather", "fdp::broadcast"):
-            special[name] = self._marker
+        special.update(dict.fromkeys(OPERATORS, self._marker))
         self.graph = Graph(values, found.graph, [*self.inputs, *closed_over], special)
         made = self.graph.run()
         self.outputs = [(view, values.read(view)) for view in made]
         values.terms.tracing = False
 
     def _marker(self, graph: Graph, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> View:
-        values, target = self.values, str(node.target._schema.name)  # type: ignore[union-attr]
-        value = values.read(args[0])
-        if target == "fdp::all_gather":
-            term = values.combined("all_gather", 0, None, value)
-        elif target == "fdp::broadcast":
-            term = values.combined("broadcast", args[1], None, value)
-        else:
-            term = values.combined(args[1], 0, args[6] if len(args) > 6 else None, value)
-            if args[1] == "mean":
-                scaled = {"self": value, "other": values.encode(1 / values.size)}
-                self.shares[values.apply("aten::mul", scaled, value.shape, value.dtype)] = value
+        schema: Any = node.target._schema  # type: ignore[union-attr]
+        given = {argument.name: each for argument, each in zip(schema.arguments, args, strict=False)}
+        values, value = self.values, self.values.read(args[0])
+        op, told = named(schema.name, given)
+        term = values.combined(op, told, given.get("accumulate"), value)
+        if op == "mean":
+            scaled = {"self": value, "other": values.encode(1 / values.size)}
+            self.shares[values.apply("aten::mul", scaled, value.shape, value.dtype)] = value
         view = graph.fresh_view(node.meta["val"])
         graph.memory.write(view, term)
         self.markers[self._found.markers[node]] = values.read(view)

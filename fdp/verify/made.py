@@ -14,7 +14,7 @@ import torch
 
 from fdp.errors import build_message
 from fdp.plan.plan import Bucket, Plan
-from fdp.verify.bucket_memory import parts_of
+from fdp.verify.bucket_memory import arriving_shape, parts_of
 from fdp.verify.failure import VerificationError
 from fdp.verify.program_protocol import Program
 
@@ -32,7 +32,7 @@ class Buffer(Protocol):
     def own(self) -> torch.Tensor: ...
 
     @property
-    def gathered(self) -> torch.Tensor | None: ...
+    def arriving(self) -> torch.Tensor | None: ...
 
     @property
     def scaled(self) -> bool: ...
@@ -141,13 +141,12 @@ def _wrong_buffers(
         if buffer.scaled != (index in program.scaled):
             yield f"bucket {index} is {'' if buffer.scaled else 'not '}taken for one that holds shares of means"
         wide = bucket.accumulate_dtype is not None
-        gathers = bucket.op == "all_gather"
         own = parts.sent if wide else parts.numel
         message = buffer.own if buffer.message is None else buffer.message
         expected: dict[str, tuple[torch.Tensor | None, int, tuple[int, ...] | None]] = {
             "what this rank contributes": (buffer.own, 0, (own,)),
             "what is sent": (message, 0, (parts.sent,)),
-            "what is gathered": (buffer.gathered, parts.behind_bytes, (size, parts.numel) if gathers else None),
+            "what arrives": (buffer.arriving, parts.behind_bytes, arriving_shape(bucket, size)),
             "what is received": (buffer.received, parts.behind_bytes, (parts.sent,) if wide else None),
             "the header": (buffer.header, parts.numel * parts.itemsize, (parts.header,) if parts.header else None),
         }

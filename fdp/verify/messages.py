@@ -10,6 +10,7 @@ import torch
 from fdp.plan.plan import Bucket, Plan, Start, Wait
 from fdp.trace.trace import Trace
 from fdp.verify.bucket_memory import parts_of
+from fdp.verify.combined import IN_PLACE, SPLIT, STACKED, shape_of, told
 from fdp.verify.extents import extent_of
 from fdp.verify.failure import VerificationError
 from fdp.verify.memory import Block, Memory, View
@@ -54,7 +55,7 @@ class Messages:
         plan: likewise; None for the body of a loop, which sends nothing.
         program: it.
         reference: the trace, carried out.
-        communicates: whether messages are sent, other than those that gather.
+        communicates: whether messages are sent, other than those whose results lie apart.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Messages:
     ) -> None:
         self._trace, self._program, self._reference = trace, program, reference
         buckets = () if plan is None else plan.buckets
-        self._buckets = {b.index: b for b in buckets if communicates or b.op == "all_gather"}
+        self._buckets = {b.index: b for b in buckets if communicates or b.op not in IN_PLACE}
         schedule = () if plan is None else plan.schedule
         self._order = [
             ("start" if isinstance(item, Start) else "wait", item.bucket)
@@ -84,7 +85,7 @@ class Messages:
                 # A sum of shares of 1/N is a mean.
                 whole = self._reference.shares.get(term) or execution.values.unshared(term)
                 op, term = ("sum", term) if whole is None else ("mean", whole)
-            sent = execution.values.combined(op, bucket.root, bucket.accumulate_dtype, term)
+            sent = execution.values.combined(op, told(bucket), bucket.accumulate_dtype, term)
             expected = self._reference.markers[self._trace.operations[reduction.operation].node]
             if sent is not expected:
                 raise VerificationError(
@@ -141,16 +142,24 @@ class Messages:
         for size in reversed(shape):
             steps = (numel, *steps)
             numel *= size
-        itemsize = bucket.dtype.itemsize
-        if offset + numel > bucket.numel:
+        size, itemsize = self._trace.world_size, bucket.dtype.itemsize
+        row = bucket.numel
+        if bucket.op in SPLIT:
+            # Each rank's row has its part of every member.
+            if shape[0] != size or bucket.numel % size:
+                raise VerificationError(f"bucket {bucket.index} has no row for each of {size} ranks")
+            row, numel = bucket.numel // size, numel // size
+            steps = (row, *steps[1:])
+        if offset + numel > row:
             raise VerificationError(f"a member lies behind the end of bucket {bucket.index}")
         block, begin = execution.arena[device], start + offset * itemsize
         slot = _view(block, begin, tuple(shape), steps, bucket.dtype)
-        if bucket.op != "all_gather":
+        if bucket.op in IN_PLACE:
             return slot, slot
-        begin += parts_of(bucket, self._trace.world_size).behind_bytes
-        whole, apart = (self._trace.world_size, *shape), (bucket.numel, *steps)
-        return slot, _view(block, begin, whole, apart, bucket.dtype)
+        begin += parts_of(bucket, size).behind_bytes
+        own = steps[1:] if bucket.op in SPLIT else steps
+        back = (row, *own) if bucket.op in STACKED else own
+        return slot, _view(block, begin, shape_of(bucket.op, tuple(shape), size), back, bucket.dtype)
 
 
 def _view(block: Block, start: int, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> View:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fdp.verify.combined import OPERATORS, named
 from fdp.verify.memory import View
 from fdp.verify.terms import Term
 from fdp.verify.values import Arguments, Values
@@ -100,17 +101,14 @@ def _foreach_add(v: Values, a: Arguments, given: Given, index: Any, shape: Any, 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def _combined(v: Values, a: Arguments, given: Given, index: Any, shape: Any, dtype: torch.dtype) -> Term:
-    """What a marker of a collective stands for; of one rank, its argument."""
-    return v.combined(given["op"], 0, given.get("accumulate"), a["x"])
+def _combined(operator: str) -> Rule:
+    """What a marker of a collective stands for; of one rank, its argument, if the result lies where that lay."""
 
+    def rule(v: Values, a: Arguments, given: Given, index: Any, shape: Any, dtype: torch.dtype) -> Term:
+        op, told = named(operator, given)
+        return v.combined(op, told, given.get("accumulate"), a["x"])
 
-def _gathered(v: Values, a: Arguments, given: Given, index: Any, shape: Any, dtype: torch.dtype) -> Term:
-    return v.combined("all_gather", 0, None, a["x"])
-
-
-def _broadcast(v: Values, a: Arguments, given: Given, index: Any, shape: Any, dtype: torch.dtype) -> Term:
-    return v.combined("broadcast", given["root"], None, a["x"])
+    return rule
 
 
 def _own_rank(v: Values, a: Arguments, given: Given, index: Any, shape: Any, dtype: torch.dtype) -> Term:
@@ -144,9 +142,7 @@ RULES: dict[str, Rule] = {
     "aten::addmm": _addmm,
     "aten::linear": _linear,
     "aten::_foreach_add": _foreach_add,
-    "fdp::all_reduce": _combined,
-    "fdp::all_gather": _gathered,
-    "fdp::broadcast": _broadcast,
+    **{operator: _combined(operator) for operator in OPERATORS},
     "fdp::axis_index": _own_rank,
 }
 

@@ -2,12 +2,12 @@
 
 To the proof of a program `start(k)` sends bucket k, and after `wait(k)` the result is in its place. What does that is
 carried out here: on tensors without values that lie as the buckets do, with ranks that note what they are asked for and
-say what each message leaves in memory. The ranks themselves (`fdp/distributed/group.py`) are trusted.
+say what each message leaves in memory. The ranks themselves (`fdp/distributed/messages.py`) are trusted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from fdp.errors import build_message
 from fdp.plan.plan import Bucket, Plan, Start, Wait
 from fdp.verify.bucket_memory import Parts, parts_of
+from fdp.verify.combined import IN_PLACE, SPLIT, told
 from fdp.verify.failure import VerificationError
 from fdp.verify.followed import Followed
 from fdp.verify.memory import View
@@ -134,8 +135,8 @@ class _Call:
         """Let a bucket hold what is to be sent: its members in one, and the header; as one where pieces are sent."""
         parts = parts_of(bucket, self._plan.trace.world_size)
         for start_bytes, numel in _pieces(bucket, parts):
-            view = self._view(bucket, start_bytes, numel)
             term = self._own(bucket, start_bytes, numel)
+            view = self._view(bucket, start_bytes, *term.shape)
             self._followed.memory.write(view, term)
             # Buckets may share memory one after the other.
             self._ranks.parts = [part for part in self._ranks.parts if not part.overlaps(view)] + [view]
@@ -144,8 +145,9 @@ class _Call:
 
     def _own(self, bucket: Bucket, start_bytes: int, numel: int) -> Term:
         name = f"bucket {bucket.index}" if not start_bytes else f"the header of bucket {bucket.index}"
-        terms = self._followed.values.terms
-        term = terms.make(("own", bucket.index, start_bytes, (numel,), bucket.dtype), (numel,), bucket.dtype)
+        terms, size = self._followed.values.terms, self._plan.trace.world_size
+        shape = (size, numel // size) if bucket.op in SPLIT else (numel,)
+        term = terms.make(("own", bucket.index, start_bytes, shape, bucket.dtype), shape, bucket.dtype)
         term.origin = name
         return term
 
@@ -156,11 +158,9 @@ class _Call:
         op = "sum" if bucket.index in self._program.scaled else bucket.op
         for start_bytes, numel in _pieces(bucket, parts):
             own = self._own(bucket, start_bytes, numel)
-            expected = values.combined(op, bucket.root, bucket.accumulate_dtype, own)
-            if bucket.op == "all_gather":
-                view = self._view(bucket, parts.behind_bytes, size, numel)
-            else:
-                view = self._view(bucket, start_bytes, numel)
+            expected = values.combined(op, told(bucket), bucket.accumulate_dtype, own)
+            begin = start_bytes if bucket.op in IN_PLACE else parts.behind_bytes
+            view = self._view(bucket, begin, *expected.shape)
             found = values.read(view)
             if found is not expected:
                 raise VerificationError(
@@ -216,12 +216,36 @@ class _Ranks:
             results = [(whole, values.combined("mean", 0, self.widened[mean], mean))]
         return self._send([source, into], results)
 
-    def all_to_all(self, out: torch.Tensor, own: torch.Tensor) -> Callable[[], None]:
+    def reduce_scatter(
+        self, arriving: torch.Tensor, own: torch.Tensor, op: str, arrived: Any = None
+    ) -> Callable[[], None]:
+        into, source, values = self._contiguous(arriving), self._contiguous(own), self._followed.values
+        if into.shape != source.shape or into.dtype != source.dtype or source.shape[0] != self.size:
+            raise VerificationError(f"{list(source.shape)} elements are reduced in {list(into.shape)}")
+        term = values.read(source)
+        rows = [self._followed.view(row) for row in arriving]
+        # The other rows hold what arrived, or what a backend left there: nothing may look at it.
+        rest = [values.terms.make(("left over", term, at), rows[at].shape, into.dtype) for at in range(1, self.size)]
+        result = values.combined(f"{op}_scatter", 0, None, term)
+        return self._send([source, into], list(zip(rows, (result, *rest), strict=True)))
+
+    def permute(
+        self, out: torch.Tensor, own: torch.Tensor, pairs: Sequence[tuple[int, int]], arrived: Any = None
+    ) -> Callable[[], None]:
+        into, source, values = self._contiguous(out), self._contiguous(own), self._followed.values
+        if into.shape != source.shape or into.dtype != source.dtype:
+            raise VerificationError(f"{list(source.shape)} elements are sent for {list(into.shape)}")
+        result = values.combined("permute", tuple(map(tuple, pairs)), None, values.read(source))
+        return self._send([source, into], [(into, result)])
+
+    def all_to_all(self, out: torch.Tensor, own: torch.Tensor, arrived: Any = None) -> Callable[[], None]:
         into, source, values = self._contiguous(out), self._contiguous(own), self._followed.values
         numel = source.numel // self.size
-        if into.shape != source.shape or into.dtype != source.dtype or source.shape != (numel * self.size,):
+        if into.shape != source.shape or into.dtype != source.dtype or source.numel != numel * self.size:
             raise VerificationError(f"{list(source.shape)} elements are exchanged for {list(into.shape)}")
         term = values.read(source)
+        if len(source.shape) == 2:
+            return self._send([source, into], [(into, values.combined("all_to_all", 0, None, term))])
         pieces = [values.terms.make(("piece", each, term), (numel,), source.dtype) for each in range(self.size)]
         if (wide := self.widened.get(term)) is not None:
             self._means[self._mean(pieces, wide, source.dtype)] = term

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fdp.verify.combined import IN_PLACE, shape_of
 from fdp.verify.extents import plain
 from fdp.verify.memory import Memory, View
 from fdp.verify.terms import Term, Terms
@@ -120,15 +121,12 @@ class Values:
             return self.constant(self.tensors[term].expand(shape))
         return self.terms.make(("expand", term, shape), shape, term.dtype)
 
-    def combined(self, op: str, root: int, accumulate: Any, term: Term) -> Term:
-        """What ranks make of a value together."""
-        if op == "all_gather":
-            shape = (self.size, *term.shape)
-        elif self.size == 1:
+    def combined(self, op: str, told: Any, accumulate: Any, term: Term) -> Term:
+        """What ranks make of a value together; `told` is the root, or the pairs."""
+        if op in IN_PLACE and self.size == 1:
             return term  # one rank's mean, sum, maximum or broadcast is its own value
-        else:
-            shape = term.shape
-        return self.terms.make(("combined", op, root, accumulate, term, shape), shape, term.dtype)
+        shape = shape_of(op, term.shape, self.size)
+        return self.terms.make(("combined", op, told, accumulate, term, shape), shape, term.dtype)
 
     def unshared(self, term: Term) -> Term | None:
         """What a share of a mean is the share of: a number times 1/N, or a view of such. None if it is none."""

@@ -14,9 +14,10 @@ import fdp
 
 # What other programs call, from the table of public names. A name leaves NOT_YET in the change that adds it.
 PUBLIC_FUNCTIONS = {
-    "accumulate", "all_gather", "assert_replicated", "axis_index", "axis_size", "broadcast", "data_parallel",
-    "from_module", "grad", "initialize", "join", "load", "per_rank", "pmax", "pmean", "pmin", "psum", "replicate",
-    "save", "scaling", "seed", "sync_batch_norm", "value_and_grad",
+    "accumulate", "all_gather", "all_to_all", "assert_replicated", "axis_index", "axis_size", "broadcast",
+    "data_parallel", "from_module", "grad", "initialize", "join", "load", "per_rank", "pmax", "pmean", "pmean_scatter",
+    "pmin", "ppermute", "psum", "psum_scatter", "replicate", "save", "scaling", "seed", "sync_batch_norm",
+    "value_and_grad",
 }  # fmt: skip
 PUBLIC_ERRORS = {
     "AgreementError", "ArgumentError", "CompileError", "FdpError", "NonFiniteError", "PeerError", "PurityError",

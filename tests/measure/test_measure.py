@@ -21,7 +21,8 @@ from refusal_texts import check_message
 from steps import make_state, sgd_step, train
 
 import fdp
-from fdp.distributed.group import Group, resolve_group, start_all_reduce
+from fdp.distributed.group import Group, resolve_group
+from fdp.distributed.messages import start_all_reduce
 from fdp.measure import (
     agreed_costs,
     link,

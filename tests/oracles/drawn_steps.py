@@ -223,6 +223,13 @@ class _Author:
                 ("fdp.pmean({}, weight=3)", [a.shape]),
                 ("fdp.all_gather({})[0]", [a.shape]),
                 ("fdp.pmean({}, weight=b.abs().sum())", [a.shape]),
+                ("fdp.psum_scatter(torch.stack([{}] * fdp.axis_size()))[0]", [a.shape]),
+                (
+                    "fdp.all_to_all({}[None].expand(fdp.axis_size(), -1), 0, 0)[0]"
+                    if len(a.shape) == 1
+                    else "fdp.ppermute({}, [(0, 0)])",
+                    [a.shape],
+                ),
             ]
         )
         owner = f"v{len(self.values)}" if "[0]" in text else None

@@ -15,7 +15,8 @@ from fdp.trace import Operation, Reduction, Trace
 
 KIB = 1024
 _DTYPES = (torch.float32, torch.float64, torch.int64, torch.float16)
-_OPS = ("mean", "sum", "max", "all_gather", "broadcast")
+_OPS = ("mean", "sum", "max", "all_gather", "broadcast", "sum_scatter", "all_to_all", "permute")
+_SPLIT = ("sum_scatter", "all_to_all")
 
 
 def traces(most: int = 40) -> st.SearchStrategy[Trace]:
@@ -64,13 +65,15 @@ def _draw_trace(seed: int, calls: int) -> Trace:
             if needs and since and rng.random() < 0.2:  # written in place after it was made
                 position = rng.choice(since)
             size, op, dtype = rng.choice([0, 1, 3, 16, 100, 256, 1000, 5000]), rng.choice(ops), rng.choice(dtypes)
+            shape = (2, size) if op in _SPLIT else (size,)
+            size = size * len(shape)
             reductions.append(
                 Reduction(
                     name=name,
                     kind=rng.choice(["gradient", "value", "transpose"]),
                     op=op,
                     root=rng.randint(0, 1) if op == "broadcast" else 0,
-                    shape=(size,),
+                    shape=shape,
                     dtype=dtype,
                     device=torch.device("cpu"),
                     size_bytes=size * dtype.itemsize,
@@ -78,6 +81,7 @@ def _draw_trace(seed: int, calls: int) -> Trace:
                     position=position,
                     operation=count,
                     source="",
+                    pairs=rng.choice([((0, 1), (1, 0)), ((1, 0),)]) if op == "permute" else (),
                 )
             )
             own = {*needs, position} - {-1}

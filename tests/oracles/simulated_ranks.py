@@ -120,6 +120,22 @@ class Plain:
     def broadcast(self, tree: Any, root: int = 0) -> Any:
         return optree.tree_map(lambda x: self._all(x)[root].clone(), tree)
 
+    def psum_scatter(self, tree: Any, axis: int = 0) -> Any:
+        return optree.tree_map(lambda x: self._part(self._all(x).sum(0).to(x.dtype), axis), tree)
+
+    def pmean_scatter(self, tree: Any, axis: int = 0) -> Any:
+        return optree.tree_map(lambda x: self._part(self._all(x).sum(0) / self._turns.size, axis), tree)
+
+    def all_to_all(self, x: torch.Tensor, split_axis: int, concat_axis: int) -> torch.Tensor:
+        return torch.cat([self._part(each, split_axis) for each in self._all(x)], concat_axis)
+
+    def ppermute(self, x: torch.Tensor, perm: Any) -> torch.Tensor:
+        sent = self._all(x)
+        return next((sent[source].clone() for source, to in perm if to == self._rank), torch.zeros_like(x))
+
+    def _part(self, x: torch.Tensor, axis: int) -> torch.Tensor:
+        return x.chunk(self._turns.size, axis)[self._rank].clone()
+
     def axis_index(self) -> torch.Tensor:
         return torch.tensor(self._rank)
 
@@ -204,11 +220,36 @@ class Messages:
     ) -> Callable[[], None]:
         return self._send(group, "all_gather", own, out, lambda values: torch.stack(values).view_as(out))
 
-    def start_all_to_all(self, out: torch.Tensor, own: torch.Tensor, group: Any) -> Callable[[], None]:
+    def start_all_to_all(
+        self, out: torch.Tensor, own: torch.Tensor, group: Any, arrived: Any = None
+    ) -> Callable[[], None]:
         def combined(values: Sequence[torch.Tensor]) -> torch.Tensor:
-            return torch.cat([value.view(group.size, -1)[group.rank] for value in values])
+            return torch.cat([value.view(group.size, -1)[group.rank] for value in values]).view_as(out)
 
         return self._send(group, "all_to_all", own, out, combined)
+
+    def start_reduce_scatter(
+        self, arriving: torch.Tensor, own: torch.Tensor, op: str, group: Any, arrived: Any = None
+    ) -> Callable[[], None]:
+        def combined(values: list[torch.Tensor]) -> torch.Tensor:
+            total = torch.stack([value[group.rank] for value in values]).sum(0).to(own.dtype)
+            poison(arriving)
+            return total / len(values) if op == "mean" else total
+
+        wait = self._send(group, ("reduce_scatter", op), own, arriving[0], combined)
+        if not self._late:
+            poison(arriving)
+        return wait
+
+    def start_permute(
+        self, out: torch.Tensor, own: torch.Tensor, pairs: Any, group: Any, arrived: Any = None
+    ) -> Callable[[], None]:
+        pairs = tuple(map(tuple, pairs))
+
+        def combined(values: list[torch.Tensor]) -> torch.Tensor:
+            return next((values[source] for source, to in pairs if to == group.rank), torch.zeros_like(own))
+
+        return self._send(group, ("permute", pairs), own, out, combined)
 
 
 class SimulatedGroup:
@@ -226,8 +267,16 @@ class SimulatedGroup:
     def all_gather(self, out: torch.Tensor, own: torch.Tensor, arrived: Any = None) -> Callable[[], None]:
         return self._messages.start_all_gather(out, own, self, arrived)
 
-    def all_to_all(self, out: torch.Tensor, own: torch.Tensor) -> Callable[[], None]:
-        return self._messages.start_all_to_all(out, own, self)
+    def all_to_all(self, out: torch.Tensor, own: torch.Tensor, arrived: Any = None) -> Callable[[], None]:
+        return self._messages.start_all_to_all(out, own, self, arrived)
+
+    def reduce_scatter(
+        self, arriving: torch.Tensor, own: torch.Tensor, op: str, arrived: Any = None
+    ) -> Callable[[], None]:
+        return self._messages.start_reduce_scatter(arriving, own, op, self, arrived)
+
+    def permute(self, out: torch.Tensor, own: torch.Tensor, pairs: Any, arrived: Any = None) -> Callable[[], None]:
+        return self._messages.start_permute(out, own, pairs, self, arrived)
 
 
 def poison(memory: torch.Tensor) -> None:

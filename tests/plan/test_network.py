@@ -74,6 +74,23 @@ def networks() -> st.SearchStrategy[fdp.Network]:
     )  # fmt: skip
 
 
+@examples(50)
+@given(st.integers(2, 40), st.floats(0, 1e-3), st.floats(1e6, 1e11), st.integers(0, 10**9))
+def test_what_is_split_is_half_of_an_all_reduce(size: int, latency_s: float, rate: float, size_bytes: int) -> None:
+    network = fdp.Network(latency_s, rate)
+    for op in ("sum_scatter", "mean_scatter", "all_to_all"):
+        expected = ring_by_rounds(size, size_bytes, latency_s, rate, size - 1)
+        assert network.message_s(op, size_bytes, size) == pytest.approx(expected)
+    assert network.message_s("permute", size_bytes, size) == pytest.approx(latency_s + size_bytes / rate)
+
+
+def test_what_is_split_between_ranks_that_share_hosts() -> None:
+    network = fdp.Network(1.0, 1.0, ranks_per_host=4, inner_latency_s=0.1, inner_bandwidth_bytes_per_s=10.0)
+    # To the eight ranks of other hosts, and to the three of this one; four ranks share the link that leaves it.
+    assert network.message_s("sum_scatter", 12, 12) == pytest.approx(8 + 3 * 0.1 + 4 * 8)
+    assert network.message_s("permute", 12, 12) == pytest.approx(1 + 12)
+
+
 @examples(200)
 @given(networks(), st.sampled_from(list(COLLECTIVES)), st.integers(1, 64), st.integers(0, 10**8), st.integers(0, 10**8))
 def test_what_holds_on_every_network(network: fdp.Network, op: str, size: int, small: int, more: int) -> None:

@@ -66,18 +66,21 @@ def check_buckets(plan: Plan) -> None:
     for index, bucket in enumerate(plan.buckets):
         assert bucket.index == index
         own = [reductions[member] for member in bucket.members]
-        assert {(r.op, r.root, r.dtype, r.device) for r in own} == {
-            (bucket.op, bucket.root, bucket.dtype, bucket.device)
+        assert {(r.op, r.root, r.dtype, r.device, r.pairs) for r in own} == {
+            (bucket.op, bucket.root, bucket.dtype, bucket.device, bucket.pairs)
         }
+        # What is split between two ranks has a row for each, with its part of every member.
+        rows = 2 if bucket.op in ("sum_scatter", "mean_scatter", "all_to_all") else 1
+        assert (bucket.rows, bucket.row_numel * rows) == (rows, bucket.numel)
         # Production order.
         assert list(bucket.members) == sorted(bucket.members)
         # Laid out without overlap, each member aligned to 64 bytes, with no gap that alignment does not need.
         wide = max(1, 64 // bucket.dtype.itemsize)
-        ends = [0, *(offset + r.numel for offset, r in zip(bucket.offsets, own, strict=True))]
+        ends = [0, *(offset + r.numel // rows for offset, r in zip(bucket.offsets, own, strict=True))]
         assert bucket.offsets == tuple(-(-end // wide) * wide for end in ends[:-1])
-        assert bucket.numel == ends[-1]
+        assert bucket.row_numel == ends[-1]
         assert bucket.size_bytes == sum(r.size_bytes for r in own)
-        if bucket.op == "all_gather":
+        if bucket.op in ("all_gather", "all_to_all"):
             assert len(own) == 1
     levels = levels_of(plan)
     level = {b.index: max(levels[reductions[m].operation] for m in b.members) for b in plan.buckets}
@@ -90,7 +93,8 @@ def check_buckets(plan: Plan) -> None:
         # Nothing that has to wait shares a bucket with what has not.
         alone = {waits[reductions[m].operation] for m in bucket.members}
         assert len(alone) == 1
-        kinds.setdefault((bucket.op, bucket.root, bucket.dtype, alone.pop()), []).append(bucket.index)
+        kind = (bucket.op, bucket.root, bucket.dtype, bucket.pairs, alone.pop())
+        kinds.setdefault(kind, []).append(bucket.index)
     # Over the cap only alone; an all-gather is always alone.
     for indices in kinds.values():
         for nth, index in enumerate(indices):

@@ -71,7 +71,7 @@ GRAPH = (
     Fault(
         "compiled, gathered values read at one's own",
         "emit/memory/planning.py",
-        "self.home[result] = (key, behind if gathers else start_bytes)",
+        "self.home[result] = (key, behind + start_bytes)",
         "self.home[result] = (key, start_bytes)",
         "the pieces of all ranks begin behind this rank's own",
     ),

@@ -15,7 +15,7 @@ PACKING = (
     Fault(
         "gathered values read at one's own",
         "emit/memory/planning.py",
-        "(key, behind if gathers else start_bytes)",
+        "(key, behind + start_bytes)",
         "(key, start_bytes)",
         "the pieces of all ranks begin behind this rank's own",
     ),
@@ -151,8 +151,8 @@ ARENA = (
     Fault(
         "gathered behind the last byte",
         "runtime/buffers.py",
-        "start + gathered_at_bytes(bucket), size * bucket.numel",
-        "start + bucket.numel * bucket.dtype.itemsize, size * bucket.numel",
+        "start + arrives_at_bytes(bucket), math.prod(shape)",
+        "start + bucket.numel * bucket.dtype.itemsize, math.prod(shape)",
         "messages write elsewhere than the program reads",
     ),
     Fault(
@@ -221,6 +221,65 @@ HEADER = (
         "header = message[bucket.numel : bucket.numel + extra]",
         "header = message[bucket.numel - 1 : bucket.numel - 1 + extra]",
         "off by one",
+    ),
+)
+
+EXCHANGES = (
+    Fault(
+        "rows for the first member alone",
+        "emit/memory/planning.py",
+        "            if not dense:\n                stride = (bucket.row_numel, *stride[1:])\n",
+        "",
+        "a member's parts lie one behind the other: over parts of the next member, that go to other ranks",
+    ),
+    Fault(
+        "members one behind the other",
+        "plan/buckets.py",
+        "rows = first.shape[0] if first.collective.splits else 1",
+        "rows = 1",
+        "ranks get equal shares of a bucket, and not of each member",
+    ),
+    Fault(
+        "every part read at the first",
+        "emit/memory/planning.py",
+        "(key, behind + start_bytes)",
+        "(key, behind or start_bytes)",
+        "the wrong slice of what arrives",
+    ),
+    Fault(
+        "sent the other way",
+        "runtime/buffers.py",
+        "group.permute(into, self.own, self.bucket.pairs, arrived)",
+        "group.permute(into, self.own, [pair[::-1] for pair in self.bucket.pairs], arrived)",
+        "values go to the rank that they should come from",
+    ),
+    Fault(
+        "one message for two permutations",
+        "plan/buckets.py",
+        "        reduction.pairs, bool(upstream[index]),\n",
+        "        bool(upstream[index]),\n",
+        "all members go where the first goes",
+    ),
+    Fault(
+        "parts of means are sums",
+        "runtime/buffers.py",
+        "self.own.view_as(into), collective.reduction, arrived)",
+        'self.own.view_as(into), "sum", arrived)',
+        "not divided",
+    ),
+    Fault(
+        "parts are not waited for",
+        "runtime/buffers.py",
+        "            return group.all_to_all(into, self.own.view_as(into), arrived)\n",
+        "            group.all_to_all(into, self.own.view_as(into), arrived)\n            return lambda: None\n",
+        "what is exchanged may be under way when it is read",
+    ),
+    Fault(
+        "parts come back in place",
+        "runtime/buffers.py",
+        "return group.reduce_scatter(into, self.own.view_as(into)",
+        "return group.reduce_scatter(self.own.view_as(into), into",
+        "what is sent and what arrives are mixed up",
     ),
 )
 

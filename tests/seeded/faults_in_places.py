@@ -57,8 +57,8 @@ PLACES = (
     Fault(
         "gathered memory for one rank",
         "emit/memory/planning.py",
-        "return gathered_at_bytes(bucket) + world_size * bucket.numel * bucket.dtype.itemsize",
-        "return gathered_at_bytes(bucket) + bucket.numel * bucket.dtype.itemsize",
+        "return arrives_at_bytes(bucket) + math.prod(arriving_shape(bucket, world_size)) * bucket.dtype.itemsize",
+        "return arrives_at_bytes(bucket) + bucket.numel // world_size * bucket.dtype.itemsize",
         "what is gathered lies over other values",
     ),
     Fault(

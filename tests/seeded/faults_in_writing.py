@@ -221,7 +221,7 @@ SCHEDULE = (
     Fault(
         "all-gathers share a bucket",
         "plan/buckets.py",
-        "return (*kind, index) if reduction.collective.gathers else kind",
+        "return kind if reduction.collective.shares else (*kind, index)",
         "return kind",
         "the pieces of one lie between those of the other",
     ),

@@ -133,6 +133,20 @@ def small_pieces(c: Any, s: Tree, b: Tree) -> Any:
     return {"w": s["w"] + other}, [mask.sum(), both.sum(), half * 2, whole + other, *(w * 2 for w in wide)]
 
 
+@_program({"w": (4, 6)}, {"x": (6, 4), "n": indices(60, 12)}, donate=False)
+def parts_of_ranks(c: Any, s: Tree, b: Tree) -> Any:
+    """Parts of sums and means that share messages, parts that are exchanged, and values that are sent to one rank."""
+    h = torch.tanh(b["x"] @ s["w"])
+    one, two = c.psum_scatter((h.t() * 2, h + 1), axis=1)
+    three, four = c.pmean_scatter((h @ h, h.sum(1)))
+    counts = c.psum_scatter(b["n"] * 2)
+    turned, kept = c.all_to_all(h * 3, 0, 1), c.all_to_all(h.t(), 1, 1)
+    there, back = c.ppermute(h * 4, [(0, 1), (1, 0)]), c.ppermute(h * 5, [(1, 0)])
+    also = c.ppermute(h - 1, [(1, 0)])
+    again = c.psum(c.psum_scatter(one) * 2)
+    return s, [one * 2, two, three.sum(), four + 1, counts, turned, kept.sum(0), there - back, also, again, h * 2]
+
+
 # --- order ----------------------------------------------------------------------------------------------
 
 

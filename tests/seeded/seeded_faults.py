@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from faults_in_compiling import BARRIERS, DRAWS, GRAPH, PASSES
 from faults_in_memory import DONATION, LAYOUT, LIFETIMES
-from faults_in_messages import ARENA, HEADER, PACKING, SENDING
+from faults_in_messages import ARENA, EXCHANGES, HEADER, PACKING, SENDING
 from faults_in_places import FORMS, PLACES
 from faults_in_writing import SCHEDULE, SHORTCUTS, WRITING
 from seeded_fault import Fault
@@ -27,6 +27,7 @@ FAULTS: dict[str, tuple[Fault, ...]] = {
     "arena": ARENA,
     "header": HEADER,
     "sending": SENDING,
+    "exchanges": EXCHANGES,
 }
 """Faults in what emits a step operator by operator, by what they are in."""
 

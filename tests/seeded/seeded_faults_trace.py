@@ -77,7 +77,7 @@ FAULTS = (
                "op=collective.name,", 'op=collective.name.replace("max", "min"),',
                "the smallest value of all ranks is taken for the largest", "largest"),
     TraceFault("rank 0 is every root", "trace/tracer.py",
-               "root=int(node.args[1]) if collective.rooted else 0,", "root=0,",
+               'root=given.get("root", 0),', "root=0,",
                "values come from another rank than asked for", "broadcast"),
     TraceFault("changes are dead code", "trace/capture.py",
                "        return not effects_of(node).pure\n", "        return bool(effects_of(node).random)\n",

@@ -99,7 +99,7 @@ def test_each_part_of_a_bucket_is_looked_at(name: str, what: str) -> None:
     blocks, buffers = made(plan, program)
     seen = set()
     for index, buffer in buffers.items():
-        for part in ("own", "gathered", "received", "message", "header"):
+        for part in ("own", "arriving", "received", "message", "header"):
             tensor = getattr(buffer, part)
             if tensor is None or tensor.is_complex():
                 continue
@@ -110,7 +110,7 @@ def test_each_part_of_a_bucket_is_looked_at(name: str, what: str) -> None:
             with pytest.raises(VerificationError, match=f"of bucket {index} is not what it should be"):
                 verify_made(plan, program, blocks, {**buffers, index: wrong})
             seen.add(part)
-    parts = {"everything": {"own", "gathered", "message", "header"}, "narrow": {"own", "received", "message", "header"}}
+    parts = {"everything": {"own", "arriving", "message", "header"}, "narrow": {"own", "received", "message", "header"}}
     assert seen == parts[name] - ({"own", "message"} if what == "is missing" else set())
 
 

@@ -52,7 +52,7 @@ def test_several_means_in_two_messages(world: int) -> None:
 
 
 def not_divided(self: Buffer, group: Any, arrived: Any = None) -> Any:
-    if self.gathered is not None or self.bucket.op == "broadcast":
+    if self.arriving is not None or self.bucket.op == "broadcast":
         return right_start(self, group, arrived)
     return group.all_reduce(self.own if self.message is None else self.message, "sum", arrived)
 
@@ -68,10 +68,10 @@ def from_rank_0(self: Buffer, group: Any, arrived: Any = None) -> Any:
 
 
 def gathers_twice_the_same(self: Buffer, group: Any, arrived: Any = None) -> Any:
-    if self.gathered is None:
+    if self.arriving is None or self.bucket.op != "all_gather":
         return right_start(self, group, arrived)
-    wait = group.all_gather(self.gathered, self.own, arrived)
-    return lambda: (wait(), self.gathered[0].copy_(self.gathered[1]))  # type: ignore[index]
+    wait = group.all_gather(self.arriving, self.own, arrived)
+    return lambda: (wait(), self.arriving[0].copy_(self.arriving[1]))  # type: ignore[index]
 
 
 def changes_what_it_sends(self: Buffer, group: Any, arrived: Any = None) -> Any:

@@ -196,7 +196,7 @@ def _buckets(memory: MemoryPlan) -> Buckets:
     for index, members in memory.markers.items():
         for at, marker in enumerate(members):
             places[slot_name(index, at)] = named[slot_name(index, at)]
-            places[result_name(memory.plan, index, at)] = named[marker.name]
+            places[result_name(index, at)] = named[marker.name]
     return Buckets(places, memory.layouts, frozenset(memory.places.scaled))
 
 

@@ -95,7 +95,7 @@ class _Lowering:
             case Await(bucket):
                 wait(self._slots_of(bucket), bucket)
                 for at, marker in enumerate(self.memory.markers[bucket]):
-                    self.values[marker] = self.slots[result_name(self.plan, bucket, at)]
+                    self.values[marker] = self.slots[result_name(bucket, at)]
             case Update(target, new):
                 self.values[target].copy_(self._value(new))
             case Divide():
@@ -108,7 +108,7 @@ class _Lowering:
         """All tensors that a message reads or writes."""
         names: dict[str, None] = {}
         for at in range(len(self.memory.markers[bucket])):
-            names[slot_name(bucket, at)] = names[result_name(self.plan, bucket, at)] = None
+            names[slot_name(bucket, at)] = names[result_name(bucket, at)] = None
         return [self.slots[name] for name in names]
 
     def _pack(self, index: int, member: int) -> None:
@@ -254,13 +254,12 @@ def _batch_norm(
     return _aten._native_batch_norm_legit.default(x, weight, bias, mean, variance, training, momentum, eps)
 
 
-def result_name(plan: Plan, bucket: int, member: int) -> str:
-    """The name of the place where what comes back is: but for an all-gather it is the member's own, by another name.
+def result_name(bucket: int, member: int) -> str:
+    """The name of the place where what comes back is: the member's own by another name, unless results lie apart.
 
     A compiler may use the memory that it filled itself again, if it sees nothing read it as it was then.
     """
-    gathers = plan.buckets[bucket].collective.gathers
-    return f"{'gathered' if gathers else 'received'}{bucket}_{member}"
+    return f"received{bucket}_{member}"
 
 
 def functional_graph(

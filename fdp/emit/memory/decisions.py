@@ -34,7 +34,7 @@ def plan_memory(plan: Plan, communicates: bool, savings: Savings = ALL) -> Memor
     markers = {
         bucket.index: tuple(map(trace.marker, bucket.members))
         for bucket in plan.buckets
-        if communicates or bucket.collective.gathers
+        if communicates or not bucket.collective.in_place
     }
     sent = {marker for members in markers.values() for marker in members}
     alone = frozenset(map(trace.marker, range(len(trace.reductions)))) - sent

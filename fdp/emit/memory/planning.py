@@ -224,8 +224,8 @@ class _Builder:
     def place_bucket(self, bucket: Bucket, markers: Sequence[fx.Node]) -> None:
         """Put the results of a bucket into it, and the arguments as well where they can be computed there."""
         key, size, itemsize = ("bucket", bucket.index), self.plan.trace.world_size, bucket.dtype.itemsize
-        gathers = bucket.collective.gathers
-        behind = gathered_at_bytes(bucket)
+        collective = bucket.collective
+        behind = 0 if collective.in_place else arrives_at_bytes(bucket)
         self.places.sizes[key] = (bucket.device, memory_bytes(bucket, size))
         if is_scaled(bucket, size):
             self.places.scaled.add(bucket.index)
@@ -233,13 +233,16 @@ class _Builder:
             source: Any = marker.args[0]
             (result,) = storages_of(marker)
             start_bytes = offset * itemsize
-            self.home[result] = (key, behind if gathers else start_bytes)
+            self.home[result] = (key, behind + start_bytes)
             shape = source.meta["val"].shape
-            contiguous = tuple(torch.empty(shape, device="meta").stride())
+            stride = tuple(torch.empty(shape, device="meta").stride())
+            dense = not collective.splits or stride[0] == bucket.row_numel
+            if not dense:
+                stride = (bucket.row_numel, *stride[1:])
             slot = slot_name(bucket.index, at)
-            self.places.named[slot] = Place(key, start_bytes, tuple(shape), contiguous, 0, bucket.dtype)
+            self.places.named[slot] = Place(key, start_bytes, tuple(shape), stride, 0, bucket.dtype)
             self.places.memory[slot] = key
-            if self._fits_bucket(bucket, marker):
+            if dense and self._fits_bucket(bucket, marker):
                 self._place_directly(bucket, marker, start_bytes)
 
     def _fits_bucket(self, bucket: Bucket, marker: fx.Node) -> bool:
@@ -333,9 +336,16 @@ def _only_computes(node: fx.Node) -> bool:
     return torch.Tag.inplace_view not in node.target.tags
 
 
-def gathered_at_bytes(bucket: Bucket) -> int:
-    """Where, in the memory of an all-gather's bucket, the pieces of all ranks begin: behind this rank's own."""
+def arrives_at_bytes(bucket: Bucket) -> int:
+    """Where, in the memory of a bucket whose results lie apart, what arrives begins: behind what this rank sends."""
     return round_up(bucket.numel * bucket.dtype.itemsize)
+
+
+def arriving_shape(bucket: Bucket, world_size: int) -> tuple[int, ...]:
+    """What arrives there: a row of each rank; of a permutation, what one rank sends."""
+    if bucket.collective.paired:
+        return (bucket.numel,)
+    return (bucket.rows, bucket.row_numel) if bucket.collective.splits else (world_size, bucket.numel)
 
 
 def header_numel(bucket: Bucket, world_size: int) -> int:
@@ -355,8 +365,8 @@ def received_at_bytes(bucket: Bucket, world_size: int) -> int:
 
 def memory_bytes(bucket: Bucket, world_size: int) -> int:
     """The memory that a bucket needs in all."""
-    if bucket.collective.gathers:
-        return gathered_at_bytes(bucket) + world_size * bucket.numel * bucket.dtype.itemsize
+    if not bucket.collective.in_place:
+        return arrives_at_bytes(bucket) + math.prod(arriving_shape(bucket, world_size)) * bucket.dtype.itemsize
     if bucket.accumulate_dtype is not None:
         return 2 * received_at_bytes(bucket, world_size)
     return (bucket.numel + header_numel(bucket, world_size)) * bucket.dtype.itemsize

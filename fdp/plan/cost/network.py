@@ -38,6 +38,9 @@ class Network:
     Where ranks share hosts, a ring leaves and enters each host once and goes at the pace of its slowest link, and
     trees span hosts, with a chain of ranks in each. An all-gather is a ring where the algorithm says "tree".
 
+    What is split between ranks (a reduce-scatter, an all-to-all) goes from each rank to each, whatever the algorithm:
+    N - 1 latencies, and (N - 1) / N m bytes over each link. A permutation takes one latency and m bytes.
+
     Attributes:
         latency_s: seconds that one message of no bytes takes from one host to another.
         bandwidth_bytes_per_s: bytes a second that one host sends, while it receives as many.
@@ -106,8 +109,9 @@ class Network:
         """Tell how long one message takes on a network that is otherwise idle.
 
         Args:
-            op: "mean", "sum", "max", "min", "all_gather" or "broadcast".
-            size_bytes: bytes on one rank: of an all-gather, what this rank contributes.
+            op: the name of a collective: "mean", "sum", "max", "min", "all_gather", "broadcast", "sum_scatter",
+                "mean_scatter", "all_to_all" or "permute".
+            size_bytes: bytes on one rank: what this rank contributes.
             world_size: number of ranks.
 
         Returns:
@@ -148,6 +152,8 @@ class Network:
         if within > 1:
             assert self.inner_latency_s is not None and self.inner_bandwidth_bytes_per_s is not None
             inner = (self.inner_latency_s, 1 / self.inner_bandwidth_bytes_per_s)
+        if collective.splits or collective.paired:
+            return _directly(collective, hosts, within, outer, inner)
         if self.algorithm == "hierarchical":
             return _hierarchical(collective, hosts, within, outer, inner)
         if self.algorithm == "tree" and not collective.gathers:
@@ -167,6 +173,17 @@ def _ring(collective: Collective, size: int, link: _Link) -> _Link:
     if collective.gathers:
         return (size - 1) * latency_s, (size - 1) * s_per_byte
     return 2 * (size - 1) * latency_s, 2 * (size - 1) / size * s_per_byte
+
+
+def _directly(collective: Collective, hosts: int, within: int, outer: _Link, inner: _Link) -> _Link:
+    """Each rank sends to each other rank what is for it, in turn; of a permutation each to the next, as in a ring."""
+    if collective.paired:
+        return max(outer[0], inner[0]), max(outer[1], inner[1])
+    others = (hosts - 1) * within, within - 1
+    size = hosts * within
+    latency_s = others[0] * outer[0] + others[1] * inner[0]
+    # Links within a host and between hosts are used at once; the ranks of a host share the one that leaves it.
+    return latency_s, max(within * others[0] / size * outer[1], others[1] / size * inner[1])
 
 
 def _tree(collective: Collective, hosts: int, within: int, outer: _Link, inner: _Link) -> _Link:

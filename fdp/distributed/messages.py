@@ -1,0 +1,329 @@
+"""How a message starts, and what waits for it: each collective by functions of torch.distributed, by backend."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from fdp.distributed.liveness.aborting import abort_when_ranks_are_gone
+from fdp.distributed.liveness.patience import explain, finish
+from fdp.distributed.liveness.report import report_on_signal
+from fdp.distributed.liveness.watch import is_known, watch, watched_ranks
+from fdp.distributed.liveness.watched import Watched
+
+_AVERAGING_BACKENDS = ("gloo", "nccl", "xccl", "hccl")
+"""Backends known to take ReduceOp.AVG; on any other a mean is a sum and a division."""
+
+_SCATTERING_BACKENDS = ("nccl", "xccl", "hccl")
+"""Backends whose reduce-scatter is better than an all-to-all and a sum. That of gloo is an all-reduce and a slice:
+twice the bytes."""
+
+_PIECE_BYTES = 2**20
+"""Up to so many bytes of a message to one rank gloo sends in one piece; larger ones, which it does not pipeline, in
+several at once."""
+
+_MOST_PIECES = 8
+
+Pairs: TypeAlias = "Sequence[tuple[int, int]]"
+"""Which rank sends to which."""
+
+Arrived = Callable[[], None]
+"""Called once when a message has arrived, perhaps by another thread."""
+
+
+class Members(Protocol):
+    """The ranks that a message is for, as a `Group` says who they are."""
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The c10d group, None for a world of one."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+
+    @property
+    def name(self) -> str:
+        """The name that all ranks of the group share."""
+
+    def store(self) -> Any:
+        """The rendezvous store of the group."""
+
+    def backend_for(self, device: torch.device) -> str | None:
+        """The name of the backend that carries tensors of a device."""
+
+
+def start_all_reduce(
+    buffer: torch.Tensor, op: str, group: Members, arrived: Arrived | None = None
+) -> Callable[[], None]:
+    """Start reducing a buffer in place over the ranks of a group.
+
+    Args:
+        buffer: contiguous tensor; holds the result once the returned function has returned.
+        op: "mean", "sum", "max" or "min".
+        group: the ranks; with a world of one nothing is sent.
+        arrived: what to call when the message has arrived, if the backend says so.
+
+    Returns:
+        A function that waits for the result.
+    """
+    if group.process_group is None:
+        return _nothing
+    name, divide = way_to_reduce(op, buffer.dtype, buffer.device, group)
+    if divide == "before":
+        buffer.div_(group.size)
+    operation = getattr(dist.ReduceOp, name.upper())
+    finish_message = _start(
+        "an all-reduce", buffer, group, arrived,
+        lambda ranks: dist.all_reduce(buffer, operation, group=ranks, async_op=True),
+    )  # fmt: skip
+    if divide != "after":
+        return finish_message
+
+    def wait() -> None:
+        finish_message()
+        buffer.div_(group.size)
+
+    return wait
+
+
+def way_to_reduce(op: str, dtype: torch.dtype, device: torch.device, group: Members) -> tuple[str, str | None]:
+    """How the backend of a group reduces: by which operation ("avg", "sum", "max", "min"), and whether the values have
+    to be divided by the number of ranks "before" or "after" it."""
+    if op != "mean":
+        return op, None
+    if dtype == torch.float16:
+        # Two large values of sixteen bits have no sum, but a mean.
+        return "sum", "before"
+    return ("avg", None) if group.backend_for(device) in _AVERAGING_BACKENDS else ("sum", "after")
+
+
+def start_broadcast(
+    buffer: torch.Tensor, root: int, group: Members, arrived: Arrived | None = None
+) -> Callable[[], None]:
+    """Start overwriting a buffer with the one of rank `root` of the group; returns the function that waits."""
+    if group.process_group is None:
+        return _nothing
+    return _start(
+        "a broadcast", buffer, group, arrived,
+        lambda ranks: dist.broadcast(_as_bytes(buffer), group=ranks, group_src=root, async_op=True),
+    )  # fmt: skip
+
+
+def start_all_gather(
+    out: torch.Tensor, own: torch.Tensor, group: Members, arrived: Arrived | None = None
+) -> Callable[[], None]:
+    """Start filling `out` ([size, *own.shape]) with every rank's `own`; returns the function that waits."""
+    if group.process_group is None:
+        out[0].copy_(own)
+        return _nothing
+    parts = list(_as_bytes(out).view(group.size, -1).unbind(0))
+    return _start(
+        "an all-gather", own, group, arrived,
+        lambda ranks: dist.all_gather(parts, _as_bytes(own), group=ranks, async_op=True),
+    )  # fmt: skip
+
+
+def start_all_to_all(
+    out: torch.Tensor, own: torch.Tensor, group: Members, arrived: Arrived | None = None, what: str = "an all-to-all"
+) -> Callable[[], None]:
+    """Start sending each rank its piece of `own`, and filling `out` with the pieces that all ranks have for this one.
+
+    Both are contiguous, of as many elements as ranks can share evenly. Returns the function that waits.
+    """
+    if group.process_group is None:
+        out.view(-1).copy_(own.view(-1))
+        return _nothing
+    to, sent = _as_bytes(out).view(group.size, -1), _as_bytes(own).view(group.size, -1)
+    many = _pieces(sent.shape[1], own, group)
+    if many == 1:
+        return _start(
+            what, own, group, arrived, lambda ranks: dist.all_to_all_single(to, sent, group=ranks, async_op=True)
+        )
+    columns = list(zip(to.chunk(many, 1), sent.chunk(many, 1), strict=True))
+
+    def send(at: int, ranks: Any) -> Any:
+        into, given = columns[at]
+        return dist.all_to_all(list(into.unbind(0)), list(given.unbind(0)), group=ranks, async_op=True)
+
+    return _start_pieces(what, own, group, arrived, len(columns), send)
+
+
+def _pieces(part_bytes: int, buffer: torch.Tensor, group: Members) -> int:
+    """In how many pieces a message is sent, of so many bytes to one rank; all ranks decide alike."""
+    many = min(-(-part_bytes // _PIECE_BYTES), _MOST_PIECES) if group.backend_for(buffer.device) == "gloo" else 1
+    return max(many, 1)
+
+
+def _start_pieces(
+    what: str,
+    buffer: torch.Tensor,
+    group: Members,
+    arrived: Arrived | None,
+    count: int,
+    send: Callable[[int, Any], Any],
+) -> Callable[[], None]:
+    """Start a message in pieces; returns the function that waits for all of them."""
+    one_arrived = None if arrived is None else _after(count, arrived)
+    waits = [_start(what, buffer, group, one_arrived, functools.partial(send, at)) for at in range(count)]
+
+    def wait() -> None:
+        for each in waits:
+            each()
+
+    return wait
+
+
+def _after(count: int, arrived: Arrived) -> Arrived:
+    """What is called so often, perhaps by several threads, until it calls `arrived`."""
+    left = itertools.count(count - 1, -1)
+
+    def one() -> None:
+        if next(left) == 0:
+            arrived()
+
+    return one
+
+
+def start_reduce_scatter(
+    arriving: torch.Tensor, own: torch.Tensor, op: str, group: Members, arrived: Arrived | None = None
+) -> Callable[[], None]:
+    """Start reducing each row of `own` over the ranks of a group, the row of this rank into the first of `arriving`.
+
+    Where the values are added up here, that is done in the order of ranks, of sixteen-bit values in float32 and
+    rounded once: the result is a function of the values alone. A backend that does it adds in an order of its own.
+
+    Args:
+        arriving: [size, n], contiguous; its first row holds the result once the returned function has returned, and the
+            others anything.
+        own: [size, n], contiguous; a row for each rank. It may be changed.
+        op: "mean" or "sum".
+        group: the ranks; with a world of one nothing is sent.
+        arrived: what to call when the message has arrived, if the backend says so.
+
+    Returns:
+        A function that waits for the result.
+    """
+    what = "a reduce-scatter"
+    if group.process_group is not None and group.backend_for(own.device) in _SCATTERING_BACKENDS:
+        name, divide = way_to_reduce(op, own.dtype, own.device, group)
+        if divide == "before":
+            own.div_(group.size)
+        operation = getattr(dist.ReduceOp, name.upper())
+        return _start(
+            what, own, group, arrived,
+            lambda ranks: dist.reduce_scatter_tensor(arriving[0], own.view(-1), operation, group=ranks, async_op=True),
+        )  # fmt: skip
+    finish_message = start_all_to_all(arriving, own, group, arrived, what)
+
+    def wait() -> None:
+        finish_message()
+        total = arriving[0]
+        if total.dtype in (torch.float16, torch.bfloat16):
+            total = total.float()
+        for row in arriving[1:]:
+            total += row
+        if op == "mean":
+            total /= group.size
+        if total.dtype != arriving.dtype:
+            arriving[0].copy_(total)
+
+    return wait
+
+
+def start_permute(
+    out: torch.Tensor, own: torch.Tensor, pairs: Pairs, group: Members, arrived: Arrived | None = None
+) -> Callable[[], None]:
+    """Start sending `own` to the rank that this one is paired with, and filling `out` with what is sent to this one.
+
+    Args:
+        out: contiguous, like `own`; zeros where nothing is sent to this rank.
+        own: contiguous.
+        pairs: of source and destination; no rank is a source twice, or a destination.
+        group: the ranks.
+        arrived: what to call when the message has arrived, if the backend says so.
+
+    Returns:
+        A function that waits for the result.
+    """
+    source = next((one for one, other in pairs if other == group.rank), None)
+    destination = next((other for one, other in pairs if one == group.rank), None)
+    if source is None:
+        out.zero_()
+    if group.process_group is None:
+        if source is not None:
+            out.copy_(own)
+        return _nothing
+    # What one rank sends is all that it sends, and what arrives is of one rank: the others have nothing for each other.
+    many = _pieces(own.numel() * own.itemsize, own, group)
+    columns = list(zip(_as_bytes(out).chunk(many), _as_bytes(own).chunk(many), strict=True))
+
+    def send(at: int, ranks: Any) -> Any:
+        into, given = columns[at]
+        sizes = [given.numel() if rank == source else 0 for rank in range(group.size)]
+        own_sizes = [given.numel() if rank == destination else 0 for rank in range(group.size)]
+        into, given = into[: sum(sizes)], given[: sum(own_sizes)]
+        return dist.all_to_all_single(into, given, sizes, own_sizes, group=ranks, async_op=True)
+
+    return _start_pieces("a permutation", own, group, arrived, len(columns), send)
+
+
+def _start(
+    what: str, buffer: torch.Tensor, group: Members, arrived: Arrived | None, send: Callable[[Any], Any]
+) -> Callable[[], None]:
+    """Start a message; returns the function that waits for it, and that knows when a rank will not come."""
+    ranks = group.process_group
+    watch_over(group)
+    try:
+        work = send(ranks)
+    except RuntimeError as error:
+        if (explained := explain(ranks, what)) is not None:
+            raise explained from error
+        raise
+    _call_back(work, arrived)
+    # A wait of gloo's that has run out of time may be made again. Of other backends that is not known, and those of
+    # devices do not block this thread.
+    return functools.partial(finish, work, ranks, what) if group.backend_for(buffer.device) == "gloo" else work.wait
+
+
+def watch_over(group: Members) -> Watched | None:
+    """Watch the ranks of a group from now on; None where they are not watched."""
+    ranks = group.process_group
+    if ranks is None or is_known(ranks):
+        return watched_ranks(ranks)
+    made = watch(ranks, group.name, group.rank, group.size, group.store)
+    if made is not None:
+        report_on_signal()
+        if any(group.backend_for(torch.device(kind)) not in (None, "gloo", "mpi") for kind in ("cuda", "xpu")):
+            abort_when_ranks_are_gone(ranks, made)
+    return made
+
+
+def _call_back(work: Any, arrived: Arrived | None) -> None:
+    """Have the end of a message told; a backend whose work has no future tells nothing."""
+    if arrived is None:
+        return
+    try:
+        future = work.get_future()
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return
+    future.add_done_callback(lambda _: arrived())
+
+
+def _as_bytes(buffer: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor: what is only moved needs no dtype that the backend can add."""
+    # Not view(-1): of a single element it keeps whatever stride that has, and then there is no view as bytes.
+    return buffer.as_strided((buffer.numel(),), (1,)).view(torch.uint8)
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""
