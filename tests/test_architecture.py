@@ -48,7 +48,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "trace": (
         "beside control effects functional keywords overlap source structure", "closure",
         "kernel_strides remedies replicated rng_replay silent_changes trace untouched variance",
-        "arguments dependencies fake_rules reshapes switches value_reads",
+        "arguments dependencies fake_rules raw_messages reshapes switches value_reads",
         "capture changes loops pairing recognise results",
         "checks uncertain_strides wire_cast",
         "tracer",

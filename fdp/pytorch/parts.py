@@ -70,6 +70,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     "tracing a step": (
         "torch._C._autograd._get_sequence_nr",
         "torch._C._current_autograd_node",
+        "torch._C._dispatch_get_all_op_names",
         "torch._C._get_mkldnn_enabled",
         "torch._C._set_mkldnn_enabled",
         "torch._VF.lstm",

@@ -30,6 +30,7 @@ from fdp.pytorch import parts
 from fdp.pytorch.recomputation import why_not
 from fdp.trace.effects import effects_of, is_marker, storages_of
 from fdp.trace.fake_rules import teach
+from fdp.trace.raw_messages import raw_messages_refused, refused_operators
 from fdp.trace.remedies import MADE_SHAPE, READ_VALUE, remedy_for
 from fdp.trace.rng_replay import drop_idle_rewinds, rewound
 from fdp.trace.silent_changes import Unseen
@@ -104,7 +105,7 @@ def capture(
     # The tracer takes its arguments' mode, or that which is on.
     with step_axis("traced", group, wire), _as_for_a_compiler(fakes), nullcontext() if fakes else fake_mode:
         try:
-            table = {**read_anew(is_fake, _judge_constant), **with_memory}
+            table = {**read_anew(is_fake, _judge_constant), **with_memory, **refused_operators()}
             tracer = make_fx(recorded, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)
             graph_module = tracer(*fakes)
         except FdpError as error:
@@ -184,7 +185,10 @@ def _recorded(
         )  # fmt: skip
         # Under autocast around the call, `make_fx` has a parameter converted anew at each use: its gradients would be
         # added up in another dtype.
-        with source_lines(tracer), caching_casts(caches), unseen.watched(), values_anew(is_fake, tracing):
+        watches = source_lines(tracer), unseen.watched(), values_anew(is_fake, tracing), raw_messages_refused(tracing)
+        with caching_casts(caches), ExitStack() as stack:
+            for watch in watches:
+                stack.enter_context(watch)
             return unseen.settle(flat_step(*inputs))
 
     return recorded
