@@ -1,0 +1,54 @@
+"""A rank stops, and the others wait for its part of a value: they are told who it is, in messages of every kind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+import fdp
+
+CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "psum_scatter": fdp.psum_scatter,
+    "all_to_all": lambda x: fdp.all_to_all(x, 0, 0),
+    "ppermute": lambda x: fdp.ppermute(x, [(0, 1), (1, 2), (2, 0)]),
+}
+
+
+def waits(name: str, victim: int, in_step: bool) -> tuple[str, Any, Any, str]:
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    x = torch.ones(3 * 700_000)  # more than one piece
+
+    def call(x: torch.Tensor) -> Any:
+        return CALLS[name](x)
+
+    step = fdp.data_parallel(lambda s, b: fdp.per_rank(call(b)))
+    for number in range(3):
+        if number == 2 and rank == victim:
+            store.set("victim", str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            step(torch.ones(1), x) if in_step else call(x)
+        except fdp.PeerError as error:
+            if rank == min({0, 1, 2} - {victim}):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(store.get("victim")), signal.SIGKILL)
+            return type(error).__name__, error.ranks, error.reason, str(error)
+    return "", (), "", ""
+
+
+@pytest.mark.parametrize(("name", "in_step"), [("psum_scatter", True), ("ppermute", False), ("all_to_all", True)])
+def test_a_rank_that_stops_is_named(name: str, in_step: bool) -> None:
+    outcomes = ranks.run_fresh(3, waits, name, 1, in_step, env={"FDP_LIVENESS_S": "3"})
+    for rank in (0, 2):
+        error, who, reason, text = outcomes[rank].value
+        assert (error, who, reason) == ("PeerError", (1,), "frozen"), text
+        if in_step:
+            assert f"{'sum_scatter' if name == 'psum_scatter' else name} of bucket 0: {name}" in text, text
