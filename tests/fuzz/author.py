@@ -30,6 +30,18 @@ class Rehearsal(plain.Plain):
     def all_gather(self, tree: Any) -> Any:
         return plain.mapped(lambda x: torch.stack([x] * self.ranks), tree)
 
+    def psum_scatter(self, tree: Any, axis: int = 0) -> Any:
+        return plain.mapped(lambda x: (x * self.ranks).chunk(self.ranks, axis)[0].clone(), tree)
+
+    def pmean_scatter(self, tree: Any, axis: int = 0) -> Any:
+        return plain.mapped(lambda x: x.chunk(self.ranks, axis)[0].clone(), tree)
+
+    def all_to_all(self, tree: Any, split_axis: int, concat_axis: int) -> Any:
+        return plain.mapped(lambda x: torch.cat([x.chunk(self.ranks, split_axis)[0]] * self.ranks, concat_axis), tree)
+
+    def ppermute(self, tree: Any, perm: Any) -> Any:
+        return plain.mapped(lambda x: x.clone(memory_format=torch.contiguous_format), tree)
+
     def axis_size(self) -> int:
         return self.ranks
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fuzz.exchanges import exchanged, permuted, scattered, sum_of
 from fuzz.layout import in_layout_of, in_layout_that_is_known, with_rows
 
 
@@ -189,6 +190,23 @@ class Plain:
     def broadcast(self, tree: Any, root: int = 0) -> Any:
         return self._collect(tree, self._each(lambda xs: xs[root]))
 
+    def _parts(self, make: Any) -> Any:
+        # Each rank gets another one.
+        lies = torch.contiguous_format
+        return lambda xs: [with_rows(self.world.perturbed(x).clone(memory_format=lies)) for x in make(xs)]
+
+    def psum_scatter(self, tree: Any, axis: int = 0) -> Any:
+        return self._collect(tree, self._parts(lambda xs: scattered(xs, axis, mean=False)))
+
+    def pmean_scatter(self, tree: Any, axis: int = 0) -> Any:
+        return self._collect(tree, self._parts(lambda xs: scattered(xs, axis, mean=True)))
+
+    def all_to_all(self, tree: Any, split_axis: int, concat_axis: int) -> Any:
+        return self._collect(tree, self._parts(lambda xs: exchanged(xs, split_axis, concat_axis)))
+
+    def ppermute(self, tree: Any, perm: Any) -> Any:
+        return self._collect(tree, self._parts(lambda xs: permuted(xs, perm)))
+
     def axis_index(self) -> torch.Tensor:
         return torch.tensor(self.rank)
 
@@ -283,13 +301,6 @@ class Plain:
 
     def from_torch(self, cls: Any, **settings: Any) -> Any:
         return PlainOptimizer(cls, settings)
-
-
-def sum_of(xs: Any) -> Any:
-    total = xs[0]
-    for x in xs[1:]:
-        total = total + x
-    return total
 
 
 FIRST: dict[str, tuple[str, ...]] = {

@@ -242,6 +242,27 @@ def collective(author: Author) -> None:
     author.write(f"{', '.join(made)} = fdp.{name}({given}{more})", dict.fromkeys(made, False))
 
 
+def exchange(author: Author) -> None:
+    """A collective that gives each rank a part of its own."""
+    name = author.rng.choice(
+        ["psum_scatter"] * 3 + ["pmean_scatter", "all_to_all", "all_to_all", "ppermute", "ppermute"]
+    )
+    ranks = author.env["fdp"].axis_size()
+    axis = author.rng.choice([0, 0, 1])
+    names = author.tensors(lambda x: x.dtype == torch.float32 and x.dim() > axis and x.shape[axis] % ranks == 0)
+    if not names:
+        raise Refused
+    chosen = [author.rng.choice(names[-6:]) for _ in range(author.rng.choice([1, 1, 2]))]
+    made = [author.fresh() for _ in chosen]
+    if name == "ppermute":
+        ends = author.rng.sample(range(ranks), ranks)
+        more = f"{list(zip(ends, author.rng.sample(range(ranks), ranks), strict=True))[: author.rng.randint(1, ranks)]}"
+    else:
+        more = f"{axis}, {author.rng.choice([0, axis])}" if name == "all_to_all" else f"{axis}"
+    given = chosen[0] if len(chosen) == 1 else f"({', '.join(chosen)})"
+    author.write(f"{', '.join(made)} = fdp.{name}({given}, {more})", dict.fromkeys(made, True))
+
+
 def forbidden(author: Author) -> None:
     """What a step may be refused for."""
     text = author.rng.choice(FORBIDDEN)
@@ -254,5 +275,6 @@ STATEMENTS: tuple[tuple[float, Statement], ...] = (
     (4, one(POINTWISE)), (4, binary), (2, broadcasted), (2, one(SHRINKING)), (5, one(VIEWS)), (4, write_alone),
     (5, write_of), (2, turn), (4, product), (1, product_with_vector), (4, added), (1.5, draw), (0.7, keyed),
     (0.7, whole),    (0.7, whole_again), (0.5, indexed), (0.15, conditional), (5, collective),
+    (2, exchange),
 )  # fmt: skip
 """What may be written, and how often."""

@@ -146,6 +146,24 @@ def test_ranks_in_one_process_are_each_other_s_collectives() -> None:
     assert torch.equal(found["[1][0][2]"], torch.stack(xs))
 
 
+def test_parts_of_ranks_in_one_process() -> None:
+    """Likewise, of collectives that give each rank a part of its own."""
+    body = [
+        "p = fdp.psum_scatter(x, 1)", "e = fdp.all_to_all(x, 0, 1)", "s = fdp.ppermute(x, [(1, 0)])",
+        "g = fdp.grad(lambda p: (fdp.psum_scatter(p * x) * (1 + fdp.axis_index())).sum())(a)",
+    ]  # fmt: skip
+    results = [Result("p", True), Result("e", True), Result("s", True), Result("g", False)]
+    calls = Judge([program_of(body, results, world=2)]).calls
+    one, two = (plain.numbers((4, 4), 0 + 10 * rank + 7, True) for rank in range(2))
+    first, second = (dict(calls[rank][0].leaves) for rank in range(2))
+    assert torch.equal(first["[1][0][0]"], (one + two)[:, :2]) and torch.equal(second["[1][0][0]"], (one + two)[:, 2:])
+    assert torch.equal(second["[1][0][1]"], torch.cat([one[2:], two[2:]], 1))
+    assert torch.equal(first["[1][0][2]"], two) and not second["[1][0][2]"].any()
+    # The upper half goes to rank 0, the lower one to rank 1, which counts it twice; then the mean over ranks.
+    weights = torch.tensor([1.0, 1.0, 2.0, 2.0])[:, None]
+    assert torch.equal(first["[1][0][3]"], (one + two) * weights / 2)
+
+
 def test_a_lost_update_is_never_excused_as_rounding() -> None:
     program = program_of(["b = torch.tanh(a) * 1.1"], [Result("b + x * 1e-5", True)])
     judge_of = Judge([program])
