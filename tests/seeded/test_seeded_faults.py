@@ -43,6 +43,8 @@ _SHOWN = {
     "buckets at the beginning": "in_a_row",
     "header over the last member": "in_a_row",
     "not divided in the wider type": "wire",
+    "every part read at the first": "parts_of_ranks",
+    "sent the other way": "parts_of_ranks",
 }
 """Of each kind of fault one, with a program that shows it."""
 
