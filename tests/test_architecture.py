@@ -25,8 +25,11 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "tables": (),
     "pytorch": ("dispatch guards parts tensors", "dynamo recomputation"),
     "distributed": (
-        "liveness.addresses liveness.fault liveness.links liveness.process liveness.status",
-        "liveness.beside liveness.tree", "liveness.monitor liveness.watched", "liveness.watch",
+        "liveness.addresses liveness.fault liveness.links liveness.machines liveness.process liveness.session "
+        "liveness.status",
+        "liveness.beside liveness.neighbour liveness.tree",
+        "liveness.connections liveness.introduction liveness.watched",
+        "liveness.monitor liveness.unreached liveness.watch",
         "liveness.aborting liveness.patience liveness.report", "liveness.elsewhere",
         "collective comparable fingerprint group other_ranks wire", "checksum desynchronised exchange header launch",
     ),
