@@ -81,8 +81,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "compiled.graph", "compiled.compiler",
     ),
     "runtime": (
-        "agreement arena closed_over diagnostics memory_map replication rounds signature wide_mean written_early",
-        "buffers in_passing", "order",
+        "agreement arena closed_over diagnostics frames memory_map replication rounds signature written_early",
+        "in_passing wide_mean", "buffers", "order",
         "consensus in_flight", "proofs", "residence", "emitted",
     ),
     "compare": (

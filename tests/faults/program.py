@@ -27,12 +27,21 @@ def main(kind: str, victim: int, folder: pathlib.Path) -> None:
         with open(folder / f"rank{rank}", "a") as file:
             file.write(json.dumps({"rank": rank, "when_s": time.time(), **facts}) + "\n")
 
+    def die() -> None:
+        tell(event="fault")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if kind == "killed before the first call" and rank == victim:
+        die()
+    if kind == "raised before the first call" and rank == victim:
+        tell(event="fault")
+        raise ValueError("a mistake of the user's")
+
     @fdp.data_parallel
     def step(w: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if kind == "killed in the first call" and rank == victim:
             time.sleep(1.0)  # so that the others wait already
-            tell(event="fault")
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         loss, grad = fdp.value_and_grad(lambda w: ((batch @ w) ** 2).mean())(w)
         return w - 0.01 * grad, fdp.pmean(loss)
 
@@ -40,10 +49,11 @@ def main(kind: str, victim: int, folder: pathlib.Path) -> None:
         w = torch.ones(4)
         for call in range(1, int(os.environ.get("CALLS", 2000))):
             if call == 5:
-                tell(event="fault" if rank == victim else "trains")
+                if kind != "killed" or rank != victim:
+                    tell(event="fault" if rank == victim else "trains")
                 if rank == victim:
                     if kind == "killed":
-                        os.kill(os.getpid(), signal.SIGKILL)
+                        die()
                     elif kind == "frozen":
                         os.kill(os.getpid(), signal.SIGSTOP)
                     elif kind == "raised":

@@ -20,6 +20,10 @@ PROGRAM = pathlib.Path(__file__).with_name("program.py")
         ("killed", 0, "died", "rank 0 died: in its own code, after call 4 of step 'step'"),
         ("frozen", 0, "frozen", "rank 0 is frozen"),
         ("killed in the first call", 0, "died", "rank 0 died: preparing call 1 of step 'step'"),
+        # Perhaps before any other rank knows where its monitor is; as rank 0 it takes the store along.
+        ("killed before the first call", 0, "died", "rank 0 died"),
+        ("killed before the first call", 1, "died", "rank 1 died: in its own code, before the first call of a step"),
+        ("raised before the first call", 0, "raised", "rank 0 raised: ValueError: a mistake of the user's"),
     ],
 )
 def test_every_other_rank_names_it(kind: str, victim: int, reason: str, words: str, tmp_path: pathlib.Path) -> None:

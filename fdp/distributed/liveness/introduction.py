@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import threading
 import time
@@ -46,6 +47,33 @@ def innermost(store: Any) -> Any:
     return store
 
 
+def held_by(store: Any, group: dist.ProcessGroup) -> int | None:
+    """The rank in a group that holds its store; None if that is not known, or if it is no rank of the group."""
+    store = innermost(store)
+    if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+        return None
+    members = dist.get_process_group_ranks(group)
+    return members.index(0) if (str(store.host), int(store.port)) in _held_by_rank_0 and 0 in members else None
+
+
+def name_of(store: Any, name: str, rank: int) -> str | None:
+    """The name of a group in messages of monitors: the same on all ranks, another one when a group is made anew.
+
+    Args:
+        store: of the group.
+        name: of the group.
+        rank: of this process in it.
+
+    Returns:
+        The name; None if the store is gone.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        return f"{name}/{attempt}/{store.add(f'fdp/liveness/{name}/{attempt}/{rank}', 1)}"
+    except (RuntimeError, dist.DistError):
+        return None
+
+
 class Introduction:
     """Introduces the monitor of this rank to those next to it, by a thread: other ranks may come much later.
 
@@ -57,17 +85,17 @@ class Introduction:
         rank: of this process in it.
         size: number of ranks.
         store: of the group.
-        holder: the rank in the group that is rank 0 of all; None if it is not in the group.
+        holder: the rank that holds the store; None if that is not known.
     """
 
     def __init__(self, monitor: Beside, key: str, rank: int, size: int, store: Any, holder: int | None) -> None:
         self._monitor, self._key, self._store = monitor, key, store
-        where = innermost(store)
-        self._address = (str(where.host), int(where.port)) if hasattr(where, "port") else ("", 0)
-        self._holder = holder if self._address in _held_by_rank_0 and holder != rank else None
+        self._holder, held = holder if holder != rank else None, innermost(store)
+        self._address = (str(held.host), int(held.port)) if holder is not None else ("", 0)
         self._ending = threading.Event()
         own = {"addresses": own_addresses(), "port": monitor.port, "token": monitor.token, "host": host_name()}
-        store.set(self._name(rank), json.dumps(own))
+        with contextlib.suppress(RuntimeError, dist.DistError):  # the thread sees that, too
+            store.set(self._name(rank), json.dumps(own))
         parent = parent_of(rank)
         self._missing = [*([] if parent is None else [parent]), *children_of(rank, size)]
         self._pause_s = min(max(0.05, size / _CHECKS_PER_S), _LOOKS_S)
@@ -83,17 +111,23 @@ class Introduction:
         return f"fdp/liveness/{self._key}/at/{rank}"
 
     def _run(self) -> None:
+        try:
+            self._look_until_all_are_there()
+        except (RuntimeError, dist.DistError):
+            self._conclude()
+        except (ValueError, KeyError, TypeError, OSError):  # what is in the store is nothing that a rank writes
+            pass
+        finally:
+            del self._store  # it may be held by this process, and end with its last user
+
+    def _look_until_all_are_there(self) -> None:
         begun_s, pause_s, is_last = time.monotonic(), 0.01, False
-        with contextlib.suppress(ValueError, OSError):  # what is in the store is nothing that a rank writes
-            while self._missing:
-                try:
-                    self._look()
-                except (RuntimeError, dist.DistError):
-                    return self._conclude()
-                if is_last:
-                    return
-                is_last = self._ending.wait(pause_s)
-                pause_s = min(2 * pause_s, self._pause_s if time.monotonic() - begun_s < _SOON_S else _LOOKS_S)
+        while True:
+            self._look()
+            if is_last or not self._missing:
+                return
+            is_last = self._ending.wait(pause_s)
+            pause_s = min(2 * pause_s, self._pause_s if time.monotonic() - begun_s < _SOON_S else _LOOKS_S)
 
     def _look(self) -> None:
         for rank in list(self._missing):
@@ -104,7 +138,9 @@ class Introduction:
 
     def _conclude(self) -> None:
         """The store has failed. If nothing listens where it was, the process that held it has ended."""
-        if self._holder is None or self._ending.wait(_TRUTH_S) or not _is_refused(*self._address):
+        if self._holder is None or self._ending.wait(_TRUTH_S):
+            return
+        if not _is_refused(*self._address):
             return
         text = "the store that it held is gone"
         self._monitor.command(do="conclude", group=self._key, rank=self._holder, text=text)

@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fdp.distributed.liveness.beside import Beside
-from fdp.distributed.liveness.introduction import Introduction, innermost
+from fdp.distributed.liveness.introduction import Introduction, held_by, innermost, name_of
 from fdp.distributed.liveness.watched import Watched, text_of
 from fdp.errors import ArgumentError, PeerError, build_message
 
@@ -106,25 +106,19 @@ def watch(group: dist.ProcessGroup, name: str, rank: int, size: int, store_of: C
                 stacklevel=2,
             )
             return None
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        try:
-            key = f"{name}/{attempt}/{store.add(f'fdp/liveness/{name}/{attempt}/{rank}', 1)}"
-            # Before others can find it there.
-            _own[0].command(do="join", group=key, rank=rank, size=size)
-            introduction = Introduction(_own[0], key, rank, size, store, _rank_in(group, 0))
-        except (RuntimeError, dist.DistError):  # whoever needs the store next says so
+        key, holder = name_of(store, name, rank), held_by(store, group)
+        if key is None and holder is None:  # whoever needs the store next says that it is gone
             _groups[group] = None
             return None
+        # Where the store is gone already, it is known with whom. There is no other rank to hear from.
+        key = key or f"{name}/alone"
+        # Before others can find it there.
+        _own[0].command(do="join", group=key, rank=rank, size=size)
+        introduction = Introduction(_own[0], key, rank, size, store, holder)
         made = _groups[group] = Watched(key, rank, size, _own[0])
         _introductions[key] = introduction
         weakref.finalize(group, _leave, made.monitor, key).atexit = False
         return made
-
-
-def _rank_in(group: dist.ProcessGroup, everywhere: int) -> int | None:
-    """The rank in a group of one of all ranks; None if it is not a member."""
-    members = dist.get_process_group_ranks(group)
-    return members.index(everywhere) if everywhere in members else None
 
 
 def _address_of(store: Any) -> str | None:

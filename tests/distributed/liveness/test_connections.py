@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import socket
 import time
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from monitors import Watching, Wire, until, watching
 
+from fdp.distributed.liveness.links import Link
 from fdp.distributed.liveness.neighbour import Neighbour
 from fdp.distributed.liveness.session import Session
 
@@ -115,6 +117,25 @@ def test_a_connection_that_is_dead_without_a_word_is_made_again(pair: tuple[Watc
         assert parent.faults() == child.faults() == []
     time.sleep(4.5)
     assert parent.faults() == child.faults() == []
+
+
+def test_a_new_connection_is_a_sign_of_life() -> None:
+    """Of a child that says nothing else, and connects again before it counts as silent."""
+    with watching(2, liveness_s=1.5) as (parent, _):
+        session = Session()
+        for _ in range(5):
+            link = Link(socket.create_connection(("127.0.0.1", parent.monitor.port)))
+            hello = {"group": "g", "rank": 1, "token": parent.monitor.token, "host": "here"}
+            link.send({**hello, "received": session.received})
+            link.flush()
+            end_s = time.monotonic() + 0.8
+            while time.monotonic() < end_s:
+                for message in link.receive():
+                    assert "host" in message or session.take(message)
+                time.sleep(0.02)
+            link.close()
+            assert parent.faults() == []
+        assert session.received > 0
 
 
 def test_who_never_answers_is_reported_and_not_suspected() -> None:
