@@ -52,7 +52,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "kernel_strides remedies replicated rng_replay silent_changes trace untouched variance",
         "arguments dependencies fake_rules reshapes switches value_reads",
         "capture changes loops pairing recognise results",
-        "checks uncertain_strides wire_cast",
+        "checks memory_checks uncertain_strides wire_cast",
         "tracer",
     ),
     "timeline": ("timeline", "rows", "perfetto picture report"),

@@ -15,13 +15,21 @@ import time
 import torch
 
 import fdp
+from fdp.distributed.liveness import introduction
+from fdp.distributed.liveness.introduction import Introduction
 
 
 def main(kind: str, victim: int, folder: pathlib.Path) -> None:
     # A job that was started in the background ignores it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    rank = int(os.environ["RANK"])
+    if kind == "killed before monitors met" and rank == victim:  # no other rank finds its monitor, and it finds none
+        Introduction._name = lambda self, rank: f"nowhere/{rank}"  # type: ignore[method-assign]
+    if kind == "behind a firewall":  # which refuses what is for monitors
+        introduction.host_name = lambda: f"host {rank}"
+        introduction.own_addresses = lambda: ["127.0.0.2"]
     fdp.initialize()
-    rank = int(fdp.axis_index())
+    assert rank == int(fdp.axis_index())
 
     def tell(**facts: object) -> None:
         with open(folder / f"rank{rank}", "a") as file:
@@ -31,7 +39,7 @@ def main(kind: str, victim: int, folder: pathlib.Path) -> None:
         tell(event="fault")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    if kind == "killed before the first call" and rank == victim:
+    if kind in ("killed before the first call", "killed before monitors met") and rank == victim:
         die()
     if kind == "raised before the first call" and rank == victim:
         tell(event="fault")
@@ -58,7 +66,7 @@ def main(kind: str, victim: int, folder: pathlib.Path) -> None:
                         os.kill(os.getpid(), signal.SIGSTOP)
                     elif kind == "raised":
                         raise ValueError("a mistake of the user's")
-                    elif kind == "asleep":
+                    elif kind in ("asleep", "behind a firewall"):
                         time.sleep(12)
                     elif kind == "left":
                         return

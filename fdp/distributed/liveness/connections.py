@@ -7,6 +7,7 @@ monitor it is, and what only one that reads the store can know; the first time a
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import selectors
@@ -98,14 +99,14 @@ class Connections:
             self._drop(link)
 
     def wakes_at(self, group: Group, now_s: float) -> float:
-        """When `work` wants to be called next, if nothing happens before."""
+        """When `work` wants to be called next, if nothing happens before; infinity if it does not."""
         return min(
             (
                 neighbour.next_attempt_s if neighbour.attempt is None else neighbour.attempt.until_s
                 for neighbour in group.neighbours.values()
                 if neighbour.is_sought(now_s, self._stale_s)
             ),
-            default=now_s + 1.0,
+            default=math.inf,
         )
 
     def say_goodbye(self, group: Group) -> None:

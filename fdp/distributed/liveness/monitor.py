@@ -64,9 +64,9 @@ class Monitor:
     def run(self) -> None:
         """Watch, until the process has gone and all that have to know it do."""
         while not self._is_done(now_s := time.monotonic()):
-            wakes_s = now_s + (1.0 if self._gone_s is None else 0.2)
-            if self._groups:
-                wakes_s = min(wakes_s, *(self._wakes_at(group, now_s) for group in self._groups.values()))
+            wakes_s = min((self._wakes_at(group, now_s) for group in self._groups.values()), default=now_s + 1.0)
+            if self._gone_s is not None:
+                wakes_s = min(wakes_s, now_s + 0.2)
             ready = self._selector.select(max(0.0, wakes_s - now_s))
             # Commands first: a rank that joins says so to its monitor before it says to others where that is.
             for key, _ in sorted(ready, key=lambda each: each[0].data != self._obey):

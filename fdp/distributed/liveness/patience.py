@@ -33,7 +33,7 @@ _GRACE_S = 1.0
 _ARRIVES_S = 10.0
 """So long what is missing may still be on its way, though a rank has left: it has been through this call."""
 
-_EXPLAINS_S = 2.0
+_EXPLAINS_S = 3.0
 """So long a failed message waits for news of who is gone."""
 
 _GAP_S = 3.0

@@ -149,7 +149,7 @@ def _leave(monitor: Beside, key: str | None = None) -> None:
         return
     # The store may end with this process: who could not be told yet has to be found now.
     end_s = time.monotonic() + _TELLS_S
-    for introduction in _introductions.values():
+    for introduction in list(_introductions.values()):
         introduction.end(max(0.0, end_s - time.monotonic()))
 
 

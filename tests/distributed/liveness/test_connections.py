@@ -6,7 +6,7 @@ import random
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given
@@ -163,6 +163,27 @@ def test_who_says_goodbye_is_not_looked_for() -> None:
         parent.process.send_signal(signal.SIGKILL)
         parent.thread.join(5)
         assert not parent.thread.is_alive()
+
+
+def test_monitors_wake_up_seldom(pair: tuple[Watching, Watching, Wire]) -> None:
+    """Also one that looks for another one in vain: a beat is 0.8 s."""
+    parent, child, wire = pair
+    wakes = dict.fromkeys((parent, child), 0)
+    for each in (parent, child):
+
+        def work(now_s: float, each: Watching = each, before: Callable[[float], None] = each.monitor._work) -> None:
+            wakes[each] += 1
+            before(now_s)
+
+        each.monitor._work = work  # type: ignore[method-assign]
+    time.sleep(4.0)
+    assert all(1 <= count <= 20 for count in wakes.values()), wakes
+    parent.command(do="neighbour", group="g", rank=1, addresses=["127.0.0.1"], port=wire.port, token="", host="here")
+    wire.is_closed = True
+    wire.reset()
+    wakes.update(dict.fromkeys(wakes, 0))
+    time.sleep(6.0)
+    assert all(count <= 60 for count in wakes.values()), wakes
 
 
 @given(st.integers(0, 2**32))
