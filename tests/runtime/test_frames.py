@@ -22,7 +22,7 @@ def recorded() -> tuple[list[list[str]], int]:
         _, grads = fdp.value_and_grad(lambda w: ((batch @ w["layer 1"]) * w["it's\n2"]).sum())(w)
         return {name: w[name] - 0.1 * grads[name] for name in w}
 
-    step = fdp.data_parallel(train, bucket_cap_mb=0, wire_dtype=torch.bfloat16, accumulate_dtype=torch.float32)
+    step = fdp.data_parallel(train, bucket_cap_mb=1e-6, wire_dtype=torch.bfloat16, accumulate_dtype=torch.float32)
     state = {"layer 1": torch.ones(4), "it's\n2": torch.ones(3)}
     state = step(state, torch.ones(3, 4))
     before = len(_entries())

@@ -14,7 +14,7 @@ def warn_of_unreached(watched: Watched) -> None:
         watched: the ranks of the group, of which there is news.
     """
     found = watched.unreached()
-    if watched.has_warned or not found:
+    if not found or watched.has_warned:
         return
     watched.has_warned = True
     others = "; ".join(f"that of rank {rank} at {where} ({why})" for rank, where, why in found)
