@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -14,6 +14,8 @@ from fdp.emit.codegen.loop_bodies import blocks_of_body
 from fdp.emit.codegen.program import Program
 from fdp.emit.memory.planning import Place, gathered_at_bytes, header_numel, received_at_bytes, shared_numel
 from fdp.plan import Bucket, Plan
+from fdp.runtime.diagnostics import bucket_text
+from fdp.runtime.frames import Frame, named_frame, plain_frame
 from fdp.runtime.wide_mean import WideMean
 
 
@@ -29,6 +31,7 @@ class Buffer:
         received: [own elements], pieces of all ranks on their way, if it is added up in a wider dtype, else None.
         message: what is sent of a reduction: `own`, with the header behind it if there is one.
         header: [header_numel], the end of the message, if the bucket says which call it belongs to; else None.
+        frame: in which its messages start.
     """
 
     bucket: Bucket
@@ -38,9 +41,13 @@ class Buffer:
     received: torch.Tensor | None = None
     message: torch.Tensor | None = None
     header: torch.Tensor | None = None
+    frame: Frame = plain_frame
 
     def start(self, group: Group, arrived: Arrived | None = None) -> Callable[[], None]:
         """Start the collective; returns the function that waits for it."""
+        return cast(Callable[[], None], self.frame(self._start, group, arrived))
+
+    def _start(self, group: Group, arrived: Arrived | None) -> Callable[[], None]:
         if self.gathered is not None:
             return group.all_gather(self.gathered, self.own, arrived)
         if self.bucket.collective.rooted:
@@ -51,7 +58,8 @@ class Buffer:
     def start_wide(self, group: Group, arrived: Arrived | None = None) -> WideMean:
         """Start the mean that is added up in a wider dtype."""
         assert self.received is not None and self.bucket.accumulate_dtype is not None
-        return WideMean(self.own, self.received, self.bucket.accumulate_dtype, group, arrived)
+        made = self.frame(WideMean, self.own, self.received, self.bucket.accumulate_dtype, group, arrived, self.frame)
+        return cast(WideMean, made)
 
     def pretend(self, others: OtherRanks) -> None:
         """Do what the collective would do, with what this rank takes the others to hold."""
@@ -123,7 +131,8 @@ def make_buffers(plan: Plan, program: Program, blocks: Mapping[torch.device, tor
             message = own if wide else _flat(block, start, numel + extra, bucket.dtype)
             header = message[bucket.numel : bucket.numel + extra]
         scaled = bucket.index in program.scaled
-        buffers[bucket.index] = Buffer(bucket, own, gathered, scaled, received, message, header)
+        frame = named_frame(f"fdp: {bucket_text(plan, bucket.index)}")
+        buffers[bucket.index] = Buffer(bucket, own, gathered, scaled, received, message, header, frame)
     return buffers
 
 
