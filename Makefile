@@ -26,10 +26,11 @@ $(INSTALLED): requirements.lock pyproject.toml
 demo: $(INSTALLED)  ## train a digit classifier on two ranks of this machine
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node 2 examples/digits.py
 
-# Two files at a time: most tests take one processor, and those that wait for time limits take none. In the order of
-# their paths, which has what takes long (tests/emit/compiled, tests/published_models) before much that is quick.
+# Three files at a time on two processors: a third of the time of tests is spent waiting for processes and time limits.
+# In the order of their paths, which has what takes long (tests/emit/compiled, tests/published_models) before much that
+# is quick.
 test: $(INSTALLED)  ## every test; some: ARGS="tests/step -k word"; with another torch: TORCH=2.15.0
-	$(RUN) pytest $(or $(ARGS),--numprocesses 2 --dist loadfile --no-loadscope-reorder)
+	$(RUN) pytest $(or $(ARGS),--numprocesses 3 --dist loadfile --no-loadscope-reorder)
 
 faults: $(INSTALLED)  ## mistakes seeded into the emitter, one at a time: is each one that changes a number caught?
 	OMP_NUM_THREADS=1 $(VENV)/bin/python tests/seeded/run_faults.py $(ARGS)

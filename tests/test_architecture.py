@@ -25,8 +25,11 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "tables": (),
     "pytorch": ("dispatch guards parts tensors", "dynamo recomputation"),
     "distributed": (
-        "liveness.addresses liveness.fault liveness.links liveness.process liveness.status",
-        "liveness.beside liveness.tree", "liveness.monitor liveness.watched", "liveness.watch",
+        "liveness.addresses liveness.fault liveness.links liveness.machines liveness.process liveness.session "
+        "liveness.status",
+        "liveness.beside liveness.neighbour liveness.tree",
+        "liveness.connections liveness.introduction liveness.watched",
+        "liveness.monitor liveness.unreached liveness.watch",
         "liveness.aborting liveness.patience liveness.report", "liveness.elsewhere",
         "collective comparable fingerprint messages other_ranks wire", "group",
         "checksum desynchronised exchange header launch",
@@ -50,7 +53,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "kernel_strides remedies replicated rng_replay silent_changes trace untouched variance",
         "arguments dependencies fake_rules raw_messages reshapes switches value_reads",
         "capture changes loops pairing recognise results",
-        "checks uncertain_strides wire_cast",
+        "checks memory_checks uncertain_strides wire_cast",
         "tracer",
     ),
     "timeline": ("timeline", "rows", "perfetto picture report"),
@@ -80,8 +83,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "compiled.graph", "compiled.compiler",
     ),
     "runtime": (
-        "agreement arena closed_over diagnostics memory_map replication rounds signature wide_mean written_early",
-        "buffers in_passing", "order",
+        "agreement arena closed_over diagnostics frames memory_map replication rounds signature written_early",
+        "in_passing wide_mean", "buffers", "order",
         "consensus in_flight", "proofs", "residence", "emitted",
     ),
     "compare": (

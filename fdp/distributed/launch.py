@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fdp.distributed.group import resolve_group
+from fdp.distributed.liveness.introduction import is_held_by_rank_0
 from fdp.distributed.messages import watch_over
 from fdp.errors import ArgumentError, PeerError, build_message, first_line
 
@@ -124,6 +125,8 @@ def _store(found: Launch, limit: datetime.timedelta | None) -> Any:
         timeout=limit or datetime.timedelta(minutes=5),
         multi_tenant=True,
     )
+    if not agents:
+        is_held_by_rank_0(store)
     return dist.PrefixStore(f"fdp/attempt/{found.attempt}", store)  # type: ignore[attr-defined]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -23,6 +23,8 @@ from fdp.emit.memory.planning import (
     shared_numel,
 )
 from fdp.plan import Bucket, Plan
+from fdp.runtime.diagnostics import bucket_text
+from fdp.runtime.frames import Frame, named_frame, plain_frame
 from fdp.runtime.wide_mean import WideMean
 
 
@@ -40,6 +42,7 @@ class Buffer:
         received: [own elements], pieces of all ranks on their way, if it is added up in a wider dtype, else None.
         message: what is sent of a reduction: `own`, with the header behind it if there is one.
         header: [header_numel], the end of the message, if the bucket says which call it belongs to; else None.
+        frame: in which its messages start.
     """
 
     bucket: Bucket
@@ -49,9 +52,13 @@ class Buffer:
     received: torch.Tensor | None = None
     message: torch.Tensor | None = None
     header: torch.Tensor | None = None
+    frame: Frame = plain_frame
 
     def start(self, group: Group, arrived: Arrived | None = None) -> Callable[[], None]:
         """Start the collective; returns the function that waits for it."""
+        return cast(Callable[[], None], self.frame(self._start, group, arrived))
+
+    def _start(self, group: Group, arrived: Arrived | None) -> Callable[[], None]:
         if self.arriving is not None:
             return self._start_apart(self.arriving, group, arrived)
         if self.bucket.collective.rooted:
@@ -72,7 +79,8 @@ class Buffer:
     def start_wide(self, group: Group, arrived: Arrived | None = None) -> WideMean:
         """Start the mean that is added up in a wider dtype."""
         assert self.received is not None and self.bucket.accumulate_dtype is not None
-        return WideMean(self.own, self.received, self.bucket.accumulate_dtype, group, arrived)
+        made = self.frame(WideMean, self.own, self.received, self.bucket.accumulate_dtype, group, arrived, self.frame)
+        return cast(WideMean, made)
 
     def pretend(self, others: OtherRanks) -> None:
         """Do what the collective would do, with what this rank takes the others to hold."""
@@ -155,7 +163,8 @@ def make_buffers(plan: Plan, program: Program, blocks: Mapping[torch.device, tor
             message = own if wide else _flat(block, start, numel + extra, bucket.dtype)
             header = message[bucket.numel : bucket.numel + extra]
         scaled = bucket.index in program.scaled
-        buffers[bucket.index] = Buffer(bucket, own, arriving, scaled, received, message, header)
+        frame = named_frame(f"fdp: {bucket_text(plan, bucket.index)}")
+        buffers[bucket.index] = Buffer(bucket, own, arriving, scaled, received, message, header, frame)
     return buffers
 
 

@@ -15,6 +15,7 @@ import torch
 
 from fdp.distributed.group import Group
 from fdp.distributed.messages import Arrived
+from fdp.runtime.frames import Frame, plain_frame
 
 
 class WideMean:
@@ -28,6 +29,7 @@ class WideMean:
         accumulate: the dtype to add in.
         group: the ranks.
         arrived: what to call when the second message has arrived, if the backend says so.
+        frame: in which the second message starts.
     """
 
     def __init__(
@@ -37,7 +39,9 @@ class WideMean:
         accumulate: torch.dtype,
         group: Group,
         arrived: Arrived | None = None,
+        frame: Frame = plain_frame,
     ) -> None:
+        self._frame = frame
         self._own, self._pieces = own, received.view(group.size, -1)
         self._accumulate, self._group, self._arrived = accumulate, group, arrived
         self._wait = group.all_to_all(received, own)
@@ -52,7 +56,7 @@ class WideMean:
         for piece in self._pieces[1:]:  # in the order of ranks: the result is a function of the values alone
             total += piece
         mean = self._pieces[0].copy_(total.div_(self._group.size))
-        self._finish = self._group.all_gather(self._own.view_as(self._pieces), mean, self._arrived)
+        self._finish = self._frame(self._group.all_gather, self._own.view_as(self._pieces), mean, self._arrived)
 
     def finish(self) -> None:
         """Wait until the means of all pieces are there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -29,3 +30,21 @@ def keep_strides(tensor: torch.Tensor, stride: Sequence[int]) -> None:
     torch._functionalize_replace(tensor, torch._C._functorch.get_unwrapped(new))
     torch._functionalize_commit_update(tensor)
     torch._functionalize_sync(tensor)
+
+
+def bring_up_to_date(target: Any, args: Sequence[Any]) -> None:
+    """Before a view is taken: give the tensor its newest value, in a function that is captured so.
+
+    What reads elements asks for the newest value itself. A view does not: it is taken of the value that its tensor had
+    last, and that value may lie otherwise than `keep_strides` laid out the memory since. A view of such strides may not
+    exist.
+
+    Args:
+        target: what will be called.
+        args: with these arguments.
+    """
+    if not isinstance(target, torch._ops.OpOverload) or not args or not isinstance(args[0], torch.Tensor):
+        return
+    alias = target._schema.arguments[0].alias_info
+    if alias is not None and not alias.is_write and torch._C._functorch.is_functionaltensor(args[0]):
+        torch._functionalize_sync(args[0])

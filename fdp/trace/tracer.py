@@ -25,22 +25,24 @@ from fdp.trace.capture import capture, is_fake, untraceable
 from fdp.trace.checks import (
     check_branches,
     check_closure,
-    check_closure_memory,
     check_devices,
-    check_gaps,
-    check_initialised,
     check_made_here,
     check_outputs,
-    check_places,
     check_recomputation,
     check_shapes,
-    check_views,
-    check_writes,
 )
 from fdp.trace.closure import closed_over_names, closed_over_tensors, kept_by
 from fdp.trace.dependencies import operations_of
 from fdp.trace.effects import bound_arguments, collective_of, is_marker
 from fdp.trace.loops import loops_of, outline_loops
+from fdp.trace.memory_checks import (
+    check_closure_memory,
+    check_gaps,
+    check_initialised,
+    check_places,
+    check_views,
+    check_writes,
+)
 from fdp.trace.pairing import assign_labels, assign_slots
 from fdp.trace.replicated import closed_over, replicated_calls
 from fdp.trace.reshapes import reshape_by_views

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fdp.trace.capture import Geometry, capture_functional
-from fdp.trace.functional import keep_strides
+from fdp.trace.functional import bring_up_to_date, keep_strides
 from fdp.trace.trace import Trace
 from fdp.verify.combined import OPERATORS
 from fdp.verify.failure import VerificationError
@@ -125,6 +125,7 @@ def _carry_out(node: fx.Node, env: Mapping[fx.Node, Any], calls: list[Call], loo
     kwargs: Any = fx.map_arg(node.kwargs, env.__getitem__)
     if target is operator.getitem:
         return args[0][args[1]]
+    bring_up_to_date(target, args)
     if not isinstance(target, torch._ops.OpOverload):
         args = [_Inner(each) if isinstance(each, fx.GraphModule) else each for each in args]
     if is_opaque(node):
@@ -165,6 +166,7 @@ class _Inner(fx.Interpreter):
         return _Inner(held) if isinstance(held, fx.GraphModule) else held
 
     def run_node(self, n: fx.Node) -> Any:
+        bring_up_to_date(n.target, self.fetch_args_kwargs_from_env(n)[0])
         made = _with_strides(n, super().run_node(n))
         _straighten(n, self._first, self.env)
         return made

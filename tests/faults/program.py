@@ -15,24 +15,41 @@ import time
 import torch
 
 import fdp
+from fdp.distributed.liveness import introduction
+from fdp.distributed.liveness.introduction import Introduction
 
 
 def main(kind: str, victim: int, folder: pathlib.Path) -> None:
     # A job that was started in the background ignores it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    rank = int(os.environ["RANK"])
+    if kind == "killed before monitors met" and rank == victim:  # no other rank finds its monitor, and it finds none
+        Introduction._name = lambda self, rank: f"nowhere/{rank}"  # type: ignore[method-assign]
+    if kind == "behind a firewall":  # which refuses what is for monitors
+        introduction.host_name = lambda: f"host {rank}"
+        introduction.own_addresses = lambda: ["127.0.0.2"]
     fdp.initialize()
-    rank = int(fdp.axis_index())
+    assert rank == int(fdp.axis_index())
 
     def tell(**facts: object) -> None:
         with open(folder / f"rank{rank}", "a") as file:
             file.write(json.dumps({"rank": rank, "when_s": time.time(), **facts}) + "\n")
 
+    def die() -> None:
+        tell(event="fault")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if kind in ("killed before the first call", "killed before monitors met") and rank == victim:
+        die()
+    if kind == "raised before the first call" and rank == victim:
+        tell(event="fault")
+        raise ValueError("a mistake of the user's")
+
     @fdp.data_parallel
     def step(w: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if kind == "killed in the first call" and rank == victim:
             time.sleep(1.0)  # so that the others wait already
-            tell(event="fault")
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         loss, grad = fdp.value_and_grad(lambda w: ((batch @ w) ** 2).mean())(w)
         return w - 0.01 * grad, fdp.pmean(loss)
 
@@ -40,15 +57,16 @@ def main(kind: str, victim: int, folder: pathlib.Path) -> None:
         w = torch.ones(4)
         for call in range(1, int(os.environ.get("CALLS", 2000))):
             if call == 5:
-                tell(event="fault" if rank == victim else "trains")
+                if kind != "killed" or rank != victim:
+                    tell(event="fault" if rank == victim else "trains")
                 if rank == victim:
                     if kind == "killed":
-                        os.kill(os.getpid(), signal.SIGKILL)
+                        die()
                     elif kind == "frozen":
                         os.kill(os.getpid(), signal.SIGSTOP)
                     elif kind == "raised":
                         raise ValueError("a mistake of the user's")
-                    elif kind == "asleep":
+                    elif kind in ("asleep", "behind a firewall"):
                         time.sleep(12)
                     elif kind == "left":
                         return

@@ -20,12 +20,17 @@ PROGRAM = pathlib.Path(__file__).with_name("program.py")
         ("killed", 0, "died", "rank 0 died: in its own code, after call 4 of step 'step'"),
         ("frozen", 0, "frozen", "rank 0 is frozen"),
         ("killed in the first call", 0, "died", "rank 0 died: preparing call 1 of step 'step'"),
+        # Perhaps before any other rank knows where its monitor is; as rank 0 it takes the store along.
+        ("killed before the first call", 0, "died", "rank 0 died"),
+        ("killed before the first call", 1, "died", "rank 1 died: in its own code, before the first call of a step"),
+        ("killed before monitors met", 0, "died", "rank 0 died: the store that it held is gone"),
+        ("raised before the first call", 0, "raised", "rank 0 raised: ValueError: a mistake of the user's"),
     ],
 )
 def test_every_other_rank_names_it(kind: str, victim: int, reason: str, words: str, tmp_path: pathlib.Path) -> None:
     started = start_ranks(PROGRAM, [kind, str(victim), str(tmp_path)], 3, FDP_LIVENESS_S="3")
     others = [process for rank, process in enumerate(started) if rank != victim]
-    printed = "\n".join(end_ranks(others, 90))  # which end, though a message is pending and the victim may be there
+    printed = "\n".join(end_ranks(others, 180))  # which end, though a message is pending and the victim may be there
     started[victim].kill()
     end_ranks([started[victim]], 10)
     assert "it did not end in time" not in printed, printed

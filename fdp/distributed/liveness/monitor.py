@@ -9,23 +9,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import selectors
 import signal
-import socket
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fdp.distributed.liveness import status as status_of
+from fdp.distributed.liveness.connections import Connections, Group
 from fdp.distributed.liveness.fault import Fault
-from fdp.distributed.liveness.links import LONGEST, Link, listen, start_connecting
 from fdp.distributed.liveness.process import Process
 from fdp.distributed.liveness.status import Status, described
-from fdp.distributed.liveness.tree import Node, parent_of
+from fdp.distributed.liveness.tree import Node
 
 _LINGERS_S = 15.0
 """So long a monitor stays, at most, when its rank has gone: others may still have to hear why."""
@@ -35,42 +31,6 @@ _LOOKS_FOR_PARENT_S = 120.0
 
 _FAREWELL_S = 1.0
 """So long it stays at least, so that what it said last is read."""
-
-_STRANGERS = 64
-"""So many may be connected at once that have not said who they are; the oldest goes."""
-
-_LONGEST_HELLO = 4096
-
-_CONNECTS_S = 3.0
-"""So long it waits for a connection to one address."""
-
-
-@dataclass
-class _Group:
-    """A group of ranks that this one belongs to.
-
-    Attributes:
-        node: this monitor among those of the group.
-        links: connections to neighbours, by rank.
-        routes: where the parent may be reached: addresses and ports to try; none left while a connection is there.
-        token: what the parent wants to hear.
-        attempt: the connection that is being made, and until when.
-        next_attempt_s: when the next one is due.
-        sought_since_s: since when the parent's address is known.
-        linked: whether there ever was a connection.
-        left_s: since when the rank is no longer in the group; None if it is.
-    """
-
-    node: Node
-    links: dict[int, Link] = field(default_factory=dict)
-    addresses: list[tuple[str, int]] = field(default_factory=list)
-    routes: list[tuple[str, int]] = field(default_factory=list)
-    token: str = ""
-    attempt: tuple[Link, float] | None = None
-    next_attempt_s: float = 0.0
-    sought_since_s: float = 0.0
-    linked: bool = False
-    left_s: float | None = None
 
 
 class Monitor:
@@ -89,17 +49,14 @@ class Monitor:
         self._process, self._status = Process(pid), Status(memory)
         self._commands, self._unread = commands, b""
         self._liveness_s, self._host = liveness_s, host
-        self._listening = listen(everywhere)
-        self.port: int = self._listening.getsockname()[1]
-        self.token = secrets.token_hex(16)
-        self._groups: dict[str, _Group] = {}
-        self._strangers: dict[Link, float] = {}
+        self._selector = selectors.DefaultSelector()
+        self._connections = Connections(self._selector, liveness_s, everywhere, host)
+        self.port, self.token = self._connections.port, self._connections.token
+        self._groups = self._connections.groups
         self._stopped_s: float | None = None
         self._gone_s: float | None = None
         self._left: Fault | None = None
         self._told: Any = None
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listening, selectors.EVENT_READ, self._accept)
         self._selector.register(commands, selectors.EVENT_READ, self._obey)
         if self._process.descriptor is not None:
             self._selector.register(self._process.descriptor, selectors.EVENT_READ, self._look)
@@ -107,15 +64,21 @@ class Monitor:
     def run(self) -> None:
         """Watch, until the process has gone and all that have to know it do."""
         while not self._is_done(now_s := time.monotonic()):
-            wakes_s = min([group.node.wakes_at() for group in self._groups.values()], default=now_s + 1.0)
-            if self._gone_s is not None or any(group.attempt or group.routes for group in self._groups.values()):
+            wakes_s = min((self._wakes_at(group, now_s) for group in self._groups.values()), default=now_s + 1.0)
+            if self._gone_s is not None:
                 wakes_s = min(wakes_s, now_s + 0.2)
             ready = self._selector.select(max(0.0, wakes_s - now_s))
             # Commands first: a rank that joins says so to its monitor before it says to others where that is.
             for key, _ in sorted(ready, key=lambda each: each[0].data != self._obey):
-                if self._selector.get_map().get(key.fileobj) is not None:  # not closed by another one meanwhile
+                # One before it may have closed it, and registered another one with the same number.
+                if self._selector.get_map().get(key.fd) == key:
                     key.data()
             self._work(time.monotonic())
+        for group in self._groups.values():
+            self._connections.say_goodbye(group)
+
+    def _wakes_at(self, group: Group, now_s: float) -> float:
+        return min(group.node.wakes_at(), self._connections.wakes_at(group, now_s))
 
     def _work(self, now_s: float) -> None:
         self._look()
@@ -123,18 +86,14 @@ class Monitor:
             if now_s >= group.node.wakes_at():
                 group.node.doing(self._doing(group.node.rank))
                 group.node.tick(now_s)
-            self._connect(key, group, now_s)
-            self._deliver(group, now_s)
+            self._connections.work(key, group, now_s)
         for key in [key for key, group in self._groups.items() if self._is_over(group, now_s)]:
-            for link in self._groups.pop(key).links.values():
-                self._drop(link)
-        for link in [link for link, until_s in self._strangers.items() if now_s > until_s]:
-            self._drop(link)
+            self._connections.say_goodbye(self._groups.pop(key))
         news = {
             key: {
                 "story": [fault.as_json() for fault in group.node.story],
                 "busy": group.node.busy,
-                "joined": group.node.joined,
+                "unreached": self._connections.unreached(group, now_s),
             }
             for key, group in self._groups.items()
             if group.left_s is None
@@ -143,12 +102,19 @@ class Monitor:
             self._told = news
             self._status.tell(news)
 
-    def _is_over(self, group: _Group, now_s: float) -> bool:
+    def _is_over(self, group: Group, now_s: float) -> bool:
         """Whether a group that the rank has left needs its monitor no longer."""
-        if group.left_s is None or group.attempt is not None:
+        if group.left_s is None or (group.parent is not None and group.parent.attempt is not None):
             return False
         away_s = now_s - group.left_s
-        return away_s > _LINGERS_S or (away_s > _FAREWELL_S and not group.node.children)
+        return away_s > _LINGERS_S or (away_s > _FAREWELL_S and not self._has_listeners(group))
+
+    def _has_listeners(self, group: Group) -> bool:
+        """Whether others may still have to hear what this monitor says."""
+        return bool(group.node.children) or any(
+            neighbour.is_lost or (neighbour.is_child and not (neighbour.met or neighbour.gone))
+            for neighbour in group.neighbours.values()
+        )
 
     # --- the process ---------------------------------------------------------------------------------------------
 
@@ -162,7 +128,7 @@ class Monitor:
         if self._gone_s is not None:
             return
         if self._process.is_gone():
-            self._gone_s = now_s
+            self._gone_s, self._connections.hurries = now_s, True
             if self._process.descriptor is not None:
                 self._selector.unregister(self._process.descriptor)
             if self._left is None:
@@ -186,10 +152,11 @@ class Monitor:
         if self._gone_s is None:
             return False
         gone_s = now_s - self._gone_s
-        if any(group.addresses and not group.linked for group in self._groups.values()):
+        if any(group.parent and not (group.parent.met or group.parent.gone) for group in self._groups.values()):
             return gone_s > _LOOKS_FOR_PARENT_S
-        waited_for = any(group.node.children for group in self._groups.values())
-        unsent = any(link.wants_to_send for group in self._groups.values() for link in group.links.values())
+        waited_for = any(self._has_listeners(group) for group in self._groups.values())
+        links = [neighbour.link for group in self._groups.values() for neighbour in group.neighbours.values()]
+        unsent = any(link is not None and link.wants_to_send for link in links)
         return gone_s > _LINGERS_S or (gone_s > _FAREWELL_S and not waited_for and not unsent)
 
     # --- commands of the process ---------------------------------------------------------------------------------
@@ -205,154 +172,39 @@ class Monitor:
 
     def _command(self, command: dict[str, Any]) -> None:
         now_s = time.monotonic()
+        if command["do"] == "join":
+            node = Node(command["rank"], command["size"], self._host, self._liveness_s, now_s)
+            self._groups[command["group"]] = Group(node)
+            return
+        if command["do"] == "leave":
+            return self._leave(command, now_s)
+        group = self._groups.get(command["group"])
+        if group is None:  # the rank has left it
+            return
         match command["do"]:
-            case "join":
-                node = Node(command["rank"], command["size"], self._host, self._liveness_s, now_s)
-                self._groups[command["group"]] = _Group(node)
-            case "parent":
-                group = self._groups[command["group"]]
-                group.addresses = [(address, command["port"]) for address in command["addresses"]]
-                group.routes, group.token, group.sought_since_s = list(group.addresses), command["token"], now_s
+            case "neighbour":
+                found = group.neighbours[command["rank"]]
+                is_here = command["host"] == self._host
+                found.is_at(command["addresses"], command["port"], command["token"], is_here, now_s)
             case "raised":
-                group = self._groups[command["group"]]
                 group.node.report(Fault(group.node.rank, "raised", command["text"], command["call"]), now_s)
             case "clear":
-                self._groups[command["group"]].node.clear("raised", now_s)
-            case "leave":
-                for key, group in self._groups.items():
-                    if command["group"] in (key, None):
-                        what, call, step, _ = self._status.doing()
-                        text = f"{command['text']} ({described(what, call, step)})"
-                        calls = command["calls"].get(key, 0)
-                        fault = Fault(group.node.rank, command["reason"], text, calls=calls)
-                        group.node.report(fault, now_s)
-                        if command["group"] is None:
-                            self._left = fault
-                        elif command["reason"] == "left":
-                            group.left_s = now_s
+                group.node.clear("raised", now_s)
+            case "conclude":
+                group.node.conclude(command["rank"], command["text"], now_s)
 
-    # --- connections ---------------------------------------------------------------------------------------------
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            connection, _ = self._listening.accept()
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            link = Link(connection, longest=_LONGEST_HELLO)
-            if len(self._strangers) >= _STRANGERS:
-                self._drop(next(iter(self._strangers)))
-            self._strangers[link] = time.monotonic() + _CONNECTS_S
-            self._selector.register(connection, selectors.EVENT_READ, lambda: self._greet(link))
-
-    def _greet(self, link: Link) -> None:
-        """Hear who a stranger is: a child in a tree, that knows this monitor's token."""
-        with self._dropping(link):
-            for message in link.receive():
-                if not secrets.compare_digest(str(message["token"]).encode(), self.token.encode()):
-                    raise ValueError("a stranger")
-                group = self._groups[message["group"]]
-                rank = int(message["rank"])
-                if not 0 < rank < group.node.size or parent_of(rank) != group.node.rank:
-                    raise ValueError("none of this monitor's children")
-                del self._strangers[link]
-                link.send({"host": self._host})
-                self._keep(group, rank, link, str(message["host"]))
-                # What came behind it.
-                return self._read(group, rank, link)
-
-    def _keep(self, group: _Group, rank: int, link: Link, host: str) -> None:
-        before = group.links.get(rank)
-        if before is not None:
-            self._drop(before)
-        group.links[rank] = link
-        link.longest = LONGEST
-        group.linked = True
-        self._selector.modify(link.socket, selectors.EVENT_READ, lambda: self._read(group, rank, link))
-        group.node.connected(rank, host, time.monotonic())
-
-    def _read(self, group: _Group, rank: int, link: Link) -> None:
-        with self._losing(group, rank, link):
-            for message in link.receive():
-                group.node.received(rank, message, time.monotonic())
-
-    def _deliver(self, group: _Group, now_s: float) -> None:
-        """Send what a node wants to have sent."""
-        messages, group.node.outbox = group.node.outbox, []
-        for rank, message in messages:
-            if rank in group.links:
-                group.links[rank].send(message)
-        for rank, link in list(group.links.items()):
-            with self._losing(group, rank, link):
-                link.flush()
-
-    def _connect(self, key: str, group: _Group, now_s: float) -> None:
-        """Come closer to a connection to the parent: one address after the other, again and again."""
-        parent = group.node.parent
-        if parent is None or parent in group.links or not group.addresses:
-            return
-        if group.attempt is not None:
-            link, until_s = group.attempt
-            if now_s <= until_s:
-                return
-            group.attempt = None
-            self._drop(link)
-        if not group.routes:
-            sought_s = now_s - group.sought_since_s
-            if sought_s > self._liveness_s:
-                group.node.miss_parent(now_s)
-            # Less and less often: it may be behind a firewall.
-            group.routes, group.next_attempt_s = list(group.addresses), now_s + min(1.0 + sought_s / 10, 30.0)
-        if now_s < group.next_attempt_s:
-            return
-        address, port = group.routes.pop(0)
-        with contextlib.suppress(OSError):
-            link = Link(start_connecting(address, port))
-            link.send({"group": key, "rank": group.node.rank, "token": group.token, "host": self._host})
-            group.attempt = link, now_s + _CONNECTS_S
-            self._selector.register(link.socket, selectors.EVENT_WRITE, lambda: self._come_through(group, link))
-
-    def _come_through(self, group: _Group, link: Link) -> None:
-        """A connection to the parent is there, or has failed; it counts when the parent has answered."""
-        try:
-            if link.wants_to_send:
-                link.flush()
-                self._selector.modify(link.socket, selectors.EVENT_READ, lambda: self._come_through(group, link))
-                return
-            for message in link.receive():
-                group.attempt = None
-                group.routes = []
-                assert group.node.parent is not None
-                self._keep(group, group.node.parent, link, str(message["host"]))
-                # What came behind the answer.
-                return self._read(group, group.node.parent, link)
-        except Exception:  # whatever it was, it does not end this process
-            group.attempt = None
-            self._drop(link)
-
-    @contextlib.contextmanager
-    def _losing(self, group: _Group, rank: int, link: Link) -> Iterator[None]:
-        """If a connection ends, or says what no monitor says, tell the node."""
-        try:
-            yield
-        except Exception:  # whatever it was, it does not end this process
-            self._drop(link)
-            if group.links.get(rank) is link:
-                del group.links[rank]
-                if rank == group.node.parent:
-                    group.addresses = []  # whoever was there does not come back
-                group.node.closed(rank, time.monotonic())
-
-    @contextlib.contextmanager
-    def _dropping(self, link: Link) -> Iterator[None]:
-        try:
-            yield
-        except Exception:  # whatever it was, it does not end this process
-            self._drop(link)
-
-    def _drop(self, link: Link) -> None:
-        self._strangers.pop(link, None)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(link.socket)
-        link.close()
+    def _leave(self, command: dict[str, Any], now_s: float) -> None:
+        what, call, step, _ = self._status.doing()
+        text = f"{command['text']} ({described(what, call, step)})"
+        for key, group in self._groups.items():
+            if command["group"] not in (key, None):
+                continue
+            fault = Fault(group.node.rank, command["reason"], text, calls=command["calls"].get(key, 0))
+            group.node.report(fault, now_s)
+            if command["group"] is None:
+                self._left, self._connections.hurries = fault, True
+            elif command["reason"] == "left":
+                group.left_s = now_s
 
 
 def main() -> None:

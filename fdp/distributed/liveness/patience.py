@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fdp.distributed.liveness.fault import Fault
+from fdp.distributed.liveness.unreached import warn_of_unreached
 from fdp.distributed.liveness.watch import liveness_s, watched_ranks
 from fdp.distributed.liveness.watched import Watched, age
 from fdp.errors import PeerError, build_message
@@ -32,7 +33,7 @@ _GRACE_S = 1.0
 _ARRIVES_S = 10.0
 """So long what is missing may still be on its way, though a rank has left: it has been through this call."""
 
-_EXPLAINS_S = 2.0
+_EXPLAINS_S = 3.0
 """So long a failed message waits for news of who is gone."""
 
 _GAP_S = 3.0
@@ -90,6 +91,7 @@ class Patience:
             self._news_s = now_s
         elif now_s - self._news_s >= _SETTLES_S:
             raise peer_error(self._watched, faults, self._what)
+        warn_of_unreached(self._watched)
         if waited_s >= self._says_s:
             level = logging.WARNING if waited_s >= self._warns_s else logging.INFO
             self._says_s = self._warns_s if level == logging.INFO else 2 * waited_s
@@ -209,6 +211,7 @@ def refuse_gone(watched: Watched) -> None:
         PeerError: some will not.
     """
     if watched.has_news:
+        warn_of_unreached(watched)
         faults = [fault for fault in watched.faults(believing=False) if fault.call is None and fault.reason != "frozen"]
         if faults:
             raise peer_error(watched, faults, "")

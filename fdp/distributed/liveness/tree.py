@@ -6,15 +6,19 @@ can be simulated in one process.
 Each monitor talks to its parent in the tree and to at most `FANOUT` children. What it sends and reads in a second does
 not depend on how many ranks there are. A fault goes up to the root, which puts faults in order; the list goes down to
 all, so all ranks tell the same story. A monitor that loses its parent does what the root did, for those below it.
+
+Connections that end and are made again are none of its business: what is sent arrives, once and in order, or its
+receiver is lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fdp.distributed.liveness.fault import Fault
+from fdp.distributed.liveness.machines import packed, unpacked
 
 FANOUT = 8
 """Children of a monitor."""
@@ -34,10 +38,9 @@ class _Link:
     """What is known of a neighbour."""
 
     heard_s: float
-    open: bool = True
+    gone: bool = False
     silent: bool = False
     busy: list[list[Any]] = field(default_factory=list)
-    joined: int = 0
 
 
 def parent_of(rank: int) -> int | None:
@@ -48,6 +51,16 @@ def parent_of(rank: int) -> int | None:
         [None, 0, 0, 1, 8, 9]
     """
     return (rank - 1) // FANOUT if rank else None
+
+
+def children_of(rank: int, size: int) -> range:
+    """The children of a rank in the tree.
+
+    Example:
+        >>> children_of(0, 5), children_of(1, 12), children_of(2, 12)
+        (range(1, 5), range(9, 12), range(12, 12))
+    """
+    return range(min(rank * FANOUT + 1, size), min((rank + 1) * FANOUT + 1, size))
 
 
 class Node:
@@ -63,7 +76,6 @@ class Node:
     Attributes:
         story: the faults, in the order in which the root heard of them.
         busy: ranks that are not waiting for others: [rank, what they do, since how many seconds], the longest first.
-        joined: how many ranks have monitors that are in touch, as far as is known.
         outbox: messages to send: to which rank, and what.
     """
 
@@ -81,7 +93,11 @@ class Node:
         self._next_hosts_s = now_s
         self.story: list[Fault] = []
         self.busy: list[list[Any]] = []
-        self.joined = 1
+        # What was sent up of late, and may be lost with the parent: when, and the fault, or whose is taken back.
+        self._sent_up: deque[tuple[float, Fault | tuple[int, str]]] = deque()
+        # What was decided while the parent was lost, of which it has to be told.
+        self._decided: dict[int, Fault] = {}
+        self._taken_back: list[tuple[int, str]] = []
         self.outbox: list[tuple[int, dict[str, Any]]] = []
 
     @property
@@ -97,18 +113,27 @@ class Node:
     @property
     def children(self) -> list[int]:
         """The children that it is in touch with."""
-        return [rank for rank, link in self._links.items() if rank != self.parent and link.open]
+        return [rank for rank, link in self._links.items() if rank != self.parent and not link.gone]
 
     def wakes_at(self) -> float:
         """When `tick` wants to be called next."""
         return min(self._next_beat_s, self._next_story_s) if self._story_due else self._next_beat_s
 
     def connected(self, peer: int, host: str, now_s: float) -> None:
-        """A neighbour is there, perhaps once more."""
+        """A neighbour is there: for the first time, or after it was given up, or after things it said were lost."""
         self._links[peer] = _Link(now_s)
         self._learn({peer: host})
         self._forget(peer)
         self._greet(peer)
+
+    def heard(self, peer: int, now_s: float) -> None:
+        """There is a sign of life of a neighbour."""
+        link = self._links[peer]
+        link.heard_s = now_s
+        if link.silent:
+            link.silent = False
+            self._forget(peer)
+            self._greet(peer)
 
     def received(self, peer: int, message: dict[str, Any], now_s: float) -> None:
         """A neighbour said something.
@@ -116,12 +141,7 @@ class Node:
         Raises:
             ValueError: nothing that a monitor says.
         """
-        link = self._links[peer]
-        link.heard_s = now_s
-        if link.silent:
-            link.silent = False
-            self._forget(peer)
-            self._greet(peer)
+        self.heard(peer, now_s)
         if "report" in message:
             self._hear(Fault.from_json(message["report"]), now_s)
         if "clear" in message:
@@ -131,23 +151,24 @@ class Node:
             self.story = [Fault.from_json(each) for each in message["story"]]
             self._tell(now_s)
         if "hosts" in message:
-            self._learn(_unpacked(message["hosts"], self.size))
+            self._learn(unpacked(message["hosts"], self.size))
             if peer == self.parent:
                 self._new_hosts = {}
                 for child in self.children:
                     self._send(child, hosts=message["hosts"])
         if "busy" in message:
-            link.busy, link.joined = _checked_busy(message["busy"]), int(message["joined"])
+            self._links[peer].busy = found = _checked_busy(message["busy"])
             if peer == self.parent:
-                self.busy, self.joined = link.busy, link.joined
+                self.busy = found
 
     def closed(self, peer: int, now_s: float) -> None:
-        """The connection to a neighbour has ended."""
-        link = self._links[peer]
-        link.open = False
+        """A neighbour's monitor has ended; it need not have been heard of before."""
+        link = self._links.setdefault(peer, _Link(now_s))
+        link.gone = True
         if not any(fault.rank == peer and not fault.suspected for fault in self.story):
-            self._suspect(Fault(peer, "died", "its connections are closed", suspected=True), now_s)
+            self._suspect(Fault(peer, "died", "its monitor has ended", suspected=True), now_s)
         elif peer == self.parent:
+            self._lead(now_s)
             self._tell(now_s)  # whoever comes after it leads from now on
 
     def tick(self, now_s: float) -> None:
@@ -167,7 +188,7 @@ class Node:
         if self._own_faults.get(fault.rank) == fault:
             return
         self._own_faults[fault.rank] = fault
-        self._pass_up(fault, now_s)
+        self._hear(fault, now_s)
 
     def clear(self, what: str, now_s: float) -> None:
         """The rank that is watched goes on: it is not "frozen" any more, or has dealt with what it "raised"."""
@@ -176,37 +197,47 @@ class Node:
             del self._own_faults[self.rank]
         self._clear(self.rank, what, now_s)
 
-    def miss_parent(self, now_s: float) -> None:
-        """The parent has an address, and does not answer there."""
-        assert self.parent is not None
-        if self.parent not in self._links and self.parent not in self._own_faults:
-            self._suspect(Fault(self.parent, "died", "its monitor does not answer", suspected=True), now_s)
+    def conclude(self, rank: int, text: str, now_s: float) -> None:
+        """The rank that is watched has found out that another one has died, whose own monitor is not heard."""
+        if rank != self.rank and not any(fault.rank == rank for fault in self.story):
+            self._suspect(Fault(rank, "died", text, suspected=True), now_s)
 
     # --- faults go up, one story goes down -----------------------------------------------------------------------
 
-    def _pass_up(self, fault: Fault, now_s: float) -> None:
-        if not self.leads:
-            assert self.parent is not None
-            self._send(self.parent, report=fault.as_json())
-        else:
-            self._hear(fault, now_s)
+    def _send_up(self, what: Fault | tuple[int, str], now_s: float) -> None:
+        """Report a fault to the parent, or take one back."""
+        assert self.parent is not None
+        # Older than this it has arrived, or the parent would count as lost by now.
+        while self._sent_up and now_s - self._sent_up[0][0] > self._liveness_s + 2 * self.beat_s:
+            self._sent_up.popleft()
+        self._sent_up.append((now_s, what))
+        self._send(self.parent, **({"report": what.as_json()} if isinstance(what, Fault) else {"clear": list(what)}))
+
+    def _lead(self, now_s: float) -> None:
+        """The parent is lost: hear oneself what it may not have passed on."""
+        sent, self._sent_up = self._sent_up, deque()
+        for _, what in sent:
+            if isinstance(what, Fault):
+                self._hear(what, now_s)
+            else:
+                self._clear(*what, now_s)
 
     def _greet(self, peer: int) -> None:
         """Tell a neighbour that is there, or there again, what it does not know."""
         if peer != self.parent:
-            self._send(peer, hosts=_packed(self._hosts), story=[fault.as_json() for fault in self.story])
+            self._send(peer, hosts=packed(self._hosts), story=[fault.as_json() for fault in self.story])
             return
         self._new_hosts = dict(self._hosts)
-        # What was heard while this monitor led.
-        found = {fault.rank: fault for fault in (*self._own_faults.values(), *self.story) if fault.rank != self.parent}
-        for fault in found.values():
-            self._send(self.parent, report=fault.as_json())
+        for rank, what in self._taken_back:
+            self._send(peer, clear=[rank, what])
+        for fault in {**self._own_faults, **self._decided}.values():
+            if fault.rank != peer:
+                self._send(peer, report=fault.as_json())
+        self._taken_back, self._decided = [], {}
 
     def _hear(self, fault: Fault, now_s: float) -> None:
         if not self.leads:
-            assert self.parent is not None
-            self._send(self.parent, report=fault.as_json())
-            return
+            return self._send_up(fault, now_s)
         known = {each.rank: at for at, each in enumerate(self.story)}
         at = known.get(fault.rank)
         if not self.story:
@@ -224,13 +255,19 @@ class Node:
             self.story[at] = fault
         else:
             return
+        if self.parent is not None:
+            self._decided[fault.rank] = fault
         self._tell(now_s)
 
     def _clear(self, rank: int, what: str, now_s: float) -> None:
         if not self.leads:
-            assert self.parent is not None
-            self._send(self.parent, clear=[rank, what])
-        elif any(fault.rank == rank and _is_what(fault, what) for fault in self.story):
+            return self._send_up((rank, what), now_s)
+        if self.parent is not None:
+            if rank in self._decided and _is_what(self._decided[rank], what):
+                del self._decided[rank]
+            if (rank, what) not in self._taken_back:
+                self._taken_back.append((rank, what))
+        if any(fault.rank == rank and _is_what(fault, what) for fault in self.story):
             self.story = [fault for fault in self.story if fault.rank != rank or not _is_what(fault, what)]
             self._tell(now_s)
 
@@ -245,6 +282,8 @@ class Node:
 
     def _suspect(self, fault: Fault, now_s: float) -> None:
         """A neighbour is lost: so are, where it was silent, those of its machine."""
+        if fault.rank == self.parent:
+            self._lead(now_s)
         same = [fault.rank]
         if fault.reason == "unreachable":
             host = self._hosts.get(fault.rank)
@@ -254,7 +293,7 @@ class Node:
         for rank in same or [fault.rank]:
             lost = Fault(rank, fault.reason, fault.text, suspected=True)
             self._own_faults[rank] = lost
-            self._pass_up(lost, now_s)
+            self._hear(lost, now_s)
         if fault.rank == self.parent:
             self._tell(now_s)
 
@@ -265,6 +304,8 @@ class Node:
             if not self._own_faults[rank].suspected:
                 continue
             del self._own_faults[rank]
+            if rank in self._decided and self._decided[rank].suspected:
+                del self._decided[rank]
             if rank in self._links and self._links[rank].silent:  # it is given as much time as at first
                 self._links[rank].silent, self._links[rank].heard_s = False, now_s
             self._clear(rank, "suspected", now_s)
@@ -275,21 +316,20 @@ class Node:
 
     def _beat(self, now_s: float) -> None:
         for peer, link in self._links.items():
-            if link.open and not link.silent and now_s - link.heard_s > self._liveness_s:
+            if not link.gone and not link.silent and now_s - link.heard_s > self._liveness_s:
                 link.silent = True
                 text = f"nothing was heard of it for {now_s - link.heard_s:.0f} s"
                 self._suspect(Fault(peer, "unreachable", text, suspected=True), now_s)
         children = self.children
         busy = [*self._own_busy, *(entry for child in children for entry in self._links[child].busy)]
         busy = sorted(busy, key=lambda entry: -entry[2])[:_KEPT]
-        joined = 1 + sum(self._links[child].joined for child in children)
         if self.leads:
-            self.busy, self.joined = busy, joined
+            self.busy = busy
         self._tell_hosts(now_s)
-        if self.parent in self._links and self._links[self.parent].open:
-            self._send(self.parent, busy=busy, joined=joined)
+        if self.parent in self._links and not self._links[self.parent].gone:
+            self._send(self.parent, busy=busy)
         for child in children:
-            self._send(child, busy=self.busy, joined=self.joined)
+            self._send(child, busy=self.busy)
 
     def _learn(self, hosts: dict[int, str]) -> None:
         new = {rank: host for rank, host in hosts.items() if self._hosts.get(rank) != host}
@@ -302,18 +342,18 @@ class Node:
             return
         if not self.leads:
             assert self.parent is not None
-            self._send(self.parent, hosts=_packed(self._new_hosts))
+            self._send(self.parent, hosts=packed(self._new_hosts))
         elif now_s >= self._next_hosts_s or len(self._hosts) == self.size:  # all are known: the last time
             self._next_hosts_s = now_s + self._liveness_s
             for child in self.children:
-                self._send(child, hosts=_packed(self._hosts))
+                self._send(child, hosts=packed(self._hosts))
         else:
             return
         self._new_hosts = {}
 
     def _in_touch(self, peer: int) -> bool:
         link = self._links.get(peer)
-        return link is not None and link.open and not link.silent
+        return link is not None and not link.gone and not link.silent
 
     def _send(self, peer: int, **message: Any) -> None:
         self.outbox.append((peer, message))
@@ -324,39 +364,6 @@ def _is_what(fault: Fault, what: str) -> bool:
     return {"suspected": fault.suspected, "frozen": fault.reason == "frozen", "raised": fault.call is not None}.get(
         what, False
     )
-
-
-def _packed(hosts: dict[int, str]) -> list[list[Any]]:
-    """Ranks by their machine: [machine, first, last, first, last, ...].
-
-    Example:
-        >>> _packed({0: "a", 1: "a", 2: "b", 3: "b", 5: "a"})
-        [['a', 0, 1, 5, 5], ['b', 2, 3]]
-    """
-    made: dict[str, list[Any]] = {}
-    for rank in sorted(hosts):
-        row = made.setdefault(hosts[rank], [hosts[rank]])
-        if len(row) > 1 and row[-1] == rank - 1:
-            row[-1] = rank
-        else:
-            row += [rank, rank]
-    return list(made.values())
-
-
-def _unpacked(rows: Any, size: int) -> dict[int, str]:
-    """What `_packed` was given."""
-    return {rank: str(host) for host, ends in _rows(rows) for first, last in ends for rank in _range(first, last, size)}
-
-
-def _rows(rows: Any) -> Iterator[tuple[Any, Iterable[tuple[Any, Any]]]]:
-    for host, *ends in rows:
-        yield host, zip(ends[::2], ends[1::2], strict=True)
-
-
-def _range(first: Any, last: Any, size: int) -> range:
-    if not 0 <= int(first) <= int(last) < size:
-        raise ValueError("no ranks of this group")
-    return range(int(first), int(last) + 1)
 
 
 def _checked_busy(found: Any) -> list[list[Any]]:

@@ -5,14 +5,13 @@ Relied on in torch: nothing private. Where ranks find each other's monitors is w
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import json
 import multiprocessing.util
 import os
 import subprocess
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -20,9 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fdp.distributed.liveness.addresses import host_name, own_addresses
 from fdp.distributed.liveness.beside import Beside
-from fdp.distributed.liveness.tree import parent_of
+from fdp.distributed.liveness.introduction import Introduction, held_by, innermost, name_of
 from fdp.distributed.liveness.watched import Watched, text_of
 from fdp.errors import ArgumentError, PeerError, build_message
 
@@ -45,8 +43,12 @@ def liveness_s() -> float:
         ) from None
 
 
+_TELLS_S = 0.5
+"""So long a process that ends may look for ranks that have to be told."""
+
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Watched | None] = weakref.WeakKeyDictionary()
 _own: list[Beside] = []
+_introductions: dict[str, Introduction] = {}
 _starting = threading.Lock()
 
 
@@ -104,47 +106,27 @@ def watch(group: dist.ProcessGroup, name: str, rank: int, size: int, store_of: C
                 stacklevel=2,
             )
             return None
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        try:
-            key = f"{name}/{attempt}/{store.add(f'fdp/liveness/{name}/{attempt}/{rank}', 1)}"
-        except (RuntimeError, dist.DistError):  # whoever needs the store next says so
+        key, holder = name_of(store, name, rank), held_by(store, group)
+        if key is None and holder is None:  # whoever needs the store next says that it is gone
             _groups[group] = None
             return None
+        # Where the store is gone already, it is known with whom. There is no other rank to hear from.
+        key = key or f"{name}/alone"
+        # Before others can find it there.
+        _own[0].command(do="join", group=key, rank=rank, size=size)
+        introduction = Introduction(_own[0], key, rank, size, store, holder)
         made = _groups[group] = Watched(key, rank, size, _own[0])
-        made.monitor.command(do="join", group=key, rank=rank, size=size)
+        _introductions[key] = introduction
         weakref.finalize(group, _leave, made.monitor, key).atexit = False
-        threading.Thread(target=_introduce, args=(made, store), name="fdp: ranks meet", daemon=True).start()
         return made
 
 
 def _address_of(store: Any) -> str | None:
     """The address of what holds a store that several processes share; "" for a file, None for any other store."""
-    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
-        store = store.underlying_store
+    store = innermost(store)
     if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
         return str(store.host)
     return "" if isinstance(store, dist.FileStore) else None  # type: ignore[attr-defined]
-
-
-def _introduce(made: Watched, store: Any) -> None:
-    """Write into the store where this rank's monitor is, and find its parent's there, which may come much later."""
-    monitor, pause_s = made.monitor, 0.01
-    with contextlib.suppress(RuntimeError, dist.DistError, ValueError, OSError):
-        own = {
-            "addresses": own_addresses(), "port": monitor.port, "token": monitor.token, "host": host_name(),
-        }  # fmt: skip
-        store.set(f"fdp/liveness/{made.key}/at/{made.rank}", json.dumps(own))
-        parent = parent_of(made.rank)
-        if parent is None:
-            return
-        name = f"fdp/liveness/{made.key}/at/{parent}"
-        while not store.check([name]):
-            if monitor.closing.wait(pause_s):
-                return
-            pause_s = min(2 * pause_s, 1.0)
-        found = json.loads(store.get(name))
-        addresses = ["127.0.0.1"] if found["host"] == own["host"] else found["addresses"]
-        monitor.command(do="parent", group=made.key, addresses=addresses, port=found["port"], token=found["token"])
 
 
 def _leave(monitor: Beside, key: str | None = None) -> None:
@@ -161,6 +143,14 @@ def _leave(monitor: Beside, key: str | None = None) -> None:
     elif error is not None and not isinstance(error, PeerError):
         reason, text = "raised", text_of(error)
     _say_why(monitor, key, reason, text)
+    if key is not None:
+        if key in _introductions:
+            _introductions.pop(key).end(0.0)
+        return
+    # The store may end with this process: who could not be told yet has to be found now.
+    end_s = time.monotonic() + _TELLS_S
+    for introduction in list(_introductions.values()):
+        introduction.end(max(0.0, end_s - time.monotonic()))
 
 
 def _say_why(monitor: Beside, key: str | None, reason: str, text: str) -> None:

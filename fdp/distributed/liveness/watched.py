@@ -33,6 +33,7 @@ class Watched:
         version: of the news that were read last.
         news: what the monitor has heard.
         awaited: says what a step waits for, or waited for last; None outside of steps.
+        has_warned: whether there was a warning of monitors that cannot be reached.
         waits_since_s: since when this rank waits for others, by the monotonic clock; None if it does not.
     """
 
@@ -50,6 +51,7 @@ class Watched:
     news: dict[str, Any] = field(default_factory=dict)
     awaited: Callable[[], str] | None = None
     waits_since_s: float | None = None
+    has_warned: bool = False
     _phase: int = status_of.IDLE
     _thread: int = 0
     _said: bool = False
@@ -157,6 +159,10 @@ class Watched:
     def busy(self) -> list[tuple[int, str, float]]:
         """Ranks that do not wait for others: which, what they do, and since how many seconds; the longest first."""
         return [(rank, text, age_s) for rank, text, age_s in self._read().get("busy", ())]
+
+    def unreached(self) -> list[tuple[int, str, str]]:
+        """Ranks whose monitors were never reached by this one's: which, where they should be, and why not."""
+        return [(rank, where, why) for rank, where, why in self._read().get("unreached", ())]
 
 
 def described_status(watched: Watched) -> str:

@@ -36,6 +36,7 @@ from fdp.errors import CompileError, FdpError, build_message, first_line
 from fdp.plan import Plan
 from fdp.trace import Geometry, capture_functional
 from fdp.trace.effects import effects_of, is_marker
+from fdp.trace.functional import bring_up_to_date
 from fdp.trace.loops import changed_operands, is_loop
 
 _aten = torch.ops.aten
@@ -145,6 +146,7 @@ class _Lowering:
         split = is_part(node, entries)
         args, kwargs = arguments_of(node, entries)
         args, kwargs = fx.map_arg(args, self._value), fx.map_arg(kwargs, self._value)
+        bring_up_to_date(target, args)
         try:
             result = self._draw(node) if node in self.drawn else self._run(target, args, kwargs)
         except FdpError:

@@ -17,7 +17,7 @@ from torch import fx
 
 from fdp.emit.memory.elements import has_each_element_once, lies_under
 from fdp.trace.effects import effects_of, storages_of
-from fdp.trace.functional import keep_strides
+from fdp.trace.functional import bring_up_to_date, keep_strides
 
 
 def empty_like(example: torch.Tensor) -> torch.Tensor:
@@ -104,6 +104,7 @@ class Branch(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """The result of one call."""
+        bring_up_to_date(n.target, self.fetch_args_kwargs_from_env(n)[0])
         result = super().run_node(n)
         if n.op == "call_function":
             result = as_traced(n.target, n.meta.get("val"), result)

@@ -141,7 +141,7 @@ class Running:
         return socket.create_connection(("127.0.0.1", self.monitor.port), timeout=5)
 
     def hello(self, **changes: Any) -> bytes:
-        told = {"group": "g", "rank": 1, "token": self.monitor.token, "host": "there", **changes}
+        told = {"group": "g", "rank": 1, "token": self.monitor.token, "host": "there", "received": 0, **changes}
         return framed(told)
 
 
@@ -191,7 +191,7 @@ def test_a_child_is_heard_and_missed_when_it_is_gone(running: Running) -> None:
         hello = running.hello()
         child.sendall(hello[:7])  # in two pieces
         time.sleep(0.05)
-        child.sendall(hello[7:] + framed({"report": _fault(2, "raised", "ValueError: no")}))
+        child.sendall(hello[7:] + framed({"report": _fault(2, "raised", "ValueError: no"), "number": 1, "received": 0}))
         assert until(lambda: [each["rank"] for each in running.story()] == [2])
         running.command(do="raised", group="g", text="KeyError: 'w'", call=7)
         assert until(lambda: [each["rank"] for each in running.story()] == [2, 0])
@@ -199,6 +199,7 @@ def test_a_child_is_heard_and_missed_when_it_is_gone(running: Running) -> None:
         assert until(lambda: [each["rank"] for each in running.story()] == [2])
     assert until(lambda: [each["rank"] for each in running.story()] == [2, 1])
     assert running.story()[1]["suspected"]
+    assert running.story()[1]["reason"] == "unreachable"  # its monitor has not said where it is
 
 
 def test_many_strangers_keep_nobody_out(running: Running) -> None:
@@ -214,7 +215,7 @@ def test_many_strangers_keep_nobody_out(running: Running) -> None:
 
 
 def test_a_group_that_the_rank_has_left_is_not_told_of_any_more(running: Running) -> None:
-    running.command(do="join", group="another", rank=0, size=2)
+    running.command(do="join", group="another", rank=0, size=1)  # no other rank has to hear of it
     assert until(lambda: "another" in running.status.news())
     running.command(do="leave", group="another", reason="left", text="", calls={})
     assert until(lambda: "another" not in running.status.news())

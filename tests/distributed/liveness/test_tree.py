@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fdp.distributed.liveness.fault import Fault
-from fdp.distributed.liveness.tree import FANOUT, Node, _packed, _unpacked, parent_of
+from fdp.distributed.liveness.machines import packed, unpacked
+from fdp.distributed.liveness.tree import FANOUT, Node, parent_of
 
 LIVENESS_S = 10.0
 HOP_S = 0.001
@@ -89,7 +90,7 @@ def test_four_thousand_ranks_hear_of_a_fault_and_each_reads_little() -> None:
         network.read_bytes.clear()
         network.run(10.0, step_s=2.0)
         most[size] = max(network.read_bytes.values()) / 10
-    assert {node.joined for node in network.nodes.values()} == {4096}
+    assert all(len(node.busy) == 16 for node in network.nodes.values())  # of ranks far away, too
     assert most[4096] < 1.5 * most[512]
     assert most[4096] < 10_000
     network.nodes[4001].report(Fault(4001, "died", "in call 7"), network.now_s)
@@ -152,7 +153,7 @@ def test_what_is_certain_takes_the_place_of_what_was_suspected() -> None:
     node = Node(0, 3, "here", LIVENESS_S, 0.0)
     node.connected(1, "here", 0.0)
     node.closed(1, 1.0)
-    assert node.story == [Fault(1, "died", "its connections are closed", suspected=True)]
+    assert node.story == [Fault(1, "died", "its monitor has ended", suspected=True)]
     node.connected(1, "here", 2.0)
     assert node.story == []
     node.received(1, {"report": Fault(1, "died", "in call 3").as_json()}, 3.0)
@@ -167,7 +168,7 @@ def test_a_suspicion_that_is_taken_back_takes_no_death_with_it() -> None:
     node.tick(LIVENESS_S + 1)  # both are silent, and so suspected
     assert {fault.rank for fault in node.story} == {1, 2}
     node._hear(Fault(2, "died", "in call 3"), LIVENESS_S + 2)
-    node.received(1, {"busy": [], "joined": 1}, LIVENESS_S + 3)  # and 1 is heard of again
+    node.received(1, {"busy": []}, LIVENESS_S + 3)  # and 1 is heard of again
     assert [(fault.rank, fault.suspected) for fault in node.story] == [(2, False)]
     node.received(1, {"clear": [2, "raised"]}, LIVENESS_S + 4)
     node.received(1, {"clear": [2, "frozen"]}, LIVENESS_S + 4)
@@ -187,13 +188,44 @@ def test_what_is_final_finds_room_in_a_story_that_is_full() -> None:
     assert [(fault.rank, fault.reason) for fault in node.story] == [(35, "died")]
 
 
-def test_a_parent_that_has_an_address_and_does_not_answer_is_suspected_until_it_does() -> None:
+def test_a_parent_whose_monitor_has_ended_is_suspected_until_it_is_there() -> None:
     node = Node(1, 3, "here", LIVENESS_S, 0.0)
-    node.miss_parent(20.0)
+    node.closed(0, 20.0)  # it was never heard of
     assert [(fault.rank, fault.reason, fault.suspected) for fault in node.story] == [(0, "died", True)]
     node.connected(0, "there", 21.0)
     node.received(0, {"story": []}, 21.0)
     assert node.story == []
+
+
+def test_what_was_sent_to_a_parent_that_had_gone_already_is_not_lost() -> None:
+    network = Network(90, per_host=1)
+    network.run(5.0)
+    network.gone.add(1)  # its machine has lost its power: no connection is closed
+    network.run(0.1)
+    network.nodes[81].report(Fault(81, "died"), network.now_s)  # below 10, which is below 1
+    network.nodes[82].report(Fault(82, "raised", call=3), network.now_s)
+    network.nodes[82].clear("raised", network.now_s)
+    network.run(LIVENESS_S + 4)
+    for rank in (10, 81, 82):
+        assert {fault.rank: fault.reason for fault in network.nodes[rank].story} == {81: "died", 1: "unreachable"}
+
+
+def test_what_was_decided_without_the_parent_is_told_to_it_and_nothing_else() -> None:
+    network = Network(90, per_host=1)
+    network.run(6.0)
+    for rank in (81, 40):
+        network.nodes[rank].report(Fault(rank, "frozen"), network.now_s)
+    network.run(1.0)
+    network.cut = {frozenset((1, 10))}
+    network.run(LIVENESS_S + 4)  # 10 leads those below it
+    assert network.nodes[10].leads
+    network.nodes[81].clear("frozen", network.now_s)  # below 10
+    network.nodes[40].clear("frozen", network.now_s)  # far from it
+    network.nodes[82].report(Fault(82, "died"), network.now_s)  # below 10
+    network.run(1.0)
+    network.cut = set()
+    network.run(6.0)
+    assert network.stories() == {((82, "died", False),)}
 
 
 def test_a_report_made_before_the_parent_was_there_reaches_it() -> None:
@@ -247,7 +279,7 @@ def test_whatever_fails_all_that_can_hear_of_it_name_it(size: int, per_host: int
 
 @given(st.dictionaries(st.integers(0, 99), st.sampled_from("abc")))
 def test_hosts_survive_the_wire(hosts: dict[int, str]) -> None:
-    assert _unpacked(json.loads(json.dumps(_packed(hosts))), 100) == hosts
+    assert unpacked(json.loads(json.dumps(packed(hosts))), 100) == hosts
 
 
 @pytest.mark.parametrize(

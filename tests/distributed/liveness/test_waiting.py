@@ -156,6 +156,9 @@ class Looking(Watched):
     def busy(self) -> list[Any]:
         return []
 
+    def unreached(self) -> list[Any]:
+        return []
+
 
 @pytest.mark.parametrize(
     ("fault", "raises_after_s"),

@@ -160,3 +160,61 @@ def test_what_nothing_reads_in_a_branch_is_no_mistake() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(fdp.data_parallel(step, compile=True)(x), x * 2)
+
+
+_TO, _ROW = torch.tensor([1]), torch.zeros(1, 3, 4, dtype=torch.long)
+IN_PLACE: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "masked_fill_": lambda x, m: x.masked_fill_(m > 0, 1.0),
+    "index_put_": lambda x, m: x.__setitem__(m > 0, 1.0),
+    "masked_scatter_": lambda x, m: x.masked_scatter_(m > 0, torch.arange(48.0)),
+    "put_": lambda x, m: x.put_(_TO, torch.ones(1)),
+    "scatter_": lambda x, m: x.scatter_(0, _ROW, m),
+    "scatter_reduce_": lambda x, m: x.scatter_reduce_(0, _ROW, m, "amax"),
+    "index_copy_": lambda x, m: x.index_copy_(0, _TO, m[:1]),
+    "index_add_": lambda x, m: x.index_add_(0, _TO, m[:1]),
+    "lerp_": lambda x, m: x.lerp_(m, 0.5),
+    "cumsum_": lambda x, m: x.cumsum_(0),
+    "tril_": lambda x, m: x.tril_(),
+    "renorm_": lambda x, m: x.renorm_(2, 0, 1.0),
+    "mul_": lambda x, m: x.mul_(m),
+}
+"""Changes of which the new value lies as its operator likes, and not as the tensor that is changed."""
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """A view whose elements lie in another order."""
+    return torch.stack([x, x * 2, x * 3]).permute(2, 0, 1)
+
+
+def seen_again(changed: torch.Tensor) -> torch.Tensor:
+    """A view of a view that was changed, of a shape that only the strides of the former allow."""
+    return changed.permute(1, 2, 0).view(-1) * 2
+
+
+def test_a_view_of_a_view_that_was_changed() -> None:
+    def step(x: torch.Tensor, m: torch.Tensor) -> list[torch.Tensor]:
+        found = []
+        for change in IN_PLACE.values():
+            changed = turned(x)
+            change(changed, m)
+            found.append(seen_again(changed))
+        return found
+
+    given = torch.arange(-8.0, 8.0).view(4, 4), torch.tensor([-1.0, 1.0]).repeat(24).view(4, 3, 4)
+    found = fdp.data_parallel(step, compile=True, check_replication=False)(*given)
+    for name, one, due in zip(IN_PLACE, found, step(*given), strict=True):
+        torch.testing.assert_close(one, due, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_a_view_of_a_view_that_was_changed_in_a_branch() -> None:
+    def change(x: torch.Tensor) -> torch.Tensor:
+        changed = turned(x)
+        changed.cumsum_(0)
+        return seen_again(changed)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, change, lambda x: torch.stack([x, x, x]).view(-1) * 1, (x,))
+
+    for x in (torch.arange(16.0).view(4, 4), -torch.arange(16.0).view(4, 4)):
+        found = fdp.data_parallel(step, compile=True, check_replication=False)(x)
+        torch.testing.assert_close(found, change(x) if x.sum() > 0 else torch.stack([x, x, x]).view(-1))

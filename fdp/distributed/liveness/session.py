@@ -1,0 +1,70 @@
+"""What two monitors say to each other, by number: a connection that ends takes nothing with it.
+
+Each message carries its number, and up to which number those of the other side have come. What has not come is kept,
+and said again over the next connection.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+_KEPT = 4096
+"""So many messages are kept; a monitor that is away for long is told everything anew instead."""
+
+
+class Session:
+    """One side of a talk between two monitors, over as many connections as it takes.
+
+    Attributes:
+        received: the number of the last message that has come.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._said = 0
+        self._unconfirmed: deque[dict[str, Any]] = deque(maxlen=_KEPT)
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether all that was said has come, as far as is known."""
+        return not self._unconfirmed
+
+    def say(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The message as it is sent; it is kept until it has come."""
+        self._said += 1
+        numbered = {**message, "number": self._said, "received": self.received}
+        self._unconfirmed.append(numbered)
+        return numbered
+
+    def resume(self, received: int) -> tuple[list[dict[str, Any]], bool]:
+        """What has to be said again over a new connection.
+
+        Args:
+            received: up to which number the other side has heard.
+
+        Returns:
+            The messages, and whether these are all that it has not heard.
+        """
+        self._confirm(received)
+        first = self._unconfirmed[0]["number"] if self._unconfirmed else self._said + 1
+        return list(self._unconfirmed), first == received + 1
+
+    def take(self, message: dict[str, Any]) -> bool:
+        """Hear a message; whether it is new.
+
+        Raises:
+            ValueError: it is none of a session.
+        """
+        number, received = message.get("number"), message.get("received")
+        if not isinstance(number, int) or not isinstance(received, int):
+            raise ValueError("no message of a session")
+        self._confirm(received)
+        if number <= self.received:
+            return False
+        self.received = number
+        return True
+
+    def _confirm(self, received: int) -> None:
+        while self._unconfirmed and self._unconfirmed[0]["number"] <= received:
+            self._unconfirmed.popleft()
