@@ -147,11 +147,7 @@ def _scatter(name: str, tree: Tree, axis: int, op: str) -> Tree:
     where = current_axis()
 
     def reduce(x: torch.Tensor, label: str) -> torch.Tensor:
-        rows = _rows(x, axis % x.dim(), where.size)
-        if not x.is_complex():
-            return markers.reduce_scatter(rows, op, where.name, "value", label)
-        numbers = torch.view_as_real(rows.resolve_conj())
-        return torch.view_as_complex(markers.reduce_scatter(numbers, op, where.name, "value", label))
+        return markers.reduce_scatter(_rows(x, axis % x.dim(), where.size), op, where.name, "value", label)
 
     return map_leaves(name, tree, reduce, op, lambda given: _refuse_axis(name, "axis", axis, given, where.size))
 

@@ -292,7 +292,10 @@ def broadcast(x: torch.Tensor, root: int, axis: str, label: str) -> torch.Tensor
 
 
 def reduce_scatter(x: torch.Tensor, op: str, axis: str, kind: str, label: str) -> torch.Tensor:
-    """See `ReduceScatter`."""
+    """See `ReduceScatter`. Complex values are sent as pairs of real ones, which every backend can add."""
+    if x.is_complex():
+        pairs = reduce_scatter(torch.view_as_real(x.resolve_conj()), op, axis, kind, label)
+        return torch.view_as_complex(pairs)
     function = ForwardReduceScatter if in_forward_mode() else ReduceScatter
     out: torch.Tensor = function.apply(x, op, axis, kind, label)
     return out
