@@ -6,6 +6,7 @@ import ast
 import functools
 import pathlib
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -352,6 +353,9 @@ def written_badly(name: str, text: str) -> list[str]:
 def test_files_of_tests_lie_in_rooms_and_hold_one_theme() -> None:
     found = {path.relative_to(TESTS).as_posix(): path.read_text() for path in TESTS.rglob("*.py")}
     assert {name: bad for name, text in found.items() if (bad := written_badly(name, text))} == {}
+    # A test file is imported by its base name, in the processes of tests as well.
+    names = Counter(name.rpartition("/")[2] for name in found)
+    assert [name for name, count in names.items() if count > 1 and name.startswith("test_")] == []
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ def script(programs: Sequence[Program], why: str) -> str:
             "# What follows is the same in all such scripts: fdp's functions in plain PyTorch, and a comparison.",
             "",
             _part("layout.py"),
+            _part("exchanges.py"),
             _part("plain.py"),
             _part("standalone.py"),
             'if __name__ == "__main__":',

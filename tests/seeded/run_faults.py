@@ -209,7 +209,9 @@ def _hear(pipe: Any, job: _Running) -> tuple[bool, str | None]:
         job.process.join()
         if not job.left or job.left[0] not in job.outcomes:
             return True, f"the process died with exit code {job.process.exitcode}"
-        job.left.pop(0)
+        name = job.left.pop(0)
+        raised = f"{job.outcomes[name].raised}, with exit code {job.process.exitcode}"
+        job.outcomes[name] = dataclasses.replace(job.outcomes[name], raised=raised)
         return True, None
     if told is None or isinstance(told, str):
         job.left = []
