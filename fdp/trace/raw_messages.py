@@ -45,9 +45,9 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
 _FUNCTIONS = (
     "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single",
     "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv",
-    "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "new_group", "recv",
-    "recv_object_list", "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter",
-    "scatter_object_list", "send", "send_object_list", "split_group",
+    "broadcast", "broadcast_object_list", "gather", "gather_into_tensor", "gather_object", "gather_single",
+    "monitored_barrier", "new_group", "recv", "recv_object_list", "reduce", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_tensor", "scatter", "scatter_object_list", "send", "send_object_list", "split_group",
 )  # fmt: skip
 """Not `isend` and `irecv`: by these very objects another thread says what it wants of `batch_isend_irecv`. Their
 operators are refused."""
