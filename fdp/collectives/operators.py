@@ -13,14 +13,6 @@ import torch
 
 from fdp.context.axis import current_axis, ranks_for
 from fdp.distributed.collective import OPERATORS
-from fdp.distributed.messages import (
-    start_all_gather,
-    start_all_reduce,
-    start_all_to_all,
-    start_broadcast,
-    start_permute,
-    start_reduce_scatter,
-)
 from fdp.distributed.other_ranks import OtherRanks
 from fdp.errors import FdpError, build_message
 
@@ -72,7 +64,7 @@ def _all_reduce(
     if not out.numel():
         return out
     if (others := OtherRanks.of_axis(axis)) is None:
-        start_all_reduce(out, op, ranks_for(label))()
+        ranks_for(label).all_reduce(out, op)()
     elif op == "mean" and out.dtype == torch.float16 and accumulate is None and others.size > 1:
         # As a bucket of such values: divided before it is added up, because two large values have a mean and no sum.
         others.all_reduce_(out.mul_(1 / others.size), op, scaled=True)
@@ -87,7 +79,7 @@ def _all_gather(x: torch.Tensor, size: int, axis: str, label: str) -> torch.Tens
     if not out.numel():
         return out
     if (others := OtherRanks.of_axis(axis)) is None:
-        start_all_gather(out, _sendable(x), ranks_for(label))()
+        ranks_for(label).all_gather(out, _sendable(x))()
     else:
         others.all_gather_(out, x)
     return out
@@ -99,7 +91,7 @@ def _broadcast(x: torch.Tensor, root: int, axis: str, label: str) -> torch.Tenso
     if not out.numel():
         return out
     if (others := OtherRanks.of_axis(axis)) is None:
-        start_broadcast(out, root, ranks_for(label))()
+        ranks_for(label).broadcast(out, root)()
     else:
         others.broadcast_(out, root)
     return out
@@ -112,7 +104,7 @@ def _reduce_scatter(x: torch.Tensor, op: str, axis: str, kind: str, label: str) 
     own = _contiguous_copy(x)
     if (others := OtherRanks.of_axis(axis)) is None:
         arriving = torch.empty_like(own)
-        start_reduce_scatter(arriving, own, op, ranks_for(label))()
+        ranks_for(label).reduce_scatter(arriving, own, op)()
         return arriving[0].clone()
     out = _first_contiguous(x)
     others.reduce_scatter_(out, own, op)
@@ -125,7 +117,7 @@ def _all_to_all(x: torch.Tensor, axis: str, kind: str, label: str) -> torch.Tens
     if not out.numel():
         return out
     if (others := OtherRanks.of_axis(axis)) is None:
-        start_all_to_all(out, _sendable(x), ranks_for(label))()
+        ranks_for(label).all_to_all(out, _sendable(x))()
     else:
         others.all_to_all_(out, x)
     return out
@@ -138,7 +130,7 @@ def _permute(x: torch.Tensor, pairs: Sequence[int], axis: str, kind: str, label:
         return out
     paired = list(zip(pairs[::2], pairs[1::2], strict=True))
     if (others := OtherRanks.of_axis(axis)) is None:
-        start_permute(out, _sendable(x), paired, ranks_for(label))()
+        ranks_for(label).permute(out, _sendable(x), paired)()
     else:
         others.permute_(out, x, paired)
     return out

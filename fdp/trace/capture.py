@@ -185,10 +185,13 @@ def _recorded(
         )  # fmt: skip
         # Under autocast around the call, `make_fx` has a parameter converted anew at each use: its gradients would be
         # added up in another dtype.
-        watches = source_lines(tracer), unseen.watched(), values_anew(is_fake, tracing), raw_messages_refused(tracing)
-        with caching_casts(caches), ExitStack() as stack:
-            for watch in watches:
-                stack.enter_context(watch)
+        with (
+            source_lines(tracer),
+            caching_casts(caches),
+            unseen.watched(),
+            values_anew(is_fake, tracing),
+            raw_messages_refused(tracing),
+        ):
             return unseen.settle(flat_step(*inputs))
 
     return recorded

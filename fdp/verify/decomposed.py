@@ -165,8 +165,11 @@ class _Inner(fx.Interpreter):
         held = super().get_attr(target, args, kwargs)
         return _Inner(held) if isinstance(held, fx.GraphModule) else held
 
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        bring_up_to_date(target, args)
+        return super().call_function(target, args, kwargs)
+
     def run_node(self, n: fx.Node) -> Any:
-        bring_up_to_date(n.target, self.fetch_args_kwargs_from_env(n)[0])
         made = _with_strides(n, super().run_node(n))
         _straighten(n, self._first, self.env)
         return made

@@ -102,9 +102,13 @@ class Branch(fx.Interpreter):
         found = super().get_attr(target, args, kwargs)
         return Branch(found) if isinstance(found, fx.GraphModule) else found
 
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """What a function makes of arguments."""
+        bring_up_to_date(target, args)
+        return super().call_function(target, args, kwargs)
+
     def run_node(self, n: fx.Node) -> Any:
         """The result of one call."""
-        bring_up_to_date(n.target, self.fetch_args_kwargs_from_env(n)[0])
         result = super().run_node(n)
         if n.op == "call_function":
             result = as_traced(n.target, n.meta.get("val"), result)

@@ -14,12 +14,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from monitors import until
 
 from fdp.distributed.liveness import status as status_of
 from fdp.distributed.liveness.addresses import host_name, own_addresses
@@ -33,15 +33,6 @@ def shared() -> tuple[Any, Status, Status]:
     file = tempfile.TemporaryFile()  # noqa: SIM115 (the memory lives as long as the test)
     file.truncate(SIZE_BYTES)
     return file, Status(file.fileno()), Status(file.fileno())
-
-
-def until(true: Callable[[], bool], seconds: float = 10.0) -> bool:
-    end_s = time.monotonic() + seconds
-    while not true():
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 @given(st.text(max_size=900), st.integers(0, 2**63))
