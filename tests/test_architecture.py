@@ -27,7 +27,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "pytorch": ("dispatch guards parts tensors", "dynamo recomputation"),
     "distributed": (
         "liveness.addresses liveness.fault liveness.links liveness.machines liveness.process liveness.session "
-        "liveness.status",
+        "liveness.status liveness.threads",
         "liveness.beside liveness.neighbour liveness.tree",
         "liveness.connections liveness.introduction liveness.watched",
         "liveness.monitor liveness.unreached liveness.watch",
@@ -322,6 +322,16 @@ def private_torch(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
 def test_each_private_torch_module_is_imported_in_one_file() -> None:
     # What torch does not promise may change with any release: then one file has to change, not five.
     assert {name: users for name, users in private_torch(files()).items() if len(users) > 1} == {}
+
+
+def test_threads_that_do_not_keep_a_process_are_started_in_one_file() -> None:
+    starting = {
+        module
+        for module, tree in files().items()
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and any(keyword.arg == "daemon" for keyword in call.keywords)
+    }
+    assert starting == {"fdp.distributed.liveness.threads"}  # which waits until they are out of torch
 
 
 def test_private_torch_modules_are_recognised() -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from fdp.distributed.exchange import next_turn, timeout_s, wait_for_keys
 from fdp.distributed.group import Group
+from fdp.distributed.liveness.threads import start_thread
 from fdp.errors import AgreementError, PeerError, build_message
 
 _BEAT_S = 1.0
@@ -74,13 +75,12 @@ def _signs_of_life(store: Any, key: str) -> Iterator[None]:
             except (RuntimeError, dist.DistError):
                 return  # the store is gone: what needs it next says so
 
-    thread = threading.Thread(target=count_up, name="fdp-signs-of-life", daemon=True)
-    thread.start()
+    thread = start_thread(count_up, "signs of life")
     try:
         yield
     finally:
         ended.set()
-        thread.join(_BEAT_S)  # it may be waiting for the store; it ends with the process at the latest
+        thread.join(_BEAT_S)  # it may be waiting for the store; the end of the process waits for it, too
 
 
 def _wait_for_others(name: str, group: Group, store: Any, turn: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import threading
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
+
+from fdp.distributed.liveness.threads import start_thread
 
 LOGGER = logging.getLogger("fdp")
 """`LOGGER.setLevel(logging.WARNING)` silences progress, on terminals as well."""
@@ -45,7 +48,7 @@ class Progress:
         LOGGER.info("step %r: %s", self._name, what)
         begun, over = time.perf_counter(), threading.Event()
         if _shows():
-            threading.Thread(target=self._tell, args=(what, over), name="fdp-progress", daemon=True).start()
+            start_thread(functools.partial(self._tell, what, over), "progress")
         try:
             yield
         finally:

@@ -2,5 +2,5 @@
 
 fault: what became of a rank; status: what a rank is doing, in memory that both see; process: is it running; tree: what
 monitors tell each other; links, session, neighbour, connections: how; introduction: how they find each other; monitor:
-the small process; watch: the rank's side of it; patience: waiting
+the small process; watch: the rank's side of it; patience: waiting; threads: the end of a process waits for them
 """

@@ -7,6 +7,7 @@ import threading
 import weakref
 from typing import Any
 
+from fdp.distributed.liveness.threads import start_thread
 from fdp.distributed.liveness.watched import Watched
 
 _LOOKS_S = 1.0
@@ -40,6 +41,4 @@ def abort_when_ranks_are_gone(group: Any, watched: Watched) -> threading.Thread:
                     reference().abort()  # type: ignore[union-attr]
                 return
 
-    thread = threading.Thread(target=look, name="fdp: ends messages of devices", daemon=True)
-    thread.start()
-    return thread
+    return start_thread(look, "ends messages of devices")

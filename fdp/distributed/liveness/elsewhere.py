@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from fdp.distributed.liveness.patience import never_delete, until
+from fdp.distributed.liveness.threads import start_thread
 
 
 class Elsewhere:
     """Work of another thread.
 
-    A thread that never comes back does not keep the process from ending.
+    A thread that never comes back does not keep the process from ending, but for some seconds.
 
     Args:
         work: what it does.
@@ -27,7 +28,7 @@ class Elsewhere:
         self._error: BaseException | None = None
         accelerator = torch.accelerator.is_available()
         self._device = torch.accelerator.current_device_index() if accelerator else None
-        threading.Thread(target=self._run, name=f"fdp: {name}", daemon=True).start()
+        start_thread(self._run, name)
 
     @property
     def is_running(self) -> bool:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from fdp.distributed.liveness.addresses import host_name, own_addresses
 from fdp.distributed.liveness.beside import Beside
+from fdp.distributed.liveness.threads import start_thread
 from fdp.distributed.liveness.tree import children_of, parent_of
 
 _SOON_S = 60.0
@@ -99,8 +100,7 @@ class Introduction:
         parent = parent_of(rank)
         self._missing = [*([] if parent is None else [parent]), *children_of(rank, size)]
         self._pause_s = min(max(0.05, size / _CHECKS_PER_S), _LOOKS_S)
-        self._thread = threading.Thread(target=self._run, name="fdp: ranks meet", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, "ranks meet")
 
     def end(self, timeout_s: float) -> None:
         """Look a last time, since the rank leaves; wait for that for some time at most."""
