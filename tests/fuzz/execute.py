@@ -99,7 +99,10 @@ def run_programs(programs: Sequence[Program]) -> Report:
         if isinstance(error, fdp.ReplicationError) and programs[0].world == 1:
             # One rank is equal to itself. Would two be?
             two = [dataclasses.replace(program, world=2) for program in programs]
-            unequal = _unequal(two, Judge(two))
+            try:
+                unequal = _unequal(two, Judge(two))
+            except Exception as other:  # a part of a value has another shape there, and does not fit any more
+                report = Report("invalid", type(other).__name__, f"on two ranks: {other}"[:500])
     except Exception as error:
         report = Report("crashed", type(error).__name__, "".join(traceback.format_exception(error))[-4000:])
     return dataclasses.replace(

@@ -177,6 +177,9 @@ def test_only_documented_refusals_are_allowed() -> None:
     undeclared = program_of([], [Result("x", False)], world=1)
     verdict = judge([undeclared], [run_programs([undeclared])])
     assert (verdict.status, verdict.kind.split(":")[0]) == ("refused", "ReplicationError")  # two ranks would differ
+    # On two ranks its part of `a` has one column, and two cannot be multiplied with it: nobody can say.
+    scattered = program_of(["b = fdp.psum_scatter(a, 1) @ x"], [Result("x + b", False)], world=1)
+    assert run_programs([scattered]).status == "invalid"
     equal = program_of([], [Result("a", False)], world=1)
     assert judge([equal], [Report("refused", "ReplicationError", "it varies")]).status == "failed"
     written = program_of(["x.add_(1)"], [])
