@@ -72,10 +72,12 @@ def _scatter_into_copies(graph: fx.Graph) -> None:
 def _comes_of_scatters(value: Any, first: fx.Node) -> bool:
     """Whether a value is the result of a scatter, or of further ones into that."""
     while value is not first:
-        is_view = value.op == "call_function" and storages_of(value) == storages_of(value.args[0])
-        if value.op != "call_function" or not (is_view or value.target in _SCATTERS):
+        source = value.args[0] if value.op == "call_function" and value.args else None
+        if not isinstance(source, fx.Node):
+            return False  # `cat` is made of a list, `full` of a shape, `rand` of nothing
+        if storages_of(value) != storages_of(source) and value.target not in _SCATTERS:
             return False
-        value = value.args[0]
+        value = source
     return True
 
 

@@ -196,6 +196,34 @@ def test_an_input_that_is_scattered_into_is_read_before_it_is_written_again() ->
         assert [case for case, one, two in zip(cases, found, values, strict=True) if not torch.equal(one, two)] == []
 
 
+MADE_ANEW = {
+    "zeros": lambda a: a.zero_(),
+    "a number": lambda a: a.view(2, 8).fill_(2.0),
+    "zeros that are scattered into": lambda a: a.zero_().index_fill_(0, TWO, 3.0),
+    "windows": lambda a: a.unfold(0, 2, 2).copy_((a * 2).unfold(0, 2, 2)),
+}
+
+
+def test_an_input_that_is_scattered_into_is_made_anew() -> None:
+    def step(state: Any, d: torch.Tensor) -> Any:
+        found = []
+        for name, make in MADE_ANEW.items():
+            state[name].index_add_(0, TWO, torch.stack([d, d]))
+            found.append(state[name] * 3)
+            make(state[name])
+        return state, found
+
+    def made() -> Any:
+        return {name: torch.arange(-8.0, 8.0).view(4, 4) for name in MADE_ANEW}
+
+    d = torch.arange(20.0, 24.0)
+    due, values = step(made(), d)
+    options: Any = {"donate_argnums": 0, "check_trace": False, "check_replication": False}
+    state, found = fdp.data_parallel(step, compile=True, **options)(made(), d)
+    assert [name for name in due if not torch.equal(state[name], due[name])] == []
+    assert [name for name, one, two in zip(MADE_ANEW, found, values, strict=True) if not torch.equal(one, two)] == []
+
+
 def test_a_softmax_over_one_element() -> None:
     def step(x: torch.Tensor) -> Any:
         return x, torch.softmax(torch.softmax(x, -1), 0), torch.softmax(x.view(1), 0)
