@@ -103,7 +103,7 @@ def decompose(trace: Trace, decompositions: Mapping[Any, Callable[..., Any]], dr
         for node in module.graph.nodes:
             if node.op == "call_function":
                 drawn = draws_alike and draws(node)
-                made = _drawn(node, env, calls) if drawn else _carry_out(node, env, calls, loops)
+                made = _drawn(node, env, calls) if drawn else _carry_out(node, env, calls, loops, first)
                 env[node] = _with_strides(node, made)
                 _straighten(node, first, env)
         returned: Any = module.graph.output_node().args[0]
@@ -119,12 +119,19 @@ def _sends(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in OPERATORS
 
 
-def _carry_out(node: fx.Node, env: Mapping[fx.Node, Any], calls: list[Call], loops: Mapping[str, Trace]) -> Any:
+def _carry_out(
+    node: fx.Node,
+    env: Mapping[fx.Node, Any],
+    calls: list[Call],
+    loops: Mapping[str, Trace],
+    first: Mapping[int, fx.Node],
+) -> Any:
     target: Any = node.target
     args: Any = fx.map_arg(node.args, env.__getitem__)
     kwargs: Any = fx.map_arg(node.kwargs, env.__getitem__)
     if target is operator.getitem:
         return args[0][args[1]]
+    args = _seen_whole(node, args, first, env)
     bring_up_to_date(target, args)
     if not isinstance(target, torch._ops.OpOverload):
         args = [_Inner(each) if isinstance(each, fx.GraphModule) else each for each in args]
@@ -165,6 +172,10 @@ class _Inner(fx.Interpreter):
         held = super().get_attr(target, args, kwargs)
         return _Inner(held) if isinstance(held, fx.GraphModule) else held
 
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        return _seen_whole(n, args, self._first, self.env), kwargs
+
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         bring_up_to_date(target, args)
         return super().call_function(target, args, kwargs)
@@ -204,6 +215,23 @@ def _first_seen(graph: fx.Graph) -> dict[int, fx.Node]:
         if isinstance(value := node.meta.get("val"), torch.Tensor) and value.layout is torch.strided:
             found.setdefault(value.untyped_storage()._cdata, node)
     return found
+
+
+def _seen_whole(node: fx.Node, args: Any, first: Mapping[int, fx.Node], env: Mapping[fx.Node, Any]) -> Any:
+    """The arguments of a call. What looks at places through a view looks at what has that memory, and is no view.
+
+    Changes through the former are not taken apart. Where the memory begins is known while all values begin at zero.
+    """
+    if node.target is not _aten.as_strided.default:
+        return args
+    seen = node.meta["val"]
+    origin = first[seen.untyped_storage()._cdata]
+    view, whole, beyond = args[0], env[origin], seen.storage_offset() - origin.meta["val"].storage_offset()
+    if view is whole or any(each.dtype != seen.dtype or each.is_conj() or each.is_neg() for each in (seen, whole)):
+        return args
+    if beyond == 0:
+        return whole, *args[1:3]
+    return args if beyond < 0 or whole.storage_offset() else (whole, *args[1:3], beyond)
 
 
 def _straighten(node: fx.Node, first: Mapping[int, fx.Node], env: Mapping[fx.Node, Any]) -> None:

@@ -56,7 +56,9 @@ class _Lowering:
         self.memory, self.plan, self.trace = memory, memory.plan, memory.plan.trace
         self.drawn, self.last_drawn = drawn, list[torch.Tensor]()
         graph = self.trace.graph
-        self.changes = Changes(graph.graph)
+        placeholders = graph.graph.find_nodes(op="placeholder")
+        inside = {node for node, item in zip(placeholders, self.trace.inputs, strict=True) if item.offset}
+        self.changes = Changes(graph.graph, inside)
         # Branches of a condition, and generators of random numbers; tensors come in as inputs.
         self.values: dict[fx.Node, Any] = {
             node: getattr(graph, str(node.target), None) for node in graph.graph.find_nodes(op="get_attr")
@@ -146,6 +148,7 @@ class _Lowering:
         split = is_part(node, entries)
         args, kwargs = arguments_of(node, entries)
         args, kwargs = fx.map_arg(args, self._value), fx.map_arg(kwargs, self._value)
+        args = self.changes.of_the_whole(node, args, lambda each: self.values.get(placed.get(each, each)))
         bring_up_to_date(target, args)
         try:
             result = self._draw(node) if node in self.drawn else self._run(target, args, kwargs)
@@ -206,6 +209,8 @@ class _Lowering:
         remedy = "an operator of one's own must return new tensors, and change none; compile=False runs it as it is."
         if "internal overlap" in first:
             remedy = "write to elements by indexing (x[places] = values); compile=False runs it as it is."
+        if "an as_strided() call" in first:
+            remedy = "write through other views than as_strided, or into a clone; compile=False runs it as it is."
         return CompileError(
             build_message(
                 f"step {self.trace.name!r} cannot be compiled: operator {node.target} cannot be taken apart.",

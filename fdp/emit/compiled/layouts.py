@@ -9,7 +9,7 @@ is computed around it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from torch import fx
 from fdp.emit.memory.elements import has_each_element_once, lies_under
 from fdp.trace.effects import effects_of, storages_of
 from fdp.trace.functional import bring_up_to_date, keep_strides
+
+_aten = torch.ops.aten
 
 
 def empty_like(example: torch.Tensor) -> torch.Tensor:
@@ -61,14 +63,41 @@ class Changes:
 
     Args:
         graph: of a trace, or of a branch.
+        inside: inputs that begin in the middle of their memory, where the graph has them begin at zero.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, inside: Collection[fx.Node] = ()) -> None:
+        self._inside = inside
         self._makers: dict[int, fx.Node] = {}
         for node in graph.nodes:
             if isinstance(node.meta.get("val"), torch.Tensor):
                 for memory in storages_of(node):
                     self._makers.setdefault(memory, node)
+
+    def of_the_whole(self, node: fx.Node, args: Any, value_of: Callable[[fx.Node], Any]) -> Any:
+        """The arguments of a call; for `as_strided` of a view those by which it sees the same in the whole.
+
+        Functionalization takes changes through `as_strided` of a whole, and refuses them of a view.
+
+        Args:
+            node: what will be called.
+            args: with these arguments.
+            value_of: the tensor of an earlier node.
+        """
+        if node.target is not _aten.as_strided.default or len(memory := storages_of(node)) != 1:
+            return args
+        maker = self._makers[memory[0]]
+        seen, example, whole = node.meta["val"], maker.meta["val"], value_of(maker)
+        if not isinstance(whole, torch.Tensor) or whole is args[0] or not lies_under(whole, example.stride()):
+            return args
+        if any((each.dtype, each.is_conj(), each.is_neg()) != (seen.dtype, False, False) for each in (seen, example)):
+            return args
+        place = seen.storage_offset() - example.storage_offset()
+        if place == 0:
+            return whole, *args[1:3]
+        # The new value of an input begins at zero, wherever the input does: no number is its place before and after.
+        known = place > 0 and maker not in self._inside and whole.storage_offset() == 0
+        return (whole, *args[1:3], place) if known else args
 
     def keep_places(self, node: fx.Node, value_of: Callable[[fx.Node], Any]) -> None:
         """Lay what a node changed out as before.
@@ -102,6 +131,11 @@ class Branch(fx.Interpreter):
         found = super().get_attr(target, args, kwargs)
         return Branch(found) if isinstance(found, fx.GraphModule) else found
 
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        """What a function is called with."""
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        return self._changes.of_the_whole(n, args, self.env.get), kwargs
+
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """What a function makes of arguments."""
         bring_up_to_date(target, args)
@@ -112,5 +146,5 @@ class Branch(fx.Interpreter):
         result = super().run_node(n)
         if n.op == "call_function":
             result = as_traced(n.target, n.meta.get("val"), result)
-            self._changes.keep_places(n, lambda node: self.env.get(node))
+            self._changes.keep_places(n, self.env.get)
         return result
