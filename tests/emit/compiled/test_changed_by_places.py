@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 import fdp
+from fdp.emit.compiled.layouts import Changes
 
 Change = Callable[[torch.Tensor], object]
 
@@ -71,6 +73,24 @@ def in_a_branch(change: Change, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("how", [itself, a_new_value, in_a_branch])
 def test_what_is_changed_by_places_through_a_view(how: Callable[[Change, torch.Tensor], torch.Tensor]) -> None:
     of_donated_state(list(CHANGES), how, torch.arange(1.0, 17.0).view(4, 4))
+
+
+@pytest.mark.parametrize("how", [itself, in_a_branch])
+def test_the_proof_finds_a_wrong_place(
+    how: Callable[[Change, torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = Changes.of_the_whole
+
+    def one_further(changes: Changes, node: Any, args: Any, value_of: Any) -> Any:
+        found = right(changes, node, args, value_of)
+        return found if found is args else (*found[:3], (*found, 0)[3] + 1)
+
+    monkeypatch.setattr(Changes, "of_the_whole", one_further)
+    with pytest.warns(UserWarning, match="found to be wrong before it ran"):
+        fdp.data_parallel(
+            lambda x: how(CHANGES["one of several views"], x),
+            compile=True, donate_argnums=0, check_trace=False, check_replication=False,
+        )(torch.arange(1.0, 17.0).view(4, 4))  # fmt: skip
 
 
 def test_state_that_begins_in_the_middle_of_its_memory() -> None:
