@@ -65,7 +65,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "build", "scaling", "scaling_picture",
     ),
     "verify": (
-        "combined extents failure operators program_protocol terms", "bucket_memory", "made memory",
+        "combined extents failure operators program_protocol runs terms", "bucket_memory", "made memory",
         "kernels meta_tensors values",
         "messages rules", "machine",
         "followed higher", "decomposed reference sent", "execution graphs implementations", "drawn obligations",

@@ -16,6 +16,7 @@ import torch
 
 from fdp.verify.extents import UNBOUNDED, extent_of, general_extent
 from fdp.verify.failure import VerificationError
+from fdp.verify.runs import both, runs_of, without
 from fdp.verify.terms import Term, Terms
 
 _EXACT_UNITS = 2**22
@@ -303,6 +304,9 @@ def _touched(view: View, pieces: list[Any]) -> list[Any]:
     stores = [store for _, _, layers in pieces for store in layers or ()]
     if len(pieces) == 1 and len(stores) == 1 and _is_exactly(stores[0], view):
         return pieces
+    in_runs = _touched_in_runs(view, pieces, stores)
+    if in_runs is not None:
+        return in_runs
     unit = min(view.dtype.itemsize, *(store.dtype.itemsize for store in stores), 8)
     size = -(-view.span // unit)
     edges = [view.start, *(store.start for store in stores), *(low for low, _, _ in pieces)]
@@ -328,6 +332,31 @@ def _touched(view: View, pieces: list[Any]) -> list[Any]:
             found[-1] = (found[-1][0], high, whole)
         else:
             found.append((low, high, whole))
+    return found
+
+
+def _touched_in_runs(view: View, pieces: list[Any], stores: list[Store]) -> list[Any] | None:
+    """As `_touched`, if all that is looked at has few runs of bytes."""
+    whole = runs_of(view)
+    covers = {id(store): runs_of(store) for store in stores}
+    if whole is None or any(runs is None for runs in covers.values()):
+        return None
+    found: list[Any] = []
+    for low, high, layers in pieces:
+        left = both(whole, [(low, high)])
+        if not left:
+            continue
+        seen = []
+        for store in layers or ():
+            covered = covers[id(store)] or []
+            if both(left, covered):
+                seen.append(store)
+                left = without(left, covered)
+        all_seen = (*seen, _NOTHING) if left else tuple(seen)
+        if found and found[-1][2] == all_seen:
+            found[-1] = (found[-1][0], high, all_seen)
+        else:
+            found.append((low, high, all_seen))
     return found
 
 

@@ -16,6 +16,10 @@ from collections.abc import Callable
 _WAITS_S = 5.0
 """So long a process that ends waits for its threads; what then waits for other ranks still does not come back soon."""
 
+_DROPS_S = 0.05
+"""So long it waits for gloo's threads to drop the tensors of the last messages, for which they take the lock of the
+interpreter as well. They are done with that in microseconds, unless the processor is somebody else's."""
+
 AFTER_LEAVING = 50
 """The exit priority of that wait: lower than of what tells threads to end, which comes before."""
 
@@ -46,3 +50,4 @@ def _wait_for_all() -> None:
     end_s = time.monotonic() + _WAITS_S
     for thread in list(_running):
         thread.join(max(0.0, end_s - time.monotonic()))
+    time.sleep(_DROPS_S)
