@@ -40,6 +40,7 @@ from fdp.state.checkpoint import load, save
 from fdp.state.checkpoint_manager import CheckpointManager
 from fdp.state.labels import PerRank
 from fdp.state.replicate import assert_replicated, replicate
+from fdp.state.shard import shard, unshard
 from fdp.step.transform import Step, data_parallel
 from fdp.timeline import Timeline
 from fdp.trace import Trace
@@ -97,6 +98,8 @@ __all__ = [
     "save",
     "scaling",
     "seed",
+    "shard",
     "sync_batch_norm",
+    "unshard",
     "value_and_grad",
 ]

@@ -43,17 +43,23 @@ _LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, to
 _NOT_CARRIED = {"BatchEncoding": ("_encodings",), "BatchFeature": ("skip_tensor_conversion",)}
 """What the dictionaries of Hugging Face hold for their conversions to tensors, which lie behind them in a step."""
 
+_apart: frozenset[type] = frozenset()
+"""Types of containers that are leaves but where they are asked to be taken apart."""
+
 _registering = threading.Lock()
 _registered: set[type] = set()
 
 
-def flatten(tree: Tree, none_is_leaf: bool = False, whole: type | None = None) -> tuple[list[Any], Spec]:
+def flatten(
+    tree: Tree, none_is_leaf: bool = False, whole: type | None = None, apart: bool = False
+) -> tuple[list[Any], Spec]:
     """Take a tree apart.
 
     Args:
         tree: any pytree.
         none_is_leaf: whether None is a leaf, or a container of nothing.
         whole: a type of containers that are leaves for once.
+        apart: whether what was registered by `register_where_taken_apart` is taken apart, too.
 
     Returns:
         Its leaves in a row, and its structure.
@@ -65,11 +71,14 @@ def flatten(tree: Tree, none_is_leaf: bool = False, whole: type | None = None) -
         >>> flatten({"w": 1, "b": (2, None)})
         ([2, 1], PyTreeSpec({'b': (*, None), 'w': *}))
     """
-    is_leaf = None if whole is None else lambda node: type(node) is whole
+    kept = _apart if whole is None else _apart | {whole}
+    if apart:
+        kept = kept - _apart
+    is_leaf = (lambda node: type(node) in kept) if kept else None
     while True:
         leaves, spec = optree.tree_flatten(tree, is_leaf, none_is_leaf=none_is_leaf, namespace=_NAMESPACE)
         # A leaf that turns out to be a container shows containers inside of it only when it is taken apart.
-        if not _register(set(map(type, leaves)) - _LEAVES - {whole}):
+        if not _register(set(map(type, leaves)) - _LEAVES - kept):
             return leaves, spec
 
 
@@ -106,6 +115,20 @@ def register_everywhere(
             parts(it)[1],
         ),
     )
+
+
+def register_where_taken_apart(
+    kind: type,
+    parts: Callable[[Any], tuple[Sequence[Any], Any, Sequence[Any]]],
+    whole: Callable[[Any, Iterable[Any]], Any],
+    entry: type[optree.PyTreeEntry],
+) -> None:
+    """Make a type a container for `flatten(..., apart=True)` alone; the arguments are as for `register_everywhere`."""
+    global _apart
+    with _registering:
+        if kind not in _apart:
+            optree.register_pytree_node(kind, parts, whole, path_entry_type=entry, namespace=_NAMESPACE)
+            _apart = _apart | {kind}
 
 
 def tuple_of(specs: Iterable[Spec]) -> Spec:

@@ -39,7 +39,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
     # what a user calls
     "random": ("hashing", "keys", "generators"),
     "data": ("permutation", "batch_sampler"),
-    "state": ("index labels lock pace rank_local", "replicate storage", "contents", "checkpoint", "checkpoint_manager"),
+    "state": (
+        "index labels lock pace rank_local shards", "replicate shard storage", "contents", "checkpoint",
+        "checkpoint_manager",
+    ),
     "collectives": ("operators", "markers", "over_pytrees transposes", "exchanges"),
     "gradients": ("averaging", "autodiff", "accumulation"),
     "nn": ("batch_norm meta_copy", "modules"),
@@ -51,10 +54,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
     # the flow
     "trace": (
         "beside control effects functional keywords overlap source structure", "closure",
-        "kernel_strides remedies replicated rng_replay silent_changes trace untouched variance",
+        "kernel_strides reductions_of_parts remedies replicated rng_replay silent_changes trace untouched variance",
         "arguments dependencies fake_rules raw_messages reshapes switches value_reads",
-        "capture changes loops pairing recognise results",
-        "checks memory_checks uncertain_strides wire_cast",
+        "capture changes loops pairing recognise results", "placements",
+        "checks memory_checks spmd uncertain_strides wire_cast", "sharded",
         "tracer",
     ),
     "timeline": ("timeline", "rows", "perfetto picture report"),
@@ -90,7 +93,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "compare": (
         "copies exact_operators leaves recheck refusals replay ulps", "fits_in_memory restored",
-        "lockstep rounding side_by_side strides", "op_by_op", "compiled",
+        "lockstep partitioned rounding side_by_side strides", "op_by_op", "compiled",
     ),
     "measure": ("agreed clock fit", "device_speed intervals link", "operations", "profile"),
     "step": ("buckets_on_disk cache compile_together finite progress", "automatic_buckets", "first_call", "transform"),

@@ -19,6 +19,7 @@ from fdp.context.axis import current_axis, inside_step
 from fdp.errors import ArgumentError, build_message
 from fdp.pytree import Tree
 from fdp.state.labels import PerRank, unlabelled
+from fdp.state.shards import is_sharded
 
 _SUMMABLE = frozenset({
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
@@ -66,6 +67,13 @@ def map_leaves(
             )
         if not isinstance(leaf, torch.Tensor):
             leaf = markers.vary(torch.tensor(leaf), "number")
+        if is_sharded(leaf):
+            raise ArgumentError(
+                build_message(
+                    f"fdp.{name} was given a sharded leaf at {path or 'its argument'}, of which each rank has a part.",
+                    remedy="call it in a step, where such a leaf is whole; or on fdp.unshard(tree).",
+                )
+            )
         if leaf.layout != torch.strided:
             raise ArgumentError(
                 build_message(
@@ -362,6 +370,13 @@ def per_rank(tree: Tree) -> Tree:
                 build_message(
                     f"fdp.per_rank was given {type(x).__name__}{f' at {path}' if path else ''}.",
                     remedy="pass tensors, or convert them first.",
+                )
+            )
+        if is_sharded(x):
+            raise ArgumentError(
+                build_message(
+                    f"fdp.per_rank was given a sharded leaf{f' at {path}' if path else ''}.",
+                    remedy="shard what is the same on every rank; label what is each rank's own.",
                 )
             )
         return markers.vary(x, "per_rank") if inside else PerRank(x)

@@ -8,6 +8,7 @@ from fdp.compare.compiled import check_again, check_compiled
 from fdp.compare.copies import copy_of, give_back_memory, inputs_for_one_run
 from fdp.compare.fits_in_memory import if_memory_allows
 from fdp.compare.op_by_op import check_emitted
+from fdp.compare.partitioned import check_partition, on_whole_values
 from fdp.compare.recheck import Again
 from fdp.compare.restored import undisturbed
 from fdp.compare.strides import check_lies
@@ -18,9 +19,11 @@ __all__ = [
     "check_compiled",
     "check_emitted",
     "check_lies",
+    "check_partition",
     "copy_of",
     "give_back_memory",
     "if_memory_allows",
     "inputs_for_one_run",
+    "on_whole_values",
     "undisturbed",
 ]

@@ -8,17 +8,15 @@ from typing import Any
 
 import torch
 
-from fdp import pytree
 from fdp.compare.copies import copy_of, give_back_memory
 from fdp.compare.fits_in_memory import if_memory_allows
-from fdp.compare.leaves import Difference
+from fdp.compare.leaves import Difference, leaves_apart
 from fdp.compare.op_by_op import check_emitted, check_graph
 from fdp.compare.restored import closed_over_unchanged, undisturbed
 from fdp.compare.rounding import Excuses
 from fdp.compare.side_by_side import Case, NotRunnable, On, SideBySide, positions_of
 from fdp.errors import CompileError, FdpError, build_message, first_line
 from fdp.runtime.emitted import Emitted
-from fdp.state.labels import unlabelled
 from fdp.trace import Flat, Roles, recording
 from fdp.trace.effects import effects_of
 
@@ -129,7 +127,7 @@ def _check_shapes(compiled: Emitted, emitted: Emitted, flat: Flat) -> None:
     give_back_memory()
     with undisturbed(emitted):
         try:
-            found = pytree.leaves_of(unlabelled(compiled.dry_run([copy_of(x) for x in flat.tensors])))
+            found = leaves_apart(compiled.dry_run([copy_of(x) for x in flat.tensors]))
         except FdpError:
             raise
         except Exception as error:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from fdp.state.labels import unlabelled
+from fdp.state.shards import taken_apart
 from fdp.trace import Trace
 
 _RELATIVE = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-4, torch.complex64: 1e-4}
@@ -244,3 +246,8 @@ def _equal_constants(one: Any, two: Any) -> bool:
 def described(value: Any) -> str:
     """A result in words: shape and dtype of a tensor."""
     return f"{list(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def leaves_apart(tree: Any) -> list[Any]:
+    """The leaves of a result, without labels, and with parts in the place of sharded ones."""
+    return taken_apart(unlabelled(tree))[0]

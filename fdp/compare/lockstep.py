@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp import pytree
 from fdp.compare.copies import copy_of
-from fdp.compare.leaves import distances, gap_of, usual_size
+from fdp.compare.leaves import distances, gap_of, leaves_apart, usual_size
 from fdp.compare.replay import Lookup, call_node, held_value, makes_values
 from fdp.compare.restored import RandomState, random_states, set_random_states, undisturbed
 from fdp.compare.ulps import change_last_places_, rounds
@@ -31,7 +30,6 @@ from fdp.distributed.other_ranks import OtherRanks
 from fdp.emit.memory.planning import result_name
 from fdp.plan import Run, Start
 from fdp.runtime.emitted import Emitted
-from fdp.state.labels import unlabelled
 from fdp.trace.effects import effects_of, is_marker
 from fdp.trace.source import located
 
@@ -68,7 +66,7 @@ def unlike_graph(
     timed = emitted.timed(tick)
     beside.append(_Beside(timed, [copy_of(tensor) for tensor in inputs], others))
     try:
-        leaves = pytree.leaves_of(unlabelled(timed.dry_run(inputs, others.kind)))
+        leaves = leaves_apart(timed.dry_run(inputs, others.kind))
     finally:
         timed.leave_memory()
     found = [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]

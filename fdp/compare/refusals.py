@@ -21,6 +21,18 @@ def wrong_trace(name: str, offenders: Sequence[str]) -> TraceError:
     )
 
 
+def wrong_partition(name: str, offenders: Sequence[str]) -> TraceError:
+    """The refusal for a step that computes something else on parts than on whole values."""
+    return TraceError(
+        build_message(
+            f"step {name!r} does not compute on its parts of sharded state what it computes on the whole.",
+            offenders,
+            remedy="this is a mistake of fdp's: please report the step. fdp.unshard(state) keeps it whole; "
+            "check_trace=False runs it as it is.",
+        )
+    )
+
+
 def wrong_program(name: str, offenders: Sequence[str]) -> TraceError:
     """The refusal for a program that computes something else than its trace; `offenders` are operators."""
     return TraceError(

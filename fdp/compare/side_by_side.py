@@ -23,13 +23,15 @@ import torch
 
 from fdp import pytree
 from fdp.compare.copies import MOVES, copy_of, is_lack_of_memory, perturb_
-from fdp.compare.leaves import Difference, different, finite, old_values, same_bits
+from fdp.compare.leaves import Difference, different, finite, leaves_apart, old_values, same_bits
 from fdp.compare.refusals import changes_inputs, other_structure, unrunnable, wrong_trace
+from fdp.compare.replay import Replay
 from fdp.compare.restored import generator_states, other_random_state, own_generator, set_apart, undisturbed
 from fdp.distributed.other_ranks import Kind, OtherRanks
 from fdp.errors import FdpError
 from fdp.runtime.emitted import Emitted
 from fdp.state.labels import unlabelled
+from fdp.state.shards import taken_apart
 from fdp.trace import Flat, Roles, run_untraced
 
 
@@ -132,8 +134,18 @@ class SideBySide:
 
     def _untraced(self, move: float, kind: Kind, alive: Sequence[Any] = ()) -> Any:
         values = [value.requires_grad_(False) for value in self._fresh(move, alive)]
+        if self._trace.whole is not None:
+            return self._graph_by_itself(values, kind)
         wire, group = self._trace.wire, self._program.group
         return _detached(run_untraced(self._step, self._flat, self._roles, group, values, wire, kind))
+
+    def _graph_by_itself(self, values: list[torch.Tensor], kind: Kind) -> Any:
+        """What the graph for one rank computes, of a step with sharded state: the step itself is another one."""
+        others = OtherRanks(self._program.group.size, self._program.group.rank, kind)
+        outputs = iter(Replay(self._trace.graph, values, others).run())
+        return self._trace.out_spec.unflatten(
+            [output.constant if output.node is None else next(outputs) for output in self._trace.outputs]
+        )
 
     def _compare(self, move: float) -> bool:
         """Compare on one kind of inputs; returns whether the step could take them."""
@@ -162,7 +174,7 @@ class SideBySide:
             offenders = different(names, found, expected, before_of)
             if not offenders:
                 with undisturbed(self._program):
-                    again = pytree.leaves_of(unlabelled(self._untraced(move, kind, expected)))
+                    again = leaves_apart(self._untraced(move, kind, expected))
                 # Two runs of the same code: on a CPU they agree to the bit, so the smallest difference tells.
                 offenders = different(names, again, expected, before_of, share=1.0 if self._on_accelerator else 1e-3)
         else:
@@ -176,7 +188,7 @@ class SideBySide:
                 self._kept, self._given = [None] * len(count), {}
                 with undisturbed(self._program):
                     set_apart(self._program)
-                    return pytree.leaves_of(unlabelled(self._untraced(move, kind)))
+                    return leaves_apart(self._untraced(move, kind))
 
             self._explain(offenders, Case(lambda: [self._copy(at, move) for at in count], others, by_itself))
         return True
@@ -198,7 +210,7 @@ class SideBySide:
             try:
                 with undisturbed(self._program):
                     alive = () if result is None else result[0]
-                    leaves, spec = pytree.flatten(unlabelled(self._untraced(move, kind, alive)))
+                    leaves, spec = taken_apart(unlabelled(self._untraced(move, kind, alive)))
                     left = generator_states(self._program)
             except FdpError:
                 if not move:
@@ -226,7 +238,7 @@ class SideBySide:
 
     def _by_program(self, move: float, kind: Kind, alive: Sequence[Any]) -> tuple[list[Any], Any]:
         try:
-            return pytree.flatten(unlabelled(self._program.dry_run(self._fresh(move, alive), kind)))
+            return taken_apart(unlabelled(self._program.dry_run(self._fresh(move, alive), kind)))
         except FdpError:
             raise
         except Exception as error:

@@ -26,6 +26,7 @@ from fdp.optim.argument_checks import (
 from fdp.optim.tracing import compiling, make_comparisons_traceable, number_of, numbers_of_tensors
 from fdp.pytree import Tree
 from fdp.state.labels import labelled_inside
+from fdp.state.shards import is_sharded, layout_of
 
 _HALF = (torch.bfloat16, torch.float16)
 _FUSED_DTYPES = (torch.float32, torch.float64, *_HALF)
@@ -129,6 +130,9 @@ class Rule:
             if not isinstance(value, Tensor):
                 what = f"{self.cls.__name__} keeps {key!r} of {name} as {describe(value)}, not a tensor."
                 raise refusal(what, "use a class that keeps its state in tensors.")
+            if is_sharded(value) and layout_of(value).part is None:  # type: ignore[arg-type]
+                # Of a row, or of a column: the same on every rank.
+                state[key] = value.full_tensor()  # type: ignore[attr-defined]
         return state
 
     def update(self, grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:

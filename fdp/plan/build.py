@@ -59,6 +59,7 @@ def plan_trace(
         groups, forecast = partition(trace.reductions, trace.operations, caps), None
     else:
         size = trace.world_size if world_size is None else rank_count(world_size)
+        trace.refuse_other_ranks(size)
         costs = costs or estimate(trace)
         if isinstance(bucket_cap_mb, str):
             groups, forecast = choose(trace, costs, network, size, spread)

@@ -136,6 +136,7 @@ def simulate(plan: Plan, costs: Costs, network: Network, world_size: int | None 
     """
     trace = plan.trace
     size = trace.world_size if world_size is None else rank_count(world_size)
+    trace.refuse_other_ranks(size)
     clock = Clock(ticks_of(trace, costs, network, size))
     kinds = phases(trace.operations)
     intervals: list[Interval] = []

@@ -22,7 +22,7 @@ from fdp.plan import Plan
 _ARITHMETIC = "computes "
 """How a line about the arithmetic of replicated results begins."""
 
-_KINDS = {"state": "state", "per rank": "labelled state"}
+_KINDS = {"state": "state", "per rank": "labelled state", "part": "part of sharded state"}
 """What inputs are called that are of the same shape on every rank; batches need not be."""
 
 

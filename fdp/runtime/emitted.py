@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fdp import pytree
 from fdp.context.ambient import plain_context
 from fdp.distributed.desynchronised import alone_on, mark_desynchronised, refuse_desynchronised
 from fdp.distributed.group import Group, Ranks, resolve_group
@@ -35,6 +34,7 @@ from fdp.runtime.replication import Replication
 from fdp.runtime.residence import Busy, Residence
 from fdp.runtime.signature import check_signature
 from fdp.state import rank_local
+from fdp.state.shards import taken_apart
 
 BREAK_REASON = (
     "an fdp step is one program already, with messages in it that a second compiler must not move. Leave "
@@ -125,7 +125,7 @@ class Emitted:
             ReplicationError: ranks do not hold the same bits of replicated state.
             PeerError: another rank died or stopped answering.
         """
-        leaves, spec = pytree.flatten(args)
+        leaves, spec = taken_apart(args)
         check_signature(self.plan.trace, leaves, spec)
         with alone_on(self.group, self.plan.trace.name, next(self._numbers)):
             return self.run([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])

@@ -8,7 +8,7 @@ import torch
 
 from fdp.errors import ReplicationError, build_message
 from fdp.state import rank_local
-from fdp.trace import Trace
+from fdp.trace import Output, Trace
 from fdp.trace.effects import storages_of
 
 
@@ -38,9 +38,11 @@ class Replication:
         }
         made = trace.graph.graph.output_node().args[0]
         outputs = [output for output in trace.outputs if output.node is not None]
-        own = [output.varying and (output.per_rank or output.labelled) for output in outputs]
+        own = [
+            output.part is not None or (output.varying and (output.per_rank or output.labelled)) for output in outputs
+        ]
         self._own = [
-            (at, f"{'the value of the labelled ' if output.labelled else ''}{output.name} of step {trace.name!r}")
+            (at, f"{_kind_of(output)}{output.name} of step {trace.name!r}")
             for at, output in enumerate(outputs)
             if own[at] and kept.isdisjoint(storages_of(made[at]))  # type: ignore[index,arg-type]
         ]
@@ -87,6 +89,11 @@ class Replication:
             rank_local.note([(outputs[at], what) for at, what in self._own])
         if self._others and rank_local.notes:
             rank_local.forget([outputs[at] for at in self._others])
+
+
+def _kind_of(output: Output) -> str:
+    """What a result is to its user, before its name."""
+    return "the value of the labelled " if output.labelled else "this rank's part of " if output.part else ""
 
 
 def _memory(tensor: torch.Tensor) -> int:

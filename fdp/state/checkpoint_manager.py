@@ -34,6 +34,7 @@ from fdp.state.contents import ChangedCheckpoint, ranks_that_saved_generators
 from fdp.state.index import INDEX, read_index
 from fdp.state.lock import DirectoryLock
 from fdp.state.pace import Pace, Writing
+from fdp.state.shards import is_sharded
 from fdp.state.storage import delete_checkpoint
 
 _LOG = logging.getLogger("fdp")
@@ -314,7 +315,7 @@ def _of_this_rank(named: dict[str, Any], ranks: Group) -> dict[str, Any]:
     held = [0] * ranks.size
     own: dict[str, Any] = {}
     for name, leaf in sorted(named.items(), key=lambda item: (-_bytes_of(item[1]), item[0])):
-        if not name.startswith("state"):
+        if not name.startswith("state") or is_sharded(leaf):
             own[name] = leaf
             continue
         writer = min(range(ranks.size), key=held.__getitem__)

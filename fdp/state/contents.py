@@ -14,7 +14,7 @@ from fdp.distributed.group import Group
 from fdp.errors import ArgumentError, build_message
 from fdp.state.index import INDEX, read_index
 from fdp.state.labels import labelled
-from fdp.state.replicate import mark_of
+from fdp.state.replicate import NO_MARK, mark_of
 
 _OWN = re.compile(r"rank (\d+) of (\d+): (.*)", re.DOTALL)
 """The name of a labelled leaf in a checkpoint. Other leaves of the state are called state[...]."""
@@ -137,8 +137,11 @@ def changed(named: dict[str, Any], saved: dict[str, Any]) -> list[str]:
         if named[kind].dtype != torch.int64 or not isinstance(kept, list) or len(kept) != len(names):
             lines.append(f"{kind}: not those of what the checkpoint holds")
             continue
-        there = [(name, number) for name, number in zip(names, kept, strict=True) if name in named]
-        lines += [f"{_plain(name)}: not the bits that were saved" for name, it in there if mark_of(named[name]) != it]
+        for name, number in zip(names, kept, strict=True):
+            found = mark_of(named[name]) if name in named else number
+            # Of what is, or was, sharded no rank knows all bits.
+            if found != number and NO_MARK not in (found, number):
+                lines.append(f"{_plain(name)}: not the bits that were saved")
     return lines
 
 

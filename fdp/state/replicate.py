@@ -19,6 +19,10 @@ from fdp.errors import AgreementError, ReplicationError, build_message
 from fdp.pytree import Tree
 from fdp.state import rank_local
 from fdp.state.labels import labelled
+from fdp.state.shards import is_sharded
+
+NO_MARK = 0
+"""In place of a number for the bits of a leaf that no rank holds as a whole."""
 
 
 def replicate(tree: Tree, root: int = 0, group: Ranks = None) -> Tree:
@@ -26,7 +30,7 @@ def replicate(tree: Tree, root: int = 0, group: Ranks = None) -> Tree:
 
     Args:
         tree: pytree of tensors of the same structure, shapes and dtypes on every rank; other leaves are kept. Leaves
-            labelled with `fdp.per_rank` stay what they are on each rank; they are copied, too.
+            labelled with `fdp.per_rank`, and sharded ones, stay what they are on each rank; they are copied, too.
         root: the rank whose values are taken.
         group: as for `data_parallel`.
 
@@ -47,7 +51,9 @@ def replicate(tree: Tree, root: int = 0, group: Ranks = None) -> Tree:
     _compare_structure("fdp.replicate", pytree.names_in(spec, "tree"), leaves, own, ranks)
     out = []
     for leaf, is_own in zip(leaves, own, strict=True):
-        if isinstance(leaf, torch.Tensor):
+        if is_sharded(leaf):
+            leaf = leaf.detach().clone()
+        elif isinstance(leaf, torch.Tensor):
             # Sent in contiguous form, and laid out as it was: a broadcast sends memory, not values.
             message = leaf.detach().contiguous().clone()
             if message.numel() and not is_own:
@@ -64,7 +70,7 @@ def assert_replicated(tree: Tree, group: Ranks = None) -> None:
 
     Args:
         tree: pytree of tensors, of the same structure on every rank; other leaves are compared by their text. Leaves
-            labelled with `fdp.per_rank` are left out.
+            labelled with `fdp.per_rank`, and sharded ones, are left out.
         group: as for `data_parallel`.
 
     Raises:
@@ -87,7 +93,8 @@ def assert_replicated(tree: Tree, group: Ranks = None) -> None:
             )
         )
     own = labelled(spec)
-    rank_local.forget([x for x, is_own in zip(leaves, own, strict=True) if isinstance(x, torch.Tensor) and not is_own])
+    same = [x for x, is_own in zip(leaves, own, strict=True) if not is_own and not is_sharded(x)]
+    rank_local.forget([x for x in same if isinstance(x, torch.Tensor)])
 
 
 def differing(
@@ -127,7 +134,9 @@ def differing(
 
 
 def mark_of(leaf: Any) -> int:
-    """A number for a leaf; of what cannot be compared, one for its kind."""
+    """A number for a leaf; of what cannot be compared, one for its kind; `NO_MARK` of a sharded one."""
+    if is_sharded(leaf):
+        return NO_MARK  # each rank has bits of its own
     if isinstance(leaf, torch.Tensor):
         parts = [fingerprint(part) for part in _parts(plain_tensor(leaf))]
         return parts[0] if len(parts) == 1 else _text_mark(f"{_kind(leaf)} {parts}")

@@ -15,12 +15,22 @@ from typing import Any
 
 import torch
 
-from fdp.compare import Again, check_again, check_compiled, check_emitted, check_lies, if_memory_allows
+from fdp.compare import (
+    Again,
+    check_again,
+    check_compiled,
+    check_emitted,
+    check_lies,
+    check_partition,
+    if_memory_allows,
+    on_whole_values,
+)
 from fdp.context.ambient import warn_if_alone_by_mistake
 from fdp.distributed.desynchronised import mark_desynchronised
 from fdp.distributed.exchange import announce_failure
 from fdp.distributed.group import Group
 from fdp.distributed.liveness.watch import watched_ranks
+from fdp.distributed.other_ranks import OtherRanks
 from fdp.distributed.wire import Wire
 from fdp.emit.compiled import Options
 from fdp.errors import CompileError, PurityError, TraceError, first_line
@@ -153,11 +163,27 @@ class Preparation:
         with progress.stage("writing"):
             emitted = Emitted(plan, group, self._agreed, settings.check_replication)
         with progress.stage("checking"):
+            if settings.check_trace and plan.trace.whole is not None:
+                self._check_on_whole_values(emitted, flat, roles)
             if not settings.check_trace:
                 self._check_lies(emitted, flat)
             elif settings.options is None:
                 self._check(emitted, flat, lambda: self._check_on_call(emitted, flat, roles))
         return emitted
+
+    def _check_on_whole_values(self, emitted: Emitted, flat: Flat, roles: Roles) -> None:
+        """Compare a step that has sharded state with what it is on whole values, and that with the function."""
+        assert emitted.plan.trace.whole is not None
+        whole = Emitted(plan_trace(emitted.plan.trace.whole), emitted.group)
+
+        def compare() -> None:
+            check_partition(emitted, flat.tensors)
+            others = OtherRanks(emitted.group.size, emitted.group.rank)
+            check_emitted(whole, self._step, on_whole_values(emitted.plan.trace, flat, roles, others), roles)
+
+        with _one_at_a_time:
+            if_memory_allows(whole, "the comparison on whole values", compare)
+            whole.leave_memory()
 
     def check_again(self, emitted: Emitted, flat: Flat, roles: Roles) -> bool:
         """Compare a step that has been running; returns whether that is to be done again."""

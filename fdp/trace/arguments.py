@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from fdp import pytree
+from fdp.distributed.group import Group, resolve_group
 from fdp.errors import ArgumentError, TraceError, build_message
 from fdp.state.labels import labelled
+from fdp.state.shards import Layout, layout_in, sharded, taken_apart
 from fdp.trace.overlap import memory_groups
 from fdp.trace.trace import Input
 
@@ -164,7 +166,7 @@ def sharing_pattern(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], .
 def flatten(args: tuple[Any, ...], roles: Roles) -> Flat:
     """Put the leaves of the arguments in a row and work out the signature in full."""
     trees, static = set_apart(args, roles)
-    leaves, spec = pytree.flatten(trees)
+    leaves, spec = taken_apart(trees)
     key: tuple[Any, ...] = (spec, describe_static(static), *map(describe_leaf, leaves))
     if not roles.donated:
         return Flat(leaves, spec, static, (), None, key, args)
@@ -223,19 +225,23 @@ def refuse_unhashable(step_name: str, flat: Flat, roles: Roles) -> None:
     describe_inputs(step_name, flat, roles)
 
 
-def describe_inputs(step_name: str, flat: Flat, roles: Roles) -> tuple[list[str], list[Input]]:
+def describe_inputs(
+    step_name: str, flat: Flat, roles: Roles, ranks: Group | None = None
+) -> tuple[list[str], list[Input]]:
     """Name and describe every leaf of a call, and refuse those that a step cannot take.
 
     Args:
         step_name: the user's function, for messages.
         flat: the flattened call.
         roles: what each argument is.
+        ranks: those of the step; None if it does not matter whether sharded leaves are divided among them.
 
     Returns:
         The key path of every leaf, and an `Input` for each that is a tensor.
 
     Raises:
-        TraceError: names each leaf that is neither a tensor nor a plain constant, or is a number in a batch.
+        TraceError: names each leaf that is neither a tensor nor a plain constant, is a number in a batch, or is
+            sharded in a way that is not that of `fdp.shard`.
     """
     positions = [i for i in range(len(roles.names)) if i not in roles.static]
     names: list[str] = []
@@ -245,9 +251,13 @@ def describe_inputs(step_name: str, flat: Flat, roles: Roles) -> tuple[list[str]
         names += found
         owner += [position] * len(found)
     _refuse_foreign_leaves(step_name, names, owner, flat.leaves, roles)
+    layouts = [None if found is None else layout_in(found) for found in sharded(flat.spec)]
+    _refuse_other_shards(step_name, names, owner, flat.leaves, layouts, roles, ranks)
     found_tensors = [
-        (name, "batch" if position in roles.batch else "per rank" if own else "state", position in roles.donated, leaf)
-        for name, position, own, leaf in zip(names, owner, labelled(flat.spec), flat.leaves, strict=True)
+        (name, _role(position, own, layout, roles), position in roles.donated, leaf, layout)
+        for name, position, own, leaf, layout in zip(
+            names, owner, labelled(flat.spec), flat.leaves, layouts, strict=True
+        )
         if isinstance(leaf, torch.Tensor)
     ]
     inputs = [
@@ -261,12 +271,19 @@ def describe_inputs(step_name: str, flat: Flat, roles: Roles) -> tuple[list[str]
             role=role,
             donated=donated,
             shares_memory=shared,
+            part=None if layout is None else layout.part,
         )
-        for (name, role, donated, leaf), shared in zip(
-            found_tensors, sharing([t for *_, t in found_tensors]), strict=True
+        for (name, role, donated, leaf, layout), shared in zip(
+            found_tensors, sharing([leaf for *_, leaf, _ in found_tensors]), strict=True
         )
     ]
     return names, inputs
+
+
+def _role(position: int, is_labelled: bool, layout: Layout | None, roles: Roles) -> str:
+    if position in roles.batch:
+        return "batch"
+    return "part" if layout is not None else "per rank" if is_labelled else "state"
 
 
 def sharing(tensors: Sequence[torch.Tensor]) -> list[bool]:
@@ -319,3 +336,49 @@ def _refuse_foreign_leaves(
                 "make a container of your own a dataclass, or register it with optree.",
             )
         )
+
+
+def _refuse_other_shards(
+    step_name: str,
+    names: Sequence[str],
+    owner: Sequence[int],
+    leaves: Sequence[Any],
+    layouts: Sequence[Layout | None],
+    roles: Roles,
+    ranks: Group | None,
+) -> None:
+    """Refuse `DTensor`s that are not divided as `fdp.shard` does it."""
+    offenders = []
+    for name, position, leaf, layout in zip(names, owner, leaves, layouts, strict=True):
+        if layout is None:
+            continue
+        part = layout.part
+        if position in roles.batch:
+            offenders.append(f"{name}: a DTensor in a batch argument, of which each rank passes its own tensors")
+        elif part is None:
+            how = f"{layout.placements} over a mesh of shape {tuple(layout.mesh.shape)}"
+            offenders.append(f"{name}: a DTensor of shape {list(layout.shape)} that is divided by {how}")
+        elif tuple(leaf.shape) != part.of(layout.shape) or not leaf.is_contiguous():
+            offenders.append(f"{name}: a DTensor of shape {list(layout.shape)} with a part of shape {list(leaf.shape)}")
+        elif tuple(layout.stride) != contiguous_strides(layout.shape):
+            offenders.append(f"{name}: a DTensor of shape {list(layout.shape)} and strides {list(layout.stride)}")
+        elif ranks is not None and resolve_group(layout.mesh) != ranks:
+            offenders.append(f"{name}: a DTensor of another mesh: {layout.mesh}")
+    if offenders:
+        raise TraceError(
+            build_message(
+                f"step {step_name!r} was called with DTensors that it cannot take.",
+                offenders,
+                remedy="shard state with fdp.shard(tree), over the ranks of the step: equal parts along one dimension "
+                "of a contiguous tensor. fdp.unshard(tree) makes plain tensors of others.",
+            )
+        )
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

@@ -14,6 +14,7 @@ import torch
 
 from fdp import pytree
 from fdp.state import labels
+from fdp.state.shards import is_shard
 from fdp.trace.arguments import Flat, Roles
 from fdp.trace.beside import is_hidden
 from fdp.trace.trace import Input, Output
@@ -75,6 +76,29 @@ def assign_labels(
     ]
 
 
+def sharded_sources(
+    outputs: Sequence[Output], out_spec: pytree.Spec, inputs: Sequence[Input], flat: Flat, roles: Roles
+) -> list[int | None]:
+    """For each output the sharded input in whose place it comes out, if there is one.
+
+    Args:
+        outputs: of whole shapes, as the inputs.
+        out_spec: their structure.
+        inputs: of the step.
+        flat: its arguments.
+        roles: what each argument is.
+    """
+
+    def goes(at: int, source: int) -> bool:
+        return outputs[at].node is not None and _fits(outputs[at], inputs[source])
+
+    taken: dict[int, int] = {}
+    if any(item.part is not None for item in inputs):
+        taken = _paired(_plain_paths(out_spec), _arguments(flat, roles), goes, lambda found: len(found))
+    found = [taken.get(at) for at in range(len(outputs))]
+    return [None if source is None or inputs[source].part is None else source for source in found]
+
+
 def _arguments(flat: Flat, roles: Roles) -> list[dict[_Path, int]]:
     """For each argument the tensors in it: key path without labels, and number among the inputs."""
     found: list[dict[_Path, int]] = [{} for _ in range(len(roles.names) - len(roles.static))]
@@ -88,10 +112,12 @@ def _arguments(flat: Flat, roles: Roles) -> list[dict[_Path, int]]:
 
 def _plain_paths(spec: pytree.Spec) -> list[_Path]:
     """The key path of each leaf as its user knows it."""
-    return [
-        tuple(entry.entry for entry in accessor if entry.type is not labels.PerRank and not is_hidden(entry))
-        for accessor in spec.accessors()
-    ]
+    return [tuple(entry.entry for entry in accessor if not _is_unseen(entry)) for accessor in spec.accessors()]
+
+
+def _is_unseen(entry: Any) -> bool:
+    """Whether a step of a key path is not in what a user writes: into a label, or into a sharded leaf."""
+    return entry.type is labels.PerRank or is_shard(entry) or is_hidden(entry)
 
 
 def _paired(

@@ -13,6 +13,8 @@ from torch import fx
 from fdp import pytree
 from fdp.distributed.collective import COLLECTIVES, Collective
 from fdp.distributed.wire import Wire
+from fdp.errors import ArgumentError, build_message
+from fdp.state.shards import Part
 from fdp.tables import Printed, Table, count, format_bytes, heading
 from fdp.trace.effects import storages_of
 
@@ -32,9 +34,11 @@ class Input:
         device: its device.
         stride: its strides, in elements.
         offset: where it begins in its memory, in elements.
-        role: "batch" (differs from rank to rank), "state" (equal on every rank) or "per rank" (labelled state).
+        role: "batch" (differs from rank to rank), "state" (equal on every rank), "per rank" (labelled state) or "part"
+            (this rank's part of sharded state, of which shape, strides and offset are told).
         donated: whether the step may write its new value into it.
         shares_memory: whether it overlaps itself or another input, so that writing into it is unsafe.
+        part: how sharded state is divided; None for what is whole.
     """
 
     name: str
@@ -46,6 +50,7 @@ class Input:
     role: str
     donated: bool
     shares_memory: bool
+    part: Part | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,7 @@ class Output:
         constant: the leaf itself, if it is no tensor.
         slot: the index of the donated input whose memory its value goes to, if there is one.
         labelled: whether it comes out labelled: it takes the place of a labelled input.
+        part: how it is divided, if it comes out sharded: it takes the place of a sharded input.
     """
 
     name: str
@@ -73,6 +79,7 @@ class Output:
     constant: Any = None
     slot: int | None = None
     labelled: bool = False
+    part: Part | None = None
 
 
 @dataclass(frozen=True)
@@ -151,6 +158,33 @@ class Reduction:
 
 
 @dataclass(frozen=True)
+class Link:
+    """A collective that was put in where a step has sharded state, and what it stands for in the step on whole values.
+
+    Attributes:
+        node: the name of its node.
+        whole: the name of the node, in the graph on whole values, of whose value it is.
+        entry: which of its results; None if there is one.
+        kind: "gathered" (the whole of a value that lies in parts), "scattered" (a part of a sum over ranks) or
+            "combined" (one number, of what each rank has of its part).
+        made: the name of the node that has the value, of which the collective is a part.
+        number: of what is combined, the name of the node that makes one number of this rank's part.
+        before: the name of the node, in the graph on whole values, that reads it first; None if the value does not
+            change once it is there.
+        part: how the value is divided.
+    """
+
+    node: str
+    whole: str
+    entry: int | None
+    kind: str
+    made: str
+    before: str | None
+    part: Part
+    number: str | None = None
+
+
+@dataclass(frozen=True)
 class Loop:
     """What a step does several times.
 
@@ -186,6 +220,8 @@ class Trace(Printed):
         out_spec: tree structure of what the step returns.
         wire: in which dtype gradients are sent; None for their own.
         loops: what it does several times.
+        whole: the same step on whole values, where some are sharded: what it was before it was written anew for a rank.
+        links: which collectives were put in then, and what they stand for.
     """
 
     name: str
@@ -203,6 +239,8 @@ class Trace(Printed):
     out_spec: pytree.Spec = field(compare=False, repr=False)
     wire: Wire | None = None
     loops: tuple[Loop, ...] = ()
+    whole: Trace | None = field(default=None, compare=False, repr=False)
+    links: tuple[Link, ...] = ()
 
     @property
     def gradients(self) -> tuple[Reduction, ...]:
@@ -224,6 +262,24 @@ class Trace(Printed):
             The node, of `graph`.
         """
         return self.nodes[self.operations[self.reductions[reduction].operation].node]
+
+    def refuse_other_ranks(self, world_size: int) -> None:
+        """Refuse to think of another number of ranks, where the step has parts that are those of one number.
+
+        Args:
+            world_size: number of ranks.
+
+        Raises:
+            ArgumentError: the step has sharded state, and was traced for another number.
+        """
+        if self.whole is not None and world_size != self.world_size:
+            raise ArgumentError(
+                build_message(
+                    f"step {self.name!r} has sharded state: its trace for {self.world_size} ranks says nothing of "
+                    f"{world_size}.",
+                    remedy="trace it with state that is sharded among that many ranks.",
+                )
+            )
 
     @cached_property
     def tells_places(self) -> bool:
@@ -291,9 +347,8 @@ class Trace(Printed):
             inputs.add(i.name, list(i.shape), _short(i.dtype), i.role, "yes" if i.donated else "")
         outputs = Table("outputs", ("name", "shape", "dtype", "across ranks", "made by"))
         for o in self.outputs:
-            across = (
-                "labelled" if o.labelled else "per rank" if o.per_rank else "varying" if o.varying else "replicated"
-            )
+            across = "in parts" if o.part else "labelled" if o.labelled else "per rank" if o.per_rank else ""
+            across = across or ("varying" if o.varying else "replicated")
             shape = "" if o.shape is None else list(o.shape)
             outputs.add(o.name, shape, _short(o.dtype), across, o.node or repr(o.constant))
         return "\n\n".join([heading(head), str(inputs), str(reductions), str(outputs)])

@@ -20,6 +20,7 @@ from fdp.distributed.wire import Wire
 from fdp.errors import FdpError, TraceError, build_message
 from fdp.pytorch.dynamo import uncompiled
 from fdp.state.labels import PerRank, unlabelled, with_labels
+from fdp.state.shards import Whole, is_sharded, sharded, with_sharded, without_shards
 from fdp.trace.arguments import Flat, Roles, describe_inputs
 from fdp.trace.capture import capture, is_fake, untraceable
 from fdp.trace.checks import (
@@ -43,10 +44,11 @@ from fdp.trace.memory_checks import (
     check_views,
     check_writes,
 )
-from fdp.trace.pairing import assign_labels, assign_slots
+from fdp.trace.pairing import assign_labels, assign_slots, sharded_sources
 from fdp.trace.replicated import closed_over, replicated_calls
 from fdp.trace.reshapes import reshape_by_views
 from fdp.trace.results import plain, refuse_foreign_outputs
+from fdp.trace.sharded import examples_of, for_one_rank, shards_of, whole_inputs
 from fdp.trace.switches import recording
 from fdp.trace.trace import Input, Operation, Output, Reduction, Trace
 from fdp.trace.untouched import check_untouched, untouched
@@ -81,37 +83,54 @@ def trace_step(
         ReplicationError: it returns a value that may differ from rank to rank.
     """
     name = _name_of(step)
-    names, inputs = describe_inputs(name, flat, roles)
-    captured = _captured(name, step, flat, roles, group, wire, inputs)
+    names, inputs = describe_inputs(name, flat, roles, group)
+    whole = whole_inputs(inputs, flat)
+    captured = _captured(name, step, flat, roles, group, wire, whole)
     graph, out_spec = captured.module.graph, captured.out_spec
-    operations, reductions = _operations(graph)
     placeholders = graph.find_nodes(op="placeholder")
-    may_differ = [node for node, item in zip(placeholders, inputs, strict=True) if item.role != "state"]
+    may_differ = [node for node, item in zip(placeholders, whole, strict=True) if item.role in ("batch", "per rank")]
     varying = varying_nodes(graph, may_differ)
     outputs, causes = _outputs(graph, captured.leaves, out_spec, varying)
-    outputs = assign_slots(outputs, out_spec, inputs, flat, roles)
-    outputs = assign_labels(outputs, out_spec, inputs, flat, roles)
+    outputs = assign_slots(outputs, out_spec, whole, flat, roles)
+    outputs = assign_labels(outputs, out_spec, whole, flat, roles)
     if check_replication:
-        kinds = {"per rank": "labelled argument", "batch": "batch argument", "state": "argument"}
-        named = {node.name: f"{kinds[item.role]} {item.name}" for node, item in zip(placeholders, inputs, strict=True)}
+        kinds = {"per rank": "labelled argument", "batch": "batch argument"}
+        named = {
+            node.name: f"{kinds.get(item.role, 'argument')} {item.name}"
+            for node, item in zip(placeholders, whole, strict=True)
+        }
         check_outputs(name, outputs, causes, named)
-    return Trace(
-        name=name,
-        source=_definition(step),
-        world_size=group.size,
-        inputs=tuple(inputs),
-        outputs=tuple(outputs),
-        operations=tuple(operations),
-        reductions=tuple(reductions),
-        replicated_constants=tuple(_constants(names, flat, roles)),
-        closed_over=tuple(closed_over(captured.module, captured.closure)),
-        replicated_calls=tuple(replicated_calls(captured.module, varying)),
-        graph=captured.module,
-        in_spec=flat.spec,
-        out_spec=with_labels(out_spec, [output.labelled for output in outputs]),
-        wire=wire,
-        loops=tuple(loops_of(name, captured.module)),
-    )
+
+    def traced(module: fx.GraphModule, inputs: Sequence[Input], outputs: Sequence[Output], **more: Any) -> Trace:
+        outline_loops(name, module)
+        operations, reductions = _operations(module.graph)
+        return Trace(
+            name=name,
+            source=_definition(step),
+            world_size=group.size,
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            operations=tuple(operations),
+            reductions=tuple(reductions),
+            replicated_constants=tuple(_constants(names, flat, roles)),
+            closed_over=tuple(closed_over(module, captured.closure)),
+            graph=module,
+            wire=wire,
+            loops=tuple(loops_of(name, module)),
+            **{"in_spec": flat.spec, "out_spec": spec, "replicated_calls": (), **more},
+        )
+
+    spec = with_labels(out_spec, [output.labelled for output in outputs])
+    if all(item.part is None for item in inputs):
+        made = traced(captured.module, inputs, outputs)
+        return replace(made, replicated_calls=tuple(replicated_calls(captured.module, varying)))
+    sources = sharded_sources(outputs, out_spec, whole, flat, roles)
+    one = for_one_rank(name, captured.module, whole, outputs, sources, may_differ)
+    replicated = traced(captured.module, whole, outputs, in_spec=without_shards(flat.spec))
+    calls = tuple(replicated_calls(captured.module, varying))
+    shards = shards_of(flat)
+    spec = with_sharded(spec, [None if source is None else shards[source] for source in sources])
+    return traced(one.module, inputs, one.outputs, whole=replicated, links=one.links, replicated_calls=calls)
 
 
 @dataclass(frozen=True)
@@ -142,6 +161,7 @@ def _captured(
 ) -> _Captured:
     """The graph of a step, which has been found to be one that fdp can take."""
     returned: list[Any] = []
+    examples = examples_of(inputs, flat)
 
     def flat_step(*values: torch.Tensor) -> list[torch.Tensor]:
         leaves, spec = pytree.flatten(call_with(step, flat, roles, values))
@@ -152,7 +172,7 @@ def _captured(
     try:
         with untouched(step) as changes:
             module = capture(
-                name, flat_step, flat.tensors, group, wire, [i.name for i in inputs], lambda: closed_over_tensors(step)
+                name, flat_step, examples, group, wire, [i.name for i in inputs], lambda: closed_over_tensors(step)
             )
     except FdpError:
         raise
@@ -164,7 +184,6 @@ def _captured(
     closure = closed_over_names(step)
     _settle(name, module, inputs, closure, changes)
     check_closure_memory(name, module, inputs, flat.tensors, closure)
-    outline_loops(name, module)
     leaves, out_spec = returned
     return _Captured(module, leaves, out_spec, closure)
 
@@ -209,6 +228,7 @@ def call_with(step: Callable[..., Any], flat: Flat, roles: Roles, values: Sequen
     """Call a step with other tensors in the place of those that it was flattened with."""
     it = iter(values)
     leaves = [next(it) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.leaves]
+    leaves = [leaf if shard is None else Whole(leaf) for leaf, shard in zip(leaves, sharded(flat.spec), strict=True)]
     moving = iter(unlabelled(pytree.unflatten(flat.spec, leaves)))
     fixed = iter(flat.static)
     return step(*(next(fixed) if i in roles.static else next(moving) for i in range(len(roles.names))))
@@ -226,6 +246,8 @@ def _call_by_itself(step: Callable[..., Any], flat: Flat, roles: Roles, values: 
     args: list[Any] = []
     for position, arg in enumerate(flat.args):
         if position not in roles.static:
+            if any(map(is_sharded, pytree.leaves_of(arg))):
+                return call_with(step, flat, roles, values)
             leaves, spec = pytree.flatten(arg, whole=PerRank)
             leaves = [leaf.value if isinstance(leaf, PerRank) else leaf for leaf in leaves]
             if not all(others.get(id(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor)):
@@ -275,6 +297,8 @@ def _kept(step: Callable[..., Any]) -> TraceError:
 
 
 def _runs_by_itself(step: Callable[..., Any], flat: Flat, roles: Roles, group: Group) -> bool:
+    if any(map(is_sharded, pytree.leaves_of(flat.args))):
+        return False  # it would take all of what is sharded
     values = [tensor.detach().clone() for tensor in flat.tensors]
     try:
         with untouched(step), torch.random.fork_rng():

@@ -39,7 +39,31 @@ def varying_nodes(graph: fx.Graph, varying_inputs: Iterable[fx.Node]) -> Mapping
     Returns:
         For each node whose memory varies at the end: why.
     """
+    causes, _ = _walk(graph, varying_inputs)
+    return {
+        node: causes[storage]
+        for node in graph.nodes
+        if node.op != "output"
+        for storage in storages_of(node)
+        if storage in causes
+    }
+
+
+def ever_varying(graph: fx.Graph, varying_inputs: Iterable[fx.Node]) -> frozenset[int]:
+    """The memory that may differ from rank to rank at any moment of the step, also where it does not at the end.
+
+    Args:
+        graph: a traced graph.
+        varying_inputs: the placeholders that differ from rank to rank.
+    """
+    _, ever = _walk(graph, varying_inputs)
+    return ever
+
+
+def _walk(graph: fx.Graph, varying_inputs: Iterable[fx.Node]) -> tuple[dict[int, Cause], frozenset[int]]:
+    """For the memory that varies at the end, why; and the memory that varies at any moment."""
     causes: dict[int, Cause] = {}
+    ever: set[int] = set()
     for node in varying_inputs:
         for storage in storages_of(node):
             causes[storage] = Cause(node)
@@ -67,15 +91,9 @@ def varying_nodes(graph: fx.Graph, varying_inputs: Iterable[fx.Node]) -> Mapping
                 before = [causes[storage].draw] if storage in causes and not replaced else []
                 reasons = [*before, *draws]
                 causes[storage] = Cause(node, None if None in reasons else next(iter(reasons), node))
-            elif replaced:
-                causes.pop(storage, None)
-    return {
-        node: causes[storage]
-        for node in graph.nodes
-        if node.op != "output"
-        for storage in storages_of(node)
-        if storage in causes
-    }
+            elif replaced and causes.pop(storage, None) is not None:
+                ever.add(storage)
+    return causes, frozenset(ever | set(causes))
 
 
 def _only_shape(node: fx.Node) -> bool:

@@ -16,8 +16,8 @@ import fdp
 PUBLIC_FUNCTIONS = {
     "accumulate", "all_gather", "all_to_all", "assert_replicated", "axis_index", "axis_size", "broadcast",
     "data_parallel", "from_module", "grad", "initialize", "join", "load", "per_rank", "pmax", "pmean", "pmean_scatter",
-    "pmin", "ppermute", "psum", "psum_scatter", "replicate", "save", "scaling", "seed", "sync_batch_norm",
-    "value_and_grad",
+    "pmin", "ppermute", "psum", "psum_scatter", "replicate", "save", "scaling", "seed", "shard", "sync_batch_norm",
+    "unshard", "value_and_grad",
 }  # fmt: skip
 PUBLIC_ERRORS = {
     "AgreementError", "ArgumentError", "CompileError", "FdpError", "NonFiniteError", "PeerError", "PurityError",

@@ -1,0 +1,219 @@
+"""Sharded state beside whole state, DDP, DDP with ZeroRedundancyOptimizer, and FSDP2's fully_shard.
+
+    python benchmarks/sharded.py [--ranks N] [--rounds N] [--mbit N] [--model mlp|gpt] [--state]
+
+By turns each contender makes one step with AdamW, in the same processes. Printed are the median of rank 0's times,
+their quartiles, and the ratio to fdp with whole state. With --mbit ranks are two hosts with a shaped link (needs root,
+ip and tc). --state prints what a rank holds of parameters and of AdamW's state for GPT-2 small instead, and takes no
+step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lab import lab_place
+from launch import Place, run_in
+from models import GPT, perceptron
+from rich.console import Console
+from rich.table import Table
+from step_time import turns
+from torch import nn
+
+import fdp
+
+Run = Callable[[], object]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model and a batch.
+
+    Attributes:
+        model: makes the model.
+        batch: makes a rank's batch.
+        loss: of an output and a batch.
+    """
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[], torch.Tensor]
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _next_token(out: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+CASES = {
+    "mlp": Case(lambda: perceptron(2048, 5), lambda: torch.randn(32, 2048), lambda out, x: (out - x).square().mean()),
+    "gpt": Case(lambda: GPT(8192, 256, 8, 8, 128), lambda: torch.randint(0, 8192, (2, 128)), _next_token),
+}
+_ADAMW: dict[str, Any] = {"lr": 1e-3, "fused": True}
+
+
+def of_fdp(case: Case, way: str) -> Run:
+    """A step of fdp with whole state (""), with the optimizer's state sharded ("opt"), or with all of it ("all")."""
+    torch.manual_seed(0)
+    apply, params, buffers = fdp.from_module(case.model())
+    optimizer = fdp.optim.from_torch(torch.optim.AdamW, lr=1e-3)
+    if way == "all":
+        params = fdp.shard(params)
+    opt = optimizer.init(params)
+    state = {"params": params, "opt": fdp.shard(opt) if way == "opt" else opt}
+
+    @fdp.data_parallel(donate_argnums=0)
+    def train_step(state: Any, batch: torch.Tensor) -> Any:
+        loss, grads = fdp.value_and_grad(lambda p: case.loss(apply(p, buffers, batch)[0], batch))(state["params"])
+        new, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": new, "opt": opt}, fdp.pmean(loss)
+
+    held, batch = [state], case.batch()
+
+    def run() -> None:
+        held[0], _ = train_step(held[0], batch)
+
+    return run
+
+
+def of_torch(case: Case, way: str) -> Run:
+    """A step of DDP, of DDP with ZeroRedundancyOptimizer ("zero"), or of FSDP2 ("fsdp")."""
+    torch.manual_seed(0)
+    model: Any = case.model()
+    if way == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        for child in model.children() if isinstance(model, nn.Sequential) else ():
+            if any(True for _ in child.parameters()):
+                fully_shard(child)
+        fully_shard(model)
+    else:
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if way == "zero":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **_ADAMW)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), **_ADAMW)
+    batch = case.batch()
+
+    def run() -> None:
+        optimizer.zero_grad()
+        case.loss(model(batch), batch).backward()
+        optimizer.step()
+
+    return run
+
+
+CONTENDERS: dict[str, Callable[[Case], Run]] = {
+    "fdp, whole state": lambda case: of_fdp(case, ""),
+    "fdp, ZeRO-1": lambda case: of_fdp(case, "opt"),
+    "fdp, ZeRO-3": lambda case: of_fdp(case, "all"),
+    "DDP": lambda case: of_torch(case, ""),
+    "DDP, ZeroRedundancyOptimizer": lambda case: of_torch(case, "zero"),
+    "FSDP2, fully_shard": lambda case: of_torch(case, "fsdp"),
+}
+
+
+def on_rank(name: str, rounds: int) -> dict[str, list[float] | str]:
+    """Make steps by turns; seconds of each, or why there are none."""
+    warnings.simplefilter("ignore")
+    found: dict[str, list[float] | str] = {}
+    runs: dict[str, Run] = {}
+    for contender, start in CONTENDERS.items():
+        try:
+            run = start(CASES[name])
+            for _ in range(3):
+                run()
+            runs[contender], found[contender] = run, []
+        except Exception as error:
+            found[contender] = f"{type(error).__name__}: {error}".splitlines()[0]
+    for order in turns(tuple(runs), rounds):
+        for contender in order:
+            torch.distributed.barrier()
+            begun = time.perf_counter()
+            runs[contender]()
+            seconds = found[contender]
+            assert isinstance(seconds, list)
+            seconds.append(time.perf_counter() - begun)
+    return found
+
+
+def held_by_rank() -> dict[str, tuple[int, int]]:
+    """Bytes of parameters and of AdamW's state that this rank holds, of GPT-2 small, by way."""
+    with torch.no_grad():
+        params = fdp.from_module(GPT(50257, 768, 12, 12, 1024))[1]
+    optimizer = fdp.optim.from_torch(torch.optim.AdamW, lr=1e-3)
+    found = {}
+    for way in ("whole", "ZeRO-1", "ZeRO-3"):
+        placed = fdp.shard(params) if way == "ZeRO-3" else params
+        opt = optimizer.init(placed)
+        found[way] = _bytes(placed), _bytes(fdp.shard(opt) if way == "ZeRO-1" else opt)
+        del opt, placed
+    return found
+
+
+def _bytes(tree: Any) -> int:
+    leaves = [leaf.to_local() if hasattr(leaf, "to_local") else leaf for leaf in fdp.pytree.leaves_of(tree)]
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def print_state(place: Place, ranks: int) -> None:
+    """Print what a rank holds."""
+    table = Table(title=f"GPT-2 small, AdamW, float32, {ranks} ranks: MiB a rank")
+    for column in ("state", "parameters", "optimizer", "sum", "of the bound"):
+        table.add_column(column, justify="left" if column == "state" else "right")
+    by_rank = run_in(place, held_by_rank)
+    params, opt = by_rank[0]["whole"]
+    bounds = {"whole": params + opt, "ZeRO-1": params + opt / ranks, "ZeRO-3": (params + opt) / ranks}
+    for way, bound in bounds.items():
+        most = max((each[way] for each in by_rank), key=sum)
+        mib = [f"{value / 2**20:.1f}" for value in (*most, sum(most))]
+        table.add_row(way, *mib, f"{sum(most) / bound:.4f}")
+    Console().print(table)
+
+
+def main() -> None:
+    """Measure, and print a row for each contender."""
+    parser = argparse.ArgumentParser(description="Sharded state beside whole state, DDP and FSDP2.")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each")
+    parser.add_argument("--mbit", type=float, default=0.0, help="megabits a second of each link; 0 for one machine")
+    parser.add_argument("--model", choices=tuple(CASES), default="mlp")
+    parser.add_argument("--state", action="store_true", help="what a rank holds, in place of times")
+    arguments = parser.parse_args()
+    place = lab_place(arguments.mbit * 1e6) if arguments.mbit else Place(arguments.ranks, "gloo")
+    if (missing := place.why_not()) is not None:
+        parser.exit(1, f"{missing}\n")
+    if arguments.state:
+        print_state(place, arguments.ranks)
+        return
+    where = f"two hosts, {arguments.mbit:g} Mbit/s" if arguments.mbit else f"{arguments.ranks} ranks on one machine"
+    table = Table(title=f"{arguments.model}, AdamW, {where}, gloo: ms a step")
+    for column in ("contender", "median", "quartiles", "beside fdp, whole state"):
+        table.add_column(column, justify="left" if column == "contender" else "right")
+    with place.opened() if arguments.mbit else contextlib.nullcontext():
+        measured = run_in(place, on_rank, arguments.model, arguments.rounds)[0]
+    first = measured["fdp, whole state"]
+    for name, seconds in measured.items():
+        if isinstance(seconds, str):
+            table.add_row(name, "", "", seconds[:60])
+            continue
+        low, middle, high = statistics.quantiles(seconds, n=4)
+        pairs = [one / two for one, two in zip(seconds, first, strict=True)]
+        table.add_row(
+            name, f"{middle * 1e3:.0f}", f"{low * 1e3:.0f} to {high * 1e3:.0f}", f"{statistics.median(pairs):.2f}"
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,284 @@
+"""Does a step with sharded state compute, on one rank, its part of what the step on whole values computes?
+
+Both graphs run side by side on this rank alone, on whole values that stand for those of all ranks. Where the graph for
+one rank sends a message, what would arrive is taken from the run on whole values: then what this rank has sent has to
+be its part of that. Every rank does so for its own part.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fdp import pytree
+from fdp.compare.leaves import same_bits
+from fdp.compare.refusals import wrong_partition
+from fdp.compare.replay import Lookup, Replay, call_node
+from fdp.compare.restored import undisturbed
+from fdp.distributed.other_ranks import OtherRanks
+from fdp.runtime.emitted import Emitted
+from fdp.state.shards import Part
+from fdp.trace import Flat, Roles, Trace
+from fdp.trace.trace import Link
+from fdp.trace.variance import varying_nodes
+
+_SHARE = 1e-3
+"""Of the largest value in a tensor, by so much elements may differ: kernels round by where elements lie in memory."""
+
+
+def whole_of_parts(own: torch.Tensor, part: Part, others: OtherRanks) -> torch.Tensor:
+    """A whole tensor of which this rank holds a part, and the other ranks what they are taken to hold."""
+    rows = torch.empty((part.ranks, *own.shape), dtype=own.dtype, device=own.device)
+    others.all_gather_(rows, own)
+    shape = list(own.shape)
+    shape[part.dim] *= part.ranks
+    return rows.movedim(0, part.dim).reshape(shape)
+
+
+def check_partition(emitted: Emitted, parts: Sequence[torch.Tensor]) -> None:
+    """Compare the graph for one rank with the graph on whole values.
+
+    Args:
+        emitted: a step with sharded state.
+        parts: the inputs of a call on this rank; they are not changed.
+
+    Raises:
+        TraceError: names each value that differs.
+    """
+    trace, others = emitted.plan.trace, OtherRanks(emitted.group.size, emitted.group.rank)
+    whole = [
+        x.detach().clone() if item.part is None else whole_of_parts(x.detach(), item.part, others)
+        for item, x in zip(trace.inputs, parts, strict=True)
+    ]
+    varying = _gathered_though_varying(trace)
+    if varying:
+        raise wrong_partition(trace.name, varying)
+    seen = _OnWholeValues(trace, others)
+    with undisturbed(emitted):
+        expected = seen.run(whole)
+    one = _OnOneRank(trace, [x.detach().clone() for x in parts], others, seen.values, seen.operands)
+    with undisturbed(emitted):
+        found = one.run()
+    wrong = one.wrong
+    outputs = [output for output in trace.outputs if output.node is not None]
+    for output, mine, due in zip(outputs, found, expected, strict=True):
+        if output.part is not None:
+            due = output.part.taken(due, others.rank)
+        old = None if output.slot is None else parts[output.slot]
+        if not _close(mine, due) or (old is not None and same_bits(mine, old) and _is_moved(due, old)):
+            wrong.append(f"{output.name}: {_difference(mine, due)}")
+    if wrong:
+        raise wrong_partition(trace.name, wrong)
+
+
+def _gathered_though_varying(trace: Trace) -> list[str]:
+    """Values that differ from rank to rank, of which parts are put together all the same.
+
+    The comparison cannot see it: on whole values this rank has its own.
+    """
+    assert trace.whole is not None
+    placeholders = trace.whole.graph.graph.find_nodes(op="placeholder")
+    items = zip(placeholders, trace.whole.inputs, strict=True)
+    own = varying_nodes(trace.whole.graph.graph, [node for node, item in items if item.role != "state"])
+    named = {node.name for node in own}
+    return [
+        f"{link.whole}: {link.kind}, and differs from rank to rank"
+        for link in trace.links
+        if link.kind != "scattered" and link.whole in named
+    ]
+
+
+def on_whole_values(trace: Trace, flat: Flat, roles: Roles, others: OtherRanks) -> Flat:
+    """The arguments of a call with whole tensors in the place of parts: of what the other ranks are taken to hold."""
+    assert trace.whole is not None
+    wholes = iter(
+        [
+            x if item.part is None else whole_of_parts(x.detach(), item.part, others)
+            for item, x in zip(trace.inputs, flat.tensors, strict=True)
+        ]
+    )
+    leaves = [next(wholes) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.leaves]
+    spec = trace.whole.in_spec
+    moving, fixed = iter(pytree.unflatten(spec, leaves)), iter(flat.static)
+    args = tuple(next(fixed) if at in roles.static else next(moving) for at in range(len(roles.names)))
+    return replace(flat, leaves=leaves, spec=spec, args=args)
+
+
+class _OnWholeValues:
+    """A run on whole values, and what the other run will ask of it.
+
+    Attributes:
+        values: by collective that was put in, the value that it stands for.
+        operands: for those that make one number, the tensor that it is of.
+    """
+
+    def __init__(self, trace: Trace, others: OtherRanks) -> None:
+        assert trace.whole is not None
+        self._module, self._others, self._nodes = trace.whole.graph, others, trace.whole.nodes
+        self.values: dict[str, torch.Tensor] = {}
+        self.operands: dict[str, torch.Tensor] = {}
+        self._after: defaultdict[str, list[Link]] = defaultdict(list)
+        self._before: defaultdict[str, list[Link]] = defaultdict(list)
+        for link in trace.links:
+            (self._after if link.before is None else self._before)[link.before or link.whole].append(link)
+
+    def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Run it; returns the results."""
+        replay = Replay(self._module, inputs, self._others, self._keep)
+        nodes = list(self._module.graph.nodes)
+        self._next = {one.name: two for one, two in itertools.pairwise(nodes)}
+        for node in self._module.graph.find_nodes(op="placeholder"):
+            self._keep_of(node, replay.value_of)
+        outputs = replay.run()
+        return [output.clone() for output in outputs]
+
+    def _keep(self, node: fx.Node, value_of: Lookup, result: Any) -> None:
+        self._keep_of(node, lambda other: result if other is node else value_of(other))
+
+    def _keep_of(self, node: fx.Node, value_of: Lookup) -> None:
+        for link in self._after.get(node.name, ()):
+            value = value_of(node)
+            self.values[link.node] = (value if link.entry is None else value[link.entry]).clone()
+            if link.kind == "combined":
+                operand = node.all_input_nodes[0] if link.entry is None else node.args[0][link.entry]  # type: ignore[index]
+                self.operands[link.node] = value_of(operand).clone()  # type: ignore[arg-type]
+        following = self._next.get(node.name)
+        for link in self._before.get(following.name, ()) if following is not None else ():
+            self.values[link.node] = value_of(self._nodes[link.whole]).clone()
+
+
+class _OnOneRank:
+    """A run of the graph for one rank, to which the run on whole values answers.
+
+    Attributes:
+        wrong: what this rank would have sent, and is not its part.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        inputs: list[torch.Tensor],
+        others: OtherRanks,
+        values: dict[str, torch.Tensor],
+        operands: dict[str, torch.Tensor],
+    ) -> None:
+        self._module, self._others, self._values, self._operands = trace.graph, others, values, operands
+        assert trace.whole is not None
+        self._whole_nodes = trace.whole.nodes
+        self._links = {link.node: link for link in trace.links}
+        self._made = {link.made: link for link in trace.links if link.kind == "combined"}
+        self._here: dict[fx.Node, Any] = dict(zip(self._module.graph.find_nodes(op="placeholder"), inputs, strict=True))
+        self._lookup = Replay(self._module, inputs, others).value_of
+        self.wrong: list[str] = []
+
+    def run(self) -> list[torch.Tensor]:
+        """Run it; returns the results."""
+        with torch.no_grad():
+            for node in self._module.graph.nodes:
+                if node.op == "call_function":
+                    link = self._links.get(node.name)
+                    self._here[node] = self._call(node) if link is None else self._answer(node, link)
+                    if node.name in self._made:
+                        self._here[node] = self._number(node, self._made[node.name])
+            (outputs,) = self._module.graph.output_node().args
+            return [self._value_of(node) for node in outputs] if outputs else []  # type: ignore[union-attr,arg-type]
+
+    def _value_of(self, node: fx.Node) -> Any:
+        return self._here[node] if node in self._here else self._lookup(node)
+
+    def _call(self, node: fx.Node) -> Any:
+        return call_node(node, self._value_of, self._others)
+
+    def _answer(self, node: fx.Node, link: Link) -> torch.Tensor:
+        """What a collective gives this rank, as the run on whole values has it."""
+        own = self._value_of(node.args[0])  # type: ignore[arg-type]
+        if link.node not in self._values:
+            return self._call(node)
+        whole = self._values[link.node]
+        if link.kind == "gathered":
+            self._compare(node, own, link.part.taken(whole, self._others.rank))
+            size = whole.shape[link.part.dim] // link.part.ranks
+            return torch.stack(whole.split(size, link.part.dim))
+        if link.kind == "scattered":
+            due = link.part.taken(whole, self._others.rank)
+            self._compare(node, self._call(node), due)
+            return due.contiguous()
+        numbers = [self._from(node, link, rank) for rank in range(link.part.ranks)]
+        self._compare(node, own, numbers[self._others.rank])
+        return _put_together(torch.stack(numbers), str(node.args[1]))
+
+    def _from(self, node: fx.Node, link: Link, rank: int) -> torch.Tensor:
+        """What a rank would send of its part: one number by the operator on whole values, and what is made of it."""
+        part = link.part.taken(self._operands[link.node], rank).contiguous()
+        whole = self._whole_nodes[link.whole]
+        target: Any = whole.target
+        number = target(part if link.entry is None else [part], *whole.args[1:], **whole.kwargs)
+
+        def value(at: Any) -> Any:
+            if not isinstance(at, fx.Node):
+                return at
+            if at.name == link.number:
+                return number if link.entry is None else number[0]
+            chained: Any = at.target
+            return chained(*map(value, at.args), **at.kwargs)
+
+        result: torch.Tensor = value(node.args[0])
+        return result
+
+    def _number(self, node: fx.Node, link: Link) -> Any:
+        """The number that ranks have put together; from here on that of the run on whole values, to the last bit."""
+        if link.node not in self._values:
+            return self._here[node]
+        due, operand = self._values[link.node], self._operands[link.node]
+        scale = float(operand.double().abs().sum()) if operand.numel() else 0.0
+        self._compare(node, self._here[node], due, scale * 1e-5 if due.is_floating_point() else 0.0)
+        return due.clone()
+
+    def _compare(self, node: fx.Node, mine: torch.Tensor, due: torch.Tensor, slack: float = 0.0) -> None:
+        if not _close(mine, due, slack):
+            link = self._links.get(node.name) or self._made[node.name]
+            label = next((value for value in reversed(node.args) if isinstance(value, str)), link.whole)
+            self.wrong.append(f"{label}, {link.kind}: {_difference(mine, due)}")
+
+
+def _put_together(numbers: torch.Tensor, op: str) -> torch.Tensor:
+    if op == "sum":
+        return numbers.sum(0, dtype=numbers.dtype)
+    return numbers.amax(0) if op == "max" else numbers.amin(0)
+
+
+def _close(mine: torch.Tensor, due: torch.Tensor, slack: float = 0.0) -> bool:
+    if (mine.shape, mine.dtype) != (due.shape, due.dtype):
+        return False
+    if same_bits(mine, due):
+        return True
+    if not (mine.is_floating_point() or mine.is_complex()):
+        return False
+    one, two = mine.to(torch.float64), due.to(torch.float64)
+    if not torch.equal(one.isfinite(), two.isfinite()):
+        return False
+    one, two = one.nan_to_num(0.0, 0.0, 0.0), two.nan_to_num(0.0, 0.0, 0.0)
+    allowed = slack + (max(_SHARE, 4 * torch.finfo(mine.dtype).eps) * float(two.abs().max()) if two.numel() else 0.0)
+    return bool((one - two).abs().max() <= allowed)
+
+
+def _is_moved(new: torch.Tensor, old: torch.Tensor) -> bool:
+    """Whether a value is another one, by more than what rounding does."""
+    if same_bits(new, old) or not new.is_floating_point():
+        return not same_bits(new, old)
+    change = (new.double() - old.double()).abs().max()
+    return bool(change > 16 * torch.finfo(new.dtype).eps * new.double().abs().max())
+
+
+def _difference(mine: torch.Tensor, due: torch.Tensor) -> str:
+    if (mine.shape, mine.dtype) != (due.shape, due.dtype):
+        return f"{list(mine.shape)} {mine.dtype}, where {list(due.shape)} {due.dtype} is due"
+    largest = float((mine.double() - due.double()).abs().max()) if mine.numel() else 0.0
+    size = float(due.double().abs().max()) if due.numel() else 0.0
+    return f"differs by {largest:.3g} from this rank's part of the whole, which is up to {size:.3g}"

@@ -1,0 +1,142 @@
+"""State that does not fit: each rank keeps its own part of each large leaf."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from fdp import pytree
+from fdp.context.axis import refuse_inside
+from fdp.distributed.group import Group, Ranks, resolve_group
+from fdp.errors import ArgumentError, build_message
+from fdp.pytree import Tree
+from fdp.state.labels import labelled
+from fdp.state.shards import Part, assembled_over, is_sharded, layout_of, part_of, sharded_type
+
+
+def shard(tree: Tree, min_size: int = 1024, group: Ranks = None) -> Tree:
+    """Let each rank keep 1/N of each leaf: parameters, or the state of an optimizer.
+
+    A step takes and returns such leaves, and does not change: inside of it each has its whole, logical shape. Its plan
+    says what is computed on parts, and what is gathered or scattered. The optimizer's state alone is ZeRO-1 and 2, all
+    of the state is ZeRO-3. `optimizer.init` of sharded parameters makes a sharded state.
+
+    A leaf is divided along its first dimension that the number of ranks divides. One without such a dimension stays
+    whole.
+
+    Args:
+        tree: pytree of tensors of the same values on every rank (as `fdp.replicate` makes them), of any shape and
+            dtype. Leaves that are sharded already, leaves labelled with `fdp.per_rank`, and what is no tensor stay
+            what they are.
+        min_size: leaves of fewer elements stay whole. Such a leaf saves little, and has to be gathered all the same.
+        group: as for `data_parallel`: the ranks to divide by.
+
+    Returns:
+        The tree with a `DTensor` in the place of each leaf that is divided; its part is a copy. In a world of one the
+        tree as it is.
+
+    Raises:
+        ArgumentError: `min_size` is no number of elements.
+
+    Example:
+        >>> shard({"w": torch.ones(4, 2)}, min_size=0)  # alone, nothing is divided
+        {'w': tensor([[1., 1.],
+                [1., 1.],
+                [1., 1.],
+                [1., 1.]])}
+
+    References:
+        Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (SC 2020), section 5.
+    """
+    if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 0:
+        raise ArgumentError(
+            build_message(f"fdp.shard was given min_size={min_size!r}.", remedy="pass a number of elements.")
+        )
+    ranks = resolve_group(group)
+    refuse_inside("shard")
+    if ranks.size == 1:
+        return tree
+    leaves, spec = pytree.flatten(tree)
+    own = labelled(spec)
+    return pytree.unflatten(
+        spec,
+        [
+            leaf if is_own or not _is_to_be_divided(leaf, min_size) else _divided(leaf, ranks)
+            for leaf, is_own in zip(leaves, own, strict=True)
+        ],
+    )
+
+
+def unshard(tree: Tree) -> Tree:
+    """Give every rank the whole of each sharded leaf; all ranks call this together.
+
+    Args:
+        tree: pytree; what is not sharded stays as it is.
+
+    Returns:
+        The tree with a plain tensor in the place of each `DTensor`.
+
+    Example:
+        >>> unshard({"w": torch.ones(2)})
+        {'w': tensor([1., 1.])}
+    """
+    refuse_inside("unshard")
+    return pytree.map_leaves(lambda leaf: _gathered(leaf) if is_sharded(leaf) else leaf, tree)
+
+
+def part_for(shape: Any, ranks: int) -> Part | None:
+    """How a tensor of some shape is divided among ranks; None if it has no dimension that they divide."""
+    found = (Part(dim, ranks) for dim in range(len(shape)))
+    return next((part for part in found if part.divides(shape)), None)
+
+
+def _is_to_be_divided(leaf: Any, min_size: int) -> bool:
+    return (
+        isinstance(leaf, torch.Tensor)
+        and not is_sharded(leaf)
+        and leaf.layout == torch.strided
+        and leaf.numel() >= min_size
+    )
+
+
+def _divided(leaf: torch.Tensor, ranks: Group) -> torch.Tensor:
+    part = part_for(leaf.shape, ranks.size)
+    if part is None:
+        return leaf
+    from torch.distributed.tensor import Shard
+
+    sharded_type()
+    own = torch.empty(part.of(leaf.shape), dtype=leaf.dtype, device=leaf.device)
+    own.copy_(part.taken(leaf.detach(), ranks.rank))
+    stride = tuple(torch.empty(leaf.shape, device="meta").stride())
+    return assembled_over(_mesh_of(ranks, leaf.device.type), own, (Shard(part.dim),), leaf.shape, stride)
+
+
+def _gathered(leaf: Any) -> torch.Tensor:
+    """The whole of a sharded leaf."""
+    part = layout_of(leaf).part
+    if part is None:  # divided in another way, by somebody else
+        whole: torch.Tensor = leaf.full_tensor().detach()
+        return whole
+    ranks = resolve_group(leaf.device_mesh)
+    own = part_of(leaf).contiguous()
+    rows = torch.empty((ranks.size, *own.shape), dtype=own.dtype, device=own.device)
+    ranks.all_gather(rows, own)()
+    return rows.movedim(0, part.dim).reshape(leaf.shape)
+
+
+_meshes: weakref.WeakKeyDictionary[Any, dict[str, weakref.ref[DeviceMesh]]] = weakref.WeakKeyDictionary()
+"""The meshes that were made, by process group and type of device. Neither is kept alive: tensors keep their mesh."""
+
+
+def _mesh_of(ranks: Group, kind: str) -> DeviceMesh:
+    """A mesh of one dimension over some ranks."""
+    made = _meshes.setdefault(ranks.process_group, {})
+    mesh = made[kind]() if kind in made else None
+    if mesh is None:
+        mesh = DeviceMesh.from_group(ranks.process_group, kind)  # type: ignore[arg-type]
+        made[kind] = weakref.ref(mesh)
+    return mesh

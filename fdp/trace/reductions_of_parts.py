@@ -1,0 +1,75 @@
+"""One number of a tensor that lies in parts: each rank makes one of its part, and the ranks put them together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fdp.trace.effects import bound_arguments, operator_name
+
+_aten = torch.ops.aten
+
+New = Callable[..., fx.Node]
+"""Puts a call of an operator into a graph."""
+
+OverRanks = Callable[[fx.Node, str], fx.Node]
+"""Puts a collective into a graph: of a number of each rank, by "sum", "max" or "min"."""
+
+
+def combined(node: fx.Node, own: fx.Node, numel: int, new: New, over_ranks: OverRanks) -> fx.Node:
+    """Put the numbers of the ranks together.
+
+    Args:
+        node: the operator on the whole tensor.
+        own: what it made of this rank's part.
+        numel: elements of the whole tensor.
+        new: see `New`.
+        over_ranks: see `OverRanks`.
+
+    Returns:
+        The node of the number of the whole tensor.
+    """
+    name = operator_name(node)
+    if name in ("_foreach_norm", "linalg_vector_norm"):
+        return _norm(own, _order(node), new, over_ranks)
+    if name in ("all", "any"):
+        number = new(_aten._to_copy.default, own, dtype=torch.int32)
+        return new(_aten.ne.Scalar, over_ranks(number, "min" if name == "all" else "max"), 0)
+    if name in ("amax", "max", "amin", "min"):
+        return over_ranks(own, name.removeprefix("a"))
+    if name == "mean":
+        ranks = numel // max(1, _numel_of_argument(own))
+        return new(_aten.div.Scalar, over_ranks(own, "sum"), ranks)
+    return over_ranks(own, "sum")
+
+
+def _norm(own: fx.Node, order: float, new: New, over_ranks: OverRanks) -> fx.Node:
+    if math.isinf(order):
+        return over_ranks(own, "max" if order > 0 else "min")
+    if order in (0, 1):
+        return over_ranks(own, "sum")
+    dtype = own.meta["val"].dtype
+    is_narrow = dtype in (torch.float16, torch.bfloat16)
+    if is_narrow:  # a power of it may be too large for that
+        own = new(_aten._to_copy.default, own, dtype=torch.float32)
+    if order == 2:
+        found = new(_aten.sqrt.default, over_ranks(new(_aten.mul.Tensor, own, own), "sum"))
+    else:
+        power = over_ranks(new(_aten.pow.Tensor_Scalar, own, order), "sum")
+        found = new(_aten.pow.Tensor_Scalar, power, 1 / order)
+    return new(_aten._to_copy.default, found, dtype=dtype) if is_narrow else found
+
+
+def _order(node: fx.Node) -> float:
+    """Which norm it is."""
+    given: dict[str, Any] = {argument.name: value for argument, value in bound_arguments(node)}
+    return float(given.get("ord", 2))
+
+
+def _numel_of_argument(own: fx.Node) -> int:
+    number: int = own.all_input_nodes[0].meta["val"].numel()
+    return number

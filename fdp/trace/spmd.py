@@ -1,0 +1,399 @@
+"""A traced step on whole values, written anew for one rank that holds parts of some of them.
+
+As a compiler for single programs on many devices does it: the step is traced as if there were one device, and then each
+operator is written for the part that a rank computes. What is put in between are the collectives that users can call,
+too, so that everything behind (plan, program, proofs) knows them.
+
+References:
+    Xu et al., GSPMD: General and Scalable Parallelization for ML Computation Graphs (2021), section 3.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fdp.state.shards import Part
+from fdp.trace.effects import (
+    bound_arguments,
+    effects_of,
+    list_arguments,
+    nodes_in,
+    operator_name,
+    storages,
+    storages_of,
+)
+from fdp.trace.loops import regions_of
+from fdp.trace.placements import (
+    Unit,
+    is_elementwise,
+    is_own_memory,
+    is_same_view,
+    is_scattered,
+    reduces_all,
+    units_of,
+)
+from fdp.trace.reductions_of_parts import combined
+from fdp.trace.trace import Link
+
+_AXIS = "traced"
+
+
+@dataclass(frozen=True)
+class Partitioned:
+    """A graph for one rank.
+
+    Attributes:
+        module: the graph.
+        links: the collectives that were put in.
+        gathered: which results are gathered for being returned, by their places.
+    """
+
+    module: fx.GraphModule
+    links: list[Link]
+    gathered: list[int]
+
+
+def for_rank(
+    module: fx.GraphModule,
+    parts: Mapping[int, Part],
+    sharded: Mapping[fx.Node, Part],
+    names: Mapping[fx.Node, str],
+    returned: Sequence[Part | None],
+) -> Partitioned:
+    """Write a graph on whole values anew, for one rank.
+
+    Args:
+        module: the graph; it is not changed.
+        parts: which memory lies in parts.
+        sharded: the placeholders of which a rank is given its part.
+        names: of placeholders, for the names of messages.
+        returned: for each result how it is divided; None where it is returned whole.
+
+    Returns:
+        The graph for one rank: of local shapes, with collectives where a whole is needed.
+    """
+    return _Rewriting(module, parts, sharded, names).write(returned)
+
+
+class _Rewriting:
+    """One graph that is written anew."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        parts: Mapping[int, Part],
+        sharded: Mapping[fx.Node, Part],
+        names: Mapping[fx.Node, str],
+    ) -> None:
+        self._module, self._parts, self._sharded, self._names = module, parts, sharded, names
+        self._graph = fx.Graph()
+        self._here: dict[fx.Node, fx.Node] = {}
+        self._gathered: dict[int, fx.Node] = {}
+        self._index: fx.Node | None = None
+        self._links: list[Link] = []
+        self._now: fx.Node | None = None
+        self._written = {
+            number
+            for node in module.graph.nodes
+            if node.op == "call_function"
+            for written in effects_of(node).writes
+            for number in storages_of(written)
+        }
+        self._ahead = {begin: region for begin, region, _ in regions_of(module.graph)}
+        self._mode = next(
+            value.fake_mode
+            for node in module.graph.nodes
+            for value in [node.meta.get("val")]
+            if isinstance(value, torch.Tensor) and hasattr(value, "fake_mode")
+        )
+
+    def write(self, returned: Sequence[Part | None]) -> Partitioned:
+        """See `for_rank`."""
+        for node in self._module.graph.find_nodes(op="placeholder"):
+            self._here[node] = self._placeholder(node)
+        for node, part in self._sharded.items():
+            if storages_of(node)[0] not in self._parts:  # it is changed as a whole, so it has to be one
+                self._now = node
+                self._here[node] = self._gather(node, self._here[node], part)
+        for node in self._module.graph.nodes:
+            self._now = node
+            if node.op == "get_attr":
+                self._here[node] = self._copied(node, node.args, node.kwargs, node.meta.get("val"))
+            elif node.op == "call_function":
+                for inner in self._ahead.get(node, ()):
+                    self._gather_ahead(inner, node)
+                self._call(node)
+                for written in effects_of(node).writes:
+                    for number in storages_of(written):
+                        self._gathered.pop(number, None)
+        values: list[fx.Node] = []
+        gathered: list[int] = []
+        for at, (node, wanted) in enumerate(zip(self._results(), returned, strict=True)):
+            self._now = self._module.graph.output_node()
+            if wanted is None and self._lies_in_parts(node):
+                gathered.append(at)
+            values.append(self._whole(node) if wanted is None else self._part(node, wanted))
+        self._graph.output(values)
+        self._graph.output_node().meta.update(self._module.graph.output_node().meta)
+        made = fx.GraphModule(self._module, self._graph)
+        return Partitioned(made, self._links, gathered)
+
+    def _results(self) -> Sequence[fx.Node]:
+        results: Any = self._module.graph.output_node().args[0]
+        return list(results) if results else []
+
+    # --- nodes ----------------------------------------------------------------------------------------------------
+
+    def _placeholder(self, node: fx.Node) -> fx.Node:
+        value = node.meta["val"]
+        if node in self._sharded:
+            shape = self._sharded[node].of(value.shape)
+            with self._mode:
+                value = torch.empty(shape, dtype=value.dtype, device=value.device)
+        return self._copied(node, node.args, node.kwargs, value)
+
+    def _copied(self, node: fx.Node, args: Any, kwargs: Any, value: Any) -> fx.Node:
+        made = self._graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+        made.meta = {key: what for key, what in node.meta.items() if key not in ("effects", "val")}
+        made.meta["val"] = value
+        return made
+
+    def _new(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A call that is put in, on behalf of the node that is being written."""
+        node = self._graph.call_function(target, args, kwargs)
+        assert self._now is not None
+        node.meta = {"source": self._now.meta.get("source"), "backward": self._now.meta.get("backward", False)}
+        node.meta["val"] = self._value(target, args, kwargs)
+        return node
+
+    def _value(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """What a call makes of example values."""
+        values, options = fx.map_arg((tuple(args), dict(kwargs)), lambda node: node.meta["val"])
+        with self._mode, torch.no_grad():
+            return target(*values, **options)
+
+    # --- whole values and parts -----------------------------------------------------------------------------------
+
+    def _lies_in_parts(self, node: fx.Node) -> bool:
+        """Whether what stands for a node is a part: it is a whole piece of memory that lies in parts."""
+        return (
+            isinstance(node.meta.get("val"), torch.Tensor)
+            and is_own_memory(node)
+            and all(number in self._parts for number in storages_of(node))
+        )
+
+    def _part_of(self, node: fx.Node) -> Part:
+        return self._parts[storages_of(node)[0]]
+
+    def _whole(self, node: fx.Node) -> fx.Node:
+        """The whole value of a node, gathered if it lies in parts."""
+        here = self._here[node]
+        if not self._lies_in_parts(node):
+            return here
+        (number,) = storages_of(node)
+        if number not in self._gathered:
+            self._gathered[number] = self._gather(node, here, self._part_of(node))
+        return self._gathered[number]
+
+    def _gather(self, node: fx.Node, own: fx.Node, part: Part) -> fx.Node:
+        shape = list(node.meta["val"].shape)
+        name = self._names.get(_origin(node)) or f"value at {node.meta.get('source')}"
+        rows = self._new(torch.ops.fdp.all_gather.default, own, part.ranks, _AXIS, name)
+        assert self._now is not None
+        found = rows
+        if part.dim:
+            order = [*range(1, part.dim + 1), 0, *range(part.dim + 1, len(shape) + 1)]
+            turned = self._new(torch.ops.aten.permute.default, rows, order)
+            found = self._new(torch.ops.aten.clone.default, turned, memory_format=torch.contiguous_format)
+        whole = self._new(torch.ops.aten.view.default, found, shape)
+        before = self._now.name if self._written.intersection(storages_of(node)) else None
+        self._links.append(Link(rows.name, _origin(node).name, None, "gathered", whole.name, before, part))
+        return whole
+
+    def _part(self, node: fx.Node, part: Part) -> fx.Node:
+        """This rank's part of the value of a node."""
+        if self._lies_in_parts(node) and self._part_of(node) == part:
+            return self._here[node]
+        whole = self._whole(node)
+        if self._index is None:
+            index = self._new(torch.ops.fdp.axis_index.default, whole, _AXIS)
+            self._index = self._new(torch.ops.aten.view.default, index, [1])
+        index, device = self._index, whole.meta["val"].device
+        if device.type != "cpu":
+            index = self._new(torch.ops.aten._to_copy.default, index, device=device)
+        rows = self._new(torch.ops.aten.view.default, whole, _in_rows(whole, part))
+        own = self._new(torch.ops.aten.index_select.default, rows, part.dim, index)
+        return self._new(torch.ops.aten.view.default, own, list(part.of(whole.meta["val"].shape)))
+
+    def _gather_ahead(self, inner: fx.Node, begin: fx.Node) -> None:
+        """Gather before a loop what is read in it: in each round it would be gathered anew."""
+        self._now = begin
+        for node in inner.all_input_nodes:
+            if node in self._here and self._lies_in_parts(node):
+                self._whole(node)
+
+    # --- calls ----------------------------------------------------------------------------------------------------
+
+    def _call(self, node: fx.Node) -> None:
+        if is_scattered(node) and storages_of(node)[0] in self._parts:
+            self._here[node] = self._scattered(node)
+            return
+        if is_same_view(node) and self._lies_in_parts(node):
+            self._here[node] = self._made(node, lambda x: self._here[x])
+            return
+        if node.target is operator.getitem and not effects_of(node.all_input_nodes[0]).view:
+            combined_already = self._here.get(node)
+            if combined_already is None:
+                self._here[node] = self._made(node, lambda x: self._here[x])
+            return
+        units = list(units_of(node))
+        in_parts = [self._computes_parts(unit) for unit in units]
+        reducing = [reduces_all(unit) and self._lies_in_parts(unit.reads[0]) for unit in units]
+        if not any(in_parts) and not any(reducing):
+            self._here[node] = self._made(node, self._whole)
+            return
+        if units[0].entry is None:
+            chosen = self._reduced if reducing[0] else self._elementwise
+            self._here[node] = chosen(node, units[0])
+            return
+        self._here[node] = self._entry_by_entry(node, units, in_parts, reducing)
+
+    def _computes_parts(self, unit: Unit) -> bool:
+        results = [*unit.makes, *(number for x in unit.writes for number in storages_of(x))]
+        return bool(results) and all(number in self._parts for number in results) and is_elementwise(unit)
+
+    def _made(self, node: fx.Node, take: Callable[[fx.Node], fx.Node]) -> fx.Node:
+        """A call of the same operator, on other nodes."""
+        args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), take)
+        return self._like(node, args, kwargs)
+
+    def _like(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+        before, now = nodes_before(node), list(nodes_in([*args, *kwargs.values()]))
+        same = [one.meta.get("val") is two.meta.get("val") for one, two in zip(before, now, strict=True)]
+        value = node.meta.get("val")
+        # A new value of the same shape is as good as the one of the other graph; what lies in other memory is not.
+        effects = effects_of(node)
+        if not all(same) and (effects.view or effects.writes or self._is_local(node)):
+            value = self._value(node.target, args, kwargs)
+        return self._copied(node, args, kwargs, value)
+
+    def _is_local(self, node: fx.Node) -> bool:
+        return any(number in self._parts for number in storages(node.meta.get("val")))
+
+    def _elementwise(self, node: fx.Node, unit: Unit) -> fx.Node:
+        part = self._part_of_results(unit)
+        if operator_name(node) == "clone" and not self._lies_in_parts(unit.reads[0]):
+            return self._part(unit.reads[0], part)  # it is a copy already
+        return self._made(node, lambda x: self._operand(x, unit, part))
+
+    def _part_of_results(self, unit: Unit) -> Part:
+        results = [*unit.makes, *(number for x in unit.writes for number in storages_of(x))]
+        return self._parts[results[0]]
+
+    def _operand(self, node: fx.Node, unit: Unit, part: Part) -> fx.Node:
+        """What an operator on parts takes: a part of what is as large, all of what is broadcast."""
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or unit.shape is None:
+            return self._here[node]
+        dim = part.dim - (len(unit.shape) - value.dim())
+        if dim < 0 or value.shape[dim] == 1 != unit.shape[part.dim]:
+            return self._whole(node)
+        return self._part(node, Part(dim, part.ranks))
+
+    def _entry_by_entry(
+        self, node: fx.Node, units: Sequence[Unit], in_parts: Sequence[bool], reducing: Sequence[bool]
+    ) -> fx.Node:
+        lists = {id(value) for _, value in list_arguments(node)}
+
+        def taken(value: Any) -> Any:
+            if id(value) not in lists or not value:
+                return fx.map_arg(value, self._whole)
+            return [
+                self._taken_by(unit, x, parts, reduces)
+                for x, unit, parts, reduces in zip(value, units, in_parts, reducing, strict=True)
+            ]
+
+        args = tuple(taken(value) for value in node.args)
+        kwargs = {key: taken(value) for key, value in node.kwargs.items()}
+        made = self._like_lists(node, args, kwargs)
+        for unit, reduces in zip(units, reducing, strict=True):
+            if reduces:
+                assert unit.entry is not None
+                own = self._new(operator.getitem, made, unit.entry)
+                whole = self._combine(node, own, unit)
+                for user in node.users:
+                    if user.target is operator.getitem and user.args[1] == unit.entry:
+                        self._here[user] = whole
+        return made
+
+    def _like_lists(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+        value = node.meta.get("val")
+        if isinstance(value, (list, tuple)):
+            value = self._value(node.target, args, kwargs)
+        return self._copied(node, args, kwargs, value)
+
+    def _taken_by(self, unit: Unit, value: Any, in_parts: bool, reduces: bool) -> Any:
+        if not isinstance(value, fx.Node):
+            return value
+        if reduces:
+            return self._here[value]
+        return self._operand(value, unit, self._part_of_results(unit)) if in_parts else self._whole(value)
+
+    # --- collectives ----------------------------------------------------------------------------------------------
+
+    def _scattered(self, node: fx.Node) -> fx.Node:
+        """A sum or a mean over ranks of which this rank keeps its part."""
+        given = {argument.name: value for argument, value in bound_arguments(node)}
+        part, whole = self._parts[storages_of(node)[0]], self._whole(given["x"])
+        rows = self._new(torch.ops.aten.view.default, whole, _in_rows(whole, part))
+        if part.dim:
+            order = [part.dim, *(dim for dim in range(len(rows.meta["val"].shape)) if dim != part.dim)]
+            rows = self._new(torch.ops.aten.permute.default, rows, order)
+        scatter = torch.ops.fdp.reduce_scatter.default
+        made = self._new(scatter, rows, given["op"], _AXIS, given["kind"], given["label"])
+        self._links.append(Link(made.name, node.name, None, "scattered", made.name, None, part))
+        return made
+
+    def _reduced(self, node: fx.Node, unit: Unit) -> fx.Node:
+        """One number of a tensor that lies in parts."""
+        own = self._made(node, lambda x: self._here[x])
+        own.meta["val"] = self._value(node.target, own.args, own.kwargs)
+        return self._combine(node, own, unit)
+
+    def _combine(self, node: fx.Node, own: fx.Node, unit: Unit) -> fx.Node:
+        part = self._part_of(unit.reads[0])
+        name = f"{operator_name(node).removeprefix('_foreach_')} of parts at {node.meta.get('source')}"
+
+        sent: list[fx.Node] = []
+
+        def over_ranks(value: fx.Node, op: str) -> fx.Node:
+            sent.append(self._new(torch.ops.fdp.all_reduce.default, value, op, _AXIS, "value", name))
+            return sent[0]
+
+        made = combined(node, own, unit.reads[0].meta["val"].numel(), self._new, over_ranks)
+        self._links.append(Link(sent[0].name, node.name, unit.entry, "combined", made.name, None, part, own.name))
+        return made
+
+
+def nodes_before(node: fx.Node) -> list[fx.Node]:
+    """The nodes among the arguments of a call, each as often as it is given."""
+    return list(nodes_in([*node.args, *node.kwargs.values()]))
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """What a node is another name of."""
+    while is_same_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _in_rows(node: fx.Node, part: Part) -> list[int]:
+    """The shape of a tensor with its parts along a dimension of their own."""
+    shape = list(node.meta["val"].shape)
+    return [*shape[: part.dim], part.ranks, shape[part.dim] // part.ranks, *shape[part.dim + 1 :]]

@@ -1,0 +1,165 @@
+"""Mistakes in what is computed on parts are found before a step runs, each by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from sharded_steps import STEPS, numbers
+from torch import fx
+
+import fdp
+from fdp.state.shards import Part
+from fdp.trace import placements, reductions_of_parts, sharded, spmd
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def own_part_of_rank_0(patch: pytest.MonkeyPatch) -> None:
+    def of_rank_0(self: Any, node: fx.Node, part: Part) -> fx.Node:
+        if self._lies_in_parts(node):
+            return self._here[node]
+        whole = self._whole(node)
+        size = whole.meta["val"].shape[part.dim] // part.ranks
+        view = self._new(torch.ops.aten.slice.Tensor, whole, part.dim, 0, size)
+        return self._new(torch.ops.aten.clone.default, view, memory_format=torch.contiguous_format)
+
+    patch.setattr(spmd._Rewriting, "_part", of_rank_0)
+
+
+def parts_that_change_places(patch: pytest.MonkeyPatch) -> None:
+    gather = spmd._Rewriting._gather
+
+    def rolled(self: Any, node: fx.Node, own: fx.Node, part: Part) -> fx.Node:
+        return self._new(torch.ops.aten.roll.default, gather(self, node, own, part), [1], [part.dim])
+
+    patch.setattr(spmd._Rewriting, "_gather", rolled)
+
+
+def sums_for_means(patch: pytest.MonkeyPatch) -> None:
+    scattered = spmd._Rewriting._scattered
+
+    def summed(self: Any, node: fx.Node) -> fx.Node:
+        made = scattered(self, node)
+        made.args = (made.args[0], "sum", *made.args[2:])
+        return made
+
+    patch.setattr(spmd._Rewriting, "_scattered", summed)
+
+
+def norms_that_are_added(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(reductions_of_parts, "_norm", lambda own, order, new, over_ranks: over_ranks(own, "sum"))
+
+
+def numbers_of_one_part(patch: pytest.MonkeyPatch) -> None:
+    combine = spmd._Rewriting._combine
+
+    def not_combined(self: Any, node: fx.Node, own: fx.Node, unit: Any) -> fx.Node:
+        combine(self, node, own, unit)
+        return own
+
+    patch.setattr(spmd._Rewriting, "_combine", not_combined)
+
+
+def sums_along_a_row_for_elementwise(patch: pytest.MonkeyPatch) -> None:
+    elementwise = placements.is_elementwise
+
+    def wrong(unit: Any) -> bool:
+        return elementwise(unit) or str(unit.node.target) == "aten.cumsum.default"
+
+    patch.setattr(placements, "is_elementwise", wrong)
+    patch.setattr(spmd, "is_elementwise", wrong)
+
+
+def gathered_once_and_changed_since(patch: pytest.MonkeyPatch) -> None:
+    class Kept(dict[int, Any]):
+        def pop(self, *_: Any) -> None:
+            pass
+
+    begin = spmd._Rewriting.__init__
+
+    def init(self: Any, *args: Any) -> None:
+        begin(self, *args)
+        self._gathered = Kept()
+
+    patch.setattr(spmd._Rewriting, "__init__", init)
+
+
+def each_ranks_own_values_in_parts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(placements, "ever_varying", lambda graph, varying: frozenset())
+
+
+def results_that_change_places(patch: pytest.MonkeyPatch) -> None:
+    write = spmd.for_rank
+
+    def swapped(*args: Any) -> Any:
+        made = write(*args)
+        output = made.module.graph.output_node()
+        first, second, *rest = output.args[0]
+        output.args = ([second, first, *rest],)
+        return made
+
+    patch.setattr(sharded, "for_rank", swapped)
+
+
+def written_twice(state: Any, x: torch.Tensor) -> Any:
+    """Reads all of what it has changed, before and after."""
+    w = state["w"] * 1
+    first = w @ state["u"]
+    w.mul_(2)
+    return {"w": w + 0.1 * (w @ state["u"] + first), "u": state["u"] - 0.1 * fdp.pmean(x)}
+
+
+def of_own_values(state: Any, x: torch.Tensor) -> Any:
+    mixed = state["w"] * x
+    return {"w": state["w"] + 0.1 * fdp.pmean(mixed @ state["u"]), "u": state["u"].cumsum(0)}
+
+
+def in_columns(state: Any, x: torch.Tensor) -> Any:
+    return {
+        "w": state["w"] + 0.1 * fdp.pmean(x[:7] @ state["u"]) @ state["u"],
+        "u": state["u"] + state["w"].t() @ state["w"],
+    }
+
+
+def made(name: str) -> tuple[Any, Any]:
+    if name in STEPS:
+        return STEPS[name]()
+    step = {"written twice": written_twice, "own values": of_own_values, "columns": in_columns}[name]
+    return step, {"w": numbers(7 if name == "columns" else 8, 8, seed=1), "u": numbers(8, 8, seed=2)}
+
+
+FAULTS: list[tuple[Patch, str, bool]] = [
+    (own_part_of_rank_0, "SGD", False),
+    (parts_that_change_places, "columns", True),
+    (sums_for_means, "SGD", True),
+    (norms_that_are_added, "clipped", True),
+    (numbers_of_one_part, "by hand", True),
+    (sums_along_a_row_for_elementwise, "own values", True),
+    (gathered_once_and_changed_since, "written twice", True),
+    (each_ranks_own_values_in_parts, "own values", True),
+    (results_that_change_places, "written twice", True),
+]
+"""The mistake, the step, and whether its parameters are sharded, too."""
+
+
+def is_found(number: int) -> None:
+    fault, name, all_of_it = FAULTS[number]
+    step, state = made(name)
+    x = numbers(8, 8, seed=int(fdp.axis_index()))
+    state = {
+        key: fdp.shard(value, min_size=2) if all_of_it or key != "params" else value for key, value in state.items()
+    }
+    fdp.data_parallel(step)(state, x)  # without it all is well
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        with pytest.raises(fdp.FdpError, match="does not compute on its parts"):
+            fdp.data_parallel(step)(state, x)
+
+
+@pytest.mark.parametrize("number", range(len(FAULTS)), ids=[fault.__name__ for fault, *_ in FAULTS])
+def test_a_mistake_about_parts_is_found(number: int) -> None:
+    ranks.run(2, is_found, number)
