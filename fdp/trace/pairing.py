@@ -90,7 +90,9 @@ def sharded_sources(
     """
 
     def goes(at: int, source: int) -> bool:
-        return outputs[at].node is not None and _fits(outputs[at], inputs[source])
+        output = outputs[at]
+        # Of what differs from rank to rank there are no parts.
+        return output.node is not None and not output.varying and _fits(output, inputs[source])
 
     taken: dict[int, int] = {}
     if any(item.part is not None for item in inputs):

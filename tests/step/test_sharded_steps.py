@@ -84,6 +84,17 @@ def test_sharded_state_that_is_returned_elsewhere_is_gathered_with_a_warning() -
     ranks.run(2, what_is_returned_elsewhere_is_whole)
 
 
+def what_differs_stays_whole() -> None:
+    step = fdp.data_parallel(lambda state, x: {"w": fdp.per_rank(state["w"] * x.sum()), "m": state["m"]})
+    rank, state = int(fdp.axis_index()), state_of()
+    found = step(fdp.shard(state, min_size=0), torch.full((2,), rank + 1.0))
+    assert torch.equal(found["w"], state["w"] * (2 * rank + 2)) and type(found["m"]).__name__ == "DTensor"
+
+
+def test_each_ranks_own_result_in_a_sharded_place_stays_whole() -> None:
+    ranks.run(2, what_differs_stays_whole)
+
+
 def other_shards_are_refused() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
