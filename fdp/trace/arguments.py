@@ -359,7 +359,8 @@ def _refuse_other_shards(
             how = f"{layout.placements} over a mesh of shape {tuple(layout.mesh.shape)}"
             offenders.append(f"{name}: a DTensor of shape {list(layout.shape)} that is divided by {how}")
         elif tuple(leaf.shape) != part.of(layout.shape) or not leaf.is_contiguous():
-            offenders.append(f"{name}: a DTensor of shape {list(layout.shape)} with a part of shape {list(leaf.shape)}")
+            how = f"a part of shape {list(leaf.shape)} and strides {list(leaf.stride())}"
+            offenders.append(f"{name}: a DTensor of shape {list(layout.shape)} with {how}")
         elif tuple(layout.stride) != contiguous_strides(layout.shape):
             offenders.append(f"{name}: a DTensor of shape {list(layout.shape)} and strides {list(layout.stride)}")
         elif ranks is not None and resolve_group(layout.mesh) != ranks:

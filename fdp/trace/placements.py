@@ -13,6 +13,7 @@ Only values that are equal on every rank can lie in parts: of another rank's own
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,12 +41,15 @@ from fdp.trace.variance import ever_varying
 _ELEMENTWISE = frozenset({
     # Beside those that torch tags as pointwise.
     "_to_copy", "copy_", "copy", "clone", "fill_", "fill", "zero_", "zeros_like", "ones_like", "full_like",
-    "lift_fresh_copy", "where", "masked_fill", "masked_fill_",
+    "lift_fresh_copy", "where", "masked_fill", "masked_fill_", "zero",
 })  # fmt: skip
 
 _REDUCES = frozenset({"sum", "linalg_vector_norm", "mean", "amax", "amin", "max", "min", "all", "any"})
 _LIST_REDUCES = frozenset({"_foreach_norm"})
-_NO_ELEMENTWISE_LISTS = frozenset({"_foreach_norm", "_foreach_max"})
+_NUMBERS = frozenset({
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8,
+})  # fmt: skip
+"""Dtypes of numbers that ranks can put together."""
 
 
 @dataclass(frozen=True)
@@ -139,22 +143,36 @@ def is_elementwise(unit: Unit) -> bool:
     if torch.Tag.nondeterministic_seeded in target.tags:
         return False
     if unit.entry is not None:
-        return name in FUSED_OPTIMIZERS or name not in _NO_ELEMENTWISE_LISTS
+        return name in FUSED_OPTIMIZERS or _is_elementwise_list(name)
     return torch.Tag.pointwise in target.tags or name in _ELEMENTWISE
+
+
+@functools.cache
+def _is_elementwise_list(name: str) -> bool:
+    """Whether an operator on lists does to each tensor what one that works element by element does."""
+    single = name.removeprefix("_foreach_").rstrip("_")
+    packet = getattr(torch.ops.aten, single, None)
+    if packet is None or single in _REDUCES:  # `max` is one of two tensors, too
+        return False
+    return single in _ELEMENTWISE or any(
+        torch.Tag.pointwise in getattr(packet, each).tags for each in packet.overloads()
+    )
 
 
 def reduces_all(unit: Unit) -> bool:
     """Whether a unit makes one number of one tensor, in a way that parts can be put together."""
+    value: Any = unit.node.meta.get("val")
+    name = operator_name(unit.node)
     if unit.entry is not None:
-        return operator_name(unit.node) in _LIST_REDUCES
-    value = unit.node.meta.get("val")
+        return name in _LIST_REDUCES and value[unit.entry].dtype in _NUMBERS
     target: Any = unit.node.target
     return (
-        operator_name(unit.node) in _REDUCES
+        name in _REDUCES
         and isinstance(target, torch._ops.OpOverload)
         and target.namespace == "aten"
         and isinstance(value, torch.Tensor)
         and value.numel() == 1
+        and (value.dtype in _NUMBERS or name in ("all", "any"))
         and len(unit.node.all_input_nodes) == 1
         and not unit.writes
     )
@@ -221,6 +239,7 @@ class _Decision:
         for returned in self._graph.output_node().all_input_nodes:
             for number in storages_of(returned):
                 self._memory[number].is_returned = True
+        self._in_loops = {node for _, region, _ in regions_of(self._graph) for node in region}
         for begin, region, _ in regions_of(self._graph):
             # What a loop makes or changes stays whole; what it only reads is gathered before it.
             for node in (begin, *region):
@@ -279,18 +298,22 @@ class _Decision:
                     trial = {**parts, number: part}
                     for reader in readers:
                         self._follow(reader, part, either, trial)
-                    if all(self._computes_parts(reader, trial) or reduces_all(reader) for reader in readers):
+                    if all(self._computes_parts(reader, trial) or self._reduces(reader) for reader in readers):
                         parts.update(trial)
 
     def _reads_either_way(self, unit: Unit, either: set[int]) -> bool:
         """Whether a unit makes numbers, or what only numbers are made of."""
         results = self._results(unit)
-        return reduces_all(unit) or (is_elementwise(unit) and bool(results) and either.issuperset(results))
+        return self._reduces(unit) or (is_elementwise(unit) and bool(results) and either.issuperset(results))
+
+    def _reduces(self, unit: Unit) -> bool:
+        """Whether a unit makes one number of parts. In a loop it does not: it would send in each round."""
+        return unit.node not in self._in_loops and reduces_all(unit)
 
     def _follow(self, unit: Unit, part: Part, either: set[int], parts: dict[int, Part]) -> None:
         """Have a unit compute parts of what only numbers are made of, and those that read it."""
         results = self._results(unit)
-        if reduces_all(unit) or not results or not either.issuperset(results) or not self._may_compute(unit, part):
+        if self._reduces(unit) or not results or not either.issuperset(results) or not self._may_compute(unit, part):
             return
         for number in results:
             if number not in parts:

@@ -38,18 +38,31 @@ def combined(node: fx.Node, own: fx.Node, numel: int, new: New, over_ranks: Over
         return _norm(own, _order(node), new, over_ranks)
     if name in ("all", "any"):
         number = new(_aten._to_copy.default, own, dtype=torch.int32)
-        return new(_aten.ne.Scalar, over_ranks(number, "min" if name == "all" else "max"), 0)
+        found = over_ranks(number, "min" if name == "all" else "max")
+        return new(_aten._to_copy.default, new(_aten.ne.Scalar, found, 0), dtype=own.meta["val"].dtype)
     if name in ("amax", "max", "amin", "min"):
-        return over_ranks(own, name.removeprefix("a"))
+        return _extreme(own, name.removeprefix("a"), new, over_ranks)
     if name == "mean":
         ranks = numel // max(1, _numel_of_argument(own))
         return new(_aten.div.Scalar, over_ranks(own, "sum"), ranks)
     return over_ranks(own, "sum")
 
 
+def _extreme(own: fx.Node, op: str, new: New, over_ranks: OverRanks) -> fx.Node:
+    """The largest or least number; NaN if any is. Backends compare with <, which loses a NaN: it is sent beside."""
+    dtype = own.meta["val"].dtype
+    if not dtype.is_floating_point:
+        return over_ranks(own, op)
+    is_nan = new(_aten.isnan.default, own)
+    lost = over_ranks(new(_aten._to_copy.default, is_nan, dtype=dtype), "max")
+    worst = new(_aten.masked_fill.Scalar, own, is_nan, -math.inf if op == "max" else math.inf)
+    found = over_ranks(worst, op)
+    return new(_aten.masked_fill.Scalar, found, new(_aten.gt.Scalar, lost, 0), math.nan)
+
+
 def _norm(own: fx.Node, order: float, new: New, over_ranks: OverRanks) -> fx.Node:
     if math.isinf(order):
-        return over_ranks(own, "max" if order > 0 else "min")
+        return _extreme(own, "max" if order > 0 else "min", new, over_ranks)
     if order in (0, 1):
         return over_ranks(own, "sum")
     dtype = own.meta["val"].dtype

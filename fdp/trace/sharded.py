@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from fdp.state.shards import Layout, layout_in, sharded
+from fdp.errors import TraceError, build_message
+from fdp.state.shards import Layout, is_sharded, layout_in, sharded
 from fdp.tables import format_bytes
 from fdp.trace.arguments import Flat, contiguous_strides
 from fdp.trace.placements import placements
@@ -63,6 +64,23 @@ def examples_of(inputs: Sequence[Input], flat: Flat) -> list[Any]:
         tensor if item.part is None else Example(item.shape, item.dtype, item.device)
         for item, tensor in zip(inputs, flat.tensors, strict=True)
     ]
+
+
+def refuse_held(name: str, held: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Refuse a step that closes over sharded leaves, which have no whole value for it.
+
+    Raises:
+        TraceError: names each.
+    """
+    offenders = [f"{known}: a DTensor of shape {list(tensor.shape)}" for known, tensor in held if is_sharded(tensor)]
+    if offenders:
+        raise TraceError(
+            build_message(
+                f"step {name!r} closes over sharded leaves.",
+                offenders,
+                remedy="pass them as arguments; inside of the step they are whole.",
+            )
+        )
 
 
 def for_one_rank(

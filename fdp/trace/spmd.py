@@ -106,6 +106,7 @@ class _Rewriting:
             for number in storages_of(written)
         }
         self._ahead = {begin: region for begin, region, _ in regions_of(module.graph)}
+        self._in_loops = {node for region in self._ahead.values() for node in region}
         self._mode = next(
             value.fake_mode
             for node in module.graph.nodes
@@ -244,8 +245,9 @@ class _Rewriting:
         if is_scattered(node) and storages_of(node)[0] in self._parts:
             self._here[node] = self._scattered(node)
             return
-        if is_same_view(node) and self._lies_in_parts(node):
-            self._here[node] = self._made(node, lambda x: self._here[x])
+        if is_same_view(node) and node.target is not operator.getitem and self._lies_in_parts(node):
+            # Not the view itself: what it is told of sizes is told of the whole.
+            self._here[node] = self._here[node.all_input_nodes[0]]
             return
         if node.target is operator.getitem and not effects_of(node.all_input_nodes[0]).view:
             combined_already = self._here.get(node)
@@ -254,7 +256,7 @@ class _Rewriting:
             return
         units = list(units_of(node))
         in_parts = [self._computes_parts(unit) for unit in units]
-        reducing = [reduces_all(unit) and self._lies_in_parts(unit.reads[0]) for unit in units]
+        reducing = [self._reduces_parts(unit) for unit in units]
         if not any(in_parts) and not any(reducing):
             self._here[node] = self._made(node, self._whole)
             return
@@ -263,6 +265,10 @@ class _Rewriting:
             self._here[node] = chosen(node, units[0])
             return
         self._here[node] = self._entry_by_entry(node, units, in_parts, reducing)
+
+    def _reduces_parts(self, unit: Unit) -> bool:
+        """Whether a unit makes one number of what lies in parts; in a loop it would send in each round."""
+        return unit.node not in self._in_loops and reduces_all(unit) and self._lies_in_parts(unit.reads[0])
 
     def _computes_parts(self, unit: Unit) -> bool:
         results = [*unit.makes, *(number for x in unit.writes for number in storages_of(x))]
@@ -374,10 +380,11 @@ class _Rewriting:
 
         def over_ranks(value: fx.Node, op: str) -> fx.Node:
             sent.append(self._new(torch.ops.fdp.all_reduce.default, value, op, _AXIS, "value", name))
-            return sent[0]
+            return sent[-1]
 
         made = combined(node, own, unit.reads[0].meta["val"].numel(), self._new, over_ranks)
-        self._links.append(Link(sent[0].name, node.name, unit.entry, "combined", made.name, None, part, own.name))
+        for each in sent:
+            self._links.append(Link(each.name, node.name, unit.entry, "combined", made.name, None, part, own.name))
         return made
 
 
@@ -388,7 +395,7 @@ def nodes_before(node: fx.Node) -> list[fx.Node]:
 
 def _origin(node: fx.Node) -> fx.Node:
     """What a node is another name of."""
-    while is_same_view(node):
+    while is_same_view(node) and node.target is not operator.getitem:
         node = node.all_input_nodes[0]
     return node
 

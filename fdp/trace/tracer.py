@@ -48,7 +48,7 @@ from fdp.trace.pairing import assign_labels, assign_slots, sharded_sources
 from fdp.trace.replicated import closed_over, replicated_calls
 from fdp.trace.reshapes import reshape_by_views
 from fdp.trace.results import plain, refuse_foreign_outputs
-from fdp.trace.sharded import examples_of, for_one_rank, shards_of, whole_inputs
+from fdp.trace.sharded import examples_of, for_one_rank, refuse_held, shards_of, whole_inputs
 from fdp.trace.switches import recording
 from fdp.trace.trace import Input, Operation, Output, Reduction, Trace
 from fdp.trace.untouched import check_untouched, untouched
@@ -169,6 +169,7 @@ def _captured(
         returned[:] = list(map(plain, leaves)), spec
         return [leaf for leaf in returned[0] if isinstance(leaf, torch.Tensor)]
 
+    refuse_held(name, closed_over_tensors(step).values())
     try:
         with untouched(step) as changes:
             module = capture(

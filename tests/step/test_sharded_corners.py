@@ -1,0 +1,156 @@
+"""Odd things that a step does with sharded state, on real ranks, beside the same step with whole state."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from torch import Tensor
+
+import fdp
+from fdp import optim, pytree
+
+State = dict[str, Any]
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def start() -> State:
+    return {
+        "w": numbers(6, 12, seed=1),
+        "v": numbers(6, 12, seed=2),
+        "s": numbers(6, 6, seed=3),
+        "t": numbers(2, 5, seed=4),
+    }
+
+
+def views(state: State, x: Tensor) -> Any:
+    """No-op views that name sizes."""
+    w, t = state["w"], state["t"]
+    seen = w.view(6, 12) + w.reshape(w.shape) + w.expand(6, 12) + w.view_as(state["v"])
+    seen = seen + torch.as_strided(w, (6, 12), (12, 1))
+    twice = (w * 2).view(6, 12) * 1.5
+    return {**state, "w": seen, "t": t.squeeze() + t.expand(t.shape)}, twice.broadcast_to(6, 12).unflatten(
+        0, (6,)
+    ).sum()
+
+
+def extremes(state: State, x: Tensor) -> Any:
+    w = state["w"]
+    norms = [torch.linalg.vector_norm(w, order) for order in (torch.inf, -torch.inf)]
+    whole_numbers = [(w * 100).int().max(), (w.abs().clamp(max=2) * 100).to(torch.uint8).min()]
+    return state, [w.max(), w.amax(), w.min(), w.amin(), *norms, *whole_numbers]
+
+
+def with_nan(row: int) -> State:
+    state = start()
+    state["w"][row, 3] = torch.nan
+    return state
+
+
+def narrow_dtypes(state: State, x: Tensor) -> Any:
+    small = (state["w"] * 100).short()
+    flags, bytes_ = state["w"] > 0, (state["w"] > -99).to(torch.uint8)
+    sums = [small.sum(dtype=torch.int16), flags.sum(dtype=torch.bool), (state["w"].abs() + 1).prod().log()]
+    return state, [small.amax(), small.max(), *sums, bytes_.all(), bytes_.any(), flags.all(), flags.any()]
+
+
+def of_several_results(state: State, x: Tensor) -> Any:
+    mantissa, exponent = torch.frexp(state["w"])
+    return {**state, "w": state["w"] * 1.5 + mantissa.sum() * 1e-3}, exponent @ torch.ones(12, 1, dtype=torch.int32)
+
+
+def lists(state: State, x: Tensor) -> Any:
+    both = torch._foreach_mm([state["s"], state["s"]], [state["s"], state["s"]])
+    torch._foreach_zero_([copy := state["s"].clone()])
+    return {**state, "s": state["s"] + 0.1 * both[0]}, [*torch._foreach_max([state["w"], both[1]]), copy.sum()]
+
+
+def regularised(state: State, x: Tensor) -> Any:
+    """Numbers of sharded parameters inside of the microbatches."""
+
+    def loss(p: State, x: Tensor) -> Tensor:
+        return (x @ p["w"]).square().mean() + 0.01 * p["v"].norm() + 0.01 * (p["v"] * p["v"]).amax()
+
+    value, grads = fdp.accumulate(fdp.value_and_grad(loss), microbatches=2)({key: state[key] for key in ("w", "v")}, x)
+    return {**state, **{key: state[key] - 0.1 * grad for key, grad in grads.items()}}, fdp.pmean(value)
+
+
+STEPS: dict[str, Callable[[State, Tensor], Any]] = {
+    "views": views,
+    "extremes": extremes,
+    "narrow dtypes": narrow_dtypes,
+    "of several results": of_several_results,
+    "lists": lists,
+    "regularised": regularised,
+}
+
+
+def same(step: Any, state: State, x: Tensor, what: str, **options: Any) -> None:
+    """With whole state and with sharded state."""
+    whole = fdp.data_parallel(step, **options)(fdp.replicate(state), x)
+    parted, result = fdp.data_parallel(step, **options)(fdp.shard(fdp.replicate(state), min_size=2), x)
+    found = (fdp.unshard(parted), result)
+    for path, one, two in zip(pytree.leaf_names(found, ""), *map(pytree.leaves_of, (found, whole)), strict=True):
+        assert (one.shape, one.dtype) == (two.shape, two.dtype), f"{what}{path}: {one.dtype} {list(one.shape)}"
+        assert torch.allclose(one, two, rtol=1e-5, atol=1e-5, equal_nan=True), f"{what}{path}: {one} for {two}"
+
+
+def all_the_same() -> None:
+    warnings.simplefilter("ignore")
+    x = numbers(4, 6, seed=10 + int(fdp.axis_index()))
+    for name, step in STEPS.items():
+        for check in (True, False):
+            same(step, start(), x, name, check_trace=check)
+    for row in (0, 5):
+        same(extremes, with_nan(row), x, f"NaN in row {row}")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_odd_is_the_same_on_parts(size: int) -> None:
+    ranks.run(size, all_the_same)
+
+
+def updates_that_are_not_finite(wrap: str) -> None:
+    inner = optim.from_torch(torch.optim.AdamW, lr=0.1)
+    made = {
+        "skipped": lambda: optim.skip_nonfinite(inner),
+        "scaled": lambda: optim.loss_scaled(inner),
+        "clipped": lambda: optim.clipped(inner, 0.1, torch.inf),
+    }[wrap]()
+
+    def step(state: State, x: Tensor) -> Any:
+        def loss(p: State) -> Tensor:
+            return (p["w"].sum(1) * x).sum() + p["w"].square().sum()
+
+        value, grads = fdp.value_and_grad(loss)(state["p"])
+        params, opt = made.update(grads, state["o"], state["p"])
+        return {"p": params, "o": opt}, fdp.pmean(value)
+
+    for row in (0, 5):  # of the part of one rank, and of another's
+        params = {"w": numbers(6, 12, seed=1)}
+        x = torch.ones(6)
+        if fdp.axis_index() == 1:
+            x[row] = torch.nan
+        same(step, {"p": params, "o": made.init(params)}, x, f"row {row}")
+
+
+@pytest.mark.parametrize("wrap", ["skipped", "scaled", "clipped"])
+def test_a_nan_in_any_part_is_seen_by_all(wrap: str) -> None:
+    ranks.run(2, updates_that_are_not_finite, wrap)
+
+
+def held_by_the_step() -> None:
+    held = fdp.shard(numbers(4, 4), min_size=0)
+    with pytest.raises(fdp.TraceError, match=r"closes over sharded leaves(.|\n)*DTensor of shape \[4, 4\]"):
+        fdp.data_parallel(lambda state, x: state + held)(numbers(4, 4), numbers(2))
+
+
+def test_a_step_that_closes_over_a_sharded_leaf_is_refused() -> None:
+    ranks.run(2, held_by_the_step)
