@@ -152,6 +152,35 @@ def frozen_and_tied() -> Made:
     return step, {"tied": numbers(8, 24, seed=8), "frozen": numbers(8, 8, seed=9)}
 
 
+def batch_norm() -> Made:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(8, 24), torch.nn.BatchNorm1d(24), torch.nn.Linear(24, 12))
+    apply, start, buffers = fdp.from_module(module)
+    optimizer = optim.from_torch(torch.optim.AdamW, lr=1e-2)
+
+    def step(state: State, x: Tensor) -> tuple[State, Any]:
+        def value_of(p: Any) -> Any:
+            out, new = apply(p, state["buffers"], x)
+            return out.square().mean(), new
+
+        (value, new), grads = fdp.value_and_grad(value_of, has_aux=True)(state["params"])
+        params, opt = optimizer.update(grads, state["opt"], state["params"])
+        averaged = {key: fdp.pmean(x) if x.is_floating_point() else x for key, x in new.items()}
+        return {"params": params, "opt": opt, "buffers": averaged}, fdp.pmean(value)
+
+    return step, {"params": start, "opt": optimizer.init(start), "buffers": buffers}
+
+
+def drawn_by_keys() -> Made:
+    def step(state: State, x: Tensor) -> tuple[State, Any]:
+        now, later = fdp.random.split(state["key"])
+        kept = fdp.random.uniform(now, (8, 24)) < 0.5
+        grad = fdp.grad(lambda w: (x @ (w * kept)).square().mean())(state["w"])
+        return {"w": state["w"] - 0.1 * grad, "key": later}, kept.sum()
+
+    return step, {"w": numbers(8, 24, seed=10), "key": fdp.random.key(3)}
+
+
 def of_torch(cls: type[torch.optim.Optimizer], **options: Any) -> Callable[[], Made]:
     return lambda: with_optimizer(optim.from_torch(cls, lr=1e-2, **options))
 
@@ -178,6 +207,8 @@ STEPS: dict[str, Callable[[], Made]] = {
     "of other dtypes": of_other_dtypes,
     "convolution": convolution,
     "frozen and tied": frozen_and_tied,
+    "batch norm": batch_norm,
+    "drawn by keys": drawn_by_keys,
 }
 ALIKE = {"SGD", "Adam", "AdamW, foreach", "AdamW, single", "accumulated", "frozen and tied"}
 """No numbers are made of parts, and no products are added in place: on two ranks the same bits as with whole state."""
