@@ -125,7 +125,7 @@ def _gathered(leaf: Any) -> torch.Tensor:
     own = part_of(leaf).contiguous()
     rows = torch.empty((ranks.size, *own.shape), dtype=own.dtype, device=own.device)
     ranks.all_gather(rows, own)()
-    return rows.movedim(0, part.dim).reshape(leaf.shape)
+    return part.joined(rows)
 
 
 _meshes: weakref.WeakKeyDictionary[Any, dict[str, weakref.ref[DeviceMesh]]] = weakref.WeakKeyDictionary()

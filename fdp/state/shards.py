@@ -48,6 +48,10 @@ class Part:
         """Whether a tensor has such parts."""
         return self.dim < len(shape) and shape[self.dim] > 0 and shape[self.dim] % self.ranks == 0
 
+    def joined(self, rows: torch.Tensor) -> torch.Tensor:
+        """The whole tensor, of all parts in the order of ranks: `rows` has them along its first dimension."""
+        return rows.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
+
     def taken(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """The part of one rank, as a view."""
         size = whole.shape[self.dim] // self.ranks
@@ -198,7 +202,8 @@ def is_shard(entry: optree.PyTreeEntry) -> bool:
 
 def taken_apart(tree: Any) -> tuple[list[Any], Spec]:
     """The leaves of a tree, with this rank's parts in the place of sharded ones, and its structure."""
-    leaves, spec = pytree.flatten(tree)
+    leaves, spec = pytree.flatten(tree, apart=True)
+    # The first one that is met makes its type known.
     return pytree.flatten(tree, apart=True) if any(map(is_sharded, leaves)) else (leaves, spec)
 
 

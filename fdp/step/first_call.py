@@ -177,9 +177,10 @@ class Preparation:
         whole = Emitted(plan_trace(emitted.plan.trace.whole), emitted.group)
 
         def compare() -> None:
-            check_partition(emitted, flat.tensors)
             others = OtherRanks(emitted.group.size, emitted.group.rank)
-            check_emitted(whole, self._step, on_whole_values(emitted.plan.trace, flat, roles, others), roles)
+            found = on_whole_values(emitted.plan.trace, flat, roles, others)
+            check_partition(emitted, flat.tensors, found.tensors)
+            check_emitted(whole, self._step, found, roles)
 
         with _one_at_a_time:
             if_memory_allows(whole, "the comparison on whole values", compare)

@@ -72,6 +72,11 @@ class Unit:
     makes: tuple[int, ...]
     shape: tuple[int, ...] | None
 
+    @property
+    def results(self) -> tuple[int, ...]:
+        """The memory of what it makes and writes."""
+        return (*self.makes, *(number for x in self.writes for number in storages_of(x)))
+
 
 @dataclass
 class _Memory:
@@ -244,8 +249,7 @@ class _Decision:
             # What a loop makes or changes stays whole; what it only reads is gathered before it.
             for node in (begin, *region):
                 for unit in units_of(node) if node.op == "call_function" else ():
-                    self._whole.update(unit.makes)
-                    self._whole.update(number for x in unit.writes for number in storages_of(x))
+                    self._whole.update(unit.results)
         for number, memory in self._memory.items():
             if number in self._varying or (memory.has_views and memory.written_by):
                 self._whole.add(number)
@@ -265,7 +269,7 @@ class _Decision:
                 part = self._part_of_operands(unit, parts)
                 if part is None or not self._may_compute(unit, part):
                     continue
-                for number in self._results(unit):
+                for number in unit.results:
                     if number not in parts:
                         parts[number] = part
                         changed = True
@@ -287,7 +291,7 @@ class _Decision:
                 wanted = {
                     parts[result]
                     for reader in readers
-                    for result in self._results(reader)
+                    for result in reader.results
                     if result in parts and reader.shape == memory.shape
                 }
                 if len(wanted) != 1:
@@ -303,7 +307,7 @@ class _Decision:
 
     def _reads_either_way(self, unit: Unit, either: set[int]) -> bool:
         """Whether a unit makes numbers, or what only numbers are made of."""
-        results = self._results(unit)
+        results = unit.results
         return self._reduces(unit) or (is_elementwise(unit) and bool(results) and either.issuperset(results))
 
     def _reduces(self, unit: Unit) -> bool:
@@ -312,7 +316,7 @@ class _Decision:
 
     def _follow(self, unit: Unit, part: Part, either: set[int], parts: dict[int, Part]) -> None:
         """Have a unit compute parts of what only numbers are made of, and those that read it."""
-        results = self._results(unit)
+        results = unit.results
         if self._reduces(unit) or not results or not either.issuperset(results) or not self._may_compute(unit, part):
             return
         for number in results:
@@ -320,9 +324,6 @@ class _Decision:
                 parts[number] = part
                 for reader in (*self._memory[number].read_by, *self._memory[number].written_by):
                     self._follow(reader, part, either, parts)
-
-    def _results(self, unit: Unit) -> tuple[int, ...]:
-        return (*unit.makes, *(number for x in unit.writes for number in storages_of(x)))
 
     def _part_of_operands(self, unit: Unit, parts: Mapping[int, Part]) -> Part | None:
         """How operands of the shape of a unit's results are divided, if any is."""
@@ -339,14 +340,14 @@ class _Decision:
             is_elementwise(unit)
             and unit.shape is not None
             and part.divides(unit.shape)
-            and not self._whole.intersection(self._results(unit))
-            and all(self._memory[number].shape == unit.shape for number in self._results(unit))
+            and not self._whole.intersection(unit.results)
+            and all(self._memory[number].shape == unit.shape for number in unit.results)
             and self._varying.isdisjoint(number for x in unit.reads for number in storages_of(x))
         )
 
     def _computes_parts(self, unit: Unit, parts: Mapping[int, Part]) -> bool:
         """Whether all results of a unit lie in parts, in the same way, and it can make them so."""
-        found = [parts.get(number) for number in self._results(unit)]
+        found = [parts.get(number) for number in unit.results]
         if not found or found[0] is None or any(part != found[0] for part in found):
             return False
         return self._may_compute(unit, found[0]) or is_scattered(unit.node)

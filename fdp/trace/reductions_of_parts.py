@@ -20,13 +20,13 @@ OverRanks = Callable[[fx.Node, str], fx.Node]
 """Puts a collective into a graph: of a number of each rank, by "sum", "max" or "min"."""
 
 
-def combined(node: fx.Node, own: fx.Node, numel: int, new: New, over_ranks: OverRanks) -> fx.Node:
+def combined(node: fx.Node, own: fx.Node, ranks: int, new: New, over_ranks: OverRanks) -> fx.Node:
     """Put the numbers of the ranks together.
 
     Args:
         node: the operator on the whole tensor.
         own: what it made of this rank's part.
-        numel: elements of the whole tensor.
+        ranks: how many parts there are.
         new: see `New`.
         over_ranks: see `OverRanks`.
 
@@ -43,7 +43,6 @@ def combined(node: fx.Node, own: fx.Node, numel: int, new: New, over_ranks: Over
     if name in ("amax", "max", "amin", "min"):
         return _extreme(own, name.removeprefix("a"), new, over_ranks)
     if name == "mean":
-        ranks = numel // max(1, _numel_of_argument(own))
         return new(_aten.div.Scalar, over_ranks(own, "sum"), ranks)
     return over_ranks(own, "sum")
 
@@ -81,8 +80,3 @@ def _order(node: fx.Node) -> float:
     """Which norm it is."""
     given: dict[str, Any] = {argument.name: value for argument, value in bound_arguments(node)}
     return float(given.get("ord", 2))
-
-
-def _numel_of_argument(own: fx.Node) -> int:
-    number: int = own.all_input_nodes[0].meta["val"].numel()
-    return number

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fdp.errors import TraceError, build_message
-from fdp.state.shards import Layout, is_sharded, layout_in, sharded
+from fdp.state.shards import is_sharded, layout_in, sharded
 from fdp.tables import format_bytes
 from fdp.trace.arguments import Flat, contiguous_strides
 from fdp.trace.placements import placements
@@ -50,9 +50,9 @@ class ForOneRank:
 def whole_inputs(inputs: Sequence[Input], flat: Flat) -> list[Input]:
     """The inputs of a step with the whole of each that is sharded: state, as any other."""
     found = []
-    for item, layout in zip(inputs, _layouts(flat), strict=True):
-        if layout is not None and item.part is not None:
-            shape = tuple(layout.shape)
+    for item, shard in zip(inputs, shards_of(flat), strict=True):
+        if shard is not None:
+            shape = tuple(layout_in(shard).shape)
             item = replace(item, shape=shape, stride=contiguous_strides(shape), offset=0, role="state")
         found.append(item)
     return found
@@ -139,15 +139,6 @@ def _warn_of_gathered(name: str, outputs: Sequence[Output], gathered: Sequence[i
             "What comes back under the key path of a sharded argument stays sharded.",
             stacklevel=2,
         )
-
-
-def _layouts(flat: Flat) -> list[Layout | None]:
-    """For each tensor of the arguments how it is divided."""
-    return [
-        None if spec is None else layout_in(spec)
-        for spec, leaf in zip(sharded(flat.spec), flat.leaves, strict=True)
-        if isinstance(leaf, torch.Tensor)
-    ]
 
 
 def shards_of(flat: Flat) -> list[Any]:

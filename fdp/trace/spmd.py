@@ -98,13 +98,8 @@ class _Rewriting:
         self._index: fx.Node | None = None
         self._links: list[Link] = []
         self._now: fx.Node | None = None
-        self._written = {
-            number
-            for node in module.graph.nodes
-            if node.op == "call_function"
-            for written in effects_of(node).writes
-            for number in storages_of(written)
-        }
+        # Which node has the value of a piece of memory, and which call it was that made or changed it last.
+        self._last: dict[int, tuple[fx.Node, fx.Node]] = {}
         self._ahead = {begin: region for begin, region, _ in regions_of(module.graph)}
         self._in_loops = {node for region in self._ahead.values() for node in region}
         self._mode = next(
@@ -118,6 +113,7 @@ class _Rewriting:
         """See `for_rank`."""
         for node in self._module.graph.find_nodes(op="placeholder"):
             self._here[node] = self._placeholder(node)
+            self._last.update(dict.fromkeys(storages_of(node), (node, node)))
         for node, part in self._sharded.items():
             if storages_of(node)[0] not in self._parts:  # it is changed as a whole, so it has to be one
                 self._now = node
@@ -130,9 +126,12 @@ class _Rewriting:
                 for inner in self._ahead.get(node, ()):
                     self._gather_ahead(inner, node)
                 self._call(node)
+                for number in storages_of(node):
+                    self._last.setdefault(number, (node, node))
                 for written in effects_of(node).writes:
                     for number in storages_of(written):
                         self._gathered.pop(number, None)
+                        self._last[number] = written, node
         values: list[fx.Node] = []
         gathered: list[int] = []
         for at, (node, wanted) in enumerate(zip(self._results(), returned, strict=True)):
@@ -206,15 +205,16 @@ class _Rewriting:
         shape = list(node.meta["val"].shape)
         name = self._names.get(_origin(node)) or f"value at {node.meta.get('source')}"
         rows = self._new(torch.ops.fdp.all_gather.default, own, part.ranks, _AXIS, name)
-        assert self._now is not None
         found = rows
         if part.dim:
             order = [*range(1, part.dim + 1), 0, *range(part.dim + 1, len(shape) + 1)]
             turned = self._new(torch.ops.aten.permute.default, rows, order)
             found = self._new(torch.ops.aten.clone.default, turned, memory_format=torch.contiguous_format)
         whole = self._new(torch.ops.aten.view.default, found, shape)
-        before = self._now.name if self._written.intersection(storages_of(node)) else None
-        self._links.append(Link(rows.name, _origin(node).name, None, "gathered", whole.name, before, part))
+        value, after = self._last[storages_of(node)[0]]
+        self._links.append(
+            Link(rows.name, value.name, "gathered", whole.name, after.name, part, _entry_of(value, node))
+        )
         return whole
 
     def _part(self, node: fx.Node, part: Part) -> fx.Node:
@@ -250,8 +250,7 @@ class _Rewriting:
             self._here[node] = self._here[node.all_input_nodes[0]]
             return
         if node.target is operator.getitem and not effects_of(node.all_input_nodes[0]).view:
-            combined_already = self._here.get(node)
-            if combined_already is None:
+            if node not in self._here:  # or it is a number that ranks have put together
                 self._here[node] = self._made(node, lambda x: self._here[x])
             return
         units = list(units_of(node))
@@ -271,7 +270,7 @@ class _Rewriting:
         return unit.node not in self._in_loops and reduces_all(unit) and self._lies_in_parts(unit.reads[0])
 
     def _computes_parts(self, unit: Unit) -> bool:
-        results = [*unit.makes, *(number for x in unit.writes for number in storages_of(x))]
+        results = unit.results
         return bool(results) and all(number in self._parts for number in results) and is_elementwise(unit)
 
     def _made(self, node: fx.Node, take: Callable[[fx.Node], fx.Node]) -> fx.Node:
@@ -280,7 +279,7 @@ class _Rewriting:
         return self._like(node, args, kwargs)
 
     def _like(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
-        before, now = nodes_before(node), list(nodes_in([*args, *kwargs.values()]))
+        before, now = _nodes_before(node), list(nodes_in([*args, *kwargs.values()]))
         same = [one.meta.get("val") is two.meta.get("val") for one, two in zip(before, now, strict=True)]
         value = node.meta.get("val")
         # A new value of the same shape is as good as the one of the other graph; what lies in other memory is not.
@@ -299,8 +298,7 @@ class _Rewriting:
         return self._made(node, lambda x: self._operand(x, unit, part))
 
     def _part_of_results(self, unit: Unit) -> Part:
-        results = [*unit.makes, *(number for x in unit.writes for number in storages_of(x))]
-        return self._parts[results[0]]
+        return self._parts[unit.results[0]]
 
     def _operand(self, node: fx.Node, unit: Unit, part: Part) -> fx.Node:
         """What an operator on parts takes: a part of what is as large, all of what is broadcast."""
@@ -363,7 +361,7 @@ class _Rewriting:
             rows = self._new(torch.ops.aten.permute.default, rows, order)
         scatter = torch.ops.fdp.reduce_scatter.default
         made = self._new(scatter, rows, given["op"], _AXIS, given["kind"], given["label"])
-        self._links.append(Link(made.name, node.name, None, "scattered", made.name, None, part))
+        self._links.append(Link(made.name, node.name, "scattered", made.name, node.name, part))
         return made
 
     def _reduced(self, node: fx.Node, unit: Unit) -> fx.Node:
@@ -382,13 +380,13 @@ class _Rewriting:
             sent.append(self._new(torch.ops.fdp.all_reduce.default, value, op, _AXIS, "value", name))
             return sent[-1]
 
-        made = combined(node, own, unit.reads[0].meta["val"].numel(), self._new, over_ranks)
+        made = combined(node, own, part.ranks, self._new, over_ranks)
         for each in sent:
-            self._links.append(Link(each.name, node.name, unit.entry, "combined", made.name, None, part, own.name))
+            self._links.append(Link(each.name, node.name, "combined", made.name, node.name, part, unit.entry, own.name))
         return made
 
 
-def nodes_before(node: fx.Node) -> list[fx.Node]:
+def _nodes_before(node: fx.Node) -> list[fx.Node]:
     """The nodes among the arguments of a call, each as often as it is given."""
     return list(nodes_in([*node.args, *node.kwargs.values()]))
 
@@ -398,6 +396,12 @@ def _origin(node: fx.Node) -> fx.Node:
     while is_same_view(node) and node.target is not operator.getitem:
         node = node.all_input_nodes[0]
     return node
+
+
+def _entry_of(value: fx.Node, node: fx.Node) -> int | None:
+    """Which of several results a node is; None if there is one."""
+    made = value.meta.get("val")
+    return storages(made).index(storages_of(node)[0]) if isinstance(made, (list, tuple)) else None
 
 
 def _in_rows(node: fx.Node, part: Part) -> list[int]:

@@ -17,7 +17,6 @@ from optree import PyTreeKind
 
 from fdp import pytree
 from fdp.state.labels import PerRank
-from fdp.state.shards import taken_apart
 
 _PLAIN = (PyTreeKind.TUPLE, PyTreeKind.LIST, PyTreeKind.DICT, PyTreeKind.ORDEREDDICT, PyTreeKind.NAMEDTUPLE)
 """Containers whose type, length and keys decide on the structure. Others are taken apart in full."""
@@ -91,7 +90,7 @@ class Structure:
         if self._each:
             return self._flatten_each(args)
         if self._known is None:
-            leaves, spec = taken_apart(args)
+            leaves, spec = pytree.flatten(args, apart=True)
             return leaves if spec == self.spec else None
         try:
             if len(args) == self._length and self._known.holds(args):

@@ -164,23 +164,22 @@ class Link:
     Attributes:
         node: the name of its node.
         whole: the name of the node, in the graph on whole values, of whose value it is.
-        entry: which of its results; None if there is one.
         kind: "gathered" (the whole of a value that lies in parts), "scattered" (a part of a sum over ranks) or
             "combined" (one number, of what each rank has of its part).
         made: the name of the node that has the value, of which the collective is a part.
-        number: of what is combined, the name of the node that makes one number of this rank's part.
-        before: the name of the node, in the graph on whole values, that reads it first; None if the value does not
-            change once it is there.
+        after: the name of the node, in the graph on whole values, that made or changed the value last before.
         part: how the value is divided.
+        entry: which of the results of `whole`; None if there is one.
+        number: of what is combined, the name of the node that makes one number of this rank's part.
     """
 
     node: str
     whole: str
-    entry: int | None
     kind: str
     made: str
-    before: str | None
+    after: str
     part: Part
+    entry: int | None = None
     number: str | None = None
 
 

@@ -247,8 +247,6 @@ def _call_by_itself(step: Callable[..., Any], flat: Flat, roles: Roles, values: 
     args: list[Any] = []
     for position, arg in enumerate(flat.args):
         if position not in roles.static:
-            if any(map(is_sharded, pytree.leaves_of(arg))):
-                return call_with(step, flat, roles, values)
             leaves, spec = pytree.flatten(arg, whole=PerRank)
             leaves = [leaf.value if isinstance(leaf, PerRank) else leaf for leaf in leaves]
             if not all(others.get(id(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor)):
