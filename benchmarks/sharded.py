@@ -11,7 +11,6 @@ step.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import statistics
 import time
@@ -200,7 +199,7 @@ def main() -> None:
     table = Table(title=f"{arguments.model}, AdamW, {where}, gloo: ms a step")
     for column in ("contender", "median", "quartiles", "beside fdp, whole state"):
         table.add_column(column, justify="left" if column == "contender" else "right")
-    with place.opened() if arguments.mbit else contextlib.nullcontext():
+    with place.opened():
         measured = run_in(place, on_rank, arguments.model, arguments.rounds)[0]
     first = measured["fdp, whole state"]
     for name, seconds in measured.items():

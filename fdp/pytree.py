@@ -71,9 +71,7 @@ def flatten(
         >>> flatten({"w": 1, "b": (2, None)})
         ([2, 1], PyTreeSpec({'b': (*, None), 'w': *}))
     """
-    kept = _apart if whole is None else _apart | {whole}
-    if apart:
-        kept = kept - _apart
+    kept = (frozenset() if apart else _apart) | (frozenset() if whole is None else {whole})
     is_leaf = (lambda node: type(node) in kept) if kept else None
     while True:
         leaves, spec = optree.tree_flatten(tree, is_leaf, none_is_leaf=none_is_leaf, namespace=_NAMESPACE)

@@ -14,7 +14,7 @@ from fdp.distributed.group import Group, Ranks, resolve_group
 from fdp.errors import ArgumentError, build_message
 from fdp.pytree import Tree
 from fdp.state.labels import labelled
-from fdp.state.shards import Part, assembled_over, is_sharded, layout_of, part_of, sharded_type
+from fdp.state.shards import Part, assembled_over, contiguous_strides, is_sharded, layout_of, part_of, sharded_type
 
 
 def shard(tree: Tree, min_size: int = 1024, group: Ranks = None) -> Tree:
@@ -111,8 +111,8 @@ def _divided(leaf: torch.Tensor, ranks: Group) -> torch.Tensor:
     sharded_type()
     own = torch.empty(part.of(leaf.shape), dtype=leaf.dtype, device=leaf.device)
     own.copy_(part.taken(leaf.detach(), ranks.rank))
-    stride = tuple(torch.empty(leaf.shape, device="meta").stride())
-    return assembled_over(_mesh_of(ranks, leaf.device.type), own, (Shard(part.dim),), leaf.shape, stride)
+    mesh = _mesh_of(ranks, leaf.device.type)
+    return assembled_over(mesh, own, (Shard(part.dim),), leaf.shape, contiguous_strides(leaf.shape))
 
 
 def _gathered(leaf: Any) -> torch.Tensor:

@@ -236,3 +236,12 @@ def with_sharded(spec: Spec, which: Sequence[Spec | None]) -> Spec:
     """
     wanted = iter(which)
     return spec.transform(None, lambda leaf: (next(wanted) or leaf) if leaf.num_leaves else leaf)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

@@ -15,7 +15,7 @@ from fdp import pytree
 from fdp.distributed.group import Group, resolve_group
 from fdp.errors import ArgumentError, TraceError, build_message
 from fdp.state.labels import labelled
-from fdp.state.shards import Layout, layout_in, sharded, taken_apart
+from fdp.state.shards import Layout, contiguous_strides, layout_in, sharded, taken_apart
 from fdp.trace.overlap import memory_groups
 from fdp.trace.trace import Input
 
@@ -374,12 +374,3 @@ def _refuse_other_shards(
                 "of a contiguous tensor. fdp.unshard(tree) makes plain tensors of others.",
             )
         )
-
-
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))

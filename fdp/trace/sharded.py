@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from fdp.errors import TraceError, build_message
-from fdp.state.shards import is_sharded, layout_in, sharded
+from fdp.state.shards import contiguous_strides, is_sharded, layout_in, sharded
 from fdp.tables import format_bytes
-from fdp.trace.arguments import Flat, contiguous_strides
+from fdp.trace.arguments import Flat
 from fdp.trace.placements import placements
 from fdp.trace.spmd import for_rank
 from fdp.trace.trace import Input, Link, Output

@@ -101,7 +101,9 @@ def trace_step(
         }
         check_outputs(name, outputs, causes, named)
 
-    def traced(module: fx.GraphModule, inputs: Sequence[Input], outputs: Sequence[Output], **more: Any) -> Trace:
+    def traced(
+        module: fx.GraphModule, inputs: Sequence[Input], outputs: Sequence[Output], in_spec: Any, out_spec: Any
+    ) -> Trace:
         outline_loops(name, module)
         operations, reductions = _operations(module.graph)
         return Trace(
@@ -117,20 +119,22 @@ def trace_step(
             graph=module,
             wire=wire,
             loops=tuple(loops_of(name, module)),
-            **{"in_spec": flat.spec, "out_spec": spec, "replicated_calls": (), **more},
+            replicated_calls=(),
+            in_spec=in_spec,
+            out_spec=out_spec,
         )
 
     spec = with_labels(out_spec, [output.labelled for output in outputs])
     if all(item.part is None for item in inputs):
-        made = traced(captured.module, inputs, outputs)
+        made = traced(captured.module, inputs, outputs, flat.spec, spec)
         return replace(made, replicated_calls=tuple(replicated_calls(captured.module, varying)))
-    sources = sharded_sources(outputs, out_spec, whole, flat, roles)
+    sources, shards = sharded_sources(outputs, out_spec, whole, flat, roles), shards_of(flat)
     one = for_one_rank(name, captured.module, whole, outputs, sources, may_differ)
-    replicated = traced(captured.module, whole, outputs, in_spec=without_shards(flat.spec))
-    calls = tuple(replicated_calls(captured.module, varying))
-    shards = shards_of(flat)
+    replicated = traced(captured.module, whole, outputs, without_shards(flat.spec), spec)
     spec = with_sharded(spec, [None if source is None else shards[source] for source in sources])
-    return traced(one.module, inputs, one.outputs, whole=replicated, links=one.links, replicated_calls=calls)
+    made = traced(one.module, inputs, one.outputs, flat.spec, spec)
+    calls = tuple(replicated_calls(captured.module, varying))
+    return replace(made, replicated_calls=calls, whole=replicated, links=one.links)
 
 
 @dataclass(frozen=True)

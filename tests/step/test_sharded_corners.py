@@ -82,6 +82,18 @@ def regularised(state: State, x: Tensor) -> Any:
     return {**state, **{key: state[key] - 0.1 * grad for key, grad in grads.items()}}, fdp.pmean(value)
 
 
+def changed_before_a_loop(state: State, x: Tensor) -> Any:
+    w = state["w"] * 1
+    first = w.sum()
+    w.mul_(0.5)
+
+    def loss(p: Tensor, x: Tensor) -> Tensor:
+        return (x @ w @ p.t()).square().mean()
+
+    grad = fdp.accumulate(fdp.grad(loss), microbatches=2)(state["v"], x)
+    return {**state, "w": w, "v": state["v"] - 0.1 * grad}, first
+
+
 STEPS: dict[str, Callable[[State, Tensor], Any]] = {
     "views": views,
     "extremes": extremes,
@@ -89,6 +101,7 @@ STEPS: dict[str, Callable[[State, Tensor], Any]] = {
     "of several results": of_several_results,
     "lists": lists,
     "regularised": regularised,
+    "changed before a loop": changed_before_a_loop,
 }
 
 
