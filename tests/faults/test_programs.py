@@ -57,7 +57,7 @@ def test_an_interrupt_ends_all_ranks_soon_and_says_little(tmp_path: pathlib.Path
     assert [line["event"] for line in told(tmp_path)].count("interrupted") == 2, printed
     for text in printed:
         assert "KeyboardInterrupt" in text
-        assert len(text.splitlines()) < 60, text
+        assert text.count("  File ") < 40, text  # one traceback: Python underlines more or fewer of its lines
 
 
 def test_who_waits_for_a_rank_can_be_interrupted_and_ends_at_once(tmp_path: pathlib.Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 REASONS = ("died", "frozen", "raised", "left", "unreachable")
 """What can have become of a rank: see `PeerError.reason`."""
+
+_NAMED = 16
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,7 @@ class Fault:
         call: of a rank that raised and goes on: which call of the group's steps it left; None for what is final.
         after_s: how many seconds after the first fault it was noticed: what comes later may have come of that.
         calls: of a rank that left: how many calls of the group's steps it has been through.
+        because: ranks that it gave up waiting for, and left for that reason.
         suspected: its monitor is silent or gone. The rank itself may be well: only who waits for it believes this.
     """
 
@@ -30,6 +34,7 @@ class Fault:
     suspected: bool = False
     after_s: float = 0.0
     calls: int = 0
+    because: tuple[int, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """What JSON knows of."""
@@ -47,10 +52,27 @@ class Fault:
             made = cls(
                 int(found["rank"]), str(found["reason"]), str(found["text"])[:2000],
                 None if call is None else int(call), bool(found["suspected"]), float(found["after_s"]),
-                int(found["calls"]),
+                int(found["calls"]), tuple(int(rank) for rank in found["because"][:_NAMED]),
             )  # fmt: skip
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError("no fault") from error
         if made.reason not in REASONS:
             raise ValueError("no fault")
         return made
+
+
+def with_causes(believed: Sequence[Fault], known: Sequence[Fault]) -> list[Fault]:
+    """The faults that are believed, and those for which a rank has left: it had looked at them, and believed them.
+
+    Example:
+        >>> frozen, left = Fault(1, "frozen"), Fault(0, "left", because=(1,))
+        >>> [fault.rank for fault in with_causes([left], [frozen, left])]
+        [1, 0]
+    """
+    ranks = {fault.rank for fault in believed}
+    unseen = list(believed)
+    while unseen:
+        causes = set(unseen.pop().because) - ranks
+        ranks |= causes
+        unseen += [fault for fault in known if fault.rank in causes]
+    return [fault for fault in known if fault.rank in ranks]

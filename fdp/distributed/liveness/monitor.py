@@ -199,7 +199,8 @@ class Monitor:
         for key, group in self._groups.items():
             if command["group"] not in (key, None):
                 continue
-            fault = Fault(group.node.rank, command["reason"], text, calls=command["calls"].get(key, 0))
+            calls, because = command["calls"].get(key, 0), tuple(command["because"].get(key, ()))
+            fault = Fault(group.node.rank, command["reason"], text, calls=calls, because=because)
             group.node.report(fault, now_s)
             if command["group"] is None:
                 self._left, self._connections.hurries = fault, True

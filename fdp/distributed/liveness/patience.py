@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fdp.distributed.liveness.fault import Fault
+from fdp.distributed.liveness.fault import Fault, with_causes
 from fdp.distributed.liveness.unreached import warn_of_unreached
 from fdp.distributed.liveness.watch import liveness_s, watched_ranks
 from fdp.distributed.liveness.watched import Watched, age
@@ -98,11 +98,8 @@ class Patience:
             logger.log(level, "fdp: %s", waiting_text(self._watched, self._what, waited_s))
 
     def _faults(self, waited_s: float) -> list[Fault]:
-        return [
-            fault
-            for fault in self._watched.faults(believing=waited_s >= _BELIEVES_S)
-            if waited_s >= self._patience_with(fault)
-        ]
+        known = self._watched.faults(believing=waited_s >= _BELIEVES_S)
+        return with_causes([fault for fault in known if waited_s >= self._patience_with(fault)], known)
 
     def _patience_with(self, fault: Fault) -> float:
         """Seconds that are waited before a fault is believed."""
@@ -212,9 +209,10 @@ def refuse_gone(watched: Watched) -> None:
     """
     if watched.has_news:
         warn_of_unreached(watched)
-        faults = [fault for fault in watched.faults(believing=False) if fault.call is None and fault.reason != "frozen"]
-        if faults:
-            raise peer_error(watched, faults, "")
+        known = watched.faults(believing=False)
+        final = [fault for fault in known if fault.call is None and fault.reason != "frozen"]
+        if final:
+            raise peer_error(watched, with_causes(final, known), "")
 
 
 def explain(group: Any, what: str) -> PeerError | None:

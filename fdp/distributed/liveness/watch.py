@@ -156,7 +156,8 @@ def _leave(monitor: Beside, key: str | None = None) -> None:
 def _say_why(monitor: Beside, key: str | None, reason: str, text: str) -> None:
     """Tell the monitor that this rank leaves a group, or all of them, after how many calls, and why."""
     calls = {watched.key: watched.calls for watched in all_watched()}
-    monitor.command(do="leave", group=key, reason=reason, text=text, calls=calls)
+    because = {watched.key: watched.gave_up_on for watched in all_watched()}
+    monitor.command(do="leave", group=key, reason=reason, text=text, calls=calls, because=because)
 
 
 def _hear_of_uncaught(monitor: Beside, before: Callable[..., Any], kind: Any, error: Any, traceback: Any) -> None:

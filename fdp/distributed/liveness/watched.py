@@ -11,7 +11,7 @@ from typing import Any
 
 from fdp.distributed.liveness import status as status_of
 from fdp.distributed.liveness.beside import Beside
-from fdp.distributed.liveness.fault import Fault
+from fdp.distributed.liveness.fault import Fault, with_causes
 from fdp.errors import PeerError, first_line
 
 
@@ -34,6 +34,7 @@ class Watched:
         news: what the monitor has heard.
         awaited: says what a step waits for, or waited for last; None outside of steps.
         has_warned: whether there was a warning of monitors that cannot be reached.
+        gave_up_on: ranks for want of which this one has left a call in the middle.
         waits_since_s: since when this rank waits for others, by the monotonic clock; None if it does not.
     """
 
@@ -52,6 +53,7 @@ class Watched:
     awaited: Callable[[], str] | None = None
     waits_since_s: float | None = None
     has_warned: bool = False
+    gave_up_on: tuple[int, ...] = ()
     _phase: int = status_of.IDLE
     _thread: int = 0
     _said: bool = False
@@ -95,9 +97,13 @@ class Watched:
         self._said = True
         if isinstance(error, PeerError):
             reason, text = "left", "it is no longer in step with the others"
+            self.gave_up_on = error.ranks
         else:
             reason, text = "raised", text_of(error)
-        self.monitor.command(do="leave", group=self.key, reason=reason, text=text, calls={self.key: self.calls})
+        self.monitor.command(
+            do="leave", group=self.key, reason=reason, text=text, calls={self.key: self.calls},
+            because={self.key: self.gave_up_on},
+        )  # fmt: skip
 
     @property
     def is_calling_here(self) -> bool:
@@ -146,15 +152,16 @@ class Watched:
         Args:
             believing: whether to believe what is only suspected, since this rank has waited for some time.
         """
-        found = [Fault.from_json(each) for each in self._read().get("story", ())]
-        return [
+        told = [Fault.from_json(each) for each in self._read().get("story", ())]
+        others = [fault for fault in told if fault.rank != self.rank]
+        believed = [
             fault
-            for fault in found
-            if fault.rank != self.rank
-            and (believing or not fault.suspected)
+            for fault in others
+            if (believing or not fault.suspected)
             # A rank that raised in a call, and goes on, keeps waiting only those that are in that call.
             and (fault.call is None or (fault.call == self.calling and self.is_calling_here))
         ]
+        return with_causes(believed, others)
 
     def busy(self) -> list[tuple[int, str, float]]:
         """Ranks that do not wait for others: which, what they do, and since how many seconds; the longest first."""

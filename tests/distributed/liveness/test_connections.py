@@ -156,7 +156,7 @@ def test_who_says_goodbye_is_not_looked_for() -> None:
     with watching(2) as (parent, child):
         child.meets(parent)
         assert until(lambda: bool(child.links()))
-        child.command(do="leave", group="g", reason="left", text="it is done", calls={})
+        child.command(do="leave", group="g", reason="left", text="it is done", calls={}, because={})
         assert until(lambda: parent.faults() == [(1, "left", False)])
         assert until(lambda: parent.links() == {}, 5.0)
         assert parent.monitor._groups["g"].neighbours[1].over

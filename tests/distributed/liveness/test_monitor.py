@@ -208,7 +208,7 @@ def test_many_strangers_keep_nobody_out(running: Running) -> None:
 def test_a_group_that_the_rank_has_left_is_not_told_of_any_more(running: Running) -> None:
     running.command(do="join", group="another", rank=0, size=1)  # no other rank has to hear of it
     assert until(lambda: "another" in running.status.news())
-    running.command(do="leave", group="another", reason="left", text="", calls={})
+    running.command(do="leave", group="another", reason="left", text="", calls={}, because={})
     assert until(lambda: "another" not in running.status.news())
     assert until(lambda: "another" not in running.monitor._groups)
     assert "g" in running.status.news()
@@ -235,7 +235,16 @@ def test_a_process_of_which_the_system_does_not_tell_has_not_gone(monkeypatch: p
 
 
 def _fault(rank: int, reason: str, text: str) -> dict[str, Any]:
-    return {"rank": rank, "reason": reason, "text": text, "call": None, "suspected": False, "after_s": 0.0, "calls": 0}
+    return {
+        "rank": rank,
+        "reason": reason,
+        "text": text,
+        "call": None,
+        "suspected": False,
+        "after_s": 0.0,
+        "calls": 0,
+        "because": [],
+    }
 
 
 def test_this_machine_has_a_name_and_addresses_that_are_not_its_own_loopback() -> None:

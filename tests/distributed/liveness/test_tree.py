@@ -295,6 +295,7 @@ def test_hosts_survive_the_wire(hosts: dict[int, str]) -> None:
                 "suspected": False,
                 "after_s": 0,
                 "calls": 0,
+                "because": [],
             }
         },
         {"hosts": [["a", 5, 10**9]]},

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import fdp
-from fdp.distributed.liveness import aborting, patience
+from fdp.distributed.liveness import aborting, patience, watched
 from fdp.distributed.liveness.fault import Fault
 from fdp.distributed.liveness.report import where
 from fdp.distributed.liveness.watched import age
@@ -221,6 +221,35 @@ def test_who_has_left_after_this_call_may_still_have_sent_what_is_missing(monkey
         for _ in range(12):
             now_s += 0.25
             waiting.look()
+
+
+@pytest.mark.parametrize("cause", [Fault(1, "frozen"), Fault(1, "left", calls=5)])
+def test_who_left_for_want_of_another_is_not_what_the_wait_fails_for(
+    monkeypatch: pytest.MonkeyPatch, cause: Fault
+) -> None:
+    """Rank 2 began to wait later than rank 0, which has given up on rank 1 already."""
+    now_s = 100.0
+    monkeypatch.setattr(patience.time, "monotonic", lambda: now_s)
+    waiting = patience.Patience(Looking(cause, Fault(0, "left", because=(1,))), "a message")  # type: ignore[arg-type]
+    with pytest.raises(fdp.PeerError) as caught:
+        for _ in range(4):
+            now_s += 0.25
+            waiting.look()
+    assert (caught.value.ranks[0], caught.value.reason) == (1 if cause.reason == "frozen" else 0, cause.reason)
+    assert "rank 1" in caught.value.details[-1]
+
+
+def test_what_a_suspicion_led_to_is_said_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = [Fault(1, "unreachable", suspected=True), Fault(0, "left", because=(1,)), Fault(3, "died", suspected=True)]
+    news = {"story": [fault.as_json() for fault in told]}
+    monkeypatch.setattr(watched.Watched, "_read", lambda _: news)
+    monkeypatch.setattr(watched.Watched, "has_news", True)
+    monkeypatch.setattr(patience, "warn_of_unreached", lambda _: None)
+    suspecting, suspected = (watched.Watched("g", rank, 4, None) for rank in (2, 1))  # type: ignore[arg-type]
+    assert [fault.rank for fault in suspecting.faults(believing=False)] == [1, 0]
+    assert [fault.rank for fault in suspected.faults(believing=False)] == [0]
+    with pytest.raises(fdp.PeerError, match="rank 1 cannot be reached"):
+        patience.refuse_gone(suspecting)
 
 
 def test_who_was_stopped_itself_looks_anew(monkeypatch: pytest.MonkeyPatch) -> None:
