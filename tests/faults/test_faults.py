@@ -115,6 +115,51 @@ def test_an_error_that_is_dealt_with_at_once_ends_nothing() -> None:
     assert ranks.run(2, catches_and_calls_again) == [[], ["caught"]]
 
 
+def all_are_refused_and_call_again(slow: int, refused: int) -> torch.Tensor:
+    """Every rank is refused before a message is sent; one of them takes its time until it makes the call again."""
+    step = fdp.data_parallel(lambda w, b: w + fdp.pmean(b @ w))
+    w = torch.ones(2, 2)
+    for call in range(3):
+        if call == 1:
+            for _ in range(refused):
+                with pytest.raises(RuntimeError):
+                    step(w, torch.ones(2, 3))
+            if dist.get_rank() == slow:
+                time.sleep(3.0)  # more than others wait for who has raised
+        w = step(w, torch.ones(2, 2))
+    return w
+
+
+@pytest.mark.parametrize(("slow", "refused"), [(0, 1), (1, 2)])
+def test_a_refusal_on_all_ranks_ends_nothing_however_late_one_of_them_goes_on(slow: int, refused: int) -> None:
+    one, other = ranks.run(2, all_are_refused_and_call_again, slow, refused)
+    assert torch.equal(one, other)
+    assert torch.equal(one, torch.full((2, 2), 27.0))
+
+
+def who_is_refused_alone_again(caught_before: bool) -> str:
+    """Rank 1 is refused in a call in which rank 0 waits for it, twice if it catches the first refusal."""
+    step = fdp.data_parallel(lambda w, b: w + fdp.pmean(b @ w))
+    w = step(torch.ones(2, 2), torch.ones(2, 2))
+    try:
+        if dist.get_rank() == 1:
+            for _ in range(1 + caught_before):
+                with pytest.raises(RuntimeError):
+                    step(w, torch.ones(2, 3))
+            time.sleep(4.0)
+        else:
+            step(w, torch.ones(2, 2))
+    except fdp.PeerError as error:
+        return error.reason
+    return ""
+
+
+@pytest.mark.parametrize("caught_before", [False, True])
+def test_who_is_refused_alone_is_named_in_each_attempt(caught_before: bool) -> None:
+    outcomes = ranks.run_fresh(2, who_is_refused_alone_again, caught_before, env={"FDP_LIVENESS_S": "3"})
+    assert [outcome.value for outcome in outcomes] == ["raised", ""], [outcome.describe() for outcome in outcomes]
+
+
 def raises_together() -> int:
     """Every rank raises in the same calls, one of them takes its time over it."""
     step, caught = fdp.data_parallel(_with_gradient, check_finite=True), 0

@@ -21,6 +21,7 @@ class Fault:
         reason: one of `REASONS`.
         text: what more is known, such as an error's class and text, or what the rank did last.
         call: of a rank that raised and goes on: which call of the group's steps it left; None for what is final.
+        attempt: which attempt at that call it was, from 1 on: who has dealt with an error makes the call once more.
         after_s: how many seconds after the first fault it was noticed: what comes later may have come of that.
         calls: of a rank that left: how many calls of the group's steps it has been through.
         because: ranks that it gave up waiting for, and left for that reason.
@@ -35,6 +36,7 @@ class Fault:
     after_s: float = 0.0
     calls: int = 0
     because: tuple[int, ...] = ()
+    attempt: int = 1
 
     def as_json(self) -> dict[str, Any]:
         """What JSON knows of."""
@@ -53,6 +55,7 @@ class Fault:
                 int(found["rank"]), str(found["reason"]), str(found["text"])[:2000],
                 None if call is None else int(call), bool(found["suspected"]), float(found["after_s"]),
                 int(found["calls"]), tuple(int(rank) for rank in found["because"][:_NAMED]),
+                int(found["attempt"]),
             )  # fmt: skip
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError("no fault") from error

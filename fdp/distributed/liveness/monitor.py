@@ -187,7 +187,8 @@ class Monitor:
                 is_here = command["host"] == self._host
                 found.is_at(command["addresses"], command["port"], command["token"], is_here, now_s)
             case "raised":
-                group.node.report(Fault(group.node.rank, "raised", command["text"], command["call"]), now_s)
+                call, attempt = command["call"], command["attempt"]
+                group.node.report(Fault(group.node.rank, "raised", command["text"], call, attempt=attempt), now_s)
             case "clear":
                 group.node.clear("raised", now_s)
             case "conclude":

@@ -26,6 +26,7 @@ class Watched:
         monitor: the process beside this rank.
         calls: of steps on the group on this rank, as far as all messages of theirs were there.
         calling: which call is under way, from 1 on; None between calls.
+        attempt: which attempt at that call, from 1 on: ranks that raised before any message may make it again.
         step: the name of the step that was called last.
         number: which call of that step.
         raised: whether the last call ended in an error that other ranks may wait for.
@@ -44,6 +45,7 @@ class Watched:
     monitor: Beside
     calls: int = 0
     calling: int | None = None
+    attempt: int = 0
     step: str = ""
     number: int = 0
     raised: bool = False
@@ -64,6 +66,7 @@ class Watched:
             self.raised = False
             self.monitor.command(do="clear", group=self.key)
         self.calling, self.step, self.number = self.calls + 1, step, number
+        self.attempt += 1
         self._thread = threading.get_ident()
         self._phase = status_of.CALLING
         self.monitor.status.say(self._phase, number, step)
@@ -76,7 +79,7 @@ class Watched:
     def messages_are_there(self) -> None:
         """All messages of the call are through: whatever happens to it now, no other rank waits for it."""
         if self.calling is not None:
-            self.calls = self.calling
+            self.calls, self.attempt = self.calling, 0
 
     def end(self, error: BaseException | None) -> None:
         """The call has ended."""
@@ -86,7 +89,8 @@ class Watched:
                 self._is_out(error)
             elif not isinstance(error, PeerError):
                 self.raised = True
-                self.monitor.command(do="raised", group=self.key, text=text_of(error), call=left)
+                text = text_of(error)
+                self.monitor.command(do="raised", group=self.key, text=text, call=left, attempt=self.attempt)
         self._phase = status_of.IDLE
         self.monitor.status.say(self._phase, self.number, self.step)
 
@@ -157,11 +161,16 @@ class Watched:
         believed = [
             fault
             for fault in others
-            if (believing or not fault.suspected)
-            # A rank that raised in a call, and goes on, keeps waiting only those that are in that call.
-            and (fault.call is None or (fault.call == self.calling and self.is_calling_here))
+            if (believing or not fault.suspected) and (fault.call is None or self._waits_in(fault))
         ]
         return with_causes(believed, others)
+
+    def _waits_in(self, fault: Fault) -> bool:
+        """Whether this rank is in the very call that another one raised in, which goes on.
+
+        If this one is in a later attempt at the call, it raised in the one before, too: the other one is on its way.
+        """
+        return fault.call == self.calling and fault.attempt >= self.attempt and self.is_calling_here
 
     def busy(self) -> list[tuple[int, str, float]]:
         """Ranks that do not wait for others: which, what they do, and since how many seconds; the longest first."""

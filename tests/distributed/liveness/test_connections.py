@@ -47,7 +47,7 @@ def test_what_was_said_while_there_was_no_connection_arrives(pair: tuple[Watchin
     wire.is_closed = True
     wire.reset()
     assert until(lambda: child.links() == {})
-    child.command(do="raised", group="g", text="KeyError: 'w'", call=7)
+    child.command(do="raised", group="g", text="KeyError: 'w'", call=7, attempt=1)
     time.sleep(0.5)
     assert parent.faults() == child.faults() == []  # neither leads: the other one is not lost yet
     wire.is_closed = False

@@ -184,7 +184,7 @@ def test_a_child_is_heard_and_missed_when_it_is_gone(running: Running) -> None:
         time.sleep(0.05)
         child.sendall(hello[7:] + framed({"report": _fault(2, "raised", "ValueError: no"), "number": 1, "received": 0}))
         assert until(lambda: [each["rank"] for each in running.story()] == [2])
-        running.command(do="raised", group="g", text="KeyError: 'w'", call=7)
+        running.command(do="raised", group="g", text="KeyError: 'w'", call=7, attempt=1)
         assert until(lambda: [each["rank"] for each in running.story()] == [2, 0])
         running.command(do="clear", group="g")
         assert until(lambda: [each["rank"] for each in running.story()] == [2])
@@ -244,6 +244,7 @@ def _fault(rank: int, reason: str, text: str) -> dict[str, Any]:
         "after_s": 0.0,
         "calls": 0,
         "because": [],
+        "attempt": 1,
     }
 
 

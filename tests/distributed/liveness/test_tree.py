@@ -296,6 +296,7 @@ def test_hosts_survive_the_wire(hosts: dict[int, str]) -> None:
                 "after_s": 0,
                 "calls": 0,
                 "because": [],
+                "attempt": 1,
             }
         },
         {"hosts": [["a", 5, 10**9]]},
