@@ -107,6 +107,9 @@ def all_to_all(x: Tree, split_axis: int, concat_axis: int) -> Tree:
     def exchange(leaf: torch.Tensor, label: str) -> torch.Tensor:
         split, concat = split_axis % leaf.dim(), concat_axis % leaf.dim()
         parts = markers.all_to_all(_rows(leaf, split, size), where.name, "value", label)
+        if size == 1 or all(n == 1 for n in leaf.shape[:concat]):  # rows follow each other as they are
+            shape = [*parts.shape[1 : concat + 1], size * parts.shape[concat + 1], *parts.shape[concat + 2 :]]
+            return torch.ops.aten._unsafe_view.default(parts, shape)  # the caller's own, and no view
         return parts.movedim(0, concat).flatten(concat, concat + 1).contiguous()
 
     def check(given: Given) -> None:

@@ -115,8 +115,18 @@ class Reference(Machine):
     """
 
     def __init__(self, trace: Trace, rank: int) -> None:
-        super().__init__(Values(rank, trace.world_size))
         self.trace = trace
+        values = Values(rank, trace.world_size)
+        self._begin(values)
+        self._run()
+        while values.late:  # each time more is known, and of calls there is an end
+            values.anew()
+            self._begin(values)
+            self._run()
+        values.terms.tracing = False
+
+    def _begin(self, values: Values) -> None:
+        super().__init__(values)
         self.memories = Memories()
         self.inputs: list[View] = []
         self.closed: dict[int, tuple[torch.Tensor, View]] = {}
@@ -131,9 +141,7 @@ class Reference(Machine):
         self.reads_undefined = False
         self._means: list[Term] = []
         self._node: Any = None
-        self._loops = {loop.node: loop for loop in trace.loops}
-        self._run()
-        self.values.terms.tracing = False
+        self._loops = {loop.node: loop for loop in self.trace.loops}
 
     @property
     def changed(self) -> list[int]:

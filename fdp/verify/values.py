@@ -29,6 +29,7 @@ class Values:
         held: objects that occur in terms by their identity, which must stay what they are.
         tensors: the constants, in numbers.
         symbols: of numbers that are read from tensors, those that are the same as others.
+        late: whether something was found to be a constant after it had become a part of other terms.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -38,7 +39,9 @@ class Values:
         self.held: dict[int, Any] = {}
         self.tensors: dict[Term, torch.Tensor] = {}
         self.symbols: dict[Any, Any] = {}
+        self.late = False
         self._folded: dict[Term, dict[Any, Term]] = {}
+        self._unfolded: set[Term] = set()  # calls of which a result is part of terms that do not know its bytes
         self._elements: dict[Any, tuple[bytes, torch.Tensor]] = {}
 
     # Literals, and tensors that are read.
@@ -85,6 +88,7 @@ class Values:
         folded = self._folded.get(call)
         if folded is not None and index in folded:
             return folded[index]
+        self._unfolded.add(call)
         return self.terms.make(("result", call, index, shape, dtype), shape, dtype)
 
     def folded(self, call: Term) -> bool:
@@ -194,6 +198,9 @@ class Values:
     def fold(self, call: Term, results: Sequence[View], compute: Callable[[], Any]) -> None:
         """Compute a call that depends on no input, so that its results are known by their bytes.
 
+        If a result of the call is part of another term by now, such as the product in `addmm`, it comes too late for
+        that: see `anew`.
+
         Args:
             call: as a term, of an operator that computes and does nothing else.
             results: of the call.
@@ -208,6 +215,12 @@ class Values:
             return
         if [(tuple(x.shape), x.dtype) for x in made] == [(view.shape, view.dtype) for view in results]:
             self._folded[call] = dict(enumerate(map(self.constant, made)))
+            self.late |= call in self._unfolded
+
+    def anew(self) -> None:
+        """Begin once more, with all that is known of constants by now, so that they are so from the beginning."""
+        self.memory, self.late = Memory(self.terms), False
+        self._unfolded.clear()
 
     def realised(self, term: Term, device: torch.device) -> torch.Tensor:
         """A constant in numbers."""

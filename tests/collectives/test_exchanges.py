@@ -87,6 +87,36 @@ def test_outside_of_a_step(world: int) -> None:
     ranks.run(world, outside_a_step)
 
 
+def changed_by_whoever_called() -> list[str]:
+    """What a collective returns is nobody's view: it can be detached, and changed in place, and the argument stays."""
+    size, found = fdp.axis_size(), []
+    x = torch.arange(float(4 * size * size)).view(2 * size, 2 * size)
+    kinds: dict[str, Any] = {
+        f"all_to_all {split} {concat}": lambda x, s=split, c=concat: fdp.all_to_all(x, s, c)
+        for split in (0, 1)
+        for concat in (0, 1)
+    }
+    kinds |= {"psum_scatter": fdp.psum_scatter, "all_gather": fdp.all_gather, "pmean": fdp.pmean, "psum": fdp.psum}
+    kinds |= {"ppermute": lambda x: fdp.ppermute(x, [(0, 0)]), "broadcast": lambda x: fdp.broadcast(x, root=0)}
+    kinds["all_to_all of a row"] = lambda x: fdp.all_to_all(x[None], 2, 1)
+    for name, collective in kinds.items():
+
+        def step(s: torch.Tensor, x: torch.Tensor, collective: Any = collective) -> Any:
+            y = collective(x[:])
+            y.detach_()
+            return fdp.per_rank((y.add_(1), x * 1))
+
+        y, same = fdp.data_parallel(step)(torch.ones(1), x.clone())
+        if not same_bits(y, collective(x) + 1) or not same_bits(same, x):
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_a_collective_returns_can_be_changed(world: int) -> None:
+    assert ranks.run(world, changed_by_whoever_called) == [[]] * world
+
+
 def in_pieces() -> None:
     """Parts of more than 1 MiB, of lengths that pieces do not share evenly; alone and many at once."""
     rank, size = int(fdp.axis_index()), fdp.axis_size()

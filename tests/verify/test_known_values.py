@@ -68,6 +68,25 @@ def check(function: Callable[[torch.Tensor, Any], torch.Tensor], compile: bool) 
         torch.testing.assert_close(found, (state - grad, function(batch, torch.tensor(0))))
 
 
+def test_a_product_that_is_added_first_and_known_later_is_one_value() -> None:
+    """The sum has the product as a part of it, before the product by itself is known by its bytes."""
+
+    def step(state: torch.Tensor, batch: torch.Tensor) -> Any:
+        ones, numbers, total = torch.ones(4, 4), torch.arange(16.0).view(4, 4).sin(), batch * 2
+        total.addmm_(ones, numbers)
+        masked = torch.ones(4, 4).masked_fill_(numbers > 0, 3)
+        return state, fdp.per_rank(
+            (total, ones @ numbers, masked * batch, torch.ones(4, 4).masked_fill(numbers > 0, 3))
+        )
+
+    fitted, batch = fdp.data_parallel(step), torch.ones(4, 4)
+    _, found = fitted(torch.ones(1), batch)
+    ones, numbers = torch.ones(4, 4), torch.arange(16.0).view(4, 4).sin()
+    mask = torch.ones(4, 4).masked_fill(numbers > 0, 3)
+    expected = (batch * 2).addmm(ones, numbers), ones @ numbers, mask * batch, mask
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("name", WITH_RANK)
 def test_what_depends_on_the_rank_alone(name: str) -> None:
     check(WITH_RANK[name], compile=False)
