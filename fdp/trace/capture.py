@@ -32,6 +32,7 @@ from fdp.trace.effects import effects_of, is_marker, storages_of
 from fdp.trace.fake_rules import teach
 from fdp.trace.raw_messages import raw_messages_refused, refused_operators
 from fdp.trace.remedies import MADE_SHAPE, READ_VALUE, remedy_for
+from fdp.trace.reshapes import refuse_foreign
 from fdp.trace.rng_replay import drop_idle_rewinds, rewound
 from fdp.trace.silent_changes import Unseen
 from fdp.trace.source import Source, failing_line, library_line, source_lines, users_lines
@@ -96,7 +97,8 @@ def capture(
     # Closed-over tensors are real; they become constants of the graph and are judged later.
     fake_mode = _fake_mode(allow_non_fake_inputs=True)
     fakes = _without_values(fake_mode, tensors)
-    recorded = _recorded(flat_step, names, closed_over)
+    tracers: list[Any] = []
+    recorded = _recorded(flat_step, names, closed_over, tracers.append)
     # Derivatives make zeros without memory. Where an operator does not know those, torch fills in zeros, and mistakes
     # the device of a fake tensor for "meta".
     with_memory: dict[Any, Callable[..., Any]] = {
@@ -115,6 +117,8 @@ def capture(
         except Exception as error:
             refusal = _explain(name, error)
             if refusal is None:
+                for tracer in tracers:
+                    _refuse_foreign(name, tracer, fake_mode, names, closed_over)
                 raise
             raise refusal from error
     called = [node for node in graph_module.graph.nodes if node.op == "call_function"]
@@ -122,7 +126,7 @@ def capture(
         raise parts.refusal(TRACING, ["the tracer makes nodes in another way than by its create_node"])
     drop_idle_rewinds(graph_module.graph)
     _drop_dead_code(graph_module)
-    _complete_examples(graph_module, fake_mode)
+    _complete_examples(graph_module.graph, graph_module, fake_mode)
     return graph_module
 
 
@@ -163,14 +167,16 @@ def _recorded(
     flat_step: Callable[..., Sequence[Any]],
     names: Sequence[str],
     closed_over: Callable[[], Mapping[int, tuple[str, torch.Tensor]]],
+    begun: Callable[[Any], None],
 ) -> Callable[..., Sequence[Any]]:
-    """The step as the tracer calls it: watched for what no operator says."""
+    """The step as the tracer calls it: watched for what no operator says. `begun` is told the tracer."""
     caches = torch.is_autocast_cache_enabled()
 
     def recorded(*inputs: torch.Tensor) -> Sequence[Any]:
         mode = get_proxy_mode()
         assert mode is not None
         tracer: Any = mode.tracer
+        begun(tracer)
 
         def stand_for(tensor: Any, other: Any) -> None:
             set_proxy_slot(tensor, tracer, get_proxy_slot(other, tracer))
@@ -195,6 +201,20 @@ def _recorded(
             return unseen.settle(flat_step(*inputs))
 
     return recorded
+
+
+def _refuse_foreign(
+    name: str,
+    tracer: Any,
+    fake_mode: FakeTensorMode,
+    names: Sequence[str],
+    closed_over: Callable[[], Mapping[int, tuple[str, torch.Tensor]]],
+) -> None:
+    """Refuse a step whose trace broke off, if what it did before is a change of shape of what it does not own."""
+    graph = tracer.graph
+    _complete_examples(graph, tracer.root, fake_mode)
+    inputs = names or [f"argument {i}" for i in range(len(graph.find_nodes(op="placeholder")))]
+    refuse_foreign(name, graph, tracer.root, inputs, {number: known for number, (known, _) in closed_over().items()})
 
 
 def _fake_mode(**options: Any) -> FakeTensorMode:
@@ -333,14 +353,14 @@ def _drop_dead_code(graph_module: fx.GraphModule) -> None:
     graph_module.recompile()
 
 
-def _complete_examples(graph_module: fx.GraphModule, fake_mode: FakeTensorMode) -> None:
+def _complete_examples(graph: fx.Graph, holder: Any, fake_mode: FakeTensorMode) -> None:
     """Give closed-over tensors, which the tracer takes for new memory at each use, one example value for all uses.
 
     Relied on: what stands for a real tensor in a fake-tensor mode, and its memory, is remembered as long as anything of
     the graph looks at it. If it were not, views of a closed-over tensor would have other memory than the tensor.
     """
-    for node in graph_module.graph.nodes:
-        real = getattr(graph_module, node.target, None) if node.op == "get_attr" else None
+    for node in graph.nodes:
+        real = getattr(holder, node.target, None) if node.op == "get_attr" else None
         if isinstance(real, torch.Tensor) and not isinstance(real, FakeTensor):
             node.meta["val"] = fake_mode.from_tensor(real, static_shapes=True)
             views = (user for user in node.users if user.op == "call_function" and effects_of(user).view)

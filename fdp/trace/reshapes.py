@@ -39,37 +39,21 @@ def reshape_by_views(
         names: of closed-over tensors, by `id`.
 
     Raises:
-        PurityError: an argument, or a closed-over tensor, is changed so: its owner would find it in another shape.
-        TraceError: what the change means cannot be said by a view. Both name every operator and its line.
+        PurityError: as `refuse_foreign` does.
+        TraceError: what the change means cannot be said by a view. It names every operator and its line.
     """
     graph = graph_module.graph
-    owners = {node: item.name for node, item in zip(graph.find_nodes(op="placeholder"), inputs, strict=True)}
-    for node in graph.find_nodes(op="get_attr"):
-        held = getattr(graph_module, str(node.target), None)
-        owners[node] = names.get(id(held), f"a closed-over tensor of shape {list(getattr(held, 'shape', ()))}")
+    owners = _owners(graph, graph_module, [item.name for item in inputs], names)
+    refuse_foreign(name, graph, graph_module, [item.name for item in inputs], names)
     order = {node: index for index, node in enumerate(graph.nodes)}
-    reshaped, foreign, unclear = [], [], []
+    reshaped, unclear = [], []
     for node in list(graph.nodes):
-        for given, value, is_out in _changed_in_place(node):
-            stays = _lies(given.meta["val"]) == _lies(value)
-            if stays and operator_name(node) not in (*_VIEWS, "resize_", "resize_as_", "set_"):
-                continue
-            owner = _object(given)
-            if owner in owners and not stays:
-                foreign.append(f"{owners[owner]}: {located(node)}")
-            elif (replace := _replacement(node, given, value, is_out, order)) is None:
+        for given, value, is_out in _reshaped_in_place(node):
+            if (replace := _replacement(node, given, value, is_out, order)) is None:
                 unclear.append(located(node))
             else:
                 replace()
                 reshaped.append(node)
-    if foreign:
-        raise PurityError(
-            build_message(
-                f"step {name!r} gives tensors another shape, or other memory, in place that it does not own.",
-                foreign,
-                remedy="make a view and use that, as in w = w.t() for w.t_(): the caller's tensor stays as it is.",
-            )
-        )
     if unclear:
         raise TraceError(
             build_message(
@@ -83,6 +67,54 @@ def reshape_by_views(
         if not node.users and effects_of(node).pure:
             graph.erase_node(node)
     _look_at_the_whole(graph, owners)
+
+
+def refuse_foreign(name: str, graph: fx.Graph, holder: Any, inputs: Sequence[str], names: Mapping[int, str]) -> None:
+    """Refuse what changes the shape or the memory of a tensor in place that the step does not own.
+
+    Args:
+        name: the user's function, for messages.
+        graph: the graph, or as much of it as there is: to the tracer a closed-over tensor keeps the shape that it had,
+            so that what comes after may fail, and this is the cause.
+        holder: has the closed-over tensors as attributes.
+        inputs: the names of the step's inputs, as many as there are placeholders.
+        names: of closed-over tensors, by `id`.
+
+    Raises:
+        PurityError: an argument, or a closed-over tensor, is changed so: its owner would find it in another shape.
+    """
+    owners = _owners(graph, holder, inputs, names)
+    foreign = [
+        f"{owners[owner]}: {located(node)}"
+        for node in graph.nodes
+        for given, value, _ in _reshaped_in_place(node)
+        if (owner := _object(given)) in owners and _lies(given.meta["val"]) != _lies(value)
+    ]
+    if foreign:
+        raise PurityError(
+            build_message(
+                f"step {name!r} gives tensors another shape, or other memory, in place that it does not own.",
+                foreign,
+                remedy="make a view and use that, as in w = w.t() for w.t_(): the caller's tensor stays as it is.",
+            )
+        )
+
+
+def _owners(graph: fx.Graph, holder: Any, inputs: Sequence[str], names: Mapping[int, str]) -> dict[fx.Node, str]:
+    """The tensors that belong to the caller of a step, and what they are called."""
+    owners = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
+    for node in graph.find_nodes(op="get_attr"):
+        held = getattr(holder, str(node.target), None)
+        owners[node] = names.get(id(held), f"a closed-over tensor of shape {list(getattr(held, 'shape', ()))}")
+    return owners
+
+
+def _reshaped_in_place(node: fx.Node) -> Iterator[tuple[fx.Node, Any, bool]]:
+    """Of the tensors that a node changes and returns, those that may lie in another way, or elsewhere, afterwards."""
+    for given, value, is_out in _changed_in_place(node):
+        moves = operator_name(node) in (*_VIEWS, "resize_", "resize_as_", "set_")
+        if moves or _lies(given.meta["val"]) != _lies(value):
+            yield given, value, is_out
 
 
 def _look_at_the_whole(graph: fx.Graph, owners: Mapping[fx.Node, str]) -> None:

@@ -67,6 +67,7 @@ def _walk(graph: fx.Graph, varying_inputs: Iterable[fx.Node]) -> tuple[dict[int,
     for node in varying_inputs:
         for storage in storages_of(node):
             causes[storage] = Cause(node)
+    uneven = _uneven(graph, varying_inputs)
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     for node in nodes:
         if node.op != "call_function":
@@ -81,7 +82,8 @@ def _walk(graph: fx.Graph, varying_inputs: Iterable[fx.Node]) -> tuple[dict[int,
                 for storage in made:
                     causes[storage] = Cause(node)
             continue
-        read = (storage for argument in effects.reads if not _only_shape(node) for storage in storages_of(argument))
+        shape_alone = _only_shape(node) and (node.args[0] not in uneven or _is_scalar(node.args[0]))
+        read = (storage for argument in effects.reads if not shape_alone for storage in storages_of(argument))
         draws = [causes[storage].draw for storage in read if storage in causes]
         varies = effects.random or bool(draws)
         written = {storage for target in effects.writes for storage in storages_of(target)}
@@ -97,9 +99,31 @@ def _walk(graph: fx.Graph, varying_inputs: Iterable[fx.Node]) -> tuple[dict[int,
 
 
 def _only_shape(node: fx.Node) -> bool:
-    """Whether a node looks only at the shape of its argument, and at one that cannot differ between ranks."""
-    target = str(node.target)
-    return target in ("aten.ones_like.default", "aten.zeros_like.default") and node.meta["val"].dim() == 0
+    """Whether a node looks only at the shape of its argument."""
+    return str(node.target) in ("aten.ones_like.default", "aten.zeros_like.default")
+
+
+def _uneven(graph: fx.Graph, varying_inputs: Iterable[fx.Node]) -> frozenset[fx.Node]:
+    """The values whose shapes may differ from rank to rank: batches may, and what is made of them.
+
+    What is written in place keeps its shape, whatever is written; what comes of a collective has one on all ranks. A
+    scalar counts as well: it may be expanded to the length of a batch.
+    """
+    uneven = set(varying_inputs)
+    for node in graph.nodes:
+        if node.op != "call_function" or node.meta.get("val") is None or collective_of(node) is not None:
+            continue
+        effects = effects_of(node)
+        sources = effects.writes or node.all_input_nodes
+        if any(source in uneven for source in sources):
+            uneven.add(node)
+    return frozenset(uneven)
+
+
+def _is_scalar(node: fx.Node) -> bool:
+    """Whether a node is a tensor without dimensions, which has the same shape on every rank."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dim() == 0
 
 
 def _covers(writes: Iterable[fx.Node]) -> bool:

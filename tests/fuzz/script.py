@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Sequence
 
-from fuzz.compare import rounds_by_itself
+from fuzz.compare import divides_exactly, rounds_by_itself
 from fuzz.program import Program
 
 _HERE = pathlib.Path(__file__).resolve().parent
@@ -24,7 +24,7 @@ def script(programs: Sequence[Program], why: str) -> str:
         for name, value in {
             "world": program.world, "calls": o.calls, "exact": [p.exact for p in programs], "wire": o.wire_dtype,
             "own": [p.owned for p in programs], "between": any(p.between for p in programs), "donate": o.donate,
-            "rounds": rounds_by_itself(programs),
+            "rounds": rounds_by_itself(programs) or not divides_exactly(programs[0].world),
         }.items()
     )  # fmt: skip
     listed = ", ".join(f"define{n}" for n in range(len(programs)))

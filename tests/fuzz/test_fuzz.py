@@ -63,7 +63,7 @@ def test_random_programs_compute_what_plain_pytorch_computes(world: int, count: 
     right = [verdict for verdict in verdicts if verdict.status == "right"]
     # A generator whose programs are all refused, or an oracle that excuses everything, would find nothing.
     assert len(right) > 0.7 * len(jobs)
-    assert sum(verdict.exact for verdict in right) > 0.4 * len(right)
+    assert world == 3 or sum(verdict.exact for verdict in right) > 0.4 * len(right)  # a third is rounded
     assert sum(verdict.excused > 0 for verdict in right) < 0.05 * len(right)
 
 
@@ -183,6 +183,16 @@ def test_a_mean_that_a_compiler_rounds_is_excused_in_compiled_steps_alone() -> N
     assert [Judge([program]).compare(0, 0, each) == [] for each in (right, last, wrong)] == [True, False, False]
     sums = dataclasses.replace(compiled, body=("m = a[::2].mean()",))
     assert Judge([sums]).compare(0, 0, last)  # a mean of short numbers by their sum is exact
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_mean_over_three_ranks_may_round_in_another_order(world: int) -> None:
+    """Where plain PyTorch's order of them gives short numbers by luck."""
+    program = program_of([], [Result("fdp.pmean(fdp.psum(x))", False)], world=world)
+    judge_of = Judge([program])
+    right = judge_of.calls[0][0].leaves
+    last, wrong = ([(path, leaf + by if "[1]" in path else leaf) for path, leaf in right] for by in (2**-21, 2**-8))
+    assert [judge_of.compare(0, 0, each) == [] for each in (right, last, wrong)] == [True, world == 3, False]
 
 
 def test_only_documented_refusals_are_allowed() -> None:

@@ -130,6 +130,15 @@ REFUSED: dict[str, tuple[Case, type, str, str, str]] = {
     "closed over, t_": (lambda s, b: TABLE.t_() * 1, PURITY, GIVES, "TABLE: ", "make a view"),
     "closed over, out=": (lambda s, b: torch.mul(b[0, 0], 2, out=COUNT), PURITY, OWN, "COUNT: ", "new value"),
     "closed over, resize_": (lambda s, b: TABLE.resize_(2) * 1, PURITY, GIVES, "TABLE: ", "make a view"),
+    "closed over, unsqueeze_, and what the old shape cannot do": (
+        lambda s, b: (COUNT.unsqueeze_(0), COUNT.detach()[:] * 1)[1], PURITY, GIVES, "COUNT: ", "make a view"
+    ),
+    "closed over, resize_, and what the old shape cannot do": (
+        lambda s, b: (COUNT.resize_(4), fdp.pmean(COUNT[:2]))[1], PURITY, GIVES, "COUNT: ", "make a view"
+    ),
+    "closed over, out= that grows, and what the old shape cannot do": (
+        lambda s, b: (torch.mul(b[0], 2, out=COUNT), COUNT[:1])[1], PURITY, GIVES, "COUNT: ", "make a view"
+    ),
     "closed over, numpy": (
         lambda s, b: (TABLE.numpy().__setitem__(0, 5), TABLE * 1)[1], PURITY, SIGHT, r"TABLE: \.numpy", "as an argument"
     ),
