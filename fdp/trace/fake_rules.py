@@ -6,6 +6,7 @@ torch.cond and the like.)
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,6 +45,8 @@ def teach(fake_mode: Any) -> Callable[[], bool]:
     it can be: only the operator's own derivative sees it, which gets the real one.
     Dropout that drops nothing hands its very argument back by its rule, and a new tensor by its kernel for CPUs: to the
     tracer the argument would be that result from there on.
+    A change of a list in place is counted by the kernels of its entries, which do not run. If it were not counted, the
+    derivative of a view of an entry would leave it out.
 
     Returns:
         A function that says whether an operator has come by since.
@@ -80,6 +83,8 @@ def teach(fake_mode: Any) -> Callable[[], bool]:
                 )
             )
         result = dispatch(func, types, args, kwargs)
+        if isinstance(func, torch._ops.OpOverload) and _changes_a_list(func._schema.name):
+            torch.autograd.graph.increment_version(args[0])
         if func is _DROPOUT and result[0] is args[0] and (args[2] is not False or args[0].device.type == "cpu"):
             with fake_mode:
                 return torch.empty_like(args[0]), result[1]
@@ -92,6 +97,12 @@ def teach(fake_mode: Any) -> Callable[[], bool]:
 
     fake_mode.dispatch = dispatch_all_others
     return lambda: asked
+
+
+@functools.cache
+def _changes_a_list(name: str) -> bool:
+    """Whether an operator, by its full name, changes each tensor of a list in place."""
+    return name.startswith("aten::_foreach_") and name.endswith("_")
 
 
 def _as_its_kernel(
