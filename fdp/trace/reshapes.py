@@ -66,6 +66,9 @@ def reshape_by_views(
     for node in reversed(reshaped):
         if not node.users and effects_of(node).pure:
             graph.erase_node(node)
+    for module in graph_module.modules():  # branches of conditions as well
+        if isinstance(module, fx.GraphModule):
+            _lay_windows_out(module.graph)
     _look_at_the_whole(graph, owners)
 
 
@@ -115,6 +118,28 @@ def _reshaped_in_place(node: fx.Node) -> Iterator[tuple[fx.Node, Any, bool]]:
         moves = operator_name(node) in (*_VIEWS, "resize_", "resize_as_", "set_")
         if moves or _lies(given.meta["val"]) != _lies(value):
             yield given, value, is_out
+
+
+def _lay_windows_out(graph: fx.Graph) -> None:
+    """Say of windows that are written to, and have no element in common, where they lie.
+
+    What functionalization makes of a change of windows has zeros wherever there is no window.
+    """
+    for node in graph.find_nodes(op="call_function", target=_aten.unfold.default):
+        whole, _, size, step = node.args
+        if size <= step and _is_written_to(node):
+            value = node.meta["val"]
+            node.target, node.args = _aten.as_strided.default, (whole, list(value.shape), list(value.stride()))
+            node.meta.pop("effects", None)
+
+
+def _is_written_to(view: fx.Node) -> bool:
+    """Whether anything is written through a view, or through views of it."""
+    return any(
+        view in effects_of(user).writes or (effects_of(user).view and _is_written_to(user))
+        for user in view.users
+        if user.op == "call_function"
+    )
 
 
 def _look_at_the_whole(graph: fx.Graph, owners: Mapping[fx.Node, str]) -> None:
