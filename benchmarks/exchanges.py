@@ -31,6 +31,8 @@ def messages(numel: int) -> dict[str, Callable[[], object]]:
         "fdp.psum_scatter": lambda: fdp.psum_scatter(own),
         "fdp.all_to_all": lambda: fdp.all_to_all(own, 0, 0),
         "fdp.ppermute, both ways": lambda: fdp.ppermute(own, [(0, 1), (1, 0)]),
+        "fdp.all_gather of its half": lambda: fdp.all_gather(part),
+        "torch all_gather_into_tensor": lambda: dist.all_gather_into_tensor(whole, part),
         "torch all_reduce": lambda: dist.all_reduce(whole),
         "torch reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(part, own),
         "torch all_to_all_single": lambda: dist.all_to_all_single(whole, own),

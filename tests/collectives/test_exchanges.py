@@ -129,6 +129,8 @@ def in_pieces() -> None:
         ):
             expected = expected_of(name, values, arguments)[rank]
             assert same_bits(getattr(fdp, name)(values[rank], **arguments), expected), (name, dtype)
+        assert same_bits(fdp.all_gather(values[rank]), torch.stack(values)), dtype
+        assert same_bits(fdp.all_gather(values[rank][:, :3]), torch.stack(values)[:, :, :3]), dtype  # in one piece
     step = fdp.data_parallel(lambda s, b: fdp.per_rank([fdp.psum_scatter(x) for x in b]), bucket_cap_mb=3)
     batch = [torch.full((size * 500_000,), rank + each + 1.0) for each in range(3)]
     for at, found in enumerate(step(torch.ones(1), batch)):
