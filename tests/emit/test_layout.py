@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import examples
 
+from fdp.emit.memory import layout as layout_room
 from fdp.emit.memory.layout import ALIGNMENT_BYTES, Lifetime, lay_out
 
 
@@ -58,3 +60,20 @@ def test_a_chain_of_pointwise_results_takes_one_place() -> None:
     chain = [Lifetime(k, 100, k, k + 1, (k - 1,) if k else ()) for k in range(9)]
     assert lay_out(chain).size_bytes == 128
     assert lay_out([Lifetime(k, 100, k, k + 1) for k in range(9)]).size_bytes == 256
+
+
+@pytest.mark.parametrize(
+    "check", [test_pieces_that_are_in_use_at_once_do_not_overlap, test_one_place_is_inherited_once]
+)
+def test_placed_the_largest_first_they_lie_apart_too(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout_room, "_GAPS", 0.0)
+    whole = layout_room.lay_out
+    monkeypatch.setattr(f"{__name__}.lay_out", lambda pieces: layout_room._largest_first(whole(pieces)))
+    check()
+
+
+def test_where_the_order_of_use_leaves_gaps_the_largest_come_first() -> None:
+    """Two large pieces in turn, with small ones between that outlive the first: in order, the second finds no gap."""
+    pieces = [Lifetime("a", 1024, 0, 1), Lifetime("b", 64, 1, 4), Lifetime("c", 2048, 2, 3), Lifetime("d", 64, 3, 5)]
+    layout = lay_out(pieces)
+    assert layout.size_bytes == layout.needed_bytes == 2048 + 128

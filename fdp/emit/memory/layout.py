@@ -1,7 +1,9 @@
 """Where each value lies in the memory of a step: values that are not needed at the same time share it.
 
-References: Pisarchyk and Lee, Efficient Memory Management for Deep Neural Net Inference (2020); here the order of
-events is known, so that a free list, walked through in that order, takes the place of their sorting by size.
+Two ways are tried. One walks through the order of events with a free list, which is quick. If that leaves large gaps,
+the other places the largest values first, each where it fits best.
+
+References: Pisarchyk and Lee, Efficient Memory Management for Deep Neural Net Inference (2020), section 5.
 """
 
 from __future__ import annotations
@@ -14,6 +16,12 @@ from typing import Any
 
 ALIGNMENT_BYTES = 64
 """As torch's own allocator aligns memory: kernels load whole cache lines, and their results can depend on it."""
+
+_GAPS = 1.02
+"""How much larger than what is in use at once a block may be before the other way is tried."""
+
+_MOST_PIECES = 4096
+"""With more of them the other way would take seconds: it looks at each pair."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +106,45 @@ def lay_out(pieces: Sequence[Lifetime]) -> Layout:
             if key not in inherited:
                 block.give_back(offsets[key], sizes[key])
                 live -= sizes[key]
-    return Layout(offsets, block.size, needed, tuple(pieces))
+    found = Layout(offsets, block.size, needed, tuple(pieces))
+    if block.size <= _GAPS * needed or len(pieces) > _MOST_PIECES:
+        return found
+    other = _largest_first(found)
+    return other if other.size_bytes < block.size else found
+
+
+def _largest_first(found: Layout) -> Layout:
+    """The same pieces, the largest placed first. What took the place of another one takes it here, too."""
+    together: list[list[Lifetime]] = []
+    at_end: dict[tuple[int, int, int], list[Lifetime]] = {}
+    for piece in sorted(found.pieces, key=lambda piece: (piece.first, piece.last)):
+        place = (found.offsets[piece.key], round_up(piece.size_bytes), piece.first)
+        chain = at_end.pop(place, None)
+        if chain is None or chain[-1].key not in piece.may_reuse:
+            chain = []
+            together.append(chain)
+        chain.append(piece)
+        at_end[place[0], place[1], piece.last] = chain
+    placed: list[tuple[int, int, int, int]] = []  # (begin, end, first, last), by where they begin
+    offsets: dict[Any, int] = {}
+    for chain in sorted(together, key=lambda chain: (-chain[0].size_bytes, chain[0].first)):
+        size, first, last = round_up(chain[0].size_bytes), chain[0].first, chain[-1].last
+        offset = _best_gap([(b, e) for b, e, f, at in placed if f <= last and first <= at], size)
+        bisect.insort(placed, (offset, offset + size, first, last))
+        offsets.update((piece.key, offset) for piece in chain)
+    size_bytes = max((end for _, end, _, _ in placed), default=0)
+    return Layout(offsets, size_bytes, found.needed_bytes, found.pieces)
+
+
+def _best_gap(taken: Sequence[tuple[int, int]], size: int) -> int:
+    """Where something of a size begins: in the smallest gap that fits, or behind all that is taken."""
+    end, best = 0, None
+    for begin, until in taken:
+        room = begin - end
+        if room >= size and (best is None or room < best[0]):
+            best = room, end
+        end = max(end, until)
+    return end if best is None else best[1]
 
 
 class _Block:
