@@ -1,17 +1,19 @@
 """Sharded state beside whole state, DDP, DDP with ZeroRedundancyOptimizer, and FSDP2's fully_shard.
 
-    python benchmarks/sharded.py [--ranks N] [--rounds N] [--mbit N] [--model mlp|gpt] [--state]
+    python benchmarks/sharded.py [--ranks N] [--rounds N] [--mbit N] [--model mlp|gpt] [--state] [--peak]
 
 By turns each contender makes one step with AdamW, in the same processes. Printed are the median of rank 0's times,
 their quartiles, and the ratio to fdp with whole state. With --mbit ranks are two hosts with a shaped link (needs root,
 ip and tc). --state prints what a rank holds of parameters and of AdamW's state for GPT-2 small instead, and takes no
-step.
+step. --peak prints the most that the allocator has handed out at once during a step of GPT-2 small, for each contender
+in processes of its own, and what fdp predicts.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import statistics
 import time
 import warnings
@@ -27,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from step_time import turns
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import fdp
 
@@ -56,11 +59,19 @@ CASES = {
     "mlp": Case(lambda: perceptron(2048, 5), lambda: torch.randn(32, 2048), lambda out, x: (out - x).square().mean()),
     "gpt": Case(lambda: GPT(8192, 256, 8, 8, 128), lambda: torch.randint(0, 8192, (2, 128)), _next_token),
 }
+GPT2 = Case(lambda: GPT(50257, 768, 12, 12, 1024), lambda: torch.randint(0, 50257, (1, 128)), _next_token)
 _ADAMW: dict[str, Any] = {"lr": 1e-3, "fused": True}
 
 
-def of_fdp(case: Case, way: str) -> Run:
-    """A step of fdp with whole state (""), with the optimizer's state sharded ("opt"), or with all of it ("all")."""
+def of_fdp(case: Case, way: str, least: bool = False, predicted: list[float] | None = None) -> Run:
+    """A step of fdp with whole state (""), with the optimizer's state sharded ("opt"), or with all of it ("all").
+
+    Args:
+        case: the model.
+        way: where its state lies.
+        least: whether it takes the least memory that it can.
+        predicted: gets the bytes that it is to hold.
+    """
     torch.manual_seed(0)
     apply, params, buffers = fdp.from_module(case.model())
     optimizer = fdp.optim.from_torch(torch.optim.AdamW, lr=1e-3)
@@ -69,16 +80,25 @@ def of_fdp(case: Case, way: str) -> Run:
     opt = optimizer.init(params)
     state = {"params": params, "opt": fdp.shard(opt) if way == "opt" else opt}
 
-    @fdp.data_parallel(donate_argnums=0)
     def train_step(state: Any, batch: torch.Tensor) -> Any:
         loss, grads = fdp.value_and_grad(lambda p: case.loss(apply(p, buffers, batch)[0], batch))(state["params"])
         new, opt = optimizer.update(grads, state["opt"], state["params"])
         return {"params": new, "opt": opt}, fdp.pmean(loss)
 
     held, batch = [state], case.batch()
+    del params, opt, state
+    step = fdp.data_parallel(train_step, donate_argnums=0)
+    if least:
+        try:
+            fdp.data_parallel(train_step, donate_argnums=0, memory_limit_mb=1).plan(held[0], batch)
+        except fdp.ArgumentError as error:
+            limit_mb = float(re.findall(r"memory_limit_mb=([\d.]+) is the least", str(error))[0])
+        step = fdp.data_parallel(train_step, donate_argnums=0, memory_limit_mb=limit_mb)
+    if predicted is not None:
+        predicted.append(step.plan(held[0], batch).memory().peak_bytes)
 
     def run() -> None:
-        held[0], _ = train_step(held[0], batch)
+        held[0], _ = step(held[0], batch)
 
     return run
 
@@ -90,7 +110,7 @@ def of_torch(case: Case, way: str) -> Run:
     if way == "fsdp":
         from torch.distributed.fsdp import fully_shard
 
-        for child in model.children() if isinstance(model, nn.Sequential) else ():
+        for child in getattr(model, "blocks", model if isinstance(model, nn.Sequential) else ()):
             if any(True for _ in child.parameters()):
                 fully_shard(child)
         fully_shard(model)
@@ -146,6 +166,47 @@ def on_rank(name: str, rounds: int) -> dict[str, list[float] | str]:
     return found
 
 
+LEAST = "fdp, ZeRO-3, the least memory"
+
+
+def peak_on_rank(contender: str) -> tuple[int, float]:
+    """The most bytes that the allocator has handed out at once during the third step; and what fdp predicted."""
+    warnings.simplefilter("ignore")
+    predicted: list[float] = []
+    ways = {"fdp, whole state": "", "fdp, ZeRO-1": "opt", "fdp, ZeRO-3": "all", LEAST: "all"}
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        if contender in ways:
+            run = of_fdp(GPT2, ways[contender], contender == LEAST, predicted)
+        else:
+            run = CONTENDERS[contender](GPT2)
+        for _ in range(2):
+            run()
+        begun_ns = time.time_ns()
+        run()
+    now = most = 0
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        if event.start_ns() >= begun_ns:
+            most = max(most, now)
+    return most, next(iter(predicted), 0.0)
+
+
+def print_peak(place: Place, ranks: int) -> None:
+    """Print what a rank holds while a step runs."""
+    table = Table(title=f"GPT-2 small, AdamW, float32, one sequence of 128, {ranks} ranks: MiB at most, on rank 0")
+    for column in ("contender", "measured", "predicted"):
+        table.add_column(column, justify="left" if column == "contender" else "right")
+    for contender in (*CONTENDERS, LEAST):
+        try:
+            most, predicted = run_in(place, peak_on_rank, contender)[0]
+        except Exception as error:
+            table.add_row(contender, f"{type(error).__name__}"[:30], "")
+            continue
+        table.add_row(contender, f"{most / 2**20:.0f}", f"{predicted / 2**20:.0f}" if predicted else "")
+    Console().print(table)
+
+
 def held_by_rank() -> dict[str, tuple[int, int]]:
     """Bytes of parameters and of AdamW's state that this rank holds, of GPT-2 small, by way."""
     with torch.no_grad():
@@ -188,12 +249,16 @@ def main() -> None:
     parser.add_argument("--mbit", type=float, default=0.0, help="megabits a second of each link; 0 for one machine")
     parser.add_argument("--model", choices=tuple(CASES), default="mlp")
     parser.add_argument("--state", action="store_true", help="what a rank holds, in place of times")
+    parser.add_argument("--peak", action="store_true", help="what a rank holds in a step, in place of times")
     arguments = parser.parse_args()
     place = lab_place(arguments.mbit * 1e6) if arguments.mbit else Place(arguments.ranks, "gloo")
     if (missing := place.why_not()) is not None:
         parser.exit(1, f"{missing}\n")
     if arguments.state:
         print_state(place, arguments.ranks)
+        return
+    if arguments.peak:
+        print_peak(place, arguments.ranks)
         return
     where = f"two hosts, {arguments.mbit:g} Mbit/s" if arguments.mbit else f"{arguments.ranks} ranks on one machine"
     table = Table(title=f"{arguments.model}, AdamW, {where}, gloo: ms a step")

@@ -57,7 +57,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "kernel_strides reductions_of_parts remedies replicated rng_replay silent_changes trace untouched variance",
         "arguments dependencies fake_rules raw_messages reshapes switches value_reads",
         "capture changes loops pairing recognise results", "placements",
-        "checks memory_checks spmd uncertain_strides wire_cast", "sharded",
+        "gathers", "checks memory_checks spmd uncertain_strides wire_cast", "sharded",
         "tracer",
     ),
     "timeline": ("timeline", "rows", "perfetto picture report"),
@@ -77,7 +77,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "emit": (
         "memory.constants memory.elements memory.layout memory.liveness memory.out_variants memory.views",
         "memory.donation memory.deferred_products", "memory.planning", "memory.instructions", "memory.memory_plan",
-        "memory.allocation", "memory.decisions",
+        "memory.allocation", "memory.decisions", "memory.peak",
         "codegen.bindings codegen.lines", "codegen.writer",
         "codegen.added_products codegen.loop_bodies codegen.packing codegen.shortcuts", "codegen.calls",
         "codegen.program",
@@ -96,7 +96,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "lockstep partitioned rounding side_by_side strides", "op_by_op", "compiled",
     ),
     "measure": ("agreed clock fit", "device_speed intervals link", "operations", "profile"),
-    "step": ("buckets_on_disk cache compile_together finite progress", "automatic_buckets", "first_call", "transform"),
+    "step": (
+        "buckets_on_disk cache compile_together finite memory_limit progress", "automatic_buckets", "first_call",
+        "transform",
+    ),
 }  # fmt: skip
 
 # `Trace.plan`, `Plan.emit` and the like are methods of values that lie below what they call. Each is a function-local
@@ -104,7 +107,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
 TO_THE_NEXT_STAGE = {
     "fdp.trace.trace": {"fdp.plan", "fdp.plan.buckets", "fdp.plan.build"},
     "fdp.timeline.timeline": {"fdp.timeline.perfetto", "fdp.timeline.picture", "fdp.timeline.report"},
-    "fdp.plan.plan": {"fdp.plan.simulate", "fdp.runtime", "fdp.runtime.emitted"},
+    "fdp.plan.plan": {"fdp.emit.memory.peak", "fdp.plan.simulate", "fdp.runtime", "fdp.runtime.emitted"},
     "fdp.plan.scaling": {"fdp.plan.scaling_picture"},
 }
 

@@ -126,20 +126,15 @@ def start_all_gather(
     if group.process_group is None:
         out[0].copy_(own)
         return _nothing
-    what, to, sent = "an all-gather", _as_bytes(out).view(group.size, -1), _as_bytes(own)
+    to, sent = _as_bytes(out).view(group.size, -1), _as_bytes(own)
     many = _pieces(sent.numel(), own, group)
-    if many == 1:
-        return _start(
-            what, own, group, arrived,
-            lambda ranks: dist.all_gather_single(to.view(-1), sent, group=ranks, async_op=True),
-        )  # fmt: skip
     columns = list(zip(to.chunk(many, 1), sent.chunk(many), strict=True))
 
     def send(at: int, ranks: Any) -> Any:
         into, given = columns[at]
         return dist.all_gather(list(into.unbind(0)), given, group=ranks, async_op=True)
 
-    return _start_pieces(what, own, group, arrived, len(columns), send)
+    return _start_pieces("an all-gather", own, group, arrived, len(columns), send)
 
 
 def start_all_to_all(

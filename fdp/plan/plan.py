@@ -20,6 +20,7 @@ from fdp.trace.trace import Trace
 
 if TYPE_CHECKING:
     from fdp.distributed.group import Ranks
+    from fdp.emit.memory.peak import MemoryForecast
     from fdp.runtime import Emitted
 
 
@@ -162,6 +163,22 @@ class Plan(Printed):
         from fdp.runtime.emitted import emit_plan
 
         return emit_plan(self, group, compile)
+
+    def memory(self) -> MemoryForecast:
+        """Predict what a rank holds in memory while the step runs operator by operator.
+
+        Returns:
+            The prediction, in bytes: state, batch, the block that the step keeps, and what lies elsewhere. It prints as
+            a table. `Emitted.memory` says what lies where in the block, and draws it.
+
+        Example:
+            >>> step = fdp.data_parallel(lambda w, x: w - 0.1 * fdp.grad(lambda w: (x @ w).square().mean())(w))
+            >>> step.plan(torch.ones(256, 256), torch.ones(4, 256)).memory().devices[0].state_bytes
+            262144
+        """
+        from fdp.emit.memory.peak import forecast_memory
+
+        return forecast_memory(self)
 
     def timeline(
         self, network: Network | None = None, world_size: int | None = None, costs: Costs | None = None

@@ -48,6 +48,11 @@ class Part:
         """Whether a tensor has such parts."""
         return self.dim < len(shape) and shape[self.dim] > 0 and shape[self.dim] % self.ranks == 0
 
+    def in_rows(self, shape: Sequence[int]) -> list[int]:
+        """The shape of a whole tensor with its parts along a dimension of their own."""
+        sizes = list(shape)
+        return [*sizes[: self.dim], self.ranks, sizes[self.dim] // self.ranks, *sizes[self.dim + 1 :]]
+
     def joined(self, rows: torch.Tensor) -> torch.Tensor:
         """The whole tensor, of all parts in the order of ranks: `rows` has them along its first dimension."""
         return rows.movedim(0, self.dim).flatten(self.dim, self.dim + 1)

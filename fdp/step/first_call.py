@@ -40,6 +40,7 @@ from fdp.runtime import Emitted
 from fdp.runtime.order import Agreements
 from fdp.step.automatic_buckets import Automatic
 from fdp.step.compile_together import compile_together
+from fdp.step.memory_limit import fits, trace_within
 from fdp.step.progress import Progress
 from fdp.trace import (
     Flat,
@@ -52,6 +53,9 @@ from fdp.trace import (
     summarise,
     trace_step,
 )
+
+_SMALL_CAP_MB = 1.0
+"""The size of messages where memory is scarce: of gradients no more are held back than that."""
 
 _RETRACE_WARNING = 8
 """After so many traces a step is told that it keeps retracing, once."""
@@ -73,6 +77,7 @@ class Settings:
         check_trace: as for `data_parallel`.
         wire: in which dtype gradients are sent, None for their own.
         network: between the ranks, if the user gave it.
+        memory_limit_bytes: the most that a rank may hold; None for no limit.
     """
 
     bucket_cap_mb: Caps
@@ -81,6 +86,7 @@ class Settings:
     check_trace: bool
     wire: Wire | None
     network: Network | None
+    memory_limit_bytes: int | None = None
 
 
 class Preparation:
@@ -108,12 +114,20 @@ class Preparation:
 
     def trace(self, flat: Flat, roles: Roles, group: Group) -> Trace:
         """Trace the step, without running it."""
+        self.traces += 1
+        if (limit := self._settings.memory_limit_bytes) is None:
+            return self._trace(flat, roles, group)
+        return trace_within(self._name, limit, lambda again: self._trace(flat, roles, group, again), self._smallest)
+
+    def _trace(self, flat: Flat, roles: Roles, group: Group, gather_again: bool = False) -> Trace:
         devices = sorted({x.device.index for x in flat.tensors if x.is_cuda})
+        settings = self._settings
         # Nothing is drawn while tracing; but a step that seeds a generator does it to the real one.
         with _one_at_a_time, torch.random.fork_rng(devices=devices):
-            self.traces += 1
             try:
-                return trace_step(self._step, flat, roles, group, self._settings.check_replication, self._settings.wire)
+                return trace_step(
+                    self._step, flat, roles, group, settings.check_replication, settings.wire, gather_again
+                )
             except PurityError as error:
                 if isinstance(self._step, LooksAtGradients):
                     hint = "check_finite=True keeps every argument as it is: donated ones cannot be changed in place."
@@ -123,7 +137,7 @@ class Preparation:
     def plan(self, flat: Flat, roles: Roles, group: Group) -> Plan:
         """Trace and plan the step, without running it and without the other ranks."""
         trace = self.trace(flat, roles, group)
-        return self._automatic.plan_ahead(trace, group) if self._chooses else self._by_caps(trace)
+        return self._within(self._automatic.plan_ahead(trace, group) if self._chooses else self._by_caps(trace))
 
     def prepare(self, flat: Flat, roles: Roles, group: Group) -> Emitted:
         """Make what runs the step for the signature of some arguments; where ranks have to agree, all of them do."""
@@ -238,6 +252,15 @@ class Preparation:
     def _by_caps(self, trace: Trace) -> Plan:
         return plan_trace(trace, self._settings.bucket_cap_mb, network=self._settings.network)
 
+    def _smallest(self, trace: Trace) -> Plan:
+        """A plan of small messages, where it is not the user who says how large they are."""
+        return plan_trace(trace, _SMALL_CAP_MB) if self._chooses else self._by_caps(trace)
+
+    def _within(self, plan: Plan) -> Plan:
+        """A plan that was chosen for being quick; one of small messages, if that takes more than the limit."""
+        limit = self._settings.memory_limit_bytes
+        return plan if limit is None or not self._chooses or fits(plan, limit) else self._smallest(plan.trace)
+
     def _planned(self, flat: Flat, roles: Roles, group: Group, progress: Progress) -> Plan:
         with progress.stage("tracing"):
             trace = self.trace(flat, roles, group)
@@ -245,12 +268,13 @@ class Preparation:
             plan = self._automatic.remembered(trace, group) if self._chooses else self._by_caps(trace)
         if plan is None:
             with progress.stage("measuring"):
-                emitted = Emitted(plan_trace(trace), group, self._agreed, self._settings.check_replication)
+                first = plan_trace(trace) if self._settings.memory_limit_bytes is None else self._smallest(trace)
+                emitted = Emitted(first, group, self._agreed, self._settings.check_replication)
                 plan = self._automatic.choose(emitted, flat.tensors)
                 emitted.leave_memory()
                 # Should these buckets be the chosen ones, ranks still have to hear whether all could prepare the step.
                 emitted.disagree()
-        return plan
+        return self._within(plan)
 
     def _compile(self, emitted: Emitted, flat: Flat, roles: Roles, progress: Progress) -> Emitted:
         """Compile what was emitted, on all ranks at once if all of them have to."""

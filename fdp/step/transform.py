@@ -32,6 +32,7 @@ from fdp.runtime import BREAK_REASON
 from fdp.step.cache import Known, Signatures, clock
 from fdp.step.finite import result_if_finite
 from fdp.step.first_call import Preparation, Settings
+from fdp.step.memory_limit import resolve_limit
 from fdp.tables import count
 from fdp.timeline import Timeline
 from fdp.trace import (
@@ -70,6 +71,7 @@ class Step:
         check_finite: bool = False,
         wire: Wire | None = None,
         network: Network | None = None,
+        memory_limit_mb: float | None = None,
     ) -> None:
         step_fn, asked = unwrap_compiled(step_fn)
         # compile=False is the default: then what torch.compile was told counts.
@@ -87,11 +89,14 @@ class Step:
         self._argnums = (batch_argnums, static_argnums, donate_argnums)
         # As a Group, which does not keep a process group alive.
         self._group = resolve_group(group) if isinstance(group, dist.ProcessGroup) else group
-        self._settings = Settings(bucket_cap_mb, options, check_replication, check_trace, wire, network)
+        self._settings = Settings(
+            bucket_cap_mb, options, check_replication, check_trace, wire, network, resolve_limit(memory_limit_mb)
+        )
         self._preparation = Preparation(
             LooksAtGradients(step_fn) if check_finite else step_fn, self._name, self._settings
         )
         self._check_finite, self._numbers = check_finite, itertools.count(1)
+        self._memory_limit_mb = memory_limit_mb
         self._known = Signatures(self._name)
         self._roles: dict[int, Roles] = {}
         self._calls: RememberedCalls[Known] = RememberedCalls()
@@ -116,6 +121,7 @@ class Step:
             group=self._group, bucket_cap_mb=settings.bucket_cap_mb, compile=settings.options or False,
             check_replication=settings.check_replication, check_trace=settings.check_trace,
             check_finite=self._check_finite, wire=settings.wire, network=settings.network,
+            memory_limit_mb=self._memory_limit_mb,
         ), ()  # fmt: skip
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -315,6 +321,7 @@ def data_parallel(
     wire_dtype: torch.dtype | None = None,
     accumulate_dtype: torch.dtype | None = None,
     network: Network | None = None,
+    memory_limit_mb: float | None = None,
 ) -> Any:
     """Make a step run on many ranks: trace it, plan its communication, and emit a step that overlaps the two.
 
@@ -344,6 +351,9 @@ def data_parallel(
             None sends them as they are.
         accumulate_dtype: torch.float32, to add them up in; None adds them up in the type that they are sent in.
         network: an `fdp.Network` to choose buckets for; None measures the group's, where "auto" needs it.
+        memory_limit_mb: the most that a rank may hold while the step runs, in MiB, as `Plan.memory` predicts it. If the
+            step takes more, sharded state is gathered again for the backward pass, and messages are small. If that is
+            still too much, the first call raises ArgumentError with the least that is possible. None for no limit.
 
     Returns:
         A `Step`, or a decorator that makes one.
@@ -374,6 +384,7 @@ def data_parallel(
         "check_trace": check_trace,
         "check_finite": check_finite,
         "network": network,
+        "memory_limit_mb": memory_limit_mb,
     }
     if step_fn is None:
         return lambda fn: data_parallel(fn, wire_dtype=wire_dtype, accumulate_dtype=accumulate_dtype, **options)

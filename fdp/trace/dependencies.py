@@ -50,6 +50,7 @@ def operations_of(graph: fx.Graph) -> tuple[list[Operation], dict[fx.Node, int],
     produced: dict[fx.Node, int] = {}
     made_by: dict[fx.Node, list[int]] = {}
     memory: defaultdict[int, _Memory] = defaultdict(_Memory)
+    first: dict[str, int] = {}
     last_random: int | None = None
     operations: list[Operation] = []
     for node in graph.nodes:
@@ -74,7 +75,9 @@ def operations_of(graph: fx.Graph) -> tuple[list[Operation], dict[fx.Node, int],
                     needs.add(place.writer)
             if is_marker(node):
                 markers[node] = index
-                writers = [memory[storage].writer for storage in reads]
+                before = [first[name] for name in (node.meta.get("after"),) if name in first]
+                needs.update(before)
+                writers = [*before, *(memory[storage].writer for storage in reads)]
                 produced[node] = max((writer for writer in writers if writer is not None), default=-1)
             elif effects.random:
                 # Random numbers come in the order of the user's program, whatever the order of buckets.
@@ -90,6 +93,7 @@ def operations_of(graph: fx.Graph) -> tuple[list[Operation], dict[fx.Node, int],
                     memory[storage].writer = index
             needs.discard(index)
             made_by[node].append(index)
+            first.setdefault(node.name, index)
             operations.append(
                 Operation(
                     node=node.name,

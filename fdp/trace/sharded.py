@@ -90,6 +90,7 @@ def for_one_rank(
     outputs: Sequence[Output],
     sources: Sequence[int | None],
     varying: Sequence[fx.Node],
+    again: bool = False,
 ) -> ForOneRank:
     """Write a step anew for one rank.
 
@@ -100,6 +101,7 @@ def for_one_rank(
         outputs: of that.
         sources: for each output the sharded input in whose place it comes out.
         varying: the placeholders that differ from rank to rank.
+        again: whether what is gathered for a forward pass is gathered again for the backward pass.
 
     Returns:
         The step as a rank computes it.
@@ -120,7 +122,7 @@ def for_one_rank(
         if slot is not None and inputs[slot].part != part:
             output = replace(output, slot=None)  # the memory is that of a part, and this is whole; or the other way
         made.append(output)
-    done = for_rank(module, parts, divided, names, returned)
+    done = for_rank(module, parts, divided, names, returned, again)
     nodes = iter(done.module.graph.output_node().args[0])  # type: ignore[arg-type]
     made = [output if output.node is None else replace(output, node=next(nodes).name) for output in made]
     _warn_of_gathered(name, [output for output in made if output.node is not None], done.gathered, inputs)

@@ -28,6 +28,7 @@ from fdp.trace.effects import (
     storages,
     storages_of,
 )
+from fdp.trace.gathers import begin_late, entry_of, origin_of, phases_of
 from fdp.trace.loops import regions_of
 from fdp.trace.placements import (
     Unit,
@@ -65,6 +66,7 @@ def for_rank(
     sharded: Mapping[fx.Node, Part],
     names: Mapping[fx.Node, str],
     returned: Sequence[Part | None],
+    again: bool = False,
 ) -> Partitioned:
     """Write a graph on whole values anew, for one rank.
 
@@ -74,11 +76,13 @@ def for_rank(
         sharded: the placeholders of which a rank is given its part.
         names: of placeholders, for the names of messages.
         returned: for each result how it is divided; None where it is returned whole.
+        again: whether what is gathered for a forward pass is gathered again for the backward pass, and each value no
+            earlier than it has to be, so that few are whole at once.
 
     Returns:
         The graph for one rank: of local shapes, with collectives where a whole is needed.
     """
-    return _Rewriting(module, parts, sharded, names).write(returned)
+    return _Rewriting(module, parts, sharded, names, again).write(returned)
 
 
 class _Rewriting:
@@ -90,11 +94,12 @@ class _Rewriting:
         parts: Mapping[int, Part],
         sharded: Mapping[fx.Node, Part],
         names: Mapping[fx.Node, str],
+        again: bool,
     ) -> None:
         self._module, self._parts, self._sharded, self._names = module, parts, sharded, names
         self._graph = fx.Graph()
         self._here: dict[fx.Node, fx.Node] = {}
-        self._gathered: dict[int, fx.Node] = {}
+        self._gathered: dict[tuple[int, int], fx.Node] = {}
         self._index: fx.Node | None = None
         self._links: list[Link] = []
         self._now: fx.Node | None = None
@@ -102,6 +107,10 @@ class _Rewriting:
         self._last: dict[int, tuple[fx.Node, fx.Node]] = {}
         self._ahead = {begin: region for begin, region, _ in regions_of(module.graph)}
         self._in_loops = {node for region in self._ahead.values() for node in region}
+        self._again, self._phases = again, phases_of(module.graph, self._in_loops, again)
+        self._views: dict[tuple[fx.Node, int], fx.Node] = {}
+        self._changed: set[int] = set()
+        self._messages: list[tuple[fx.Node, fx.Node]] = []
         self._mode = next(
             value.fake_mode
             for node in module.graph.nodes
@@ -130,7 +139,9 @@ class _Rewriting:
                     self._last.setdefault(number, (node, node))
                 for written in effects_of(node).writes:
                     for number in storages_of(written):
-                        self._gathered.pop(number, None)
+                        for phase in range(self._phases[node] + 1):
+                            self._gathered.pop((number, phase), None)
+                        self._changed.add(number)
                         self._last[number] = written, node
         values: list[fx.Node] = []
         gathered: list[int] = []
@@ -141,6 +152,8 @@ class _Rewriting:
             values.append(self._whole(node) if wanted is None else self._part(node, wanted))
         self._graph.output(values)
         self._graph.output_node().meta.update(self._module.graph.output_node().meta)
+        if self._again:
+            begin_late(self._graph, self._messages)
         made = fx.GraphModule(self._module, self._graph)
         return Partitioned(made, self._links, gathered)
 
@@ -193,17 +206,37 @@ class _Rewriting:
 
     def _whole(self, node: fx.Node) -> fx.Node:
         """The whole value of a node, gathered if it lies in parts."""
-        here = self._here[node]
+        assert self._now is not None
+        here, phase = self._here[node], self._phases[self._now]
         if not self._lies_in_parts(node):
-            return here
+            return (
+                self._viewed_again(node, phase) if self._phases[node] != phase and self._is_whole_view(node) else here
+            )
         (number,) = storages_of(node)
-        if number not in self._gathered:
-            self._gathered[number] = self._gather(node, here, self._part_of(node))
-        return self._gathered[number]
+        if (number, phase) not in self._gathered:
+            self._gathered[number, phase] = self._gather(node, here, self._part_of(node))
+        return self._gathered[number, phase]
+
+    def _is_whole_view(self, node: fx.Node) -> bool:
+        """Whether a node is a view of the whole of what lies in parts, and may be made anew."""
+        numbers = storages_of(node)
+        return (
+            node.op == "call_function"
+            and effects_of(node).view
+            and not {node, self._now} & self._in_loops
+            and bool(numbers)
+            and all(number in self._parts and number not in self._changed for number in numbers)
+        )
+
+    def _viewed_again(self, node: fx.Node, phase: int) -> fx.Node:
+        """A view that was made in an earlier pass, of what is gathered in this one."""
+        if (node, phase) not in self._views:
+            self._views[node, phase] = self._made(node, self._whole)
+        return self._views[node, phase]
 
     def _gather(self, node: fx.Node, own: fx.Node, part: Part) -> fx.Node:
         shape = list(node.meta["val"].shape)
-        name = self._names.get(_origin(node)) or f"value at {node.meta.get('source')}"
+        name = self._names.get(origin_of(node)) or f"value at {node.meta.get('source')}"
         rows = self._new(torch.ops.fdp.all_gather.default, own, part.ranks, _AXIS, name)
         found = rows
         if part.dim:
@@ -211,10 +244,9 @@ class _Rewriting:
             turned = self._new(torch.ops.aten.permute.default, rows, order)
             found = self._new(torch.ops.aten.clone.default, turned, memory_format=torch.contiguous_format)
         whole = self._new(torch.ops.aten.view.default, found, shape)
+        self._messages.append((rows, whole))
         value, after = self._last[storages_of(node)[0]]
-        self._links.append(
-            Link(rows.name, value.name, "gathered", whole.name, after.name, part, _entry_of(value, node))
-        )
+        self._links.append(Link(rows.name, value.name, "gathered", whole.name, after.name, part, entry_of(value, node)))
         return whole
 
     def _part(self, node: fx.Node, part: Part) -> fx.Node:
@@ -228,7 +260,7 @@ class _Rewriting:
         index, device = self._index, whole.meta["val"].device
         if device.type != "cpu":
             index = self._new(torch.ops.aten._to_copy.default, index, device=device)
-        rows = self._new(torch.ops.aten.view.default, whole, _in_rows(whole, part))
+        rows = self._new(torch.ops.aten.view.default, whole, part.in_rows(whole.meta["val"].shape))
         own = self._new(torch.ops.aten.index_select.default, rows, part.dim, index)
         return self._new(torch.ops.aten.view.default, own, list(part.of(whole.meta["val"].shape)))
 
@@ -279,7 +311,7 @@ class _Rewriting:
         return self._like(node, args, kwargs)
 
     def _like(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
-        before, now = _nodes_before(node), list(nodes_in([*args, *kwargs.values()]))
+        before, now = (list(nodes_in([*a, *k.values()])) for a, k in ((node.args, node.kwargs), (args, kwargs)))
         same = [one.meta.get("val") is two.meta.get("val") for one, two in zip(before, now, strict=True)]
         value = node.meta.get("val")
         # A new value of the same shape is as good as the one of the other graph; what lies in other memory is not.
@@ -355,7 +387,7 @@ class _Rewriting:
         """A sum or a mean over ranks of which this rank keeps its part."""
         given = {argument.name: value for argument, value in bound_arguments(node)}
         part, whole = self._parts[storages_of(node)[0]], self._whole(given["x"])
-        rows = self._new(torch.ops.aten.view.default, whole, _in_rows(whole, part))
+        rows = self._new(torch.ops.aten.view.default, whole, part.in_rows(whole.meta["val"].shape))
         if part.dim:
             order = [part.dim, *(dim for dim in range(len(rows.meta["val"].shape)) if dim != part.dim)]
             rows = self._new(torch.ops.aten.permute.default, rows, order)
@@ -384,27 +416,3 @@ class _Rewriting:
         for each in sent:
             self._links.append(Link(each.name, node.name, "combined", made.name, node.name, part, unit.entry, own.name))
         return made
-
-
-def _nodes_before(node: fx.Node) -> list[fx.Node]:
-    """The nodes among the arguments of a call, each as often as it is given."""
-    return list(nodes_in([*node.args, *node.kwargs.values()]))
-
-
-def _origin(node: fx.Node) -> fx.Node:
-    """What a node is another name of."""
-    while is_same_view(node) and node.target is not operator.getitem:
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _entry_of(value: fx.Node, node: fx.Node) -> int | None:
-    """Which of several results a node is; None if there is one."""
-    made = value.meta.get("val")
-    return storages(made).index(storages_of(node)[0]) if isinstance(made, (list, tuple)) else None
-
-
-def _in_rows(node: fx.Node, part: Part) -> list[int]:
-    """The shape of a tensor with its parts along a dimension of their own."""
-    shape = list(node.meta["val"].shape)
-    return [*shape[: part.dim], part.ranks, shape[part.dim] // part.ranks, *shape[part.dim + 1 :]]

@@ -63,6 +63,7 @@ def trace_step(
     group: Group,
     check_replication: bool = True,
     wire: Wire | None = None,
+    gather_again: bool = False,
 ) -> Trace:
     """Trace a step on the shapes of example arguments; nothing is run and nothing is sent.
 
@@ -73,6 +74,7 @@ def trace_step(
         group: the ranks that it is to run on.
         check_replication: whether outputs must be equal on every rank unless declared.
         wire: in which dtype gradients are sent; None for their own.
+        gather_again: whether sharded state that is gathered for a forward pass is gathered again for the backward pass.
 
     Returns:
         The trace.
@@ -129,7 +131,7 @@ def trace_step(
         made = traced(captured.module, inputs, outputs, flat.spec, spec)
         return replace(made, replicated_calls=tuple(replicated_calls(captured.module, varying)))
     sources, shards = sharded_sources(outputs, out_spec, whole, flat, roles), shards_of(flat)
-    one = for_one_rank(name, captured.module, whole, outputs, sources, may_differ)
+    one = for_one_rank(name, captured.module, whole, outputs, sources, may_differ, gather_again)
     replicated = traced(captured.module, whole, outputs, without_shards(flat.spec), spec)
     spec = with_sharded(spec, [None if source is None else shards[source] for source in sources])
     made = traced(one.module, inputs, one.outputs, flat.spec, spec)

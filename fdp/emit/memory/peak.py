@@ -1,0 +1,219 @@
+"""What a step will hold in memory, before anything runs: as a value and a table."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fdp.emit.memory.decisions import plan_memory
+from fdp.emit.memory.instructions import Await, Compute, Instruction, Keep, Pack, Send, Update, arguments_of
+from fdp.emit.memory.memory_plan import MemoryPlan
+from fdp.emit.memory.planning import arriving_shape, result_name
+from fdp.plan import Plan
+from fdp.tables import Printed, Table, format_bytes
+from fdp.trace.effects import nodes_in, storages, storages_of, tensors_in
+from fdp.trace.trace import Input
+
+_AT_ONCE = 2
+"""As many messages gloo works on at once: the number of its threads, unless that is set."""
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What a rank holds on one device.
+
+    Attributes:
+        device: it.
+        state_bytes: of the arguments that are no batch, and of what the step closes over.
+        batch_bytes: of the batch.
+        block_bytes: of the block that the step keeps from call to call: its buckets, what is gathered, and most values.
+        other_bytes: the most that lies elsewhere at once: results in new memory, what operators put where they like,
+            and what gloo gathers into before it copies.
+    """
+
+    device: str
+    state_bytes: int
+    batch_bytes: int
+    block_bytes: int
+    other_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """All of it."""
+        return self.state_bytes + self.batch_bytes + self.block_bytes + self.other_bytes
+
+
+@dataclass(frozen=True, repr=False)
+class MemoryForecast(Printed):
+    """What a rank holds while a step runs operator by operator.
+
+    What a kernel works in for itself is not known to a plan, and of the backend of the process group only what gloo
+    gathers into.
+    A compiler places values in its own way.
+
+    Attributes:
+        name: of the step.
+        world_size: the number of ranks.
+        devices: a row for each device.
+    """
+
+    name: str
+    world_size: int
+    devices: tuple[DeviceMemory, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is held at once, on the device that holds most."""
+        return max((each.peak_bytes for each in self.devices), default=0)
+
+    def __repr__(self) -> str:
+        return f"<MemoryForecast of {self.name}: {format_bytes(self.peak_bytes)}>"
+
+    def __str__(self) -> str:
+        table = Table(
+            f"Memory of {self.name} on each of {self.world_size} ranks: {format_bytes(self.peak_bytes)} at most",
+            ("device", "state", "batch", "block of the step", "elsewhere", "peak"),
+        )
+        for each in self.devices:
+            sizes = (each.state_bytes, each.batch_bytes, each.block_bytes, each.other_bytes, each.peak_bytes)
+            table.add(each.device, *map(format_bytes, sizes))
+        return str(table)
+
+
+def forecast_memory(plan: Plan) -> MemoryForecast:
+    """Predict what a rank holds while a plan is carried out.
+
+    Args:
+        plan: it.
+
+    Returns:
+        The prediction.
+    """
+    memory = plan_memory(plan, communicates=plan.trace.world_size > 1)
+    state: defaultdict[torch.device, int] = defaultdict(int)
+    batch: defaultdict[torch.device, int] = defaultdict(int)
+    for item in plan.trace.inputs:
+        (batch if item.role == "batch" else state)[item.device] += _bytes_of(item)
+    for node in plan.trace.graph.graph.find_nodes(op="get_attr"):
+        for tensor in tensors_in(node.meta.get("val")):
+            state[tensor.device] += tensor.numel() * tensor.element_size()
+    other = _elsewhere(memory)
+    devices = sorted({*state, *batch, *memory.layouts, *other}, key=str)
+    rows = [
+        DeviceMemory(
+            str(device),
+            state[device],
+            batch[device],
+            memory.layouts[device].size_bytes if device in memory.layouts else 0,
+            other.get(device, 0),
+        )
+        for device in devices
+    ]
+    return MemoryForecast(plan.trace.name, plan.trace.world_size, tuple(rows))
+
+
+def _bytes_of(item: Input) -> int:
+    return torch.Size(item.shape).numel() * item.dtype.itemsize
+
+
+def _elsewhere(memory: MemoryPlan) -> dict[torch.device, int]:
+    """The most that lies at once on each device in memory that is neither an input's nor in the block of the step."""
+    placed = _placed(memory)
+    sizes: dict[int, tuple[torch.device, int]] = {}
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+
+    def touch(node: fx.Node, position: int) -> None:
+        value = memory.value_of(node)
+        tensors = tensors_in(value.meta.get("val"))
+        for number, tensor in zip(storages(value.meta.get("val")), tensors, strict=True):
+            if number not in placed:
+                sizes[number] = (tensor.device, tensor.untyped_storage().nbytes())
+                first.setdefault(number, position)
+                last[number] = position
+
+    beside: defaultdict[int, list[tuple[torch.device, int]]] = defaultdict(
+        list
+    )  # what lies there at one position alone
+    under_way: dict[int, tuple[torch.device, int]] = {}
+    for position, (_, instruction) in enumerate(memory.instructions):
+        for node in _nodes_of(memory, instruction):
+            touch(node, position)
+            if node.name in memory.bodies:
+                beside[position] += _elsewhere(memory.bodies[node.name]).items()
+        if isinstance(instruction, Send) and (gathered := _copied_by_backend(memory, instruction.bucket)):
+            under_way[instruction.bucket] = gathered
+        beside[position] += sorted(under_way.values(), key=lambda copied: copied[1])[-_AT_ONCE:]
+        if isinstance(instruction, Await):
+            under_way.pop(instruction.bucket, None)
+    end = len(memory.instructions)
+    for node in memory.placement.returned:
+        touch(node, end)
+    for at in memory.placement.cloned:  # copied then, since its memory belongs to something else
+        copied = tensors_in(memory.placement.returned[at].meta.get("val"))
+        beside[end] += [(tensor.device, tensor.numel() * tensor.element_size()) for tensor in copied]
+    now: defaultdict[torch.device, int] = defaultdict(int)
+    most: defaultdict[torch.device, int] = defaultdict(int)
+    changes: defaultdict[int, list[tuple[torch.device, int]]] = defaultdict(list)
+    for number, (device, size) in sizes.items():
+        changes[first[number]].append((device, size))
+        changes[last[number] + 1].append((device, -size))
+    for position in sorted({*changes, *beside}):
+        for device, size in changes[position]:
+            now[device] += size
+        here = defaultdict(int, now)
+        for device, size in beside[position]:
+            here[device] += size
+        for device, size in here.items():
+            most[device] = max(most[device], size)
+    return dict(most)
+
+
+def _copied_by_backend(memory: MemoryPlan, index: int) -> tuple[torch.device, int] | None:
+    """What gloo gathers into, before it copies that to where it was told to; other backends do not."""
+    bucket = memory.plan.buckets[index]
+    if bucket.device.type != "cpu" or not bucket.collective.gathers:
+        return None
+    return bucket.device, math.prod(arriving_shape(bucket, memory.plan.trace.world_size)) * bucket.dtype.itemsize
+
+
+def _placed(memory: MemoryPlan) -> set[int]:
+    """The memory that is an input's, a constant, or in the block of the step."""
+    found: set[int] = set()
+    for node in memory.plan.trace.graph.graph.nodes:
+        value = node.meta.get("val")
+        if (
+            node.op in ("placeholder", "get_attr")
+            or node in memory.places.constants
+            or node.name in memory.places.memory
+            or node in memory.placement.written
+            or node in memory.placement.replaced
+        ):
+            found.update(storages_of(node))
+        elif isinstance(value, (list, tuple)):
+            named = [result_name(node, at) in memory.places.memory for at in range(len(value))]
+            found.update(n for item, is_named in zip(value, named, strict=True) if is_named for n in storages(item))
+    return found
+
+
+def _nodes_of(memory: MemoryPlan, instruction: Instruction) -> Iterator[fx.Node]:
+    """The values that an instruction makes, reads or changes."""
+    match instruction:
+        case Compute(node, entries):
+            if memory.is_called(node):
+                args, kwargs = arguments_of(node, entries)
+                yield from nodes_in([args, list(kwargs.values())])
+                yield node
+        case Keep(marker):
+            yield from (marker, *nodes_in(marker.args[:1]))
+        case Pack(bucket, members):
+            yield from nodes_in([memory.markers[bucket][member].args[0] for member in members])
+        case Update(_, value):
+            yield value
+        case _:
+            pass

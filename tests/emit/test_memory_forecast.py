@@ -1,0 +1,112 @@
+"""What a plan is predicted to hold in memory, beside what the allocator hands out while it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import fdp
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).movedim(-3, 0).transpose(-2, -3)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(-2, -3).flatten(-2))
+        return x + self.narrow(F.gelu(self.wide(x)))
+
+
+def transformer() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(nn.Embedding(512, 64), Block(64), Block(64), nn.Linear(64, 512)), torch.arange(96).view(3, 32)
+
+
+def perceptron() -> tuple[nn.Module, torch.Tensor]:
+    layers = [layer for _ in range(5) for layer in (nn.Linear(256, 256), nn.Tanh())]
+    return nn.Sequential(nn.Embedding(512, 256), *layers, nn.Linear(256, 512)), torch.arange(64).view(64, 1)
+
+
+def handed_out_bytes(run: Any) -> int:
+    """The most that the allocator has handed out at once while something runs, beyond what it had before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+def predicted_and_measured(make: Any, shards: str, donate: bool, limit_mb: float | None) -> tuple[int, int, int]:
+    torch.manual_seed(0)
+    module, ids = make()
+    apply, params, buffers = fdp.from_module(module)
+    optimizer = fdp.optim.from_torch(torch.optim.AdamW, lr=1e-3)
+
+    def train(state: Any, ids: torch.Tensor) -> Any:
+        def loss(p: Any) -> torch.Tensor:
+            return F.cross_entropy(apply(p, buffers, ids)[0].flatten(0, 1), ids.flatten())
+
+        value, grads = fdp.value_and_grad(loss)(state["params"])
+        params, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": params, "opt": opt}, fdp.pmean(value)
+
+    if shards == "all":
+        params = fdp.shard(params)
+    params = {key: leaf.detach().clone() for key, leaf in params.items()}
+    opt = optimizer.init(params)
+    state = {"params": params, "opt": fdp.shard(opt) if shards == "opt" else opt}
+    step = fdp.data_parallel(train, donate_argnums=0 if donate else (), bucket_cap_mb=0.5, memory_limit_mb=limit_mb)
+    kept: list[Any] = [state]
+
+    def call() -> None:
+        kept[:] = step(kept[0], ids)
+
+    for _ in range(2):
+        call()
+    plan = step.plan(kept[0], ids)
+    (found,) = plan.memory().devices
+    block = dict(plan.emit().memory.size_bytes)["cpu"]
+    assert found.block_bytes == block
+    leaves = [leaf.to_local() if hasattr(leaf, "to_local") else leaf for leaf in fdp.pytree.leaves_of(kept[0])]
+    held = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+    assert found.state_bytes == held and found.batch_bytes == ids.numel() * 8
+    return found.peak_bytes, held + found.batch_bytes + block + handed_out_bytes(call), block
+
+
+def both(make: Any, world: int, *rest: Any) -> tuple[int, int, int]:
+    found: tuple[int, int, int] = ranks.run(world, predicted_and_measured, make, *rest)[0]
+    return found
+
+
+@pytest.mark.parametrize("make", [transformer, perceptron])
+@pytest.mark.parametrize("donate", [True, False], ids=["donated", "kept"])
+@pytest.mark.parametrize("shards", ["none", "opt", "all"])
+def test_the_prediction_is_within_a_twentieth_of_what_is_handed_out(make: Any, donate: bool, shards: str) -> None:
+    predicted, measured, _ = both(make, 2, shards, donate, None)
+    assert predicted == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("make", [transformer, perceptron])
+def test_it_is_where_values_are_gathered_again(make: Any) -> None:
+    once, _, block = both(make, 2, "all", True, None)
+    predicted, measured, smaller = both(make, 2, "all", True, once / 2**20 - 0.01)
+    assert predicted == pytest.approx(measured, rel=0.05)
+    assert smaller < block and predicted < once
+
+
+def test_it_prints_as_a_table() -> None:
+    step = fdp.data_parallel(lambda w, x: w - fdp.grad(lambda w: (x @ w).square().mean())(w))
+    memory = step.plan(torch.ones(256, 256), torch.ones(4, 256)).memory()
+    assert str(memory).startswith("Memory of <lambda> on each of 1 ranks: ")
+    assert "256.0 KiB | 4.0 KiB" in str(memory) and repr(memory).startswith("<MemoryForecast of <lambda>: ")
