@@ -79,7 +79,7 @@ class Consensus:
         if self._order is None:
             if not self._communicates or not self._plan.buckets:
                 return None
-            self._order = Order(self._plan, self._program, self._group, self._agreed[self._key])
+            self._order = Order(self._plan, self._program, self._group, self._agreed[self._key], self._agreed.attempts)
         try:
             self._order.begin(tensors)
         except (RuntimeError, dist.DistError) as error:

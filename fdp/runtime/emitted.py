@@ -87,7 +87,7 @@ class Emitted:
                 )
             )
         self.plan, self.group = plan, group
-        self._agreed: Agreements = {} if agreed is None else agreed
+        self._agreed = Agreements() if agreed is None else agreed
         self._compare_state = compare_state
         self._numbers = itertools.count(1)
         self._communicates = group.size > 1 or apart
@@ -125,10 +125,15 @@ class Emitted:
             ReplicationError: ranks do not hold the same bits of replicated state.
             PeerError: another rank died or stopped answering.
         """
-        leaves, spec = taken_apart(args)
-        check_signature(self.plan.trace, leaves, spec)
-        with alone_on(self.group, self.plan.trace.name, next(self._numbers)):
-            return self.run([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        self._agreed.attempts.begun = False
+        try:
+            leaves, spec = taken_apart(args)
+            check_signature(self.plan.trace, leaves, spec)
+            with alone_on(self.group, self.plan.trace.name, next(self._numbers)):
+                return self.run([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        except BaseException:
+            self._agreed.attempts.ends_by_error()
+            raise
 
     def timed(self, tick: Callable[[], None], apart: bool = False) -> Emitted:
         """The same step operator by operator, in a program that can be timed.
@@ -176,7 +181,7 @@ class Emitted:
             tensors: the inputs.
             observer: who is told when messages start, arrive and are waited for, if anybody is.
         """
-        self._closed_over.check(tensors)
+        self.check_closed_over(tensors)
         if rank_local.notes and self._replication.refuses:
             self._replication.refuse(tensors)
         self.agree(tensors)
@@ -219,6 +224,10 @@ class Emitted:
             watched.messages_are_there()
         self._replication.note(outputs)
         return self._put_together(outputs)
+
+    def check_closed_over(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Refuse a call for which the trace does not hold any longer; see `ClosedOver.check`."""
+        self._closed_over.check(tensors)
 
     def _may_record(self) -> bool:
         """Whether the step can be recorded as one CUDA graph, if that was asked for."""

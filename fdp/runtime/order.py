@@ -63,8 +63,37 @@ class Agreed:
     compared_since: int = 0
 
 
-Agreements = dict[tuple[str, Group], Agreed]
-"""What has been agreed on so far, by the digest of the schedule and the group."""
+@dataclass
+class Attempts:
+    """The calls of one step that were refused on this rank before they sent anything.
+
+    They count as calls. If they did not, and one rank went on after an error that the others did not have, its next
+    call would meet the call that it left out, and so on.
+
+    Attributes:
+        refused: how many.
+        begun: whether the call that is under way says which it is, so that it is counted.
+    """
+
+    refused: int = 0
+    begun: bool = False
+
+    def ends_by_error(self) -> None:
+        """The call that is under way ends by an error."""
+        if not self.begun:
+            self.refused += 1
+
+
+class Agreements(dict[tuple[str, Group], Agreed]):
+    """What has been agreed on so far of one step, by the digest of the schedule and the group.
+
+    Attributes:
+        attempts: its calls that were refused.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attempts = Attempts()
 
 
 @dataclass
@@ -92,10 +121,11 @@ class Order:
         program: what carries it out.
         group: the ranks; more than one.
         agreed: what they agreed on.
+        attempts: the calls that were refused.
     """
 
-    def __init__(self, plan: Plan, program: Program, group: Group, agreed: Agreed) -> None:
-        self._plan, self._group, self._agreed = plan, group, agreed
+    def __init__(self, plan: Plan, program: Program, group: Group, agreed: Agreed, attempts: Attempts) -> None:
+        self._plan, self._group, self._agreed, self._attempts = plan, group, agreed, attempts
         # Otherwise messages start without `start` being called: a recording does it.
         self._in_sight = program.recording is None
         assert group.process_group is not None
@@ -127,6 +157,7 @@ class Order:
             ReplicationError: at an earlier call, likewise, another rank had other state.
         """
         roll, agreed = self._roll, self._agreed
+        self._attempts.begun = True
         self._look_back(tensors)
         if self._kind not in roll.kinds:
             roll.kinds.add(self._kind)
@@ -134,12 +165,12 @@ class Order:
         agreed.calls += 1
         ahead = self._goes_ahead
         if self._in_passing is not None and (ahead or self._carries):
-            agreed.compared_since = agreed.compared_since or agreed.calls
-            self._look = self._in_passing.look(tensors, agreed.calls)
+            agreed.compared_since = agreed.compared_since or self._call
+            self._look = self._in_passing.look(tensors, self._call)
         if ahead:
             if self._ahead is None:
                 self._ahead = _Ahead(self._numbers, self._group, self._device_ahead())
-            self._sent = self._ahead.start(agreed.calls, self._mixed)
+            self._sent = self._ahead.start(self._call, self._mixed)
             if not self._in_sight:
                 self._finish_ahead()
 
@@ -154,7 +185,12 @@ class Order:
         elif self._carries and buffer.header is not None:
             if self._header is None:
                 self._header = Header(self._numbers, buffer.header.dtype, buffer.header.device)
-            self._sent = self._header.write(buffer.header, self._agreed.calls, self._mixed)
+            self._sent = self._header.write(buffer.header, self._call, self._mixed)
+
+    @property
+    def _call(self) -> int:
+        """The number of the call that is under way: calls that were refused count."""
+        return self._agreed.calls + self._attempts.refused
 
     @property
     def _goes_ahead(self) -> bool:
@@ -191,7 +227,7 @@ class Order:
         self._check(self._ahead.finish())
 
     def _check(self, arrived: torch.Tensor) -> None:
-        calls, sent, look, self._look = self._agreed.calls, self._sent, self._look, None
+        calls, sent, look, self._look = self._call, self._sent, self._look, None
         if _is_at_hand(arrived):
             if not is_unanimous(arrived, sent):
                 raise self._mismatch(calls, look)
@@ -219,7 +255,7 @@ class Order:
         found = self._tell_where(call, _PATIENCE_S)
         own = found[self._group.rank]
         if self._in_passing is not None and look is not None and all(each and _same(each, own) for each in found):
-            now = None if inputs is None else (self._agreed.calls + 1, inputs)
+            now = None if inputs is None else (self._call + 1, inputs)
             return self._in_passing.error(look, self._agreed.compared_since, now)
         what = f"call {call} of step {name!r} on rank {self._group.rank} met another call on another rank."
         if returned:
@@ -228,12 +264,12 @@ class Order:
 
     def explain(self) -> AgreementError | None:
         """Why the backend failed in the middle of a call, if it is that another rank was elsewhere."""
-        found = self._tell_where(self._agreed.calls, _PATIENCE_WITH_THE_LOST_S)
+        found = self._tell_where(self._call, _PATIENCE_WITH_THE_LOST_S)
         own = found[self._group.rank]
         if all(other is None or _same(other, own) for other in found):
             return None
         what = (
-            f"a message of call {self._agreed.calls} of step {self._plan.trace.name!r} failed on rank "
+            f"a message of call {self._call} of step {self._plan.trace.name!r} failed on rank "
             f"{self._group.rank}, since another rank was elsewhere."
         )
         return _elsewhere(what, found, self._group, self._plan)
@@ -243,7 +279,7 @@ class Order:
         trace, group, agreed = self._plan.trace, self._group, self._agreed
         own = {
             "agreement": agreed.number, "digest": agreed.digest, "call": call, "name": trace.name,
-            "source": trace.source,
+            "source": trace.source, "refused": self._attempts.refused,
         }  # fmt: skip
         # A rank that has left a call never comes back: one key a rank is enough. A group that is made anew in the same
         # store agrees anew, under greater numbers.
@@ -316,13 +352,16 @@ def _elsewhere(what: str, found: list[dict[str, Any] | None], group: Group, plan
         if other is None:
             offenders.append(f"rank {rank}: did not say where it is")
         else:
-            offenders.append(f"rank {rank}: at call {other['call']} of step {other['name']!r} ({other['source']})")
+            refused = f"; of its calls {other['refused']} raised and sent nothing" if other["refused"] else ""
+            offenders.append(
+                f"rank {rank}: at call {other['call']} of step {other['name']!r} ({other['source']}){refused}"
+            )
     spoiled = " (donated state may be half updated)" if any(item.donated for item in plan.trace.inputs) else ""
     return AgreementError(
         build_message(
             what,
             offenders,
-            remedy="call the same steps in the same order, and equally often, on every rank; start the job again from "
-            f"its last checkpoint{spoiled}.",
+            remedy="call the same steps in the same order, and equally often, on every rank; a call that raises on one "
+            f"rank counts, and all have to leave it out; start the job again from its last checkpoint{spoiled}.",
         )
     )

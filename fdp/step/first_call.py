@@ -37,7 +37,7 @@ from fdp.errors import CompileError, PurityError, TraceError, first_line
 from fdp.plan import Network, Plan, plan_trace
 from fdp.plan.buckets import Caps
 from fdp.runtime import Emitted
-from fdp.runtime.order import Agreements
+from fdp.runtime.order import Agreements, Attempts
 from fdp.step.automatic_buckets import Automatic
 from fdp.step.compile_together import compile_together
 from fdp.step.memory_limit import fits, trace_within
@@ -103,7 +103,7 @@ class Preparation:
 
     def __init__(self, step: Callable[..., Any], name: str, settings: Settings) -> None:
         self._step, self._name, self._settings = step, name, settings
-        self._agreed: Agreements = {}
+        self._agreed = Agreements()
         self._automatic = Automatic(settings.network, keeps=settings.options is not None)
         self._again: weakref.WeakKeyDictionary[Emitted, Again] = weakref.WeakKeyDictionary()
         # Of those that are still to be compared on perturbed inputs: which results were finite on those of a call.
@@ -111,6 +111,11 @@ class Preparation:
         self._previous: Summary | None = None
         self._prepared = 0
         self.traces = 0
+
+    @property
+    def attempts(self) -> Attempts:
+        """The calls that were refused."""
+        return self._agreed.attempts
 
     def trace(self, flat: Flat, roles: Roles, group: Group) -> Trace:
         """Trace the step, without running it."""
@@ -202,6 +207,7 @@ class Preparation:
 
     def check_again(self, emitted: Emitted, flat: Flat, roles: Roles) -> bool:
         """Compare a step that has been running; returns whether that is to be done again."""
+        emitted.check_closed_over(flat.tensors)  # which says more than a comparison would
         try:
             with _one_at_a_time:
                 comes_again = check_again(emitted, self._step, flat, roles, self._finite.get(emitted))

@@ -151,16 +151,18 @@ class Step:
         if inside_step():
             # As part of a larger step, it is the plain function: its collectives are planned with the others.
             return self._step(*args, **kwargs)
-        if under_transform():
-            raise FdpError(
-                build_message(
-                    f"step {self._name!r} was called inside torch.func.grad, vmap or another transform, which cannot "
-                    "see into it.",
-                    remedy="differentiate inside the step; or transform the function that it was made from: "
-                    "step.__wrapped__.",
-                )
-            )
+        attempts = self._preparation.attempts
+        attempts.begun = False
         try:
+            if under_transform():
+                raise FdpError(
+                    build_message(
+                        f"step {self._name!r} was called inside torch.func.grad, vmap or another transform, which "
+                        "cannot see into it.",
+                        remedy="differentiate inside the step; or transform the function that it was made from: "
+                        "step.__wrapped__.",
+                    )
+                )
             if kwargs:
                 args = by_position(self._name, self._signature, args, kwargs)
             group = resolve_group(self._group)
@@ -168,8 +170,10 @@ class Step:
                 return self._call(args, group, next(self._numbers))
             with alone_on(group, self._name, number := next(self._numbers)):
                 return self._call(args, group, number)
-        except Exception as error:
-            hide_frames(error)
+        except BaseException as error:
+            attempts.ends_by_error()
+            if isinstance(error, Exception):
+                hide_frames(error)
             raise
 
     @hiding_frames

@@ -124,6 +124,7 @@ def capture(
     called = [node for node in graph_module.graph.nodes if node.op == "call_function"]
     if called and not any("source" in node.meta for node in called):
         raise parts.refusal(TRACING, ["the tracer makes nodes in another way than by its create_node"])
+    _drop_ranges(graph_module)
     drop_idle_rewinds(graph_module.graph)
     _drop_dead_code(graph_module)
     _complete_examples(graph_module.graph, graph_module, fake_mode)
@@ -335,6 +336,18 @@ def _explain(name: str, error: Exception) -> TraceError | None:
 
 def _at(line: Source | None) -> str:
     return str(line) if line else "at an unknown line"
+
+
+def _drop_ranges(graph_module: fx.GraphModule) -> None:
+    """Drop the beginnings and ends of a profiler's ranges, which compute nothing: operators do not keep their order.
+
+    Every optimizer of torch opens one.
+    """
+    for module in graph_module.modules():
+        if isinstance(module, fx.GraphModule):  # branches of conditions are some as well
+            for node in reversed(module.graph.nodes):
+                if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "profiler":
+                    module.graph.erase_node(node)
 
 
 def _drop_dead_code(graph_module: fx.GraphModule) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from refusal_texts import check, run
 from torch import nn
@@ -214,6 +215,15 @@ fdp.data_parallel."""
     check(fdp.PurityError, lambda: step(torch.ones(()), X), text)
     scale.data = torch.ones(3)
     assert step(torch.ones(()), X).item() == 2.0
+
+
+def test_that_is_said_where_the_step_would_be_compared_again_as_well() -> None:
+    scale = torch.ones(3)
+    step = fdp.data_parallel(lambda state, batch: state + scale.sum() / len(scale))
+    step(torch.ones(()), X)
+    scale.data = torch.ones(6)
+    with pytest.raises(fdp.PurityError, match="of another kind than when it was traced"):
+        step(torch.ones(()), X)  # the second call: before it a step is compared with its function once more
 
 
 def test_a_closed_over_sparse_tensor() -> None:

@@ -80,3 +80,37 @@ def test_an_operator_without_a_result_runs_at_every_call(compile: bool) -> None:
         for _ in range(2):
             step(torch.ones(2), torch.full((2,), float(number)))
         assert SEEN[-1] == 2.0 * number and len(SEEN) >= 2
+
+
+def ranged(w: torch.Tensor, b: torch.Tensor) -> Any:
+    with torch.profiler.record_function("forward"):
+        y = torch.cond(w.sum() > 0, ranged_branch, lambda w: w * 3, (w,))
+    return y, fdp.pmean(b.sum())
+
+
+def ranged_branch(w: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.profiler.record_function("branch"):
+        return w * 2
+
+
+def optimizer_inside(w: torch.Tensor, b: torch.Tensor) -> Any:
+    v = w.clone().requires_grad_()
+    optimizer = torch.optim.SGD([v], lr=0.1, momentum=0.9)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (fdp.pmean(b).sum() * v).square().sum().backward()
+        optimizer.step()
+    return v.detach(), fdp.pmean(b.sum())
+
+
+@pytest.mark.parametrize("step", [ranged, optimizer_inside])
+@pytest.mark.parametrize("compile", [False, True], ids=["op by op", "compiled"])
+def test_ranges_of_a_profiler_are_left_out(step: Any, compile: bool) -> None:
+    """Every optimizer of torch opens one."""
+    w, b = torch.tensor([0.25, 0.5]), torch.tensor([0.5, 0.25])
+    expected = step(w, b)
+    trained = fdp.data_parallel(step, compile=compile)
+    for _ in range(2):
+        for one, two in zip(trained(w, b), expected, strict=True):
+            assert torch.allclose(one, two)
+    assert "profiler" not in str(trained.trace(w, b))
