@@ -88,9 +88,9 @@ class Layout:
         """The ranks.
 
         Raises:
-            ArgumentError: the last tensor of the mesh is gone, and the mesh with it.
+            ArgumentError: the last tensor of the mesh is gone, and with it every mesh of these ranks.
         """
-        mesh = self.reference()
+        mesh = self.reference() or _alive.get(self.ranks)
         if mesh is None:
             raise ArgumentError(
                 build_message(
@@ -113,6 +113,8 @@ class Layout:
 
 
 _texts: weakref.WeakKeyDictionary[DeviceMesh, str] = weakref.WeakKeyDictionary()
+_alive: weakref.WeakValueDictionary[str, DeviceMesh] = weakref.WeakValueDictionary()
+"""The newest mesh of some ranks: state that is sharded anew for each call has one of its own each time."""
 
 
 def _text_of(mesh: DeviceMesh) -> str:
@@ -121,6 +123,7 @@ def _text_of(mesh: DeviceMesh) -> str:
     if text is None:
         group = mesh.get_group().group_name if mesh.ndim == 1 else mesh.mesh_dim_names
         text = _texts[mesh] = f"{mesh.device_type} {mesh.mesh.tolist()} {group}"
+    _alive[text] = mesh
     return text
 
 

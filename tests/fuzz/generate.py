@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+import re
 import warnings
 from typing import Any
 
@@ -68,6 +70,7 @@ def draw_options(rng: random.Random, world: int) -> Options:
         accumulate_dtype="float32" if wire and rng.random() < 0.5 else None,
         check_trace=rng.random() < 0.7,
         same_batch=rng.random() < 0.2,
+        shard=world > 1 and rng.random() < 0.2,
     )
 
 
@@ -244,6 +247,10 @@ def _draw(rng: random.Random, seed: int, world: int) -> Program:
         traits.add(drawing.naughty)
     if any("numpy" in leaf.make for leaf in drawing.leaves):
         traits.add("same bytes")
+    names = {leaf.name for leaf in drawing.leaves}
+    aliases = any(names & set(re.findall(r"\w+", leaf.make)) for leaf in drawing.leaves)
+    if aliases or "state" in traits or "same bytes" in traits:  # parts are copies
+        drawing.options = dataclasses.replace(drawing.options, shard=False)
     closed_names = {name for name, _ in drawing.closed}
     between = [line for line in _BETWEEN if line.split(".")[0].split("[")[0] in closed_names]
     return Program(

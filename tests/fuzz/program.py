@@ -44,6 +44,7 @@ class Options:
     Attributes:
         latency_s: of the network that buckets are chosen for, if `bucket_cap_mb` is "auto".
         same_batch: every call gets the batch of the first.
+        shard: each rank gets a part of each leaf of the state that can be divided.
     """
 
     donate: bool = False
@@ -55,6 +56,7 @@ class Options:
     latency_s: float | None = None
     calls: int = 3
     same_batch: bool = False
+    shard: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ def script(programs: Sequence[Program], why: str) -> str:
         for name, value in {
             "world": program.world, "calls": o.calls, "exact": [p.exact for p in programs], "wire": o.wire_dtype,
             "own": [p.owned for p in programs], "between": any(p.between for p in programs), "donate": o.donate,
+            "shard": o.shard,
             "rounds": rounds_by_itself(programs) or not divides_exactly(programs[0].world),
         }.items()
     )  # fmt: skip
@@ -43,7 +44,8 @@ def script(programs: Sequence[Program], why: str) -> str:
             defines,
             "",
             "def make_step(step):",
-            f"    return fdp.data_parallel(step, {program.settings})",
+            f"    made = fdp.data_parallel(step, {program.settings})",
+            f"    return {'with_sharded_state(made)' if o.shard else 'made'}",
             "",
             "",
             "# What follows is the same in all such scripts: fdp's functions in plain PyTorch, and a comparison.",
@@ -51,6 +53,7 @@ def script(programs: Sequence[Program], why: str) -> str:
             _part("layout.py"),
             _part("exchanges.py"),
             _part("plain.py"),
+            _part("placed.py"),
             _part("standalone.py"),
             'if __name__ == "__main__":',
             f"    raise SystemExit(main([{listed}], make_step, {known}))",

@@ -63,6 +63,8 @@ def _options(p: Program) -> Iterator[Program]:
         yield dataclasses.replace(p, world=p.world - 1)
     for calls in range(1, o.calls):
         yield dataclasses.replace(p, options=dataclasses.replace(o, calls=calls))
+    if o.shard:
+        yield dataclasses.replace(p, options=dataclasses.replace(o, shard=False))
     if o.wire_dtype:
         yield dataclasses.replace(p, options=dataclasses.replace(o, wire_dtype=None, accumulate_dtype=None))
     for name in ("accumulate_dtype", "compile", "donate", "check_trace"):

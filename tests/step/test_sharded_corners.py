@@ -167,3 +167,37 @@ def held_by_the_step() -> None:
 
 def test_a_step_that_closes_over_a_sharded_leaf_is_refused() -> None:
     ranks.run(2, held_by_the_step)
+
+
+def sharded_anew_for_each_call() -> list[float]:
+    """Nothing keeps the mesh of a call's state when the call is over."""
+    step = fdp.data_parallel(lambda state, x: ({"w": state["w"] * 2}, fdp.pmean(x).sum()))
+    whole, found = {"w": torch.ones(4, 4)}, []
+    for _ in range(3):
+        new, _ = step(fdp.shard(whole, min_size=0), torch.ones(2))
+        whole = fdp.unshard(new)
+        del new
+        found.append(float(whole["w"][0, 0]))
+    return found
+
+
+def test_state_may_be_sharded_anew_for_each_call() -> None:
+    assert ranks.run(2, sharded_anew_for_each_call) == [[2.0, 4.0, 8.0]] * 2
+
+
+def written_with_what_varies() -> list[bool]:
+    """Donated state goes in sharded, is overwritten with each rank's own, and averaged."""
+
+    def step(state: Any, x: torch.Tensor) -> Any:
+        before = state["w"] * 1
+        state["w"].copy_(x)
+        return {"w": fdp.pmean(state["w"]) + before}
+
+    x = torch.full((4, 4), float(fdp.axis_index()) + 1)
+    state = fdp.shard({"w": torch.ones(4, 4)}, min_size=0)
+    found = fdp.unshard(fdp.data_parallel(step, donate_argnums=0)(state, x))["w"]
+    return [torch.equal(found, torch.full((4, 4), 2.5))]
+
+
+def test_sharded_state_may_be_overwritten_with_each_ranks_own() -> None:
+    assert ranks.run(2, written_with_what_varies) == [[True]] * 2
