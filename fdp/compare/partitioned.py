@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from fdp import pytree
+from fdp.compare.copies import copy_of
 from fdp.compare.leaves import same_bits
 from fdp.compare.refusals import wrong_partition
 from fdp.compare.replay import Lookup, Replay, call_node
@@ -56,8 +57,8 @@ def check_partition(emitted: Emitted, parts: Sequence[torch.Tensor], whole: Sequ
         raise wrong_partition(trace.name, varying)
     seen = _OnWholeValues(trace, others)
     with undisturbed(emitted):
-        expected = seen.run([x.detach().clone() for x in whole])
-    one = _OnOneRank(trace, [x.detach().clone() for x in parts], others, seen.values, seen.operands)
+        expected = seen.run([copy_of(x) for x in whole])
+    one = _OnOneRank(trace, [copy_of(x) for x in parts], others, seen.values, seen.operands)
     with undisturbed(emitted):
         found = one.run()
     wrong = one.wrong

@@ -201,3 +201,20 @@ def written_with_what_varies() -> list[bool]:
 
 def test_sharded_state_may_be_overwritten_with_each_ranks_own() -> None:
     assert ranks.run(2, written_with_what_varies) == [[True]] * 2
+
+
+def beside_a_leaf_with_gaps() -> list[bool]:
+    """A leaf that stays whole lies as it lay, in the comparison as well."""
+
+    def step(state: Any, x: torch.Tensor) -> Any:
+        state["gaps"].unfold(0, 2, 2).add_(fdp.pmean(x).sum())
+        return {"w": state["w"] * 2, "gaps": state["gaps"]}
+
+    gaps = torch.arange(8.0)[::2]
+    state = {"w": fdp.shard(torch.ones(4, 4), min_size=0), "gaps": gaps}
+    found = fdp.data_parallel(step, donate_argnums=0)(state, torch.ones(2))
+    return [found["gaps"].tolist() == [2.0, 4.0, 6.0, 8.0], torch.equal(fdp.unshard(found["w"]), torch.full((4, 4), 2.0))]
+
+
+def test_a_leaf_with_gaps_may_stand_beside_a_sharded_one() -> None:
+    assert ranks.run(2, beside_a_leaf_with_gaps) == [[True, True]] * 2
