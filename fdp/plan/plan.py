@@ -172,6 +172,7 @@ class Plan(Printed):
             a table. `Emitted.memory` says what lies where in the block, and draws it.
 
         Example:
+            >>> import torch, fdp
             >>> step = fdp.data_parallel(lambda w, x: w - 0.1 * fdp.grad(lambda w: (x @ w).square().mean())(w))
             >>> step.plan(torch.ones(256, 256), torch.ones(4, 256)).memory().devices[0].state_bytes
             262144
