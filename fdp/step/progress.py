@@ -37,6 +37,7 @@ class Progress:
     def __init__(self, name: str) -> None:
         self._name = name
         self._seconds: dict[str, float] = {}
+        self._telling = threading.Lock()
 
     @contextmanager
     def stage(self, what: str) -> Iterator[None]:
@@ -52,14 +53,17 @@ class Progress:
         try:
             yield
         finally:
-            over.set()
+            with self._telling:  # nothing is told of a stage that is over
+                over.set()
             self._seconds[what] = self._seconds.get(what, 0.0) + time.perf_counter() - begun
 
     def _tell(self, what: str, over: threading.Event) -> None:
         waited_s = 0.0
         while not over.wait(_AGAIN_S if waited_s else _PATIENCE_S):
             waited_s += _AGAIN_S if waited_s else _PATIENCE_S
-            _print(f"{what} step {self._name!r}, for {waited_s:g} s so far")
+            with self._telling:
+                if not over.is_set():
+                    _print(f"{what} step {self._name!r}, for {waited_s:g} s so far")
 
     def finish(self) -> None:
         """Say how long each stage took."""
