@@ -80,11 +80,11 @@ def _gathered_though_varying(trace: Trace) -> list[str]:
     """
     assert trace.whole is not None
     placeholders = trace.whole.graph.graph.find_nodes(op="placeholder")
-    items = zip(placeholders, trace.whole.inputs, strict=True)
+    items = list(zip(placeholders, trace.whole.inputs, strict=True))
     own = varying_nodes(trace.whole.graph.graph, [node for node, item in items if item.role != "state"])
-    # What is gathered as it went in did not differ then, whatever is written to it afterwards.
     named = {node.name for node in own}
-    given = {node.name for node, item in zip(placeholders, trace.whole.inputs, strict=True) if item.role == "state"}
+    # What is gathered as it went in did not differ then, whatever is written to it afterwards.
+    given = {node.name for node, item in items if item.role == "state"}
     return [
         f"{link.whole}: {link.kind}, and differs from rank to rank"
         for link in trace.links

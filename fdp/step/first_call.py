@@ -86,7 +86,7 @@ class Settings:
     check_trace: bool
     wire: Wire | None
     network: Network | None
-    memory_limit_bytes: int | None = None
+    memory_limit_bytes: int | None
 
 
 class Preparation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,14 +20,14 @@ def resolve_limit(memory_limit_mb: Any) -> int | None:
     Raises:
         ArgumentError: it is no positive number.
     """
-    if memory_limit_mb is None:
+    if memory_limit_mb is None or memory_limit_mb == math.inf:
         return None
     number = isinstance(memory_limit_mb, (int, float)) and not isinstance(memory_limit_mb, bool)
     if not number or not memory_limit_mb > 0:
         raise ArgumentError(
             build_message(f"memory_limit_mb={memory_limit_mb!r}.", remedy="pass a positive number of MiB, or None.")
         )
-    return int(memory_limit_mb * MIB) if memory_limit_mb < float(2**40) else None
+    return int(memory_limit_mb * MIB)
 
 
 def fits(plan: Plan, limit_bytes: int) -> bool:

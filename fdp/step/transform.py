@@ -26,7 +26,7 @@ from fdp.errors import ArgumentError, FdpError, build_message
 from fdp.gradients.averaging import under_transform
 from fdp.measure import profile_step
 from fdp.plan import Network, Plan
-from fdp.plan.buckets import Caps, resolve_caps
+from fdp.plan.buckets import MIB, Caps, resolve_caps
 from fdp.pytorch.dynamo import breaks_graph
 from fdp.runtime import BREAK_REASON
 from fdp.step.cache import Known, Signatures, clock
@@ -95,8 +95,8 @@ class Step:
         self._preparation = Preparation(
             LooksAtGradients(step_fn) if check_finite else step_fn, self._name, self._settings
         )
+        self._attempts = self._preparation.attempts
         self._check_finite, self._numbers = check_finite, itertools.count(1)
-        self._memory_limit_mb = memory_limit_mb
         self._known = Signatures(self._name)
         self._roles: dict[int, Roles] = {}
         self._calls: RememberedCalls[Known] = RememberedCalls()
@@ -121,7 +121,7 @@ class Step:
             group=self._group, bucket_cap_mb=settings.bucket_cap_mb, compile=settings.options or False,
             check_replication=settings.check_replication, check_trace=settings.check_trace,
             check_finite=self._check_finite, wire=settings.wire, network=settings.network,
-            memory_limit_mb=self._memory_limit_mb,
+            memory_limit_mb=None if settings.memory_limit_bytes is None else settings.memory_limit_bytes / MIB,
         ), ()  # fmt: skip
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -151,8 +151,7 @@ class Step:
         if inside_step():
             # As part of a larger step, it is the plain function: its collectives are planned with the others.
             return self._step(*args, **kwargs)
-        attempts = self._preparation.attempts
-        attempts.begun = False
+        self._attempts.begun = False
         try:
             if under_transform():
                 raise FdpError(
@@ -171,7 +170,7 @@ class Step:
             with alone_on(group, self._name, number := next(self._numbers)):
                 return self._call(args, group, number)
         except BaseException as error:
-            attempts.ends_by_error()
+            self._attempts.ends_by_error()
             if isinstance(error, Exception):
                 hide_frames(error)
             raise

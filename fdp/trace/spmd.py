@@ -209,9 +209,9 @@ class _Rewriting:
         assert self._now is not None
         here, phase = self._here[node], self._phases[self._now]
         if not self._lies_in_parts(node):
-            return (
-                self._viewed_again(node, phase) if self._phases[node] != phase and self._is_whole_view(node) else here
-            )
+            if self._phases[node] != phase and self._is_whole_view(node):
+                return self._viewed_again(node, phase)
+            return here
         (number,) = storages_of(node)
         if (number, phase) not in self._gathered:
             self._gathered[number, phase] = self._gather(node, here, self._part_of(node))
@@ -311,7 +311,7 @@ class _Rewriting:
         return self._like(node, args, kwargs)
 
     def _like(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
-        before, now = (list(nodes_in([*a, *k.values()])) for a, k in ((node.args, node.kwargs), (args, kwargs)))
+        before, now = nodes_in([*node.args, *node.kwargs.values()]), nodes_in([*args, *kwargs.values()])
         same = [one.meta.get("val") is two.meta.get("val") for one, two in zip(before, now, strict=True)]
         value = node.meta.get("val")
         # A new value of the same shape is as good as the one of the other graph; what lies in other memory is not.

@@ -66,9 +66,8 @@ def test_a_chain_of_pointwise_results_takes_one_place() -> None:
     "check", [test_pieces_that_are_in_use_at_once_do_not_overlap, test_one_place_is_inherited_once]
 )
 def test_placed_the_largest_first_they_lie_apart_too(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout_room, "_GAPS", 0.0)
-    whole = layout_room.lay_out
-    monkeypatch.setattr(f"{__name__}.lay_out", lambda pieces: layout_room._largest_first(whole(pieces)))
+    in_order, largest_first = layout_room._in_order, layout_room._largest_first
+    monkeypatch.setattr(f"{__name__}.lay_out", lambda pieces: largest_first(*in_order(pieces)))
     check()
 
 

@@ -73,6 +73,15 @@ def lay_out(pieces: Sequence[Lifetime]) -> Layout:
         >>> lay_out([Lifetime("a", 64, 0, 1), Lifetime("b", 64, 1, 2), Lifetime("c", 64, 2, 3)]).offsets
         {'a': 0, 'b': 64, 'c': 0}
     """
+    found, heads = _in_order(pieces)
+    if found.size_bytes <= _GAPS * found.needed_bytes or len(pieces) > _MOST_PIECES:
+        return found
+    other = _largest_first(found, heads)
+    return other if other.size_bytes < found.size_bytes else found
+
+
+def _in_order(pieces: Sequence[Lifetime]) -> tuple[Layout, Mapping[Any, Any]]:
+    """Place each piece when it is first used; and say which one first had the place that a piece took over."""
     beginning: defaultdict[int, list[Lifetime]] = defaultdict(list)
     ending: defaultdict[int, list[Any]] = defaultdict(list)
     for piece in pieces:
@@ -83,6 +92,7 @@ def lay_out(pieces: Sequence[Lifetime]) -> Layout:
     block = _Block()
     offsets: dict[Any, int] = {}
     inherited: set[Any] = set()
+    heads: dict[Any, Any] = {}
     live = needed = 0
     for position in sorted({*beginning, *ending}):
         for piece in sorted(beginning[position], key=lambda piece: -piece.size_bytes):
@@ -99,36 +109,28 @@ def lay_out(pieces: Sequence[Lifetime]) -> Layout:
                 offsets[piece.key] = block.take(size)
                 live += size
                 needed = max(needed, live)
+                heads[piece.key] = piece.key
             else:
                 inherited.add(parent)
+                heads[piece.key] = heads[parent]
                 offsets[piece.key] = offsets[parent]
         for key in ending[position]:
             if key not in inherited:
                 block.give_back(offsets[key], sizes[key])
                 live -= sizes[key]
-    found = Layout(offsets, block.size, needed, tuple(pieces))
-    if block.size <= _GAPS * needed or len(pieces) > _MOST_PIECES:
-        return found
-    other = _largest_first(found)
-    return other if other.size_bytes < block.size else found
+    return Layout(offsets, block.size, needed, tuple(pieces)), heads
 
 
-def _largest_first(found: Layout) -> Layout:
+def _largest_first(found: Layout, heads: Mapping[Any, Any]) -> Layout:
     """The same pieces, the largest placed first. What took the place of another one takes it here, too."""
-    together: list[list[Lifetime]] = []
-    at_end: dict[tuple[int, int, int], list[Lifetime]] = {}
-    for piece in sorted(found.pieces, key=lambda piece: (piece.first, piece.last)):
-        place = (found.offsets[piece.key], round_up(piece.size_bytes), piece.first)
-        chain = at_end.pop(place, None)
-        if chain is None or chain[-1].key not in piece.may_reuse:
-            chain = []
-            together.append(chain)
-        chain.append(piece)
-        at_end[place[0], place[1], piece.last] = chain
+    chains: defaultdict[Any, list[Lifetime]] = defaultdict(list)
+    for piece in found.pieces:
+        chains[heads[piece.key]].append(piece)
+    lives = {head: (min(each.first for each in c), max(each.last for each in c)) for head, c in chains.items()}
     placed: list[tuple[int, int, int, int]] = []  # (begin, end, first, last), by where they begin
     offsets: dict[Any, int] = {}
-    for chain in sorted(together, key=lambda chain: (-chain[0].size_bytes, chain[0].first)):
-        size, first, last = round_up(chain[0].size_bytes), chain[0].first, chain[-1].last
+    for head, chain in sorted(chains.items(), key=lambda item: (-item[1][0].size_bytes, lives[item[0]])):
+        size, (first, last) = round_up(chain[0].size_bytes), lives[head]
         offset = _best_gap([(b, e) for b, e, f, at in placed if f <= last and first <= at], size)
         bisect.insort(placed, (offset, offset + size, first, last))
         offsets.update((piece.key, offset) for piece in chain)
