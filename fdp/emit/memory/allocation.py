@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -69,27 +69,31 @@ def _computes(memory: MemoryPlan, compute: Compute) -> bool:
 
 def _touched(memory: MemoryPlan, instruction: Instruction) -> Iterator[Any]:
     """The pieces of memory that an instruction reads or writes, in an order that never changes."""
-    read: Iterable[Any] = ()
     match instruction:
-        case Compute(node, entries):
+        case Compute(node, _):
             yield from (memory.places.memory[name] for name in _results(memory, node))
             if node.name in memory.bodies:
                 yield from (key for key, _ in memory_of_body(node.name, memory.bodies[node.name].layouts))
+        case Pack(bucket, _) | Divide(bucket) | Send(bucket) | Await(bucket):
+            yield "bucket", bucket
+    yield from (piece for piece in map(memory.piece_of, read_by(memory, instruction)) if piece is not None)
+
+
+def read_by(memory: MemoryPlan, instruction: Instruction) -> Iterator[fx.Node]:
+    """The values that an instruction reads, and the donated input that it updates."""
+    match instruction:
+        case Compute(node, entries):
             form = memory.places.forms.get(node)
             if form is None or form.kind != "fill":
                 args, kwargs = arguments_of(node, entries)
                 product = memory.added[node].args if node in memory.added else ()
-                read = nodes_in([args, list(kwargs.values()), product])
+                yield from nodes_in([args, list(kwargs.values()), product])
         case Keep(marker):
-            read = () if marker in memory.places.alone else marker.args[:1]
+            yield from () if marker in memory.places.alone else nodes_in(marker.args[:1])
         case Pack(bucket, members):
-            yield "bucket", bucket
-            read = [memory.markers[bucket][member].args[0] for member in members]
-        case Divide(bucket) | Send(bucket) | Await(bucket):
-            yield "bucket", bucket
+            yield from nodes_in([memory.markers[bucket][member].args[0] for member in members])
         case Update(target, value):
-            read = (target, value)
-    yield from (piece for piece in map(memory.piece_of, read) if piece is not None)
+            yield from (target, value)
 
 
 def _results(memory: MemoryPlan, node: fx.Node) -> list[str]:

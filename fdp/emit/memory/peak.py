@@ -10,13 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from fdp.emit.memory.allocation import read_by
 from fdp.emit.memory.decisions import plan_memory
-from fdp.emit.memory.instructions import Await, Compute, Instruction, Keep, Pack, Send, Update, arguments_of
+from fdp.emit.memory.instructions import Await, Compute, Instruction, Keep, Send
 from fdp.emit.memory.memory_plan import MemoryPlan
 from fdp.emit.memory.planning import arriving_shape, result_name
 from fdp.plan import Plan
 from fdp.tables import Printed, Table, format_bytes
-from fdp.trace.effects import nodes_in, storages, storages_of, tensors_in
+from fdp.trace.effects import storages, storages_of, tensors_in
 from fdp.trace.trace import Input
 
 _AT_ONCE = 2
@@ -203,17 +204,11 @@ def _placed(memory: MemoryPlan) -> set[int]:
 
 def _nodes_of(memory: MemoryPlan, instruction: Instruction) -> Iterator[fx.Node]:
     """The values that an instruction makes, reads or changes."""
-    match instruction:
-        case Compute(node, entries):
-            if memory.is_called(node):
-                args, kwargs = arguments_of(node, entries)
-                yield from nodes_in([args, list(kwargs.values())])
-                yield node
-        case Keep(marker):
-            yield from (marker, *nodes_in(marker.args[:1]))
-        case Pack(bucket, members):
-            yield from nodes_in([memory.markers[bucket][member].args[0] for member in members])
-        case Update(_, value):
-            yield value
-        case _:
-            pass
+    made = instruction.node if isinstance(instruction, Compute) else None
+    if made is not None and not memory.is_called(made):
+        return
+    yield from read_by(memory, instruction)
+    if made is not None:
+        yield made
+    elif isinstance(instruction, Keep):
+        yield instruction.marker
