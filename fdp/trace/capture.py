@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from fdp.context.axis import step_axis
 from fdp.distributed.group import Group
 from fdp.distributed.wire import Wire
-from fdp.errors import FdpError, TraceError, build_message
+from fdp.errors import FdpError, PurityError, TraceError, build_message
 from fdp.pytorch import parts
 from fdp.pytorch.recomputation import why_not
 from fdp.trace.effects import effects_of, is_marker, storages_of
@@ -110,15 +110,16 @@ def capture(
             table = {**read_anew(is_fake, _judge_constant), **with_memory, **refused_operators()}
             tracer = make_fx(recorded, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)
             graph_module = tracer(*fakes)
-        except FdpError as error:
-            _name_place(name, error)
-            # Of the way through the tracer, which is long, the author of the step wants to see his own lines.
-            raise error.with_traceback(users_lines(error.__traceback__)) from None
         except Exception as error:
-            refusal = _explain(name, error)
-            if refusal is None:
+            if not isinstance(error, PurityError):
                 for tracer in tracers:
                     _refuse_foreign(name, tracer, fake_mode, names, closed_over)
+            if isinstance(error, FdpError):
+                _name_place(name, error)
+                # Of the way through the tracer, which is long, the author of the step wants to see his own lines.
+                raise error.with_traceback(users_lines(error.__traceback__)) from None
+            refusal = _explain(name, error)
+            if refusal is None:
                 raise
             raise refusal from error
     called = [node for node in graph_module.graph.nodes if node.op == "call_function"]

@@ -133,6 +133,12 @@ REFUSED: dict[str, tuple[Case, type, str, str, str]] = {
     "closed over, unsqueeze_, and what the old shape cannot do": (
         lambda s, b: (COUNT.unsqueeze_(0), COUNT.detach()[:] * 1)[1], PURITY, GIVES, "COUNT: ", "make a view"
     ),
+    "closed over, unsqueeze_, and a collective that the old shape cannot have": (
+        lambda s, b: (COUNT.unsqueeze_(0), fdp.psum_scatter(COUNT, 0))[1], PURITY, GIVES, "COUNT: ", "make a view"
+    ),
+    "closed over, t_, and what cannot be traced": (
+        lambda s, b: (TABLE.t_(), b * int(b.sum()))[1], PURITY, GIVES, "TABLE: ", "make a view"
+    ),
     "closed over, resize_, and what the old shape cannot do": (
         lambda s, b: (COUNT.resize_(4), fdp.pmean(COUNT[:2]))[1], PURITY, GIVES, "COUNT: ", "make a view"
     ),
