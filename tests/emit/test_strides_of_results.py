@@ -129,3 +129,15 @@ def test_tensors_are_laid_out(size: tuple[int, ...]) -> None:
         assert all(n == 1 or s == t for n, s, t in zip(size, stride, found.stride(), strict=True))
         anew = laid_out(given, stride, anew=True)
         assert torch.equal(anew, given) and (anew.data_ptr() != given.data_ptr() or not given.numel())
+
+
+def test_the_mean_of_one_rank_over_a_dimension_of_one_element() -> None:
+    """It is the value itself, but lies in another way: no operator may write where it reads the other."""
+
+    def step(b: torch.Tensor) -> torch.Tensor:
+        mean = fdp.pmean(b.mT.clone())
+        return 0.5 * mean + 0.25 * mean
+
+    b = torch.tensor([[1.0], [2.0], [4.0], [8.0]])
+    assert b.mT.clone().stride() == (1, 1)
+    assert torch.equal(fdp.data_parallel(step)(b), 0.75 * b.mT)

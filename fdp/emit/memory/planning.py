@@ -179,6 +179,8 @@ class _Builder:
         return (
             source.meta["val"].numel() > 0
             and source.meta["val"].is_contiguous()
+            # A dimension of one element may have any stride, and an operator that writes where it reads looks at it.
+            and source.meta["val"].stride() == node.meta["val"].stride()
             and not any(storage in written for storage in storages_of(node))
             and not any(
                 storage in inputs or self.accesses.last_write(storage) > self.accesses.last_read_by(storage, node)
