@@ -103,9 +103,8 @@ def _reduce_scatter(x: torch.Tensor, op: str, axis: str, kind: str, label: str) 
         return _first_contiguous(x)
     own = _contiguous_copy(x)
     if (others := OtherRanks.of_axis(axis)) is None:
-        arriving = torch.empty_like(own)
-        ranks_for(label).reduce_scatter(arriving, own, op)()
-        return arriving[0].clone()
+        ranks_for(label).reduce_scatter(torch.empty_like(own[1:]), own, op)()
+        return own[0].clone()
     out = _first_contiguous(x)
     others.reduce_scatter_(out, own, op)
     return out

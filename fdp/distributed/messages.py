@@ -29,6 +29,9 @@ several at once."""
 
 _MOST_PIECES = 8
 
+MOST_RANKS_IN_ROWS = 4
+"""Up to so many ranks exchange rows two by two: each of these messages is one to all, and all but one get nothing."""
+
 Pairs: TypeAlias = "Sequence[tuple[int, int]]"
 """Which rank sends to which."""
 
@@ -126,7 +129,10 @@ def start_all_gather(
     if group.process_group is None:
         out[0].copy_(own)
         return _nothing
-    to, sent = _as_bytes(out).view(group.size, -1), _as_bytes(own)
+    what, to, sent = "an all-gather", _as_bytes(out).view(group.size, -1), _as_bytes(own)
+    if in_rows(own, group):
+        to[group.rank].copy_(sent)
+        return _start_rows(what, own, group, arrived, to.unbind(0), [sent] * group.size)
     many = _pieces(sent.numel(), own, group)
     columns = list(zip(to.chunk(many, 1), sent.chunk(many), strict=True))
 
@@ -134,11 +140,11 @@ def start_all_gather(
         into, given = columns[at]
         return dist.all_gather(list(into.unbind(0)), given, group=ranks, async_op=True)
 
-    return _start_pieces("an all-gather", own, group, arrived, len(columns), send)
+    return _start_pieces(what, own, group, arrived, len(columns), send)
 
 
 def start_all_to_all(
-    out: torch.Tensor, own: torch.Tensor, group: Members, arrived: Arrived | None = None, what: str = "an all-to-all"
+    out: torch.Tensor, own: torch.Tensor, group: Members, arrived: Arrived | None = None
 ) -> Callable[[], None]:
     """Start sending each rank its piece of `own`, and filling `out` with the pieces that all ranks have for this one.
 
@@ -147,19 +153,54 @@ def start_all_to_all(
     if group.process_group is None:
         out.view(-1).copy_(own.view(-1))
         return _nothing
-    to, sent = _as_bytes(out).view(group.size, -1), _as_bytes(own).view(group.size, -1)
-    many = _pieces(sent.shape[1], own, group)
-    if many == 1:
-        return _start(
-            what, own, group, arrived, lambda ranks: dist.all_to_all_single(to, sent, group=ranks, async_op=True)
-        )
-    columns = list(zip(to.chunk(many, 1), sent.chunk(many, 1), strict=True))
+    what, to, sent = "an all-to-all", _as_bytes(out).view(group.size, -1), _as_bytes(own).view(group.size, -1)
+    if in_rows(own, group):
+        to[group.rank].copy_(sent[group.rank])
+        return _start_rows(what, own, group, arrived, to.unbind(0), sent.unbind(0))
+    return _start(what, own, group, arrived, lambda ranks: dist.all_to_all_single(to, sent, group=ranks, async_op=True))
+
+
+def in_rows(buffer: torch.Tensor, group: Members) -> bool:
+    """Whether ranks exchange rows two by two: on gloo, which copies what it gathers once more than it has to."""
+    return group.backend_for(buffer.device) == "gloo" and group.size <= MOST_RANKS_IN_ROWS
+
+
+def _start_rows(
+    what: str,
+    buffer: torch.Tensor,
+    group: Members,
+    arrived: Arrived | None,
+    into: Sequence[torch.Tensor],
+    given: Sequence[torch.Tensor],
+) -> Callable[[], None]:
+    """Start sending each other rank the row of `given` that is its, and filling the rows of `into` with theirs.
+
+    Args:
+        what: what is sent, for messages.
+        buffer: says on which device.
+        group: the ranks.
+        arrived: what to call when all of it has arrived.
+        into: for each rank contiguous bytes; those of this rank stay as they are.
+        given: likewise, equally many.
+
+    Returns:
+        A function that waits for all of it.
+    """
+    size, rank = group.size, group.rank
+    pieces: list[tuple[int, torch.Tensor, int, torch.Tensor]] = []
+    for shift in range(1, size):
+        source, destination = (rank - shift) % size, (rank + shift) % size
+        many = _pieces(given[destination].numel(), buffer, group)
+        both = zip(into[source].chunk(many), given[destination].chunk(many), strict=True)
+        pieces.extend((source, to, destination, sent) for to, sent in both)
 
     def send(at: int, ranks: Any) -> Any:
-        into, given = columns[at]
-        return dist.all_to_all(list(into.unbind(0)), list(given.unbind(0)), group=ranks, async_op=True)
+        source, to, destination, sent = pieces[at]
+        arriving = [to.numel() if other == source else 0 for other in range(size)]
+        leaving = [sent.numel() if other == destination else 0 for other in range(size)]
+        return dist.all_to_all_single(to, sent, arriving, leaving, group=ranks, async_op=True)
 
-    return _start_pieces(what, own, group, arrived, len(columns), send)
+    return _start_pieces(what, buffer, group, arrived, len(pieces), send)
 
 
 def _pieces(part_bytes: int, buffer: torch.Tensor, group: Members) -> int:
@@ -201,15 +242,15 @@ def _after(count: int, arrived: Arrived) -> Arrived:
 def start_reduce_scatter(
     arriving: torch.Tensor, own: torch.Tensor, op: str, group: Members, arrived: Arrived | None = None
 ) -> Callable[[], None]:
-    """Start reducing each row of `own` over the ranks of a group, the row of this rank into the first of `arriving`.
+    """Start reducing each row of `own` over the ranks of a group, the row of this rank into the first one.
 
     Where the values are added up here, that is done in the order of ranks, of sixteen-bit values in float32 and
     rounded once: the result is a function of the values alone. A backend that does it adds in an order of its own.
 
     Args:
-        arriving: [size, n], contiguous; its first row holds the result once the returned function has returned, and the
-            others anything.
-        own: [size, n], contiguous; a row for each rank. It may be changed.
+        arriving: [size - 1, n], contiguous; memory for what arrives.
+        own: [size, n], contiguous; a row for each rank. Once the returned function has returned, the first row is the
+            result, and the others are anything.
         op: "mean" or "sum".
         group: the ranks; with a world of one nothing is sent.
         arrived: what to call when the message has arrived, if the backend says so.
@@ -217,31 +258,55 @@ def start_reduce_scatter(
     Returns:
         A function that waits for the result.
     """
-    what = "a reduce-scatter"
-    if group.process_group is not None and group.backend_for(own.device) in _SCATTERING_BACKENDS:
+    what, size = "a reduce-scatter", group.size
+    if group.process_group is None:
+        return _nothing
+    if group.backend_for(own.device) in _SCATTERING_BACKENDS:
         name, divide = way_to_reduce(op, own.dtype, own.device, group)
         if divide == "before":
-            own.div_(group.size)
+            own.div_(size)
         operation = getattr(dist.ReduceOp, name.upper())
-        return _start(
+        finish_scatter = _start(
             what, own, group, arrived,
             lambda ranks: dist.reduce_scatter_tensor(arriving[0], own.view(-1), operation, group=ranks, async_op=True),
         )  # fmt: skip
-    finish_message = start_all_to_all(arriving, own, group, arrived, what)
+
+        def copy() -> None:
+            finish_scatter()
+            own[0].copy_(arriving[0])
+
+        return copy
+    if in_rows(own, group):
+        rows = list(arriving.unbind(0))
+        rows.insert(group.rank, own[group.rank])
+        into, given = [[_as_bytes(row) for row in each] for each in (rows, own)]
+        finish_message = _start_rows(what, own, group, arrived, into, given)
+    else:
+        whole = torch.empty_like(own)
+        rows = list(whole.unbind(0))
+        finish_message = start_all_to_all(whole, own, group, arrived)
 
     def wait() -> None:
         finish_message()
-        total = arriving[0]
-        if total.dtype in (torch.float16, torch.bfloat16):
-            total = total.float()
-        for row in arriving[1:]:
-            total += row
-        if op == "mean":
-            total /= group.size
-        if total.dtype != arriving.dtype:
-            arriving[0].copy_(total)
+        _add_up(own[0], rows, size if op == "mean" else 1)
 
     return wait
+
+
+def _add_up(result: torch.Tensor, rows: Sequence[torch.Tensor], divided_by: int) -> None:
+    """Add up rows in their order, and divide; `result` may be the first of them."""
+    if result.dtype in (torch.float16, torch.bfloat16):
+        total = rows[0].float()
+        for row in rows[1:]:
+            total += row
+    else:
+        total = torch.add(rows[0], rows[1], out=result) if len(rows) > 1 else rows[0]
+        for row in rows[2:]:
+            total += row
+    if divided_by > 1:
+        total /= divided_by
+    if total is not result:
+        result.copy_(total)
 
 
 def start_permute(

@@ -16,6 +16,9 @@ from fdp.trace.trace import Operation, Reduction
 
 MIB = 2**20
 _ALIGNMENT_BYTES = 64
+_ALONE_BYTES = 4 * MIB
+"""From this size on, what is split between ranks has a message of its own. Beside others its rows would lie apart, and
+it would have to be copied there."""
 AUTO_CAP_MB = (1.0, 25.0)
 """What "auto" means: a small first bucket, so that communication begins early, then DDP's usual size."""
 
@@ -105,7 +108,8 @@ def kind_of(reductions: Sequence[Reduction], upstream: Sequence[int], index: int
         reduction.op, reduction.root, str(reduction.dtype), str(reduction.accumulate_dtype), str(reduction.device),
         reduction.pairs, bool(upstream[index]),
     )  # fmt: skip
-    return kind if reduction.collective.shares else (*kind, index)
+    alone = reduction.collective.splits and reduction.size_bytes >= _ALONE_BYTES
+    return (*kind, index) if alone or not reduction.collective.shares else kind
 
 
 def make_buckets(reductions: Sequence[Reduction], groups: Sequence[Sequence[int]]) -> tuple[Bucket, ...]:

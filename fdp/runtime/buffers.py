@@ -34,10 +34,11 @@ class Buffer:
 
     Attributes:
         bucket: its description.
-        own: what this rank contributes, flat; unless something arrives elsewhere, the result is in the same place.
-        arriving: memory for what comes back, where it lies apart: [ranks, numel] for an all-gather, [ranks, numel /
-            ranks] for what is split between ranks (of a reduce-scatter the first row is the result), [numel] for a
-            permutation; else None.
+        own: what this rank contributes, flat; the result is in the same place, of a reduce-scatter in the first row of
+            it, unless it arrives elsewhere.
+        arriving: memory for what arrives, where it lies apart: [ranks, numel] for an all-gather, [ranks, numel /
+            ranks] for an all-to-all, [ranks - 1, numel / ranks] for a reduce-scatter, [numel] for a permutation; else
+            None.
         scaled: it is packed with values divided by the number of ranks: their sum is the mean.
         received: [own elements], pieces of all ranks on their way, if it is added up in a wider dtype, else None.
         message: what is sent of a reduction: `own`, with the header behind it if there is one.
@@ -74,7 +75,7 @@ class Buffer:
             return group.all_gather(into, self.own, arrived)
         if collective.reduction is None:
             return group.all_to_all(into, self.own.view_as(into), arrived)
-        return group.reduce_scatter(into, self.own.view_as(into), collective.reduction, arrived)
+        return group.reduce_scatter(into, self.own.view(self.bucket.rows, -1), collective.reduction, arrived)
 
     def start_wide(self, group: Group, arrived: Arrived | None = None) -> WideMean:
         """Start the mean that is added up in a wider dtype."""
@@ -100,7 +101,8 @@ class Buffer:
         elif collective.reduction is None:
             others.all_to_all_(into, self.own.view_as(into))
         else:
-            others.reduce_scatter_(into[0], self.own.view_as(into), collective.reduction)
+            rows = self.own.view(self.bucket.rows, -1)
+            others.reduce_scatter_(rows[0], rows, collective.reduction)
 
 
 def place_values(program: Program, blocks: Mapping[torch.device, torch.Tensor]) -> dict[str, torch.Tensor]:

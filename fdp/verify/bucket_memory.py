@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fdp.plan.plan import Bucket
-from fdp.verify.combined import IN_PLACE, SPLIT
+from fdp.verify.combined import IN_PLACE, SPLIT, STACKED
 
 _ALIGNMENT_BYTES = 64
 _HEADER_NUMEL = 64
 _CARRIERS = ("mean", "sum", "max", "min")
+_SCATTERS = tuple(op for op in SPLIT if op not in STACKED)
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Parts:
         header: what stands behind them, and says which call a message belongs to.
         sent: what this rank sends: members and header, filled up where ranks share them evenly.
         behind_bytes: where what others send begins, if it has memory of its own.
+        result_bytes: where the results begin.
         arriving: what others send there.
         itemsize: bytes of an element.
     """
@@ -31,6 +33,7 @@ class Parts:
     header: int
     sent: int
     behind_bytes: int
+    result_bytes: int
     arriving: int
     itemsize: int
 
@@ -53,13 +56,15 @@ def parts_of(bucket: Bucket, world_size: int) -> Parts:
         sent = -(-sent // world_size) * world_size
     behind_bytes = -(-sent * itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     arriving = sent if wide else math.prod(arriving_shape(bucket, world_size) or (0,))
-    return Parts(numel, header, sent, behind_bytes, arriving, itemsize)
+    # What a rank adds up of its own row and those of the others lies in the first row.
+    result_bytes = 0 if bucket.op in IN_PLACE or bucket.op in _SCATTERS else behind_bytes
+    return Parts(numel, header, sent, behind_bytes, result_bytes, arriving, itemsize)
 
 
 def arriving_shape(bucket: Bucket, world_size: int) -> tuple[int, ...] | None:
-    """How what arrives lies where it lies apart: a row from each rank; of a permutation, what one rank sends."""
+    """How what arrives lies where it lies apart: a row from each rank, or each other rank; or what one rank sends."""
     if bucket.op in IN_PLACE:
         return None
     if bucket.op in SPLIT:
-        return world_size, bucket.numel // world_size
+        return world_size - (bucket.op in _SCATTERS), bucket.numel // world_size
     return (world_size, bucket.numel) if bucket.op == "all_gather" else (bucket.numel,)

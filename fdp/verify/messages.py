@@ -156,7 +156,7 @@ class Messages:
         slot = _view(block, begin, tuple(shape), steps, bucket.dtype)
         if bucket.op in IN_PLACE:
             return slot, slot
-        begin += parts_of(bucket, size).behind_bytes
+        begin += parts_of(bucket, size).result_bytes
         own = steps[1:] if bucket.op in SPLIT else steps
         back = (row, *own) if bucket.op in STACKED else own
         return slot, _view(block, begin, shape_of(bucket.op, tuple(shape), size), back, bucket.dtype)

@@ -159,7 +159,7 @@ class _Call:
         for start_bytes, numel in _pieces(bucket, parts):
             own = self._own(bucket, start_bytes, numel)
             expected = values.combined(op, told(bucket), bucket.accumulate_dtype, own)
-            begin = start_bytes if bucket.op in IN_PLACE else parts.behind_bytes
+            begin = start_bytes if bucket.op in IN_PLACE else parts.result_bytes
             view = self._view(bucket, begin, *expected.shape)
             found = values.read(view)
             if found is not expected:
@@ -220,14 +220,15 @@ class _Ranks:
         self, arriving: torch.Tensor, own: torch.Tensor, op: str, arrived: Any = None
     ) -> Callable[[], None]:
         into, source, values = self._contiguous(arriving), self._contiguous(own), self._followed.values
-        if into.shape != source.shape or into.dtype != source.dtype or source.shape[0] != self.size:
-            raise VerificationError(f"{list(source.shape)} elements are reduced in {list(into.shape)}")
+        fits = source.shape[0] == self.size and into.shape == (self.size - 1, *source.shape[1:])
+        if not fits or into.dtype != source.dtype:
+            raise VerificationError(f"{list(source.shape)} elements are reduced with {list(into.shape)} beside")
         term = values.read(source)
-        rows = [self._followed.view(row) for row in arriving]
         # The other rows hold what arrived, or what a backend left there: nothing may look at it.
-        rest = [values.terms.make(("left over", term, at), rows[at].shape, into.dtype) for at in range(1, self.size)]
-        result = values.combined(f"{op}_scatter", 0, None, term)
-        return self._send([source, into], list(zip(rows, (result, *rest), strict=True)))
+        rest = [self._followed.view(row) for row in (*own[1:], *arriving)]
+        left = [values.terms.make(("left over", term, at), row.shape, row.dtype) for at, row in enumerate(rest)]
+        result = (self._followed.view(own[0]), values.combined(f"{op}_scatter", 0, None, term))
+        return self._send([source, into], [result, *zip(rest, left, strict=True)])
 
     def permute(
         self, out: torch.Tensor, own: torch.Tensor, pairs: Sequence[tuple[int, int]], arrived: Any = None

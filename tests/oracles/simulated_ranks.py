@@ -233,11 +233,13 @@ class Messages:
     ) -> Callable[[], None]:
         def combined(values: list[torch.Tensor]) -> torch.Tensor:
             total = torch.stack([value[group.rank] for value in values]).sum(0).to(own.dtype)
+            poison(own)
             poison(arriving)
             return total / len(values) if op == "mean" else total
 
-        wait = self._send(group, ("reduce_scatter", op), own, arriving[0], combined)
+        wait = self._send(group, ("reduce_scatter", op), own, own[0], combined)
         if not self._late:
+            poison(own)
             poison(arriving)
         return wait
 

@@ -263,8 +263,8 @@ EXCHANGES = (
     Fault(
         "parts of means are sums",
         "runtime/buffers.py",
-        "self.own.view_as(into), collective.reduction, arrived)",
-        'self.own.view_as(into), "sum", arrived)',
+        "self.own.view(self.bucket.rows, -1), collective.reduction, arrived)",
+        'self.own.view(self.bucket.rows, -1), "sum", arrived)',
         "not divided",
     ),
     Fault(
@@ -275,11 +275,18 @@ EXCHANGES = (
         "what is exchanged may be under way when it is read",
     ),
     Fault(
-        "parts come back in place",
+        "parts are taken for what arrives",
+        "emit/memory/planning.py",
+        "return 0 if bucket.collective.reduction is not None or bucket.collective.in_place",
+        "return 0 if bucket.collective.in_place",
+        "the result of a reduce-scatter is read where the rows of other ranks arrive",
+    ),
+    Fault(
+        "parts are columns",
         "runtime/buffers.py",
-        "return group.reduce_scatter(into, self.own.view_as(into)",
-        "return group.reduce_scatter(self.own.view_as(into), into",
-        "what is sent and what arrives are mixed up",
+        "return group.reduce_scatter(into, self.own.view(self.bucket.rows, -1)",
+        "return group.reduce_scatter(into, self.own.view(-1, self.bucket.rows).t().contiguous()",
+        "each rank gets elements of other rows",
     ),
 )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,11 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from fdp.distributed.messages import MOST_RANKS_IN_ROWS
 from fdp.emit.memory.allocation import read_by
 from fdp.emit.memory.decisions import plan_memory
 from fdp.emit.memory.instructions import Await, Compute, Instruction, Keep, Send
 from fdp.emit.memory.memory_plan import MemoryPlan
-from fdp.emit.memory.planning import arriving_shape, result_name
+from fdp.emit.memory.planning import result_name
 from fdp.plan import Plan
 from fdp.tables import Printed, Table, format_bytes
 from fdp.trace.effects import storages, storages_of, tensors_in
@@ -176,11 +176,14 @@ def _elsewhere(memory: MemoryPlan) -> dict[torch.device, int]:
 
 
 def _copied_by_backend(memory: MemoryPlan, index: int) -> tuple[torch.device, int] | None:
-    """What gloo gathers into, before it copies that to where it was told to; other backends do not."""
-    bucket = memory.plan.buckets[index]
-    if bucket.device.type != "cpu" or not bucket.collective.gathers:
+    """Where gloo gathers, before it copies that to where it was told to, or where what is added up arrives; both if
+    ranks are too many to exchange rows. Other backends need no such memory."""
+    bucket, size = memory.plan.buckets[index], memory.plan.trace.world_size
+    if bucket.device.type != "cpu" or bucket.collective.in_place or size <= MOST_RANKS_IN_ROWS:
         return None
-    return bucket.device, math.prod(arriving_shape(bucket, memory.plan.trace.world_size)) * bucket.dtype.itemsize
+    if bucket.collective.splits == bucket.collective.gathers:
+        return None  # each rank sends one row to each other one, or all of it to one
+    return bucket.device, bucket.row_numel * size * bucket.dtype.itemsize
 
 
 def _placed(memory: MemoryPlan) -> set[int]:

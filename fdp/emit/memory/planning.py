@@ -227,7 +227,7 @@ class _Builder:
         """Put the results of a bucket into it, and the arguments as well where they can be computed there."""
         key, size, itemsize = ("bucket", bucket.index), self.plan.trace.world_size, bucket.dtype.itemsize
         collective = bucket.collective
-        behind = 0 if collective.in_place else arrives_at_bytes(bucket)
+        behind = result_at_bytes(bucket)
         self.places.sizes[key] = (bucket.device, memory_bytes(bucket, size))
         if is_scaled(bucket, size):
             self.places.scaled.add(bucket.index)
@@ -343,11 +343,18 @@ def arrives_at_bytes(bucket: Bucket) -> int:
     return round_up(bucket.numel * bucket.dtype.itemsize)
 
 
+def result_at_bytes(bucket: Bucket) -> int:
+    """Where, in the memory of a bucket, its results begin: those of a reduce-scatter are its first row."""
+    return 0 if bucket.collective.reduction is not None or bucket.collective.in_place else arrives_at_bytes(bucket)
+
+
 def arriving_shape(bucket: Bucket, world_size: int) -> tuple[int, ...]:
-    """What arrives there: a row of each rank; of a permutation, what one rank sends."""
+    """What arrives there: a row of each rank, for a reduce-scatter of each other one; of a permutation one rank's."""
     if bucket.collective.paired:
         return (bucket.numel,)
-    return (bucket.rows, bucket.row_numel) if bucket.collective.splits else (world_size, bucket.numel)
+    if not bucket.collective.splits:
+        return (world_size, bucket.numel)
+    return (bucket.rows if bucket.collective.gathers else world_size - 1, bucket.row_numel)
 
 
 def header_numel(bucket: Bucket, world_size: int) -> int:
