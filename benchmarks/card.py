@@ -263,8 +263,8 @@ def plug_in(link: Link) -> CardGroup:
     group = dist.group.WORLD
     assert isinstance(group, CardGroup)
     group.store = store  # torch holds only the part of it that is in C++
-    # fdp asks by name whether a backend takes means, and otherwise divides a sum itself. This one takes what gloo does.
-    c10d._world.pg_backend_config[group] = "cpu:gloo"
+    # fdp asks by name what a backend can do: this one takes means, and reduces and scatters in one message.
+    c10d._world.pg_backend_config[group] = "cpu:xccl"
     # The card's thread has to get Python's lock as soon as a message is due, whatever Python code runs then.
     sys.setswitchinterval(_SWITCH_S)
     return group

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import statistics
 from collections.abc import Iterator
 from typing import Any
@@ -44,7 +45,7 @@ def silent() -> Iterator[None]:
     def start_without(self: Buffer, *args: Any) -> Any:
         bare = bare_buffers.get(id(self))
         if bare is None:
-            bare = bare_buffers[id(self)] = Buffer(self.bucket, self.own, self.gathered, self.scaled, self.received)
+            bare = bare_buffers[id(self)] = dataclasses.replace(self, message=None, header=None)
         return start(bare, *args)
 
     with contextlib.ExitStack() as stack:

@@ -46,9 +46,9 @@ class Told:
         self._stamps.append(("arrived", index, self._clock.stamp()))
 
     def _around(self, call: Callable[[int], None], before: str, after: str) -> Callable[[int], None]:
-        def around(index: int) -> None:
+        def around(index: int, *into: Any) -> None:
             self._stamps.append((before, index, self._clock.stamp()))
-            call(index)
+            call(index, *into)
             self._stamps.append((after, index, self._clock.stamp()))
 
         return around

@@ -38,7 +38,7 @@ class Buffer:
             it, unless it arrives elsewhere.
         arriving: memory for what arrives, where it lies apart: [ranks, numel] for an all-gather, [ranks, numel /
             ranks] for an all-to-all, [ranks - 1, numel / ranks] for a reduce-scatter, [numel] for a permutation; else
-            None.
+            None, as well where the program says at each call where it goes.
         scaled: it is packed with values divided by the number of ranks: their sum is the mean.
         received: [own elements], pieces of all ranks on their way, if it is added up in a wider dtype, else None.
         message: what is sent of a reduction: `own`, with the header behind it if there is one.
@@ -55,13 +55,19 @@ class Buffer:
     header: torch.Tensor | None = None
     frame: Frame = plain_frame
 
-    def start(self, group: Group, arrived: Arrived | None = None) -> Callable[[], None]:
-        """Start the collective; returns the function that waits for it."""
-        return cast(Callable[[], None], self.frame(self._start, group, arrived))
+    def start(
+        self, group: Group, arrived: Arrived | None = None, into: torch.Tensor | None = None
+    ) -> Callable[[], None]:
+        """Start the collective, of what is gathered into other memory than its own if so told.
 
-    def _start(self, group: Group, arrived: Arrived | None) -> Callable[[], None]:
-        if self.arriving is not None:
-            return self._start_apart(self.arriving, group, arrived)
+        Returns:
+            The function that waits for it.
+        """
+        return cast(Callable[[], None], self.frame(self._start, group, arrived, into))
+
+    def _start(self, group: Group, arrived: Arrived | None, into: torch.Tensor | None) -> Callable[[], None]:
+        if (arriving := self._arriving(into)) is not None:
+            return self._start_apart(arriving, group, arrived)
         if self.bucket.collective.rooted:
             return group.broadcast(self.own, self.bucket.root, arrived)
         message = self.own if self.message is None else self.message
@@ -83,10 +89,14 @@ class Buffer:
         made = self.frame(WideMean, self.own, self.received, self.bucket.accumulate_dtype, group, arrived, self.frame)
         return cast(WideMean, made)
 
-    def pretend(self, others: OtherRanks) -> None:
+    def _arriving(self, into: torch.Tensor | None) -> torch.Tensor | None:
+        """Where what arrives goes, if not to where the rest lies."""
+        return self.arriving if into is None else into.view(-1, self.own.numel())
+
+    def pretend(self, others: OtherRanks, into: torch.Tensor | None = None) -> None:
         """Do what the collective would do, with what this rank takes the others to hold."""
-        if self.arriving is not None:
-            self._pretend_apart(self.arriving, others)
+        if (arriving := self._arriving(into)) is not None:
+            self._pretend_apart(arriving, others)
         elif self.bucket.collective.rooted:
             others.broadcast_(self.own, self.bucket.root)
         else:
@@ -156,7 +166,7 @@ def make_buffers(plan: Plan, program: Program, blocks: Mapping[torch.device, tor
         numel = shared_numel(bucket, size) if wide else bucket.numel
         own = _flat(block, start, numel, bucket.dtype)
         arriving = received = message = header = None
-        if not bucket.collective.in_place:
+        if not bucket.collective.in_place and bucket.index not in program.gathered:
             shape = arriving_shape(bucket, size)
             arriving = _flat(block, start + arrives_at_bytes(bucket), math.prod(shape), bucket.dtype).view(shape)
         if wide:

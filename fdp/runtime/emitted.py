@@ -190,7 +190,7 @@ class Emitted:
         flying: list[InFlight] = []
         watched = watched_ranks(self.group.process_group)
 
-        def start(index: int) -> None:
+        def start(index: int, into: torch.Tensor | None = None) -> None:
             if watched is not None:
                 watched.awaited = functools.partial(bucket_text, self.plan, index)
             try:
@@ -198,7 +198,7 @@ class Emitted:
                     if not flying:
                         flying.append(InFlight(self.residence.buffers, self.group, order))
                     arrived = None if observer is None else functools.partial(observer.arrived, index)
-                    flying[0].start(index, arrived)
+                    flying[0].start(index, into, arrived)
             except (RuntimeError, dist.DistError) as error:
                 raise self._consensus.peer_error(index, error) from error
 
@@ -273,8 +273,8 @@ class Emitted:
         """
         others = OtherRanks(self.group.size, self.group.rank, kind)
 
-        def start(index: int) -> None:
-            self.residence.buffers[index].pretend(others)
+        def start(index: int, into: torch.Tensor | None = None) -> None:
+            self.residence.buffers[index].pretend(others, into)
 
         return self._put_together(self._execute(tensors, start, lambda index: None))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
+
 from fdp.distributed.group import Group
 from fdp.distributed.messages import Arrived
 from fdp.runtime.buffers import Buffer
@@ -31,11 +33,12 @@ class InFlight:
         self._waits: dict[int, Callable[[], None]] = {}
         self._means: dict[int, WideMean] = {}
 
-    def start(self, index: int, arrived: Arrived | None = None) -> None:
+    def start(self, index: int, into: torch.Tensor | None = None, arrived: Arrived | None = None) -> None:
         """Start a bucket; of those in two messages, also the second message of the one that started before it.
 
         Args:
             index: which bucket.
+            into: where what is gathered goes, if the program says so.
             arrived: what to call when it has arrived, if the backend says so.
 
         Raises:
@@ -46,7 +49,7 @@ class InFlight:
             self._order.before_start(buffer)
             self._unseen = self._order.awaits_first
         if buffer.received is None:
-            self._waits[index] = buffer.start(self._group, arrived)
+            self._waits[index] = buffer.start(self._group, arrived, into)
             return
         before = list(self._means.values())
         self._means[index] = buffer.start_wide(self._group, arrived)

@@ -73,10 +73,10 @@ def operations_of(graph: fx.Graph) -> tuple[list[Operation], dict[fx.Node, int],
                 needs.update(place.readers)
                 if place.writer is not None:
                     needs.add(place.writer)
+            before = [first[name] for name in node.meta.get("after", ()) if name in first]
+            needs.update(before)
             if is_marker(node):
                 markers[node] = index
-                before = [first[name] for name in (node.meta.get("after"),) if name in first]
-                needs.update(before)
                 writers = [*before, *(memory[storage].writer for storage in reads)]
                 produced[node] = max((writer for writer in writers if writer is not None), default=-1)
             elif effects.random:

@@ -1,4 +1,4 @@
-"""When a whole value is gathered from its parts: once, or again for each backward pass; and how early.
+"""When a whole value is gathered from its parts: once, or again for each backward pass; how early, and parts taken.
 
 References:
     Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel (VLDB 2023), sections 3.2 and 3.3.
@@ -12,7 +12,7 @@ from collections.abc import Container, Mapping, Sequence
 
 from torch import fx
 
-from fdp.trace.effects import effects_of, storages, storages_of
+from fdp.trace.effects import effects_of, list_arguments, storages, storages_of
 from fdp.trace.placements import is_same_view
 
 
@@ -44,7 +44,7 @@ def begin_late(graph: fx.Graph, gathers: Sequence[tuple[fx.Node, fx.Node]]) -> N
     While that value is computed with, the next one is on its way.
 
     Args:
-        graph: of the step on one rank. The nodes of messages get a `meta["after"]`: the name of the one to
+        graph: of the step on one rank. The nodes of messages get a `meta["after"]`: the names of those to
             wait for.
         gathers: for each whole value the node of its message, and its own.
     """
@@ -56,7 +56,37 @@ def begin_late(graph: fx.Graph, gathers: Sequence[tuple[fx.Node, fx.Node]]) -> N
         if next_reader is not reader:
             before = last
         if before is not None and order[before] < order[rows]:
-            rows.meta["after"] = before.name
+            rows.meta["after"] = (before.name,)
+
+
+def take_late(graph: fx.Graph, parts: Sequence[tuple[fx.Node, ...]]) -> None:
+    """Let the part of an input be taken when what it is computed with is there, and no earlier: it takes memory.
+
+    Args:
+        graph: of the step on one rank. Nodes are moved, and those that copy get a `meta["after"]`.
+        parts: of inputs that do not change: for each the nodes that take it, of which the second one copies.
+    """
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for nodes in parts:
+        copy, taken = nodes[1], nodes[-1]
+        reader = _first_reader(taken, order)
+        if reader is None or any(order[user] < order[reader] for user in taken.users):
+            continue
+        with_it = [node for node in _read_with(reader, taken) if node.op == "call_function"]
+        if with_it:
+            copy.meta["after"] = tuple(node.name for node in with_it)
+            for node in nodes:
+                reader.prepend(node)
+
+
+def _read_with(reader: fx.Node, value: fx.Node) -> list[fx.Node]:
+    """What an operator reads together with a value: of an operator on lists, the same entry of each."""
+    lists = [listed for _, listed in list_arguments(reader) if listed]
+    entries = {at for listed in lists for at, each in enumerate(listed) if each is value}
+    if not entries:
+        return [node for node in reader.all_input_nodes if node is not value]
+    found = [listed[at] for listed in lists for at in entries if at < len(listed)]
+    return [node for node in found if isinstance(node, fx.Node) and node is not value]
 
 
 def _first_reader(value: fx.Node, order: Mapping[fx.Node, int]) -> fx.Node | None:

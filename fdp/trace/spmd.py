@@ -28,17 +28,9 @@ from fdp.trace.effects import (
     storages,
     storages_of,
 )
-from fdp.trace.gathers import begin_late, entry_of, origin_of, phases_of
+from fdp.trace.gathers import begin_late, entry_of, origin_of, phases_of, take_late
 from fdp.trace.loops import regions_of
-from fdp.trace.placements import (
-    Unit,
-    is_elementwise,
-    is_own_memory,
-    is_same_view,
-    is_scattered,
-    reduces_all,
-    units_of,
-)
+from fdp.trace.placements import Unit, is_elementwise, is_own_memory, is_same_view, is_scattered, reduces_all, units_of
 from fdp.trace.reductions_of_parts import combined
 from fdp.trace.trace import Link
 
@@ -111,6 +103,7 @@ class _Rewriting:
         self._views: dict[tuple[fx.Node, int], fx.Node] = {}
         self._changed: set[int] = set()
         self._messages: list[tuple[fx.Node, fx.Node]] = []
+        self._taken: list[tuple[fx.Node, tuple[fx.Node, ...]]] = []
         self._mode = next(
             value.fake_mode
             for node in module.graph.nodes
@@ -154,6 +147,8 @@ class _Rewriting:
         self._graph.output_node().meta.update(self._module.graph.output_node().meta)
         if self._again:
             begin_late(self._graph, self._messages)
+        unchanged = [nodes for whole, nodes in self._taken if not self._changed.intersection(storages_of(whole))]
+        take_late(self._graph, unchanged)
         made = fx.GraphModule(self._module, self._graph)
         return Partitioned(made, self._links, gathered)
 
@@ -238,12 +233,11 @@ class _Rewriting:
         shape = list(node.meta["val"].shape)
         name = self._names.get(origin_of(node)) or f"value at {node.meta.get('source')}"
         rows = self._new(torch.ops.fdp.all_gather.default, own, part.ranks, _AXIS, name)
-        found = rows
         if part.dim:
-            order = [*range(1, part.dim + 1), 0, *range(part.dim + 1, len(shape) + 1)]
-            turned = self._new(torch.ops.aten.permute.default, rows, order)
-            found = self._new(torch.ops.aten.clone.default, turned, memory_format=torch.contiguous_format)
-        whole = self._new(torch.ops.aten.view.default, found, shape)
+            each = [self._new(torch.ops.aten.select.int, rows, 0, rank) for rank in range(part.ranks)]
+            whole = self._new(torch.ops.aten.cat.default, each, part.dim)
+        else:
+            whole = self._new(torch.ops.aten.view.default, rows, shape)
         self._messages.append((rows, whole))
         value, after = self._last[storages_of(node)[0]]
         self._links.append(Link(rows.name, value.name, "gathered", whole.name, after.name, part, entry_of(value, node)))
@@ -262,7 +256,10 @@ class _Rewriting:
             index = self._new(torch.ops.aten._to_copy.default, index, device=device)
         rows = self._new(torch.ops.aten.view.default, whole, part.in_rows(whole.meta["val"].shape))
         own = self._new(torch.ops.aten.index_select.default, rows, part.dim, index)
-        return self._new(torch.ops.aten.view.default, own, list(part.of(whole.meta["val"].shape)))
+        taken = self._new(torch.ops.aten.view.default, own, list(part.of(whole.meta["val"].shape)))
+        if origin_of(node).op == "placeholder":
+            self._taken.append((node, (rows, own, taken)))
+        return taken
 
     def _gather_ahead(self, inner: fx.Node, begin: fx.Node) -> None:
         """Gather before a loop what is read in it: in each round it would be gathered anew."""

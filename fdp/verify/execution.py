@@ -44,8 +44,8 @@ class Suspect:
 class Messages(Protocol):
     """Who is told that a message starts, and that it is waited for."""
 
-    def start(self, execution: Execution, index: int) -> None:
-        """Start the message of a bucket."""
+    def start(self, execution: Execution, index: int, into: View | None) -> None:
+        """Start the message of a bucket, of what is gathered into some memory."""
 
     def wait(self, execution: Execution, index: int) -> None:
         """Wait for it."""
@@ -182,8 +182,8 @@ class Execution(Machine):
         self._hold(name, tensor)
         return tensor
 
-    def _start(self, index: int) -> None:
-        self._aside(self._messages.start, self, index)
+    def _start(self, index: int, into: torch.Tensor | None = None) -> None:
+        self._aside(self._messages.start, self, index, None if into is None else self.view(into))
 
     def _wait(self, index: int) -> None:
         self._aside(self._messages.wait, self, index)

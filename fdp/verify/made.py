@@ -146,7 +146,11 @@ def _wrong_buffers(
         expected: dict[str, tuple[torch.Tensor | None, int, tuple[int, ...] | None]] = {
             "what this rank contributes": (buffer.own, 0, (own,)),
             "what is sent": (message, 0, (parts.sent,)),
-            "what arrives": (buffer.arriving, parts.behind_bytes, arriving_shape(bucket, size)),
+            "what arrives": (
+                buffer.arriving,
+                parts.behind_bytes,
+                None if index in program.gathered else arriving_shape(bucket, size),
+            ),
             "what is received": (buffer.received, parts.behind_bytes, (parts.sent,) if wide else None),
             "the header": (buffer.header, parts.numel * parts.itemsize, (parts.header,) if parts.header else None),
         }

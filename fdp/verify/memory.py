@@ -172,7 +172,8 @@ class Memory:
 
     def take_off(self, block: Block, start: int, size: int) -> None:
         """Let bytes be those of a message that is under way."""
-        self._replace(block, start, start + size, IN_FLIGHT)
+        if size:
+            self._replace(block, start, start + size, IN_FLIGHT)
 
     def land(self, block: Block, start: int, size: int) -> None:
         """The message is there: its bytes may be touched again, and hold nothing yet."""

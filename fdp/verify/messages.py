@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -72,10 +73,15 @@ class Messages:
         ]
         self._done: list[tuple[str, int]] = []
         self._sent: dict[int, list[tuple[View, Term]]] = {}
+        self._into: dict[int, View] = {}
 
-    def start(self, execution: Sender, index: int) -> None:
+    def start(self, execution: Sender, index: int, into: View | None = None) -> None:
         """Note what a bucket holds; it is on the wire from here on."""
         bucket = self._next("start", index)
+        if into is not None:
+            self._into[index] = into
+        if (into is not None) != (index in self._program.gathered):
+            raise VerificationError(f"it is not said right where what bucket {index} gathers goes")
         for at, member in enumerate(bucket.members):
             reduction = self._trace.reductions[member]
             slot, result = self._lies(execution, bucket, at)
@@ -126,7 +132,11 @@ class Messages:
     def _regions(self, execution: Sender, bucket: Bucket) -> Iterator[tuple[Block, int, int]]:
         """The bytes that a message reads or writes."""
         device, start = execution.where["bucket", bucket.index]
-        for begin, size in parts_of(bucket, self._trace.world_size).regions():
+        parts = parts_of(bucket, self._trace.world_size)
+        if (into := self._into.get(bucket.index)) is not None:
+            parts = replace(parts, arriving=0)
+            yield into.block, into.start, into.span
+        for begin, size in parts.regions():
             if start + begin + size > self._program.layouts[device].size_bytes:
                 raise VerificationError(f"bucket {bucket.index} lies beyond the memory of the step")
             yield execution.arena[device], start + begin, size
@@ -159,7 +169,13 @@ class Messages:
         begin += parts_of(bucket, size).result_bytes
         own = steps[1:] if bucket.op in SPLIT else steps
         back = (row, *own) if bucket.op in STACKED else own
-        return slot, _view(block, begin, shape_of(bucket.op, tuple(shape), size), back, bucket.dtype)
+        result = _view(block, begin, shape_of(bucket.op, tuple(shape), size), back, bucket.dtype)
+        into = self._into.get(bucket.index)
+        if into is not None:
+            result = result._replace(block=into.block, start=into.start)
+            if into != result or bucket.op != "all_gather" or row != numel:
+                raise VerificationError(f"what bucket {bucket.index} gathers does not fit where it is to go")
+        return slot, result
 
 
 def _view(block: Block, start: int, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> View:

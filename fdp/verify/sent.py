@@ -27,8 +27,8 @@ from fdp.verify.values import Values
 class Sender(Protocol):
     """What sends the messages of one call."""
 
-    def start(self, index: int) -> None:
-        """Start the message of a bucket."""
+    def start(self, index: int, into: torch.Tensor | None = None) -> None:
+        """Start the message of a bucket, of what is gathered into some memory."""
 
     def wait(self, index: int) -> None:
         """Wait for it."""
@@ -96,6 +96,7 @@ class _Call:
             for device, layout in program.layouts.items()
         }
         self._ranks = _Ranks(self._followed, size, rank)
+        self._into = {index: self._room_for(plan.buckets[index]) for index in program.gathered}
         self._where = {
             bucket.index: layout.offsets["bucket", bucket.index]
             for device, layout in program.layouts.items()
@@ -112,7 +113,7 @@ class _Call:
             if isinstance(item, Start):
                 self._fill(bucket)
                 with self._followed:
-                    sender.start(item.bucket)
+                    sender.start(item.bucket, self._into.get(item.bucket))
                 order.append(item.bucket)
             else:
                 with self._followed:
@@ -120,6 +121,14 @@ class _Call:
                 self._compare(bucket)
         if self._ranks.under_way:
             raise VerificationError(f"{self._ranks.under_way} messages are not waited for")
+
+    def _room_for(self, bucket: Bucket) -> torch.Tensor:
+        """Memory for what a bucket gathers: that of an input, which the program names at each call."""
+        size = self._plan.trace.world_size
+        block = self._followed.memory_of(
+            size * bucket.numel * bucket.dtype.itemsize, f"where bucket {bucket.index} goes"
+        )
+        return block.view(bucket.dtype).view(size, bucket.numel)
 
     def _view(self, bucket: Bucket, start_bytes: int, *shape: int) -> View:
         """Memory of a bucket, from a byte on."""
@@ -160,7 +169,8 @@ class _Call:
             own = self._own(bucket, start_bytes, numel)
             expected = values.combined(op, told(bucket), bucket.accumulate_dtype, own)
             begin = start_bytes if bucket.op in IN_PLACE else parts.result_bytes
-            view = self._view(bucket, begin, *expected.shape)
+            into = self._into.get(bucket.index)
+            view = self._view(bucket, begin, *expected.shape) if into is None else self._followed.view(into)
             found = values.read(view)
             if found is not expected:
                 raise VerificationError(

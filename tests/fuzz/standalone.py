@@ -11,7 +11,7 @@ import torch
 import torch.multiprocessing
 
 import fdp
-from fuzz.layout import in_layout_that_is_known
+from fuzz.layout import in_layout_that_is_known, lies_upon_itself
 from fuzz.plain import Box, Kit, Plain, World, mapped, numbers, parts  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def calls_of(made: Any, make_step: Any, rank: int, known: Any, expected: Any = N
         # fdp returns nothing in the memory of closed-over tensors.
         state = mapped(
             lambda x, theirs=closed: x if not isinstance(x, torch.Tensor)
-            else _copy(x) if x.untyped_storage().data_ptr() in theirs else x.detach(), found[0])  # fmt: skip
+            else _apart(x) if x.untyped_storage().data_ptr() in theirs else x.detach(), found[0])  # fmt: skip
         if written:
             state = mapped(lambda x: x.contiguous().clone() if isinstance(x, torch.Tensor) else x, state)
         for m in made:
@@ -170,6 +170,13 @@ def on_rank(rank: int, defines: Any, make_step: Any, known: Any, expected: Any, 
             print(f"rank {rank}, call {number}: the random generator is not where plain PyTorch leaves it", flush=True)
     print(f"rank {rank}: {'WRONG' if wrong else 'right'}", flush=True)
     return wrong
+
+
+def _apart(x: torch.Tensor) -> torch.Tensor:
+    """A copy in memory of its own that lies as a result lies which has to be copied: with its gaps."""
+    return (
+        _copy(x) if lies_upon_itself(x) else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x.detach())
+    )
 
 
 def _copy(x: Any) -> Any:

@@ -117,10 +117,10 @@ def sleep_in_messages() -> Timeline:
 
     start = Buffer.start
 
-    def late(buffer: Buffer, group: Any, arrived: Any = None) -> Any:
+    def late(buffer: Buffer, group: Any, *rest: Any) -> Any:
         if buffer.bucket.index == 1 and dist.get_rank() == 1 and isinstance(group, Group):
             time.sleep(0.1)  # so the other rank waits for a message that is under way as long
-        return start(buffer, group, arrived)
+        return start(buffer, group, *rest)
 
     Buffer.start = late  # type: ignore[method-assign]
     try:
@@ -198,10 +198,10 @@ def one_dies() -> tuple[str, str, float]:
     if dist.get_rank() == 1:
         prove = Buffer.start
 
-        def die(buffer: Buffer, group: Any, arrived: Any = None) -> Any:
+        def die(buffer: Buffer, group: Any, *rest: Any) -> Any:
             if isinstance(group, Group):  # in earnest, and not when it is proved what is sent
                 os.kill(os.getpid(), signal.SIGKILL)
-            return prove(buffer, group, arrived)
+            return prove(buffer, group, *rest)
 
         Buffer.start = die  # type: ignore[method-assign]
     start = time.monotonic()

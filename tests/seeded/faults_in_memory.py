@@ -252,6 +252,13 @@ DONATION = (
         "an average is returned in its bucket, which the next call fills",
     ),
     Fault(
+        "gathered over what is read later",
+        "emit/memory/donation.py",
+        "and accesses.last_read(home) < accesses.starts[bucket]",
+        "and accesses.last_read(home) > -2",
+        "what is gathered arrives where the old state is still read",
+    ),
+    Fault(
         "gathered values returned",
         "emit/memory/donation.py",
         'node.op == "get_attr" or collective_of(node) is not None',

@@ -149,6 +149,13 @@ PACKING = (
 
 ARENA = (
     Fault(
+        "gathered to where nothing looks",
+        "runtime/buffers.py",
+        "return self.arriving if into is None else into.view(-1, self.own.numel())",
+        "return self.arriving if into is None else torch.zeros_like(into).view(-1, self.own.numel())",
+        "what the program says of where it goes is not heeded",
+    ),
+    Fault(
         "gathered behind the last byte",
         "runtime/buffers.py",
         "start + arrives_at_bytes(bucket), math.prod(shape)",

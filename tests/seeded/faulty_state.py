@@ -76,6 +76,14 @@ def sent_and_updated(c: Any, s: Tree, b: Tree) -> Any:
     ]
 
 
+@_program({"v": (2, 4), "w": (2, 4), "u": (2, 4), "z": (2, 4)}, {"x": (4,)})
+def refilled(c: Any, s: Tree, b: Tree) -> Any:
+    """State whose new value is gathered: that nothing reads, that is read once more, read before, and sent itself."""
+    v, w = c.all_gather(b["x"] * 2), c.all_gather(b["x"] * 3)
+    u, z = c.all_gather(s["u"][0] + b["x"]), c.all_gather(s["z"][1])
+    return {"v": v, "w": w, "u": u, "z": z}, [s["w"] * c.pmean(b["x"]), v * 2, u.t(), z[1:]]
+
+
 def _with_gaps(g: torch.Generator) -> torch.Tensor:
     return torch.randn(4, 8, generator=g, dtype=DOUBLE)[:, ::2]
 

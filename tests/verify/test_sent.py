@@ -51,37 +51,37 @@ def test_several_means_in_two_messages(world: int) -> None:
 # One mistake at a time.
 
 
-def not_divided(self: Buffer, group: Any, arrived: Any = None) -> Any:
+def not_divided(self: Buffer, group: Any, arrived: Any = None, into: Any = None) -> Any:
     if self.arriving is not None or self.bucket.op == "broadcast":
-        return right_start(self, group, arrived)
+        return right_start(self, group, arrived, into)
     return group.all_reduce(self.own if self.message is None else self.message, "sum", arrived)
 
 
-def without_header(self: Buffer, group: Any, arrived: Any = None) -> Any:
-    return right_start(dataclasses.replace(self, message=None), group, arrived)
+def without_header(self: Buffer, group: Any, arrived: Any = None, into: Any = None) -> Any:
+    return right_start(dataclasses.replace(self, message=None), group, arrived, into)
 
 
-def from_rank_0(self: Buffer, group: Any, arrived: Any = None) -> Any:
+def from_rank_0(self: Buffer, group: Any, arrived: Any = None, into: Any = None) -> Any:
     if self.bucket.op == "broadcast":
         return group.broadcast(self.own, 0, arrived)
-    return right_start(self, group, arrived)
+    return right_start(self, group, arrived, into)
 
 
-def gathers_twice_the_same(self: Buffer, group: Any, arrived: Any = None) -> Any:
+def gathers_twice_the_same(self: Buffer, group: Any, arrived: Any = None, into: Any = None) -> Any:
     if self.arriving is None or self.bucket.op != "all_gather":
-        return right_start(self, group, arrived)
+        return right_start(self, group, arrived, into)
     wait = group.all_gather(self.arriving, self.own, arrived)
     return lambda: (wait(), self.arriving[0].copy_(self.arriving[1]))  # type: ignore[index]
 
 
-def changes_what_it_sends(self: Buffer, group: Any, arrived: Any = None) -> Any:
-    wait = right_start(self, group, arrived)
+def changes_what_it_sends(self: Buffer, group: Any, arrived: Any = None, into: Any = None) -> Any:
+    wait = right_start(self, group, arrived, into)
     self.own.add_(1)
     return wait
 
 
-def never_waits(self: Buffer, group: Any, arrived: Any = None) -> Any:
-    right_start(self, group, arrived)
+def never_waits(self: Buffer, group: Any, arrived: Any = None, into: Any = None) -> Any:
+    right_start(self, group, arrived, into)
     return lambda: None
 
 
@@ -161,6 +161,24 @@ def test_the_first_message_is_there_before_another_result_is_read(monkeypatch: p
     monkeypatch.setattr(InFlight, "_finish", lambda self, index: index and finish(self, index))
     with pytest.raises(VerificationError, match="whose message is under way"):
         verify_sent(late_first, program, 0, sending(plan, program))
+
+
+def refilled(state: Any, batch: torch.Tensor) -> Any:
+    return {"w": fdp.all_gather(batch * 2)}, fdp.pmean(batch.sum())
+
+
+def test_what_is_gathered_into_memory_of_an_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = fdp.data_parallel(refilled, group=fake_group(2), donate_argnums=0)
+    made = step.plan({"w": torch.zeros(2, 4)}, torch.randn(4)).emit(fake_group(2))
+    assert len(made.program.gathered) == 1 and "start(0, " in made.source
+    verify_sent(made.plan, made.program, 1, sending(made.plan, made.program))
+
+    def elsewhere(self: Buffer, group: Any, arrived: Any = None, into: Any = None) -> Any:
+        return right_start(self, group, arrived, None if into is None else torch.empty_like(into))
+
+    monkeypatch.setattr(Buffer, "start", elsewhere)
+    with pytest.raises(VerificationError, match="do not carry what its program sends"):
+        verify_sent(made.plan, made.program, 1, sending(made.plan, made.program))
 
 
 # What happens then.

@@ -44,11 +44,13 @@ class Program:
 
     Attributes:
         source: its text.
-        function: takes a list of input tensors (which it empties), and the functions `start(k)` and `wait(k)`;
-            returns the list of outputs. It finds values at fixed places among its globals.
+        function: takes a list of input tensors (which it empties), and the functions `start(k)`, or `start(k, into)`
+            for what is gathered right into memory of an input, and `wait(k)`; returns the list of outputs. It finds
+            values at fixed places among its globals.
         places: the names that it expects there.
         layouts: for each device, where the pieces of memory lie that places are in.
         scaled: buckets that it packs with values divided by the number of ranks.
+        gathered: buckets of which it says at each call where what arrives goes.
         recording: what records the program as one piece of work for a device, if it is to be; it begins when its
             attribute `armed` is set.
         parts: of a program that is timed, what lies between one tick and the next.
@@ -65,6 +67,7 @@ class Program:
     parts: tuple[Part, ...] = ()
     loops: Mapping[str, Program] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
+    gathered: frozenset[int] = frozenset()
 
 
 def write_program(
@@ -118,6 +121,7 @@ def _write_program(memory: MemoryPlan, rank: int, tick: Callable[[], None] | Non
         parts=parts_of(writer.lines),
         loops=bodies,
         names=names_of_values(writer, graph),
+        gathered=frozenset(bucket for bucket in memory.markers if _filled(memory, bucket) is not None),
     )
 
 
@@ -145,8 +149,7 @@ def _write(writer: Writer, instruction: Instruction) -> None:
         case Divide():
             write_division_in_bucket(writer, instruction)
         case Send(bucket):
-            text = f"{writer.reserved['start']}({bucket})"
-            writer.lines.append(Line(text, set(), part=Part("start", bucket)))
+            _write_start(writer, bucket)
         case Await(bucket):
             text = f"{writer.reserved['wait']}({bucket})"
             writer.lines.append(Line(text, set(), part=Part("wait", bucket)))
@@ -155,6 +158,26 @@ def _write(writer: Writer, instruction: Instruction) -> None:
             uses: set[str] = set()
             copy = bind_operator(writer, _aten.copy_.default, (target, value))
             writer.lines.append(Line(f"{copy}({literal(writer, target, uses)}, {literal(writer, value, uses)})", uses))
+
+
+def _filled(memory: MemoryPlan, bucket: int) -> fx.Node | None:
+    """The donated input that the message of a bucket fills, if there is one."""
+    return memory.placement.gathered.get(memory.markers[bucket][0])
+
+
+def _write_start(writer: Writer, bucket: int) -> None:
+    """Start the message of a bucket, in the memory of a donated input if it is to arrive there."""
+    start, part = writer.reserved["start"], Part("start", bucket)
+    target = _filled(writer.memory, bucket)
+    if target is None:
+        writer.lines.append(Line(f"{start}({bucket})", set(), part=part))
+        return
+    (marker,) = writer.memory.markers[bucket]
+    view = bind_operator(writer, _aten.view.default, (target, list(marker.meta["val"].shape)))
+    uses: set[str] = set()
+    text = f"{view}({literal(writer, target, uses)}, {list(marker.meta['val'].shape)})"
+    writer.lines.append(Line(f"{marker.name} = {text}", uses, (marker.name,), part=part))
+    writer.lines.append(Line(f"{start}({bucket}, {marker.name})", {marker.name}, part=part))
 
 
 def _write_alone(writer: Writer, node: fx.Node) -> None:

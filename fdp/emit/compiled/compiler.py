@@ -38,11 +38,15 @@ from fdp.verify.lowered import Returned, verify_lowered
 
 @dataclass(frozen=True)
 class Buckets:
-    """The buckets of a compiled program: where members lie, and which hold values divided by the number of ranks."""
+    """The buckets of a compiled program: where members lie, and which hold values divided by the number of ranks.
+
+    What is gathered arrives in its bucket.
+    """
 
     places: Mapping[str, Place]
     layouts: Mapping[torch.device, Layout]
     scaled: frozenset[int]
+    gathered: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

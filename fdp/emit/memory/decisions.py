@@ -30,7 +30,7 @@ def plan_memory(plan: Plan, communicates: bool, savings: Savings = ALL) -> Memor
     same = redundant_views(graph) if savings.views else {}
     accesses = Accesses(plan)
     added = find_added(graph, same, accesses) if savings.products else {}  # first: all others see the reads as they are
-    placement = place_outputs(plan, same, accesses, plain=not savings.donation)
+    placement = place_outputs(plan, same, accesses, plain=not savings.donation, gathers=savings.results)
     markers = {
         bucket.index: tuple(map(trace.marker, bucket.members))
         for bucket in plan.buckets

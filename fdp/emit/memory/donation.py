@@ -30,6 +30,7 @@ class Placement:
     Attributes:
         replaced: clones that are not made: for each, the donated input that takes its place.
         written: nodes whose operator writes its result straight into the donated input that it is the new value of.
+        gathered: all-gathers that fill the donated input whose new value they make.
         copies: for a position in the schedule, the (input, value) pairs to copy after it.
         returned: for each tensor output, the node that is returned.
         cloned: outputs (by position) to be copied at the end, because their memory belongs to something else.
@@ -37,12 +38,15 @@ class Placement:
 
     replaced: dict[fx.Node, fx.Node] = field(default_factory=dict)
     written: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    gathered: dict[fx.Node, fx.Node] = field(default_factory=dict)
     copies: dict[int, list[tuple[fx.Node, fx.Node]]] = field(default_factory=dict)
     returned: list[fx.Node] = field(default_factory=list)
     cloned: set[int] = field(default_factory=set)
 
 
-def place_outputs(plan: Plan, same: Mapping[fx.Node, fx.Node], accesses: Accesses, plain: bool = False) -> Placement:
+def place_outputs(
+    plan: Plan, same: Mapping[fx.Node, fx.Node], accesses: Accesses, plain: bool = False, gathers: bool = False
+) -> Placement:
     """Decide where every output of a plan lives.
 
     Args:
@@ -50,6 +54,7 @@ def place_outputs(plan: Plan, same: Mapping[fx.Node, fx.Node], accesses: Accesse
         same: views that are their own base.
         accesses: what the plan does to memory, and when.
         plain: whether every new value is copied into the donated input, at the end.
+        gathers: whether a message may fill a donated input.
 
     Returns:
         The placement.
@@ -66,7 +71,8 @@ def place_outputs(plan: Plan, same: Mapping[fx.Node, fx.Node], accesses: Accesse
         for storage in storages_of(node)
     }
     placement = Placement(returned=list(made))
-    owned = _place_new_values(plan, placement, pairs, donated, same, accesses, plain)
+    gathering = _gathering(plan) if gathers else {}
+    owned = _place_new_values(plan, placement, pairs, donated, same, accesses, gathering, plain)
     _copy_what_is_shared(placement, pairs, donated, donated | owned | _foreign_memory(trace))
     return placement
 
@@ -82,6 +88,7 @@ def _place_new_values(
     donated: AbstractSet[int],
     same: Mapping[fx.Node, fx.Node],
     accesses: Accesses,
+    gathering: Mapping[int, tuple[fx.Node, int]],
     plain: bool,
 ) -> set[int]:
     """Decide how the new value of each donated input gets there; returns memory that is, or becomes, that of one."""
@@ -116,6 +123,9 @@ def _place_new_values(
             owned.update((memory, home))
         elif memory not in owned and _can_write(same.get(node, node), target, accesses):
             placement.written[same.get(node, node)] = target
+            owned.update((memory, home))
+        elif memory not in owned and _can_gather(node, target, gathering.get(memory), accesses):
+            placement.gathered[gathering[memory][0]] = target
             owned.update((memory, home))
         else:
             last = max(accesses.last_read(home), accesses.last_write(memory), accesses.made.get(memory, -1))
@@ -166,6 +176,34 @@ def _can_write(node: fx.Node, target: fx.Node, accesses: Accesses) -> bool:
     read = [argument for argument in node.all_input_nodes if home in storages_of(argument)]
     return not read or (
         form.pointwise and all(geometry(each.meta["val"]) == geometry(target.meta["val"]) for each in read)
+    )
+
+
+def _gathering(plan: Plan) -> dict[int, tuple[fx.Node, int]]:
+    """The all-gathers of a plan: by the memory of each result its marker, and the bucket, in which it is alone."""
+    found = {}
+    for bucket in plan.buckets:
+        if bucket.collective.gathers and not bucket.collective.splits:
+            marker = plan.trace.marker(bucket.members[0])
+            found[storages_of(marker)[0]] = marker, bucket.index
+    return found
+
+
+def _can_gather(node: fx.Node, target: fx.Node, gathering: tuple[fx.Node, int] | None, accesses: Accesses) -> bool:
+    """Whether a message can fill a donated input whose new value it carries: nothing reads that when it starts."""
+    if gathering is None:
+        return False
+    (home,), (memory,) = storages_of(target), storages_of(node)
+    marker, bucket = gathering
+    made, value, wanted = marker.meta["val"], node.meta["val"], target.meta["val"]
+    return (
+        geometry(value) == geometry(wanted)
+        and value.dtype == made.dtype
+        and value.numel() == made.numel()
+        and value.is_contiguous()
+        and value.storage_offset() == 0
+        and memory not in accesses.writes
+        and accesses.last_read(home) < accesses.starts[bucket]
     )
 
 

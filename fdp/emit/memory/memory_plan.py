@@ -26,7 +26,8 @@ class Savings:
         products: products that are only added to something are computed there.
         results: values have fixed places.
         reuse: what is not in use at the same time shares memory.
-        donation: new values are computed in the donated inputs; otherwise they are copied there, at the end.
+        donation: new values are computed in the donated inputs; otherwise they are copied there, at the end. Where
+            values have fixed places, what is gathered arrives there as well.
         pack_from_bytes: members of at least so many bytes are packed as soon as they are computed.
     """
 

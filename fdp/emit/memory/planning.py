@@ -228,14 +228,16 @@ class _Builder:
         key, size, itemsize = ("bucket", bucket.index), self.plan.trace.world_size, bucket.dtype.itemsize
         collective = bucket.collective
         behind = result_at_bytes(bucket)
-        self.places.sizes[key] = (bucket.device, memory_bytes(bucket, size))
+        apart = markers[0] in self.placement.gathered
+        self.places.sizes[key] = (bucket.device, arrives_at_bytes(bucket) if apart else memory_bytes(bucket, size))
         if is_scaled(bucket, size):
             self.places.scaled.add(bucket.index)
         for at, (marker, offset) in enumerate(zip(markers, bucket.offsets, strict=True)):
             source: Any = marker.args[0]
             (result,) = storages_of(marker)
             start_bytes = offset * itemsize
-            self.home[result] = (key, behind + start_bytes)
+            if not apart:
+                self.home[result] = (key, behind + start_bytes)
             shape = source.meta["val"].shape
             stride = tuple(torch.empty(shape, device="meta").stride())
             dense = not collective.splits or stride[0] == bucket.row_numel
@@ -322,7 +324,7 @@ def _kept_elsewhere(graph: fx.Graph, placement: Placement) -> Iterator[int]:
     for position, node in enumerate(placement.returned):
         if position not in placement.cloned:
             yield from storages_of(node)
-    for node in (*placement.replaced, *placement.written):
+    for node in (*placement.replaced, *placement.written, *placement.gathered):
         yield from storages_of(node)
 
 
