@@ -219,3 +219,44 @@ def beside_a_leaf_with_gaps() -> list[bool]:
 
 def test_a_leaf_with_gaps_may_stand_beside_a_sharded_one() -> None:
     assert ranks.run(2, beside_a_leaf_with_gaps) == [[True, True]] * 2
+
+
+def adam_with_a_sharded_state(donate: bool) -> tuple[int, list[bool], list[str], bool]:
+    """ZeRO-1: how many messages fill old parameters, which of these stay, what is called, and if it is right."""
+    params = fdp.replicate({"v": numbers(65, 64, seed=2), "w": numbers(64, 64, seed=1)})
+    optimizer = optim.from_torch(torch.optim.Adam, lr=1e-2)
+    x = numbers(8, 64, seed=3) + fdp.axis_index()
+
+    def step(state: State, x: Tensor) -> Any:
+        def loss(p: State) -> Tensor:
+            return ((x @ p["w"]).tanh() @ p["v"].t()).square().mean()
+
+        grads = fdp.grad(loss)(state["params"])
+        new, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": new, "opt": opt}
+
+    def fresh() -> State:
+        return {"params": pytree.map_leaves(torch.clone, params), "opt": fdp.shard(optimizer.init(params), min_size=1)}
+
+    expected = fdp.data_parallel(step)({"params": params, "opt": optimizer.init(params)}, x)["params"]
+    sharded = fdp.data_parallel(step, donate_argnums=0 if donate else ())
+    sharded(fresh(), x)  # it compares as well
+    state = fresh()
+    where = [p.data_ptr() for p in pytree.leaves_of(state["params"])]
+    made = sharded.plan(state, x).emit()
+    new = sharded(state, x)["params"]
+    stayed = [p.data_ptr() == at for p, at in zip(pytree.leaves_of(new), where, strict=True)]
+    called = [line.strip().split("(")[0] for line in made.source.splitlines()]
+    return len(made.program.gathered), stayed, called, all(torch.equal(new[name], expected[name]) for name in new)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_new_parameters_arrive_in_the_old_ones(donate: bool) -> None:
+    """One lies in parts by rows, and arrives there; the other one by columns, and is put together there."""
+    for gathered, stayed, called, right in ranks.run(2, adam_with_a_sharded_state, donate):
+        assert right
+        assert (gathered, stayed) == ((1, [True, True]) if donate else (0, [False, False]))
+        taken = [at for at, name in enumerate(called) if "index_select" in name]
+        assert taken and min(taken) > called.index("wait"), (
+            "parts of parameters are taken when their gradients are there"
+        )
