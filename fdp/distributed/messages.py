@@ -131,8 +131,9 @@ def start_all_gather(
         return _nothing
     what, to, sent = "an all-gather", _as_bytes(out).view(group.size, -1), _as_bytes(own)
     if in_rows(own, group):
+        finish_gather = _start_rows(what, own, group, arrived, to.unbind(0), [sent] * group.size)
         to[group.rank].copy_(sent)
-        return _start_rows(what, own, group, arrived, to.unbind(0), [sent] * group.size)
+        return finish_gather
     many = _pieces(sent.numel(), own, group)
     columns = list(zip(to.chunk(many, 1), sent.chunk(many), strict=True))
 
@@ -155,8 +156,9 @@ def start_all_to_all(
         return _nothing
     what, to, sent = "an all-to-all", _as_bytes(out).view(group.size, -1), _as_bytes(own).view(group.size, -1)
     if in_rows(own, group):
+        finish_exchange = _start_rows(what, own, group, arrived, to.unbind(0), sent.unbind(0))
         to[group.rank].copy_(sent[group.rank])
-        return _start_rows(what, own, group, arrived, to.unbind(0), sent.unbind(0))
+        return finish_exchange
     return _start(what, own, group, arrived, lambda ranks: dist.all_to_all_single(to, sent, group=ranks, async_op=True))
 
 
