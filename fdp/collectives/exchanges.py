@@ -27,7 +27,7 @@ def psum_scatter(tree: Tree, axis: int = 0) -> Tree:
     and rounded once; NCCL adds in an order of its own. `wire_dtype` does not apply: leaves are sent as they are.
 
     Args:
-        tree: pytree of tensors of any shape (floating point, integer or complex) with at least one dimension.
+        tree: pytree of tensors (floating point, complex, or integer but for int16) with at least one dimension.
         axis: the dimension that is split; the number of ranks divides its size. Negative ones count from the end.
 
     Returns:
@@ -35,8 +35,8 @@ def psum_scatter(tree: Tree, axis: int = 0) -> Tree:
         differs from rank to rank. Differentiable: the transpose gathers what all ranks send back for their parts.
 
     Raises:
-        ArgumentError: a leaf has no such dimension, or ranks do not divide its size; it is boolean, sparse, or no
-            tensor.
+        ArgumentError: a leaf has no such dimension, or ranks do not divide its size; it is boolean, of 16-bit integers,
+            sparse, or no tensor.
 
     Example:
         >>> psum_scatter({"grads": torch.tensor([1.0, 2.0])})

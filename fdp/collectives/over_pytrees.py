@@ -131,14 +131,14 @@ def psum(tree: Tree) -> Tree:
     """Sum every leaf over the ranks.
 
     Args:
-        tree: pytree of tensors of any shape (floating point, integer or complex) and numbers.
+        tree: pytree of tensors of any shape (floating point, complex, or integer but for int16) and numbers.
 
     Returns:
         The tree with each leaf replaced by its sum, equal on every rank, and contiguous, as what all collectives
         return. Differentiable: the transpose of `psum` is `psum`.
 
     Raises:
-        ArgumentError: a leaf is boolean, sparse, or no tensor.
+        ArgumentError: a leaf is boolean, of 16-bit integers, sparse, or no tensor.
 
     Example:
         >>> psum({"right": torch.tensor(3)})
@@ -218,13 +218,13 @@ def pmax(tree: Tree) -> Tree:
     """Take the maximum of every leaf over the ranks, element by element.
 
     Args:
-        tree: pytree of real tensors and numbers.
+        tree: pytree of real tensors (but for int16) and numbers.
 
     Returns:
         The tree of maxima, equal on every rank. Not differentiable.
 
     Raises:
-        ArgumentError: a leaf is boolean, complex, sparse, or no tensor.
+        ArgumentError: a leaf is boolean, complex, of 16-bit integers, sparse, or no tensor.
 
     Example:
         >>> pmax(torch.tensor([1.0, 2.0]))
@@ -237,13 +237,13 @@ def pmin(tree: Tree) -> Tree:
     """Take the minimum of every leaf over the ranks, element by element.
 
     Args:
-        tree: pytree of real tensors and numbers.
+        tree: pytree of real tensors (but for int16) and numbers.
 
     Returns:
         The tree of minima, equal on every rank. Not differentiable.
 
     Raises:
-        ArgumentError: a leaf is boolean, complex, sparse, or no tensor.
+        ArgumentError: a leaf is boolean, complex, of 16-bit integers, sparse, or no tensor.
 
     Example:
         >>> pmin(torch.tensor([1.0, 2.0]))
