@@ -13,6 +13,7 @@ import torch
 
 from fdp.context.axis import current_axis, ranks_for
 from fdp.distributed.collective import OPERATORS
+from fdp.distributed.messages import rows_arriving
 from fdp.distributed.other_ranks import OtherRanks
 from fdp.errors import FdpError, build_message
 
@@ -103,7 +104,8 @@ def _reduce_scatter(x: torch.Tensor, op: str, axis: str, kind: str, label: str) 
         return _first_contiguous(x)
     own = _contiguous_copy(x)
     if (others := OtherRanks.of_axis(axis)) is None:
-        ranks_for(label).reduce_scatter(torch.empty_like(own[1:]), own, op)()
+        arriving = own.new_empty((rows_arriving(len(own)), *own.shape[1:]))
+        ranks_for(label).reduce_scatter(arriving, own, op)()
         return own[0].clone()
     out = _first_contiguous(x)
     others.reduce_scatter_(out, own, op)

@@ -30,7 +30,8 @@ several at once."""
 _MOST_PIECES = 8
 
 MOST_RANKS_IN_ROWS = 4
-"""Up to so many ranks exchange rows two by two: each of these messages is one to all, and all but one get nothing."""
+"""Up to so many ranks exchange rows: there is a message for each distance between two ranks, in which each sends a row
+to one other rank, and nothing to the rest."""
 
 Pairs: TypeAlias = "Sequence[tuple[int, int]]"
 """Which rank sends to which."""
@@ -163,7 +164,7 @@ def start_all_to_all(
 
 
 def in_rows(buffer: torch.Tensor, group: Members) -> bool:
-    """Whether ranks exchange rows two by two: on gloo, which copies what it gathers once more than it has to."""
+    """Whether ranks exchange rows: on gloo, whose all-gather makes copies of all that it gathers."""
     return group.backend_for(buffer.device) == "gloo" and group.size <= MOST_RANKS_IN_ROWS
 
 
@@ -241,6 +242,11 @@ def _after(count: int, arrived: Arrived) -> Arrived:
     return one
 
 
+def rows_arriving(size: int) -> int:
+    """How many rows arrive for a reduce-scatter: of all other ranks, or of all where they do not exchange rows."""
+    return size - 1 if size <= MOST_RANKS_IN_ROWS else size
+
+
 def start_reduce_scatter(
     arriving: torch.Tensor, own: torch.Tensor, op: str, group: Members, arrived: Arrived | None = None
 ) -> Callable[[], None]:
@@ -250,7 +256,7 @@ def start_reduce_scatter(
     rounded once: the result is a function of the values alone. A backend that does it adds in an order of its own.
 
     Args:
-        arriving: [size - 1, n], contiguous; memory for what arrives.
+        arriving: [`rows_arriving(size)`, n], contiguous; memory for what arrives.
         own: [size, n], contiguous; a row for each rank. Once the returned function has returned, the first row is the
             result, and the others are anything.
         op: "mean" or "sum".
@@ -261,16 +267,16 @@ def start_reduce_scatter(
         A function that waits for the result.
     """
     what, size = "a reduce-scatter", group.size
-    if group.process_group is None:
+    if size == 1:
         return _nothing
     if group.backend_for(own.device) in _SCATTERING_BACKENDS:
         name, divide = way_to_reduce(op, own.dtype, own.device, group)
         if divide == "before":
             own.div_(size)
-        operation = getattr(dist.ReduceOp, name.upper())
+        operation, total = getattr(dist.ReduceOp, name.upper()), arriving[0].view(-1)
         finish_scatter = _start(
             what, own, group, arrived,
-            lambda ranks: dist.reduce_scatter_tensor(arriving[0], own.view(-1), operation, group=ranks, async_op=True),
+            lambda ranks: dist.reduce_scatter_tensor(total, own.view(-1), operation, group=ranks, async_op=True),
         )  # fmt: skip
 
         def copy() -> None:
@@ -284,7 +290,7 @@ def start_reduce_scatter(
         into, given = [[_as_bytes(row) for row in each] for each in (rows, own)]
         finish_message = _start_rows(what, own, group, arrived, into, given)
     else:
-        whole = torch.empty_like(own)
+        whole = arriving if arriving.shape == own.shape else torch.empty_like(own)
         rows = list(whole.unbind(0))
         finish_message = start_all_to_all(whole, own, group, arrived)
 

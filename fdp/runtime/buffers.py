@@ -37,8 +37,8 @@ class Buffer:
         own: what this rank contributes, flat; the result is in the same place, of a reduce-scatter in the first row of
             it, unless it arrives elsewhere.
         arriving: memory for what arrives, where it lies apart: [ranks, numel] for an all-gather, [ranks, numel /
-            ranks] for an all-to-all, [ranks - 1, numel / ranks] for a reduce-scatter, [numel] for a permutation; else
-            None, as well where the program says at each call where it goes.
+            ranks] for an all-to-all, the same or a row less for a reduce-scatter, [numel] for a permutation; else None,
+            as well where the program says at each call where it goes.
         scaled: it is packed with values divided by the number of ranks: their sum is the mean.
         received: [own elements], pieces of all ranks on their way, if it is added up in a wider dtype, else None.
         message: what is sent of a reduction: `own`, with the header behind it if there is one.

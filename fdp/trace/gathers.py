@@ -1,4 +1,4 @@
-"""When a whole value is gathered from its parts: once, or again for each backward pass; how early, and parts taken.
+"""When a whole value is gathered from its parts (once, or again for each backward pass), and when a part is taken.
 
 References:
     Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel (VLDB 2023), sections 3.2 and 3.3.
@@ -64,11 +64,11 @@ def take_late(graph: fx.Graph, parts: Sequence[tuple[fx.Node, ...]]) -> None:
 
     Args:
         graph: of the step on one rank. Nodes are moved, and those that copy get a `meta["after"]`.
-        parts: of inputs that do not change: for each the nodes that take it, of which the second one copies.
+        parts: of inputs that do not change: for each a view of it in rows, the copy of one row, and a view of that.
     """
     order = {node: index for index, node in enumerate(graph.nodes)}
     for nodes in parts:
-        copy, taken = nodes[1], nodes[-1]
+        _, copy, taken = nodes
         reader = _first_reader(taken, order)
         if reader is None or any(order[user] < order[reader] for user in taken.users):
             continue

@@ -61,10 +61,15 @@ def parts_of(bucket: Bucket, world_size: int) -> Parts:
     return Parts(numel, header, sent, behind_bytes, result_bytes, arriving, itemsize)
 
 
+def rows_added_to(world_size: int) -> int:
+    """Rows that a rank has room for, beside what it sends: of each other rank; of more than four ranks, of all."""
+    return world_size - (world_size <= 4)
+
+
 def arriving_shape(bucket: Bucket, world_size: int) -> tuple[int, ...] | None:
     """How what arrives lies where it lies apart: a row from each rank, or each other rank; or what one rank sends."""
     if bucket.op in IN_PLACE:
         return None
     if bucket.op in SPLIT:
-        return world_size - (bucket.op in _SCATTERS), bucket.numel // world_size
+        return rows_added_to(world_size) if bucket.op in _SCATTERS else world_size, bucket.numel // world_size
     return (world_size, bucket.numel) if bucket.op == "all_gather" else (bucket.numel,)

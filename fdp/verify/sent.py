@@ -14,7 +14,7 @@ import torch
 
 from fdp.errors import build_message
 from fdp.plan.plan import Bucket, Plan, Start, Wait
-from fdp.verify.bucket_memory import Parts, parts_of
+from fdp.verify.bucket_memory import Parts, parts_of, rows_added_to
 from fdp.verify.combined import IN_PLACE, SPLIT, told
 from fdp.verify.failure import VerificationError
 from fdp.verify.followed import Followed
@@ -230,7 +230,7 @@ class _Ranks:
         self, arriving: torch.Tensor, own: torch.Tensor, op: str, arrived: Any = None
     ) -> Callable[[], None]:
         into, source, values = self._contiguous(arriving), self._contiguous(own), self._followed.values
-        fits = source.shape[0] == self.size and into.shape == (self.size - 1, *source.shape[1:])
+        fits = source.shape[0] == self.size and into.shape == (rows_added_to(self.size), *source.shape[1:])
         if not fits or into.dtype != source.dtype:
             raise VerificationError(f"{list(source.shape)} elements are reduced with {list(into.shape)} beside")
         term = values.read(source)

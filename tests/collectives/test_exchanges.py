@@ -11,6 +11,7 @@ import torch
 from bits import same_bits
 
 import fdp
+from fdp.distributed import messages
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 SUMMABLE = [*FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8, torch.complex64]
@@ -82,9 +83,32 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return same_bits(found, expected.contiguous())
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
 def test_outside_of_a_step(world: int) -> None:
+    """Beyond four ranks they no longer exchange row by row."""
     ranks.run(world, outside_a_step)
+
+
+def by_a_backend_that_scatters() -> None:
+    """As NCCL is asked to; gloo's own answer is right, and takes longer."""
+    rank, size, known = int(fdp.axis_index()), fdp.axis_size(), messages._SCATTERING_BACKENDS
+    values = [value(each, (2 * size, 3), torch.float64) for each in range(size)]
+    messages._SCATTERING_BACKENDS = ("gloo",)
+    try:
+        for name in ("psum_scatter", "pmean_scatter"):
+            expected = expected_of(name, values, {})[rank]
+            scatter = getattr(fdp, name)
+            torch.testing.assert_close(scatter(values[rank]), expected)
+            step = fdp.data_parallel(lambda x, scatter=scatter: fdp.per_rank(scatter(x * 1.0) * 2))
+            for _ in range(2):
+                torch.testing.assert_close(step(values[rank]), expected * 2)
+    finally:
+        messages._SCATTERING_BACKENDS = known
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_by_a_backend_that_scatters(world: int) -> None:
+    ranks.run(world, by_a_backend_that_scatters)
 
 
 def changed_by_whoever_called() -> list[str]:

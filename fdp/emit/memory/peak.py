@@ -176,13 +176,11 @@ def _elsewhere(memory: MemoryPlan) -> dict[torch.device, int]:
 
 
 def _copied_by_backend(memory: MemoryPlan, index: int) -> tuple[torch.device, int] | None:
-    """Where gloo gathers, before it copies that to where it was told to, or where what is added up arrives; both if
-    ranks are too many to exchange rows. Other backends need no such memory."""
+    """What gloo gathers into, before it copies that to where it was told to: where ranks are too many to exchange rows.
+    Other backends need no such memory."""
     bucket, size = memory.plan.buckets[index], memory.plan.trace.world_size
-    if bucket.device.type != "cpu" or bucket.collective.in_place or size <= MOST_RANKS_IN_ROWS:
+    if bucket.device.type != "cpu" or bucket.op != "all_gather" or size <= MOST_RANKS_IN_ROWS:
         return None
-    if bucket.collective.splits == bucket.collective.gathers:
-        return None  # each rank sends one row to each other one, or all of it to one
     return bucket.device, bucket.row_numel * size * bucket.dtype.itemsize
 
 
@@ -197,6 +195,7 @@ def _placed(memory: MemoryPlan) -> set[int]:
             or node.name in memory.places.memory
             or node in memory.placement.written
             or node in memory.placement.replaced
+            or node in memory.placement.gathered
         ):
             found.update(storages_of(node))
         elif isinstance(value, (list, tuple)):

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from fdp.distributed.header import NUMEL, carries
+from fdp.distributed.messages import rows_arriving
 from fdp.emit.memory.constants import constant_values
 from fdp.emit.memory.donation import Placement
 from fdp.emit.memory.layout import round_up
@@ -351,12 +352,13 @@ def result_at_bytes(bucket: Bucket) -> int:
 
 
 def arriving_shape(bucket: Bucket, world_size: int) -> tuple[int, ...]:
-    """What arrives there: a row of each rank, for a reduce-scatter of each other one; of a permutation one rank's."""
+    """What arrives there: a row of each rank, for a reduce-scatter of each other one if ranks are few; of a permutation
+    what one rank sends."""
     if bucket.collective.paired:
         return (bucket.numel,)
     if not bucket.collective.splits:
         return (world_size, bucket.numel)
-    return (bucket.rows if bucket.collective.gathers else world_size - 1, bucket.row_numel)
+    return (bucket.rows if bucket.collective.gathers else rows_arriving(world_size), bucket.row_numel)
 
 
 def header_numel(bucket: Bucket, world_size: int) -> int:
