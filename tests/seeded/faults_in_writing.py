@@ -221,7 +221,7 @@ SCHEDULE = (
     Fault(
         "all-gathers share a bucket",
         "plan/buckets.py",
-        "return kind if reduction.collective.shares else (*kind, index)",
+        "return (*kind, index) if alone or not reduction.collective.shares else kind",
         "return kind",
         "the pieces of one lie between those of the other",
     ),
