@@ -32,7 +32,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "liveness.connections liveness.introduction liveness.watched",
         "liveness.monitor liveness.unreached liveness.watch",
         "liveness.aborting liveness.patience liveness.report", "liveness.elsewhere",
-        "collective comparable fingerprint messages other_ranks wire", "group",
+        "collective comparable fingerprint other_ranks sending wire", "messages", "group",
         "checksum desynchronised exchange header launch",
     ),
     "context": ("accumulating ambient axis looking",),

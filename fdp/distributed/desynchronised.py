@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fdp.distributed.group import Group
 from fdp.distributed.liveness.patience import refuse_gone
 from fdp.distributed.liveness.watch import watched_ranks
-from fdp.distributed.messages import watch_over
+from fdp.distributed.sending import watch_over
 from fdp.errors import PeerError, build_message
 
 _left_behind: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fdp.distributed.group import Group
 from fdp.distributed.liveness.patience import explain, until
-from fdp.distributed.messages import watch_over
+from fdp.distributed.sending import watch_over
 from fdp.errors import AgreementError, PeerError, build_message
 
 

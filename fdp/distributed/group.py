@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fdp.distributed.messages import (
-    Arrived,
     Pairs,
     start_all_gather,
     start_all_reduce,
@@ -27,6 +26,7 @@ from fdp.distributed.messages import (
     start_permute,
     start_reduce_scatter,
 )
+from fdp.distributed.sending import Arrived
 from fdp.errors import ArgumentError, build_message
 from fdp.pytorch.parts import require
 

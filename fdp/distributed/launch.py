@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fdp.distributed.group import resolve_group
 from fdp.distributed.liveness.introduction import is_held_by_rank_0
-from fdp.distributed.messages import watch_over
+from fdp.distributed.sending import watch_over
 from fdp.errors import ArgumentError, PeerError, build_message, first_line
 
 

@@ -1,20 +1,14 @@
-"""How a message starts, and what waits for it: each collective by functions of torch.distributed, by backend."""
+"""Each collective by functions of torch.distributed, by backend: what starts it, and what waits for it."""
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from fdp.distributed.liveness.aborting import abort_when_ranks_are_gone
-from fdp.distributed.liveness.patience import explain, finish
-from fdp.distributed.liveness.report import report_on_signal
-from fdp.distributed.liveness.watch import is_known, watch, watched_ranks
-from fdp.distributed.liveness.watched import Watched
+from fdp.distributed.sending import Arrived, Members, piece_count, start_message, start_pieces
 
 _AVERAGING_BACKENDS = ("gloo", "nccl", "xccl", "hccl")
 """Backends known to take ReduceOp.AVG; on any other a mean is a sum and a division."""
@@ -23,47 +17,12 @@ _SCATTERING_BACKENDS = ("nccl", "xccl", "hccl")
 """Backends whose reduce-scatter is better than an all-to-all and a sum. That of gloo is an all-reduce and a slice:
 twice the bytes."""
 
-_PIECE_BYTES = 2**20
-"""Up to so many bytes of a message to one rank gloo sends in one piece; larger ones, which it does not pipeline, in
-several at once."""
-
-_MOST_PIECES = 8
-
 MOST_RANKS_IN_ROWS = 4
 """Up to so many ranks exchange rows: there is a message for each distance between two ranks, in which each sends a row
 to one other rank, and nothing to the rest."""
 
 Pairs: TypeAlias = "Sequence[tuple[int, int]]"
 """Which rank sends to which."""
-
-Arrived = Callable[[], None]
-"""Called once when a message has arrived, perhaps by another thread."""
-
-
-class Members(Protocol):
-    """The ranks that a message is for, as a `Group` says who they are."""
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The c10d group, None for a world of one."""
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-
-    @property
-    def rank(self) -> int:
-        """This process's rank in the group."""
-
-    @property
-    def name(self) -> str:
-        """The name that all ranks of the group share."""
-
-    def store(self) -> Any:
-        """The rendezvous store of the group."""
-
-    def backend_for(self, device: torch.device) -> str | None:
-        """The name of the backend that carries tensors of a device."""
 
 
 def start_all_reduce(
@@ -86,7 +45,7 @@ def start_all_reduce(
     if divide == "before":
         buffer.div_(group.size)
     operation = getattr(dist.ReduceOp, name.upper())
-    finish_message = _start(
+    finish_message = start_message(
         "an all-reduce", buffer, group, arrived,
         lambda ranks: dist.all_reduce(buffer, operation, group=ranks, async_op=True),
     )  # fmt: skip
@@ -117,7 +76,7 @@ def start_broadcast(
     """Start overwriting a buffer with the one of rank `root` of the group; returns the function that waits."""
     if group.process_group is None:
         return _nothing
-    return _start(
+    return start_message(
         "a broadcast", buffer, group, arrived,
         lambda ranks: dist.broadcast(_as_bytes(buffer), group=ranks, group_src=root, async_op=True),
     )  # fmt: skip
@@ -131,22 +90,22 @@ def start_all_gather(
         out[0].copy_(own)
         return _nothing
     what, to, sent = "an all-gather", _as_bytes(out).view(group.size, -1), _as_bytes(own)
-    if in_rows(own, group):
-        finish_gather = _start_rows(what, own, group, arrived, to.unbind(0), [sent] * group.size)
+    if _in_rows(own, group):
+        finish_gather = _start_rows(what, own, group, arrived, to, [sent] * group.size)
         to[group.rank].copy_(sent)
         return finish_gather
-    many = _pieces(sent.numel(), own, group)
+    many = piece_count(sent.numel(), own, group)
     columns = list(zip(to.chunk(many, 1), sent.chunk(many), strict=True))
 
     def send(at: int, ranks: Any) -> Any:
         into, given = columns[at]
         return dist.all_gather(list(into.unbind(0)), given, group=ranks, async_op=True)
 
-    return _start_pieces(what, own, group, arrived, len(columns), send)
+    return start_pieces(what, own, group, arrived, len(columns), send)
 
 
 def start_all_to_all(
-    out: torch.Tensor, own: torch.Tensor, group: Members, arrived: Arrived | None = None
+    out: torch.Tensor, own: torch.Tensor, group: Members, arrived: Arrived | None = None, what: str = "an all-to-all"
 ) -> Callable[[], None]:
     """Start sending each rank its piece of `own`, and filling `out` with the pieces that all ranks have for this one.
 
@@ -155,17 +114,63 @@ def start_all_to_all(
     if group.process_group is None:
         out.view(-1).copy_(own.view(-1))
         return _nothing
-    what, to, sent = "an all-to-all", _as_bytes(out).view(group.size, -1), _as_bytes(own).view(group.size, -1)
-    if in_rows(own, group):
-        finish_exchange = _start_rows(what, own, group, arrived, to.unbind(0), sent.unbind(0))
+    to, sent = _as_bytes(out).view(group.size, -1), _as_bytes(own).view(group.size, -1)
+    if _in_rows(own, group):
+        finish_exchange = _start_rows(what, own, group, arrived, to, sent)
         to[group.rank].copy_(sent[group.rank])
         return finish_exchange
-    return _start(what, own, group, arrived, lambda ranks: dist.all_to_all_single(to, sent, group=ranks, async_op=True))
+    many = piece_count(sent.shape[1], own, group)
+    if many == 1:
+        return start_message(
+            what, own, group, arrived, lambda ranks: dist.all_to_all_single(to, sent, group=ranks, async_op=True)
+        )
+    columns = list(zip(to.chunk(many, 1), sent.chunk(many, 1), strict=True))
+
+    def send(at: int, ranks: Any) -> Any:
+        into, given = columns[at]
+        return dist.all_to_all(list(into.unbind(0)), list(given.unbind(0)), group=ranks, async_op=True)
+
+    return start_pieces(what, own, group, arrived, len(columns), send)
 
 
-def in_rows(buffer: torch.Tensor, group: Members) -> bool:
+def _in_rows(buffer: torch.Tensor, group: Members) -> bool:
     """Whether ranks exchange rows: on gloo, whose all-gather makes copies of all that it gathers."""
     return group.backend_for(buffer.device) == "gloo" and group.size <= MOST_RANKS_IN_ROWS
+
+
+class _Transfer(NamedTuple):
+    """What a rank sends to one other rank, while it gets something from one: contiguous bytes.
+
+    Attributes:
+        source: the rank that it gets something from; None for no rank.
+        into: where that goes.
+        destination: the rank that it sends something to; None for no rank.
+        given: what it sends, as long as what it gets.
+    """
+
+    source: int | None
+    into: torch.Tensor
+    destination: int | None
+    given: torch.Tensor
+
+    def start(self, size: int, ranks: Any) -> Any:
+        """Start it, as a message to all ranks in which the others get nothing."""
+        arriving = [self.into.numel() if rank == self.source else 0 for rank in range(size)]
+        leaving = [self.given.numel() if rank == self.destination else 0 for rank in range(size)]
+        into, given = self.into[: sum(arriving)], self.given[: sum(leaving)]
+        return dist.all_to_all_single(into, given, arriving, leaving, group=ranks, async_op=True)
+
+
+def _start_transfers(
+    what: str, buffer: torch.Tensor, group: Members, arrived: Arrived | None, transfers: Sequence[_Transfer]
+) -> Callable[[], None]:
+    """Start some transfers, in pieces; returns the function that waits for all of them."""
+    parts: list[_Transfer] = []
+    for source, into, destination, given in transfers:
+        many = piece_count(given.numel(), buffer, group)
+        both = zip(into.chunk(many), given.chunk(many), strict=True)
+        parts.extend(_Transfer(source, to, destination, sent) for to, sent in both)
+    return start_pieces(what, buffer, group, arrived, len(parts), lambda at, ranks: parts[at].start(group.size, ranks))
 
 
 def _start_rows(
@@ -173,8 +178,8 @@ def _start_rows(
     buffer: torch.Tensor,
     group: Members,
     arrived: Arrived | None,
-    into: Sequence[torch.Tensor],
-    given: Sequence[torch.Tensor],
+    into: Sequence[torch.Tensor] | torch.Tensor,
+    given: Sequence[torch.Tensor] | torch.Tensor,
 ) -> Callable[[], None]:
     """Start sending each other rank the row of `given` that is its, and filling the rows of `into` with theirs.
 
@@ -189,57 +194,9 @@ def _start_rows(
     Returns:
         A function that waits for all of it.
     """
-    size, rank = group.size, group.rank
-    pieces: list[tuple[int, torch.Tensor, int, torch.Tensor]] = []
-    for shift in range(1, size):
-        source, destination = (rank - shift) % size, (rank + shift) % size
-        many = _pieces(given[destination].numel(), buffer, group)
-        both = zip(into[source].chunk(many), given[destination].chunk(many), strict=True)
-        pieces.extend((source, to, destination, sent) for to, sent in both)
-
-    def send(at: int, ranks: Any) -> Any:
-        source, to, destination, sent = pieces[at]
-        arriving = [to.numel() if other == source else 0 for other in range(size)]
-        leaving = [sent.numel() if other == destination else 0 for other in range(size)]
-        return dist.all_to_all_single(to, sent, arriving, leaving, group=ranks, async_op=True)
-
-    return _start_pieces(what, buffer, group, arrived, len(pieces), send)
-
-
-def _pieces(part_bytes: int, buffer: torch.Tensor, group: Members) -> int:
-    """In how many pieces a message is sent, of so many bytes to one rank; all ranks decide alike."""
-    many = min(-(-part_bytes // _PIECE_BYTES), _MOST_PIECES) if group.backend_for(buffer.device) == "gloo" else 1
-    return max(many, 1)
-
-
-def _start_pieces(
-    what: str,
-    buffer: torch.Tensor,
-    group: Members,
-    arrived: Arrived | None,
-    count: int,
-    send: Callable[[int, Any], Any],
-) -> Callable[[], None]:
-    """Start a message in pieces; returns the function that waits for all of them."""
-    one_arrived = None if arrived is None else _after(count, arrived)
-    waits = [_start(what, buffer, group, one_arrived, functools.partial(send, at)) for at in range(count)]
-
-    def wait() -> None:
-        for each in waits:
-            each()
-
-    return wait
-
-
-def _after(count: int, arrived: Arrived) -> Arrived:
-    """What is called so often, perhaps by several threads, until it calls `arrived`."""
-    left = itertools.count(count - 1, -1)
-
-    def one() -> None:
-        if next(left) == 0:
-            arrived()
-
-    return one
+    pairs = [((group.rank - shift) % group.size, (group.rank + shift) % group.size) for shift in range(1, group.size)]
+    transfers = [_Transfer(source, into[source], to, given[to]) for source, to in pairs]
+    return _start_transfers(what, buffer, group, arrived, transfers)
 
 
 def rows_arriving(size: int) -> int:
@@ -274,7 +231,7 @@ def start_reduce_scatter(
         if divide == "before":
             own.div_(size)
         operation, total = getattr(dist.ReduceOp, name.upper()), arriving[0].view(-1)
-        finish_scatter = _start(
+        finish_scatter = start_message(
             what, own, group, arrived,
             lambda ranks: dist.reduce_scatter_tensor(total, own.view(-1), operation, group=ranks, async_op=True),
         )  # fmt: skip
@@ -284,7 +241,7 @@ def start_reduce_scatter(
             own[0].copy_(arriving[0])
 
         return copy
-    if in_rows(own, group):
+    if _in_rows(own, group):
         rows = list(arriving.unbind(0))
         rows.insert(group.rank, own[group.rank])
         into, given = [[_as_bytes(row) for row in each] for each in (rows, own)]
@@ -292,7 +249,7 @@ def start_reduce_scatter(
     else:
         whole = arriving if arriving.shape == own.shape else torch.empty_like(own)
         rows = list(whole.unbind(0))
-        finish_message = start_all_to_all(whole, own, group, arrived)
+        finish_message = start_all_to_all(whole, own, group, arrived, what)
 
     def wait() -> None:
         finish_message()
@@ -302,13 +259,13 @@ def start_reduce_scatter(
 
 
 def _add_up(result: torch.Tensor, rows: Sequence[torch.Tensor], divided_by: int) -> None:
-    """Add up rows in their order, and divide; `result` may be the first of them."""
+    """Add up two rows or more in their order, and divide; `result` may be the first of them."""
     if result.dtype in (torch.float16, torch.bfloat16):
         total = rows[0].float()
         for row in rows[1:]:
             total += row
     else:
-        total = torch.add(rows[0], rows[1], out=result) if len(rows) > 1 else rows[0]
+        total = torch.add(rows[0], rows[1], out=result)
         for row in rows[2:]:
             total += row
     if divided_by > 1:
@@ -340,60 +297,8 @@ def start_permute(
         if source is not None:
             out.copy_(own)
         return _nothing
-    # What one rank sends is all that it sends, and what arrives is of one rank: the others have nothing for each other.
-    many = _pieces(own.numel() * own.itemsize, own, group)
-    columns = list(zip(_as_bytes(out).chunk(many), _as_bytes(own).chunk(many), strict=True))
-
-    def send(at: int, ranks: Any) -> Any:
-        into, given = columns[at]
-        sizes = [given.numel() if rank == source else 0 for rank in range(group.size)]
-        own_sizes = [given.numel() if rank == destination else 0 for rank in range(group.size)]
-        into, given = into[: sum(sizes)], given[: sum(own_sizes)]
-        return dist.all_to_all_single(into, given, sizes, own_sizes, group=ranks, async_op=True)
-
-    return _start_pieces("a permutation", own, group, arrived, len(columns), send)
-
-
-def _start(
-    what: str, buffer: torch.Tensor, group: Members, arrived: Arrived | None, send: Callable[[Any], Any]
-) -> Callable[[], None]:
-    """Start a message; returns the function that waits for it, and that knows when a rank will not come."""
-    ranks = group.process_group
-    watch_over(group)
-    try:
-        work = send(ranks)
-    except RuntimeError as error:
-        if (explained := explain(ranks, what)) is not None:
-            raise explained from error
-        raise
-    _call_back(work, arrived)
-    # A wait of gloo's that has run out of time may be made again. Of other backends that is not known, and those of
-    # devices do not block this thread.
-    return functools.partial(finish, work, ranks, what) if group.backend_for(buffer.device) == "gloo" else work.wait
-
-
-def watch_over(group: Members) -> Watched | None:
-    """Watch the ranks of a group from now on; None where they are not watched."""
-    ranks = group.process_group
-    if ranks is None or is_known(ranks):
-        return watched_ranks(ranks)
-    made = watch(ranks, group.name, group.rank, group.size, group.store)
-    if made is not None:
-        report_on_signal()
-        if any(group.backend_for(torch.device(kind)) not in (None, "gloo", "mpi") for kind in ("cuda", "xpu")):
-            abort_when_ranks_are_gone(ranks, made)
-    return made
-
-
-def _call_back(work: Any, arrived: Arrived | None) -> None:
-    """Have the end of a message told; a backend whose work has no future tells nothing."""
-    if arrived is None:
-        return
-    try:
-        future = work.get_future()
-    except (RuntimeError, NotImplementedError, AttributeError):
-        return
-    future.add_done_callback(lambda _: arrived())
+    transfer = _Transfer(source, _as_bytes(out), destination, _as_bytes(own))
+    return _start_transfers("a permutation", own, group, arrived, [transfer])
 
 
 def _as_bytes(buffer: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from fdp.distributed.exchange import come_together
 from fdp.distributed.group import Group
-from fdp.distributed.messages import Arrived, start_all_reduce
+from fdp.distributed.messages import start_all_reduce
+from fdp.distributed.sending import Arrived
 from fdp.errors import ArgumentError, build_message
 from fdp.measure.agreed import agreed_seconds, refuse_left, talking
 from fdp.measure.clock import Clock, clock_for

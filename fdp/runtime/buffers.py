@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 
 from fdp.distributed.group import Group
-from fdp.distributed.messages import Arrived
 from fdp.distributed.other_ranks import OtherRanks
+from fdp.distributed.sending import Arrived
 from fdp.emit.codegen.loop_bodies import blocks_of_body
 from fdp.emit.codegen.program import Program
 from fdp.emit.memory.planning import (

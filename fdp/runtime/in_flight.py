@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from fdp.distributed.group import Group
-from fdp.distributed.messages import Arrived
+from fdp.distributed.sending import Arrived
 from fdp.runtime.buffers import Buffer
 from fdp.runtime.order import Order
 from fdp.runtime.wide_mean import WideMean

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from fdp.distributed.group import Group
-from fdp.distributed.messages import Arrived
+from fdp.distributed.sending import Arrived
 from fdp.runtime.frames import Frame, plain_frame
 
 

@@ -78,10 +78,10 @@ class Messages:
     def start(self, execution: Sender, index: int, into: View | None = None) -> None:
         """Note what a bucket holds; it is on the wire from here on."""
         bucket = self._next("start", index)
-        if into is not None:
-            self._into[index] = into
         if (into is not None) != (index in self._program.gathered):
             raise VerificationError(f"it is not said right where what bucket {index} gathers goes")
+        if into is not None:
+            self._into[index] = into
         for at, member in enumerate(bucket.members):
             reduction = self._trace.reductions[member]
             slot, result = self._lies(execution, bucket, at)

@@ -2,7 +2,7 @@
 
 To the proof of a program `start(k)` sends bucket k, and after `wait(k)` the result is in its place. What does that is
 carried out here: on tensors without values that lie as the buckets do, with ranks that note what they are asked for and
-say what each message leaves in memory. The ranks themselves (`fdp/distributed/messages.py`) are trusted.
+say what each message leaves in memory. The ranks themselves (`fdp/distributed/messages.py`, `sending.py`) are trusted.
 """
 
 from __future__ import annotations

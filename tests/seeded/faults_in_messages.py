@@ -289,6 +289,13 @@ EXCHANGES = (
         "the result of a reduce-scatter is read where the rows of other ranks arrive",
     ),
     Fault(
+        "parts come back in place",
+        "runtime/buffers.py",
+        "return group.reduce_scatter(into, self.own.view(self.bucket.rows, -1)",
+        "return group.reduce_scatter(self.own.view(self.bucket.rows, -1), into",
+        "what is sent and what arrives are mixed up",
+    ),
+    Fault(
         "parts are columns",
         "runtime/buffers.py",
         "return group.reduce_scatter(into, self.own.view(self.bucket.rows, -1)",

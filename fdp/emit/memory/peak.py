@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from fdp.emit.memory.allocation import read_by
 from fdp.emit.memory.decisions import plan_memory
 from fdp.emit.memory.instructions import Await, Compute, Instruction, Keep, Send
 from fdp.emit.memory.memory_plan import MemoryPlan
-from fdp.emit.memory.planning import result_name
+from fdp.emit.memory.planning import arriving_shape, result_name
 from fdp.plan import Plan
 from fdp.tables import Printed, Table, format_bytes
 from fdp.trace.effects import storages, storages_of, tensors_in
@@ -176,12 +177,12 @@ def _elsewhere(memory: MemoryPlan) -> dict[torch.device, int]:
 
 
 def _copied_by_backend(memory: MemoryPlan, index: int) -> tuple[torch.device, int] | None:
-    """What gloo gathers into, before it copies that to where it was told to: where ranks are too many to exchange rows.
-    Other backends need no such memory."""
+    """What gloo gathers into, before it copies that to where it was told to, where ranks are too many to exchange rows;
+    other backends do not."""
     bucket, size = memory.plan.buckets[index], memory.plan.trace.world_size
-    if bucket.device.type != "cpu" or bucket.op != "all_gather" or size <= MOST_RANKS_IN_ROWS:
+    if bucket.device.type != "cpu" or not bucket.collective.gathers or size <= MOST_RANKS_IN_ROWS:
         return None
-    return bucket.device, bucket.row_numel * size * bucket.dtype.itemsize
+    return bucket.device, math.prod(arriving_shape(bucket, size)) * bucket.dtype.itemsize
 
 
 def _placed(memory: MemoryPlan) -> set[int]:

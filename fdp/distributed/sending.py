@@ -1,0 +1,130 @@
+"""How a message starts at its backend, is watched, and ends; a large one in pieces."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from fdp.distributed.liveness.aborting import abort_when_ranks_are_gone
+from fdp.distributed.liveness.patience import explain, finish
+from fdp.distributed.liveness.report import report_on_signal
+from fdp.distributed.liveness.watch import is_known, watch, watched_ranks
+from fdp.distributed.liveness.watched import Watched
+
+_PIECE_BYTES = 2**20
+"""Up to so many bytes of a message to one rank gloo sends in one piece; larger ones, which it does not pipeline, in
+several at once."""
+
+_MOST_PIECES = 8
+
+Arrived = Callable[[], None]
+"""Called once when a message has arrived, perhaps by another thread."""
+
+
+class Members(Protocol):
+    """The ranks that a message is for, as a `Group` says who they are."""
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The c10d group, None for a world of one."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+
+    @property
+    def name(self) -> str:
+        """The name that all ranks of the group share."""
+
+    def store(self) -> Any:
+        """The rendezvous store of the group."""
+
+    def backend_for(self, device: torch.device) -> str | None:
+        """The name of the backend that carries tensors of a device."""
+
+
+def start_message(
+    what: str, buffer: torch.Tensor, group: Members, arrived: Arrived | None, send: Callable[[Any], Any]
+) -> Callable[[], None]:
+    """Start a message; returns the function that waits for it, and that knows when a rank will not come."""
+    ranks = group.process_group
+    watch_over(group)
+    try:
+        work = send(ranks)
+    except RuntimeError as error:
+        if (explained := explain(ranks, what)) is not None:
+            raise explained from error
+        raise
+    _call_back(work, arrived)
+    # A wait of gloo's that has run out of time may be made again. Of other backends that is not known, and those of
+    # devices do not block this thread.
+    return functools.partial(finish, work, ranks, what) if group.backend_for(buffer.device) == "gloo" else work.wait
+
+
+def watch_over(group: Members) -> Watched | None:
+    """Watch the ranks of a group from now on; None where they are not watched."""
+    ranks = group.process_group
+    if ranks is None or is_known(ranks):
+        return watched_ranks(ranks)
+    made = watch(ranks, group.name, group.rank, group.size, group.store)
+    if made is not None:
+        report_on_signal()
+        if any(group.backend_for(torch.device(kind)) not in (None, "gloo", "mpi") for kind in ("cuda", "xpu")):
+            abort_when_ranks_are_gone(ranks, made)
+    return made
+
+
+def _call_back(work: Any, arrived: Arrived | None) -> None:
+    """Have the end of a message told; a backend whose work has no future tells nothing."""
+    if arrived is None:
+        return
+    try:
+        future = work.get_future()
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return
+    future.add_done_callback(lambda _: arrived())
+
+
+def piece_count(part_bytes: int, buffer: torch.Tensor, group: Members) -> int:
+    """In how many pieces a message is sent, of so many bytes to one rank; all ranks decide alike."""
+    many = min(-(-part_bytes // _PIECE_BYTES), _MOST_PIECES) if group.backend_for(buffer.device) == "gloo" else 1
+    return max(many, 1)
+
+
+def start_pieces(
+    what: str,
+    buffer: torch.Tensor,
+    group: Members,
+    arrived: Arrived | None,
+    count: int,
+    send: Callable[[int, Any], Any],
+) -> Callable[[], None]:
+    """Start a message in pieces; returns the function that waits for all of them."""
+    one_arrived = None if arrived is None else _after(count, arrived)
+    waits = [start_message(what, buffer, group, one_arrived, functools.partial(send, at)) for at in range(count)]
+
+    def wait() -> None:
+        for each in waits:
+            each()
+
+    return wait
+
+
+def _after(count: int, arrived: Arrived) -> Arrived:
+    """What is called so often, perhaps by several threads, until it calls `arrived`."""
+    left = itertools.count(count - 1, -1)
+
+    def one() -> None:
+        if next(left) == 0:
+            arrived()
+
+    return one
