@@ -35,7 +35,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "collective comparable fingerprint other_ranks sending wire", "messages", "group",
         "checksum desynchronised exchange header launch",
     ),
-    "context": ("accumulating ambient axis looking",),
+    "context": ("accumulating ambient axis garbage looking",),
     # what a user calls
     "random": ("hashing", "keys", "generators"),
     "data": ("permutation", "batch_sampler"),

@@ -26,6 +26,7 @@ from fdp.compare import (
     on_whole_values,
 )
 from fdp.context.ambient import warn_if_alone_by_mistake
+from fdp.context.garbage import without_collections
 from fdp.distributed.desynchronised import mark_desynchronised
 from fdp.distributed.exchange import announce_failure
 from fdp.distributed.group import Group
@@ -128,7 +129,7 @@ class Preparation:
         devices = sorted({x.device.index for x in flat.tensors if x.is_cuda})
         settings = self._settings
         # Nothing is drawn while tracing; but a step that seeds a generator does it to the real one.
-        with _one_at_a_time, torch.random.fork_rng(devices=devices):
+        with _one_at_a_time, torch.random.fork_rng(devices=devices), without_collections():
             try:
                 return trace_step(
                     self._step, flat, roles, group, settings.check_replication, settings.wire, gather_again
@@ -179,7 +180,7 @@ class Preparation:
         """Make what runs the step operator by operator, and compare it with the step."""
         settings = self._settings
         plan = self._planned(flat, roles, group, progress)
-        with progress.stage("writing"):
+        with progress.stage("writing"), without_collections():
             emitted = Emitted(plan, group, self._agreed, settings.check_replication)
         with progress.stage("checking"):
             if settings.check_trace and plan.trace.whole is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fdp.context.garbage import without_collections
 from fdp.errors import build_message
 from fdp.plan.plan import Plan
 from fdp.trace.trace import Trace
@@ -22,7 +23,7 @@ from fdp.verify.memory import Block, View, view_of
 from fdp.verify.messages import Messages
 from fdp.verify.operators import operator_of
 from fdp.verify.reference import fill_with_own
-from fdp.verify.terms import Term, describe, without_collections
+from fdp.verify.terms import Term, describe
 from fdp.verify.values import Values
 
 Returned = tuple[str, int]

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from fdp.context.garbage import without_collections
 from fdp.errors import build_message
 from fdp.plan.plan import Plan
 from fdp.trace.trace import Trace
@@ -16,7 +17,7 @@ from fdp.verify.memory import Block, View, view_of
 from fdp.verify.messages import Messages
 from fdp.verify.program_protocol import Program
 from fdp.verify.reference import Reference
-from fdp.verify.terms import describe, without_collections
+from fdp.verify.terms import describe
 
 
 def verify_program(

@@ -8,9 +8,6 @@ Hash-Consing (2006).
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,19 +54,6 @@ class Terms:
         if found is None:
             found = self._known[key] = Term(key, shape, dtype, self.tracing)
         return found
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Terms refer to older terms alone and are soon gone; a search for cycles among all objects of torch and the trace
-    would take longer than the rest."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def describe(term: Any, depth: int = 3) -> str:

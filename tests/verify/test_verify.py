@@ -45,9 +45,9 @@ def prove(step: Callable[..., Any], *args: Any, world: int = 1, donate: Any = ()
 
 def test_the_validator_shares_no_code_with_what_it_checks() -> None:
     # Values of the trace and the plan, what the trace says of control flow, how operators are seen, how PyTorch takes a
-    # graph apart for a compiler.
+    # graph apart for a compiler. And how Python's search for garbage is switched off.
     allowed = {
-        "fdp.errors", "fdp.plan.plan", "fdp.pytorch.dispatch",
+        "fdp.context.garbage", "fdp.errors", "fdp.plan.plan", "fdp.pytorch.dispatch",
         "fdp.trace.capture", "fdp.trace.control", "fdp.trace.functional", "fdp.trace.trace",
     }  # fmt: skip
     found = set()
