@@ -7,6 +7,11 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 RUN := $(VENV)/bin/python -m
 INSTALLED := $(VENV)/.installed
 
+# Some machines tell Python to keep no compiled files. Each of the hundreds of processes that the tests start would then
+# compile torch anew, which is half of its start. They go into the environment, not beside the sources.
+export PYTHONDONTWRITEBYTECODE :=
+export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/compiled
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test faults lint format fuzz bench bench-overlap bench-compiled docs clean
 
