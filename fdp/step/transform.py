@@ -334,7 +334,8 @@ def data_parallel(
         static_argnums: positions of arguments that are constants of the trace; they are hashed and compared.
         donate_argnums: positions of arguments whose memory the step may reuse for its results. Use what the step
             returns: a tensor that was passed holds its new value afterwards where that has the same shape, dtype and
-            strides, and something else where it has not.
+            strides, and something else where it has not. An error in the midst of a run (a rank is gone, memory runs
+            out) leaves it partly overwritten: go on from a checkpoint.
         group: a `ProcessGroup`, a one-dimensional `DeviceMesh`, or None for the default group. With no process
             group initialised it is a world of one.
         bucket_cap_mb: size limit of a bucket in MiB; a list of limits (first bucket, next, ...); or "auto": the first
