@@ -5,13 +5,14 @@ arguments, keywords -> capture -> checks, variance -> dependencies -> trace
 
 from fdp.trace.arguments import Flat, Roles, flatten, refuse_unhashable, resolve_roles, set_apart, sharing
 from fdp.trace.beside import Beside, LooksAtGradients
+from fdp.trace.calling import run_untraced
 from fdp.trace.capture import Geometry, capture_functional
 from fdp.trace.changes import Summary, describe_change, summarise
 from fdp.trace.keywords import by_position, signature_of
 from fdp.trace.recognise import RememberedCalls
 from fdp.trace.switches import recording, without_fused_lstm
 from fdp.trace.trace import Input, Operation, Output, Reduction, Trace
-from fdp.trace.tracer import run_untraced, trace_step
+from fdp.trace.tracer import trace_step
 from fdp.trace.uncertain_strides import unsure_for_draws
 
 __all__ = [

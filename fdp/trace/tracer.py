@@ -12,17 +12,15 @@ import torch
 from torch import fx
 
 from fdp import pytree
-from fdp.context.axis import step_axis
 from fdp.distributed.comparable import comparable
 from fdp.distributed.group import Group
-from fdp.distributed.other_ranks import Kind
 from fdp.distributed.wire import Wire
-from fdp.errors import FdpError, TraceError, build_message
-from fdp.pytorch.dynamo import uncompiled
-from fdp.state.labels import PerRank, unlabelled, with_labels
-from fdp.state.shards import Whole, is_sharded, sharded, with_sharded, without_shards
+from fdp.errors import FdpError
+from fdp.state.labels import with_labels
+from fdp.state.shards import with_sharded, without_shards
 from fdp.trace.arguments import Flat, Roles, describe_inputs
-from fdp.trace.capture import capture, is_fake, untraceable
+from fdp.trace.calling import call_with, name_of, runs_by_itself
+from fdp.trace.capture import capture, untraceable
 from fdp.trace.checks import (
     check_branches,
     check_closure,
@@ -32,7 +30,7 @@ from fdp.trace.checks import (
     check_recomputation,
     check_shapes,
 )
-from fdp.trace.closure import closed_over_names, closed_over_tensors, kept_by
+from fdp.trace.closure import closed_over_names, closed_over_tensors
 from fdp.trace.dependencies import operations_of
 from fdp.trace.effects import bound_arguments, collective_of, is_marker
 from fdp.trace.loops import loops_of, outline_loops
@@ -49,7 +47,6 @@ from fdp.trace.replicated import closed_over, replicated_calls
 from fdp.trace.reshapes import reshape_by_views
 from fdp.trace.results import plain, refuse_foreign_outputs
 from fdp.trace.sharded import examples_of, for_one_rank, refuse_held, shards_of, whole_inputs
-from fdp.trace.switches import recording
 from fdp.trace.trace import Input, Operation, Output, Reduction, Trace
 from fdp.trace.untouched import check_untouched, untouched
 from fdp.trace.variance import Cause, varying_nodes
@@ -84,7 +81,7 @@ def trace_step(
         PurityError: it changes an input in place, or uses parameters that are not among its arguments.
         ReplicationError: it returns a value that may differ from rank to rank.
     """
-    name = _name_of(step)
+    name = name_of(step)
     names, inputs = describe_inputs(name, flat, roles, group)
     whole = whole_inputs(inputs, flat)
     captured = _captured(name, step, flat, roles, group, wire, whole)
@@ -185,7 +182,7 @@ def _captured(
         raise
     except Exception as error:
         # The tracer's fault, or the step's own? Its author wants to see his own mistakes as they are.
-        if _runs_by_itself(step, flat, roles, group):
+        if runs_by_itself(step, flat, roles, group):
             raise untraceable(name, error) from error
         raise
     closure = closed_over_names(step)
@@ -224,93 +221,6 @@ def _settle(
     check_devices(name, graph)
     check_branches(name, graph)
     check_recomputation(name, graph)
-
-
-def _name_of(step: Callable[..., Any]) -> str:
-    """What a step is called in messages."""
-    return getattr(step, "__name__", type(step).__name__)
-
-
-def call_with(step: Callable[..., Any], flat: Flat, roles: Roles, values: Sequence[torch.Tensor]) -> Any:
-    """Call a step with other tensors in the place of those that it was flattened with."""
-    it = iter(values)
-    leaves = [next(it) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.leaves]
-    leaves = [leaf if shard is None else Whole(leaf) for leaf, shard in zip(leaves, sharded(flat.spec), strict=True)]
-    moving = iter(unlabelled(pytree.unflatten(flat.spec, leaves)))
-    fixed = iter(flat.static)
-    return step(*(next(fixed) if i in roles.static else next(moving) for i in range(len(roles.names))))
-
-
-def _call_by_itself(step: Callable[..., Any], flat: Flat, roles: Roles, values: Sequence[torch.Tensor]) -> Any:
-    """Call a step as its caller did, with other tensors in the place of those that he gave.
-
-    Each takes the place of one in the caller's own arguments, wherever that stands. `call_with`, with which the step is
-    traced, goes by positions in a row; what goes wrong there shows where the two are compared.
-    """
-    others: dict[int, list[torch.Tensor]] = {}
-    for tensor, value in zip(flat.tensors, values, strict=True):
-        others.setdefault(id(tensor), []).append(value)
-    args: list[Any] = []
-    for position, arg in enumerate(flat.args):
-        if position not in roles.static:
-            leaves, spec = pytree.flatten(arg, whole=PerRank)
-            leaves = [leaf.value if isinstance(leaf, PerRank) else leaf for leaf in leaves]
-            if not all(others.get(id(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor)):
-                return call_with(step, flat, roles, values)  # a container that makes new tensors whenever it is asked
-            found = [others[id(leaf)].pop(0) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-            arg = pytree.unflatten(spec, found)
-        args.append(arg)
-    return step(*args)
-
-
-def run_untraced(
-    step: Callable[..., Any],
-    flat: Flat,
-    roles: Roles,
-    group: Group,
-    values: Sequence[torch.Tensor],
-    wire: Wire | None = None,
-    others: Kind = "different",
-) -> Any:
-    """Run a step as it is, on this rank alone: collectives take the other ranks to hold something else, or the same.
-
-    With a wire, gradients are rounded to what is sent.
-
-    Raises:
-        TraceError: the step kept a tensor when it was traced, and now uses it.
-    """
-    try:
-        with step_axis(f"{others} ranks", group, wire), recording(), uncompiled():
-            out = _call_by_itself(step, flat, roles, values)
-    except Exception as error:
-        if kept_by(step, is_fake):
-            raise _kept(step) from error
-        raise
-    if any(is_fake(leaf) for leaf in pytree.leaves_of(out)):
-        raise _kept(step)
-    return out
-
-
-def _kept(step: Callable[..., Any]) -> TraceError:
-    return TraceError(
-        build_message(
-            f"step {_name_of(step)!r} uses tensors that it kept when it was traced; they have no values.",
-            kept_by(step, is_fake),
-            remedy="make such tables before the first call, or in every call; what a step is to keep, it returns.",
-        )
-    )
-
-
-def _runs_by_itself(step: Callable[..., Any], flat: Flat, roles: Roles, group: Group) -> bool:
-    if any(map(is_sharded, pytree.leaves_of(flat.args))):
-        return False  # it would take all of what is sharded
-    values = [tensor.detach().clone() for tensor in flat.tensors]
-    try:
-        with untouched(step), torch.random.fork_rng():
-            run_untraced(step, flat, roles, group, values)
-    except Exception:
-        return False
-    return True
 
 
 def _definition(step: Callable[..., Any]) -> str:
