@@ -7,8 +7,8 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 RUN := $(VENV)/bin/python -m
 INSTALLED := $(VENV)/.installed
 
-# Some machines tell Python to keep no compiled files. Each of the hundreds of processes that the tests start would then
-# compile torch anew, which is half of its start. They go into the environment, not beside the sources.
+# Some machines tell Python to keep no compiled files. Each process that the tests start would then compile torch anew,
+# which is about half of its start. They go into the environment, not beside the sources.
 export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/compiled
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 def without_collections() -> Iterator[None]:
     """Leave out the search for garbage while many objects are made that stay, or that go by themselves.
 
-    A trace of some thousand operators makes millions of objects. Each full search looks at all of them, those of torch
-    included: a sixth of the time that tracing takes. What became garbage meanwhile is found by the next search.
+    A full search looks at all objects of the process, those of torch and of the trace included, and would come again
+    and again while those of a trace are made. What became garbage meanwhile is found by the next search.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -180,7 +180,7 @@ class Preparation:
         """Make what runs the step operator by operator, and compare it with the step."""
         settings = self._settings
         plan = self._planned(flat, roles, group, progress)
-        with progress.stage("writing"), without_collections():
+        with progress.stage("writing"):
             emitted = Emitted(plan, group, self._agreed, settings.check_replication)
         with progress.stage("checking"):
             if settings.check_trace and plan.trace.whole is not None:

@@ -181,12 +181,12 @@ def until(come: Callable[[], bool], group: Any, timeout_s: float, what: str) -> 
         PeerError: another rank will not come.
     """
     watched = watched_ranks(group)
-    begun_s, pause_s = time.monotonic(), 0.001
+    end_s, pause_s = time.monotonic() + timeout_s, 0.001
     patience: Patience | None = None
     try:
         while not come():
-            waited_s = time.monotonic() - begun_s
-            if waited_s >= timeout_s:
+            now_s = time.monotonic()
+            if now_s >= end_s:
                 return False
             if watched is not None and pause_s >= 0.05:
                 if patience is None:
@@ -194,7 +194,7 @@ def until(come: Callable[[], bool], group: Any, timeout_s: float, what: str) -> 
                     watched.wait_begins()
                 patience.look()
             time.sleep(pause_s)
-            pause_s = min(max(pause_s, waited_s / 8), 0.05)  # so it is noticed a few percent late at most
+            pause_s = min(2 * pause_s, 0.05)
         return True
     finally:
         if patience is not None and watched is not None:
