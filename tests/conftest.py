@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -14,9 +15,12 @@ pytest.register_assert_rewrite("eager_draws", "emitted_calls", "memory_changes",
 
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_compiled_before(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache of compiled programs of this run's own; ranks start later and inherit it."""
+    """A cache of compiled programs of this run's own, for all its workers; ranks start later and inherit it."""
+    base = tmp_path_factory.getbasetemp()
+    # The compiler's headers are compiled once there, which takes longer than most programs.
+    cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "inductor"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
         yield
 
 

@@ -16,22 +16,18 @@ from __future__ import annotations
 import contextlib
 import doctest
 import io
-import os
 import pathlib
 import re
-import runpy
 import sys
 import textwrap
-import time
 import types
 import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import ranks
-import torch
 import torch.distributed as dist
+from programs import end_ranks, start_ranks
 from torchrun import RANKS, torchrun
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -125,36 +121,13 @@ def _by_torchrun(program: pathlib.Path) -> tuple[bool, str, str]:
 
 
 def _by_processes(program: pathlib.Path) -> tuple[bool, str, str]:
-    context = ranks.context()
     # Held here, as torchrun's agent holds it: it outlives a rank that ends.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes = [context.Process(target=_rank_of, args=(rank, store.port, str(program))) for rank in range(RANKS)]
-    for process in processes:
-        process.start()
-    end = time.monotonic() + DEADLINE_S
-    for process in processes:
-        process.join(max(0.0, end - time.monotonic()))
-    failed = any(process.exitcode != 0 for process in processes)
-    for process in processes:
-        process.kill()
-        process.join()
-    texts = {kind: [(program.parent / f"{kind}{rank}").read_text() for rank in range(RANKS)] for kind in ("out", "err")}
-    return failed, "".join(texts["out"]), "".join(texts["err"])
-
-
-def _rank_of(rank: int, port: int, program: str) -> None:
-    folder = pathlib.Path(program).parent
-    os.chdir(folder)
-    for kind, stream in (("out", 1), ("err", 2)):
-        os.dup2(os.open(f"{kind}{rank}", os.O_WRONLY | os.O_CREAT), stream)
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in variables.items()}, MASTER_ADDR="127.0.0.1")
-    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    sys.path[:0] = [str(folder), str(ROOT)]
-    runpy.run_path(program, run_name="__main__")
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "MASTER_PORT": str(store.port)}
+    started = start_ranks(program, (), RANKS, forked=range(RANKS), **agent)
+    end_ranks(started, DEADLINE_S)
+    printed, errors = zip(*(process.communicate() for process in started), strict=True)
+    return any(process.returncode != 0 for process in started), "".join(printed), "".join(errors)
 
 
 def name_of(path: pathlib.Path) -> str:

@@ -28,7 +28,10 @@ PROGRAM = pathlib.Path(__file__).with_name("program.py")
     ],
 )
 def test_every_other_rank_names_it(kind: str, victim: int, reason: str, words: str, tmp_path: pathlib.Path) -> None:
-    started = start_ranks(PROGRAM, [kind, str(victim), str(tmp_path)], 3, FDP_LIVENESS_S="3")
+    # How it ends is what the others hear of.
+    forked = {0, 1, 2} - {victim if kind in ("raised", "left", "raised before the first call") else -1}
+    arguments = [kind, str(victim), str(tmp_path)]
+    started = start_ranks(PROGRAM, arguments, 3, forked=forked, FDP_LIVENESS_S="3")
     others = [process for rank, process in enumerate(started) if rank != victim]
     printed = "\n".join(end_ranks(others, 180))  # which end, though a message is pending and the victim may be there
     started[victim].kill()
@@ -62,7 +65,7 @@ def test_an_interrupt_ends_all_ranks_soon_and_says_little(tmp_path: pathlib.Path
 
 def test_who_waits_for_a_rank_can_be_interrupted_and_ends_at_once(tmp_path: pathlib.Path) -> None:
     """A message of it is under way, which the other one never answers: it is alive, and asleep."""
-    waiting, asleep = start_ranks(PROGRAM, ["asleep", "1", str(tmp_path)], 2)
+    waiting, asleep = start_ranks(PROGRAM, ["asleep", "1", str(tmp_path)], 2, forked=[1])
     deadline_s = time.monotonic() + 60
     while len(told(tmp_path)) < 2 and time.monotonic() < deadline_s:
         time.sleep(0.1)
@@ -81,7 +84,7 @@ def test_who_waits_for_a_rank_can_be_interrupted_and_ends_at_once(tmp_path: path
 
 def test_a_job_that_is_stopped_as_a_whole_goes_on_as_a_whole(tmp_path: pathlib.Path) -> None:
     """As by Ctrl-Z and fg: all ranks were frozen, longer than a single one may be."""
-    started = start_ranks(PROGRAM, ["none", "-1", str(tmp_path)], 2, FDP_LIVENESS_S="1", CALLS="150")
+    started = start_ranks(PROGRAM, ["none", "-1", str(tmp_path)], 2, forked=range(2), FDP_LIVENESS_S="1", CALLS="150")
     deadline_s = time.monotonic() + 60
     while len(told(tmp_path)) < 2 and time.monotonic() < deadline_s:
         time.sleep(0.1)

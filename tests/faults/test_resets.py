@@ -9,8 +9,10 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 
 import pytest
+from forked import Forked
 from programs import end_ranks, start_ranks, told
 
 PROGRAM = pathlib.Path(__file__).with_name("program.py")
@@ -47,7 +49,7 @@ def reset_all(monitors: list[int]) -> int:
     return len(found)
 
 
-def monitors_of(started: list[subprocess.Popen[str]]) -> list[int]:
+def monitors_of(started: Sequence[subprocess.Popen[str] | Forked]) -> list[int]:
     """The process ids of the monitors of some ranks."""
     found = []
     for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
@@ -64,7 +66,7 @@ def test_ranks_go_on_and_a_later_death_is_named(tmp_path: pathlib.Path) -> None:
     if (why := why_not()) is not None:
         pytest.skip(why)
     # Rank 1 sleeps for twelve seconds; the others wait for it, and would believe what is suspected.
-    started = start_ranks(PROGRAM, ["asleep", "1", str(tmp_path)], 3, FDP_LIVENESS_S="3")
+    started = start_ranks(PROGRAM, ["asleep", "1", str(tmp_path)], 3, forked=range(3), FDP_LIVENESS_S="3")
     try:
         end_s = time.monotonic() + 180
         while len(told(tmp_path)) < 3 and time.monotonic() < end_s:

@@ -12,7 +12,7 @@ PROGRAM = pathlib.Path(__file__).with_name("program.py")
 def test_each_rank_warns_once_and_no_rank_is_called_dead(tmp_path: pathlib.Path) -> None:
     # Rank 1 sleeps for twelve seconds; rank 0 waits for it, much longer than for a rank that is lost.
     arguments = ["behind a firewall", "1", str(tmp_path)]
-    started = start_ranks(PROGRAM, arguments, 2, FDP_LIVENESS_S="1", CALLS="60")
+    started = start_ranks(PROGRAM, arguments, 2, forked=range(2), FDP_LIVENESS_S="1", CALLS="60")
     printed = end_ranks(started, 200)
     assert [process.returncode for process in started] == [0, 0], printed
     assert [line["event"] for line in told(tmp_path) if line["event"] == "error"] == [], told(tmp_path)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 import ranks
 import torch
+from samples import exhaustive
 
 from fuzz import plain
 from fuzz.compare import Judge
@@ -67,7 +68,7 @@ def test_random_programs_compute_what_plain_pytorch_computes(world: int, count: 
     assert sum(verdict.excused > 0 for verdict in right) < 0.05 * len(right)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=exhaustive), 2])
 def test_random_programs_compiled_as_one_step_compute_it_too(world: int, tmp_path: pathlib.Path) -> None:
     harmless = {"turns", "same bytes"}
     programs = [program for program in drawn(world, 40) if not program.traits - harmless and not program.options.donate]

@@ -1,4 +1,4 @@
-"""Programs of several ranks, each started by hand with the variables that torchrun would set."""
+"""Programs of several ranks, each started with the variables that torchrun would set."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
+from forked import Forked
 from torchrun import ROOT
 
 
@@ -28,8 +29,9 @@ def start_ranks(
     size: int,
     address: str = "127.0.0.1",
     prefixes: Sequence[Sequence[str]] = (),
+    forked: Collection[int] = (),
     **variables: str,
-) -> list[subprocess.Popen[str]]:
+) -> Sequence[subprocess.Popen[str] | Forked]:
     """Start the ranks of a script; rank 0 holds the store.
 
     Args:
@@ -38,20 +40,24 @@ def start_ranks(
         size: number of ranks.
         address: at which rank 0 can be reached.
         prefixes: for each rank words before its command, such as those that run it on another host.
+        forked: ranks that come from a process that has torch imported already, which is quicker; they end otherwise.
         variables: of the environment.
     """
-    started, port = [], str(free_port())
+    started: list[subprocess.Popen[str] | Forked] = []
+    common = {
+        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", **variables,
+    }  # fmt: skip
     for rank in range(size):
-        environment = {
-            **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RANK": str(rank), "WORLD_SIZE": str(size),
-            "LOCAL_RANK": str(rank), "MASTER_ADDR": address, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo",
-            **variables,
-        }  # fmt: skip
+        environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        if rank in forked:
+            started.append(Forked(script, arguments, environment))
+            continue
         prefix = prefixes[rank] if prefixes else ()
         started.append(
             subprocess.Popen(
                 [*prefix, sys.executable, str(script), *arguments],
-                env=environment,
+                env={**os.environ, **environment},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -60,16 +66,17 @@ def start_ranks(
     return started
 
 
-def end_ranks(started: Sequence[subprocess.Popen[str]], deadline_s: float) -> list[str]:
-    """What each rank printed; those that do not end in time are killed."""
+def end_ranks(started: Sequence[subprocess.Popen[str] | Forked], deadline_s: float) -> list[str]:
+    """What each rank printed, errors included; those that do not end in time are killed."""
     end_s = time.monotonic() + deadline_s
     printed = []
     for process in started:
         try:
-            printed.append(process.communicate(timeout=max(0.1, end_s - time.monotonic()))[0])
+            texts = process.communicate(timeout=max(0.1, end_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
-            printed.append(process.communicate()[0] + "\n(killed: it did not end in time)")
+            texts = (*process.communicate(), "\n(killed: it did not end in time)")
+        printed.append("".join(text for text in texts if text))
     return printed
 
 

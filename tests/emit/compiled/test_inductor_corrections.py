@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from fuzz.plain import numbers
+from samples import ALL_SAMPLES
 from torch._inductor import config
 
 import fdp
@@ -169,7 +171,10 @@ OUT_OF = {"product": lambda a, d: a @ d, "flip": lambda a, d: a.flip(0) * 3, "su
 
 
 def test_an_input_that_is_scattered_into_is_read_before_it_is_written_again() -> None:
-    cases = [(into, out, then) for into in INTO for out in OUT_OF for then in ("add", "add through a view", "again")]
+    cases = list(itertools.product(INTO, OUT_OF, ("add", "add through a view", "again")))
+    if not ALL_SAMPLES:  # any two of the three together are there
+        indices = itertools.product(range(len(INTO)), range(3), range(3))
+        cases = [case for case, index in zip(cases, indices, strict=True) if sum(index) % 3 == 0]
 
     def step(state: Any, d: torch.Tensor) -> Any:
         found = []
