@@ -57,7 +57,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "kernel_strides reductions_of_parts remedies replicated rng_replay silent_changes trace untouched variance",
         "arguments dependencies fake_rules raw_messages reshapes switches value_reads",
         "capture changes loops pairing recognise results", "placements",
-        "calling gathers", "checks memory_checks spmd uncertain_strides wire_cast", "sharded",
+        "calling gathers", "shared_gathers", "checks memory_checks spmd uncertain_strides wire_cast", "sharded",
         "tracer",
     ),
     "timeline": ("timeline", "rows", "perfetto picture report"),

@@ -112,15 +112,15 @@ class _OnWholeValues:
     """A run on whole values, and what the other run will ask of it.
 
     Attributes:
-        values: by collective that was put in, the value that it stands for.
+        values: for each collective that was put in, the value that it stands for.
         operands: for those that make one number, the tensor that it is of.
     """
 
     def __init__(self, trace: Trace, others: OtherRanks) -> None:
         assert trace.whole is not None
         self._module, self._others, self._nodes = trace.whole.graph, others, trace.whole.nodes
-        self.values: dict[str, torch.Tensor] = {}
-        self.operands: dict[str, torch.Tensor] = {}
+        self.values: dict[Link, torch.Tensor] = {}
+        self.operands: dict[Link, torch.Tensor] = {}
         self._after: defaultdict[str, list[Link]] = defaultdict(list)
         for link in trace.links:
             self._after[link.after].append(link)
@@ -138,10 +138,10 @@ class _OnWholeValues:
     def _keep_of(self, node: fx.Node, value_of: Lookup) -> None:
         for link in self._after.get(node.name, ()):
             value = value_of(self._nodes[link.whole])
-            self.values[link.node] = (value if link.entry is None else value[link.entry]).clone()
+            self.values[link] = (value if link.entry is None else value[link.entry]).clone()
             if link.kind == "combined":
                 operand = node.all_input_nodes[0] if link.entry is None else node.args[0][link.entry]  # type: ignore[index]
-                self.operands[link.node] = value_of(operand).clone()  # type: ignore[arg-type]
+                self.operands[link] = value_of(operand).clone()  # type: ignore[arg-type]
 
 
 class _OnOneRank:
@@ -156,14 +156,16 @@ class _OnOneRank:
         trace: Trace,
         inputs: list[torch.Tensor],
         others: OtherRanks,
-        values: dict[str, torch.Tensor],
-        operands: dict[str, torch.Tensor],
+        values: dict[Link, torch.Tensor],
+        operands: dict[Link, torch.Tensor],
     ) -> None:
         self._module, self._others, self._values, self._operands = trace.graph, others, values, operands
         assert trace.whole is not None
         self._whole_nodes = trace.whole.nodes
-        self._links = {link.node: link for link in trace.links}
-        self._made = {link.made: link for link in trace.links if link.kind == "combined"}
+        self._links: defaultdict[str, list[Link]] = defaultdict(list)
+        for link in trace.links:
+            self._links[link.node].append(link)
+        self._made = {link.made: link for link in trace.links if link.kind != "scattered"}
         self._here: dict[fx.Node, Any] = dict(zip(self._module.graph.find_nodes(op="placeholder"), inputs, strict=True))
         self._lookup = Replay(self._module, inputs, others).value_of
         self.wrong: list[str] = []
@@ -173,10 +175,10 @@ class _OnOneRank:
         with torch.no_grad():
             for node in self._module.graph.nodes:
                 if node.op == "call_function":
-                    link = self._links.get(node.name)
-                    self._here[node] = self._call(node) if link is None else self._answer(node, link)
+                    links = self._links.get(node.name)
+                    self._here[node] = self._call(node) if links is None else self._answer(node, links)
                     if node.name in self._made:
-                        self._here[node] = self._number(node, self._made[node.name])
+                        self._here[node] = self._checked(node, self._made[node.name])
             (outputs,) = self._module.graph.output_node().args
             return [self._value_of(node) for node in outputs] if outputs else []  # type: ignore[union-attr,arg-type]
 
@@ -186,25 +188,42 @@ class _OnOneRank:
     def _call(self, node: fx.Node) -> Any:
         return call_node(node, self._value_of, self._others)
 
-    def _answer(self, node: fx.Node, link: Link) -> torch.Tensor:
+    def _answer(self, node: fx.Node, links: Sequence[Link]) -> torch.Tensor:
         """What a collective gives this rank, as the run on whole values has it."""
         own = self._value_of(node.args[0])  # type: ignore[arg-type]
-        whole = self._values[link.node]
-        if link.kind == "gathered":
-            self._compare(node, own, link.part.taken(whole, self._others.rank))
-            size = whole.shape[link.part.dim] // link.part.ranks
-            return torch.stack(whole.split(size, link.part.dim))
+        if links[0].kind == "gathered":
+            return self._gathered(own, links)
+        (link,) = links
         if link.kind == "scattered":
-            due = link.part.taken(whole, self._others.rank)
-            self._compare(node, self._call(node), due)
+            due = link.part.taken(self._values[link], self._others.rank)
+            self._compare(link, self._call(node), due)
             return due.contiguous()
         numbers = [self._from(node, link, rank) for rank in range(link.part.ranks)]
-        self._compare(node, own, numbers[self._others.rank])
+        self._compare(link, own, numbers[self._others.rank])
         return _put_together(torch.stack(numbers), str(node.args[1]))
+
+    def _gathered(self, own: torch.Tensor, links: Sequence[Link]) -> torch.Tensor:
+        """The parts of all ranks: of one value, or of several, of which each rank sends its own behind each other."""
+        ranks = [
+            [link.part.taken(self._values[link], rank) for link in sorted(links, key=lambda link: link.start)]
+            for rank in range(links[0].part.ranks)
+        ]
+        if len(links) == 1:
+            rows = torch.stack([part for (part,) in ranks])
+        else:
+            rows = torch.stack([torch.cat([part.reshape(-1) for part in parts]) for parts in ranks])
+        due = rows[self._others.rank]
+        if own.shape != due.shape or len(links) == 1:
+            self._compare(links[0], own, due)
+            return rows
+        for link in links:
+            place = slice(link.start, link.start + self._values[link].numel() // link.part.ranks)
+            self._compare(link, own[place], due[place])
+        return rows
 
     def _from(self, node: fx.Node, link: Link, rank: int) -> torch.Tensor:
         """What a rank would send of its part: one number by the operator on whole values, and what is made of it."""
-        part = link.part.taken(self._operands[link.node], rank).contiguous()
+        part = link.part.taken(self._operands[link], rank).contiguous()
         whole = self._whole_nodes[link.whole]
         target: Any = whole.target
         number = target(part if link.entry is None else [part], *whole.args[1:], **whole.kwargs)
@@ -220,21 +239,23 @@ class _OnOneRank:
         result: torch.Tensor = value(node.args[0])
         return result
 
-    def _number(self, node: fx.Node, link: Link) -> Any:
-        """The number that ranks have put together; from here on that of the run on whole values, to the last bit."""
-        due, operand = self._values[link.node], self._operands[link.node]
+    def _checked(self, node: fx.Node, link: Link) -> Any:
+        """What a collective was put in for; if that is a number, from here on that of the run on whole values."""
+        due = self._values[link]
+        if link.kind == "gathered":
+            self._compare(link, self._here[node], due)
+            return self._here[node]
+        operand = self._operands[link]
         # What is added up may cancel: then rounding is large beside the sum, and small beside what was added.
         name = operator_name(self._whole_nodes[link.whole])
         size = {"sum": 1, "mean": operand.numel()}.get(name, 0) if due.is_floating_point() else 0
         slack = 1e-5 * float(operand.double().abs().sum()) / size if size else 0.0
-        self._compare(node, self._here[node], due, slack)
+        self._compare(link, self._here[node], due, slack)
         return due.clone()
 
-    def _compare(self, node: fx.Node, mine: torch.Tensor, due: torch.Tensor, slack: float = 0.0) -> None:
+    def _compare(self, link: Link, mine: torch.Tensor, due: torch.Tensor, slack: float = 0.0) -> None:
         if not _close(mine, due, slack):
-            link = self._links.get(node.name) or self._made[node.name]
-            label = next((value for value in reversed(node.args) if isinstance(value, str)), link.whole)
-            self.wrong.append(f"{label}, {link.kind}: {_difference(mine, due)}")
+            self.wrong.append(f"{link.label}, {link.kind}: {_difference(mine, due)}")
 
 
 def _put_together(numbers: torch.Tensor, op: str) -> torch.Tensor:

@@ -28,10 +28,11 @@ from fdp.trace.effects import (
     storages,
     storages_of,
 )
-from fdp.trace.gathers import begin_late, entry_of, origin_of, phases_of, take_late
+from fdp.trace.gathers import entry_of, origin_of, phases_of, take_late
 from fdp.trace.loops import regions_of
 from fdp.trace.placements import Unit, is_elementwise, is_own_memory, is_same_view, is_scattered, reduces_all, units_of
 from fdp.trace.reductions_of_parts import combined
+from fdp.trace.shared_gathers import Gather, share_messages
 from fdp.trace.trace import Link
 
 _AXIS = "traced"
@@ -102,7 +103,7 @@ class _Rewriting:
         self._again, self._phases = again, phases_of(module.graph, self._in_loops, again)
         self._views: dict[tuple[fx.Node, int], fx.Node] = {}
         self._changed: set[int] = set()
-        self._messages: list[tuple[fx.Node, fx.Node]] = []
+        self._gathers: list[Gather] = []
         self._taken: list[tuple[fx.Node, tuple[fx.Node, ...]]] = []
         self._mode = next(
             value.fake_mode
@@ -145,8 +146,7 @@ class _Rewriting:
             values.append(self._whole(node) if wanted is None else self._part(node, wanted))
         self._graph.output(values)
         self._graph.output_node().meta.update(self._module.graph.output_node().meta)
-        if self._again:
-            begin_late(self._graph, self._messages)
+        self._links += share_messages(self._graph, self._gathers, self._new, few=self._again)
         unchanged = [nodes for whole, nodes in self._taken if not self._changed.intersection(storages_of(whole))]
         take_late(self._graph, unchanged)
         made = fx.GraphModule(self._module, self._graph)
@@ -238,9 +238,12 @@ class _Rewriting:
             whole = self._new(torch.ops.aten.cat.default, each, part.dim)
         else:
             whole = self._new(torch.ops.aten.view.default, rows, shape)
-        self._messages.append((rows, whole))
+        assert self._now is not None
+        when = self._phases[self._now], bool(self._now.meta.get("backward"))
         value, after = self._last[storages_of(node)[0]]
-        self._links.append(Link(rows.name, value.name, "gathered", whole.name, after.name, part, entry_of(value, node)))
+        entry = entry_of(value, node)
+        link = Link(rows.name, value.name, "gathered", whole.name, after.name, part, name, entry)
+        self._gathers.append(Gather(own, rows, whole, link, when))
         return whole
 
     def _part(self, node: fx.Node, part: Part) -> fx.Node:
@@ -390,7 +393,7 @@ class _Rewriting:
             rows = self._new(torch.ops.aten.permute.default, rows, order)
         scatter = torch.ops.fdp.reduce_scatter.default
         made = self._new(scatter, rows, given["op"], _AXIS, given["kind"], given["label"])
-        self._links.append(Link(made.name, node.name, "scattered", made.name, node.name, part))
+        self._links.append(Link(made.name, node.name, "scattered", made.name, node.name, part, given["label"]))
         return made
 
     def _reduced(self, node: fx.Node, unit: Unit) -> fx.Node:
@@ -411,5 +414,7 @@ class _Rewriting:
 
         made = combined(node, own, part.ranks, self._new, over_ranks)
         for each in sent:
-            self._links.append(Link(each.name, node.name, "combined", made.name, node.name, part, unit.entry, own.name))
+            self._links.append(
+                Link(each.name, node.name, "combined", made.name, node.name, part, name, unit.entry, own.name)
+            )
         return made

@@ -169,8 +169,10 @@ class Link:
         made: the name of the node that has the value, of which the collective is a part.
         after: the name of the node, in the graph on whole values, that made or changed the value last before.
         part: how the value is divided.
+        label: what it is, for the user.
         entry: which of the results of `whole`; None if there is one.
         number: of what is combined, the name of the node that makes one number of this rank's part.
+        start: of what is gathered together with other values, how many elements of a rank's row lie before its own.
     """
 
     node: str
@@ -179,8 +181,10 @@ class Link:
     made: str
     after: str
     part: Part
+    label: str
     entry: int | None = None
     number: str | None = None
+    start: int = 0
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import fx
 
 import fdp
 from fdp.state.shards import Part
-from fdp.trace import placements, reductions_of_parts, sharded, spmd
+from fdp.trace import placements, reductions_of_parts, sharded, shared_gathers, spmd
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -105,6 +105,35 @@ def results_that_change_places(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sharded, "for_rank", swapped)
 
 
+def pieces_that_change_places(patch: pytest.MonkeyPatch) -> None:
+    together = shared_gathers._together
+
+    def swapped(graph: fx.Graph, group: Any, new: Any) -> Any:
+        message, starts = together(graph, group, new)
+        first, second, *_ = (user for user in message.users)
+        first.args, second.args = second.args, first.args
+        return message, starts
+
+    patch.setattr(shared_gathers, "_together", swapped)
+
+
+def sent_together_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    together = shared_gathers._together
+
+    def swapped(graph: fx.Graph, group: Any, new: Any) -> Any:
+        message, starts = together(graph, group, new)
+        sent = message.args[0]
+        first, second, *others = sent.args[0]
+        sent.args = ([second, first, *others],)
+        return message, starts
+
+    patch.setattr(shared_gathers, "_together", swapped)
+
+
+def sent_with_others_before_it_changes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(shared_gathers, "_ready", lambda graph, gathers, order: {g: order[g.own] for g in gathers})
+
+
 def written_twice(state: Any, x: torch.Tensor) -> Any:
     """Reads all of what it has changed, before and after."""
     w = state["w"] * 1
@@ -125,10 +154,23 @@ def in_columns(state: Any, x: torch.Tensor) -> Any:
     }
 
 
+def changed_between(state: Any, x: torch.Tensor) -> Any:
+    """One value is gathered, and then another one, which changes between the two."""
+    w = state["w"] * 1
+    first = state["u"] @ state["u"]
+    torch._foreach_mul_([w], 2)
+    return {"w": w + 0.1 * (w @ w + first), "u": state["u"] - 0.1 * fdp.pmean(x)}
+
+
 def made(name: str) -> tuple[Any, Any]:
     if name in STEPS:
         return STEPS[name]()
-    step = {"written twice": written_twice, "own values": of_own_values, "columns": in_columns}[name]
+    step = {
+        "written twice": written_twice,
+        "own values": of_own_values,
+        "columns": in_columns,
+        "changed between": changed_between,
+    }[name]
     return step, {"w": numbers(7 if name == "columns" else 8, 8, seed=1), "u": numbers(8, 8, seed=2)}
 
 
@@ -142,6 +184,9 @@ FAULTS: list[tuple[Patch, str, bool]] = [
     (gathered_once_and_changed_since, "written twice", True),
     (each_ranks_own_values_in_parts, "own values", True),
     (results_that_change_places, "written twice", True),
+    (pieces_that_change_places, "written twice", True),
+    (sent_together_in_another_order, "written twice", True),
+    (sent_with_others_before_it_changes, "changed between", True),
 ]
 """The mistake, the step, and whether its parameters are sharded, too."""
 

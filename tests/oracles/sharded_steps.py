@@ -154,7 +154,9 @@ def frozen_and_tied() -> Made:
 
 def batch_norm() -> Made:
     torch.manual_seed(0)
-    module = torch.nn.Sequential(torch.nn.Linear(8, 24), torch.nn.BatchNorm1d(24), torch.nn.Linear(24, 12))
+    # A bias before the normalisation would have a gradient of rounding alone, of which AdamW makes whole steps.
+    first = torch.nn.Linear(8, 24, bias=False)
+    module = torch.nn.Sequential(first, torch.nn.BatchNorm1d(24), torch.nn.Linear(24, 12))
     apply, start, buffers = fdp.from_module(module)
     optimizer = optim.from_torch(torch.optim.AdamW, lr=1e-2)
 

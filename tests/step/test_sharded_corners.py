@@ -222,10 +222,13 @@ def test_a_leaf_with_gaps_may_stand_beside_a_sharded_one() -> None:
 
 
 def adam_with_a_sharded_state(donate: bool) -> tuple[int, list[bool], list[str], bool]:
-    """ZeRO-1: how many messages fill old parameters, which of these stay, what is called, and if it is right."""
-    params = fdp.replicate({"v": numbers(65, 64, seed=2), "w": numbers(64, 64, seed=1)})
+    """ZeRO-1: how many messages fill old parameters, which of these stay, what is called, and if it is right.
+
+    Each parameter is too large to share a message with the other one.
+    """
+    params = fdp.replicate({"v": numbers(513, 640, seed=2), "w": numbers(512, 640, seed=1)})
     optimizer = optim.from_torch(torch.optim.Adam, lr=1e-2)
-    x = numbers(8, 64, seed=3) + fdp.axis_index()
+    x = (numbers(8, 512, seed=3) + fdp.axis_index()) / 32
 
     def step(state: State, x: Tensor) -> Any:
         def loss(p: State) -> Tensor:
