@@ -77,7 +77,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "emit": (
         "memory.constants memory.elements memory.layout memory.liveness memory.out_variants memory.views",
         "memory.donation memory.deferred_products", "memory.planning", "memory.instructions", "memory.memory_plan",
-        "memory.allocation", "memory.decisions", "memory.peak",
+        "memory.allocation", "memory.decisions", "memory.peak", "memory.peak_picture",
         "codegen.bindings codegen.lines", "codegen.writer",
         "codegen.added_products codegen.loop_bodies codegen.packing codegen.shortcuts", "codegen.calls",
         "codegen.program",
@@ -109,6 +109,7 @@ TO_THE_NEXT_STAGE = {
     "fdp.timeline.timeline": {"fdp.timeline.perfetto", "fdp.timeline.picture", "fdp.timeline.report"},
     "fdp.plan.plan": {"fdp.emit.memory.peak", "fdp.plan.simulate", "fdp.runtime", "fdp.runtime.emitted"},
     "fdp.plan.scaling": {"fdp.plan.scaling_picture"},
+    "fdp.emit.memory.peak": {"fdp.emit.memory.peak_picture"},
 }
 
 # Where tests lie beside the rooms of the package.

@@ -169,7 +169,7 @@ class Plan(Printed):
 
         Returns:
             The prediction, in bytes: state, batch, the block that the step keeps, and what lies elsewhere. It prints as
-            a table. `Emitted.memory` says what lies where in the block, and draws it.
+            a table, and `draw(path)` shows it against time. `Emitted.memory` says what lies where in the block.
 
         Example:
             >>> import torch, fdp

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any
 
 import pytest
@@ -131,8 +132,62 @@ def test_what_arrives_in_donated_state_is_counted_once() -> None:
         assert predicted == pytest.approx(measured, rel=0.01)
 
 
+def small() -> Any:
+    step = fdp.data_parallel(lambda w, x: w - fdp.grad(lambda w: (x @ w).tanh().square().mean())(w), donate_argnums=0)
+    return step.plan(torch.ones(256, 256), torch.ones(4, 256))
+
+
+def parts_over_time(make: Any) -> list[bool]:
+    """Whether what is in use at each moment comes to what the table says, and what kinds there are."""
+    torch.manual_seed(0)
+    module, ids = make()
+    apply, params, buffers = fdp.from_module(module)
+    params = fdp.shard(params)
+    step = fdp.data_parallel(
+        lambda p, ids: fdp.pytree.map_leaves(
+            lambda p, g: p - g, p, fdp.grad(lambda p: apply(p, buffers, ids)[0].square().mean())(p)
+        ),
+        bucket_cap_mb=0.5,
+    )
+    plan = step.plan(params, ids)
+    (found,), needed = plan.memory().devices, dict(plan.emit().memory.needed_bytes)["cpu"]
+    moments = found.over_time
+    passes = [each.backward for each in moments]
+    return [
+        max(each.values_bytes + each.buckets_bytes + each.gathered_bytes for each in moments) == needed,
+        max(each.other_bytes for each in moments) == found.other_bytes,
+        moments[0].gathered_bytes > 0 == moments[0].buckets_bytes,  # it begins with gathers
+        any(each.gathered_bytes for each in moments[: passes.index(True)]),
+        any(each.buckets_bytes for each in moments[passes.index(True) :]),
+        not passes[-1],
+    ]
+
+
+def test_what_is_in_use_over_time_comes_to_what_the_table_says() -> None:
+    assert ranks.run(2, parts_over_time, transformer) == [[True] * 6] * 2
+
+
+def test_it_is_drawn_kind_upon_kind(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("matplotlib")
+    memory = small().memory()
+    (device,) = memory.devices
+    (axes,) = memory.draw(tmp_path / "memory.png").axes
+    tops = [max(y for path in band.get_paths() for _, y in path.vertices) for band in axes.collections]
+    held = device.state_bytes + device.batch_bytes
+    assert tops[:2] == [device.state_bytes, held] and tops == sorted(tops)
+    in_use = [
+        each.gathered_bytes + each.buckets_bytes + each.values_bytes + each.other_bytes for each in device.over_time
+    ]
+    assert tops[-1] == held + max(in_use) <= device.peak_bytes
+    assert axes.lines[0].get_ydata()[0] == device.peak_bytes
+    texts = " ".join(text.get_text() for text in axes.texts)
+    assert "state: up to 256.0 KiB" in texts and "backward" in texts
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(fdp.ArgumentError, match="no kind of picture"):
+        memory.draw("memory.txt")
+
+
 def test_it_prints_as_a_table() -> None:
-    step = fdp.data_parallel(lambda w, x: w - fdp.grad(lambda w: (x @ w).square().mean())(w))
-    memory = step.plan(torch.ones(256, 256), torch.ones(4, 256)).memory()
+    memory = small().memory()
     assert str(memory).startswith("Memory of <lambda> on each of 1 ranks: ")
     assert "256.0 KiB | 4.0 KiB" in str(memory) and repr(memory).startswith("<MemoryForecast of <lambda>: ")

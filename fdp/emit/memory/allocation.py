@@ -28,14 +28,14 @@ def allocate(memory: MemoryPlan) -> dict[torch.device, Layout]:
     first: dict[Any, int] = {}
     last: dict[Any, int] = {}
     may_reuse: dict[Any, tuple[Any, ...]] = {}
-    carried_out = [each for _, each in memory.instructions if not isinstance(each, Compute) or _computes(memory, each)]
-    for position, instruction in enumerate(carried_out):
+    done = [memory.instructions[at][1] for at in carried_out(memory)]
+    for position, instruction in enumerate(done):
         for piece in _touched(memory, instruction):
             if piece not in first:
                 first[piece] = position
                 may_reuse[piece] = _replaceable(memory, instruction, piece)
             last[piece] = position
-    end = len(carried_out)
+    end = len(done)
     # A result that lies in a piece is copied from there at the end.
     last.update((piece, end) for piece in map(memory.piece_of, memory.placement.returned) if piece in first)
     sizes = dict(memory.places.sizes)
@@ -59,6 +59,15 @@ def memory_of_body(
     for device, layout in layouts.items():
         if layout.size_bytes:
             yield ("loop", node, device), (device, layout.size_bytes)
+
+
+def carried_out(memory: MemoryPlan) -> list[int]:
+    """The instructions that do something, by their places among all: lifetimes in a layout count these alone."""
+    return [
+        at
+        for at, (_, each) in enumerate(memory.instructions)
+        if not isinstance(each, Compute) or _computes(memory, each)
+    ]
 
 
 def _computes(memory: MemoryPlan, compute: Compute) -> bool:

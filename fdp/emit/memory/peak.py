@@ -1,17 +1,19 @@
-"""What a step will hold in memory, before anything runs: as a value and a table."""
+"""What a step will hold in memory, before anything runs: as a value, a table and a picture."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
 from fdp.distributed.messages import MOST_RANKS_IN_ROWS
-from fdp.emit.memory.allocation import read_by
+from fdp.emit.memory.allocation import carried_out, read_by
 from fdp.emit.memory.decisions import plan_memory
 from fdp.emit.memory.instructions import Await, Compute, Instruction, Keep, Send
 from fdp.emit.memory.memory_plan import MemoryPlan
@@ -21,8 +23,30 @@ from fdp.tables import Printed, Table, format_bytes
 from fdp.trace.effects import storages, storages_of, tensors_in
 from fdp.trace.trace import Input
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 _AT_ONCE = 2
 """As many messages gloo works on at once: the number of its threads, unless that is set."""
+
+
+@dataclass(frozen=True)
+class InUse:
+    """What is in use beside state and batch while one instruction of a program is carried out.
+
+    Attributes:
+        values_bytes: of the block of the step, by what operators compute.
+        buckets_bytes: of the block, by buckets that are summed up over ranks.
+        gathered_bytes: of the block, by what arrives of all ranks.
+        other_bytes: elsewhere.
+        backward: whether a backward pass is under way.
+    """
+
+    values_bytes: int
+    buckets_bytes: int
+    gathered_bytes: int
+    other_bytes: int
+    backward: bool
 
 
 @dataclass(frozen=True)
@@ -36,6 +60,7 @@ class DeviceMemory:
         block_bytes: of the block that the step keeps from call to call: its buckets, what is gathered, and most values.
         other_bytes: the most that lies elsewhere at once: results in new memory, what operators put where they like,
             and what gloo gathers into before it copies.
+        over_time: what is in use during each instruction of the program, and when it returns.
     """
 
     device: str
@@ -43,6 +68,7 @@ class DeviceMemory:
     batch_bytes: int
     block_bytes: int
     other_bytes: int
+    over_time: tuple[InUse, ...] = field(default=(), repr=False)
 
     @property
     def peak_bytes(self) -> int:
@@ -72,6 +98,23 @@ class MemoryForecast(Printed):
     def peak_bytes(self) -> int:
         """The most that is held at once, on the device that holds most."""
         return max((each.peak_bytes for each in self.devices), default=0)
+
+    def draw(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Draw what is in use against the time of the step, kind upon kind, in a panel for each device.
+
+        Args:
+            path: the file to write, whose suffix says how: .png, .svg or .pdf; None writes nothing.
+
+        Returns:
+            The figure, of matplotlib.
+
+        Raises:
+            ArgumentError: matplotlib is not installed, or the suffix names no kind of picture.
+        """
+        from fdp.emit.memory.peak_picture import draw_forecast
+
+        result: Figure = draw_forecast(self, path)
+        return result
 
     def __repr__(self) -> str:
         return f"<MemoryForecast of {self.name}: {format_bytes(self.peak_bytes)}>"
@@ -112,7 +155,8 @@ def forecast_memory(plan: Plan) -> MemoryForecast:
             state[device],
             batch[device],
             memory.layouts[device].size_bytes if device in memory.layouts else 0,
-            other.get(device, 0),
+            max(other[device], default=0) if device in other else 0,
+            _over_time(memory, device, other.get(device)),
         )
         for device in devices
     ]
@@ -123,8 +167,32 @@ def _bytes_of(item: Input) -> int:
     return torch.Size(item.shape).numel() * item.dtype.itemsize
 
 
-def _elsewhere(memory: MemoryPlan) -> dict[torch.device, int]:
-    """The most that lies at once on each device in memory that is neither an input's nor in the block of the step."""
+def _over_time(memory: MemoryPlan, device: torch.device, other: list[int] | None) -> tuple[InUse, ...]:
+    """What is in use on a device during each instruction that does something, and when the program returns."""
+    moments = [*carried_out(memory), len(memory.instructions)]
+    values, buckets, gathered = ([0] * len(moments) for _ in range(3))
+    layout = memory.layouts.get(device)
+    for piece in layout.pieces if layout is not None else ():
+        kind = values
+        if isinstance(piece.key, tuple) and piece.key[0] == "bucket":
+            kind = gathered if memory.plan.buckets[piece.key[1]].collective.gathers else buckets
+        for at in range(piece.first, piece.last + 1):
+            kind[at] += piece.size_bytes
+    others = [0 if other is None else other[moment] for moment in moments]
+    backward = [_is_backward(memory.instructions[moment][1]) for moment in moments[:-1]]
+    rows = zip(values, buckets, gathered, others, [*backward, False], strict=True)
+    return tuple(InUse(*row) for row in rows)
+
+
+def _is_backward(instruction: Instruction) -> bool:
+    return isinstance(instruction, Compute) and bool(instruction.node.meta.get("backward"))
+
+
+def _elsewhere(memory: MemoryPlan) -> dict[torch.device, list[int]]:
+    """What lies on each device in memory that is neither an input's nor in the block of the step.
+
+    For each instruction its bytes, and at last those when the program returns.
+    """
     placed = _placed(memory)
     sizes: dict[int, tuple[torch.device, int]] = {}
     first: dict[int, int] = {}
@@ -147,7 +215,8 @@ def _elsewhere(memory: MemoryPlan) -> dict[torch.device, int]:
         for node in _nodes_of(memory, instruction):
             touch(node, position)
             if node.name in memory.bodies:
-                beside[position] += _elsewhere(memory.bodies[node.name]).items()
+                inside = _elsewhere(memory.bodies[node.name])
+                beside[position] += [(device, max(each)) for device, each in inside.items()]
         if isinstance(instruction, Send) and (gathered := _copied_by_backend(memory, instruction.bucket)):
             under_way[instruction.bucket] = gathered
         beside[position] += sorted(under_way.values(), key=lambda copied: copied[1])[-_AT_ONCE:]
@@ -159,21 +228,20 @@ def _elsewhere(memory: MemoryPlan) -> dict[torch.device, int]:
     for at in memory.placement.cloned:  # copied then, since its memory belongs to something else
         copied = tensors_in(memory.placement.returned[at].meta.get("val"))
         beside[end] += [(tensor.device, tensor.numel() * tensor.element_size()) for tensor in copied]
-    now: defaultdict[torch.device, int] = defaultdict(int)
-    most: defaultdict[torch.device, int] = defaultdict(int)
     changes: defaultdict[int, list[tuple[torch.device, int]]] = defaultdict(list)
     for number, (device, size) in sizes.items():
         changes[first[number]].append((device, size))
         changes[last[number] + 1].append((device, -size))
-    for position in sorted({*changes, *beside}):
+    found: defaultdict[torch.device, list[int]] = defaultdict(lambda: [0] * (end + 1))
+    now: defaultdict[torch.device, int] = defaultdict(int)
+    for position in range(end + 1):
         for device, size in changes[position]:
             now[device] += size
-        here = defaultdict(int, now)
+        for device, size in now.items():
+            found[device][position] = size
         for device, size in beside[position]:
-            here[device] += size
-        for device, size in here.items():
-            most[device] = max(most[device], size)
-    return dict(most)
+            found[device][position] += size
+    return dict(found)
 
 
 def _copied_by_backend(memory: MemoryPlan, index: int) -> tuple[torch.device, int] | None:

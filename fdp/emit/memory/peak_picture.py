@@ -1,0 +1,100 @@
+"""Draw what a step holds in memory against its time, kind upon kind."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from fdp.emit.memory.peak import DeviceMemory, MemoryForecast
+from fdp.tables import format_bytes
+from fdp.timeline.picture import check_path, new_figure, save
+
+_INK, _FONT = "#262626", 9.0
+_WIDTH_IN, _TOP_IN, _HIGH_IN, _BOTTOM_IN = 10.0, 0.55, 2.9, 0.55
+_LEFT, _RIGHT = 0.09, 0.73
+# Okabe and Ito's palette (Color Universal Design, 2008), and greys.
+_KINDS = (
+    ("state", "#8C8C8C"),
+    ("batch", "#D55E00"),
+    ("gathered", "#56B4E9"),
+    ("buckets", "#E69F00"),
+    ("computed values", "#009E73"),
+    ("elsewhere", "#CC79A7"),
+)
+
+
+def draw_forecast(forecast: MemoryForecast, path: str | os.PathLike[str] | None) -> Any:
+    """Draw a panel for each device; see `MemoryForecast.draw`."""
+    check_path(path)
+    panel_in = _TOP_IN + _HIGH_IN + _BOTTOM_IN
+    height_in = panel_in * max(len(forecast.devices), 1)
+    figure = new_figure(_WIDTH_IN, height_in)
+    for index, device in enumerate(reversed(forecast.devices)):
+        bottom = (index * panel_in + _BOTTOM_IN) / height_in
+        axes = figure.add_axes((_LEFT, bottom, _RIGHT - _LEFT, _HIGH_IN / height_in))
+        _draw_device(axes, forecast, device)
+    return save(figure, path)
+
+
+def _draw_device(axes: Any, forecast: MemoryForecast, device: DeviceMemory) -> None:
+    moments = device.over_time
+    bands = [
+        [device.state_bytes] * len(moments),
+        [device.batch_bytes] * len(moments),
+        [each.gathered_bytes for each in moments],
+        [each.buckets_bytes for each in moments],
+        [each.values_bytes for each in moments],
+        [each.other_bytes for each in moments],
+    ]
+    times = [float(at) for at in range(len(moments) + 1)]
+    below = [0] * len(moments)
+    shown = []
+    for (name, colour), band in zip(_KINDS, bands, strict=True):
+        above = [under + size for under, size in zip(below, band, strict=True)]
+        if any(band):
+            axes.fill_between(times, [*below, below[-1]], [*above, above[-1]], step="post", color=colour, linewidth=0)
+            shown.append((name, colour, max(band)))
+        below = above
+    held = device.peak_bytes
+    axes.axhline(held, color=_INK, linewidth=1.2, linestyle="--")
+    axes.set_xlim(0, max(len(moments), 1))
+    axes.set_ylim(0, held * 1.08 or 1)
+    marks = [0.0, 0.25, 0.5, 0.75, 1.0]
+    axes.set_yticks([mark * held for mark in marks], [format_bytes(mark * held) for mark in marks], fontsize=_FONT)
+    axes.tick_params(axis="x", labelsize=_FONT)
+    axes.set_xlabel("instruction of the program", fontsize=_FONT)
+    _mark_backward(axes, device)
+    title = f"{forecast.name}, memory of a rank of {forecast.world_size} on {device.device}: {format_bytes(held)}"
+    axes.set_title(title, loc="left", fontsize=_FONT + 1, color=_INK, pad=16)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    _name_bands(axes, shown, held)
+
+
+def _mark_backward(axes: Any, device: DeviceMemory) -> None:
+    """Say above the picture from where to where backward passes go."""
+    at = [index for index, each in enumerate(device.over_time) if each.backward]
+    if not at:
+        return
+    first, last, end = at[0], at[-1] + 1, len(device.over_time)
+    for name, begin, until in (("forward", 0, first), ("backward", first, last), ("update", last, end)):
+        if until - begin > 0.09 * end:
+            axes.text(
+                (begin + until) / 2, 1.01, name, ha="center", va="bottom", fontsize=_FONT, color=_INK,
+                transform=axes.get_xaxis_transform(),
+            )  # fmt: skip
+    for line in (first, last):
+        axes.axvline(line, color=_INK, linewidth=0.8, linestyle=":")
+
+
+def _name_bands(axes: Any, shown: list[tuple[str, str, int]], held: int) -> None:
+    """Write at the right what each colour is, with the most that it takes, in the order in which they lie."""
+    lines = [(f"held: {format_bytes(held)} (dashed)", _INK)]
+    lines += [(f"{name}: up to {format_bytes(most)}", colour) for name, colour, most in reversed(shown)]
+    for index, (text, colour) in enumerate(lines):
+        height = 0.97 - 0.09 * index
+        if index:
+            axes.plot(
+                [1.025], [height], marker="s", markersize=7, color=colour, clip_on=False, transform=axes.transAxes
+            )
+        axes.text(1.05, height, text, fontsize=_FONT, va="center", color=_INK, transform=axes.transAxes)
