@@ -77,7 +77,7 @@ def operations_of(graph: fx.Graph) -> tuple[list[Operation], dict[fx.Node, int],
             needs.update(before)
             if is_marker(node):
                 markers[node] = index
-                writers = [*before, *(memory[storage].writer for storage in reads)]
+                writers = [*before, *(memory[storage].writer for storage in _sent(node, reads))]
                 produced[node] = max((writer for writer in writers if writer is not None), default=-1)
             elif effects.random:
                 # Random numbers come in the order of the user's program, whatever the order of buckets.
@@ -106,6 +106,15 @@ def operations_of(graph: fx.Graph) -> tuple[list[Operation], dict[fx.Node, int],
                 )
             )
     return operations, markers, produced
+
+
+def _sent(node: fx.Node, reads: set[int]) -> set[int]:
+    """The memory of what a marker sends: of what is put one behind the other only to be sent, that of each piece."""
+    if not node.meta.get("together"):
+        return reads
+    return {
+        number for pieces in node.all_input_nodes for piece in pieces.all_input_nodes for number in storages_of(piece)
+    }
 
 
 def _arguments(node: fx.Node, entry: int | None) -> Sequence[fx.Node]:

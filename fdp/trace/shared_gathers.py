@@ -145,6 +145,7 @@ def _together(graph: fx.Graph, group: Sequence[Gather], new: Callable[..., fx.No
             flat.append(put(aten.view.default, own, [gather.numel]))
         sent = put(aten.cat.default, flat)
         message = put(first.rows.target, sent, *first.rows.args[1:-1], f"{first.link.label} and {len(others)} more")
+        message.meta["together"] = True  # it may be sent as early as each of them by itself
         for gather in group:
             taken = put(aten.slice.Tensor, message, 1, start, start + gather.numel)
             rows = put(aten.view.default, taken, list(gather.rows.meta["val"].shape))
