@@ -173,6 +173,45 @@ def arrange(buckets: Sequence[tuple[int, ...]], upstream: Sequence[int]) -> list
     return found
 
 
+def gathered_sooner(
+    buckets: Sequence[tuple[int, ...]], reductions: Sequence[Reduction], upstream: Sequence[int], lag: int
+) -> list[tuple[int, ...]]:
+    """Let buckets that gather what is computed from others start among those, not behind all of them.
+
+    With an optimizer whose state is sharded, new parameters are then gathered while gradients are still computed.
+
+    Args:
+        buckets: in an order in which they can start.
+        reductions: of the trace.
+        upstream: for each, those whose results it is computed from.
+        lag: how many other buckets start after the last one that such a bucket waits for, and before it: so many
+            messages are under way while that one is waited for.
+
+    Returns:
+        The same buckets, in another order in which they can start.
+    """
+    home = {member: index for index, members in enumerate(buckets) for member in members}
+    needs = [
+        {home[other] for member in members for other in _members_of(upstream[member]) if other in home}
+        for members in buckets
+    ]
+    free = [index for index, needed in enumerate(needs) if not needed]
+    rank = {index: at for at, index in enumerate(free)}
+    found: list[int] = []
+    waiting = [
+        index
+        for index, needed in enumerate(needs)
+        if needed and needed <= rank.keys() and reductions[buckets[index][0]].collective.gathers
+    ]
+    for at, index in enumerate(free):
+        found.append(index)
+        due = [other for other in waiting if max(rank[need] for need in needs[other]) + lag <= at]
+        found += due
+        waiting = [other for other in waiting if other not in due]
+    placed = set(found)
+    return [buckets[index] for index in (*found, *(index for index in range(len(buckets)) if index not in placed))]
+
+
 def _members_of(bits: int) -> Iterator[int]:
     while bits:
         lowest = bits & -bits

@@ -2,7 +2,9 @@
 
 Each bucket starts as soon as its last member exists. What needs the result of a bucket is put off behind everything
 that needs none, and behind what needs only earlier buckets; so each bucket is waited for as late as its first
-reader allows, and the update of one bucket runs while the next is on the wire.
+reader allows, and the update of one bucket runs while the next is on the wire. Only what a bucket is computed from that
+has its place before others is run as soon as its turn comes: a parameter is updated during the backward pass, and its
+new value gathered.
 
 References: Li et al., PyTorch Distributed (VLDB 2020), section 3.2.3 (overlap with the backward pass).
 """
@@ -53,6 +55,9 @@ class _Scheduler:
         # they are first asked for, so that none holds back a bucket or keeps a value alive.
         self._missing = [real_needs(operations, members, self._bucket_of) for members in roots]
         self._behind = [max((self.levels[member] for member in members), default=-1) for members in roots]
+        # Whether a bucket has its place before one that waits for less than it does.
+        least = [*itertools.accumulate(reversed(self._behind), min)][::-1]
+        self._is_early = [behind > rest for behind, rest in zip(self._behind, least, strict=True)]
         self._waiting_for: dict[int, list[int]] = {}
         for bucket in buckets:
             for need in self._missing[bucket.index]:
@@ -69,11 +74,7 @@ class _Scheduler:
         todo.sort(key=lambda i: (levels[i], i))
         for call in calls(operations, levels, todo):
             self._start_ready(levels[call[0]])
-            for index in call:
-                self._run_views(index)
-            for index in call:
-                self._wait_for(index)
-            self._run(call)
+            self._call([index for index in call if index not in self._done])
         self._start_ready(math.inf)
         for index, operation in enumerate(operations):
             if operation.view and index not in self._done:
@@ -82,6 +83,28 @@ class _Scheduler:
                 self._run((index,))
         self.schedule.extend(Wait(bucket.index) for bucket in self._buckets if bucket.index not in self._waited)
         return tuple(self.schedule)
+
+    def _call(self, call: Sequence[int]) -> None:
+        """Run operations of one level, after the views that they look through and the buckets that they read."""
+        for index in call:
+            self._run_views(index)
+        for index in call:
+            self._wait_for(index)
+        if call:
+            self._run(tuple(call))
+
+    def _run_ahead(self, bucket: int) -> None:
+        """Run what is still missing for a bucket, out of turn."""
+        needed, pending = set[int](), [self._reductions[member].operation for member in self._buckets[bucket].members]
+        while pending:
+            for need in self._operations[pending.pop()].needs:
+                if need not in needed and need not in self._done and need not in self._bucket_of:
+                    needed.add(need)
+                    pending.append(need)
+        todo = sorted(need for need in needed if not self._operations[need].view)
+        todo.sort(key=lambda i: self.levels[i])
+        for call in calls(self._operations, self.levels, todo):
+            self._call(call)
 
     def _run(self, call: tuple[int, ...]) -> None:
         self.schedule.append(Run(call))
@@ -114,11 +137,11 @@ class _Scheduler:
         """Start the buckets that can start, up to a level."""
         # In the order of their indices, and no other: all ranks must start them alike. A bucket that is packed from
         # the result of an earlier one has to wait for it, so it stands back behind all that need not wait.
-        while (
-            self._next_start < len(self._buckets)
-            and not self._missing[self._next_start]
-            and self._behind[self._next_start] <= level
-        ):
+        while self._next_start < len(self._buckets):
+            if self._is_early[self._next_start]:
+                self._run_ahead(self._next_start)
+            elif self._missing[self._next_start] or self._behind[self._next_start] > level:
+                return
             for member in self._buckets[self._next_start].members:
                 self._run_views(self._reductions[member].operation)
                 self._wait_for(self._reductions[member].operation)

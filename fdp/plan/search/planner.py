@@ -12,7 +12,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from fdp.plan.buckets import AUTO_CAP_MB, arrange, kind_of, make_buckets, partition, upstream_of
+from fdp.plan.buckets import (
+    AUTO_CAP_MB,
+    arrange,
+    gathered_sooner,
+    kind_of,
+    make_buckets,
+    partition,
+    upstream_of,
+)
 from fdp.plan.cost.costs import Costs
 from fdp.plan.cost.forecast import Alternative, Forecast
 from fdp.plan.cost.network import Network
@@ -31,6 +39,9 @@ _MOST_KINDS = 4
 
 _NEARLY = 0.01
 """Ends that differ by less than this share are as good as equal: no step is measured more exactly."""
+
+_LAGS = (1, 2, 4)
+"""So many other messages are under way while the one is waited for whose result is gathered: each of these is tried."""
 
 _EARLIEST = "auto, on this network alone"
 
@@ -55,9 +66,10 @@ def consider(
     Raises:
         ArgumentError: the costs are those of another trace, or there is no such number of ranks.
     """
-    groups = partition(trace.reductions, trace.operations, caps_mb)
-    end, exposed = _outcome(trace, groups, ticks_of(trace, costs, network, world_size))
-    return groups, Forecast(network, world_size, costs, _alternative(_caps_name(caps_mb), groups, end, exposed))
+    judge = _Judge(trace, ticks_of(trace, costs, network, world_size))
+    groups = _gathered_when_best(judge, partition(trace.reductions, trace.operations, caps_mb))
+    chosen = _alternative(_caps_name(caps_mb), groups, *judge.end_of(groups))
+    return groups, Forecast(network, world_size, costs, chosen)
 
 
 def choose(
@@ -93,7 +105,10 @@ def choose(
         ArgumentError: the costs are those of another trace, or there is no such number of ranks.
     """
     judge = _Judge(trace, ticks_of(trace, costs, network, world_size))
-    by_caps = {_caps_name(caps): partition(trace.reductions, trace.operations, caps) for caps in FIXED_CAPS_MB}
+    by_caps = {
+        _caps_name(caps): _gathered_when_best(judge, partition(trace.reductions, trace.operations, caps))
+        for caps in FIXED_CAPS_MB
+    }
     fixed = list(by_caps.values())
     best, proven = _earliest(judge, fixed)
     chosen = _steadiest(judge, best, fixed, costs, network, world_size, spread) if spread else best
@@ -141,9 +156,16 @@ def _earliest(judge: _Judge, start: Sequence[Groups]) -> tuple[Groups, bool]:
         proven = chain.exact and cuts.proven and len(kinds) == 1
         own = [tuple(chain.members[a:b]) for a, b in zip((0, *cuts.ends), cuts.ends, strict=False)]
         groups = arrange([*others, *own], upstream)
-        if own and len(groups) == len(others) + len(own) and judge.end_of(groups) < judge.end_of(best):
-            best = groups
+        if own and len(groups) == len(others) + len(own):
+            best = min(best, _gathered_when_best(judge, groups), key=judge.end_of)
     return best, proven
+
+
+def _gathered_when_best(judge: _Judge, groups: Groups) -> Groups:
+    """The same buckets, with gathers of what is computed from others as early as makes the step end earliest."""
+    upstream = upstream_of(judge.trace.reductions, judge.trace.operations)
+    orders = [gathered_sooner(groups, judge.trace.reductions, upstream, lag) for lag in _LAGS]
+    return min((groups, *orders), key=judge.end_of)
 
 
 def _steadiest(
