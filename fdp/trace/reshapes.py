@@ -45,6 +45,7 @@ def reshape_by_views(
     graph = graph_module.graph
     owners = _owners(graph, graph_module, [item.name for item in inputs], names)
     refuse_foreign(name, graph, graph_module, [item.name for item in inputs], names)
+    _refuse_wrong_derivatives(name, graph)
     order = {node: index for index, node in enumerate(graph.nodes)}
     reshaped, unclear = [], []
     for node in list(graph.nodes):
@@ -101,6 +102,48 @@ def refuse_foreign(name: str, graph: fx.Graph, holder: Any, inputs: Sequence[str
                 remedy="make a view and use that, as in w = w.t() for w.t_(): the caller's tensor stays as it is.",
             )
         )
+
+
+def _refuse_wrong_derivatives(name: str, graph: fx.Graph) -> None:
+    """Refuse a change of shape in place behind which autograd may take a view for another one.
+
+    When memory was changed in place, autograd finds the history of its views anew. For tensors with values it goes by
+    where in memory a view lies. For those of a trace it repeats how the view was made, on a base that may have another
+    shape by now. (Seen with torch 2.13: the derivative of `k` in `k = h[:]; h.t_()` is turned.)
+
+    Raises:
+        TraceError: a value that gradients may pass is changed so, and another view of it is used afterwards; or a view
+            is changed so, and its memory is written to afterwards. It names every line.
+    """
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    last = max((order[node] for node in order if node.meta.get("backward")), default=-1)
+    at_fault = [
+        located(node)
+        for node in order
+        if order[node] < last and not node.meta.get("backward")
+        for given, value, _ in _reshaped_in_place(node)
+        if _lies(given.meta["val"]) != _lies(value) and _is_used_otherwise(given, node, order)
+    ]
+    if at_fault:
+        raise TraceError(
+            build_message(
+                f"step {name!r} gives a tensor another shape in place that shares memory with a view, and is "
+                "differentiated: in a trace the view would get the derivative of another one.",
+                at_fault,
+                remedy="make a view and use that, as in h = h.t() for h.t_(): the derivative is that of plain PyTorch.",
+            )
+        )
+
+
+def _is_used_otherwise(given: fx.Node, node: fx.Node, order: Mapping[fx.Node, int]) -> bool:
+    """Whether a view of the same memory is used behind a change of shape in place; of a view, whether it is written."""
+    memory, changed = set(storages_of(given)), _object(given)
+    sharing = [other for other in order if not memory.isdisjoint(storages_of(other))]
+    if changed.op == "call_function" and effects_of(changed).view:
+        writes = (written for other in order if order[other] > order[node] for written in effects_of(other).writes)
+        return any(not memory.isdisjoint(storages_of(written)) for written in writes)
+    before = [other for other in sharing if order[other] < order[node] and _object(other) is not changed]
+    return any(order[user] > order[node] for other in before for user in other.users)
 
 
 def _owners(graph: fx.Graph, holder: Any, inputs: Sequence[str], names: Mapping[int, str]) -> dict[fx.Node, str]:

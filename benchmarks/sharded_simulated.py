@@ -1,0 +1,112 @@
+"""Sharded state on many ranks, simulated: how far a step is from what must be computed and sent.
+
+    python benchmarks/sharded_simulated.py [--ranks N ...] [--batch N]
+
+GPT-2 small with AdamW, float32, on the accelerators and the network of benchmarks/paper.py. Nothing is run: for each
+number of ranks the step is traced as a rank of that many, its operators are estimated and its messages taken from the
+network's rates. Ranks are a "fake" process group, which sends nothing.
+
+The bound is the longer of two:
+
+- everything is computed, and beside it what nothing can hide: the first parameter arrives before anything is computed
+  with it (ZeRO-3); the gradient that comes last is sent when all others are there; and its new parameter is gathered
+  behind that (ZeRO-1). The first and the last are the table of tokens, the largest parameter.
+- all messages of the plan, one behind the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from models import GPT
+from paper import CLUSTER, V100
+from rich.console import Console
+from rich.table import Table
+
+import fdp
+from fdp.plan import estimate
+
+LENGTH, VOCABULARY, TABLE = 1024, 50257, "tokens.weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulated:
+    """A step on some number of ranks.
+
+    Attributes:
+        step_s: seconds of it.
+        compute_s: seconds of its operators.
+        messages_s: seconds of its messages, one behind the other.
+        hidden_by_nothing_s: seconds of messages beside which nothing can be computed.
+    """
+
+    step_s: float
+    compute_s: float
+    messages_s: float
+    hidden_by_nothing_s: float
+
+    @property
+    def bound_s(self) -> float:
+        """No step with these messages is shorter."""
+        return max(self.compute_s + self.hidden_by_nothing_s, self.messages_s)
+
+
+def simulated(way: str, ranks: int, batch: int) -> Simulated:
+    """Plan and simulate a step with whole state (""), a sharded optimizer ("opt"), or all of it sharded ("all")."""
+    torch.manual_seed(0)
+    apply, params, buffers = fdp.from_module(GPT(VOCABULARY, 768, 12, 12, LENGTH))
+    optimizer = fdp.optim.from_torch(torch.optim.AdamW, lr=1e-3)
+    if way == "all":
+        params = fdp.shard(params)
+    opt = optimizer.init(params)
+    state = {"params": params, "opt": fdp.shard(opt) if way == "opt" else opt}
+
+    def train_step(state: Any, ids: torch.Tensor) -> Any:
+        def loss_fn(params: Any) -> torch.Tensor:
+            out = apply(params, buffers, ids)[0]
+            return F.cross_entropy(out[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+        loss, grads = fdp.value_and_grad(loss_fn)(state["params"])
+        new, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": new, "opt": opt}, fdp.pmean(loss)
+
+    ids = torch.zeros(batch, LENGTH, dtype=torch.long)
+    trace = fdp.data_parallel(train_step, donate_argnums=0).trace(state, ids)
+    costs = estimate(trace, V100)
+    plan = trace.plan(network=CLUSTER, costs=costs)
+    seconds = [CLUSTER.message_s(bucket.op, bucket.size_bytes, ranks) for bucket in plan.buckets]
+    of_table = [
+        CLUSTER.message_s(reduction.op, reduction.size_bytes, ranks)
+        for reduction in trace.reductions
+        if TABLE in reduction.name
+    ]
+    return Simulated(plan.timeline(CLUSTER).step_s, sum(costs.operations_s), sum(seconds), sum(of_table))
+
+
+def main() -> None:
+    """Print a row for each number of ranks and each way to hold the state."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 256])
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a rank")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    table = Table(title=f"GPT-2 small, AdamW, {chosen.batch} sequences of {LENGTH} a rank, simulated: ms a step")
+    for name in ("ranks", "state", "computed", "all messages", "bound", "step", "step / bound"):
+        table.add_column(name, justify="left" if name == "state" else "right")
+    for ranks in chosen.ranks:
+        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=ranks)
+        for name, way in (("whole", ""), ("ZeRO-1", "opt"), ("ZeRO-3", "all")):
+            found = simulated(way, ranks, chosen.batch)
+            times = (found.compute_s, found.messages_s, found.bound_s, found.step_s)
+            table.add_row(str(ranks), name, *(f"{s * 1e3:.1f}" for s in times), f"{found.step_s / found.bound_s:.3f}")
+        dist.destroy_process_group()
+    Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    main()
