@@ -93,9 +93,12 @@ def _copies(implementations: Mapping[str, Callable[..., Any]]) -> Iterator[str]:
     value, target = followed.given((2, 3), _FLOAT, "a value"), followed.given((2, 3), _FLOAT, "what was there")
     expected = followed.read(value)
     with followed:
-        made = implementations["snapshot"](value)
+        made, turned = implementations["snapshot"](value), implementations["snapshot"](value, [1, 2])
         implementations["copy_into"](target, value)
     yield from _unlike("snapshot", followed.read(made), expected)
+    yield from _unlike("snapshot", followed.read(turned), expected)
+    if turned.stride() != (1, 2):
+        yield "snapshot does not lie as it is told"
     yield from _unlike("copy_into", followed.read(target), expected)
     if followed.view(made).block is followed.view(value).block:
         yield "snapshot returns what it was given"

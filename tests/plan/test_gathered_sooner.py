@@ -11,8 +11,8 @@ from drawn_traces import traces
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import examples
+from schedules import check_order
 from sharded_steps import numbers
-from test_plan_properties import check_order
 
 import fdp
 from fdp import optim, pytree

@@ -61,7 +61,7 @@ WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
     "a product is added to what was there": ("multiply_into", beta_left_out, "multiply_into computes"),
     "the factor of a product": ("multiply_into", factor_left_out, "multiply_into computes"),
     "a product that reads its place": ("multiply_into", added, "multiply_into computes"),
-    "a copy that is none": ("snapshot", lambda value: value, "returns what it was given"),
+    "a copy that is none": ("snapshot", lambda value, stride=None: value, "returns what it was given"),
     "a copy of nothing": ("copy_into", lambda target, value: None, "copy_into computes what was there"),
     "numbers from elsewhere": ("draw", lambda read, call: [torch.rand_like(read[0])], "draw of aten.bernoulli.default"),
     "numbers that nobody wants": ("draw_of_nothing", twice, "draws something else as well"),

@@ -92,12 +92,13 @@ def _multiply(target: torch.Tensor, one: torch.Tensor, two: torch.Tensor, factor
         torch.addmm(out, one, two, beta=0, alpha=factor, out=out)
 
 
-def _snapshot(value: torch.Tensor) -> torch.Tensor:
-    return laid_out(value, value.stride(), anew=True)
+def _snapshot(value: torch.Tensor, stride: Sequence[int] | None = None) -> torch.Tensor:
+    return laid_out(value, value.stride() if stride is None else stride, anew=True)
 
 
-def _fake_snapshot(value: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+def _fake_snapshot(value: torch.Tensor, stride: Sequence[int] | None = None) -> torch.Tensor:
+    lies = value.stride() if stride is None else stride
+    return torch.empty_strided(value.shape, lies, dtype=value.dtype, device=value.device)
 
 
 def _fake_like(value: torch.Tensor, *others: Any) -> torch.Tensor:
@@ -135,8 +136,8 @@ start = define("start", "(Tensor[] slots, int bucket) -> ()", _start)
 wait = define("wait", "(Tensor[] slots, int bucket) -> ()", _wait)
 loop = define("loop", "(Tensor[] changed, Tensor[] others, int number) -> ()", _loop)
 copy_into = define("copy_into", "(Tensor target, Tensor value) -> ()", _copy)
-snapshot = define("snapshot", "(Tensor value) -> Tensor", _snapshot, fake=_fake_snapshot)
-"""A copy that lies as its original does, and that no pass may replace by it: that is changed later."""
+snapshot = define("snapshot", "(Tensor value, int[]? stride=None) -> Tensor", _snapshot, fake=_fake_snapshot)
+"""A copy that lies as its original does, or as told, and that no pass may replace by it: that is changed later."""
 
 start_ = define("start_", "(Tensor(a!)[] slots, int bucket) -> ()", _start)
 wait_ = define("wait_", "(Tensor(a!)[] slots, int bucket) -> ()", _wait)

@@ -37,6 +37,27 @@ CHANGES: dict[str, Change] = {
     "an older view": a_view_that_is_older,
     "in another order": after_a_change_in_another_order,
 }
+
+
+def copied_out_of_something_larger(x: torch.Tensor) -> None:
+    """The copy of a row is changed by places. Were it the row itself, the places would be those of the whole."""
+    row = x[2].clone()
+    x.add_(1)
+    row.detach().unfold(0, 2, 2).copy_(x[2].unfold(0, 2, 2) * 3)
+    x[0].copy_(row)
+
+
+def added_in_another_order(x: torch.Tensor) -> None:
+    """The sum with a product may be computed by rows, and is seen by columns; then windows of it are written to."""
+    y = x * 0.5
+    y.t().add_(x @ y)
+    y.unfold(0, 2, 2).copy_(x.unfold(0, 2, 2))
+    y[:2].unfold(1, 2, 2).mul_(2)
+    x.copy_(y)
+
+
+CHANGES["a copy of a part"] = copied_out_of_something_larger
+CHANGES["a sum with a product"] = added_in_another_order
 FROM_THE_BEGINNING = ["under another shape", "what was changed before", "a view that was turned"]
 
 
