@@ -40,7 +40,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "random": ("hashing", "keys", "generators"),
     "data": ("permutation", "batch_sampler"),
     "state": (
-        "index labels lock pace rank_local shards", "replicate shard storage", "contents", "checkpoint",
+        "index labels lock pace pieces rank_local shards", "replicate shard storage", "contents", "checkpoint",
         "checkpoint_manager",
     ),
     "collectives": ("operators", "markers", "over_pytrees transposes", "exchanges"),

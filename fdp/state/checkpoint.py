@@ -38,11 +38,12 @@ from fdp.state.contents import (
     generator_name,
     generators_of,
     names_of,
-    refuse_changed,
+    plain,
     states_of_generators,
 )
 from fdp.state.index import INDEX
 from fdp.state.pace import Pace
+from fdp.state.pieces import ChangedCheckpoint, refuse_changed
 from fdp.state.replicate import differing, mark_of, plain_tensor
 from fdp.state.storage import LoadPlanner, Reader, Writer, process_group_destroyed, read_plain
 
@@ -224,7 +225,7 @@ def load(path: str | os.PathLike[str], like: Tree, group: Ranks = None, *, rando
 def _read(caller: str, named: dict[str, Any], reader: Reader, ranks: Group, planner: LoadPlanner | None = None) -> None:
     """Fill tensors from a checkpoint; every rank takes part."""
     group = ranks.process_group
-    with warnings.catch_warnings(), _as_errors_of_fdp(caller, ranks):
+    with warnings.catch_warnings(), _as_errors_of_fdp(caller, ranks, Path(reader.path)):
         ignore_what_is_meant()
         loading = Elsewhere(
             lambda: dcp.load(named, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None),
@@ -320,11 +321,14 @@ def ignore_what_is_meant() -> None:
 
 
 @contextmanager
-def _as_errors_of_fdp(caller: str, ranks: Group) -> Iterator[None]:
+def _as_errors_of_fdp(caller: str, ranks: Group, path: Path | None = None) -> Iterator[None]:
     """Failures as FdpError; the library's own is no Exception."""
     try:
         yield
     except dcp.CheckpointException as error:
+        found = [cause for cause, *_ in error.failures.values() if isinstance(cause, ChangedCheckpoint)]
+        if path is not None and len(found) == len(error.failures):
+            refuse_changed(path, [plain(line) for each in found for line in each.lines])
         for cause, *_ in error.failures.values():
             if isinstance(cause, FdpError):
                 raise cause from error

@@ -30,10 +30,11 @@ from fdp.state.checkpoint import (
     seed_anew,
     write,
 )
-from fdp.state.contents import ChangedCheckpoint, ranks_that_saved_generators
+from fdp.state.contents import ranks_that_saved_generators
 from fdp.state.index import INDEX, read_index
 from fdp.state.lock import DirectoryLock
 from fdp.state.pace import Pace, Writing
+from fdp.state.pieces import ChangedCheckpoint
 from fdp.state.shards import is_sharded
 from fdp.state.storage import delete_checkpoint
 

@@ -139,40 +139,15 @@ def changed(named: dict[str, Any], saved: dict[str, Any]) -> list[str]:
             continue
         for name, number in zip(names, kept, strict=True):
             found = mark_of(named[name]) if name in named else number
-            # Of what is, or was, sharded no rank knows all bits.
+            # Of what is, or was, sharded no rank knows all bits. Its pieces are looked at when they are read.
             if found != number and NO_MARK not in (found, number):
-                lines.append(f"{_plain(name)}: not the bits that were saved")
+                lines.append(f"{plain(name)}: not the bits that were saved")
     return lines
 
 
 def _has_a_number(name: str, kind: str) -> bool:
     """Whether the number of what has a name is kept among some."""
     return not _is_fingerprints(name) and _kept_with(name) == kind
-
-
-def refuse_changed(path: str | os.PathLike[str], lines: list[str]) -> None:
-    """Refuse a checkpoint of which some rank found something changed.
-
-    Args:
-        path: of the checkpoint, for messages.
-        lines: what has, of all ranks.
-
-    Raises:
-        ChangedCheckpoint: names it.
-    """
-    if lines:
-        raise ChangedCheckpoint(
-            build_message(
-                f"the checkpoint in {os.fspath(path)!r} has been changed since it was saved, on its disk or on the way "
-                "from there.",
-                list(dict.fromkeys(lines)),
-                remedy="load another checkpoint, and have the disk looked at.",
-            )
-        )
-
-
-class ChangedCheckpoint(ArgumentError):
-    """A checkpoint does not hold what was saved; raised on all ranks, or on none."""
 
 
 def _is_fingerprints(name: str) -> bool:
@@ -195,25 +170,25 @@ def ranks_that_saved_generators(path: Path) -> int | None:
 
 def check_structure(path: str | os.PathLike[str], saved: dict[str, Any], names: list[str], leaves: list[Any]) -> None:
     """Refuse another structure than that of `like`. Which ranks labelled leaves belong to is not looked at."""
-    at = {_plain(name): (name, _OWN.fullmatch(name) is not None) for name in saved if _is_leaf(name)}
-    found, offenders = {_plain(name): saved.get(name) for name in names}, []
+    at = {plain(name): (name, _OWN.fullmatch(name) is not None) for name in saved if _is_leaf(name)}
+    found, offenders = {plain(name): saved.get(name) for name in names}, []
     for name in names:
-        plain, own = _plain(name), _OWN.fullmatch(name) is not None
-        if plain not in at:
-            offenders.append(f"{plain}: not in the checkpoint")
-        elif own != at[plain][1]:
+        key, own = plain(name), _OWN.fullmatch(name) is not None
+        if key not in at:
+            offenders.append(f"{key}: not in the checkpoint")
+        elif own != at[key][1]:
             sides = ("labelled", "not labelled") if own else ("not labelled", "labelled")
-            offenders.append(f"{plain}: {sides[1]} in the checkpoint, {sides[0]} in `like`")
-            found[plain] = saved[at[plain][0]]
-    offenders += [f"{plain}: in the checkpoint only" for plain in at if plain not in found]
+            offenders.append(f"{key}: {sides[1]} in the checkpoint, {sides[0]} in `like`")
+            found[key] = saved[at[key][0]]
+    offenders += [f"{key}: in the checkpoint only" for key in at if key not in found]
     for name, leaf in zip(names, leaves, strict=True):
-        kept = found[_plain(name)]
+        kept = found[plain(name)]
         if kept is None:
             continue
         before = f"{list(kept.size)} {kept.properties.dtype}" if hasattr(kept, "size") else "a Python value"
         now = f"{list(leaf.shape)} {leaf.dtype}" if isinstance(leaf, torch.Tensor) else "a Python value"
         if before != now:
-            offenders.append(f"{_plain(name)}: {before} in the checkpoint, {now} in `like`")
+            offenders.append(f"{plain(name)}: {before} in the checkpoint, {now} in `like`")
     if offenders:
         raise ArgumentError(
             build_message(
@@ -224,8 +199,8 @@ def check_structure(path: str | os.PathLike[str], saved: dict[str, Any], names: 
         )
 
 
-def _plain(name: str) -> str:
-    """The key path of a leaf, from its name in a checkpoint."""
+def plain(name: str) -> str:
+    """The key path of a leaf, from its name in a checkpoint; also of a line that begins with its name."""
     match = _OWN.fullmatch(name)
     return match[3] if match else name
 

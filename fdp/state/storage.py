@@ -22,9 +22,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 
-from fdp.errors import ArgumentError, FdpError, build_message
+from fdp.errors import ArgumentError, FdpError, build_message, first_line
 from fdp.state.index import INDEX, files_of, read_index
 from fdp.state.pace import Pace, Paced
+from fdp.state.pieces import is_intact, refuse_changed
 
 _DATA = "*.distcp"
 
@@ -154,7 +155,7 @@ def _sync(directory: Path) -> None:
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads a checkpoint that a stranger may have written.
+    """Reads a checkpoint that a stranger may have written, and of which the disk may have changed some bits.
 
     Args:
         path: the directory.
@@ -167,6 +168,36 @@ class Reader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index, read once, so that what was checked is what is loaded: see `read_index`."""
         return self._index()
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> torch.futures.Future[None]:
+        """Read pieces into a state, if the bits of each are those that were written.
+
+        Raises:
+            ChangedCheckpoint: some are not; names what they belong to.
+        """
+        changed: list[str] = []
+        for item in plan.items:
+            name = item.dest_index.fqn
+            if not is_intact(self._piece(item)):
+                changed.append(f"{name}: not the bits that were saved")
+                continue
+            try:
+                super().read_data(replace(plan, items=[item]), planner)
+            except (FdpError, OSError, MemoryError, pickle.UnpicklingError):
+                raise
+            except Exception as error:  # of a bit that has no checksum, such as one of an archive's table of contents
+                changed.append(f"{name}: cannot be read: {type(error).__name__}: {first_line(error)}")
+        refuse_changed(self.path, changed)
+        done: torch.futures.Future[None] = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+    def _piece(self, item: dcp.planner.ReadItem) -> bytes:
+        """All of what was saved as one, also where a part of it is to be read: its checksum is one of all."""
+        place = self._index().storage_data[item.storage_index]
+        with (Path(self.path) / place.relative_path).open("rb") as file:
+            file.seek(place.offset)
+            return file.read(place.length)
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
