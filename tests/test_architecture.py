@@ -40,8 +40,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "random": ("hashing", "keys", "generators"),
     "data": ("permutation", "batch_sampler"),
     "state": (
-        "index labels lock pace pieces rank_local shards", "replicate shard storage", "contents", "checkpoint",
-        "checkpoint_manager",
+        "index labels lock pace pieces rank_local shards unwritten", "replicate shard storage", "contents",
+        "checkpoint", "checkpoint_manager",
     ),
     "collectives": ("operators", "markers", "over_pytrees transposes", "exchanges"),
     "gradients": ("averaging", "autodiff", "accumulation"),

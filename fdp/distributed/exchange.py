@@ -99,20 +99,24 @@ def announce_failure(group: Group, error: Exception) -> None:
         return
 
 
-def come_together(group: Group, subject: str, news: str) -> None:
+def come_together(group: Group, subject: str, news: str, also: dict[str, Any] | None = None) -> list[dict[str, Any]]:
     """Wait until all ranks are about to do the same thing, before messages are sent that only belong to it.
 
     Args:
         group: the ranks.
         subject: what it is about, the same on every rank, such as "step 'train'".
         news: what is to happen to it, likewise, such as "is to be profiled".
+        also: what this rank has to tell besides; made of what JSON knows.
+
+    Returns:
+        What each rank told, in rank order.
 
     Raises:
         AgreementError: another rank does something else, or did not come in time.
         PeerError: the store cannot be reached.
     """
     own = f"{subject} {news}"
-    found = tell_all(group, {"schedule": own, "marks": {}}, subject, news)
+    found = tell_all(group, {**(also or {}), "schedule": own, "marks": {}}, subject, news)
     others = [other.get("failed") or other["schedule"].splitlines()[0] for other in found]
     offenders = [f"rank {rank}: {other}" for rank, other in enumerate(others) if other != own]
     if offenders:
@@ -123,6 +127,7 @@ def come_together(group: Group, subject: str, news: str) -> None:
                 remedy="call the same functions in the same order on every rank.",
             )
         )
+    return found
 
 
 def tell_all(group: Group, own: dict[str, Any], subject: str, news: str) -> list[dict[str, Any]]:

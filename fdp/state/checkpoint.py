@@ -46,6 +46,7 @@ from fdp.state.pace import Pace
 from fdp.state.pieces import ChangedCheckpoint, refuse_changed
 from fdp.state.replicate import differing, mark_of, plain_tensor
 from fdp.state.storage import LoadPlanner, Reader, Writer, process_group_destroyed, read_plain
+from fdp.state.unwritten import NotWritten, not_written
 
 
 def save(path: str | os.PathLike[str], state: Tree, group: Ranks = None, *, random: bool = False) -> None:
@@ -126,7 +127,13 @@ def prepared(caller: str, state: Tree, ranks: Group, random: bool) -> dict[str, 
 
 
 def write(
-    caller: str, path: Path, named: dict[str, Any], ranks: Group, pace: Pace | None = None, among: Any = None
+    caller: str,
+    path: Path,
+    named: dict[str, Any],
+    ranks: Group,
+    pace: Pace | None = None,
+    among: Any = None,
+    what: str = "the checkpoint",
 ) -> None:
     """Write a checkpoint; every rank takes part.
 
@@ -137,6 +144,7 @@ def write(
         ranks: the ranks.
         pace: how fast to write; None for as fast as it goes.
         among: the process group that plans are exchanged on, where it is not that of `ranks`.
+        what: what is written, for messages.
 
     Raises:
         FdpError: the disk is full, or the like; on every rank.
@@ -148,7 +156,7 @@ def write(
         caller,
     )
     try:
-        with _as_errors_of_fdp(caller, ranks):
+        with _as_errors_of_fdp(caller, ranks, path, what):
             saving.wait(ranks.process_group, among)
     except BaseException as error:
         if saving.is_running and among is None:
@@ -302,13 +310,21 @@ def seed_anew(path: Path, ranks: Group) -> None:
 
 @contextmanager
 def ready_on_all_ranks(ranks: Group, caller: str) -> Iterator[None]:
-    """What a rank does before messages are sent: where one fails, no other waits for it in a message."""
+    """What a rank does before messages are sent: where one fails, no other waits for it in a message.
+
+    A `NotWritten` of one rank is an `FdpError` of all: no rank is to be told that it called something else.
+    """
+    refused = ""
     try:
         yield
+    except NotWritten as error:
+        refused = str(error)
     except Exception as error:
         announce_failure(ranks, error)
         raise
-    come_together(ranks, caller, "was called")
+    found = come_together(ranks, caller, "was called", {"refused": refused})
+    for text in (each["refused"] for each in found if each.get("refused")):
+        raise FdpError(text)
 
 
 def ignore_what_is_meant() -> None:
@@ -321,20 +337,26 @@ def ignore_what_is_meant() -> None:
 
 
 @contextmanager
-def _as_errors_of_fdp(caller: str, ranks: Group, path: Path | None = None) -> Iterator[None]:
+def _as_errors_of_fdp(caller: str, ranks: Group, path: Path, written: str = "") -> Iterator[None]:
     """Failures as FdpError; the library's own is no Exception."""
     try:
         yield
     except dcp.CheckpointException as error:
         found = [cause for cause, *_ in error.failures.values() if isinstance(cause, ChangedCheckpoint)]
-        if path is not None and len(found) == len(error.failures):
+        if len(found) == len(error.failures):
             refuse_changed(path, [plain(line) for each in found for line in each.lines])
         for cause, *_ in error.failures.values():
-            if isinstance(cause, FdpError):
+            if isinstance(cause, FdpError) and not isinstance(cause, NotWritten):
                 raise cause from error
-        causes = [f"rank {rank}: {cause[0]!r}" for rank, cause in error.failures.items()]
+        causes = [
+            f"rank {rank}: {cause if isinstance(cause, NotWritten) else repr(cause)}"
+            for rank, (cause, *_) in error.failures.items()
+        ]
+        if written:
+            raise not_written(caller, written, path, causes) from error
         remedy = "look at the disk and its permissions, then call it again."
-        raise FdpError(build_message(f"{caller} failed.", causes, remedy=remedy)) from error
+        what = f"{caller} could not read the checkpoint in {os.fspath(path)!r}."
+        raise FdpError(build_message(what, causes, remedy=remedy)) from error
     except (RuntimeError, dist.DistError) as error:  # of a message: what else fails is among the library's own
         if (explained := explain(ranks.process_group, caller)) is not None:
             raise explained from error

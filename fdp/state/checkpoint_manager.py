@@ -37,6 +37,7 @@ from fdp.state.pace import Pace, Writing
 from fdp.state.pieces import ChangedCheckpoint
 from fdp.state.shards import is_sharded
 from fdp.state.storage import delete_checkpoint
+from fdp.state.unwritten import NotWritten, not_written, reason
 
 _LOG = logging.getLogger("fdp")
 
@@ -111,7 +112,13 @@ class CheckpointManager:
         with ready_on_all_ranks(ranks, f"CheckpointManager.save({own})"):
             _check_step("save", step)
             if ranks.rank == 0:
-                self._make_room(int(step))
+                try:
+                    self._make_room(int(step))
+                except OSError as error:
+                    what, why = f"the checkpoint of step {int(step)}", f"rank 0: {reason(error, self._directory)}"
+                    raise NotWritten(
+                        str(not_written("CheckpointManager.save", what, self._directory, [why]))
+                    ) from error
         named = prepared("CheckpointManager.save", state, ranks, random)
         ignore_what_is_meant()
         if blocking:
@@ -246,7 +253,8 @@ class CheckpointManager:
 
     def _write(self, step: int, named: dict[str, Any], ranks: Group, pace: Pace | None, among: Any) -> None:
         started = time.monotonic()
-        write("CheckpointManager.save", self._directory / str(step), named, ranks, pace, among)
+        what = f"the checkpoint of step {step}"
+        write("CheckpointManager.save", self._directory / str(step), named, ranks, pace, among, what)
         if ranks.rank == 0:
             _LOG.info("checkpoint of step %d: written in %.1f s", step, time.monotonic() - started)
             try:

@@ -26,6 +26,7 @@ from fdp.errors import ArgumentError, FdpError, build_message, first_line
 from fdp.state.index import INDEX, files_of, read_index
 from fdp.state.pace import Pace, Paced
 from fdp.state.pieces import is_intact, refuse_changed
+from fdp.state.unwritten import with_reasons
 
 _DATA = "*.distcp"
 
@@ -59,6 +60,16 @@ class Writer(dcp.FileSystemWriter):
             for plan in super().prepare_global_plan(plans)
         ]
 
+    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
+        """Make the directory."""
+        with with_reasons(self._directory):
+            return super().prepare_local_plan(plan)
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
+        """Write this rank's files."""
+        with with_reasons(self._directory):
+            return super().write_data(plan, planner)
+
     def _check(self, path: Path) -> set[str]:
         """Refuse an index of files that are not this checkpoint's own, or not all there; returns their names."""
         named = files_of(read_index(path))
@@ -78,7 +89,8 @@ class Writer(dcp.FileSystemWriter):
         Raises:
             FdpError: it is not there.
         """
-        super().finish(*args, **kwargs)
+        with with_reasons(self._directory):
+            super().finish(*args, **kwargs)
         self._check(self._directory / INDEX)
 
     def settle(self) -> None:

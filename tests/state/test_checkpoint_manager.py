@@ -233,7 +233,9 @@ def test_steps_that_would_mislead_are_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
+    with pytest.raises(
+        fdp.FdpError, match=r"could not write the checkpoint of step 1 to '.*/file'.*\n.*FileExistsError"
+    ):
         fdp.CheckpointManager(tmp_path / "file").save(1, version(1))
 
 

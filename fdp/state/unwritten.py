@@ -1,0 +1,88 @@
+"""Why a checkpoint could not be written, as the system says it: the disk is full, may only be read, or the like."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fdp.errors import FdpError, build_message, first_line
+
+_NEARLY_FULL = 2**20
+"""Bytes. Less is free after a write failed: that is why, also where the error does not say so."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class NotWritten(FdpError):
+    """What a rank could not write, and why; in one line. It becomes a part of an error of all ranks."""
+
+
+@contextmanager
+def with_reasons(directory: Path) -> Iterator[None]:
+    """What goes wrong with the disk is a `NotWritten`, by the rank that sees the disk as it is at that moment.
+
+    Args:
+        directory: that is written to.
+    """
+    try:
+        yield
+    except FdpError:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise NotWritten(reason(error, directory)) from error
+
+
+def reason(error: BaseException, directory: Path) -> str:
+    """Why something could not be written to a directory, in one line."""
+    found = _of_the_system(error) or error
+    text = f"{type(found).__name__}: {first_line(found)}"
+    number = found.errno if isinstance(found, OSError) else None
+    free = _free_bytes(directory)
+    if free is not None and (number in _FULL or (number is None and free < _NEARLY_FULL)):
+        return f"the disk is full: {free} bytes free ({text})"
+    if number is None and not os.access(_nearest(directory), os.W_OK):
+        return f"the directory cannot be written to ({text})"
+    return text
+
+
+def not_written(caller: str, what: str, directory: Path, reasons: Iterable[str]) -> FdpError:
+    """The error of all ranks.
+
+    Args:
+        caller: the function that the user called.
+        what: that was to be written.
+        directory: where to.
+        reasons: a line for each rank that could not write.
+    """
+    reasons = list(reasons)
+    remedy = "look at the disk and its permissions, then call it again."
+    if any("the disk is full" in line for line in reasons):
+        remedy = "free some space on the disk, or keep fewer checkpoints, then call it again."
+    return FdpError(
+        build_message(
+            f"{caller} could not write {what} to {os.fspath(directory)!r}. Checkpoints that were there stay.",
+            reasons,
+            remedy=remedy,
+        )
+    )
+
+
+def _of_the_system(error: BaseException | None) -> OSError | None:
+    """The error of the system behind another one: torch's writer of archives reports what follows from it."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _free_bytes(directory: Path) -> int | None:
+    with suppress(OSError):
+        return shutil.disk_usage(_nearest(directory)).free
+    return None
+
+
+def _nearest(directory: Path) -> Path:
+    """The directory, or the nearest above it that is there."""
+    return next((each for each in (directory, *directory.absolute().parents) if each.exists()), Path("/"))
