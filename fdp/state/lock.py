@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import socket
+import struct
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -16,14 +17,18 @@ from fdp.errors import ArgumentError, build_message
 _LOG = logging.getLogger("fdp")
 _NAME = ".lock"
 _here: weakref.WeakValueDictionary[str, DirectoryLock] = weakref.WeakValueDictionary()
-"""Locks of this process, which the system would give to it twice."""
+"""Locks of this process, some of which the system would give to it twice."""
+_UNKNOWN = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What systems and file systems say that know no locks of open files."""
 
 
 class DirectoryLock:
     """Held from `acquire` to `release`, or until nobody refers to it.
 
-    A lock of POSIX records: worker processes, which are copies of this one, do not hold it. Where there are none
-    (Windows), only managers of one process keep out of each other's way.
+    A lock of the open file, where the system has these (Linux): whatever else the process does with its own directory,
+    such as to copy it, the lock stays. Otherwise one of POSIX records, which any closing of the file gives back. Worker
+    processes, which are copies of this one, hold neither. Where there are no locks (Windows), only managers of one
+    process keep out of each other's way.
 
     Args:
         directory: an existing one.
@@ -60,6 +65,7 @@ class DirectoryLock:
         file.flush()
         self._key = key
         self._release, _here[key] = weakref.finalize(self, _give_back, file), self
+        self._file = file
 
     def release(self) -> None:
         """Give the lock back, if it is held."""
@@ -67,6 +73,17 @@ class DirectoryLock:
             _here.pop(self._key, None)
             self._release()
             self._release = None
+
+    def forget(self) -> None:
+        """Hold the lock no more, in a copy of the process that took it, which goes on to hold it.
+
+        The copy has the open file as well. It would keep the lock when the process that took it has ended.
+        """
+        if self._release is not None:
+            self._release.detach()  # it would empty the file
+            self._release = None
+            with suppress(OSError):
+                self._file.close()
 
 
 def _give_back(file: IO[str]) -> None:
@@ -79,7 +96,26 @@ def _lock(file: IO[str]) -> None:
         import fcntl
     except ImportError:
         return
+    kind = getattr(fcntl, "F_OFD_SETLK", None)
+    if kind is not None:
+        try:
+            # struct flock: all of the file, by nobody in particular.
+            fcntl.fcntl(file, kind, struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+            return
+        except OSError as error:
+            if error.errno not in _UNKNOWN:
+                raise
     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _forget_all() -> None:
+    for lock in list(_here.values()):
+        lock.forget()
+    _here.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)
 
 
 def _taken(directory: Path, owner: str) -> ArgumentError:

@@ -1,0 +1,74 @@
+"""One run at a time writes to a directory, whatever that run does with its own files."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fdp
+from fdp.state.lock import DirectoryLock
+
+OTHER = (
+    "import pathlib, sys\nfrom fdp.state.lock import DirectoryLock\nDirectoryLock(pathlib.Path(sys.argv[1])).acquire()"
+)
+HAS_LOCKS_OF_OPEN_FILES = pytest.mark.skipif(not hasattr(fcntl, "F_OFD_SETLK"), reason="the system has none")
+
+
+def others_may(folder: Path) -> bool:
+    """Whether another process gets the lock."""
+    ended = subprocess.run([sys.executable, "-c", OTHER, folder], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0 or f"process {os.getpid()} on " in ended.stderr, ended.stderr
+    return ended.returncode == 0
+
+
+@HAS_LOCKS_OF_OPEN_FILES
+def test_a_process_that_copies_its_own_folder_keeps_the_lock(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lock = DirectoryLock(folder)
+    lock.acquire()
+    shutil.copytree(folder, tmp_path / "backup")
+    assert not others_may(folder)
+    lock.release()
+    assert others_may(folder)
+
+
+@HAS_LOCKS_OF_OPEN_FILES
+def test_a_copy_of_the_process_does_not_hold_it(tmp_path: Path) -> None:
+    lock = DirectoryLock(tmp_path)
+    lock.acquire()
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that other threads run
+        child = os.fork()
+    if child == 0:
+        os.close(write)
+        os.read(read, 1)
+        os._exit(0)
+    try:
+        assert not others_may(tmp_path)  # the copy gave nothing back, and emptied nothing
+        lock.release()
+        assert others_may(tmp_path)
+    finally:
+        os.close(write)
+        os.waitpid(child, 0)
+        os.close(read)
+
+
+def test_where_the_file_system_knows_no_locks_of_open_files(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(fcntl, "F_OFD_SETLK", 9999, raising=False)  # the system says EINVAL
+    lock = DirectoryLock(tmp_path)
+    lock.acquire()
+    assert not others_may(tmp_path)
+    with pytest.raises(fdp.ArgumentError, match="another CheckpointManager of this process"):
+        DirectoryLock(tmp_path).acquire()
+    lock.release()
+    assert others_may(tmp_path)
