@@ -8,11 +8,13 @@ of which has to be of its type, and to lie in its file.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import pickle
 import stat
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -47,19 +49,25 @@ def read_index(path: Path) -> Metadata:
         ArgumentError: it is damaged, or is none; or files are missing, cut off, or outside of its directory.
         OSError: it is not there, or cannot be read.
     """
+    if path.exists() and not path.is_file() and not path.is_dir():  # a pipe would be waited for
+        raise _refused(path, "it is no file")
     with path.open("rb") as file:
         try:
             return _index_of(_IndexUnpickler(file).load(), path.parent)
         except OSError:
             raise
         except Exception as error:  # whatever a damaged pickle makes of itself
-            raise ArgumentError(
-                build_message(
-                    f"{os.fspath(path)!r} is not the index of a whole checkpoint. Nothing of it was run.",
-                    [f"{type(error).__name__}: {error}"],
-                    remedy="load another checkpoint, and find out what wrote this one.",
-                )
-            ) from error
+            raise _refused(path, f"{type(error).__name__}: {error}") from error
+
+
+def _refused(path: Path, why: str) -> ArgumentError:
+    return ArgumentError(
+        build_message(
+            f"{os.fspath(path)!r} is not the index of a whole checkpoint. Nothing of it was run.",
+            [why],
+            remedy="load another checkpoint, and find out what wrote this one.",
+        )
+    )
 
 
 def files_of(index: Metadata) -> set[str]:
@@ -199,26 +207,57 @@ def _item(record: Any) -> Any:
     if type(record) is _Record and record.kind == "BytesStorageMetadata":
         return BytesStorageMetadata()
     state = _state(record, "TensorStorageMetadata")
-    size, volume = _numbers(state["size"]), 0
-    chunks: list[ChunkStorageMetadata] = []
+    size = _numbers(state["size"])
+    pieces: list[_Piece] = []
     for each in _typed(state["chunks"], list):
         piece = _state(each, "ChunkStorageMetadata")
         offsets, sizes = _numbers(piece["offsets"]), _numbers(piece["sizes"])
         if any(a + b > n for a, b, n in zip(offsets, sizes, size, strict=True)):
             raise _Broken("a piece of a tensor lies outside of it")
-        if any(_overlap(offsets, sizes, chunk.offsets, chunk.sizes) for chunk in chunks):
-            raise _Broken("pieces of a tensor overlap")
-        chunks.append(ChunkStorageMetadata(offsets, sizes))
-        volume += math.prod(sizes)
-    if not chunks or volume != math.prod(size):
+        pieces.append((offsets, sizes))
+    if not pieces or sum(math.prod(sizes) for _, sizes in pieces) < math.prod(size):
         raise _Broken("a tensor is not there as a whole")
+    if not are_the_whole(size, pieces):
+        raise _Broken("pieces of a tensor overlap")
+    chunks = [ChunkStorageMetadata(*piece) for piece in pieces]
     dtype, _, requires_grad, *_ = _typed(_typed(state["properties"], _Record).state, tuple)
     named = getattr(torch, dtype.name, None) if type(dtype) is _Name and dtype.module == "torch" else None
     properties = TensorProperties(_typed(named, torch.dtype), requires_grad=_typed(requires_grad, bool))
     return TensorStorageMetadata(properties, size, chunks)
 
 
-def _overlap(start: torch.Size, size: torch.Size, other: torch.Size, other_size: torch.Size) -> bool:
+_Piece = tuple[torch.Size, torch.Size]
+"""Where a piece of a tensor begins, and its shape."""
+
+
+def are_the_whole(size: Sequence[int], pieces: Sequence[_Piece]) -> bool:
+    """Whether pieces that lie in a tensor make up all of it, each element in one of them.
+
+    Let a function be 1 in a piece and 0 elsewhere. Its differences along all dimensions are 1 or -1 at the corners of
+    the piece, and 0 elsewhere. They tell the function, since summing gives it back. So pieces make up the whole exactly
+    if the differences of all of them add up to those of the whole. That takes time in proportion to the pieces, and to
+    their corners: two for each dimension in which some piece is not as large as the tensor, multiplied. Where these are
+    more than the pieces, each piece is compared with each.
+
+    Args:
+        size: the shape of the tensor.
+        pieces: of it; those without elements do not count.
+    """
+    pieces = [(start, shape) for start, shape in pieces if math.prod(shape)]
+    divided = [at for at, n in enumerate(size) if any(shape[at] != n for _, shape in pieces)]
+    if 2 ** len(divided) > len(pieces):
+        found = sum(math.prod(shape) for _, shape in pieces) == math.prod(size)
+        return found and not any(_overlap(*one, *two) for one, two in itertools.combinations(pieces, 2))
+    left: dict[tuple[int, ...], int] = defaultdict(int)
+    whole = (0,) * len(size), size
+    for sign, (start, shape) in ((-1, whole), *((1, piece) for piece in pieces)):
+        for ends in itertools.product((0, 1), repeat=len(divided)):
+            corner = tuple(start[at] + end * shape[at] for at, end in zip(divided, ends, strict=True))
+            left[corner] += sign * (-1) ** sum(ends)
+    return not any(left.values()) or not math.prod(size)
+
+
+def _overlap(start: Sequence[int], size: Sequence[int], other: Sequence[int], other_size: Sequence[int]) -> bool:
     return all(a < c + d and c < a + b for a, b, c, d in zip(start, size, other, other_size, strict=True))
 
 
