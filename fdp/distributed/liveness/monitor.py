@@ -19,8 +19,9 @@ from typing import Any
 from fdp.distributed.liveness import status as status_of
 from fdp.distributed.liveness.connections import Connections, Group
 from fdp.distributed.liveness.fault import Fault
+from fdp.distributed.liveness.news import encoded
 from fdp.distributed.liveness.process import Process
-from fdp.distributed.liveness.status import Status, described
+from fdp.distributed.liveness.status import ROOM_BYTES, Status, described
 from fdp.distributed.liveness.tree import Node
 
 _LINGERS_S = 15.0
@@ -100,7 +101,7 @@ class Monitor:
         }
         if news != self._told:
             self._told = news
-            self._status.tell(news)
+            self._status.tell(encoded(news, ROOM_BYTES))
 
     def _is_over(self, group: Group, now_s: float) -> bool:
         """Whether a group that the rank has left needs its monitor no longer."""

@@ -14,11 +14,16 @@ from typing import Any
 IDLE, CALLING, PREPARING, WAITING, NEW = range(5)
 """What a rank does: its own code, a call of a step, preparing one, waiting for others; nothing yet."""
 
-SIZE_BYTES = 2**16
+SIZE_BYTES = 2**18
+"""Enough for the faults of many groups with all their texts. Memory that is never written takes no place."""
+
 _DOING = struct.Struct("<BQQ")  # what, which call, since when (monotonic nanoseconds)
 _TEXT_AT, _TEXT_BYTES = 32, 480
 _NEWS_AT = 512
 _NEWS = struct.Struct("<QI")  # which version (odd while it is written), length
+
+ROOM_BYTES = SIZE_BYTES - _NEWS_AT - _NEWS.size
+"""For what a monitor has heard."""
 
 
 class Status:
@@ -56,11 +61,14 @@ class Status:
 
     # --- the monitor says what it has heard ----------------------------------------------------------------------
 
-    def tell(self, news: Any) -> None:
-        """Replace what the rank can read; news that are too long are not told."""
-        encoded = json.dumps(news).encode()
-        if len(encoded) > SIZE_BYTES - _NEWS_AT - _NEWS.size:
-            return
+    def tell(self, encoded: bytes) -> None:
+        """Replace what the rank can read.
+
+        Args:
+            encoded: JSON, of `ROOM_BYTES` at most.
+        """
+        if len(encoded) > ROOM_BYTES:
+            raise ValueError("these news do not fit")
         version, _ = _NEWS.unpack_from(self._memory, _NEWS_AT)
         start = _NEWS_AT + _NEWS.size
         _NEWS.pack_into(self._memory, _NEWS_AT, version + 1, 0)

@@ -12,6 +12,7 @@ from typing import Any
 from fdp.distributed.liveness import status as status_of
 from fdp.distributed.liveness.beside import Beside
 from fdp.distributed.liveness.fault import Fault, with_causes
+from fdp.distributed.liveness.news import TEXT_BYTES, shortened
 from fdp.errors import PeerError, first_line
 
 
@@ -188,8 +189,8 @@ def described_status(watched: Watched) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {first_line(error)}"[:1000]
+    """An error in one line, short enough for messages of monitors."""
+    return shortened(f"{type(error).__name__}: {first_line(error)}", TEXT_BYTES)
 
 
 def age(seconds: float) -> str:

@@ -57,7 +57,7 @@ def test_news_are_whole_however_often_they_change() -> None:
             number = 0
             while not ended.is_set():
                 number += 1
-                other.tell({"number": number, "again": [number] * (number % 50)})
+                other.tell(json.dumps({"number": number, "again": [number] * (number % 50)}).encode())
 
         thread = threading.Thread(target=tell)
         thread.start()
@@ -69,8 +69,9 @@ def test_news_are_whole_however_often_they_change() -> None:
             ended.set()
             thread.join()
         before = own.version
-        other.tell("x" * SIZE_BYTES)  # too long: what was told before stays
-        assert own.version == before
+        with pytest.raises(ValueError, match="do not fit"):
+            other.tell(b" " * SIZE_BYTES)
+        assert own.version == before  # what was told before stays
 
 
 def test_a_process_is_seen_to_stop_to_go_on_and_to_end() -> None:
