@@ -133,6 +133,11 @@ class Connections:
         ]
 
     @property
+    def _about_itself(self) -> dict[str, Any]:
+        """What either side says when they meet: ranks may be more or less patient, and beat for the least."""
+        return {"host": self._host, "liveness_s": self._liveness_s}
+
+    @property
     def _stale_s(self) -> float:
         return self._liveness_s / 2
 
@@ -165,7 +170,7 @@ class Connections:
                 if not neighbour.is_child and neighbour.attempt is not None and neighbour.attempt.told:
                     raise ValueError("it is about to answer this monitor")
                 del self._strangers[link]
-                link.send({"host": self._host, "received": neighbour.session.received})
+                link.send({**self._about_itself, "received": neighbour.session.received})
                 self._keep(group, neighbour, link, message)
                 # What came behind it.
                 return self._read(group, neighbour, link)
@@ -193,7 +198,7 @@ class Connections:
             return self._fail(group, neighbour, address, error)
         attempt = neighbour.attempts(link, address, neighbour.asks_only(now_s, self.hurries), now_s)
         if not attempt.asks:
-            hello = {"group": key, "rank": group.node.rank, "token": neighbour.token, "host": self._host}
+            hello = {"group": key, "rank": group.node.rank, "token": neighbour.token, **self._about_itself}
             link.send({**hello, "received": neighbour.session.received})
         self._selector.register(
             link.socket, selectors.EVENT_WRITE, lambda: self._come_through(group, neighbour, attempt)
@@ -251,6 +256,9 @@ class Connections:
     def _keep(self, group: Group, neighbour: Neighbour, link: Link, message: dict[str, Any]) -> None:
         """A connection is there: take it for the one to the neighbour, and go on where the last one ended."""
         host, received, now_s = str(message["host"]), int(message["received"]), time.monotonic()
+        liveness_s = float(message["liveness_s"])
+        if not liveness_s > 0:
+            raise ValueError("no number of seconds")
         if neighbour.attempt is not None and neighbour.attempt.link is not link:
             self._drop(neighbour.attempt.link)
         if neighbour.link is not None:
@@ -263,7 +271,7 @@ class Connections:
         for unheard_message in unheard:
             link.send(unheard_message)
         if not neighbour.met or neighbour.gone or not is_all:
-            group.node.connected(neighbour.rank, host, now_s)
+            group.node.connected(neighbour.rank, host, now_s, liveness_s)
         else:
             group.node.heard(neighbour.rank, now_s)
         neighbour.met, neighbour.gone = True, False

@@ -13,6 +13,7 @@ receiver is lost.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,6 +30,9 @@ _KEPT = 16
 _BEATS = 5
 """Beats in the time after which silence counts."""
 
+_SHORTEST_BEAT_S = 0.05
+"""No neighbour is told something more often, however soon it gives up."""
+
 _PAUSE_S = 0.1
 """At least so long from one story to the next: a job that ends in order has as many faults as ranks."""
 
@@ -38,6 +42,7 @@ class _Link:
     """What is known of a neighbour."""
 
     heard_s: float
+    liveness_s: float = math.inf  # after so much silence it takes this one for lost
     gone: bool = False
     silent: bool = False
     busy: list[list[Any]] = field(default_factory=list)
@@ -102,8 +107,9 @@ class Node:
 
     @property
     def beat_s(self) -> float:
-        """Seconds from one beat to the next."""
-        return self._liveness_s / _BEATS
+        """Seconds from one beat to the next: often enough for each neighbour, of which one may be less patient."""
+        shortest_s = min((link.liveness_s for link in self._links.values() if not link.gone), default=math.inf)
+        return min(self._liveness_s / _BEATS, max(shortest_s / _BEATS, _SHORTEST_BEAT_S))
 
     @property
     def leads(self) -> bool:
@@ -119,9 +125,17 @@ class Node:
         """When `tick` wants to be called next."""
         return min(self._next_beat_s, self._next_story_s) if self._story_due else self._next_beat_s
 
-    def connected(self, peer: int, host: str, now_s: float) -> None:
-        """A neighbour is there: for the first time, or after it was given up, or after things it said were lost."""
-        self._links[peer] = _Link(now_s)
+    def connected(self, peer: int, host: str, now_s: float, liveness_s: float = math.inf) -> None:
+        """A neighbour is there: for the first time, or after it was given up, or after things it said were lost.
+
+        Args:
+            peer: the rank that it watches.
+            host: what names its machine.
+            now_s: the time.
+            liveness_s: seconds of silence after which it takes this one for lost.
+        """
+        self._links[peer] = _Link(now_s, liveness_s)
+        self._next_beat_s = min(self._next_beat_s, now_s + self.beat_s)
         self._learn({peer: host})
         self._forget(peer)
         self._greet(peer)

@@ -125,7 +125,7 @@ def test_a_new_connection_is_a_sign_of_life() -> None:
         session = Session()
         for _ in range(5):
             link = Link(socket.create_connection(("127.0.0.1", parent.monitor.port)))
-            hello = {"group": "g", "rank": 1, "token": parent.monitor.token, "host": "here"}
+            hello = {"group": "g", "rank": 1, "token": parent.monitor.token, "host": "here", "liveness_s": 4.0}
             link.send({**hello, "received": session.received})
             link.flush()
             end_s = time.monotonic() + 0.8
@@ -136,6 +136,23 @@ def test_a_new_connection_is_a_sign_of_life() -> None:
             link.close()
             assert parent.faults() == []
         assert session.received > 0
+
+
+@pytest.mark.parametrize("patience_s", [(0.8, 60.0), (60.0, 0.8)])
+def test_who_is_less_patient_hears_of_the_other_often_enough(patience_s: tuple[float, float]) -> None:
+    """A beat is a part of the time after which the other one gives up, and not of its own alone."""
+    parent, child = (Watching(rank, 2, liveness_s=seconds) for rank, seconds in enumerate(patience_s))
+    try:
+        child.meets(parent)
+        assert until(lambda: 0 in child.links() and 1 in parent.links())
+        before, end_s = child.links(), time.monotonic() + 3.0
+        while time.monotonic() < end_s:
+            assert parent.faults() == child.faults() == []
+            time.sleep(0.05)
+        assert child.links() == before  # nor was the connection taken for dead
+    finally:
+        child.end()
+        parent.end()
 
 
 def test_who_never_answers_is_reported_and_not_suspected() -> None:

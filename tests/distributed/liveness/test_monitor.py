@@ -133,7 +133,8 @@ class Running:
         return socket.create_connection(("127.0.0.1", self.monitor.port), timeout=5)
 
     def hello(self, **changes: Any) -> bytes:
-        told = {"group": "g", "rank": 1, "token": self.monitor.token, "host": "there", "received": 0, **changes}
+        told = {"group": "g", "rank": 1, "token": self.monitor.token, "host": "there", "received": 0}
+        told |= {"liveness_s": 1.0, **changes}
         return framed(told)
 
 
@@ -169,8 +170,12 @@ def test_strangers_are_turned_away(running: Running, said: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"token": "guessed"}, {"rank": 0}, {"rank": 3}, {"rank": -1}, {"rank": "x"}, {"rank": float("inf")}]
-)
+    "changes",
+    [
+        {"token": "guessed"}, {"rank": 0}, {"rank": 3}, {"rank": -1}, {"rank": "x"}, {"rank": float("inf")},
+        {"liveness_s": 0}, {"liveness_s": float("nan")}, {"liveness_s": "soon"},
+    ],
+)  # fmt: skip
 def test_who_does_not_know_the_token_or_is_no_child_is_turned_away(running: Running, changes: dict[str, Any]) -> None:
     with running.connect() as stranger:
         stranger.sendall(running.hello(**changes))

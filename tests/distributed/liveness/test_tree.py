@@ -115,6 +115,18 @@ def test_all_name_those_of_a_machine_that_is_cut_off_and_these_name_the_others()
             assert named >= inside
 
 
+def test_a_beat_is_often_enough_for_the_least_patient_neighbour() -> None:
+    node = Node(1, 12, "a", 60.0, 0.0)
+    assert node.beat_s == 12.0
+    node.tick(0.0)
+    node.connected(0, "a", 1.0, 3.0)
+    assert (node.beat_s, node.wakes_at()) == (0.6, 1.6)
+    node.connected(9, "a", 1.0, 1e-9)
+    assert node.beat_s == 0.05
+    node.closed(9, 2.0)
+    assert node.beat_s == 0.6
+
+
 def test_who_is_heard_of_again_is_no_longer_suspected() -> None:
     network = Network(8, per_host=2)
     network.run(6.0)
