@@ -5,7 +5,9 @@ Relied on in torch: nothing private. Where ranks find each other's monitors is w
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 import multiprocessing.util
 import os
 import subprocess
@@ -29,18 +31,21 @@ def liveness_s() -> float:
     """Seconds after which a rank that is silent, or stopped, counts as lost: FDP_LIVENESS_S, or 10; 0 for never.
 
     Raises:
-        ArgumentError: it is no number.
+        ArgumentError: it is no finite number, or negative.
     """
     text = os.environ.get("FDP_LIVENESS_S", "10")
-    try:
-        return float(text)
-    except ValueError:
+    seconds = math.nan
+    with contextlib.suppress(ValueError):
+        seconds = float(text)
+    # With infinity nothing would ever be told, and nobody be named.
+    if not 0 <= seconds < math.inf:
         raise ArgumentError(
             build_message(
                 f"the environment has FDP_LIVENESS_S={text!r}.",
-                remedy="set it to a number of seconds, or to 0 to watch nobody.",
+                remedy="set it to a finite number of seconds, or to 0 to watch nobody.",
             )
-        ) from None
+        )
+    return seconds
 
 
 _TELLS_S = 0.5

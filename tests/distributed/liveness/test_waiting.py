@@ -18,6 +18,7 @@ import fdp
 from fdp.distributed.liveness import aborting, patience, watched
 from fdp.distributed.liveness.fault import Fault
 from fdp.distributed.liveness.report import where
+from fdp.distributed.liveness.watch import liveness_s
 from fdp.distributed.liveness.watched import age
 
 
@@ -280,6 +281,19 @@ def test_those_that_go_later_are_not_named_for_the_first() -> None:
     assert (error.ranks, error.reason) == ((1, 2), "died")
     found = [Fault(rank, "unreachable", suspected=True, after_s=rank) for rank in (1, 2)]
     assert patience.peer_error(Looking(), found, "a message").ranks == (1, 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["inf", "1e999", "nan", "-1", "-0.5", "soon", ""])
+def test_a_number_of_seconds_that_makes_no_sense_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FDP_LIVENESS_S", text)
+    with pytest.raises(fdp.ArgumentError, match=rf"FDP_LIVENESS_S='{text}'.\nRemedy: set it to a finite number"):
+        liveness_s()
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("0", 0.0), ("2.5", 2.5), ("1e6", 1e6)])
+def test_other_numbers_of_seconds_are_taken(text: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FDP_LIVENESS_S", text)
+    assert liveness_s() == seconds
 
 
 def test_seconds_in_words() -> None:
