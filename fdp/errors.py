@@ -92,14 +92,27 @@ class NonFiniteError(FdpError):
         return type(self), (str(self), self.ranks, self.names, self.call)
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of what an error says; nothing if it says nothing.
+def text_of(error: object) -> str:
+    """What an error says, which may be of a user's class.
+
+    Example:
+        >>> text_of(ValueError("no"))
+        'no'
+    """
+    try:
+        return str(error)
+    except Exception:  # it is about to be reported, and is not to be replaced by what its own text runs into
+        return "(its text cannot be made)"
+
+
+def first_line(error: object) -> str:
+    """The first line of what an error says, nothing if it says nothing.
 
     Example:
         >>> first_line(ValueError("no\\nyes")), first_line(ValueError())
         ('no', '')
     """
-    return (str(error).strip().splitlines() or [""])[0]
+    return (text_of(error).strip().splitlines() or [""])[0]
 
 
 def build_message(what: str, offenders: Iterable[str] = (), remedy: str = "") -> str:

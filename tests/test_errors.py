@@ -10,7 +10,10 @@ import torch
 from refusal_texts import run
 
 import fdp
-from fdp.errors import build_message
+from fdp.distributed.exchange import announce_failure
+from fdp.distributed.group import resolve_group
+from fdp.distributed.liveness.watched import text_of
+from fdp.errors import build_message, first_line
 
 Tree = Any
 
@@ -41,6 +44,19 @@ def test_a_message_is_laid_out_in_lines() -> None:
     text = build_message("step 'f' fails.", ["a: one\ntwo", "b"], remedy="mend it.")
     assert text.splitlines() == ["step 'f' fails.", "  a: one", "    two", "  b", "Remedy: mend it."]
     assert build_message("what") == "what"
+
+
+class Mute(KeyError):
+    """An error of a user's, whose text cannot be made."""
+
+    def __str__(self) -> str:
+        raise ValueError("no str")
+
+
+def test_an_error_whose_text_cannot_be_made_is_reported_by_its_class() -> None:
+    assert first_line(Mute()) == "(its text cannot be made)"
+    assert text_of(Mute()) == "Mute: (its text cannot be made)"
+    announce_failure(resolve_group(), Mute())
 
 
 def test_nothing_was_sent_or_changed_by_a_refusal() -> None:

@@ -20,7 +20,7 @@ from fdp.emit.codegen.lines import Part
 from fdp.emit.codegen.program import Program
 from fdp.emit.compiled import Options, compile_program, resolve_options, why_not_recorded
 from fdp.emit.proved import verified_program
-from fdp.errors import ArgumentError, build_message
+from fdp.errors import ArgumentError, build_message, first_line
 from fdp.plan import Plan
 from fdp.pytorch.dynamo import breaks_graph
 from fdp.runtime.closed_over import ClosedOver
@@ -217,7 +217,7 @@ class Emitted:
             outputs = self._execute(tensors, *seen)
         except BaseException as error:
             if self._communicates and not isinstance(error, Busy):
-                text = f"{type(error).__name__}: {error}".splitlines()[0]
+                text = f"{type(error).__name__}: {first_line(error)}"
                 mark_desynchronised(self.group, f"step {self.plan.trace.name!r} was left in the middle by {text}")
             raise
         if watched is not None and self.plan.buckets:

@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from fdp.context.axis import step_axis
 from fdp.distributed.group import Group
 from fdp.distributed.wire import Wire
-from fdp.errors import FdpError, PurityError, TraceError, build_message
+from fdp.errors import FdpError, PurityError, TraceError, build_message, first_line, text_of
 from fdp.pytorch import parts
 from fdp.pytorch.recomputation import why_not
 from fdp.trace.effects import effects_of, is_marker, storages_of
@@ -285,7 +285,7 @@ def _name_place(name: str, error: FdpError) -> None:
 def untraceable(name: str, error: Exception) -> TraceError:
     """The refusal for a step that runs by itself and fails under the tracer for a reason of the tracer's."""
     line = failing_line(error.__traceback__)
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    first = first_line(error) or type(error).__name__
     return TraceError(
         build_message(
             f"step {name!r} runs by itself but cannot be traced.",
@@ -303,7 +303,7 @@ def _explain(name: str, error: Exception) -> TraceError | None:
     """A refusal for the failures that have a known remedy."""
     line = failing_line(error.__traceback__)
     inner = library_line(error.__traceback__)
-    text = str(error)
+    text = text_of(error)
     if isinstance(error, DynamicOutputShapeException):
         return TraceError(
             build_message(

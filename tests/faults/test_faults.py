@@ -97,6 +97,39 @@ def test_two_that_die_at_once_are_both_named_outside_of_a_step_too() -> None:
             assert outcome.value == {"ranks": (1, 3), "reason": "died", "call": 0}, outcome.describe()
 
 
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no str")
+
+
+def raises_without_a_text() -> tuple[str, str]:
+    """Rank 1 raises an error whose text cannot be made, in a later call, while it traces."""
+    raises = False
+
+    def model(w: Any, batch: Any) -> Any:
+        if raises:
+            raise Mute
+        return w + fdp.pmean(batch @ w)
+
+    step, w = fdp.data_parallel(model), torch.ones(2, 2)
+    step(w, torch.ones(2, 2))
+    raises = dist.get_rank() == 1
+    try:
+        step(w, torch.ones(3 if raises else 2, 2))
+    except Exception as error:
+        if raises:
+            time.sleep(4)
+        return type(error).__name__, "" if raises else str(error)
+    return "", ""
+
+
+def test_an_error_whose_text_cannot_be_made_is_told_by_its_class() -> None:
+    outcomes = ranks.run_fresh(2, raises_without_a_text, env={"FDP_LIVENESS_S": "3"}, deadline_s=60)
+    assert outcomes[1].value[0] == "Mute", outcomes[1].describe()
+    assert outcomes[0].value[0] == "PeerError", outcomes[0].describe()
+    assert "rank 1 raised: Mute: (its text cannot be made)" in outcomes[0].value[1]
+
+
 def catches_and_calls_again() -> str:
     rank = dist.get_rank()
     step = fdp.data_parallel(lambda w, b: w + fdp.pmean(b @ w))

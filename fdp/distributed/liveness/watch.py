@@ -24,7 +24,7 @@ import torch.distributed as dist
 from fdp.distributed.liveness.beside import Beside
 from fdp.distributed.liveness.introduction import Introduction, held_by, innermost, name_of
 from fdp.distributed.liveness.watched import Watched, text_of
-from fdp.errors import ArgumentError, PeerError, build_message
+from fdp.errors import ArgumentError, PeerError, build_message, first_line
 
 
 def liveness_s() -> float:
@@ -144,7 +144,7 @@ def _leave(monitor: Beside, key: str | None = None) -> None:
         error = sys.exc_info()[1] or monitor.uncaught
     reason, text = "left", "it has destroyed the process group" if key is not None else "its program has ended"
     if isinstance(error, SystemExit):
-        text = f"its program has ended with exit code {error.code}"
+        text = f"its program has ended with exit code {first_line(error.code)}"
     elif error is not None and not isinstance(error, PeerError):
         reason, text = "raised", text_of(error)
     _say_why(monitor, key, reason, text)
