@@ -153,7 +153,9 @@ def launch_of(environment: Mapping[str, str]) -> Launch | None:
             read.number("MASTER_PORT"),
             read.number_if("TORCHELASTIC_RESTART_COUNT") or 0,
         )
-    if "SLURM_STEP_NUM_TASKS" in environment:  # set by srun alone: a batch script is no rank
+    mpi = next((names for names in _MPI if names[0] in environment), None)
+    # mpirun in an allocation of Slurm starts a daemon on each machine by srun, and programs inherit its variables.
+    if "SLURM_STEP_NUM_TASKS" in environment and _agrees_with_srun(environment, mpi):  # a batch script is no rank
         host = _first_host(read.text("SLURM_STEP_NODELIST"))
         port = 20000 + (read.number("SLURM_JOB_ID") + (read.number_if("SLURM_STEP_ID") or 0)) % 20000
         return Launch(
@@ -165,21 +167,37 @@ def launch_of(environment: Mapping[str, str]) -> Launch | None:
             read.number_if("MASTER_PORT") or port,
             read.number_if("SLURM_RESTART_COUNT") or 0,
         )
-    for rank, size, local, local_size in (
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ):
-        if rank in environment:
-            alone = environment.get(local_size) == environment.get(size)
-            return Launch(
-                "mpirun",
-                read.number(rank),
-                read.number(size),
-                read.number_if(local),
-                "127.0.0.1" if alone and "MASTER_ADDR" not in environment else read.text("MASTER_ADDR"),
-                29400 if alone and "MASTER_PORT" not in environment else read.number("MASTER_PORT"),
-            )
-    return None
+    if mpi is None:
+        return None
+    rank, size, local, local_size = mpi
+    alone = local_size in environment and environment[local_size] == environment.get(size)
+    return Launch(
+        "mpirun",
+        read.number(rank),
+        read.number(size),
+        read.number_if(local),
+        "127.0.0.1" if alone and "MASTER_ADDR" not in environment else read.text("MASTER_ADDR"),
+        29400 if alone and "MASTER_PORT" not in environment else read.number("MASTER_PORT"),
+    )
+
+
+_MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    # PMIx tells the size to who asks its library, and in no variable that is known: it is missing, and said to be.
+    ("PMIX_RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+)
+"""What launchers of MPI call the rank, the number of ranks, and both on one machine."""
+
+
+def _agrees_with_srun(environment: Mapping[str, str], mpi: tuple[str, str, str, str] | None) -> bool:
+    """Whether srun started this very rank: then MPI's variables, which `srun --mpi` sets as well, say the same."""
+    if mpi is None:
+        return True
+    rank, size, *_ = mpi
+    return environment[rank] == environment.get("SLURM_PROCID") and (
+        environment.get(size, environment["SLURM_STEP_NUM_TASKS"]) == environment["SLURM_STEP_NUM_TASKS"]
+    )
 
 
 def _first_host(hosts: str) -> str:
@@ -226,4 +244,5 @@ class _Variables:
 
 _TELLING = (
     "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_RANK", "PMI_RANK",
+    "PMIX_RANK",
 )  # fmt: skip

@@ -25,7 +25,10 @@ MPIRUN = {
     "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }  # fmt: skip
-MPICH = {"PMI_RANK": "0", "PMI_SIZE": "2", "MASTER_ADDR": "two", "MASTER_PORT": "5000"}
+ORTED = {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+"""What a rank inherits from the daemon of mpirun that srun started on its machine."""
+AT_TWO = {"MASTER_ADDR": "two", "MASTER_PORT": "5000"}
+MPICH = {"PMI_RANK": "0", "PMI_SIZE": "2", **AT_TWO}
 
 
 @pytest.mark.parametrize(
@@ -40,6 +43,17 @@ MPICH = {"PMI_RANK": "0", "PMI_SIZE": "2", "MASTER_ADDR": "two", "MASTER_PORT": 
         ({**SRUN, **TORCHRUN}, Launch("torchrun", 3, 4, 1, "one", 29501, 0)),  # torchrun, started by srun
         (MPIRUN, Launch("mpirun", 1, 2, 1, "127.0.0.1", 29400, 0)),
         (MPICH, Launch("mpirun", 0, 2, None, "two", 5000, 0)),
+        # mpirun in an allocation of Slurm: its own variables are those of this rank.
+        (
+            {**ORTED, **MPIRUN, "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", **AT_TWO},
+            Launch("mpirun", 5, 8, 1, "two", 5000, 0),
+        ),
+        ({**ORTED, **MPICH}, Launch("mpirun", 0, 2, None, "two", 5000, 0)),
+        ({**ORTED, **MPIRUN}, Launch("mpirun", 1, 2, 1, "127.0.0.1", 29400, 0)),
+        # srun --mpi=pmix and --mpi=pmi2 say the same twice.
+        ({**SRUN, "PMIX_RANK": "2"}, Launch("srun", 2, 4, 0, "gpu07", 20000 + 123459 % 20000, 0)),
+        ({**SRUN, "PMI_RANK": "2", "PMI_SIZE": "4"}, Launch("srun", 2, 4, 0, "gpu07", 20000 + 123459 % 20000, 0)),
+        ({**TORCHRUN, "PMIX_RANK": "0"}, Launch("torchrun", 3, 4, 1, "one", 29501, 0)),
     ],
 )
 def test_who_started_this_process(environment: dict[str, str], expected: Launch | None) -> None:
@@ -55,6 +69,9 @@ def test_who_started_this_process(environment: dict[str, str], expected: Launch 
         ({**TORCHRUN, "RANK": "first"}, "RANK='first'"),
         ({**TORCHRUN, "RANK": "-1"}, "RANK='-1'"),
         ({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "but not MASTER_ADDR"),
+        ({**ORTED, **MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "but not MASTER_ADDR"),
+        ({"PMIX_RANK": "0"}, "but not WORLD_SIZE.\n  PMIX_RANK is set"),
+        ({**ORTED, "PMIX_RANK": "5"}, "but not WORLD_SIZE"),  # of one of PRRTE's daemons
     ],
 )
 def test_what_is_missing_is_named(environment: dict[str, str], named: str) -> None:
