@@ -35,7 +35,7 @@ class BatchSampler(Sampler[list[int]]):
     Args:
         length: number of samples of the data set, on all ranks together.
         batch_size: samples of a step, on all ranks together.
-        seed: any integer, the same on every rank.
+        seed: any integer, the same on every rank. Seeds that differ by a multiple of 2**64 draw the same.
         shuffle: whether epochs are permuted; else each takes the samples in order.
         drop_last: whether to leave out the last samples of an epoch where they make no whole batch. Without
             shuffling, these are always the same.

@@ -68,6 +68,11 @@ def test_epochs_and_steps(
     assert make().global_batch(step) == whole[step]
 
 
+def test_of_a_seed_the_lowest_64_bits_count() -> None:
+    orders = [fdp.BatchSampler(1000, 100, seed=seed).global_batch(0) for seed in (3, 3 + 2**64, 3 - 2**64, 3 + 2**63)]
+    assert orders[0] == orders[1] == orders[2] != orders[3]
+
+
 def test_epochs_and_seeds_have_other_orders() -> None:
     orders = [passes(fdp.BatchSampler(50, 50, seed=seed), 3) for seed in (0, 1, 2**64 - 1)]
     assert len({tuple(epoch) for order in orders for epoch in order}) == 9
