@@ -29,7 +29,9 @@ def next_turn(group: Group) -> str:
     return f"fdp/exchange/{group.name}/{turn}"
 
 
-def exchange(group: Group, key: str, payload: bytes, timeout_s: float | None, looks: bool = True) -> list[bytes | None]:
+def exchange(
+    group: Group, key: str, payload: bytes, timeout_s: float | None, looks: bool = True, what: str = "the store"
+) -> list[bytes | None]:
     """Give every rank every other rank's bytes through the store, without a collective.
 
     Args:
@@ -38,6 +40,7 @@ def exchange(group: Group, key: str, payload: bytes, timeout_s: float | None, lo
         payload: this rank's bytes.
         timeout_s: seconds to wait for the others, together; None to leave the payload and not wait.
         looks: whether it is an error if another rank is known to be gone.
+        what: this rank waits in, for errors and warnings.
 
     Returns:
         One entry a rank; None for a rank that did not come in time.
@@ -53,12 +56,14 @@ def exchange(group: Group, key: str, payload: bytes, timeout_s: float | None, lo
     store = group.store()
     store.set(f"{key}/{group.rank}", payload)
     names = [f"{key}/{rank}" for rank in range(group.size)]
-    if not wait_for_keys(store, names, timeout_s, group if looks else None):
+    if not wait_for_keys(store, names, timeout_s, group if looks else None, what):
         return [store.get(name) if store.check([name]) else None for name in names]
     return [store.get(name) for name in names]
 
 
-def wait_for_keys(store: Any, names: Sequence[str], timeout_s: float, group: Group | None = None) -> bool:
+def wait_for_keys(
+    store: Any, names: Sequence[str], timeout_s: float, group: Group | None = None, what: str = "the store"
+) -> bool:
     """Wait until all of some keys are in a store; whether they came in time.
 
     By asking again and again: `store.wait` would keep other threads from the store of the process meanwhile, and they
@@ -69,15 +74,16 @@ def wait_for_keys(store: Any, names: Sequence[str], timeout_s: float, group: Gro
         names: of the keys.
         timeout_s: seconds to wait.
         group: the ranks that write them: it is an error if one of them is known to be gone. None to wait all the same.
+        what: this rank waits in, for errors and warnings.
 
     Raises:
         PeerError: another rank will not come.
     """
     process_group = None if group is None else group.process_group
     try:
-        return until(lambda: store.check(list(names)), process_group, timeout_s, "the store")
+        return until(lambda: store.check(list(names)), process_group, timeout_s, what)
     except (RuntimeError, dist.DistError) as error:  # the store is gone, perhaps with the rank that held it
-        if (explained := explain(process_group, "the store")) is not None:
+        if (explained := explain(process_group, what)) is not None:
             raise explained from error
         raise
 
@@ -150,12 +156,12 @@ def tell_all(group: Group, own: dict[str, Any], subject: str, news: str) -> list
 
 def tell_all_once(group: Group, own: dict[str, Any], subject: str, news: str) -> tuple[int, list[dict[str, Any]]]:
     """As `tell_all`; also a number for this exchange, which is the same on all ranks and no other exchange's."""
-    limit = timeout_s()
+    limit, what = timeout_s(), f"the store, for {subject}"
     try:
         turn = next_turn(group)
-        found = exchange(group, turn, json.dumps(own).encode(), limit)
+        found = exchange(group, turn, json.dumps(own).encode(), limit, what=what)
     except (RuntimeError, dist.DistError) as error:
-        if (explained := explain(group.process_group, "the store")) is not None:
+        if (explained := explain(group.process_group, what)) is not None:
             raise explained from error
         raise PeerError(
             build_message(

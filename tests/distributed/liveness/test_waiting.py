@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 import fdp
+from fdp.distributed.exchange import tell_all
+from fdp.distributed.group import resolve_group
 from fdp.distributed.liveness import aborting, patience, watched
 from fdp.distributed.liveness.fault import Fault
 from fdp.distributed.liveness.report import where
@@ -281,6 +283,25 @@ def test_those_that_go_later_are_not_named_for_the_first() -> None:
     assert (error.ranks, error.reason) == ((1, 2), "died")
     found = [Fault(rank, "unreachable", suspected=True, after_s=rank) for rank in (1, 2)]
     assert patience.peer_error(Looking(), found, "a message").ranks == (1, 2)  # type: ignore[arg-type]
+
+
+def compares_with_who_comes_late() -> list[str]:
+    """Rank 1 comes late to an exchange through the store; what rank 0 logs meanwhile."""
+    os.environ["FDP_LIVENESS_S"] = "1.0"
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fdp").addHandler(handler)
+    logging.getLogger("fdp").setLevel(logging.INFO)
+    if dist.get_rank() == 1:
+        time.sleep(3)
+    tell_all(resolve_group(), {}, "CheckpointManager.restore", "was called")
+    return logged
+
+
+def test_who_waits_in_the_store_says_for_what() -> None:
+    outcomes = ranks.run_fresh(2, compares_with_who_comes_late, deadline_s=60)
+    assert any("in the store, for CheckpointManager.restore." in line for line in outcomes[0].value), outcomes
 
 
 @pytest.mark.parametrize("text", ["inf", "1e999", "nan", "-1", "-0.5", "soon", ""])
