@@ -19,7 +19,7 @@ from fdp.emit.compiled.barriers import IMPLEMENTED, running
 from fdp.emit.compiled.drawing import as_it_is
 from fdp.emit.compiled.draws import functions_that_draw, generators_of, operands_of
 from fdp.emit.compiled.graph import functional_graph, result_name
-from fdp.emit.compiled.inductor import Lowered, decompositions, lower
+from fdp.emit.compiled.inductor import Lowered, decompositions, lower, traced_under
 from fdp.emit.compiled.options import Options
 from fdp.emit.compiled.passes import declare
 from fdp.emit.compiled.recording import Recording
@@ -129,9 +129,13 @@ def _compile(memory: MemoryPlan, group: Group, communicates: bool, options: Opti
 def _proved_graph(job: _Job) -> fx.GraphModule:
     """The graph that the compiler gets: carried out, effects declared, and proved."""
     plan, options = job.plan, job.options
-    decomposed = decompositions(dict(options.settings))
+    settings = dict(options.settings)
+    decomposed = decompositions(settings)
     alike = options.draws_alike
-    graph = functional_graph(job.memory, job.constants, job.buckets.places, decomposed, job.apart if alike else None)
+    with traced_under(settings):
+        graph = functional_graph(
+            job.memory, job.constants, job.buckets.places, decomposed, job.apart if alike else None
+        )
     declare(graph.graph, options.multiplies)
     graph.recompile()
     _prove_own_operators()

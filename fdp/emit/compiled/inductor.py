@@ -14,7 +14,8 @@ What is relied on (torch 2.13 to 2.15; `torch_parts` lists the names):
   `V.graph.mark_buffer_mutated(name)`: lets all that reads a buffer, and has only been noted down, come before.
 - `cpu_vec_isa`: `supported_vec_isa_list`, the best first, of which each is tried with the C++ compiler by `bool()`;
   `x86_isa_checker()`, the names of those that the processor has; `valid_vec_isa_list()` keeps what it found.
-- `torch._inductor.config`: names, types and values of settings; `config.patch`.
+- `torch._inductor.config`: names, types and values of settings; `config.patch`. `make_fx` looks at one of them, too, as
+  it begins to trace.
 - `scheduler.SchedulerNode`: what `corrections` says of it.
 - `CompiledFxGraph._boxed_call`, `CompiledFxGraph.source_code`: that it takes one list, and its text.
 - `meta["user_visible_output_idxs"]` of the output, `meta["eager_input_vals"]` of an operator (set in `barriers`): whose
@@ -67,6 +68,8 @@ _SETTLED: Mapping[str, Any] = {
     "size_asserts": False,
     "alignment_asserts": False,
     "nan_asserts": False,
+    # Otherwise a cast to sixteen bits and back is left out: of `x - x.bfloat16().float()` nothing is left.
+    "emulate_precision_casts": True,
 }
 """Settings that a user may change."""
 
@@ -106,6 +109,18 @@ def decompositions(settings: Settings) -> Mapping[Any, Callable[..., Any]]:
 
         with config.patch(_patches(settings)):
             return with_corrections(select_decomp_table())
+
+
+@contextmanager
+def traced_under(settings: Settings) -> Iterator[None]:
+    """While a graph is traced that inductor will get, let its settings hold.
+
+    The tracer notes which operators have to round to sixteen bits where `emulate_precision_casts` is on.
+    """
+    with _as_expected():
+        from torch._inductor import config
+    with _lowering, config.patch(_patches(settings)):
+        yield
 
 
 _lowering = threading.RLock()
