@@ -32,6 +32,8 @@ def reason(program: Program, report: Report) -> str | None:
             return "writes an input that is not donated (docs/errors.md)"
     if error == "TraceError" and "gives tensors another shape in place" in text and ".out at" in text:
         return "gives a tensor that has views another shape by `out=` (docs/memory-changes.md)"
+    if error == "TraceError" and "shares memory with a view, and is differentiated" in text:
+        return "changes the shape of a differentiated tensor beside a view (docs/memory-changes.md)"
     if error == "TraceError" and "looks at its arguments by places in memory in a microbatch of fdp.accumulate" in text:
         return "a view by places in memory of an argument that fdp.accumulate cuts (docs/memory.md)"
     if error == "TraceError" and "between or behind the elements of an argument" in text:

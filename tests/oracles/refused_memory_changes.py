@@ -22,6 +22,15 @@ def writes_to_an_array(s: Tree, b: Tensor) -> Tree:
     return s["w"] + SHARED
 
 
+def turned_beside_a_view(s: Tree, b: Tensor) -> Tree:
+    def loss(w: Tensor) -> Tensor:
+        h, k = (h := w * 2), h[:]
+        h.t_()
+        return (k * b).sum()
+
+    return fdp.grad(loss)(s["w"])
+
+
 def closed_over_module(s: Tree, b: Tensor) -> Tree:
     MODULE.a = MODULE.a * 0.9 + b.mean(0)
     return s["w"] + MODULE.a
@@ -177,6 +186,9 @@ REFUSED: dict[str, tuple[Case, type, str, str, str]] = {
     ),
     "closed over, tensor_split": (
         lambda s, b: torch.tensor_split(b, PLACES)[1], TRACE, VALUE, "", "numbers"
+    ),
+    "turned beside a view": (
+        turned_beside_a_view, TRACE, "that shares memory with a view, and is differentiated", "aten.t_", "h = h.t()"
     ),
     "an array that a tensor looks at": (writes_to_an_array, PURITY, SIGHT, "SHARED: its values", "as an argument"),
     "a buffer of a closed-over module": (closed_over_module, PURITY, SIGHT, r"MODULE\.a: this buffer became", "from_module"),
