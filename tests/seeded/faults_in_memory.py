@@ -81,8 +81,8 @@ LIFETIMES = (
     Fault(
         "in the place of what is read first",
         "emit/memory/allocation.py",
-        "in enumerate(carried_out):",
-        "in enumerate(carried_out[:-2]):",
+        "in enumerate(done):",
+        "in enumerate(done[:-2]):",
         "off by two at the end of the program",
     ),
     Fault(

@@ -155,15 +155,15 @@ SCHEDULE = (
     Fault(
         "start before the last member",
         "plan/schedule.py",
-        "and not self._missing[self._next_start]",
-        "and len(self._missing[self._next_start]) <= 1",
+        "elif self._missing[self._next_start] or",
+        "elif len(self._missing[self._next_start]) > 1 or",
         "off by one",
     ),
     Fault(
         "calls do not wait",
         "plan/schedule.py",
-        "                self._wait_for(index)\n            self._run(call)",
-        "                pass\n            self._run(call)",
+        "            self._wait_for(index)\n        if call:",
+        "            pass\n        if call:",
         "an average is read before it is there",
     ),
     Fault(
@@ -191,9 +191,9 @@ SCHEDULE = (
     Fault(
         "waits come behind",
         "plan/schedule.py",
-        "                self._wait_for(index)\n            self._run(call)",
-        "                pass\n            self._run(call)\n"
-        "            for index in call:\n                self._wait_for(index)",
+        "            self._wait_for(index)\n        if call:\n            self._run(tuple(call))",
+        "            pass\n        if call:\n            self._run(tuple(call))\n"
+        "        for index in call:\n            self._wait_for(index)",
         "a wait stands behind the reader",
     ),
     Fault(
