@@ -64,6 +64,23 @@ GPT2 = Case(lambda: GPT(50257, 768, 12, 12, 1024), lambda: torch.randint(0, 5025
 _ADAMW: dict[str, Any] = {"lr": 1e-3, "fused": True}
 
 
+def training(case: Case, way: str) -> tuple[Any, Any]:
+    """A step and its state, of which the optimizer's ("opt") or all ("all") is sharded, or none ("")."""
+    torch.manual_seed(0)
+    apply, params, buffers = fdp.from_module(case.model())
+    optimizer = fdp.optim.from_torch(torch.optim.AdamW, lr=1e-3)
+    if way == "all":
+        params = fdp.shard(params)
+    opt = optimizer.init(params)
+
+    def train_step(state: Any, batch: torch.Tensor) -> Any:
+        loss, grads = fdp.value_and_grad(lambda p: case.loss(apply(p, buffers, batch)[0], batch))(state["params"])
+        new, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": new, "opt": opt}, fdp.pmean(loss)
+
+    return train_step, {"params": params, "opt": fdp.shard(opt) if way == "opt" else opt}
+
+
 def of_fdp(case: Case, way: str, least: bool = False, predicted: list[float] | None = None) -> Run:
     """A step of fdp with whole state (""), with the optimizer's state sharded ("opt"), or with all of it ("all").
 
@@ -73,21 +90,8 @@ def of_fdp(case: Case, way: str, least: bool = False, predicted: list[float] | N
         least: whether it takes the least memory that it can.
         predicted: gets the bytes that it is to hold.
     """
-    torch.manual_seed(0)
-    apply, params, buffers = fdp.from_module(case.model())
-    optimizer = fdp.optim.from_torch(torch.optim.AdamW, lr=1e-3)
-    if way == "all":
-        params = fdp.shard(params)
-    opt = optimizer.init(params)
-    state = {"params": params, "opt": fdp.shard(opt) if way == "opt" else opt}
-
-    def train_step(state: Any, batch: torch.Tensor) -> Any:
-        loss, grads = fdp.value_and_grad(lambda p: case.loss(apply(p, buffers, batch)[0], batch))(state["params"])
-        new, opt = optimizer.update(grads, state["opt"], state["params"])
-        return {"params": new, "opt": opt}, fdp.pmean(loss)
-
-    held, batch = [state], case.batch()
-    del params, opt, state
+    train_step, *held = training(case, way)
+    batch = case.batch()
     step = fdp.data_parallel(train_step, donate_argnums=0)
     if least:
         try:

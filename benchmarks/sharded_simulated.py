@@ -19,21 +19,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from models import GPT
 from paper import CLUSTER, V100
 from rich.console import Console
 from rich.table import Table
+from sharded import GPT2, training
 
 import fdp
 from fdp.plan import estimate
 from fdp.plan.simulate import phases
 
-LENGTH, VOCABULARY, TABLE = 1024, 50257, "tokens.weight"
+LENGTH, TABLE = 1024, "tokens.weight"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,23 +60,7 @@ class Simulated:
 
 def simulated(way: str, ranks: int, batch: int) -> Simulated:
     """Plan and simulate a step with whole state (""), a sharded optimizer ("opt"), or all of it sharded ("all")."""
-    torch.manual_seed(0)
-    apply, params, buffers = fdp.from_module(GPT(VOCABULARY, 768, 12, 12, LENGTH))
-    optimizer = fdp.optim.from_torch(torch.optim.AdamW, lr=1e-3)
-    if way == "all":
-        params = fdp.shard(params)
-    opt = optimizer.init(params)
-    state = {"params": params, "opt": fdp.shard(opt) if way == "opt" else opt}
-
-    def train_step(state: Any, ids: torch.Tensor) -> Any:
-        def loss_fn(params: Any) -> torch.Tensor:
-            out = apply(params, buffers, ids)[0]
-            return F.cross_entropy(out[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-        loss, grads = fdp.value_and_grad(loss_fn)(state["params"])
-        new, opt = optimizer.update(grads, state["opt"], state["params"])
-        return {"params": new, "opt": opt}, fdp.pmean(loss)
-
+    train_step, state = training(GPT2, way)
     ids = torch.zeros(batch, LENGTH, dtype=torch.long)
     trace = fdp.data_parallel(train_step, donate_argnums=0).trace(state, ids)
     costs = estimate(trace, V100)

@@ -150,11 +150,7 @@ def arrange(buckets: Sequence[tuple[int, ...]], upstream: Sequence[int]) -> list
 
     Buckets that wait for each other, or for themselves, are left out.
     """
-    home = {member: index for index, members in enumerate(buckets) for member in members}
-    needs = [
-        {home[other] for member in members for other in _members_of(upstream[member]) if other in home}
-        for members in buckets
-    ]
+    needs = _needs_of(buckets, upstream)
     needed_by: defaultdict[int, list[int]] = defaultdict(list)
     for index, needed in enumerate(needs):
         for other in needed:
@@ -190,11 +186,7 @@ def gathered_sooner(
     Returns:
         The same buckets, in another order in which they can start.
     """
-    home = {member: index for index, members in enumerate(buckets) for member in members}
-    needs = [
-        {home[other] for member in members for other in _members_of(upstream[member]) if other in home}
-        for members in buckets
-    ]
+    needs = _needs_of(buckets, upstream)
     free = [index for index, needed in enumerate(needs) if not needed]
     rank = {index: at for at, index in enumerate(free)}
     found: list[int] = []
@@ -210,6 +202,15 @@ def gathered_sooner(
         waiting = [other for other in waiting if other not in due]
     placed = set(found)
     return [buckets[index] for index in (*found, *(index for index in range(len(buckets)) if index not in placed))]
+
+
+def _needs_of(buckets: Sequence[tuple[int, ...]], upstream: Sequence[int]) -> list[set[int]]:
+    """For each bucket, those whose results its members are computed from."""
+    home = {member: index for index, members in enumerate(buckets) for member in members}
+    return [
+        {home[other] for member in members for other in _members_of(upstream[member]) if other in home}
+        for members in buckets
+    ]
 
 
 def _members_of(bits: int) -> Iterator[int]:

@@ -101,8 +101,7 @@ class _Scheduler:
                 if need not in needed and need not in self._done and need not in self._bucket_of:
                     needed.add(need)
                     pending.append(need)
-        todo = sorted(need for need in needed if not self._operations[need].view)
-        todo.sort(key=lambda i: self.levels[i])
+        todo = sorted((need for need in needed if not self._operations[need].view), key=lambda i: (self.levels[i], i))
         for call in calls(self._operations, self.levels, todo):
             self._call(call)
 

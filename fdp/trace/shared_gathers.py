@@ -114,9 +114,10 @@ def _ready(graph: fx.Graph, gathers: Sequence[Gather], order: Mapping[fx.Node, i
                 changes[number].append(order[node])
     return {
         gather: max(
-            order[gather.own],
-            *(at for number in storages_of(gather.own) for at in changes[number] if at < order[gather.rows]),
-            -1,
+            [
+                order[gather.own],
+                *(at for number in storages_of(gather.own) for at in changes[number] if at < order[gather.rows]),
+            ]
         )
         for gather in gathers
     }

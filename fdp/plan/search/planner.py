@@ -133,6 +133,7 @@ class _Judge:
 
     def __init__(self, trace: Trace, ticks: Ticks) -> None:
         self.trace, self.ticks = trace, ticks
+        self.upstream = upstream_of(trace.reductions, trace.operations)
         self._known: dict[Any, tuple[float, float]] = {}
 
     def end_of(self, groups: Groups) -> tuple[float, float]:
@@ -147,15 +148,14 @@ def _earliest(judge: _Judge, start: Sequence[Groups]) -> tuple[Groups, bool]:
     """The buckets with the earliest end that are found, from some to start with; and whether it is proven."""
     trace, ticks = judge.trace, judge.ticks
     best, proven = min(start, key=judge.end_of), False
-    upstream = upstream_of(trace.reductions, trace.operations)
-    kinds = _kinds(trace, upstream)
+    kinds = _kinds(trace, judge.upstream)
     for members in kinds[:_MOST_KINDS] if not ticks.silent else ():
         others = [group for group in best if group[0] not in members]
         chain = chain_of(trace, sorted(members), others, ticks)
         cuts = best_cuts(chain, ticks, judge.end_of(best)[0] if chain.exact else math.inf)
         proven = chain.exact and cuts.proven and len(kinds) == 1
         own = [tuple(chain.members[a:b]) for a, b in zip((0, *cuts.ends), cuts.ends, strict=False)]
-        groups = arrange([*others, *own], upstream)
+        groups = arrange([*others, *own], judge.upstream)
         if own and len(groups) == len(others) + len(own):
             best = min(best, _gathered_when_best(judge, groups), key=judge.end_of)
     return best, proven
@@ -163,8 +163,7 @@ def _earliest(judge: _Judge, start: Sequence[Groups]) -> tuple[Groups, bool]:
 
 def _gathered_when_best(judge: _Judge, groups: Groups) -> Groups:
     """The same buckets, with gathers of what is computed from others as early as makes the step end earliest."""
-    upstream = upstream_of(judge.trace.reductions, judge.trace.operations)
-    orders = [gathered_sooner(groups, judge.trace.reductions, upstream, lag) for lag in _LAGS]
+    orders = [gathered_sooner(groups, judge.trace.reductions, judge.upstream, lag) for lag in _LAGS]
     return min((groups, *orders), key=judge.end_of)
 
 
