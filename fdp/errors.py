@@ -92,11 +92,11 @@ class NonFiniteError(FdpError):
         return type(self), (str(self), self.ranks, self.names, self.call)
 
 
-def text_of(error: object) -> str:
+def error_text(error: object) -> str:
     """What an error says, which may be of a user's class.
 
     Example:
-        >>> text_of(ValueError("no"))
+        >>> error_text(ValueError("no"))
         'no'
     """
     try:
@@ -112,7 +112,7 @@ def first_line(error: object) -> str:
         >>> first_line(ValueError("no\\nyes")), first_line(ValueError())
         ('no', '')
     """
-    return (text_of(error).strip().splitlines() or [""])[0]
+    return (error_text(error).strip().splitlines() or [""])[0]
 
 
 def build_message(what: str, offenders: Iterable[str] = (), remedy: str = "") -> str:

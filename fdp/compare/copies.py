@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fdp.errors import text_of
+from fdp.errors import error_text
 from fdp.plan import Plan
 
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
@@ -86,7 +86,7 @@ def is_lack_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out. (The CPU's allocator raises a plain RuntimeError.)"""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(text in text_of(error) for text in _OUT_OF_MEMORY)
+    return isinstance(error, RuntimeError) and any(text in error_text(error) for text in _OUT_OF_MEMORY)
 
 
 def give_back_memory() -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fdp.distributed.group import Group
 from fdp.distributed.liveness.patience import explain, until
 from fdp.distributed.sending import watch_over
-from fdp.errors import AgreementError, PeerError, build_message, text_of
+from fdp.errors import AgreementError, PeerError, build_message, error_text
 
 
 def timeout_s() -> float:
@@ -97,7 +97,7 @@ def all_say(group: Group, yes: bool, timeout_s: float = 300.0) -> bool:
 
 def announce_failure(group: Group, error: Exception) -> None:
     """Tell ranks that may be waiting that this one has no plan to compare; never raises and never waits."""
-    text = f"{type(error).__name__}: {text_of(error)}"
+    text = f"{type(error).__name__}: {error_text(error)}"
     try:
         turn = next_turn(group)
         exchange(group, turn, json.dumps({"failed": text}).encode(), timeout_s=None)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from fdp.distributed.exchange import next_turn, timeout_s, wait_for_keys
 from fdp.distributed.group import Group
 from fdp.distributed.liveness.threads import start_thread
-from fdp.errors import AgreementError, PeerError, build_message, text_of
+from fdp.errors import AgreementError, PeerError, build_message, error_text
 
 _BEAT_S = 1.0
 _PATIENCE_S = 60.0
@@ -56,7 +56,7 @@ def compile_together(name: str, group: Group, together: bool, compile: Callable[
             result = compile()
     except Exception as error:
         with suppress(RuntimeError, dist.DistError):  # the error that is being announced is the one to report
-            store.set(f"{turn}/ready/{group.rank}", f"failed\n{type(error).__name__}: {text_of(error)}")
+            store.set(f"{turn}/ready/{group.rank}", f"failed\n{type(error).__name__}: {error_text(error)}")
         raise
     store.set(f"{turn}/ready/{group.rank}", "ready")
     _wait_for_others(name, group, store, turn)

@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from fdp.context.axis import step_axis
 from fdp.distributed.group import Group
 from fdp.distributed.wire import Wire
-from fdp.errors import FdpError, PurityError, TraceError, build_message, first_line, text_of
+from fdp.errors import FdpError, PurityError, TraceError, build_message, error_text, first_line
 from fdp.pytorch import parts
 from fdp.pytorch.recomputation import why_not
 from fdp.trace.effects import effects_of, is_marker, storages_of
@@ -303,7 +303,7 @@ def _explain(name: str, error: Exception) -> TraceError | None:
     """A refusal for the failures that have a known remedy."""
     line = failing_line(error.__traceback__)
     inner = library_line(error.__traceback__)
-    text = text_of(error)
+    text = error_text(error)
     if isinstance(error, DynamicOutputShapeException):
         return TraceError(
             build_message(

@@ -10,7 +10,7 @@ import linecache
 import re
 from collections.abc import Mapping
 
-from fdp.errors import text_of
+from fdp.errors import error_text
 from fdp.trace.source import Source, failing_line, library_line
 
 READ_VALUE = (
@@ -95,7 +95,7 @@ def remedy_for(error: BaseException, usual: str, operator: str = "") -> str:
     for word in _called(failing_line(error.__traceback__)):
         if word in _BY_FUNCTION:
             return _BY_FUNCTION[word]
-    return next((remedy for text, remedy in _BY_TEXT.items() if text in text_of(error)), usual)
+    return next((remedy for text, remedy in _BY_TEXT.items() if text in error_text(error)), usual)
 
 
 def _called(line: Source | None) -> list[str]:
