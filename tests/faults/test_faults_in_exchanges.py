@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import signal
 from collections.abc import Callable
@@ -37,7 +38,10 @@ def waits(name: str, victim: int, in_step: bool) -> tuple[str, Any, Any, str]:
         try:
             step(torch.ones(1), x) if in_step else call(x)
         except fdp.PeerError as error:
+            store.set(f"rank {rank} knows", "")
             if rank == min({0, 1, 2} - {victim}):
+                # Not before all know: from then on it has died, and is not frozen any more.
+                store.wait([f"rank {other} knows" for other in {0, 1, 2} - {victim}], datetime.timedelta(seconds=30))
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(store.get("victim")), signal.SIGKILL)
             return type(error).__name__, error.ranks, error.reason, str(error)

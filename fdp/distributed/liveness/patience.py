@@ -246,7 +246,9 @@ def peer_error(watched: Watched, faults: Sequence[Fault], what: str) -> PeerErro
     # Of silence it is noticed now here, now there. Who died or left later may have done so for want of the first.
     latest_s = math.inf if reason == "unreachable" else first.after_s + _TOGETHER_S
     of_it = [fault for fault in faults if fault.reason == reason and fault.after_s <= latest_s]
-    of_it = sorted(of_it, key=lambda fault: fault.rank)
+    named = {fault.rank for fault in faults}
+    roots = [fault for fault in of_it if not any(rank in named for rank, _ in fault.because)]
+    of_it = sorted(roots or of_it, key=lambda fault: fault.rank)
     ranks = tuple(fault.rank for fault in of_it)
     details = tuple(f"rank {fault.rank} {_said(fault)}" for fault in of_it)
     call = watched.number if watched.is_calling_here else 0

@@ -11,7 +11,7 @@ from typing import Any
 
 from fdp.distributed.liveness import status as status_of
 from fdp.distributed.liveness.beside import Beside
-from fdp.distributed.liveness.fault import Fault, with_causes
+from fdp.distributed.liveness.fault import Fault, causes_first, with_causes
 from fdp.distributed.liveness.news import TEXT_BYTES, shortened
 from fdp.errors import PeerError, first_line
 
@@ -36,7 +36,7 @@ class Watched:
         news: what the monitor has heard.
         awaited: says what a step waits for, or waited for last; None outside of steps.
         has_warned: whether there was a warning of monitors that cannot be reached.
-        gave_up_on: ranks for want of which this one has left a call in the middle.
+        gave_up_on: ranks for want of which this one has left a call in the middle, and what had become of each.
         waits_since_s: since when this rank waits for others, by the monotonic clock; None if it does not.
     """
 
@@ -56,7 +56,7 @@ class Watched:
     awaited: Callable[[], str] | None = None
     waits_since_s: float | None = None
     has_warned: bool = False
-    gave_up_on: tuple[int, ...] = ()
+    gave_up_on: tuple[tuple[int, str], ...] = ()
     _phase: int = status_of.IDLE
     _thread: int = 0
     _said: bool = False
@@ -102,7 +102,7 @@ class Watched:
         self._said = True
         if isinstance(error, PeerError):
             reason, text = "left", "it is no longer in step with the others"
-            self.gave_up_on = error.ranks
+            self.gave_up_on = tuple((rank, error.reason) for rank in error.ranks)
         else:
             reason, text = "raised", text_of(error)
         self.monitor.command(
@@ -152,13 +152,13 @@ class Watched:
         return self.news
 
     def faults(self, believing: bool) -> list[Fault]:
-        """What became of other ranks, in the order in which it was noticed.
+        """What became of other ranks, causes first, and otherwise in the order in which it was noticed.
 
         Args:
             believing: whether to believe what is only suspected, since this rank has waited for some time.
         """
         told = [Fault.from_json(each) for each in self._read().get("story", ())]
-        others = [fault for fault in told if fault.rank != self.rank]
+        others = [fault for fault in causes_first(told) if fault.rank != self.rank]
         believed = [
             fault
             for fault in others

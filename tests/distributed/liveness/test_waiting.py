@@ -18,7 +18,7 @@ import fdp
 from fdp.distributed.exchange import tell_all
 from fdp.distributed.group import resolve_group
 from fdp.distributed.liveness import aborting, patience, watched
-from fdp.distributed.liveness.fault import Fault
+from fdp.distributed.liveness.fault import Fault, causes_first
 from fdp.distributed.liveness.report import where
 from fdp.distributed.liveness.watch import liveness_s
 from fdp.distributed.liveness.watched import age
@@ -233,17 +233,16 @@ def test_who_left_for_want_of_another_is_not_what_the_wait_fails_for(
     """Rank 2 began to wait later than rank 0, which has given up on rank 1 already."""
     now_s = 100.0
     monkeypatch.setattr(patience.time, "monotonic", lambda: now_s)
-    waiting = patience.Patience(Looking(cause, Fault(0, "left", because=(1,))), "a message")  # type: ignore[arg-type]
+    waiting = patience.Patience(Looking(cause, Fault(0, "left", because=((1, cause.reason),))), "a message")  # type: ignore[arg-type]
     with pytest.raises(fdp.PeerError) as caught:
         for _ in range(4):
             now_s += 0.25
             waiting.look()
-    assert (caught.value.ranks[0], caught.value.reason) == (1 if cause.reason == "frozen" else 0, cause.reason)
-    assert "rank 1" in caught.value.details[-1]
+    assert (caught.value.ranks, caught.value.reason) == ((1,), cause.reason)
 
 
 def test_what_a_suspicion_led_to_is_said_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = [Fault(1, "unreachable", suspected=True), Fault(0, "left", because=(1,)), Fault(3, "died", suspected=True)]
+    told = [Fault(1, "unreachable", suspected=True), Fault(0, "left", because=((1, "unreachable"),)), Fault(3, "died", suspected=True)]
     news = {"story": [fault.as_json() for fault in told]}
     monkeypatch.setattr(watched.Watched, "_read", lambda _: news)
     monkeypatch.setattr(watched.Watched, "has_news", True)
@@ -253,6 +252,24 @@ def test_what_a_suspicion_led_to_is_said_with_it(monkeypatch: pytest.MonkeyPatch
     assert [fault.rank for fault in suspected.faults(believing=False)] == [0]
     with pytest.raises(fdp.PeerError, match="rank 1 cannot be reached"):
         patience.refuse_gone(suspecting)
+
+
+@pytest.mark.parametrize("since", [[], [Fault(1, "died", after_s=0.9)]], ids=["taken back", "killed"])
+def test_who_left_for_a_frozen_rank_is_not_blamed_when_that_one_is_killed(
+    monkeypatch: pytest.MonkeyPatch, since: list[Fault]
+) -> None:
+    """The rank is not frozen any more: that is taken back, and its death is noticed later than that the other left."""
+    left = Fault(0, "left", after_s=0.5, because=((1, "frozen"),))
+    monkeypatch.setattr(watched.Watched, "_read", lambda _: {"story": [f.as_json() for f in [left, *since]]})
+    found = watched.Watched("g", 2, 3, None).faults(believing=True)  # type: ignore[arg-type]
+    error = patience.peer_error(Looking(*found), found, "a message")  # type: ignore[arg-type]
+    assert (error.ranks, error.reason) == ((1,), "died" if since else "frozen")
+
+
+def test_ranks_that_left_for_each_other_are_both_named() -> None:
+    story = [Fault(0, "left", because=((1, "left"),)), Fault(1, "left", because=((0, "left"),))]
+    assert [fault.rank for fault in causes_first(story)] == [1, 0]
+    assert patience.peer_error(Looking(), story, "a message").ranks == (0, 1)  # type: ignore[arg-type]
 
 
 def test_who_was_stopped_itself_looks_anew(monkeypatch: pytest.MonkeyPatch) -> None:
