@@ -18,7 +18,7 @@ from fdp.compare.side_by_side import Case, NotRunnable, On, SideBySide, position
 from fdp.errors import CompileError, FdpError, build_message, first_line
 from fdp.runtime.emitted import Emitted
 from fdp.trace import Flat, Roles, recording
-from fdp.trace.effects import effects_of
+from fdp.trace.operators.effects import effects_of
 
 
 def check_compiled(compiled: Emitted, emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Roles) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fdp.trace.effects import tensors_in
+from fdp.trace.operators.effects import tensors_in
 
 _EXACT_TEXT = """
     _reshape_copy _to_copy _unsafe_index _unsafe_masked_index abs adaptive_max_pool2d adaptive_max_pool3d

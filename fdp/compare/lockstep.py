@@ -30,8 +30,8 @@ from fdp.distributed.other_ranks import OtherRanks
 from fdp.emit.memory.planning import result_name
 from fdp.plan import Run, Start
 from fdp.runtime.emitted import Emitted
-from fdp.trace.effects import effects_of, is_marker
-from fdp.trace.source import located
+from fdp.trace.operators.effects import effects_of, is_marker
+from fdp.trace.operators.source import located
 
 _VARIANTS = 4
 _LAST_PLACES = 4

@@ -25,9 +25,9 @@ from fdp.distributed.other_ranks import OtherRanks
 from fdp.runtime.emitted import Emitted
 from fdp.state.shards import Part
 from fdp.trace import Flat, Roles, Trace
-from fdp.trace.effects import operator_name
+from fdp.trace.graph.variance import varying_nodes
+from fdp.trace.operators.effects import operator_name
 from fdp.trace.trace import Link
-from fdp.trace.variance import varying_nodes
 
 _SHARE = 1e-3
 """Of the largest value in a tensor, by so much elements may differ: kernels round by where elements lie in memory."""

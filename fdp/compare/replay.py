@@ -16,8 +16,8 @@ from torch import fx
 
 from fdp.distributed.other_ranks import OtherRanks
 from fdp.emit.memory.instructions import arguments_of
-from fdp.trace.effects import effects_of, is_marker
-from fdp.trace.loops import is_loop
+from fdp.trace.graph.loops import is_loop
+from fdp.trace.operators.effects import effects_of, is_marker
 
 Lookup = Callable[[fx.Node], Any]
 """The value of a node."""

@@ -13,8 +13,8 @@ import torch
 from fdp.compare.leaves import same_bits
 from fdp.errors import PurityError, TraceError, build_message
 from fdp.runtime.emitted import Emitted
-from fdp.trace.effects import effects_of, storages_of
-from fdp.trace.source import located
+from fdp.trace.operators.effects import effects_of, storages_of
+from fdp.trace.operators.source import located
 
 _NOBODYS_SEED = 0x6E6F626F6479
 

@@ -26,7 +26,7 @@ from fdp.compare.ulps import change_last_places_
 from fdp.context.ambient import plain_context
 from fdp.distributed.other_ranks import OtherRanks
 from fdp.runtime.emitted import Emitted
-from fdp.trace.effects import effects_of, tensors_in
+from fdp.trace.operators.effects import effects_of, tensors_in
 
 _RUNS = 8
 """An element that rounding turns (a comparison, a cast) is turned in about half of the runs."""

@@ -17,8 +17,8 @@ from fdp.distributed.other_ranks import OtherRanks
 from fdp.errors import TraceError, build_message
 from fdp.runtime.emitted import Emitted
 from fdp.trace import unsure_for_draws
-from fdp.trace.effects import tensors_in
-from fdp.trace.source import located
+from fdp.trace.operators.effects import tensors_in
+from fdp.trace.operators.source import located
 
 
 class _AllSeen(Exception):

@@ -24,7 +24,7 @@ from fdp.measure.link import measure_link
 from fdp.plan import Plan, Run
 from fdp.plan.cost.costs import Costs
 from fdp.runtime import Emitted
-from fdp.trace.effects import list_arguments
+from fdp.trace.operators.effects import list_arguments
 
 _REPEATS, _BUDGET_S = 3, 0.5
 """So many runs are timed, or fewer once they have taken so long: noise is small beside what long steps take."""

@@ -9,7 +9,7 @@ import torch
 
 from fdp.errors import PurityError, build_message
 from fdp.pytorch.guards import tensors_like
-from fdp.trace.memory_checks import check_closure_memory
+from fdp.trace.checks.memory_checks import check_closure_memory
 from fdp.trace.trace import Trace
 
 

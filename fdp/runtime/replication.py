@@ -9,7 +9,7 @@ import torch
 from fdp.errors import ReplicationError, build_message
 from fdp.state import rank_local
 from fdp.trace import Output, Trace
-from fdp.trace.effects import storages_of
+from fdp.trace.operators.effects import storages_of
 
 
 class Replication:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fdp.plan import Plan, Run, Wait
-from fdp.trace.effects import effects_of, operator_name, storages_of
+from fdp.trace.operators.effects import effects_of, operator_name, storages_of
 
 
 def written_early(plan: Plan) -> frozenset[int]:

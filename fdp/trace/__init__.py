@@ -1,19 +1,19 @@
 """step + example inputs -> `Trace`: the flat graph, what varies, and the gradients in production order.
 
-arguments, keywords -> capture -> checks, variance -> dependencies -> trace
+operators -> trace -> calls -> capture -> graph -> checks -> sharding -> tracer
 """
 
-from fdp.trace.arguments import Flat, Roles, flatten, refuse_unhashable, resolve_roles, set_apart, sharing
-from fdp.trace.beside import Beside, LooksAtGradients
-from fdp.trace.calling import run_untraced
-from fdp.trace.capture import Geometry, capture_functional
-from fdp.trace.changes import Summary, describe_change, summarise
-from fdp.trace.keywords import by_position, signature_of
-from fdp.trace.recognise import RememberedCalls
-from fdp.trace.switches import recording, without_fused_lstm
+from fdp.trace.calls.arguments import Flat, Roles, flatten, refuse_unhashable, resolve_roles, set_apart, sharing
+from fdp.trace.calls.beside import Beside, LooksAtGradients
+from fdp.trace.calls.changes import Summary, describe_change, summarise
+from fdp.trace.calls.keywords import by_position, signature_of
+from fdp.trace.calls.recognise import RememberedCalls
+from fdp.trace.capture.calling import run_untraced
+from fdp.trace.capture.capture import Geometry, capture_functional
+from fdp.trace.capture.switches import recording, without_fused_lstm
+from fdp.trace.checks.uncertain_strides import unsure_for_draws
 from fdp.trace.trace import Input, Operation, Output, Reduction, Trace
 from fdp.trace.tracer import trace_step
-from fdp.trace.uncertain_strides import unsure_for_draws
 
 __all__ = [
     "Beside",

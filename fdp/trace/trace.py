@@ -16,7 +16,7 @@ from fdp.distributed.wire import Wire
 from fdp.errors import ArgumentError, build_message
 from fdp.state.shards import Part
 from fdp.tables import Printed, Table, count, format_bytes, heading
-from fdp.trace.effects import storages_of
+from fdp.trace.operators.effects import storages_of
 
 if TYPE_CHECKING:
     from fdp.plan import Costs, Network, Plan

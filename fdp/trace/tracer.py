@@ -18,10 +18,15 @@ from fdp.distributed.wire import Wire
 from fdp.errors import FdpError
 from fdp.state.labels import with_labels
 from fdp.state.shards import with_sharded, without_shards
-from fdp.trace.arguments import Flat, Roles, describe_inputs
-from fdp.trace.calling import call_with, name_of, runs_by_itself
-from fdp.trace.capture import capture, untraceable
-from fdp.trace.checks import (
+from fdp.trace.calls.arguments import Flat, Roles, describe_inputs
+from fdp.trace.calls.closure import closed_over_names, closed_over_tensors
+from fdp.trace.calls.pairing import assign_labels, assign_slots, sharded_sources
+from fdp.trace.calls.results import plain, refuse_foreign_outputs
+from fdp.trace.capture.calling import call_with, name_of, runs_by_itself
+from fdp.trace.capture.capture import capture, untraceable
+from fdp.trace.capture.reshapes import reshape_by_views
+from fdp.trace.capture.untouched import check_untouched, untouched
+from fdp.trace.checks.checks import (
     check_branches,
     check_closure,
     check_devices,
@@ -30,11 +35,7 @@ from fdp.trace.checks import (
     check_recomputation,
     check_shapes,
 )
-from fdp.trace.closure import closed_over_names, closed_over_tensors
-from fdp.trace.dependencies import operations_of
-from fdp.trace.effects import bound_arguments, collective_of, is_marker
-from fdp.trace.loops import loops_of, outline_loops
-from fdp.trace.memory_checks import (
+from fdp.trace.checks.memory_checks import (
     check_closure_memory,
     check_gaps,
     check_initialised,
@@ -42,15 +43,14 @@ from fdp.trace.memory_checks import (
     check_views,
     check_writes,
 )
-from fdp.trace.pairing import assign_labels, assign_slots, sharded_sources
-from fdp.trace.replicated import closed_over, replicated_calls
-from fdp.trace.reshapes import reshape_by_views
-from fdp.trace.results import plain, refuse_foreign_outputs
-from fdp.trace.sharded import examples_of, for_one_rank, refuse_held, shards_of, whole_inputs
+from fdp.trace.graph.dependencies import operations_of
+from fdp.trace.graph.loops import loops_of, outline_loops
+from fdp.trace.graph.replicated import closed_over, replicated_calls
+from fdp.trace.graph.variance import Cause, varying_nodes
+from fdp.trace.graph.wire_cast import is_rounded, round_early
+from fdp.trace.operators.effects import bound_arguments, collective_of, is_marker
+from fdp.trace.sharding.sharded import examples_of, for_one_rank, refuse_held, shards_of, whole_inputs
 from fdp.trace.trace import Input, Operation, Output, Reduction, Trace
-from fdp.trace.untouched import check_untouched, untouched
-from fdp.trace.variance import Cause, varying_nodes
-from fdp.trace.wire_cast import is_rounded, round_early
 
 
 def trace_step(

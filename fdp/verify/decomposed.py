@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp.trace.capture import Geometry, capture_functional
-from fdp.trace.functional import bring_up_to_date, keep_strides
+from fdp.trace.capture.capture import Geometry, capture_functional
+from fdp.trace.capture.functional import bring_up_to_date, keep_strides
 from fdp.trace.trace import Trace
 from fdp.verify.combined import OPERATORS
 from fdp.verify.failure import VerificationError

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from fdp.trace.control import Repeated, choose
+from fdp.trace.operators.control import Repeated, choose
 from fdp.verify.failure import VerificationError
 from fdp.verify.higher import higher_order, operator_name, run_loop
 from fdp.verify.kernels import why_not_trusted

@@ -1,7 +1,7 @@
 """What an operator does to what it is given, read off its schema: what it reads, writes, and looks at without reading.
 
 Where schemas say too little or too much, the knowledge is in the tables of this file. It is kept apart from
-`trace/effects.py` on purpose: what that file gets wrong must show here.
+`trace/operators/effects.py` on purpose: what that file gets wrong must show here.
 """
 
 from __future__ import annotations

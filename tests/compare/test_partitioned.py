@@ -13,7 +13,7 @@ from torch import fx
 
 import fdp
 from fdp.state.shards import Part
-from fdp.trace import placements, reductions_of_parts, sharded, shared_gathers, spmd
+from fdp.trace.sharding import placements, reductions_of_parts, sharded, shared_gathers, spmd
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 

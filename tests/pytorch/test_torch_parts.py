@@ -19,7 +19,7 @@ import torch.utils.checkpoint
 
 import fdp
 from fdp.pytorch import dynamo, parts, recomputation
-from fdp.trace import capture as capture_module
+from fdp.trace.capture import capture as capture_module
 
 ROOT = pathlib.Path(fdp.__file__).parent
 LISTED = {path for table in (parts.NEEDED, parts.KNOWN_OTHERWISE) for paths in table.values() for path in paths}

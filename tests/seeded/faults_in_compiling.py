@@ -49,7 +49,7 @@ GRAPH = (
     ),
     Fault(
         "compiled, changed values are computed and left there",
-        "trace/functional.py",
+        "trace/capture/functional.py",
         "if value.numel() == 0 or all(lies):",
         "if True:",
         "the same; the proof asks for it in the same words",

@@ -20,7 +20,7 @@ from ways import WAYS, ways
 import fdp
 from fdp import pytree
 from fdp.state.labels import labelled, unlabelled, with_labels
-from fdp.trace.structure import Structure
+from fdp.trace.calls.structure import Structure
 
 Tree = Any
 Pair = namedtuple("Pair", ["first", "second"])

@@ -17,7 +17,7 @@ from telling_steps import Options, a_state, apart, plain_telling
 import fdp
 from fdp.context.ambient import ambient_context
 from fdp.distributed.group import resolve_group
-from fdp.trace import arguments, recognise
+from fdp.trace.calls import arguments, recognise
 
 Tree = Any
 

@@ -23,7 +23,7 @@ from telling_steps import Options, a_state, apart, plain_telling, telling
 import fdp
 from fdp.context.ambient import ambient_context
 from fdp.distributed.group import resolve_group
-from fdp.trace import arguments
+from fdp.trace.calls import arguments
 
 Tree = Any
 

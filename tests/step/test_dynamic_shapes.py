@@ -14,7 +14,7 @@ import torch.distributed as dist
 from against_oracle import Tree, autograd, data_of, leaves, net_params, task_loss
 
 import fdp
-from fdp.trace import recognise
+from fdp.trace.calls import recognise
 
 
 def train_step(params: Tree, batch: Tree) -> Any:

@@ -14,8 +14,8 @@ from fdp.emit.codegen.loop_bodies import compiled_loop
 from fdp.emit.compiled import Options, compiler
 from fdp.emit.compiled.barriers import IMPLEMENTED, running
 from fdp.trace import Trace
-from fdp.trace.control import Repeated
-from fdp.trace.loops import changed_operands
+from fdp.trace.graph.loops import changed_operands
+from fdp.trace.operators.control import Repeated
 from fdp.verify import VerificationError
 from fdp.verify.implementations import verify_implementations, verify_loops
 

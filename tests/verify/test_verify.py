@@ -21,7 +21,7 @@ from fdp.emit.codegen.program import Program, write_program
 from fdp.emit.memory import allocation, decisions, donation, instructions, planning
 from fdp.emit.memory.layout import Layout, Lifetime
 from fdp.emit.memory.memory_plan import ALL
-from fdp.trace.effects import storages_of
+from fdp.trace.operators.effects import storages_of
 from fdp.verify import VerificationError, verify_program
 from fdp.verify.execution import Execution
 from fdp.verify.reference import Reference
@@ -48,7 +48,7 @@ def test_the_validator_shares_no_code_with_what_it_checks() -> None:
     # graph apart for a compiler. And how Python's search for garbage is switched off.
     allowed = {
         "fdp.context.garbage", "fdp.errors", "fdp.plan.plan", "fdp.pytorch.dispatch",
-        "fdp.trace.capture", "fdp.trace.control", "fdp.trace.functional", "fdp.trace.trace",
+        "fdp.trace.capture.capture", "fdp.trace.operators.control", "fdp.trace.capture.functional", "fdp.trace.trace",
     }  # fmt: skip
     found = set()
     for path in (ROOT / "fdp" / "verify").glob("*.py"):

@@ -18,8 +18,8 @@ from fdp.emit.codegen.writer import Writer, bind_object, bind_operator, emit, li
 from fdp.emit.memory.instructions import arguments_of, is_part
 from fdp.emit.memory.out_variants import Form, form_of
 from fdp.emit.memory.planning import result_name
-from fdp.trace.effects import effects_of, is_marker, storages_of
-from fdp.trace.loops import is_loop
+from fdp.trace.graph.loops import is_loop
+from fdp.trace.operators.effects import effects_of, is_marker, storages_of
 
 _aten = torch.ops.aten
 

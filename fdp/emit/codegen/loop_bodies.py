@@ -13,8 +13,8 @@ from fdp.emit.codegen.writer import Writer, bind_object, literal
 from fdp.emit.memory.allocation import memory_of_body
 from fdp.emit.memory.elements import laid_out
 from fdp.emit.memory.layout import Layout
-from fdp.trace.control import Repeated
-from fdp.trace.loops import changed_operands
+from fdp.trace.graph.loops import changed_operands
+from fdp.trace.operators.control import Repeated
 
 
 class Body(Protocol):

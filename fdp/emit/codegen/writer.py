@@ -13,8 +13,8 @@ from torch import fx
 from fdp.emit.codegen.bindings import bind
 from fdp.emit.codegen.lines import Line
 from fdp.emit.memory.memory_plan import NONE, MemoryPlan
-from fdp.trace.control import choose
-from fdp.trace.effects import effects_of
+from fdp.trace.operators.control import choose
+from fdp.trace.operators.effects import effects_of
 
 
 @dataclass

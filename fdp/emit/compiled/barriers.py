@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from fdp.emit.memory.elements import laid_out
-from fdp.trace.effects import FUSED_OPTIMIZERS
-from fdp.trace.rng_replay import RESUME, REWIND, STATE, rewind
+from fdp.trace.capture.rng_replay import RESUME, REWIND, STATE, rewind
+from fdp.trace.operators.effects import FUSED_OPTIMIZERS
 
 _aten = torch.ops.aten
 _library = torch.library.Library("fdp_compiled", "DEF")

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fdp.emit.compiled.barriers import snapshot
-from fdp.trace.effects import is_view, whole_of
+from fdp.trace.operators.effects import is_view, whole_of
 
 _aten = torch.ops.aten
 

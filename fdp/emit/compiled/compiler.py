@@ -30,7 +30,7 @@ from fdp.emit.memory.memory_plan import COMPILER, MemoryPlan
 from fdp.emit.memory.planning import Place, slot_name
 from fdp.emit.proved import verified_program
 from fdp.plan import Plan
-from fdp.trace.effects import effects_of, is_marker
+from fdp.trace.operators.effects import effects_of, is_marker
 from fdp.verify import VerificationError
 from fdp.verify.implementations import verify_implementations, verify_loops
 from fdp.verify.lowered import Returned, verify_lowered

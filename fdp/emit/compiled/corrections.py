@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fdp.pytorch.parts import release
-from fdp.trace.arguments import overlaps_itself
+from fdp.trace.calls.arguments import overlaps_itself
 
 _aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ from torch import fx
 
 from fdp.emit.compiled.barriers import define, generators_running
 from fdp.emit.memory.elements import laid_out
-from fdp.trace.control import choose
+from fdp.trace.operators.control import choose
 
 NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 """Kinds of arguments that are written by the name that they have in torch."""

@@ -21,8 +21,8 @@ from torch import fx
 from fdp.emit.compiled.drawing import NAMED, is_written
 from fdp.emit.memory.elements import offsets
 from fdp.errors import CompileError, build_message
-from fdp.trace.effects import bound_arguments, effects_of, nodes_in, operator_name, storages_of
-from fdp.trace.loops import is_loop
+from fdp.trace.graph.loops import is_loop
+from fdp.trace.operators.effects import bound_arguments, effects_of, nodes_in, operator_name, storages_of
 
 _LIKE = ("rand_like", "randn_like", "randint_like")
 """Operators that look at their first argument for shape, dtype and strides alone."""

@@ -35,9 +35,9 @@ from fdp.emit.memory.planning import Place, slot_name
 from fdp.errors import CompileError, FdpError, build_message, first_line
 from fdp.plan import Plan
 from fdp.trace import Geometry, capture_functional
-from fdp.trace.effects import effects_of, is_marker
-from fdp.trace.functional import bring_up_to_date
-from fdp.trace.loops import changed_operands, is_loop
+from fdp.trace.capture.functional import bring_up_to_date
+from fdp.trace.graph.loops import changed_operands, is_loop
+from fdp.trace.operators.effects import effects_of, is_marker
 
 _aten = torch.ops.aten
 

@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from fdp.emit.memory.elements import has_each_element_once, lies_under
-from fdp.trace.effects import effects_of, storages_of
-from fdp.trace.functional import bring_up_to_date, keep_strides
+from fdp.trace.capture.functional import bring_up_to_date, keep_strides
+from fdp.trace.operators.effects import effects_of, storages_of
 
 _aten = torch.ops.aten
 

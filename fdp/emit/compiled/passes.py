@@ -13,7 +13,7 @@ from torch import fx
 from fdp.emit.compiled.barriers import DECLARED, copy_into, declare_effects, multiply_into, snapshot
 from fdp.emit.compiled.by_places import read_places_from_rows
 from fdp.emit.memory.views import geometry
-from fdp.trace.effects import bound_arguments, storages_of
+from fdp.trace.operators.effects import bound_arguments, storages_of
 
 _aten = torch.ops.aten
 

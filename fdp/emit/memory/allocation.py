@@ -13,7 +13,7 @@ from fdp.emit.memory.instructions import Await, Compute, Divide, Instruction, Ke
 from fdp.emit.memory.layout import Layout, Lifetime, lay_out
 from fdp.emit.memory.memory_plan import MemoryPlan
 from fdp.emit.memory.planning import Place, result_name
-from fdp.trace.effects import effects_of, nodes_in
+from fdp.trace.operators.effects import effects_of, nodes_in
 
 
 def allocate(memory: MemoryPlan) -> dict[torch.device, Layout]:

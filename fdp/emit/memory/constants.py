@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp.trace.effects import effects_of, storages_of
+from fdp.trace.operators.effects import effects_of, storages_of
 
 _LARGEST_BYTES = 2**16
 """Larger constants are computed anew at every call: they would be held for as long as the step is."""

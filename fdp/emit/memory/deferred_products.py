@@ -14,7 +14,7 @@ from torch import fx
 
 from fdp.emit.memory.liveness import Accesses
 from fdp.emit.memory.out_variants import form_of
-from fdp.trace.effects import effects_of, storages_of
+from fdp.trace.operators.effects import effects_of, storages_of
 
 _aten = torch.ops.aten
 

@@ -19,7 +19,7 @@ from fdp.emit.memory.liveness import Accesses
 from fdp.emit.memory.out_variants import form_of
 from fdp.emit.memory.views import geometry
 from fdp.plan import Plan
-from fdp.trace.effects import collective_of, effects_of, storages_of
+from fdp.trace.operators.effects import collective_of, effects_of, storages_of
 from fdp.trace.trace import Trace
 
 

@@ -12,7 +12,7 @@ from fdp.emit.memory.donation import Placement
 from fdp.emit.memory.liveness import Accesses
 from fdp.emit.memory.planning import Places
 from fdp.plan import Plan, Run, Start
-from fdp.trace.effects import effects_of, entries_of, is_marker, list_arguments, storages_of
+from fdp.trace.operators.effects import effects_of, entries_of, is_marker, list_arguments, storages_of
 
 
 @dataclass(frozen=True)

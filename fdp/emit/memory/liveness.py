@@ -10,8 +10,8 @@ from typing import Any
 from torch import fx
 
 from fdp.plan import Plan, Run, Start
-from fdp.trace.dependencies import touched
-from fdp.trace.effects import effects_of, is_marker, storages_of
+from fdp.trace.graph.dependencies import touched
+from fdp.trace.operators.effects import effects_of, is_marker, storages_of
 
 
 class Accesses:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp.trace.effects import bound_arguments, effects_of, operator_name
+from fdp.trace.operators.effects import bound_arguments, effects_of, operator_name
 
 _aten = torch.ops.aten
 

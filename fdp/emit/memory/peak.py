@@ -20,7 +20,7 @@ from fdp.emit.memory.memory_plan import MemoryPlan
 from fdp.emit.memory.planning import arriving_shape, result_name
 from fdp.plan import Plan
 from fdp.tables import Printed, Table, format_bytes
-from fdp.trace.effects import storages, storages_of, tensors_in
+from fdp.trace.operators.effects import storages, storages_of, tensors_in
 from fdp.trace.trace import Input
 
 if TYPE_CHECKING:

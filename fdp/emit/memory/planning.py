@@ -21,8 +21,8 @@ from fdp.emit.memory.liveness import Accesses
 from fdp.emit.memory.out_variants import Form, form_of
 from fdp.emit.memory.views import geometry
 from fdp.plan import Bucket, Plan
-from fdp.trace.effects import storages, storages_of
-from fdp.trace.loops import is_loop
+from fdp.trace.graph.loops import is_loop
+from fdp.trace.operators.effects import storages, storages_of
 
 _SCALED_WHEN_PACKED_BYTES = 2**20
 """From this size on, the division of a mean is part of packing the bucket; below, a call for each member would cost

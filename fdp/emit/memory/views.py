@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp.trace.effects import effects_of
+from fdp.trace.operators.effects import effects_of
 
 
 def redundant_views(graph: fx.Graph) -> Mapping[fx.Node, fx.Node]:

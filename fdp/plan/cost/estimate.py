@@ -17,8 +17,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from fdp.errors import ArgumentError, build_message
 from fdp.plan.cost.costs import Costs
-from fdp.trace.effects import effects_of, entries_of, inner_nodes, is_marker, list_arguments
-from fdp.trace.loops import is_loop
+from fdp.trace.graph.loops import is_loop
+from fdp.trace.operators.effects import effects_of, entries_of, inner_nodes, is_marker, list_arguments
 from fdp.trace.trace import Trace
 
 

@@ -1,0 +1,111 @@
+"""How a step is called with other tensors in the place of its arguments': while it is traced, and by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fdp import pytree
+from fdp.context.axis import step_axis
+from fdp.distributed.group import Group
+from fdp.distributed.other_ranks import Kind
+from fdp.distributed.wire import Wire
+from fdp.errors import TraceError, build_message
+from fdp.pytorch.dynamo import uncompiled
+from fdp.state.labels import PerRank, unlabelled
+from fdp.state.shards import Whole, is_sharded, sharded
+from fdp.trace.calls.arguments import Flat, Roles
+from fdp.trace.calls.closure import kept_by
+from fdp.trace.capture.capture import is_fake
+from fdp.trace.capture.switches import recording
+from fdp.trace.capture.untouched import untouched
+
+
+def name_of(step: Callable[..., Any]) -> str:
+    """What a step is called in messages."""
+    return getattr(step, "__name__", type(step).__name__)
+
+
+def call_with(step: Callable[..., Any], flat: Flat, roles: Roles, values: Sequence[torch.Tensor]) -> Any:
+    """Call a step with other tensors in the place of those that it was flattened with."""
+    it = iter(values)
+    leaves = [next(it) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.leaves]
+    leaves = [leaf if shard is None else Whole(leaf) for leaf, shard in zip(leaves, sharded(flat.spec), strict=True)]
+    moving = iter(unlabelled(pytree.unflatten(flat.spec, leaves)))
+    fixed = iter(flat.static)
+    return step(*(next(fixed) if i in roles.static else next(moving) for i in range(len(roles.names))))
+
+
+def _call_by_itself(step: Callable[..., Any], flat: Flat, roles: Roles, values: Sequence[torch.Tensor]) -> Any:
+    """Call a step as its caller did, with other tensors in the place of those that he gave.
+
+    Each takes the place of one in the caller's own arguments, wherever that stands. `call_with`, with which the step is
+    traced, goes by positions in a row; what goes wrong there shows where the two are compared.
+    """
+    others: dict[int, list[torch.Tensor]] = {}
+    for tensor, value in zip(flat.tensors, values, strict=True):
+        others.setdefault(id(tensor), []).append(value)
+    args: list[Any] = []
+    for position, arg in enumerate(flat.args):
+        if position not in roles.static:
+            leaves, spec = pytree.flatten(arg, whole=PerRank)
+            leaves = [leaf.value if isinstance(leaf, PerRank) else leaf for leaf in leaves]
+            if not all(others.get(id(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor)):
+                return call_with(step, flat, roles, values)  # a container that makes new tensors whenever it is asked
+            found = [others[id(leaf)].pop(0) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            arg = pytree.unflatten(spec, found)
+        args.append(arg)
+    return step(*args)
+
+
+def run_untraced(
+    step: Callable[..., Any],
+    flat: Flat,
+    roles: Roles,
+    group: Group,
+    values: Sequence[torch.Tensor],
+    wire: Wire | None = None,
+    others: Kind = "different",
+) -> Any:
+    """Run a step as it is, on this rank alone: collectives take the other ranks to hold something else, or the same.
+
+    With a wire, gradients are rounded to what is sent.
+
+    Raises:
+        TraceError: the step kept a tensor when it was traced, and now uses it.
+    """
+    try:
+        with step_axis(f"{others} ranks", group, wire), recording(), uncompiled():
+            out = _call_by_itself(step, flat, roles, values)
+    except Exception as error:
+        if kept_by(step, is_fake):
+            raise _kept(step) from error
+        raise
+    if any(is_fake(leaf) for leaf in pytree.leaves_of(out)):
+        raise _kept(step)
+    return out
+
+
+def _kept(step: Callable[..., Any]) -> TraceError:
+    return TraceError(
+        build_message(
+            f"step {name_of(step)!r} uses tensors that it kept when it was traced; they have no values.",
+            kept_by(step, is_fake),
+            remedy="make such tables before the first call, or in every call; what a step is to keep, it returns.",
+        )
+    )
+
+
+def runs_by_itself(step: Callable[..., Any], flat: Flat, roles: Roles, group: Group) -> bool:
+    """Whether a step runs where nothing traces it: what went wrong under the tracer is then the tracer's."""
+    if any(map(is_sharded, pytree.leaves_of(flat.args))):
+        return False  # it would take all of what is sharded
+    values = [tensor.detach().clone() for tensor in flat.tensors]
+    try:
+        with untouched(step), torch.random.fork_rng():
+            run_untraced(step, flat, roles, group, values)
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,354 @@
+"""Operators that give a tensor another shape, or other memory, in place: in the graph they become views.
+
+In plain torch `h.t_()` turns the object `h` for all who hold it. In a graph every use of `h` after that call names
+the call's own result already. So the call can be replaced by the view `h.t()`, a value of its own, and no program ever
+turns an object that something else names: not a view that stands for its base, and not the tensor of a caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fdp import pytree
+from fdp.errors import PurityError, TraceError, build_message
+from fdp.trace.operators.effects import bound_arguments, effects_of, operator_name, storages, storages_of, whole_of
+from fdp.trace.operators.source import located
+from fdp.trace.trace import Input
+
+_aten = torch.ops.aten
+
+_VIEWS = frozenset({
+    "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "as_strided_", "detach_",
+})  # fmt: skip
+"""Each does in place what the operator of the same name without the underscore does as a view."""
+
+
+def reshape_by_views(
+    name: str, graph_module: fx.GraphModule, inputs: Sequence[Input], names: Mapping[int, str]
+) -> None:
+    """Replace, in a traced graph, what changes the shape or the memory of a tensor in place.
+
+    Args:
+        name: the user's function, for messages.
+        graph_module: the graph; it is changed.
+        inputs: of the step.
+        names: of closed-over tensors, by `id`.
+
+    Raises:
+        PurityError: as `refuse_foreign` does.
+        TraceError: what the change means cannot be said by a view. It names every operator and its line.
+    """
+    graph = graph_module.graph
+    owners = _owners(graph, graph_module, [item.name for item in inputs], names)
+    refuse_foreign(name, graph, graph_module, [item.name for item in inputs], names)
+    _refuse_wrong_derivatives(name, graph)
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    reshaped, unclear = [], []
+    for node in list(graph.nodes):
+        for given, value, is_out in _reshaped_in_place(node):
+            if (replace := _replacement(node, given, value, is_out, order)) is None:
+                unclear.append(located(node))
+            else:
+                replace()
+                reshaped.append(node)
+    if unclear:
+        raise TraceError(
+            build_message(
+                f"step {name!r} gives tensors another shape in place, in a way that a traced step cannot follow.",
+                unclear,
+                remedy="make a new tensor of the right shape (torch.empty, or no out= at all) where another one would "
+                "have to grow; use views, such as x[:n] and x.view(shape), where it would shrink.",
+            )
+        )
+    for node in reversed(reshaped):
+        if not node.users and effects_of(node).pure:
+            graph.erase_node(node)
+    for module in graph_module.modules():  # branches of conditions as well
+        if isinstance(module, fx.GraphModule):
+            _lay_windows_out(module.graph)
+    _look_at_the_whole(graph, owners)
+
+
+def refuse_foreign(name: str, graph: fx.Graph, holder: Any, inputs: Sequence[str], names: Mapping[int, str]) -> None:
+    """Refuse what changes the shape or the memory of a tensor in place that the step does not own.
+
+    Args:
+        name: the user's function, for messages.
+        graph: the graph, or as much of it as there is: to the tracer a closed-over tensor keeps the shape that it had,
+            so that what comes after may fail, and this is the cause.
+        holder: has the closed-over tensors as attributes.
+        inputs: the names of the step's inputs, as many as there are placeholders.
+        names: of closed-over tensors, by `id`.
+
+    Raises:
+        PurityError: an argument, or a closed-over tensor, is changed so: its owner would find it in another shape.
+    """
+    owners = _owners(graph, holder, inputs, names)
+    foreign = [
+        f"{owners[owner]}: {located(node)}"
+        for node in graph.nodes
+        for given, value, _ in _reshaped_in_place(node)
+        if (owner := _object(given)) in owners and _lies(given.meta["val"]) != _lies(value)
+    ]
+    if foreign:
+        raise PurityError(
+            build_message(
+                f"step {name!r} gives tensors another shape, or other memory, in place that it does not own.",
+                foreign,
+                remedy="make a view and use that, as in w = w.t() for w.t_(): the caller's tensor stays as it is.",
+            )
+        )
+
+
+def _refuse_wrong_derivatives(name: str, graph: fx.Graph) -> None:
+    """Refuse a change of shape in place behind which autograd may take a view for another one.
+
+    When memory was changed in place, autograd finds the history of its views anew. For tensors with values it goes by
+    where in memory a view lies. For those of a trace it repeats how the view was made, on a base that may have another
+    shape by now. (Seen with torch 2.13: the derivative of `k` in `k = h[:]; h.t_()` is turned.)
+
+    Raises:
+        TraceError: a value that gradients may pass is changed so, and another view of it is used afterwards; or a view
+            is changed so, and its memory is written to afterwards. It names every line.
+    """
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    last = max((order[node] for node in order if node.meta.get("backward")), default=-1)
+    at_fault = [
+        located(node)
+        for node in order
+        if order[node] < last and not node.meta.get("backward")
+        for given, value, _ in _reshaped_in_place(node)
+        if _lies(given.meta["val"]) != _lies(value) and _is_used_otherwise(given, node, order)
+    ]
+    if at_fault:
+        raise TraceError(
+            build_message(
+                f"step {name!r} gives a tensor another shape in place that shares memory with a view, and is "
+                "differentiated: in a trace the view would get the derivative of another one.",
+                at_fault,
+                remedy="make a view and use that, as in h = h.t() for h.t_(): the derivative is that of plain PyTorch.",
+            )
+        )
+
+
+def _is_used_otherwise(given: fx.Node, node: fx.Node, order: Mapping[fx.Node, int]) -> bool:
+    """Whether a view of the same memory is used behind a change of shape in place; of a view, whether it is written."""
+    memory, changed = set(storages_of(given)), _object(given)
+    sharing = [other for other in order if not memory.isdisjoint(storages_of(other))]
+    if changed.op == "call_function" and effects_of(changed).view:
+        writes = (written for other in order if order[other] > order[node] for written in effects_of(other).writes)
+        return any(not memory.isdisjoint(storages_of(written)) for written in writes)
+    before = [other for other in sharing if order[other] < order[node] and _object(other) is not changed]
+    return any(order[user] > order[node] for other in before for user in other.users)
+
+
+def _owners(graph: fx.Graph, holder: Any, inputs: Sequence[str], names: Mapping[int, str]) -> dict[fx.Node, str]:
+    """The tensors that belong to the caller of a step, and what they are called."""
+    owners = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
+    for node in graph.find_nodes(op="get_attr"):
+        held = getattr(holder, str(node.target), None)
+        owners[node] = names.get(id(held), f"a closed-over tensor of shape {list(getattr(held, 'shape', ()))}")
+    return owners
+
+
+def _reshaped_in_place(node: fx.Node) -> Iterator[tuple[fx.Node, Any, bool]]:
+    """Of the tensors that a node changes and returns, those that may lie in another way, or elsewhere, afterwards."""
+    for given, value, is_out in _changed_in_place(node):
+        moves = operator_name(node) in (*_VIEWS, "resize_", "resize_as_", "set_")
+        if moves or _lies(given.meta["val"]) != _lies(value):
+            yield given, value, is_out
+
+
+def _lay_windows_out(graph: fx.Graph) -> None:
+    """Say of windows that are written to, and have no element in common, where they lie.
+
+    What functionalization makes of a change of windows has zeros wherever there is no window.
+    """
+    for node in graph.find_nodes(op="call_function", target=_aten.unfold.default):
+        whole, _, size, step = node.args
+        if size <= step and _is_written_to(node):
+            value = node.meta["val"]
+            node.target, node.args = _aten.as_strided.default, (whole, list(value.shape), list(value.stride()))
+            node.meta.pop("effects", None)
+
+
+def _is_written_to(view: fx.Node) -> bool:
+    """Whether anything is written through a view, or through views of it."""
+    return any(
+        view in effects_of(user).writes or (effects_of(user).view and _is_written_to(user))
+        for user in view.users
+        if user.op == "call_function"
+    )
+
+
+def _look_at_the_whole(graph: fx.Graph, owners: Mapping[fx.Node, str]) -> None:
+    """Let `as_strided` of a view look at what that is a view of, where it finds the same elements.
+
+    Functionalization, which compiled steps need, refuses changes of it otherwise. Of arguments it is not known here
+    where in their memory they begin.
+    """
+    foreign = {number for node in owners for number in storages_of(node)}
+    for node in graph.find_nodes(op="call_function", target=_aten.as_strided.default):
+        view, size, stride, *offset = node.args
+        whole = whole_of(view)
+        if whole is view or view.meta["val"].is_conj() or not foreign.isdisjoint(storages_of(whole)):
+            continue
+        place = offset[0] if offset and offset[0] is not None else view.meta["val"].storage_offset()
+        node.args, node.kwargs = (whole, size, stride, place), {}
+
+
+def _changed_in_place(node: fx.Node) -> Iterator[tuple[fx.Node, Any, bool]]:
+    """The tensors that a node changes and returns: what it is given, what it returns, whether as an out argument."""
+    target, result = node.target, node.meta.get("val")
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return
+    values = list(result) if isinstance(result, (list, tuple)) else [result]
+    for argument, given in bound_arguments(node):
+        if not isinstance(given, fx.Node) or argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        for returned, value in zip(target._schema.returns, values, strict=False):
+            alias = returned.alias_info
+            if alias is not None and alias.before_set & argument.alias_info.before_set:
+                yield given, value, argument.is_out
+
+
+def _lies(value: Any) -> tuple[Any, ...]:
+    """In which memory a tensor lies, and how."""
+    return (
+        storages(value), tuple(value.shape), tuple(value.stride()), value.storage_offset(), value.dtype,
+        value.is_conj(), value.is_neg(),
+    )  # fmt: skip
+
+
+def _object(node: fx.Node) -> fx.Node:
+    """The node that first named the object that a node stands for: an operator in place returns what it is given."""
+    while True:
+        given = next((given for given, _, _ in _changed_in_place(node)), None)
+        if given is None:
+            return node
+        node = given
+
+
+def _replacement(
+    node: fx.Node, given: fx.Node, value: torch.Tensor, is_out: bool, order: Mapping[fx.Node, int]
+) -> Callable[[], None] | None:
+    """What makes a view of an operator in place, or a new tensor of an out argument that it resizes."""
+    name, target = operator_name(node), node.target
+    bound = {argument.name: argument_value for argument, argument_value in bound_arguments(node)}
+
+    def become(operator: Any, *args: Any, **kwargs: Any) -> None:
+        node.target, node.args, node.kwargs = operator, args, kwargs
+        node.meta.pop("effects", None)
+
+    if name in _VIEWS:
+        view = _view_of(target)
+        return lambda: become(view, *node.args, **node.kwargs)
+    if _lies(given.meta["val"]) == _lies(value):
+        return lambda: become(_aten.alias.default, given)
+    if target is _aten.set_.source_Tensor:
+        return lambda: become(_aten.alias.default, bound["source"])
+    if name in ("resize_", "resize_as_") and _end(value) <= _room(given, order, order[node]):
+        # Without a place of its own, it begins where what it is a view of begins.
+        return lambda: become(_aten.as_strided.default, given, list(value.shape), list(value.stride()))
+    if _is_named_later(given, node, order):
+        return None
+    made: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+    later = [other for other, index in order.items() if index >= order[node]]
+    if name in ("resize_", "resize_as_"):
+        if given.meta["val"].numel():
+            return None  # what is added holds whatever was in memory
+
+        def begin() -> None:
+            _move_away(given, later)
+            become(_aten.empty_strided.default, list(value.shape), list(value.stride()), **made)
+
+        return begin
+    if not is_out:
+        return None
+
+    def give_another() -> None:
+        moved = _move_away(given, later)
+        with node.graph.inserting_before(node):
+            new = node.graph.call_function(_aten.empty_strided.default, (list(value.shape), list(value.stride())), made)
+        new.meta.update(val=moved[id(value)], source=node.meta.get("source"), backward=node.meta.get("backward"))
+        node.replace_input_with(given, new)
+        node.meta.pop("effects", None)
+
+    return give_another
+
+
+def _move_away(given: fx.Node, later: Iterable[fx.Node]) -> dict[int, Any]:
+    """Say that nodes which lay in the memory of another one lie in new memory: it was left when it could not hold more.
+
+    torch keeps the storage, and gives it other memory; a trace tells memory by the storage. (A gradient that was
+    averaged lies in its bucket, say, where there is room for it alone.)
+
+    Args:
+        given: what lay in the memory first.
+        later: nodes from the one that left it on.
+
+    Returns:
+        What each example value became, by the `id` of what it was.
+    """
+    left = set(storages_of(given))
+    nodes = [node for node in later if not left.isdisjoint(storages_of(node))]
+    values = {
+        id(value): value
+        for node in nodes
+        for value in pytree.leaves_of(node.meta["val"])
+        if not left.isdisjoint(storages(value))
+    }
+    first = next(iter(values.values()))
+    memory = first.new_empty(max(map(_end, values.values())), dtype=torch.uint8).untyped_storage()
+
+    def elsewhere(value: Any) -> Any:
+        lies = value.new_empty(0).set_(memory, value.storage_offset(), value.shape, value.stride())
+        lies = lies.conj() if value.is_conj() else lies
+        return torch._neg_view(lies) if value.is_neg() else lies
+
+    moved = {number: elsewhere(value) for number, value in values.items()}
+    for node in nodes:
+        node.meta["val"] = pytree.map_leaves(lambda value: moved.get(id(value), value), node.meta["val"])
+        node.meta.pop("effects", None)
+    return moved
+
+
+def _view_of(target: Any) -> Any:
+    """The view that does what an operator in place does."""
+    packet = getattr(_aten, target._schema.name.removeprefix("aten::").removesuffix("_"))
+    overload = target._overloadname
+    return getattr(packet, overload if overload in packet.overloads() else "int")  # transpose_ is transpose.int
+
+
+def _end(value: torch.Tensor) -> int:
+    """Where in its memory a tensor ends, in bytes."""
+    if value.numel() == 0:
+        return 0
+    steps = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
+    return int(value.storage_offset() + steps + 1) * value.element_size()
+
+
+def _room(given: fx.Node, order: Mapping[fx.Node, int], at: int) -> int:
+    """How many bytes of memory a tensor certainly has behind it: as many as were in use before some place in the graph.
+
+    (Not the size of the storage of its example value, which may have grown since.)
+    """
+    memory = set(storages_of(given))
+    before = (node for node, index in order.items() if index < at and isinstance(node.meta.get("val"), torch.Tensor))
+    return max(_end(node.meta["val"]) for node in before if not memory.isdisjoint(storages_of(node)))
+
+
+def _is_named_later(given: fx.Node, node: fx.Node, order: Mapping[fx.Node, int]) -> bool:
+    """Whether anything but the changed object itself looks at its memory behind an operator in place."""
+    memory = set(storages_of(given))
+    own = {given, node}
+    return any(
+        order.get(user, -1) > order[node]
+        for other, index in order.items()
+        if index < order[node] and not memory.isdisjoint(storages_of(other)) and other not in own
+        for user in other.users
+    ) or any(order.get(user, -1) > order[node] for user in given.users)

@@ -1,0 +1,142 @@
+"""Which values of a traced step are equal on every rank, and where the others began to differ.
+
+The rule is one: a result varies if anything that its operation reads varies. Batch arguments and random
+numbers vary to begin with; the result of a collective does not, unless it gives each rank a part of its own. Since
+operators may write in place, what varies is memory, at a moment of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fdp.trace.operators.effects import collective_of, effects_of, is_marker, storages_of
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a value may differ from rank to rank.
+
+    Attributes:
+        last: the node by which it last came to vary: an operation, or the placeholder itself.
+        draw: the operator that drew random numbers, if they are all that makes it differ.
+    """
+
+    last: fx.Node
+    draw: fx.Node | None = None
+
+
+def varying_nodes(graph: fx.Graph, varying_inputs: Iterable[fx.Node]) -> Mapping[fx.Node, Cause]:
+    """Find the values that may differ from rank to rank at the end of the step.
+
+    Args:
+        graph: a traced graph.
+        varying_inputs: the placeholders that differ from rank to rank.
+
+    Returns:
+        For each node whose memory varies at the end: why.
+    """
+    causes, _ = _walk(graph, varying_inputs)
+    return {
+        node: causes[storage]
+        for node in graph.nodes
+        if node.op != "output"
+        for storage in storages_of(node)
+        if storage in causes
+    }
+
+
+def ever_varying(graph: fx.Graph, varying_inputs: Iterable[fx.Node]) -> frozenset[int]:
+    """The memory that may differ from rank to rank at any moment of the step, also where it does not at the end.
+
+    Args:
+        graph: a traced graph.
+        varying_inputs: the placeholders that differ from rank to rank.
+    """
+    _, ever = _walk(graph, varying_inputs)
+    return ever
+
+
+def _walk(graph: fx.Graph, varying_inputs: Iterable[fx.Node]) -> tuple[dict[int, Cause], frozenset[int]]:
+    """For the memory that varies at the end, why; and the memory that varies at any moment."""
+    causes: dict[int, Cause] = {}
+    ever: set[int] = set()
+    for node in varying_inputs:
+        for storage in storages_of(node):
+            causes[storage] = Cause(node)
+    uneven = _uneven(graph, varying_inputs)
+    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    for node in nodes:
+        if node.op != "call_function":
+            continue
+        effects = effects_of(node)
+        if effects.view:
+            continue
+        made = set(storages_of(node))
+        if is_marker(node):
+            collective = collective_of(node)
+            if is_marker(node, "vary", "axis_index") or (collective is not None and collective.varies):
+                for storage in made:
+                    causes[storage] = Cause(node)
+            continue
+        shape_alone = _only_shape(node) and (node.args[0] not in uneven or _is_scalar(node.args[0]))
+        read = (storage for argument in effects.reads if not shape_alone for storage in storages_of(argument))
+        draws = [causes[storage].draw for storage in read if storage in causes]
+        varies = effects.random or bool(draws)
+        written = {storage for target in effects.writes for storage in storages_of(target)}
+        replaced = effects.overwrites and _covers(effects.writes)
+        for storage in made | written:
+            if varies:
+                before = [causes[storage].draw] if storage in causes and not replaced else []
+                reasons = [*before, *draws]
+                causes[storage] = Cause(node, None if None in reasons else next(iter(reasons), node))
+            elif replaced and causes.pop(storage, None) is not None:
+                ever.add(storage)
+    return causes, frozenset(ever | set(causes))
+
+
+def _only_shape(node: fx.Node) -> bool:
+    """Whether a node looks only at the shape of its argument."""
+    return str(node.target) in ("aten.ones_like.default", "aten.zeros_like.default")
+
+
+def _uneven(graph: fx.Graph, varying_inputs: Iterable[fx.Node]) -> frozenset[fx.Node]:
+    """The values whose shapes may differ from rank to rank: batches may, and what is made of them.
+
+    What is written in place keeps its shape, whatever is written; what comes of a collective has one on all ranks. A
+    scalar counts as well: it may be expanded to the length of a batch.
+    """
+    uneven = set(varying_inputs)
+    for node in graph.nodes:
+        if node.op != "call_function" or node.meta.get("val") is None or collective_of(node) is not None:
+            continue
+        effects = effects_of(node)
+        sources = effects.writes or node.all_input_nodes
+        if any(source in uneven for source in sources):
+            uneven.add(node)
+    return frozenset(uneven)
+
+
+def _is_scalar(node: fx.Node) -> bool:
+    """Whether a node is a tensor without dimensions, which has the same shape on every rank."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dim() == 0
+
+
+def _covers(writes: Iterable[fx.Node]) -> bool:
+    """Whether the written tensors are all of their memory."""
+    return all(_is_whole(write.meta["val"]) for write in writes)
+
+
+def _is_whole(value: torch.Tensor) -> bool:
+    """Whether a tensor names each byte of its memory once.
+
+    As many elements as there are in memory are not enough: windows that overlap leave others out.
+    """
+    size_bytes = value.numel() * value.element_size()
+    return size_bytes == value.untyped_storage().nbytes() and bool(
+        torch.ops.aten.is_non_overlapping_and_dense.default(value)
+    )

@@ -1,0 +1,115 @@
+"""When a whole value is gathered from its parts (once, or again for each backward pass), and when a part is taken.
+
+References:
+    Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel (VLDB 2023), sections 3.2 and 3.3.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Container, Mapping, Sequence
+
+from torch import fx
+
+from fdp.trace.operators.effects import effects_of, list_arguments, storages, storages_of
+from fdp.trace.sharding.units import is_same_view
+
+
+def phases_of(graph: fx.Graph, in_loops: Container[fx.Node], again: bool) -> Mapping[fx.Node, int]:
+    """Cut a step into passes, forward and backward by turns: in each a whole value is gathered at most once.
+
+    Args:
+        graph: of the step on whole values.
+        in_loops: the nodes that run in loops. A loop belongs to the pass in which it begins: in each of its rounds a
+            value would be gathered anew.
+        again: whether there are passes. If not, all of the step is one.
+
+    Returns:
+        For each node the number of its pass.
+    """
+    found: dict[fx.Node, int] = {}
+    number, backward = 0, False
+    for node in graph.nodes:
+        if again and node.op == "call_function" and node not in in_loops:
+            number += bool(node.meta.get("backward")) != backward
+            backward = bool(node.meta.get("backward"))
+        found[node] = number
+    return found
+
+
+def begin_late(graph: fx.Graph, gathers: Sequence[tuple[fx.Node, fx.Node]]) -> None:
+    """Let each message begin when the value of the one before is there, and no earlier: it takes memory.
+
+    While that value is computed with, the next one is on its way.
+
+    Args:
+        graph: of the step on one rank. The nodes of messages get a `meta["after"]`: the names of those to
+            wait for.
+        gathers: for each whole value the node of its message, and its own.
+    """
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    readers = [(rows, reader) for rows, whole in gathers if (reader := _first_reader(whole, order)) is not None]
+    readers.sort(key=lambda pair: order[pair[1]])
+    before: fx.Node | None = None
+    for (last, reader), (rows, next_reader) in itertools.pairwise(readers):
+        if next_reader is not reader:
+            before = last
+        if before is not None and order[before] < order[rows]:
+            rows.meta["after"] = (before.name,)
+
+
+def take_late(graph: fx.Graph, parts: Sequence[tuple[fx.Node, ...]]) -> None:
+    """Let the part of an input be taken when what it is computed with is there, and no earlier: it takes memory.
+
+    Args:
+        graph: of the step on one rank. Nodes are moved, and those that copy get a `meta["after"]`.
+        parts: of inputs that do not change: for each a view of it in rows, the copy of one row, and a view of that.
+    """
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for nodes in parts:
+        _, copy, taken = nodes
+        reader = _first_reader(taken, order)
+        if reader is None or any(order[user] < order[reader] for user in taken.users):
+            continue
+        with_it = [node for node in _read_with(reader, taken) if node.op == "call_function"]
+        if with_it:
+            copy.meta["after"] = tuple(node.name for node in with_it)
+            for node in nodes:
+                reader.prepend(node)
+
+
+def _read_with(reader: fx.Node, value: fx.Node) -> list[fx.Node]:
+    """What an operator reads together with a value: of an operator on lists, the same entry of each."""
+    lists = [listed for _, listed in list_arguments(reader) if listed]
+    entries = {at for listed in lists for at, each in enumerate(listed) if each is value}
+    if not entries:
+        return [node for node in reader.all_input_nodes if node is not value]
+    found = [listed[at] for listed in lists for at in entries if at < len(listed)]
+    return [node for node in found if isinstance(node, fx.Node) and node is not value]
+
+
+def _first_reader(value: fx.Node, order: Mapping[fx.Node, int]) -> fx.Node | None:
+    """The first operator that reads a value, or a view of it."""
+    found: list[fx.Node] = []
+    pending = list(value.users)
+    while pending:
+        user = pending.pop()
+        if user.op == "call_function" and effects_of(user).view:
+            pending.extend(user.users)
+        elif user.op == "call_function":
+            found.append(user)
+    return min(found, key=order.__getitem__, default=None)
+
+
+def origin_of(node: fx.Node) -> fx.Node:
+    """What a node is another name of."""
+    while is_same_view(node) and node.target is not operator.getitem:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def entry_of(value: fx.Node, node: fx.Node) -> int | None:
+    """Which of several results of `value` a node is; None if there is one."""
+    made = value.meta.get("val")
+    return storages(made).index(storages_of(node)[0]) if isinstance(made, (list, tuple)) else None

@@ -1,0 +1,420 @@
+"""A traced step on whole values, written anew for one rank that holds parts of some of them.
+
+As a compiler for single programs on many devices does it: the step is traced as if there were one device, and then each
+operator is written for the part that a rank computes. What is put in between are the collectives that users can call,
+too, so that everything behind (plan, program, proofs) knows them.
+
+References:
+    Xu et al., GSPMD: General and Scalable Parallelization for ML Computation Graphs (2021), section 3.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fdp.state.shards import Part
+from fdp.trace.graph.loops import regions_of
+from fdp.trace.operators.effects import (
+    bound_arguments,
+    effects_of,
+    list_arguments,
+    nodes_in,
+    operator_name,
+    storages_of,
+)
+from fdp.trace.sharding.gathers import entry_of, origin_of, phases_of, take_late
+from fdp.trace.sharding.placements import is_scattered
+from fdp.trace.sharding.reductions_of_parts import combined
+from fdp.trace.sharding.shared_gathers import Gather, share_messages
+from fdp.trace.sharding.units import Unit, is_elementwise, is_own_memory, is_same_view, reduces_all, units_of
+from fdp.trace.trace import Link
+
+_AXIS = "traced"
+
+
+@dataclass(frozen=True)
+class Partitioned:
+    """A graph for one rank.
+
+    Attributes:
+        module: the graph.
+        links: the collectives that were put in.
+        gathered: which results are gathered for being returned, by their places.
+    """
+
+    module: fx.GraphModule
+    links: list[Link]
+    gathered: list[int]
+
+
+def for_rank(
+    module: fx.GraphModule,
+    parts: Mapping[int, Part],
+    sharded: Mapping[fx.Node, Part],
+    names: Mapping[fx.Node, str],
+    returned: Sequence[Part | None],
+    again: bool = False,
+) -> Partitioned:
+    """Write a graph on whole values anew, for one rank.
+
+    Args:
+        module: the graph; it is not changed.
+        parts: which memory lies in parts.
+        sharded: the placeholders of which a rank is given its part.
+        names: of placeholders, for the names of messages.
+        returned: for each result how it is divided; None where it is returned whole.
+        again: whether what is gathered for a forward pass is gathered again for the backward pass, and each value no
+            earlier than it has to be, so that few are whole at once.
+
+    Returns:
+        The graph for one rank: of local shapes, with collectives where a whole is needed.
+    """
+    return _Rewriting(module, parts, sharded, names, again).write(returned)
+
+
+class _Rewriting:
+    """One graph that is written anew."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        parts: Mapping[int, Part],
+        sharded: Mapping[fx.Node, Part],
+        names: Mapping[fx.Node, str],
+        again: bool,
+    ) -> None:
+        self._module, self._parts, self._sharded, self._names = module, parts, sharded, names
+        self._graph = fx.Graph()
+        self._here: dict[fx.Node, fx.Node] = {}
+        self._gathered: dict[tuple[int, int], fx.Node] = {}
+        self._index: fx.Node | None = None
+        self._links: list[Link] = []
+        self._now: fx.Node | None = None
+        # Which node has the value of a piece of memory, and which call it was that made or changed it last.
+        self._last: dict[int, tuple[fx.Node, fx.Node]] = {}
+        self._ahead = {begin: region for begin, region, _ in regions_of(module.graph)}
+        self._in_loops = {node for region in self._ahead.values() for node in region}
+        self._again, self._phases = again, phases_of(module.graph, self._in_loops, again)
+        self._views: dict[tuple[fx.Node, int], fx.Node] = {}
+        self._changed: set[int] = set()
+        self._gathers: list[Gather] = []
+        self._taken: list[tuple[fx.Node, tuple[fx.Node, ...]]] = []
+        self._mode = next(
+            value.fake_mode
+            for node in module.graph.nodes
+            for value in [node.meta.get("val")]
+            if isinstance(value, torch.Tensor) and hasattr(value, "fake_mode")
+        )
+
+    def write(self, returned: Sequence[Part | None]) -> Partitioned:
+        """See `for_rank`."""
+        for node in self._module.graph.find_nodes(op="placeholder"):
+            self._here[node] = self._placeholder(node)
+            self._last.update(dict.fromkeys(storages_of(node), (node, node)))
+        for node, part in self._sharded.items():
+            if storages_of(node)[0] not in self._parts:  # it is changed as a whole, so it has to be one
+                self._now = node
+                self._here[node] = self._gather(node, self._here[node], part)
+        for node in self._module.graph.nodes:
+            self._now = node
+            if node.op == "get_attr":
+                self._here[node] = self._copied(node, node.args, node.kwargs, node.meta.get("val"))
+            elif node.op == "call_function":
+                for inner in self._ahead.get(node, ()):
+                    self._gather_ahead(inner, node)
+                self._call(node)
+                for number in storages_of(node):
+                    self._last.setdefault(number, (node, node))
+                for written in effects_of(node).writes:
+                    for number in storages_of(written):
+                        for phase in range(self._phases[node] + 1):
+                            self._gathered.pop((number, phase), None)
+                        self._changed.add(number)
+                        self._last[number] = written, node
+        values: list[fx.Node] = []
+        gathered: list[int] = []
+        for at, (node, wanted) in enumerate(zip(self._results(), returned, strict=True)):
+            self._now = self._module.graph.output_node()
+            if wanted is None and self._lies_in_parts(node):
+                gathered.append(at)
+            values.append(self._whole(node) if wanted is None else self._part(node, wanted))
+        self._graph.output(values)
+        self._graph.output_node().meta.update(self._module.graph.output_node().meta)
+        self._links += share_messages(self._graph, self._gathers, self._new, few=self._again)
+        unchanged = [nodes for whole, nodes in self._taken if not self._changed.intersection(storages_of(whole))]
+        take_late(self._graph, unchanged)
+        made = fx.GraphModule(self._module, self._graph)
+        return Partitioned(made, self._links, gathered)
+
+    def _results(self) -> Sequence[fx.Node]:
+        results: Any = self._module.graph.output_node().args[0]
+        return list(results) if results else []
+
+    # --- nodes ----------------------------------------------------------------------------------------------------
+
+    def _placeholder(self, node: fx.Node) -> fx.Node:
+        value = node.meta["val"]
+        if node in self._sharded:
+            shape = self._sharded[node].of(value.shape)
+            with self._mode:
+                value = torch.empty(shape, dtype=value.dtype, device=value.device)
+        return self._copied(node, node.args, node.kwargs, value)
+
+    def _copied(self, node: fx.Node, args: Any, kwargs: Any, value: Any) -> fx.Node:
+        made = self._graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+        made.meta = {key: what for key, what in node.meta.items() if key not in ("effects", "val")}
+        made.meta["val"] = value
+        return made
+
+    def _new(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A call that is put in, on behalf of the node that is being written."""
+        node = self._graph.call_function(target, args, kwargs)
+        assert self._now is not None
+        node.meta = {"source": self._now.meta.get("source"), "backward": self._now.meta.get("backward", False)}
+        node.meta["val"] = self._value(target, args, kwargs)
+        return node
+
+    def _value(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """What a call makes of example values."""
+        values, options = fx.map_arg((tuple(args), dict(kwargs)), lambda node: node.meta["val"])
+        with self._mode, torch.no_grad():
+            return target(*values, **options)
+
+    # --- whole values and parts -----------------------------------------------------------------------------------
+
+    def _lies_in_parts(self, node: fx.Node) -> bool:
+        """Whether what stands for a node is a part: it is a whole piece of memory that lies in parts."""
+        return (
+            isinstance(node.meta.get("val"), torch.Tensor)
+            and is_own_memory(node)
+            and all(number in self._parts for number in storages_of(node))
+        )
+
+    def _part_of(self, node: fx.Node) -> Part:
+        return self._parts[storages_of(node)[0]]
+
+    def _whole(self, node: fx.Node) -> fx.Node:
+        """The whole value of a node, gathered if it lies in parts."""
+        assert self._now is not None
+        here, phase = self._here[node], self._phases[self._now]
+        if not self._lies_in_parts(node):
+            if self._phases[node] != phase and self._is_whole_view(node):
+                return self._viewed_again(node, phase)
+            return here
+        (number,) = storages_of(node)
+        if (number, phase) not in self._gathered:
+            self._gathered[number, phase] = self._gather(node, here, self._part_of(node))
+        return self._gathered[number, phase]
+
+    def _is_whole_view(self, node: fx.Node) -> bool:
+        """Whether a node is a view of the whole of what lies in parts, and may be made anew."""
+        numbers = storages_of(node)
+        return (
+            node.op == "call_function"
+            and effects_of(node).view
+            and not {node, self._now} & self._in_loops
+            and bool(numbers)
+            and all(number in self._parts and number not in self._changed for number in numbers)
+        )
+
+    def _viewed_again(self, node: fx.Node, phase: int) -> fx.Node:
+        """A view that was made in an earlier pass, of what is gathered in this one."""
+        if (node, phase) not in self._views:
+            self._views[node, phase] = self._made(node, self._whole)
+        return self._views[node, phase]
+
+    def _gather(self, node: fx.Node, own: fx.Node, part: Part) -> fx.Node:
+        shape = list(node.meta["val"].shape)
+        name = self._names.get(origin_of(node)) or f"value at {node.meta.get('source')}"
+        rows = self._new(torch.ops.fdp.all_gather.default, own, part.ranks, _AXIS, name)
+        if part.dim:
+            each = [self._new(torch.ops.aten.select.int, rows, 0, rank) for rank in range(part.ranks)]
+            whole = self._new(torch.ops.aten.cat.default, each, part.dim)
+        else:
+            whole = self._new(torch.ops.aten.view.default, rows, shape)
+        assert self._now is not None
+        when = self._phases[self._now], bool(self._now.meta.get("backward"))
+        value, after = self._last[storages_of(node)[0]]
+        entry = entry_of(value, node)
+        link = Link(rows.name, value.name, "gathered", whole.name, after.name, part, name, entry)
+        self._gathers.append(Gather(own, rows, whole, link, when))
+        return whole
+
+    def _part(self, node: fx.Node, part: Part) -> fx.Node:
+        """This rank's part of the value of a node."""
+        if self._lies_in_parts(node) and self._part_of(node) == part:
+            return self._here[node]
+        whole = self._whole(node)
+        if self._index is None:
+            index = self._new(torch.ops.fdp.axis_index.default, whole, _AXIS)
+            self._index = self._new(torch.ops.aten.view.default, index, [1])
+        index, device = self._index, whole.meta["val"].device
+        if device.type != "cpu":
+            index = self._new(torch.ops.aten._to_copy.default, index, device=device)
+        rows = self._new(torch.ops.aten.view.default, whole, part.in_rows(whole.meta["val"].shape))
+        own = self._new(torch.ops.aten.index_select.default, rows, part.dim, index)
+        taken = self._new(torch.ops.aten.view.default, own, list(part.of(whole.meta["val"].shape)))
+        if origin_of(node).op == "placeholder":
+            self._taken.append((node, (rows, own, taken)))
+        return taken
+
+    def _gather_ahead(self, inner: fx.Node, begin: fx.Node) -> None:
+        """Gather before a loop what is read in it: in each round it would be gathered anew."""
+        self._now = begin
+        for node in inner.all_input_nodes:
+            if node in self._here and self._lies_in_parts(node):
+                self._whole(node)
+
+    # --- calls ----------------------------------------------------------------------------------------------------
+
+    def _call(self, node: fx.Node) -> None:
+        if is_scattered(node) and storages_of(node)[0] in self._parts:
+            self._here[node] = self._scattered(node)
+            return
+        if is_same_view(node) and node.target is not operator.getitem and self._lies_in_parts(node):
+            # Not the view itself: what it is told of sizes is told of the whole.
+            self._here[node] = self._here[node.all_input_nodes[0]]
+            return
+        if node.target is operator.getitem and not effects_of(node.all_input_nodes[0]).view:
+            if node not in self._here:  # or it is a number that ranks have put together
+                self._here[node] = self._made(node, lambda x: self._here[x])
+            return
+        units = list(units_of(node))
+        in_parts = [self._computes_parts(unit) for unit in units]
+        reducing = [self._reduces_parts(unit) for unit in units]
+        if not any(in_parts) and not any(reducing):
+            self._here[node] = self._made(node, self._whole)
+            return
+        if units[0].entry is None:
+            chosen = self._reduced if reducing[0] else self._elementwise
+            self._here[node] = chosen(node, units[0])
+            return
+        self._here[node] = self._entry_by_entry(node, units, in_parts, reducing)
+
+    def _reduces_parts(self, unit: Unit) -> bool:
+        """Whether a unit makes one number of what lies in parts; in a loop it would send in each round."""
+        return unit.node not in self._in_loops and reduces_all(unit) and self._lies_in_parts(unit.reads[0])
+
+    def _computes_parts(self, unit: Unit) -> bool:
+        results = unit.results
+        return bool(results) and all(number in self._parts for number in results) and is_elementwise(unit)
+
+    def _made(self, node: fx.Node, take: Callable[[fx.Node], fx.Node]) -> fx.Node:
+        """A call of the same operator, on other nodes."""
+        args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), take)
+        return self._like(node, args, kwargs)
+
+    def _like(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+        before, now = nodes_in([*node.args, *node.kwargs.values()]), nodes_in([*args, *kwargs.values()])
+        same = [one.meta.get("val") is two.meta.get("val") for one, two in zip(before, now, strict=True)]
+        value = node.meta.get("val")
+        # A new value of the same shape is as good as the one of the other graph; what lies in other memory is not.
+        effects = effects_of(node)
+        if not all(same) and (effects.view or effects.writes or self._is_local(node)):
+            value = self._value(node.target, args, kwargs)
+        return self._copied(node, args, kwargs, value)
+
+    def _is_local(self, node: fx.Node) -> bool:
+        return any(number in self._parts for number in storages_of(node))
+
+    def _elementwise(self, node: fx.Node, unit: Unit) -> fx.Node:
+        part = self._part_of_results(unit)
+        if operator_name(node) == "clone" and not self._lies_in_parts(unit.reads[0]):
+            return self._part(unit.reads[0], part)  # it is a copy already
+        return self._made(node, lambda x: self._operand(x, unit, part))
+
+    def _part_of_results(self, unit: Unit) -> Part:
+        return self._parts[unit.results[0]]
+
+    def _operand(self, node: fx.Node, unit: Unit, part: Part) -> fx.Node:
+        """What an operator on parts takes: a part of what is as large, all of what is broadcast."""
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or unit.shape is None:
+            return self._here[node]
+        dim = part.dim - (len(unit.shape) - value.dim())
+        if dim < 0 or value.shape[dim] == 1 != unit.shape[part.dim]:
+            return self._whole(node)
+        return self._part(node, Part(dim, part.ranks))
+
+    def _entry_by_entry(
+        self, node: fx.Node, units: Sequence[Unit], in_parts: Sequence[bool], reducing: Sequence[bool]
+    ) -> fx.Node:
+        lists = {id(value) for _, value in list_arguments(node)}
+
+        def taken(value: Any) -> Any:
+            if id(value) not in lists or not value:
+                return fx.map_arg(value, self._whole)
+            return [
+                self._taken_by(unit, x, parts, reduces)
+                for x, unit, parts, reduces in zip(value, units, in_parts, reducing, strict=True)
+            ]
+
+        args = tuple(taken(value) for value in node.args)
+        kwargs = {key: taken(value) for key, value in node.kwargs.items()}
+        made = self._like_lists(node, args, kwargs)
+        for unit, reduces in zip(units, reducing, strict=True):
+            if reduces:
+                assert unit.entry is not None
+                own = self._new(operator.getitem, made, unit.entry)
+                whole = self._combine(node, own, unit)
+                for user in node.users:
+                    if user.target is operator.getitem and user.args[1] == unit.entry:
+                        self._here[user] = whole
+        return made
+
+    def _like_lists(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+        value = node.meta.get("val")
+        if isinstance(value, (list, tuple)):
+            value = self._value(node.target, args, kwargs)
+        return self._copied(node, args, kwargs, value)
+
+    def _taken_by(self, unit: Unit, value: Any, in_parts: bool, reduces: bool) -> Any:
+        if not isinstance(value, fx.Node):
+            return value
+        if reduces:
+            return self._here[value]
+        return self._operand(value, unit, self._part_of_results(unit)) if in_parts else self._whole(value)
+
+    # --- collectives ----------------------------------------------------------------------------------------------
+
+    def _scattered(self, node: fx.Node) -> fx.Node:
+        """A sum or a mean over ranks of which this rank keeps its part."""
+        given = {argument.name: value for argument, value in bound_arguments(node)}
+        part, whole = self._parts[storages_of(node)[0]], self._whole(given["x"])
+        rows = self._new(torch.ops.aten.view.default, whole, part.in_rows(whole.meta["val"].shape))
+        if part.dim:
+            order = [part.dim, *(dim for dim in range(len(rows.meta["val"].shape)) if dim != part.dim)]
+            rows = self._new(torch.ops.aten.permute.default, rows, order)
+        scatter = torch.ops.fdp.reduce_scatter.default
+        made = self._new(scatter, rows, given["op"], _AXIS, given["kind"], given["label"])
+        self._links.append(Link(made.name, node.name, "scattered", made.name, node.name, part, given["label"]))
+        return made
+
+    def _reduced(self, node: fx.Node, unit: Unit) -> fx.Node:
+        """One number of a tensor that lies in parts."""
+        own = self._made(node, lambda x: self._here[x])
+        own.meta["val"] = self._value(node.target, own.args, own.kwargs)
+        return self._combine(node, own, unit)
+
+    def _combine(self, node: fx.Node, own: fx.Node, unit: Unit) -> fx.Node:
+        part = self._part_of(unit.reads[0])
+        name = f"{operator_name(node).removeprefix('_foreach_')} of parts at {node.meta.get('source')}"
+
+        sent: list[fx.Node] = []
+
+        def over_ranks(value: fx.Node, op: str) -> fx.Node:
+            sent.append(self._new(torch.ops.fdp.all_reduce.default, value, op, _AXIS, "value", name))
+            return sent[-1]
+
+        made = combined(node, own, part.ranks, self._new, over_ranks)
+        for each in sent:
+            self._links.append(
+                Link(each.name, node.name, "combined", made.name, node.name, part, name, unit.entry, own.name)
+            )
+        return made
