@@ -1,11 +1,10 @@
 """The same comparison on one CUDA device: an NCCL group of one rank, host and device time apart.
 
-    python benchmarks/gpu.py
+    python benchmarks/run.py --setting gpu
 
-is `python benchmarks/run.py --setting gpu`; `python benchmarks/compiled.py --setting gpu` is the one for compiled
-steps. There is nobody to talk to, so this shows what each design costs on the host and on the device, and not how it
-communicates: DDP copies gradients into its buckets and starts all-reduces of one rank, fdp leaves both away in a world
-of one.
+`python benchmarks/compiled.py --setting gpu` is the one for compiled steps. There is nobody to talk to, so this shows
+what each design costs on the host and on the device, and not how it communicates: DDP copies gradients into its buckets
+and starts all-reduces of one rank, fdp leaves both away in a world of one.
 
 - host: wall clock until the step has returned; the device was idle when it began. Where the device is slower, this
   is the time to queue its work, as long as the queue has room.
@@ -16,7 +15,6 @@ of one.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping
 
 import torch
@@ -65,9 +63,3 @@ def _memory(figures: Mapping[str, Figures]) -> Table:
         ours, theirs = (mebibytes(row.memory[name].tensors_above_bytes) for name in (SETTING.ours, peer))
         out.add_row(case, ours, f"{theirs} ({peer})", f"{row.memory_ratio(SETTING.ours, peer):.2f}")
     return out
-
-
-if __name__ == "__main__":
-    import run
-
-    sys.exit(run.main(["--setting", "gpu", *sys.argv[1:]]))
