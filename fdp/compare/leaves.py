@@ -169,13 +169,6 @@ def relative_tolerance(dtype: torch.dtype) -> float:
     return _RELATIVE.get(dtype, _RELATIVE_NARROW if dtype.is_floating_point else 0.0)
 
 
-def taken(leaves: list[Any]) -> Iterator[Any]:
-    """Each leaf in turn; the list no longer holds it."""
-    leaves.reverse()
-    while leaves:
-        yield leaves.pop()
-
-
 def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
     """Whether two tensors hold the same values; NaN is the same as NaN."""
     one, two = _comparable(one), _comparable(two)

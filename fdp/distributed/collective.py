@@ -50,16 +50,6 @@ class Collective:
         """
         return not self.gathers
 
-    def result_shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-        """The shape of the result on a number of ranks, of a value of some shape.
-
-        Example:
-            >>> COLLECTIVES["sum_scatter"].result_shape((2, 5), 2), COLLECTIVES["all_gather"].result_shape((5,), 2)
-            ((5,), (2, 5))
-        """
-        own = shape[1:] if self.splits else shape
-        return (size, *own) if self.gathers else own
-
 
 COLLECTIVES = {
     each.name: each

@@ -13,8 +13,6 @@ from fdp.tables import Printed, count, ms
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-KINDS = ("forward", "backward", "pack", "optimizer", "message")
-
 _TOLERANCE_S = 1e-10
 """Times that are closer than this are one: no clock tells them apart, and floating-point numbers are rounded."""
 

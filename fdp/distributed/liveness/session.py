@@ -25,11 +25,6 @@ class Session:
         self._said = 0
         self._unconfirmed: deque[dict[str, Any]] = deque(maxlen=_KEPT)
 
-    @property
-    def is_confirmed(self) -> bool:
-        """Whether all that was said has come, as far as is known."""
-        return not self._unconfirmed
-
     def say(self, message: dict[str, Any]) -> dict[str, Any]:
         """The message as it is sent; it is kept until it has come."""
         self._said += 1
