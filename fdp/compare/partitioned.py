@@ -81,10 +81,10 @@ def _gathered_though_varying(trace: Trace) -> list[str]:
     assert trace.whole is not None
     placeholders = trace.whole.graph.graph.find_nodes(op="placeholder")
     items = list(zip(placeholders, trace.whole.inputs, strict=True))
-    own = varying_nodes(trace.whole.graph.graph, [node for node, item in items if item.role != "state"])
+    own = varying_nodes(trace.whole.graph.graph, [node for node, item in items if not item.replicated])
     named = {node.name for node in own}
     # What is gathered as it went in did not differ then, whatever is written to it afterwards.
-    given = {node.name for node, item in items if item.role == "state"}
+    given = {node.name for node, item in items if item.replicated}
     return [
         f"{link.whole}: {link.kind}, and differs from rank to rank"
         for link in trace.links

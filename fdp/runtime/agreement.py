@@ -111,7 +111,7 @@ def _marks(plan: Plan, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
     marks = {
         item.name: fingerprint(tensor)
         for item, tensor in zip(plan.trace.inputs, tensors, strict=True)
-        if item.role == "state"
+        if item.replicated
     }
     for target, name in plan.trace.closed_over:
         label = f"closed-over tensor {name}"

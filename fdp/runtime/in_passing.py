@@ -69,7 +69,7 @@ class InPassing:
         leaves = [
             (at, item.shape, item.dtype, item.stride, item.device)
             for at, item in enumerate(trace.inputs)
-            if item.role == "state" and item.device in there
+            if item.replicated and item.device in there
         ] + [
             (self._inputs + at, tuple(x.shape), x.dtype, x.stride(), x.device)
             for at, x in enumerate(self._held)

@@ -22,7 +22,7 @@ class Replication:
 
     def __init__(self, trace: Trace, refuses: bool) -> None:
         self._name = trace.name
-        self._state = [at for at, item in enumerate(trace.inputs) if item.role == "state"]
+        self._state = [at for at, item in enumerate(trace.inputs) if item.replicated]
         held = [(getattr(trace.graph, target), f"closed-over tensor {name}") for target, name in trace.closed_over]
         held = [(tensor, name) for tensor, name in held if tensor.layout == torch.strided]
         self._held = [tensor for tensor, _ in held]
@@ -51,7 +51,7 @@ class Replication:
         self._others = [
             at
             for at, output in enumerate(outputs)
-            if not own[at] and output.slot is not None and not (refuses and trace.inputs[output.slot].role == "state")
+            if not own[at] and output.slot is not None and not (refuses and trace.inputs[output.slot].replicated)
         ]
 
     def refuse(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -52,6 +52,11 @@ class Input:
     shares_memory: bool
     part: Part | None = None
 
+    @property
+    def replicated(self) -> bool:
+        """Whether all ranks hold the same bits."""
+        return self.role == "state"
+
 
 @dataclass(frozen=True)
 class Output:

@@ -87,7 +87,7 @@ def trace_step(
     captured = _captured(name, step, flat, roles, group, wire, whole)
     graph, out_spec = captured.module.graph, captured.out_spec
     placeholders = graph.find_nodes(op="placeholder")
-    may_differ = [node for node, item in zip(placeholders, whole, strict=True) if item.role in ("batch", "per rank")]
+    may_differ = [node for node, item in zip(placeholders, whole, strict=True) if not item.replicated]
     varying = varying_nodes(graph, may_differ)
     outputs, causes = _outputs(graph, captured.leaves, out_spec, varying)
     outputs = assign_slots(outputs, out_spec, whole, flat, roles)
