@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 
+from fdp.distributed.by_collective import arriving_shape, pretend_message, start_message
 from fdp.distributed.group import Group
 from fdp.distributed.other_ranks import OtherRanks
 from fdp.distributed.sending import Arrived
@@ -17,7 +18,6 @@ from fdp.emit.codegen.program import Program
 from fdp.emit.memory.planning import (
     Place,
     arrives_at_bytes,
-    arriving_shape,
     header_numel,
     received_at_bytes,
     shared_numel,
@@ -66,22 +66,8 @@ class Buffer:
         return cast(Callable[[], None], self.frame(self._start, group, arrived, into))
 
     def _start(self, group: Group, arrived: Arrived | None, into: torch.Tensor | None) -> Callable[[], None]:
-        if (arriving := self._arriving(into)) is not None:
-            return self._start_apart(arriving, group, arrived)
-        if self.bucket.collective.rooted:
-            return group.broadcast(self.own, self.bucket.root, arrived)
         message = self.own if self.message is None else self.message
-        return group.all_reduce(message, "sum" if self.scaled else self.bucket.op, arrived)
-
-    def _start_apart(self, into: torch.Tensor, group: Group, arrived: Arrived | None) -> Callable[[], None]:
-        collective = self.bucket.collective
-        if collective.paired:
-            return group.permute(into, self.own, self.bucket.pairs, arrived)
-        if not collective.splits:
-            return group.all_gather(into, self.own, arrived)
-        if collective.reduction is None:
-            return group.all_to_all(into, self.own.view_as(into), arrived)
-        return group.reduce_scatter(into, self.own.view(self.bucket.rows, -1), collective.reduction, arrived)
+        return start_message(self.bucket, message, self._arriving(into), self.scaled, group, arrived)
 
     def start_wide(self, group: Group, arrived: Arrived | None = None) -> WideMean:
         """Start the mean that is added up in a wider dtype."""
@@ -95,24 +81,7 @@ class Buffer:
 
     def pretend(self, others: OtherRanks, into: torch.Tensor | None = None) -> None:
         """Do what the collective would do, with what this rank takes the others to hold."""
-        if (arriving := self._arriving(into)) is not None:
-            self._pretend_apart(arriving, others)
-        elif self.bucket.collective.rooted:
-            others.broadcast_(self.own, self.bucket.root)
-        else:
-            others.all_reduce_(self.own, self.bucket.op, self.scaled)
-
-    def _pretend_apart(self, into: torch.Tensor, others: OtherRanks) -> None:
-        collective = self.bucket.collective
-        if collective.paired:
-            others.permute_(into, self.own, self.bucket.pairs)
-        elif not collective.splits:
-            others.all_gather_(into, self.own)
-        elif collective.reduction is None:
-            others.all_to_all_(into, self.own.view_as(into))
-        else:
-            rows = self.own.view(self.bucket.rows, -1)
-            others.reduce_scatter_(rows[0], rows, collective.reduction)
+        pretend_message(self.bucket, self.own, self._arriving(into), self.scaled, others)
 
 
 def place_values(program: Program, blocks: Mapping[torch.device, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -255,9 +255,9 @@ EXCHANGES = (
     ),
     Fault(
         "sent the other way",
-        "runtime/buffers.py",
-        "group.permute(into, self.own, self.bucket.pairs, arrived)",
-        "group.permute(into, self.own, [pair[::-1] for pair in self.bucket.pairs], arrived)",
+        "distributed/by_collective.py",
+        "group.permute(into, own, sent.pairs, arrived)",
+        "group.permute(into, own, [pair[::-1] for pair in sent.pairs], arrived)",
         "values go to the rank that they should come from",
     ),
     Fault(
@@ -269,16 +269,16 @@ EXCHANGES = (
     ),
     Fault(
         "parts of means are sums",
-        "runtime/buffers.py",
-        "self.own.view(self.bucket.rows, -1), collective.reduction, arrived)",
-        'self.own.view(self.bucket.rows, -1), "sum", arrived)',
+        "distributed/by_collective.py",
+        "own.view(sent.rows, -1), collective.reduction, arrived)",
+        'own.view(sent.rows, -1), "sum", arrived)',
         "not divided",
     ),
     Fault(
         "parts are not waited for",
-        "runtime/buffers.py",
-        "            return group.all_to_all(into, self.own.view_as(into), arrived)\n",
-        "            group.all_to_all(into, self.own.view_as(into), arrived)\n            return lambda: None\n",
+        "distributed/by_collective.py",
+        "        return group.all_to_all(into, own.view_as(into), arrived)\n",
+        "        group.all_to_all(into, own.view_as(into), arrived)\n        return lambda: None\n",
         "what is exchanged may be under way when it is read",
     ),
     Fault(
@@ -290,16 +290,16 @@ EXCHANGES = (
     ),
     Fault(
         "parts come back in place",
-        "runtime/buffers.py",
-        "return group.reduce_scatter(into, self.own.view(self.bucket.rows, -1)",
-        "return group.reduce_scatter(self.own.view(self.bucket.rows, -1), into",
+        "distributed/by_collective.py",
+        "return group.reduce_scatter(into, own.view(sent.rows, -1)",
+        "return group.reduce_scatter(own.view(sent.rows, -1), into",
         "what is sent and what arrives are mixed up",
     ),
     Fault(
         "parts are columns",
-        "runtime/buffers.py",
-        "return group.reduce_scatter(into, self.own.view(self.bucket.rows, -1)",
-        "return group.reduce_scatter(into, self.own.view(-1, self.bucket.rows).t().contiguous()",
+        "distributed/by_collective.py",
+        "return group.reduce_scatter(into, own.view(sent.rows, -1)",
+        "return group.reduce_scatter(into, own.view(-1, sent.rows).t().contiguous()",
         "each rank gets elements of other rows",
     ),
 )
@@ -307,16 +307,16 @@ EXCHANGES = (
 SENDING = (
     Fault(
         "shares are averaged",
-        "runtime/buffers.py",
-        '"sum" if self.scaled else self.bucket.op',
-        "self.bucket.op",
+        "distributed/by_collective.py",
+        '"sum" if scaled else collective.name',
+        "collective.name",
         "values that were divided when the bucket was filled are divided once more",
     ),
     Fault(
         "rank 0 is every root",
-        "runtime/buffers.py",
-        "return group.broadcast(self.own, self.bucket.root, arrived)",
-        "return group.broadcast(self.own, 0, arrived)",
+        "distributed/by_collective.py",
+        "return group.broadcast(own, sent.root, arrived)",
+        "return group.broadcast(own, 0, arrived)",
         "values come from another rank than asked for",
     ),
     Fault(

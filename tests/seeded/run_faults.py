@@ -72,7 +72,7 @@ class _Seeding(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoade
 
 
 _CAN_BE_FAULTY = ("fdp.timeline", "fdp.plan", "fdp.verify", "fdp.emit", "fdp.runtime")
-_HEADER = "fdp.distributed.header"
+_FROM_BELOW = ("fdp.distributed.by_collective", "fdp.distributed.header")
 
 
 def _forget_what_can_be_faulty() -> None:
@@ -82,7 +82,9 @@ def _forget_what_can_be_faulty() -> None:
     """
     for name in list(sys.modules):
         part = ".".join(name.split(".")[:2])
-        if name in ("emitted_runs", _HEADER) or (part in _CAN_BE_FAULTY and not name.startswith("fdp.emit.compiled")):
+        if name in ("emitted_runs", *_FROM_BELOW) or (
+            part in _CAN_BE_FAULTY and not name.startswith("fdp.emit.compiled")
+        ):
             del sys.modules[name]
 
 

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
+from fdp.distributed.by_collective import arriving_shape
 from fdp.distributed.messages import MOST_RANKS_IN_ROWS
 from fdp.emit.memory.allocation import carried_out, read_by
 from fdp.emit.memory.decisions import plan_memory
 from fdp.emit.memory.instructions import Await, Compute, Instruction, Keep, Send
 from fdp.emit.memory.memory_plan import MemoryPlan
-from fdp.emit.memory.planning import arriving_shape, result_name
+from fdp.emit.memory.planning import result_name
 from fdp.plan import Plan
 from fdp.tables import Printed, Table, format_bytes
 from fdp.trace.operators.effects import storages, storages_of, tensors_in

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fdp.distributed.by_collective import arriving_shape
 from fdp.distributed.header import NUMEL, carries
-from fdp.distributed.messages import rows_arriving
 from fdp.emit.memory.constants import constant_values
 from fdp.emit.memory.donation import Placement
 from fdp.emit.memory.layout import round_up
@@ -349,16 +349,6 @@ def arrives_at_bytes(bucket: Bucket) -> int:
 def result_at_bytes(bucket: Bucket) -> int:
     """Where, in the memory of a bucket, its results begin: those of a reduce-scatter are its first row."""
     return 0 if bucket.collective.reduction is not None or bucket.collective.in_place else arrives_at_bytes(bucket)
-
-
-def arriving_shape(bucket: Bucket, world_size: int) -> tuple[int, ...]:
-    """What arrives there: a row of each rank, for a reduce-scatter of each other one if ranks are few; of a permutation
-    what one rank sends."""
-    if bucket.collective.paired:
-        return (bucket.numel,)
-    if not bucket.collective.splits:
-        return (world_size, bucket.numel)
-    return (bucket.rows if bucket.collective.gathers else rows_arriving(world_size), bucket.row_numel)
 
 
 def header_numel(bucket: Bucket, world_size: int) -> int:

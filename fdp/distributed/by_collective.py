@@ -1,0 +1,109 @@
+"""Each collective on flat memory: how its message starts, what is done in its place in a dry run, and what arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from fdp.distributed.collective import Collective
+from fdp.distributed.group import Group
+from fdp.distributed.messages import Pairs, rows_arriving
+from fdp.distributed.other_ranks import OtherRanks
+from fdp.distributed.sending import Arrived
+
+
+class Sent(Protocol):
+    """What is said of a message: a bucket says it (`fdp.plan.Bucket`)."""
+
+    @property
+    def collective(self) -> Collective:
+        """What ranks do with it."""
+
+    @property
+    def root(self) -> int:
+        """Whose value all get, of a collective with a root."""
+
+    @property
+    def pairs(self) -> Pairs:
+        """Which rank sends to which, of a permutation."""
+
+    @property
+    def numel(self) -> int:
+        """Elements that each rank contributes."""
+
+    @property
+    def rows(self) -> int:
+        """Rows that these are in: one for each rank where the collective splits, else one."""
+
+
+def start_message(
+    sent: Sent, own: torch.Tensor, into: torch.Tensor | None, scaled: bool, group: Group, arrived: Arrived | None
+) -> Callable[[], None]:
+    """Start a message.
+
+    Args:
+        sent: what is said of it.
+        own: what this rank contributes, flat, with a header behind it if there is one. The result is in the same place,
+            of a reduce-scatter in the first row of it, unless it arrives elsewhere.
+        into: memory for what arrives, where it lies apart: of `arriving_shape`; else None.
+        scaled: the values have been divided by the number of ranks: their sum is the mean.
+        group: the ranks.
+        arrived: called when it is there, if the backend tells.
+
+    Returns:
+        The function that waits for it.
+    """
+    collective = sent.collective
+    if into is None:
+        if collective.rooted:
+            return group.broadcast(own, sent.root, arrived)
+        return group.all_reduce(own, "sum" if scaled else collective.name, arrived)
+    if collective.paired:
+        return group.permute(into, own, sent.pairs, arrived)
+    if not collective.splits:
+        return group.all_gather(into, own, arrived)
+    if collective.reduction is None:
+        return group.all_to_all(into, own.view_as(into), arrived)
+    return group.reduce_scatter(into, own.view(sent.rows, -1), collective.reduction, arrived)
+
+
+def pretend_message(sent: Sent, own: torch.Tensor, into: torch.Tensor | None, scaled: bool, others: OtherRanks) -> None:
+    """Do what a message would do, with what this rank takes the others to hold.
+
+    Args:
+        sent: as for `start_message`.
+        own: likewise, without a header.
+        into: likewise.
+        scaled: likewise.
+        others: the other ranks.
+    """
+    collective = sent.collective
+    if into is None:
+        if collective.rooted:
+            others.broadcast_(own, sent.root)
+        else:
+            others.all_reduce_(own, collective.name, scaled)
+    elif collective.paired:
+        others.permute_(into, own, sent.pairs)
+    elif not collective.splits:
+        others.all_gather_(into, own)
+    elif collective.reduction is None:
+        others.all_to_all_(into, own.view_as(into))
+    else:
+        rows = own.view(sent.rows, -1)
+        others.reduce_scatter_(rows[0], rows, collective.reduction)
+
+
+def arriving_shape(sent: Sent, world_size: int) -> tuple[int, ...]:
+    """The shape of what arrives, where it lies apart from what this rank sends.
+
+    It is a row of each rank; for a reduce-scatter one of each other rank, if ranks are few. Of a permutation it is what
+    one rank sends.
+    """
+    if sent.collective.paired:
+        return (sent.numel,)
+    if not sent.collective.splits:
+        return (world_size, sent.numel)
+    return (sent.rows if sent.collective.gathers else rows_arriving(world_size), sent.numel // sent.rows)
