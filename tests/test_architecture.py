@@ -80,9 +80,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "lowered",
     ),
     "emit": (
-        "memory.constants memory.elements memory.layout memory.liveness memory.out_variants memory.views",
-        "memory.donation memory.deferred_products", "memory.planning", "memory.instructions", "memory.memory_plan",
-        "memory.allocation", "memory.decisions", "memory.peak", "memory.peak_picture",
+        "memory.constants memory.elements memory.layout memory.liveness memory.out_variants memory.savings "
+        "memory.views",
+        "memory.deferred_products", "memory.analysis", "memory.donation", "memory.planning", "memory.instructions",
+        "memory.memory_plan", "memory.allocation", "memory.decisions", "memory.peak", "memory.peak_picture",
         "codegen.bindings codegen.lines", "codegen.writer",
         "codegen.added_products codegen.loop_bodies codegen.packing codegen.shortcuts", "codegen.calls",
         "codegen.program",

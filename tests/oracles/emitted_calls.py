@@ -20,7 +20,7 @@ import fdp
 from fdp.context.axis import step_axis
 from fdp.emit.codegen import program
 from fdp.emit.memory import planning
-from fdp.emit.memory.memory_plan import ALL
+from fdp.emit.memory.savings import ALL
 from fdp.runtime import Emitted, arena
 
 CALLS = 3

@@ -88,10 +88,10 @@ LIFETIMES = (
     Fault(
         "views without a place keep nothing",
         "emit/memory/planning.py",
-        "                    self.places.memory[name] = found[0]\n"
+        "                    self.memory[name] = found[0]\n"
         "                    if isinstance(value, torch.Tensor) and not value.is_conj() and not value.is_neg():\n",
         "                    if isinstance(value, torch.Tensor) and not value.is_conj() and not value.is_neg():\n"
-        "                        self.places.memory[name] = found[0]\n",
+        "                        self.memory[name] = found[0]\n",
         "the memory of a conjugate is given away while the conjugate is still read",
     ),
     Fault(
@@ -275,8 +275,8 @@ DONATION = (
     Fault(
         "owned memory returned",
         "emit/memory/donation.py",
-        "donated | owned | _foreign_memory(trace))",
-        "_foreign_memory(trace))",
+        "{*self.donated, *self.owned, *foreign}",
+        "{*foreign}",
         "a result is a view of the new state, which the next call overwrites",
     ),
     Fault(

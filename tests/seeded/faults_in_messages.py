@@ -57,15 +57,15 @@ PACKING = (
     Fault(
         "divided although it is read",
         "emit/memory/planning.py",
-        "if bucket.index in self.places.scaled and untouched and unread:",
-        "if bucket.index in self.places.scaled and untouched:",
+        "if bucket.index in self.scaled and untouched and unread:",
+        "if bucket.index in self.scaled and untouched:",
         "this rank's own value is divided for another reader, too",
     ),
     Fault(
         "divided before it is whole",
         "emit/memory/planning.py",
-        "if bucket.index in self.places.scaled and untouched and unread:",
-        "if bucket.index in self.places.scaled and unread:",
+        "if bucket.index in self.scaled and untouched and unread:",
+        "if bucket.index in self.scaled and unread:",
         "a value is divided, and then changed",
     ),
     Fault(

@@ -18,9 +18,9 @@ from torch import fx
 import fdp
 from fdp.emit.codegen import calls, packing, program
 from fdp.emit.codegen.program import Program, write_program
-from fdp.emit.memory import allocation, decisions, donation, instructions, planning
+from fdp.emit.memory import allocation, analysis, donation, instructions, planning
 from fdp.emit.memory.layout import Layout, Lifetime
-from fdp.emit.memory.memory_plan import ALL
+from fdp.emit.memory.savings import ALL
 from fdp.trace.operators.effects import storages_of
 from fdp.verify import VerificationError, verify_program
 from fdp.verify.execution import Execution
@@ -149,13 +149,13 @@ def naively_added(graph: fx.Graph, same: Mapping[fx.Node, fx.Node], *_: Any) -> 
 
 
 def test_a_product_is_not_put_off_past_the_message_that_its_argument_travels_in(monkeypatch: Any) -> None:
-    monkeypatch.setattr(decisions, "find_added", naively_added)
+    monkeypatch.setattr(analysis, "find_added", naively_added)
     with pytest.raises(VerificationError, match="addmm_"):
         prove(average_and_add, torch.randn(4, 4), torch.randn(5, 4), world=2)
 
 
 def test_an_operator_does_not_read_what_it_writes(monkeypatch: Any) -> None:
-    monkeypatch.setattr(decisions, "find_added", naively_added)
+    monkeypatch.setattr(analysis, "find_added", naively_added)
     with pytest.raises(VerificationError, match="addmm_"):
         prove(squared_and_added, {"s": torch.eye(4), "a": torch.ones(4, 4)}, torch.randn(5, 4), donate=0)
 

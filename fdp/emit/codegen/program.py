@@ -31,8 +31,9 @@ from fdp.emit.memory.decisions import plan_memory
 from fdp.emit.memory.elements import has_each_element_once, has_gaps, span_of
 from fdp.emit.memory.instructions import Await, Compute, Divide, Instruction, Keep, Pack, Send, Update
 from fdp.emit.memory.layout import Layout
-from fdp.emit.memory.memory_plan import ALL, NONE, MemoryPlan
+from fdp.emit.memory.memory_plan import MemoryPlan
 from fdp.emit.memory.planning import Place
+from fdp.emit.memory.savings import ALL, NONE
 from fdp.plan import Plan
 
 _aten = torch.ops.aten
@@ -117,7 +118,7 @@ def _write_program(memory: MemoryPlan, rank: int, tick: Callable[[], None] | Non
         namespace["step"],
         memory.places.named,
         memory.layouts,
-        frozenset(memory.places.scaled),
+        memory.places.scaled,
         parts=parts_of(writer.lines),
         loops=bodies,
         names=names_of_values(writer, graph),

@@ -12,7 +12,8 @@ from torch import fx
 
 from fdp.emit.codegen.bindings import bind
 from fdp.emit.codegen.lines import Line
-from fdp.emit.memory.memory_plan import NONE, MemoryPlan
+from fdp.emit.memory.memory_plan import MemoryPlan
+from fdp.emit.memory.savings import NONE
 from fdp.trace.operators.control import choose
 from fdp.trace.operators.effects import effects_of
 

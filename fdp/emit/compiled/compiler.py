@@ -26,8 +26,9 @@ from fdp.emit.compiled.recording import Recording
 from fdp.emit.compiled.unaliased import Apart
 from fdp.emit.memory.decisions import plan_memory
 from fdp.emit.memory.layout import Layout
-from fdp.emit.memory.memory_plan import COMPILER, MemoryPlan
+from fdp.emit.memory.memory_plan import MemoryPlan
 from fdp.emit.memory.planning import Place, slot_name
+from fdp.emit.memory.savings import COMPILER
 from fdp.emit.proved import verified_program
 from fdp.plan import Plan
 from fdp.trace.operators.effects import effects_of, is_marker
@@ -205,7 +206,7 @@ def _buckets(memory: MemoryPlan) -> Buckets:
         for at, marker in enumerate(members):
             places[slot_name(index, at)] = named[slot_name(index, at)]
             places[result_name(index, at)] = named[marker.name]
-    return Buckets(places, memory.layouts, frozenset(memory.places.scaled))
+    return Buckets(places, memory.layouts, memory.places.scaled)
 
 
 def _returned(memory: MemoryPlan) -> list[Returned]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import MappingProxyType
 
 from fdp.emit.memory.allocation import allocate
-from fdp.emit.memory.deferred_products import find_added
+from fdp.emit.memory.analysis import analyse
 from fdp.emit.memory.donation import place_outputs
 from fdp.emit.memory.instructions import instructions_of
-from fdp.emit.memory.liveness import Accesses, unused_nodes
-from fdp.emit.memory.memory_plan import ALL, MemoryPlan, Savings
+from fdp.emit.memory.liveness import unused_nodes
+from fdp.emit.memory.memory_plan import MemoryPlan
 from fdp.emit.memory.planning import find_places
-from fdp.emit.memory.views import redundant_views
+from fdp.emit.memory.savings import ALL, Savings
 from fdp.plan import Plan
 
 
@@ -26,21 +27,15 @@ def plan_memory(plan: Plan, communicates: bool, savings: Savings = ALL) -> Memor
     Returns:
         The decisions; a function of the arguments alone.
     """
-    trace, graph = plan.trace, plan.trace.graph.graph
-    same = redundant_views(graph) if savings.views else {}
-    accesses = Accesses(plan)
-    added = find_added(graph, same, accesses) if savings.products else {}  # first: all others see the reads as they are
-    placement = place_outputs(plan, same, accesses, plain=not savings.donation, gathers=savings.results)
-    markers = {
-        bucket.index: tuple(map(trace.marker, bucket.members))
-        for bucket in plan.buckets
-        if communicates or not bucket.collective.in_place
-    }
-    sent = {marker for members in markers.values() for marker in members}
-    alone = frozenset(map(trace.marker, range(len(trace.reductions)))) - sent
-    places = find_places(plan, same, placement, accesses, markers, alone, savings.views, savings.results)
-    unused = unused_nodes(graph, places.constants) if savings.results else frozenset()
-    listed = instructions_of(plan, placement, accesses, places, markers, alone, savings.pack_from_bytes)
+    trace = plan.trace
+    analysis = analyse(plan, communicates, savings)
+    placement = place_outputs(analysis)
+    places = find_places(analysis, placement)
+    unused = unused_nodes(trace.graph.graph, places.constants) if savings.results else frozenset()
+    listed = instructions_of(analysis, placement, places)
     bodies = {loop.node: plan_memory(body, False, savings) for loop, body in zip(trace.loops, plan.bodies, strict=True)}
-    memory = MemoryPlan(plan, savings, same, added, unused, placement, markers, alone, places, listed, bodies)
-    return replace(memory, layouts=allocate(memory))
+    memory = MemoryPlan(
+        plan, savings, analysis.same, analysis.added, unused, placement, analysis.markers, analysis.alone, places,
+        listed, MappingProxyType(bodies), layouts=MappingProxyType({}),
+    )  # fmt: skip
+    return replace(memory, layouts=MappingProxyType(allocate(memory)))

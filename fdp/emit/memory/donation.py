@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import fx
 
+from fdp.emit.memory.analysis import Analysis
 from fdp.emit.memory.elements import has_each_element_once, lies_as
 from fdp.emit.memory.liveness import Accesses
 from fdp.emit.memory.out_variants import form_of
@@ -36,118 +38,128 @@ class Placement:
         cloned: outputs (by position) to be copied at the end, because their memory belongs to something else.
     """
 
-    replaced: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    written: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    gathered: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    copies: dict[int, list[tuple[fx.Node, fx.Node]]] = field(default_factory=dict)
-    returned: list[fx.Node] = field(default_factory=list)
-    cloned: set[int] = field(default_factory=set)
+    replaced: Mapping[fx.Node, fx.Node]
+    written: Mapping[fx.Node, fx.Node]
+    gathered: Mapping[fx.Node, fx.Node]
+    copies: Mapping[int, tuple[tuple[fx.Node, fx.Node], ...]]
+    returned: tuple[fx.Node, ...]
+    cloned: frozenset[int]
 
 
-def place_outputs(
-    plan: Plan, same: Mapping[fx.Node, fx.Node], accesses: Accesses, plain: bool = False, gathers: bool = False
-) -> Placement:
+def place_outputs(analysis: Analysis) -> Placement:
     """Decide where every output of a plan lives.
 
     Args:
-        plan: the plan; its order says what is read when.
-        same: views that are their own base.
-        accesses: what the plan does to memory, and when.
-        plain: whether every new value is copied into the donated input, at the end.
-        gathers: whether a message may fill a donated input.
+        analysis: of the plan.
 
     Returns:
         The placement.
     """
-    trace = plan.trace
+    plan, trace = analysis.plan, analysis.plan.trace
     placeholders = trace.graph.graph.find_nodes(op="placeholder")
     made: list[fx.Node] = list(trace.graph.graph.output_node().args[0])  # type: ignore[arg-type]
     slots = [output.slot for output in trace.outputs if output.node is not None]
     pairs = [(node, None if slot is None else placeholders[slot]) for node, slot in zip(made, slots, strict=True)]
-    donated = {
-        storage
-        for node, item in zip(placeholders, trace.inputs, strict=True)
-        if item.donated
-        for storage in storages_of(node)
-    }
-    placement = Placement(returned=list(made))
-    gathering = _gathering(plan) if gathers else {}
-    owned = _place_new_values(plan, placement, pairs, donated, same, accesses, gathering, plain)
-    _copy_what_is_shared(placement, pairs, donated, donated | owned | _foreign_memory(trace))
-    return placement
+    donated = {storage for node in analysis.accesses.donated for storage in storages_of(node)}
+    gathering = _gathering(plan) if analysis.savings.results else {}
+    builder = _Builder(analysis, pairs, donated, gathering)
+    builder.place_new_values()
+    builder.copy_what_is_shared(_foreign_memory(trace))
+    return builder.placement()
 
 
-Pairs = Sequence[tuple[fx.Node, "fx.Node | None"]]
-"""Each tensor output, and the donated input that it is the new value of."""
+class _Builder:
+    """The placement so far.
 
-
-def _place_new_values(
-    plan: Plan,
-    placement: Placement,
-    pairs: Pairs,
-    donated: AbstractSet[int],
-    same: Mapping[fx.Node, fx.Node],
-    accesses: Accesses,
-    gathering: Mapping[int, tuple[fx.Node, int]],
-    plain: bool,
-) -> set[int]:
-    """Decide how the new value of each donated input gets there; returns memory that is, or becomes, that of one."""
-    # Memory of donated inputs that some other output reads until the end.
-    taken = {
-        storage
-        for node, target in pairs
-        if target is None or not _is_same(node, target)
-        for storage in storages_of(node)
-        if storage in donated
-    }
-    clones = _clones(plan.trace.graph.graph, same)
-    owned: set[int] = set()
-    for position, (node, target) in enumerate(pairs):
-        if target is None:
-            continue
-        (home,), (memory,) = storages_of(target), storages_of(node)
-        if _is_same(node, target):
-            owned.add(home)
-        elif home in taken or home in accesses.writes or not _fits(node, target):
-            continue
-        elif plain:
-            placement.copies.setdefault(len(plan.schedule) - 1, []).append((target, node))
-            owned.add(home)
-        elif (
-            (clone := clones.get((memory, target))) is not None
-            and memory not in owned
-            and geometry(clone.meta["val"]) == geometry(node.meta["val"]) == geometry(target.meta["val"])
-            and accesses.last_read(home, except_by=clone) < accesses.first_write(memory)
-        ):
-            placement.replaced[clone] = target
-            owned.update((memory, home))
-        elif memory not in owned and _can_write(same.get(node, node), target, accesses):
-            placement.written[same.get(node, node)] = target
-            owned.update((memory, home))
-        elif memory not in owned and _can_gather(node, target, gathering.get(memory), accesses):
-            placement.gathered[gathering[memory][0]] = target
-            owned.update((memory, home))
-        else:
-            last = max(accesses.last_read(home), accesses.last_write(memory), accesses.made.get(memory, -1))
-            placement.copies.setdefault(last, []).append((target, node))
-            owned.add(home)
-        placement.returned[position] = target
-    return owned
-
-
-def _copy_what_is_shared(placement: Placement, pairs: Pairs, donated: AbstractSet[int], others: set[int]) -> None:
-    """Find the results to be copied at the end: those in memory that belongs to something else.
-
-    Where state is donated, what is returned in new memory may be what is donated next (state that shared memory, or has
-    grown): one result to a piece of memory, so that the next call changes no other.
+    Args:
+        analysis: of the plan.
+        pairs: each tensor output, and the donated input that it is the new value of.
+        donated: the memory of donated inputs.
+        gathering: the all-gathers that may fill one.
     """
-    for position, (node, target) in enumerate(pairs):
-        if placement.returned[position] is target:
-            continue
-        if others.intersection(storages_of(node)):
-            placement.cloned.add(position)
-        elif donated:
-            others.update(storages_of(node))
+
+    def __init__(
+        self,
+        analysis: Analysis,
+        pairs: Sequence[tuple[fx.Node, fx.Node | None]],
+        donated: AbstractSet[int],
+        gathering: Mapping[int, tuple[fx.Node, int]],
+    ) -> None:
+        self.analysis, self.pairs, self.donated, self.gathering = analysis, pairs, donated, gathering
+        self.owned: set[int] = set()  # memory that is, or becomes, that of a donated input
+        self.replaced: dict[fx.Node, fx.Node] = {}
+        self.written: dict[fx.Node, fx.Node] = {}
+        self.gathered: dict[fx.Node, fx.Node] = {}
+        self.copies: dict[int, list[tuple[fx.Node, fx.Node]]] = {}
+        self.returned = [node for node, _ in pairs]
+        self.cloned: set[int] = set()
+
+    def place_new_values(self) -> None:
+        """Decide how the new value of each donated input gets there."""
+        # Memory of donated inputs that some other output reads until the end.
+        taken = {
+            storage
+            for node, target in self.pairs
+            if target is None or not _is_same(node, target)
+            for storage in storages_of(node)
+            if storage in self.donated
+        }
+        same, accesses, owned, gathering = self.analysis.same, self.analysis.accesses, self.owned, self.gathering
+        clones = _clones(self.analysis.plan.trace.graph.graph, same)
+        for position, (node, target) in enumerate(self.pairs):
+            if target is None:
+                continue
+            (home,), (memory,) = storages_of(target), storages_of(node)
+            if _is_same(node, target):
+                owned.add(home)
+            elif home in taken or home in accesses.writes or not _fits(node, target):
+                continue
+            elif not self.analysis.savings.donation:
+                self.copies.setdefault(len(self.analysis.plan.schedule) - 1, []).append((target, node))
+                owned.add(home)
+            elif (
+                (clone := clones.get((memory, target))) is not None
+                and memory not in owned
+                and geometry(clone.meta["val"]) == geometry(node.meta["val"]) == geometry(target.meta["val"])
+                and accesses.last_read(home, except_by=clone) < accesses.first_write(memory)
+            ):
+                self.replaced[clone] = target
+                owned.update((memory, home))
+            elif memory not in owned and _can_write(same.get(node, node), target, accesses):
+                self.written[same.get(node, node)] = target
+                owned.update((memory, home))
+            elif memory not in owned and _can_gather(node, target, gathering.get(memory), accesses):
+                self.gathered[gathering[memory][0]] = target
+                owned.update((memory, home))
+            else:
+                last = max(accesses.last_read(home), accesses.last_write(memory), accesses.made.get(memory, -1))
+                self.copies.setdefault(last, []).append((target, node))
+                owned.add(home)
+            self.returned[position] = target
+
+    def copy_what_is_shared(self, foreign: AbstractSet[int]) -> None:
+        """Find the results to be copied at the end: those in memory that belongs to something else.
+
+        Where state is donated, what is returned in new memory may be what is donated next (state that shared memory,
+        or has grown): one result to a piece of memory, so that the next call changes no other.
+        """
+        others = {*self.donated, *self.owned, *foreign}
+        for position, (node, target) in enumerate(self.pairs):
+            if self.returned[position] is target:
+                continue
+            if not others.isdisjoint(storages_of(node)):
+                self.cloned.add(position)
+            elif self.donated:
+                others.update(storages_of(node))
+
+    def placement(self) -> Placement:
+        """All of it."""
+        frozen = MappingProxyType
+        copies = {at: tuple(pairs) for at, pairs in self.copies.items()}
+        return Placement(
+            frozen(self.replaced), frozen(self.written), frozen(self.gathered), frozen(copies), tuple(self.returned),
+            frozenset(self.cloned),
+        )  # fmt: skip
 
 
 def _is_same(node: fx.Node, target: fx.Node) -> bool:

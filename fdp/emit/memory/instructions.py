@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
+from fdp.emit.memory.analysis import Analysis
 from fdp.emit.memory.donation import Placement
-from fdp.emit.memory.liveness import Accesses
 from fdp.emit.memory.planning import Places
-from fdp.plan import Plan, Run, Start
+from fdp.plan import Run, Start
 from fdp.trace.operators.effects import effects_of, entries_of, is_marker, list_arguments, storages_of
 
 
@@ -79,31 +79,19 @@ BEFORE = -1
 """The position of what happens before everything that is scheduled."""
 
 
-def instructions_of(
-    plan: Plan,
-    placement: Placement,
-    accesses: Accesses,
-    places: Places,
-    markers: Mapping[int, Sequence[fx.Node]],
-    alone: frozenset[fx.Node],
-    pack_from_bytes: float,
-) -> tuple[tuple[int, Instruction], ...]:
+def instructions_of(analysis: Analysis, placement: Placement, places: Places) -> tuple[tuple[int, Instruction], ...]:
     """List what a program does.
 
     Args:
-        plan: the plan.
+        analysis: of the plan.
         placement: where outputs live.
-        accesses: what the plan does to memory, and when.
         places: values at fixed places.
-        markers: for each bucket that is sent, the markers of its members.
-        alone: markers that send nothing.
-        pack_from_bytes: members of at least so many bytes are packed as soon as they are computed, so that their own
-            memory can be given back; smaller ones together, when their bucket is sent.
 
     Returns:
         The instructions, each with the position in the schedule that it belongs to.
     """
-    early = _packed_early(markers, accesses, places, pack_from_bytes)
+    plan, markers, alone = analysis.plan, analysis.markers, analysis.alone
+    early = _packed_early(analysis, places)
     found: list[tuple[int, Instruction]] = []
     seen: set[fx.Node] = set()
     packed: set[tuple[int, int]] = set()
@@ -153,16 +141,17 @@ def _send(
     yield Send(bucket)
 
 
-def _packed_early(
-    markers: Mapping[int, Sequence[fx.Node]], accesses: Accesses, places: Places, from_bytes: float
-) -> dict[fx.Node, list[tuple[int, int, tuple[fx.Node, ...]]]]:
-    """Members that can be packed as soon as they are computed.
+def _packed_early(analysis: Analysis, places: Places) -> dict[fx.Node, list[tuple[int, int, tuple[fx.Node, ...]]]]:
+    """Members that can be packed as soon as they are computed, so that their own memory can be given back.
+
+    Smaller ones than the backend says are packed together, when their bucket is sent.
 
     Returns:
         For the call that computes them: bucket, member, and the views to look through, in order.
     """
+    accesses, from_bytes = analysis.accesses, analysis.savings.pack_from_bytes
     found: dict[fx.Node, list[tuple[int, int, tuple[fx.Node, ...]]]] = {}
-    for bucket, members in markers.items():
+    for bucket, members in analysis.markers.items():
         for at, marker in enumerate(members):
             maker: Any = marker.args[0]
             value = maker.meta["val"]

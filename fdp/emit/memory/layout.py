@@ -12,6 +12,7 @@ import bisect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 ALIGNMENT_BYTES = 64
@@ -70,7 +71,7 @@ def lay_out(pieces: Sequence[Lifetime]) -> Layout:
         The layout.
 
     Example:
-        >>> lay_out([Lifetime("a", 64, 0, 1), Lifetime("b", 64, 1, 2), Lifetime("c", 64, 2, 3)]).offsets
+        >>> dict(lay_out([Lifetime("a", 64, 0, 1), Lifetime("b", 64, 1, 2), Lifetime("c", 64, 2, 3)]).offsets)
         {'a': 0, 'b': 64, 'c': 0}
     """
     found, heads = _in_order(pieces)
@@ -118,7 +119,7 @@ def _in_order(pieces: Sequence[Lifetime]) -> tuple[Layout, Mapping[Any, Any]]:
             if key not in inherited:
                 block.give_back(offsets[key], sizes[key])
                 live -= sizes[key]
-    return Layout(offsets, block.size, needed, tuple(pieces)), heads
+    return Layout(MappingProxyType(offsets), block.size, needed, tuple(pieces)), heads
 
 
 def _largest_first(found: Layout, heads: Mapping[Any, Any]) -> Layout:
@@ -135,7 +136,7 @@ def _largest_first(found: Layout, heads: Mapping[Any, Any]) -> Layout:
         bisect.insort(placed, (offset, offset + size, first, last))
         offsets.update((piece.key, offset) for piece in chain)
     size_bytes = max((end for _, end, _, _ in placed), default=0)
-    return Layout(offsets, size_bytes, found.needed_bytes, found.pieces)
+    return Layout(MappingProxyType(offsets), size_bytes, found.needed_bytes, found.pieces)
 
 
 def _best_gap(taken: Sequence[tuple[int, int]], size: int) -> int:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,39 +13,8 @@ from fdp.emit.memory.donation import Placement
 from fdp.emit.memory.instructions import Instruction
 from fdp.emit.memory.layout import Layout
 from fdp.emit.memory.planning import Places
+from fdp.emit.memory.savings import Savings
 from fdp.plan import Plan
-
-
-@dataclass(frozen=True)
-class Savings:
-    """Which ways to save memory a backend makes use of.
-
-    Attributes:
-        views: views that change nothing, and reductions that send nothing, are the tensor that they are given.
-        products: products that are only added to something are computed there.
-        results: values have fixed places.
-        reuse: what is not in use at the same time shares memory.
-        donation: new values are computed in the donated inputs; otherwise they are copied there, at the end. Where
-            values have fixed places, what is gathered arrives there as well.
-        pack_from_bytes: members of at least so many bytes are packed as soon as they are computed.
-    """
-
-    views: bool
-    products: bool
-    results: bool
-    reuse: bool
-    donation: bool
-    pack_from_bytes: float
-
-
-ALL = Savings(True, True, True, True, True, pack_from_bytes=2**16)
-"""For a program that runs operator by operator. The memory of smaller members matters less than a call for each."""
-
-COMPILER = Savings(True, False, False, False, True, pack_from_bytes=0)
-"""For a graph that a compiler gets, which finds places for its values itself."""
-
-NONE = Savings(False, False, False, False, False, pack_from_bytes=math.inf)
-"""For a program that does what the trace says, in the plainest way."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +46,8 @@ class MemoryPlan:
     alone: frozenset[fx.Node]
     places: Places
     instructions: tuple[tuple[int, Instruction], ...]
-    bodies: Mapping[str, MemoryPlan] = field(default_factory=dict)
-    layouts: Mapping[torch.device, Layout] = field(default_factory=dict)
+    bodies: Mapping[str, MemoryPlan]
+    layouts: Mapping[torch.device, Layout]
 
     def value_of(self, node: fx.Node) -> fx.Node:
         """The node whose memory holds a value: its base, or the donated input that it is computed in."""

@@ -6,7 +6,8 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,13 +15,13 @@ from torch import fx
 
 from fdp.distributed.by_collective import arriving_shape
 from fdp.distributed.header import NUMEL, carries
+from fdp.emit.memory.analysis import Analysis
 from fdp.emit.memory.constants import constant_values
 from fdp.emit.memory.donation import Placement
 from fdp.emit.memory.layout import round_up
-from fdp.emit.memory.liveness import Accesses
 from fdp.emit.memory.out_variants import Form, form_of
 from fdp.emit.memory.views import geometry
-from fdp.plan import Bucket, Plan
+from fdp.plan import Bucket
 from fdp.trace.graph.loops import is_loop
 from fdp.trace.operators.effects import storages, storages_of
 
@@ -67,15 +68,15 @@ class Places:
         constants: values that are the same at every call.
     """
 
-    forms: dict[fx.Node, Form] = field(default_factory=dict)
-    named: dict[str, Place] = field(default_factory=dict)
-    sizes: dict[Any, tuple[torch.device, int]] = field(default_factory=dict)
-    memory: dict[str, Any] = field(default_factory=dict)
-    direct: set[fx.Node] = field(default_factory=set)
-    scaled: set[int] = field(default_factory=set)
-    divided: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    alone: set[fx.Node] = field(default_factory=set)
-    constants: dict[fx.Node, torch.Tensor] = field(default_factory=dict)
+    forms: Mapping[fx.Node, Form]
+    named: Mapping[str, Place]
+    sizes: Mapping[Any, tuple[torch.device, int]]
+    memory: Mapping[str, Any]
+    direct: frozenset[fx.Node]
+    scaled: frozenset[int]
+    divided: Mapping[fx.Node, fx.Node]
+    alone: frozenset[fx.Node]
+    constants: Mapping[fx.Node, torch.Tensor]
 
 
 def is_scaled(bucket: Bucket, world_size: int) -> bool:
@@ -90,67 +91,69 @@ def is_scaled(bucket: Bucket, world_size: int) -> bool:
     return world_size > 1 and bucket.op == "mean" and fits and large and bucket.accumulate_dtype is None
 
 
-def find_places(
-    plan: Plan,
-    same: Mapping[fx.Node, fx.Node],
-    placement: Placement,
-    accesses: Accesses,
-    markers: Mapping[int, Sequence[fx.Node]],
-    alone: AbstractSet[fx.Node],
-    aliases: bool,
-    results: bool,
-) -> Places:
+def find_places(analysis: Analysis, placement: Placement) -> Places:
     """Give a fixed place to every value that can have one.
 
     A value can if its operator writes where it is told to, and only the program holds it: it is no input, is
     not returned, and goes to no operator that might keep it or return it as its own.
 
     Args:
-        plan: the plan.
-        same: views that are their own base.
+        analysis: of the plan.
         placement: where outputs live.
-        accesses: what the plan does to memory, and when.
-        markers: for each bucket that is sent, those of its members.
-        alone: markers that send nothing.
-        aliases: whether those may return their argument itself.
-        results: whether values have places; otherwise buckets alone do.
 
     Returns:
         The places.
     """
-    builder = _Builder(plan, same, placement, accesses)
-    if aliases:
-        builder.join_alone(alone)
-    if results:
+    builder, accesses = _Builder(analysis, placement), analysis.accesses
+    if analysis.savings.views:
+        builder.join_alone(analysis.alone)
+    if analysis.savings.results:
         builder.find_owners()
-        builder.places.constants.update(constant_values(builder.graph, builder.kept | accesses.writes.keys()))
+        builder.constants.update(constant_values(builder.graph, builder.kept | accesses.writes.keys()))
         builder.place_results()
-    for index, members in markers.items():
-        builder.place_bucket(plan.buckets[index], members)
+    for index, members in analysis.markers.items():
+        builder.place_bucket(analysis.plan.buckets[index], members)
     builder.name_places()
-    return builder.places
+    return builder.places()
 
 
 class _Builder:
-    """The places so far, and what is known of each piece of memory of the trace (a number, see `storages`) on the way.
+    """The places so far (see `Places`), and what is known of each piece of memory of the trace on the way.
+
+    Such a piece is a number, see `storages`.
 
     Attributes:
-        places: the places so far.
         home: where in the step's memory a piece begins: in what, and at which byte.
         makers: the node that makes it, if it has memory of its own.
         kept: pieces that belong, or may come to belong, to something else.
         late: the position at which a piece is last read for the sake of outputs.
     """
 
-    def __init__(self, plan: Plan, same: Mapping[fx.Node, fx.Node], placement: Placement, accesses: Accesses) -> None:
-        self.plan, self.same, self.placement, self.accesses = plan, same, placement, accesses
-        self.graph = plan.trace.graph.graph
-        self.places = Places()
+    def __init__(self, analysis: Analysis, placement: Placement) -> None:
+        self.plan, self.same, self.accesses = analysis.plan, analysis.same, analysis.accesses
+        self.placement, self.graph = placement, analysis.plan.trace.graph.graph
+        self.forms: dict[fx.Node, Form] = {}
+        self.named: dict[str, Place] = {}
+        self.sizes: dict[Any, tuple[torch.device, int]] = {}
+        self.memory: dict[str, Any] = {}
+        self.direct: set[fx.Node] = set()
+        self.scaled: set[int] = set()
+        self.divided: dict[fx.Node, fx.Node] = {}
+        self.alone: set[fx.Node] = set()
+        self.constants: dict[fx.Node, torch.Tensor] = {}
         self.home: dict[int, tuple[Any, int]] = {}
         self.makers: dict[int, fx.Node] = {}
         self.kept: set[int] = set()
         self.late: dict[int, float] = {}
         self._root: dict[int, int] = {}
+
+    def places(self) -> Places:
+        """All of them."""
+        frozen = MappingProxyType
+        return Places(
+            frozen(self.forms), frozen(self.named), frozen(self.sizes), frozen(self.memory), frozenset(self.direct),
+            frozenset(self.scaled), frozen(self.divided), frozenset(self.alone), frozen(self.constants),
+        )  # fmt: skip
 
     def _root_of(self, storage: int) -> int:
         """The memory that a piece turned out to be: that of a marker which sends nothing is its argument's."""
@@ -166,7 +169,7 @@ class _Builder:
         }
         for node in self.graph.nodes:
             if node in alone and self._may_alias(node, inputs):
-                self.places.alone.add(node)
+                self.alone.add(node)
                 (own,), (other,) = storages_of(node), storages_of(node.args[0])
                 self._root[own] = self._root_of(other)
 
@@ -204,7 +207,7 @@ class _Builder:
 
     def place_results(self) -> None:
         """Give results memory of their own."""
-        passed_over = (self.same, self.placement.replaced, self.places.constants)
+        passed_over = (self.same, self.placement.replaced, self.constants)
         for node in self.graph.nodes:
             if node.op != "call_function" or any(node in nodes for nodes in passed_over):
                 continue
@@ -218,11 +221,11 @@ class _Builder:
             form = form_of(node)
             if form is None:
                 continue
-            self.places.forms[node] = form
+            self.forms[node] = form
             values = [node.meta["val"]] if isinstance(node.meta["val"], torch.Tensor) else node.meta["val"]
             for number, value in zip(own, values, strict=True):
                 self.home[number], self.makers[number] = (number, 0), node
-                self.places.sizes[number] = (value.device, value.untyped_storage().nbytes())
+                self.sizes[number] = (value.device, value.untyped_storage().nbytes())
 
     def place_bucket(self, bucket: Bucket, markers: Sequence[fx.Node]) -> None:
         """Put the results of a bucket into it, and the arguments as well where they can be computed there."""
@@ -230,9 +233,9 @@ class _Builder:
         collective = bucket.collective
         behind = result_at_bytes(bucket)
         apart = markers[0] in self.placement.gathered
-        self.places.sizes[key] = (bucket.device, arrives_at_bytes(bucket) if apart else memory_bytes(bucket, size))
+        self.sizes[key] = (bucket.device, arrives_at_bytes(bucket) if apart else memory_bytes(bucket, size))
         if is_scaled(bucket, size):
-            self.places.scaled.add(bucket.index)
+            self.scaled.add(bucket.index)
         for at, (marker, offset) in enumerate(zip(markers, bucket.offsets, strict=True)):
             source: Any = marker.args[0]
             (result,) = storages_of(marker)
@@ -245,8 +248,8 @@ class _Builder:
             if not dense:
                 stride = (bucket.row_numel, *stride[1:])
             slot = slot_name(bucket.index, at)
-            self.places.named[slot] = Place(key, start_bytes, tuple(shape), stride, 0, bucket.dtype)
-            self.places.memory[slot] = key
+            self.named[slot] = Place(key, start_bytes, tuple(shape), stride, 0, bucket.dtype)
+            self.memory[slot] = key
             if dense and self._fits_bucket(bucket, marker):
                 self._place_directly(bucket, marker, start_bytes)
 
@@ -270,23 +273,23 @@ class _Builder:
         source: Any = marker.args[0]
         number = storages_of(source)[0]
         self.home[number] = (("bucket", bucket.index), start_bytes)
-        del self.places.sizes[number]
-        self.places.direct.add(marker)
+        del self.sizes[number]
+        self.direct.add(marker)
         untouched = self.accesses.first_write(number) == math.inf and number not in self.late
         unread = self.accesses.last_read(number, except_by=marker) < 0
-        if bucket.index in self.places.scaled and untouched and unread:
-            self.places.divided[self.makers[number]] = marker
+        if bucket.index in self.scaled and untouched and unread:
+            self.divided[self.makers[number]] = marker
 
     def name_places(self) -> None:
         """Name the places, and those of all views of them."""
         for node in self.graph.nodes:
-            for name, value in _named_values(node, self.places):
+            for name, value in _named_values(node, self):
                 roots = map(self._root_of, storages(value))
                 found = next((self.home[number] for number in roots if number in self.home), None)
                 if found is not None:
-                    self.places.memory[name] = found[0]
+                    self.memory[name] = found[0]
                     if isinstance(value, torch.Tensor) and not value.is_conj() and not value.is_neg():
-                        self.places.named[name] = _place(found, value)
+                        self.named[name] = _place(found, value)
 
 
 def _place(found: tuple[Any, int], value: torch.Tensor) -> Place:
@@ -294,12 +297,12 @@ def _place(found: tuple[Any, int], value: torch.Tensor) -> Place:
     return Place(*found, shape, stride, offset, dtype)
 
 
-def _named_values(node: fx.Node, places: Places) -> Iterator[tuple[str, Any]]:
+def _named_values(node: fx.Node, builder: _Builder) -> Iterator[tuple[str, Any]]:
     """What a node makes, with the names in the program."""
     value: Any = node.meta.get("val")
-    if node.op != "call_function" or node in places.constants:
+    if node.op != "call_function" or node in builder.constants:
         return
-    if node in places.forms and not isinstance(value, torch.Tensor):
+    if node in builder.forms and not isinstance(value, torch.Tensor):
         for index, item in enumerate(value):
             yield result_name(node, index), item
     else:
