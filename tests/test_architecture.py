@@ -80,10 +80,11 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "lowered",
     ),
     "emit": (
-        "memory.constants memory.elements memory.layout memory.liveness memory.out_variants memory.savings "
-        "memory.views",
+        "memory.constants memory.elements memory.layout memory.liveness memory.map_picture memory.out_variants "
+        "memory.savings memory.views",
         "memory.deferred_products", "memory.analysis", "memory.donation", "memory.planning", "memory.instructions",
-        "memory.memory_plan", "memory.allocation", "memory.decisions", "memory.peak", "memory.peak_picture",
+        "memory.memory_plan", "memory.allocation", "memory.memory_table memory.decisions", "memory.peak",
+        "memory.peak_picture",
         "codegen.bindings codegen.lines", "codegen.writer",
         "codegen.added_products codegen.loop_bodies codegen.packing codegen.shortcuts", "codegen.calls",
         "codegen.program",
@@ -113,8 +114,16 @@ ROOMS: dict[str, tuple[str, ...]] = {
 TO_THE_NEXT_STAGE = {
     "fdp.trace.trace": {"fdp.plan", "fdp.plan.buckets", "fdp.plan.build"},
     "fdp.timeline.timeline": {"fdp.timeline.perfetto", "fdp.timeline.picture", "fdp.timeline.report"},
-    "fdp.plan.plan": {"fdp.emit.memory.peak", "fdp.plan.simulate", "fdp.runtime", "fdp.runtime.emitted"},
+    "fdp.plan.plan": {
+        "fdp.emit.memory.decisions",
+        "fdp.emit.memory.memory_plan",
+        "fdp.emit.memory.peak",
+        "fdp.plan.simulate",
+        "fdp.runtime",
+        "fdp.runtime.emitted",
+    },
     "fdp.plan.scaling": {"fdp.plan.scaling_picture"},
+    "fdp.emit.memory.memory_plan": {"fdp.emit.memory.memory_table"},
     "fdp.emit.memory.peak": {"fdp.emit.memory.peak_picture"},
 }
 

@@ -1,4 +1,4 @@
-"""Traces, plans, timelines and scalings print within the terminal, and say in one line what they are."""
+"""Traces, plans, memory plans, timelines and scalings print within the terminal, and say in one line what they are."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ def values() -> dict[str, Any]:
     return {
         "Trace": plan.trace,
         "Plan": plan,
+        "MemoryPlan": plan.memory_plan(),
         "Timeline": plan.timeline(NETWORK),
         "Scaling": fdp.scaling(plan, network=NETWORK, world_sizes=(2, 4)),
     }
 
 
-KINDS = ("Trace", "Plan", "Timeline", "Scaling")
+KINDS = ("Trace", "Plan", "MemoryPlan", "Timeline", "Scaling")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -20,6 +20,7 @@ from fdp.trace.trace import Trace
 
 if TYPE_CHECKING:
     from fdp.distributed.group import Ranks
+    from fdp.emit.memory.memory_plan import MemoryPlan
     from fdp.emit.memory.peak import MemoryForecast
     from fdp.runtime import Emitted
 
@@ -180,6 +181,22 @@ class Plan(Printed):
         from fdp.emit.memory.peak import forecast_memory
 
         return forecast_memory(self)
+
+    def memory_plan(self) -> MemoryPlan:
+        """Decide where each value lies while the step runs operator by operator, from when to when, and why.
+
+        Returns:
+            The decisions. They print as a table, and `draw(path)` shows address against time.
+
+        Example:
+            >>> import torch, fdp
+            >>> step = fdp.data_parallel(lambda w, x: w - 0.1 * fdp.grad(lambda w: (x @ w).square().mean())(w))
+            >>> step.plan(torch.ones(256, 256), torch.ones(4, 256)).memory_plan()
+            <MemoryPlan of <lambda>: 6 pieces, 260.0 KiB>
+        """
+        from fdp.emit.memory.decisions import plan_memory
+
+        return plan_memory(self, communicates=self.trace.world_size > 1)
 
     def timeline(
         self, network: Network | None = None, world_size: int | None = None, costs: Costs | None = None

@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fdp.emit.codegen.program import Program
+from fdp.emit.memory.map_picture import draw_map
 from fdp.plan import Plan
 from fdp.tables import Printed, Table, count, format_bytes
-from fdp.timeline.picture import BUCKET_COLOURS, check_path, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MOST_ROWS = 24
-_INK, _FONT, _VALUE = "#262626", 9.0, "#B4B4B4"
-_TOP_IN, _HEIGHT_IN, _BOTTOM_IN = 0.4, 2.9, 0.55
 
 
 @dataclass(frozen=True)
@@ -77,42 +75,8 @@ class MemoryMap(Printed):
         Raises:
             ArgumentError: matplotlib is not installed, or the suffix names no kind of picture.
         """
-        check_path(path)
-        devices = [device for device, size in self.size_bytes if size] or [""]
-        height = _TOP_IN + _HEIGHT_IN + _BOTTOM_IN
-        figure = new_figure(10.0, height * len(devices))
-        for index, device in enumerate(reversed(devices)):
-            bottom = (index * height + _BOTTOM_IN) / (height * len(devices))
-            self._draw_device(figure.add_axes((0.09, bottom, 0.88, _HEIGHT_IN / (height * len(devices)))), device)
-        result: Figure = save(figure, path)
+        result: Figure = draw_map(self.name, "memory", self.size_bytes, self.needed_bytes, self.pieces, path)
         return result
-
-    def _draw_device(self, axes: Any, device: str) -> None:
-        from matplotlib.patches import Rectangle
-
-        size = dict(self.size_bytes).get(device, 0) or 1
-        for piece in self.pieces:
-            if piece.device != device:
-                continue
-            face = _VALUE if piece.bucket is None else BUCKET_COLOURS[piece.bucket % len(BUCKET_COLOURS)]
-            width, high = piece.last + 1 - piece.first, piece.size_bytes / size
-            corner = (piece.first, piece.offset_bytes / size)
-            axes.add_patch(Rectangle(corner, width, high, facecolor=face, edgecolor="white", linewidth=0.4))
-            if high > 0.06 and width > 0.07 * self.instructions:
-                middle = (piece.first + width / 2, piece.offset_bytes / size + high / 2)
-                label = piece.name if len(piece.name) * 0.011 < width / self.instructions else ""
-                axes.text(*middle, label, ha="center", va="center", fontsize=_FONT - 2, color=_INK, clip_on=True)
-        axes.set_xlim(0, max(self.instructions, 1))
-        axes.set_ylim(0, 1)
-        marks = [0.0, 0.25, 0.5, 0.75, 1.0]
-        axes.set_yticks(marks, [format_bytes(mark * size) for mark in marks], fontsize=_FONT)
-        axes.tick_params(axis="x", labelsize=_FONT)
-        axes.set_xlabel("instruction of the program", fontsize=_FONT)
-        needed = format_bytes(dict(self.needed_bytes).get(device, 0))
-        title = f"{self.name}, memory on {device}: {format_bytes(size)}, of which {needed} are in use at once"
-        axes.set_title(title, loc="left", fontsize=_FONT + 1, color=_INK)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
 
     def __repr__(self) -> str:
         total = format_bytes(sum(size for _, size in self.size_bytes))

@@ -13,7 +13,7 @@ from fdp.emit.memory.instructions import Await, Compute, Divide, Instruction, Ke
 from fdp.emit.memory.layout import Layout, Lifetime, lay_out
 from fdp.emit.memory.memory_plan import MemoryPlan
 from fdp.emit.memory.planning import Place, result_name
-from fdp.trace.operators.effects import effects_of, nodes_in
+from fdp.trace.operators.effects import effects_of, nodes_in, storages, storages_of
 
 
 def allocate(memory: MemoryPlan) -> dict[torch.device, Layout]:
@@ -103,6 +103,38 @@ def read_by(memory: MemoryPlan, instruction: Instruction) -> Iterator[fx.Node]:
             yield from nodes_in([memory.markers[bucket][member].args[0] for member in members])
         case Update(target, value):
             yield from (target, value)
+
+
+def used_by(memory: MemoryPlan, instruction: Instruction) -> Iterator[fx.Node]:
+    """The values that an instruction makes, reads or changes; none for a call that is not made."""
+    made = instruction.node if isinstance(instruction, Compute) else None
+    if made is not None and not memory.is_called(made):
+        return
+    yield from read_by(memory, instruction)
+    if made is not None:
+        yield made
+    elif isinstance(instruction, Keep):
+        yield instruction.marker
+
+
+def placed_storages(memory: MemoryPlan) -> set[int]:
+    """The memory that is an input's, a constant, or in the block of the step."""
+    found: set[int] = set()
+    for node in memory.plan.trace.graph.graph.nodes:
+        value = node.meta.get("val")
+        if (
+            node.op in ("placeholder", "get_attr")
+            or node in memory.places.constants
+            or node.name in memory.places.memory
+            or node in memory.placement.written
+            or node in memory.placement.replaced
+            or node in memory.placement.gathered
+        ):
+            found.update(storages_of(node))
+        elif isinstance(value, (list, tuple)):
+            named = [result_name(node, at) in memory.places.memory for at in range(len(value))]
+            found.update(n for item, is_named in zip(value, named, strict=True) if is_named for n in storages(item))
+    return found
 
 
 def _results(memory: MemoryPlan, node: fx.Node) -> list[str]:

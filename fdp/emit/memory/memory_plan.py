@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -15,11 +16,17 @@ from fdp.emit.memory.layout import Layout
 from fdp.emit.memory.planning import Places
 from fdp.emit.memory.savings import Savings
 from fdp.plan import Plan
+from fdp.tables import Printed, count, format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
+@dataclass(frozen=True, repr=False)
+class MemoryPlan(Printed):
     """What a plan does to memory, decided for one backend.
+
+    It prints as a table: which value lies where, from which instruction of the program to which, and why.
 
     Attributes:
         plan: the plan.
@@ -69,6 +76,36 @@ class MemoryPlan:
     def piece_of(self, node: fx.Node) -> Any:
         """The piece of memory that a value lies in; None if it has no fixed place."""
         return self.places.memory.get(self.value_of(node).name)
+
+    def draw(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Draw what lies in the block of each device as rectangles, address against time.
+
+        Buckets have colours. Values are grey: light where they are the first in their place, dark where they lie in
+        memory that others are done with.
+
+        Args:
+            path: the file to write, whose suffix says how: .png, .svg or .pdf; None writes nothing.
+
+        Returns:
+            The figure, of matplotlib.
+
+        Raises:
+            ArgumentError: matplotlib is not installed, or the suffix names no kind of picture.
+        """
+        from fdp.emit.memory.memory_table import draw_plan
+
+        result: Figure = draw_plan(self, path)
+        return result
+
+    def __repr__(self) -> str:
+        pieces = sum(len(layout.pieces) for layout in self.layouts.values())
+        total = format_bytes(sum(layout.size_bytes for layout in self.layouts.values()))
+        return f"<MemoryPlan of {self.plan.trace.name}: {count(pieces, 'piece')}, {total}>"
+
+    def __str__(self) -> str:
+        from fdp.emit.memory.memory_table import as_text
+
+        return as_text(self)
 
 
 def _changes_memory(node: fx.Node) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,14 +13,13 @@ from torch import fx
 
 from fdp.distributed.by_collective import arriving_shape
 from fdp.distributed.messages import MOST_RANKS_IN_ROWS
-from fdp.emit.memory.allocation import carried_out, read_by
+from fdp.emit.memory.allocation import carried_out, placed_storages, used_by
 from fdp.emit.memory.decisions import plan_memory
-from fdp.emit.memory.instructions import Await, Compute, Instruction, Keep, Send
+from fdp.emit.memory.instructions import Await, Compute, Instruction, Send
 from fdp.emit.memory.memory_plan import MemoryPlan
-from fdp.emit.memory.planning import result_name
 from fdp.plan import Plan
 from fdp.tables import Printed, Table, format_bytes
-from fdp.trace.operators.effects import storages, storages_of, tensors_in
+from fdp.trace.operators.effects import storages, tensors_in
 from fdp.trace.trace import Input
 
 if TYPE_CHECKING:
@@ -194,7 +192,7 @@ def _elsewhere(memory: MemoryPlan) -> dict[torch.device, list[int]]:
 
     For each instruction its bytes, and at last those when the program returns.
     """
-    placed = _placed(memory)
+    placed = placed_storages(memory)
     sizes: dict[int, tuple[torch.device, int]] = {}
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -213,7 +211,7 @@ def _elsewhere(memory: MemoryPlan) -> dict[torch.device, list[int]]:
     )  # what lies there at one position alone
     under_way: dict[int, tuple[torch.device, int]] = {}
     for position, (_, instruction) in enumerate(memory.instructions):
-        for node in _nodes_of(memory, instruction):
+        for node in used_by(memory, instruction):
             touch(node, position)
             if node.name in memory.bodies:
                 inside = _elsewhere(memory.bodies[node.name])
@@ -252,35 +250,3 @@ def _copied_by_backend(memory: MemoryPlan, index: int) -> tuple[torch.device, in
     if bucket.device.type != "cpu" or not bucket.collective.gathers or size <= MOST_RANKS_IN_ROWS:
         return None
     return bucket.device, math.prod(arriving_shape(bucket, size)) * bucket.dtype.itemsize
-
-
-def _placed(memory: MemoryPlan) -> set[int]:
-    """The memory that is an input's, a constant, or in the block of the step."""
-    found: set[int] = set()
-    for node in memory.plan.trace.graph.graph.nodes:
-        value = node.meta.get("val")
-        if (
-            node.op in ("placeholder", "get_attr")
-            or node in memory.places.constants
-            or node.name in memory.places.memory
-            or node in memory.placement.written
-            or node in memory.placement.replaced
-            or node in memory.placement.gathered
-        ):
-            found.update(storages_of(node))
-        elif isinstance(value, (list, tuple)):
-            named = [result_name(node, at) in memory.places.memory for at in range(len(value))]
-            found.update(n for item, is_named in zip(value, named, strict=True) if is_named for n in storages(item))
-    return found
-
-
-def _nodes_of(memory: MemoryPlan, instruction: Instruction) -> Iterator[fx.Node]:
-    """The values that an instruction makes, reads or changes."""
-    made = instruction.node if isinstance(instruction, Compute) else None
-    if made is not None and not memory.is_called(made):
-        return
-    yield from read_by(memory, instruction)
-    if made is not None:
-        yield made
-    elif isinstance(instruction, Keep):
-        yield instruction.marker
