@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fdp
 from fdp.emit.compiled import Options, compiler, graph, passes
+from fdp.emit.memory import analysis
 from fdp.emit.memory.planning import slot_name
 
 TABLE = torch.randn(4)
@@ -133,6 +134,27 @@ def refused(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, wrong: Calla
 
 def test_a_bucket_that_is_filled_with_other_members_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     refused(monkeypatch, graph, "slot_name", lambda bucket, at: slot_name(bucket, 1 - at))
+
+
+def test_a_view_that_is_taken_for_its_base_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(traced: torch.fx.Graph) -> Any:
+        views = [node for node in traced.nodes if node.target is torch.ops.aten.t.default]
+        return {node: node.args[0] for node in views if node.meta["val"].shape == (4, 4)}
+
+    refused(monkeypatch, analysis, "redundant_views", wrong)
+
+
+def test_views_that_are_their_base_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def noted(name: str, made: torch.fx.GraphModule, settings: Any) -> None:
+        seen.extend(str(node.target) for node in made.graph.nodes if node.op == "call_function")
+        raise Reached
+
+    monkeypatch.setattr(compiler, "lower", noted)
+    with pytest.raises(Reached):
+        compile_step(lambda w, x: w.t().sin().t().t().t().view(4, 4).t(), torch.randn(4, 4), torch.ones(1))
+    assert seen == ["aten.permute.default", "aten.sin.default"]
 
 
 def test_a_division_too_many_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,11 @@ class _Lowering:
                 raise AssertionError("nothing is computed in a bucket by a compiler")
 
     def _value(self, node: fx.Node) -> Any:
-        return self.values[self.memory.placement.replaced.get(node, node)]
+        return self.values[self.memory.value_of(node)]
+
+    def _found(self, node: fx.Node) -> Any:
+        """The value of a node, if it has one by now."""
+        return self.values.get(self.memory.value_of(node))
 
     def _slots_of(self, bucket: int) -> list[torch.Tensor]:
         """All tensors that a message reads or writes."""
@@ -123,9 +127,8 @@ class _Lowering:
         copy_into(self.slots[slot_name(index, member)], value)
 
     def _call(self, node: fx.Node, entries: Sequence[int]) -> None:
-        placed = self.memory.placement.replaced
-        if node in placed:
-            return
+        if node in self.memory.same or node in self.memory.placement.replaced:
+            return  # another value takes its place
         target: Any = node.target
         if target is operator.getitem:
             sequence: Any = node.args[0]
@@ -148,7 +151,7 @@ class _Lowering:
         split = is_part(node, entries)
         args, kwargs = arguments_of(node, entries)
         args, kwargs = fx.map_arg(args, self._value), fx.map_arg(kwargs, self._value)
-        args = self.changes.of_the_whole(node, args, lambda each: self.values.get(placed.get(each, each)))
+        args = self.changes.of_the_whole(node, args, self._found)
         bring_up_to_date(target, args)
         try:
             result = self._draw(node) if node in self.drawn else self._run(target, args, kwargs)
@@ -166,7 +169,7 @@ class _Lowering:
         if (donated := self.memory.placement.written.get(node)) is not None:
             self.values[donated].copy_(result)
             self.values[node] = self.values[donated]
-        self.changes.keep_places(node, lambda each: self.values.get(placed.get(each, each)))
+        self.changes.keep_places(node, self._found)
 
     def _loop(self, node: fx.Node) -> None:
         """Call what runs a loop; the tensors that it changes are from here on others, which no pass sees through."""
