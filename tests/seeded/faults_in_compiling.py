@@ -81,7 +81,7 @@ PASSES = (
     Fault(
         "compiled, copies taken for originals",
         "emit/compiled/passes.py",
-        "    _keep_snapshots(graph)\n",
+        "    _keep_snapshots,\n",
         "",
         "the compiler reads what was changed where a copy of the old value was made",
     ),

@@ -91,37 +91,23 @@ def write_program(
 
 
 def _write_program(memory: MemoryPlan, rank: int, tick: Callable[[], None] | None = None) -> Program:
-    plan, graph = memory.plan, memory.plan.trace.graph.graph
+    plan = memory.plan
     reserved = {stem: free_name(stem, plan.trace.nodes) for stem in ("inputs", "start", "wait")}
     bodies = {loop: _write_program(body, rank) for loop, body in memory.bodies.items()}
-    writer = Writer(memory, rank, reserved, bodies)
-    placeholders = graph.find_nodes(op="placeholder")
-    _name_what_is_there(writer)
-    for at, group in itertools.groupby(memory.instructions, key=lambda each: each[0]):
-        first = len(writer.lines)
-        for _, instruction in group:
-            _write(writer, instruction)
-        belongs(writer.lines[first:], Part("run", at))
-    outputs = _write_outputs(writer)
-    belongs(writer.lines, Part("run", len(plan.schedule) - 1))
-    if not writer.plain:
-        writer.lines = drop_unused(writer.lines, outputs)
-    inputs = [writer.local[node] for node in placeholders]
-    ticks = None if tick is None else bind_object(writer, tick, "tick")
-    source = assemble(
-        writer.lines, inputs, outputs, writer.bound, memory.places.named, memory.layouts, writer.reserved, ticks
-    )
+    writer = Writer(memory, rank, reserved, bodies, tick)
+    for each in PASSES:
+        each(writer)
     namespace = dict(writer.bound)
-    exec(compile(source, f"<fdp step {plan.trace.name}>", "exec"), namespace)
+    exec(compile(writer.source, f"<fdp step {plan.trace.name}>", "exec"), namespace)
     return Program(
-        source,
+        writer.source,
         namespace["step"],
         memory.places.named,
         memory.layouts,
         memory.places.scaled,
         parts=parts_of(writer.lines),
         loops=bodies,
-        names=names_of_values(writer, graph),
+        names=names_of_values(writer, plan.trace.graph.graph),
         gathered=frozenset(bucket for bucket in memory.markers if _filled(memory, bucket) is not None),
     )
 
@@ -136,6 +122,15 @@ def _name_what_is_there(writer: Writer) -> None:
             writer.local[node] = bind_object(writer, getattr(trace.graph, node.target), "constant")
         elif node in places.constants:
             writer.local[node] = bind_object(writer, places.constants[node], node.name)
+
+
+def _write_instructions(writer: Writer) -> None:
+    """Write what the memory plan lists, in its order."""
+    for at, group in itertools.groupby(writer.memory.instructions, key=lambda each: each[0]):
+        first = len(writer.lines)
+        for _, instruction in group:
+            _write(writer, instruction)
+        belongs(writer.lines[first:], Part("run", at))
 
 
 def _write(writer: Writer, instruction: Instruction) -> None:
@@ -227,13 +222,39 @@ def _write_copy(writer: Writer, node: fx.Node, name: str, own: str) -> None:
         writer.lines.append(Line(f"{own} = {clone}({name})", {name}, (own,)))
 
 
-def _write_outputs(writer: Writer) -> list[str]:
-    outputs = []
+def _write_outputs(writer: Writer) -> None:
+    """Name what is returned, and copy results whose memory belongs to something else."""
     for position, node in enumerate(writer.memory.placement.returned):
         name = name_of(writer, node)
         if position in writer.memory.placement.cloned:
             own = f"output_{position}"
             _write_copy(writer, node, name, own)
             name = own
-        outputs.append(name)
-    return outputs
+        writer.outputs.append(name)
+    belongs(writer.lines, Part("run", len(writer.memory.plan.schedule) - 1))
+
+
+def _leave_out_unused(writer: Writer) -> None:
+    """Leave out lines that nothing needs."""
+    if not writer.plain:
+        writer.lines = drop_unused(writer.lines, writer.outputs)
+
+
+def _put_together(writer: Writer) -> None:
+    """Make a text of the lines."""
+    memory = writer.memory
+    inputs = [writer.local[node] for node in memory.plan.trace.graph.graph.find_nodes(op="placeholder")]
+    tick = None if writer.tick is None else bind_object(writer, writer.tick, "tick")
+    writer.source = assemble(
+        writer.lines, inputs, writer.outputs, writer.bound, memory.places.named, memory.layouts, writer.reserved, tick
+    )
+
+
+PASSES: tuple[Callable[[Writer], None], ...] = (
+    _name_what_is_there,
+    _write_instructions,
+    _write_outputs,
+    _leave_out_unused,
+    _put_together,
+)
+"""From a memory plan to the text of a program, one after the other."""

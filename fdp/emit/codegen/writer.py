@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,8 +27,11 @@ class Writer:
         rank: this process's rank.
         reserved: what the program calls its own parameters.
         bodies: the programs of the bodies of loops, by node.
+        tick: what the program calls to have its parts timed; None for nothing.
         local: the name of each value that has one so far.
         lines: the program so far.
+        outputs: the names of what it returns.
+        source: its text, once it is put together.
         bound: objects that it uses, by name.
         names: the other way round, by identity.
     """
@@ -37,8 +40,11 @@ class Writer:
     rank: int
     reserved: Mapping[str, str]
     bodies: Mapping[str, Any]
+    tick: Callable[[], None] | None = None
     local: dict[fx.Node, str] = field(default_factory=dict)
     lines: list[Line] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+    source: str = ""
     bound: dict[str, Any] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
 

@@ -1,6 +1,6 @@
 """Lowering a graph with inductor. All that fdp relies on in inductor's private parts is in this file.
 
-What is relied on (torch 2.13 to 2.15; `torch_parts` lists the names):
+What is relied on (torch 2.13 to 2.15; `fdp.pytorch.parts` lists the names):
 
 - `torch._inductor.decomposition.select_decomp_table()`: how inductor wants operators taken apart, under its settings.
 - `compile_fx._recursive_joint_graph_passes(graph)`, `compile_fx.compile_fx_inner(graph, inputs, is_inference=True)`:

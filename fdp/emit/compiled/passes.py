@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -25,14 +25,9 @@ def declare(graph: fx.Graph, multiply: bool) -> None:
         graph: changed in place.
         multiply: whether products are computed right in their buckets, by the library's kernel.
     """
-    graph.eliminate_dead_code()
-    read_places_from_rows(graph)
-    _scatter_into_copies(graph)
-    _keep_snapshots(graph)
-    _copy_early(graph)
-    if multiply:
-        _multiply_into_slots(graph)
-    declare_effects(graph)
+    for each in PASSES:
+        if multiply or each is not _multiply_into_slots:
+            each(graph)
 
 
 def _written_by(node: fx.Node) -> Iterator[int]:
@@ -224,3 +219,15 @@ def _copy_early(graph: fx.Graph) -> None:
         if last.op == "placeholder":
             continue
         last.append(node)
+
+
+PASSES: tuple[Callable[[fx.Graph], object], ...] = (
+    fx.Graph.eliminate_dead_code,
+    read_places_from_rows,
+    _scatter_into_copies,
+    _keep_snapshots,
+    _copy_early,
+    _multiply_into_slots,
+    declare_effects,
+)
+"""From a functional graph to the one that a compiler gets, one after the other."""
