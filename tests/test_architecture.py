@@ -96,7 +96,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "runtime": (
         "agreement arena closed_over diagnostics frames memory_map replication rounds signature written_early",
         "in_passing wide_mean", "buffers", "order",
-        "consensus in_flight", "proofs", "residence", "emitted",
+        "consensus in_flight", "proofs", "residence", "messages_of_call runner", "emitted",
     ),
     "compare": (
         "copies exact_operators leaves recheck refusals replay ulps", "fits_in_memory restored",

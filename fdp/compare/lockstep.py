@@ -68,7 +68,7 @@ def unlike_graph(
     try:
         leaves = leaves_apart(timed.dry_run(inputs, others.kind))
     finally:
-        timed.leave_memory()
+        timed.residence.move_out()
     found = [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
     beside[0].compare_outputs(found)
     return beside[0].offenders[:_SHOWN], found
@@ -103,7 +103,7 @@ class _Beside:
         self._values: dict[fx.Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
         self._variants: dict[fx.Node, list[Any]] = {}
         self._before: RandomState | None = None
-        self._parts, self._ended, self._next = timed.parts, -1, 0
+        self._parts, self._ended, self._next = timed.program.parts, -1, 0
         self._outputs: list[Any] = list(graph.output_node().args[0])  # type: ignore[arg-type]
         self._last = self._last_positions()
         self.offenders: list[str] = []

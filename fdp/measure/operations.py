@@ -71,14 +71,14 @@ def measure_costs(emitted: Emitted, tensors: Sequence[torch.Tensor], start_s: fl
             # Of a long step stamps are a small part.
             if emitted.options is not None or time.perf_counter() - begun <= _BUDGET_S:
                 totals.append(_time(clock, emitted, inputs_for_one_run(plan, tensors)))
-    timed.leave_memory()
+    timed.residence.move_out()
     give_back_memory()
     stamp_s = cost_of_a_stamp(clock)
     usual = [max(statistics.median(seconds) - stamp_s, 0.0) for seconds in zip(*runs, strict=True)]
     sends = emitted.group.size > 1
     # There are two or three of these, and what disturbs one only adds to it.
     total_s = min(totals) if totals else None
-    return _costs(plan, timed.parts, usual, total_s, sends, start_s)
+    return _costs(plan, timed.program.parts, usual, total_s, sends, start_s)
 
 
 def measure_agreed_costs(emitted: Emitted, tensors: Sequence[torch.Tensor]) -> Costs:

@@ -60,7 +60,7 @@ def profile_step(emitted: Emitted, tensors: Sequence[torch.Tensor], repeats: int
     if group.size > 1:
         refuse_left(group)
         # Equal names are not enough: it may be another signature there, whose messages would meet those of this one.
-        what = f"is to be profiled (schedule {emitted.digest[:12]}, repeats={repeats})"
+        what = f"is to be profiled (schedule {emitted.consensus.digest[:12]}, repeats={repeats})"
         come_together(group, f"step {name!r}", what)
     device = device_of_messages(plan)
     clock = clock_for(item.device for item in plan.trace.inputs)
@@ -81,7 +81,7 @@ def profile_step(emitted: Emitted, tensors: Sequence[torch.Tensor], repeats: int
             clock.settle()
             seconds = clock.seconds(first, [*stamps, last])
             if emitted.options is None:
-                compute = operations(plan, step.parts, seconds)
+                compute = operations(plan, step.program.parts, seconds)
             else:
                 compute = blocks(plan, told.events(first), seconds[-1])
             intervals = (*compute, *messages(plan, told.events(first)))

@@ -52,25 +52,28 @@ class Consensus:
         """A short name for the schedule: the same on ranks whose messages fit together."""
         return self._key[0]
 
-    def agree(self, tensors: list[torch.Tensor], how: str | None = None) -> bool:
+    def agree(self, tensors: list[torch.Tensor], options: Options | None = None) -> bool:
         """Compare the schedule, and the state that it starts from, with those of the other ranks.
 
         Args:
             tensors: the inputs of the call.
-            how: how it is about to be compiled (see `as_text`), if it is.
+            options: how it is about to be compiled, if it is.
 
         Returns:
             Whether there was something to compare: the schedule had not been agreed on before.
         """
-        if not self._communicates or (key := self._key_of(how)) in self._agreed:
+        if not self._communicates:
             return False
-        text = self._how if how is None else how
-        number, compares = agree(self._plan, self._group, tensors, self._compare_state, text)
+        how = self._how if options is None else as_text(options.settled(devices_of(self._plan)))
+        if (key := self._key_of(how)) in self._agreed:
+            return False
+        number, compares = agree(self._plan, self._group, tensors, self._compare_state, how)
         self._agreed[key] = Agreed(number, key[0], compares)
         return True
 
-    def forget(self, how: str | None = None) -> None:
+    def forget(self, options: Options | None = None) -> None:
         """Forget that ranks agreed, so that they do it again: something came between."""
+        how = self._how if options is None else as_text(options.settled(devices_of(self._plan)))
         self._agreed.pop(self._key_of(how), None)
         self._order = None
 
@@ -96,8 +99,14 @@ class Consensus:
         elsewhere = None if self._order is None else self._order.explain()
         return lost_contact(self._plan, self._group, index, error) if elsewhere is None else elsewhere
 
-    def _key_of(self, how: str | None) -> tuple[str, Group]:
-        return self._key if how is None else (digest(self._plan, how), self._group)
+    def _key_of(self, how: str) -> tuple[str, Group]:
+        return self._key if how == self._how else (digest(self._plan, how), self._group)
+
+
+def devices_of(plan: Plan) -> set[torch.device]:
+    """The devices that a plan computes on."""
+    values = (node.meta.get("val") for node in plan.trace.graph.graph.nodes)
+    return {value.device for value in values if isinstance(value, torch.Tensor)}
 
 
 def as_text(options: Options | None) -> str:

@@ -102,6 +102,10 @@ class Residence:
             prove_made(self._plan, self._program, blocks, self.buffers)
             arena.tenants.add(self)
 
+    def move_out(self) -> None:
+        """Leave the memory of the last call; the next call takes what it needs."""
+        self.leave(self.arena)
+
     def leave(self, arena: Arena | None) -> None:
         """Leave an arena, if it is the one that the last call used; the next call takes one again."""
         with moving:

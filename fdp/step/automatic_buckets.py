@@ -78,7 +78,7 @@ class Automatic:
             PeerError: another rank died or stopped answering.
         """
         trace, group = emitted.plan.trace, emitted.group
-        emitted.agree(tensors)
+        emitted.consensus.agree(tensors)
         kept, where = self._kept(emitted) if self._keeps else (None, "")
         if kept is not None:
             return self._remember(plan_groups(trace, kept), group)

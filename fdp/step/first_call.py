@@ -204,11 +204,11 @@ class Preparation:
 
         with _one_at_a_time:
             if_memory_allows(whole, "the comparison on whole values", compare)
-            whole.leave_memory()
+            whole.residence.move_out()
 
     def check_again(self, emitted: Emitted, flat: Flat, roles: Roles) -> bool:
         """Compare a step that has been running; returns whether that is to be done again."""
-        emitted.check_closed_over(flat.tensors)  # which says more than a comparison would
+        emitted.closed_over.check(flat.tensors)  # which says more than a comparison would
         try:
             with _one_at_a_time:
                 comes_again = check_again(emitted, self._step, flat, roles, self._finite.get(emitted))
@@ -278,9 +278,9 @@ class Preparation:
                 first = plan_trace(trace) if self._settings.memory_limit_bytes is None else self._smallest(trace)
                 emitted = Emitted(first, group, self._agreed, self._settings.check_replication)
                 plan = self._automatic.choose(emitted, flat.tensors)
-                emitted.leave_memory()
+                emitted.residence.move_out()
                 # Should these buckets be the chosen ones, ranks still have to hear whether all could prepare the step.
-                emitted.disagree()
+                emitted.consensus.forget()
         return self._within(plan)
 
     def _compile(self, emitted: Emitted, flat: Flat, roles: Roles, progress: Progress) -> Emitted:
@@ -297,14 +297,14 @@ class Preparation:
                     with progress.stage("checking"):
                         self._check(made, flat, lambda: check_compiled(made, emitted, self._step, flat, roles))
                     # What they shared was large enough for the other one, whose values all have places in it.
-                    emitted.leave_memory()
-                    made.leave_memory()
+                    emitted.residence.move_out()
+                    made.residence.move_out()
             made.arm()
             return made
 
-        together = emitted.agree(flat.tensors, settings.options)
+        together = emitted.consensus.agree(flat.tensors, settings.options)
         try:
             return compile_together(self._name, emitted.group, together, compiled)
         except Exception:
-            emitted.disagree(settings.options)  # a rank that tries again does so with all others
+            emitted.consensus.forget(settings.options)  # a rank that tries again does so with all others
             raise

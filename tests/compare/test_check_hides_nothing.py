@@ -67,13 +67,13 @@ def test_a_value_that_is_read_after_its_average_took_its_place_is_found(monkeypa
 
     emitted, flat, roles = made(step, numbers(4, 4), numbers(5, 4, seed=1))
     check_emitted(emitted, step, flat, roles)
-    inner = emitted._function
+    inner = emitted.runner.function
 
     def late(tensors: list[torch.Tensor], start: Any, wait: Any) -> Any:
         w, (p, mean) = tensors[0].clone(), inner(tensors, start, wait)
         return [p.copy_(mean @ w), mean]
 
-    monkeypatch.setattr(emitted, "_function", late)
+    monkeypatch.setattr(emitted.runner, "function", late)
     with pytest.raises(fdp.TraceError, match="what was emitted for step 'step' does not compute"):
         check_emitted(emitted, step, flat, roles)
 

@@ -40,7 +40,7 @@ def with_other_softmax(emitted: Emitted, monkeypatch: pytest.MonkeyPatch, change
     timed = emitted.timed
 
     def patched(program: Emitted) -> Emitted:
-        kernels = program._function.__kwdefaults__
+        kernels = program.program.function.__kwdefaults__
         (name,) = (name for name in kernels if "softmax" in name and "backward" not in name)
 
         def kernel(*args: Any, own: Any = kernels[name], **options: Any) -> Any:

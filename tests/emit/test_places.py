@@ -315,7 +315,7 @@ def large_means(seed: int) -> None:
         torch.testing.assert_close(mean, sum(loss for loss, _ in each) / world)
     fdp.assert_replicated(own)
     (emitted,) = emitted_of(step)
-    assert emitted._program.scaled, "no bucket was large enough"
+    assert emitted.program.scaled, "no bucket was large enough"
     assert f"alpha={1 / world!r}" in emitted.source
 
 

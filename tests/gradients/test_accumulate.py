@@ -71,7 +71,7 @@ def job_one_message_each() -> list[Any]:
         elif type(item).__name__ == "Start":
             started.append(item.bucket)
     names = [reduction.name for reduction in plan.trace.reductions]
-    places = plan.emit()._program.places
+    places = plan.emit().program.places
     totals = [node.name for node in plan.trace.graph.graph.nodes if str(node.target) == "aten.zeros.default"]
     in_buckets = [places[name].memory[0] == "bucket" for name in totals if name in places and places[name].shape]
     return [sorted(names) == sorted(f"params[{n!r}]" for n in params_of()), started, in_buckets]
@@ -113,7 +113,7 @@ def test_memory_is_that_of_one_microbatch() -> None:
     def size_bytes(rows: int, k: int) -> int:
         made = fdp.data_parallel(step, batch_argnums=1, static_argnums=2)
         plan = made.plan(params_of(width=64), batch_of(rows), k)
-        return sum(layout.size_bytes for layout in plan.emit()._program.layouts.values())
+        return sum(layout.size_bytes for layout in plan.emit().program.layouts.values())
 
     one, eight, whole = size_bytes(32, 1), size_bytes(256, 8), size_bytes(256, 1)
     assert eight <= 1.1 * one + 2048

@@ -158,7 +158,7 @@ def test_the_recomputation_really_happens(compiled: bool) -> None:
         emitted = step.plan(*state, batch(512, 32)).emit(compile=compiled)
         inputs = (*state, batch(512, 32))
         emitted(*inputs)
-        emitted.leave_memory()
+        emitted.residence.move_out()
         peaks.append(peak_bytes(lambda emitted=emitted, inputs=inputs: emitted(*inputs)))
     assert peaks[1] < 0.5 * peaks[0]
 

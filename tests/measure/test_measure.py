@@ -179,7 +179,7 @@ def test_a_large_product_costs_more_than_a_small_one_by_far() -> None:
 def test_seconds_are_shared_and_none_is_lost(data: st.DataObject) -> None:
     emitted = SHARED
     plan = emitted.plan
-    parts = emitted.timed(lambda: None, apart=True).parts
+    parts = emitted.timed(lambda: None, apart=True).program.parts
     drawn = data.draw(st.lists(st.integers(0, 10**7), min_size=len(parts), max_size=len(parts)))
     seconds = [number / 1e9 for number in drawn]
     total_s = data.draw(st.floats(1e-4, 1.0))

@@ -330,7 +330,7 @@ def look_back() -> str:
         def __init__(self, here: bool, unanimous: bool) -> None:
             self.is_here, self.is_unanimous = (lambda: here), (lambda: unanimous)
 
-    order = known.emitted._consensus._order
+    order = known.emitted.consensus._order
     order._late += [Late(True, True), Late(False, False)]
     assert first(w, b).tolist() == [2.0] * 3 and len(order._late) == 1
     order._late[:] = [Late(True, False)]

@@ -188,7 +188,7 @@ def ways_of(compiled: bool) -> Ways:
         return Group(None, plan.trace.world_size, rank)
 
     def given(plan: Plan, rank: int, communicates: bool) -> Any:
-        return Emitted(plan, group_of(plan, rank), options=options)._program
+        return Emitted(plan, group_of(plan, rank), options=options).program
 
     if options is None:
         return Ways(write_program, given, verify_program, verify_made)
