@@ -242,7 +242,8 @@ def test_who_left_for_want_of_another_is_not_what_the_wait_fails_for(
 
 
 def test_what_a_suspicion_led_to_is_said_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = [Fault(1, "unreachable", suspected=True), Fault(0, "left", because=((1, "unreachable"),)), Fault(3, "died", suspected=True)]
+    unreachable, left = Fault(1, "unreachable", suspected=True), Fault(0, "left", because=((1, "unreachable"),))
+    told = [unreachable, left, Fault(3, "died", suspected=True)]
     news = {"story": [fault.as_json() for fault in told]}
     monkeypatch.setattr(watched.Watched, "_read", lambda _: news)
     monkeypatch.setattr(watched.Watched, "has_news", True)
