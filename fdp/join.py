@@ -7,6 +7,7 @@ zero.
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from fdp import pytree
 from fdp.context.axis import refuse_inside
 from fdp.distributed.desynchronised import doubt, mark_desynchronised, why_desynchronised
-from fdp.distributed.exchange import exchange, next_turn, timeout_s, wait_for_keys
+from fdp.distributed.exchange import ask, exchange, next_turn, timeout_s, wait_for_keys
 from fdp.distributed.group import Group, Ranks, resolve_group
 from fdp.distributed.messages import start_all_gather
 from fdp.errors import ArgumentError, PeerError, build_message, first_line
@@ -27,6 +28,9 @@ from fdp.state.replicate import replicate
 
 _HAS, _OUT, _RAISED = 0, 1, 2
 """What a rank says of its next batch."""
+
+_TELLS_S = 5.0
+"""So long a rank tries to leave word, which perhaps nobody asks for."""
 
 _SAMPLE = 64
 """How many numbers of a tensor are looked at to see whether it was refilled."""
@@ -173,7 +177,8 @@ class _Loop:
     def tell(self) -> None:
         """Leave word, for ranks that come to wonder, after how many batches this one went."""
         try:
-            self._ranks.store().set(f"{self._turn}/{self._ranks.rank}", str(self.done))
+            tell = functools.partial(self._ranks.store().set, f"{self._turn}/{self._ranks.rank}", str(self.done))
+            ask(None, tell, limit_s=_TELLS_S)
         except Exception:  # the group may be gone, or the interpreter on its way out: then nothing will ask
             return
 
@@ -186,7 +191,7 @@ class _Loop:
             store = ranks.store()
             wait_for_keys(store, names, timeout_s(), ranks)
             for rank, name in enumerate(names):
-                theirs = int(store.get(name)) if store.check([name]) else None
+                theirs = ask(ranks, lambda: int(store.get(name)) if store.check([name]) else None)  # noqa: B023
                 if theirs != done:
                     where = f"after {theirs}" if theirs is not None else f"not within {timeout_s():g} s"
                     return f"it left the loop over fdp.join after {done} batches, and rank {rank} {where}"

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import Sampler
 
 from fdp.data.permutation import Permutation
+from fdp.distributed.exchange import ask
 from fdp.distributed.group import Group, Ranks, resolve_group
 from fdp.errors import AgreementError, ArgumentError, build_message
 from fdp.random import fold_in, key
@@ -186,9 +187,9 @@ class BatchSampler(Sampler[list[int]]):
         if ranks.size == 1:
             return
         store = ranks.store()
-        turn = store.add(f"fdp/passes/{ranks.name}/{ranks.rank}", 1)
+        turn = ask(ranks, lambda: store.add(f"fdp/passes/{ranks.name}/{ranks.rank}", 1))
         own = f"fdp.BatchSampler({self._described()}).at({epoch * self.batches_per_epoch + first})"
-        found = store.compare_set(f"fdp/pass/{ranks.name}/{turn}", "", own).decode()
+        found = ask(ranks, lambda: store.compare_set(f"fdp/pass/{ranks.name}/{turn}", "", own)).decode()
         if found not in ("", own):
             raise AgreementError(
                 build_message(

@@ -1,16 +1,25 @@
-"""Ranks tell each other something through the rendezvous store: without a collective, and within a time limit."""
+"""Ranks tell each other something through the rendezvous store: without a collective, and within a time limit.
+
+A thread asks the store, and not the one that waits. The process that holds the store may be stopped by a signal: then a
+question to the store does not come back, and who asked could not look who is gone.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-from collections.abc import Sequence
-from typing import Any
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from fdp.distributed.group import Group
-from fdp.distributed.liveness.patience import explain, until
+from fdp.distributed.liveness.elsewhere import Elsewhere
+from fdp.distributed.liveness.patience import explain
 from fdp.distributed.sending import watch_over
 from fdp.errors import AgreementError, PeerError, build_message, error_text
 
@@ -20,12 +29,49 @@ def timeout_s() -> float:
     return float(os.environ.get("FDP_AGREE_TIMEOUT_S", 300.0))
 
 
-def next_turn(group: Group) -> str:
+_ANNOUNCES_S = 5.0
+"""So long a rank tries to tell others what they need not know."""
+
+_LONGEST_PAUSE_S = 0.05
+"""From one look into the store to the next."""
+
+Answer = TypeVar("Answer")
+
+
+def ask(
+    group: Group | None, question: Callable[[], Answer], what: str = "the store", limit_s: float | None = None
+) -> Answer:
+    """Ask the store something, and notice if the process that holds it is gone, or does not run.
+
+    Args:
+        group: the ranks of which one may hold it; None to look at none.
+        question: asks it, and does not wait for other ranks.
+        what: this rank waits in, for errors and warnings.
+        limit_s: seconds to wait; None for as long as ranks wait for each other.
+
+    Returns:
+        What `question` returns.
+
+    Raises:
+        PeerError: another rank is gone.
+        dist.DistStoreError: the store does not answer in time.
+    """
+    if sys.is_finalizing():  # no thread can start any more
+        return question()
+    answers: list[Answer] = []
+    asking, limit_s = Elsewhere(lambda: answers.append(question()), what), timeout_s() if limit_s is None else limit_s
+    if not asking.comes(None if group is None else group.process_group, limit_s):
+        raise dist.DistStoreError(f"the store did not answer within {limit_s:g} s")
+    return answers[0]
+
+
+def next_turn(group: Group, what: str = "the store") -> str:
     """A key for the next exchange: ranks that have exchanged equally often get the same one."""
     if group.process_group is None:
         return "one"
+    watch_over(group)
     # Counted in the store, so that a group made anew with a new store begins anew.
-    turn = group.store().add(f"fdp/turn/{group.name}/{group.rank}", 1)
+    turn = ask(group, functools.partial(group.store().add, f"fdp/turn/{group.name}/{group.rank}", 1), what)
     return f"fdp/exchange/{group.name}/{turn}"
 
 
@@ -49,16 +95,18 @@ def exchange(
         PeerError: another rank will not come.
     """
     watch_over(group)
-    if group.process_group is None or timeout_s is None:
-        if group.process_group is not None:
-            group.store().set(f"{key}/{group.rank}", payload)
+    if group.process_group is None:
         return [payload]
-    store = group.store()
-    store.set(f"{key}/{group.rank}", payload)
+    store, among = group.store(), group if looks else None
+    tell = functools.partial(store.set, f"{key}/{group.rank}", payload)
+    if timeout_s is None:
+        ask(None, tell, what, _ANNOUNCES_S)
+        return [payload]
+    ask(among, tell, what, timeout_s)
     names = [f"{key}/{rank}" for rank in range(group.size)]
-    if not wait_for_keys(store, names, timeout_s, group if looks else None, what):
-        return [store.get(name) if store.check([name]) else None for name in names]
-    return [store.get(name) for name in names]
+    if wait_for_keys(store, names, timeout_s, among, what):
+        return ask(among, lambda: [store.get(name) for name in names], what, timeout_s)
+    return ask(among, lambda: [store.get(name) if store.check([name]) else None for name in names], what, _ANNOUNCES_S)
 
 
 def wait_for_keys(
@@ -79,13 +127,23 @@ def wait_for_keys(
     Raises:
         PeerError: another rank will not come.
     """
-    process_group = None if group is None else group.process_group
+    process_group, over = None if group is None else group.process_group, threading.Event()
+    end_s, found = time.monotonic() + timeout_s, []
+
+    def look() -> None:
+        pause_s = 0.001
+        while not (there := store.check(list(names))) and time.monotonic() < end_s and not over.wait(pause_s):
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        found.append(there)
+
     try:
-        return until(lambda: store.check(list(names)), process_group, timeout_s, what)
+        return Elsewhere(look, what).comes(process_group, timeout_s + _ANNOUNCES_S) and found[0]
     except (RuntimeError, dist.DistError) as error:  # the store is gone, perhaps with the rank that held it
         if (explained := explain(process_group, what)) is not None:
             raise explained from error
         raise
+    finally:
+        over.set()
 
 
 def all_say(group: Group, yes: bool, timeout_s: float = 300.0) -> bool:
@@ -158,7 +216,7 @@ def tell_all_once(group: Group, own: dict[str, Any], subject: str, news: str) ->
     """As `tell_all`; also a number for this exchange, which is the same on all ranks and no other exchange's."""
     limit, what = timeout_s(), f"the store, for {subject}"
     try:
-        turn = next_turn(group)
+        turn = next_turn(group, what)
         found = exchange(group, turn, json.dumps(own).encode(), limit, what=what)
     except (RuntimeError, dist.DistError) as error:
         if (explained := explain(group.process_group, what)) is not None:

@@ -7,6 +7,7 @@ Everything that fdp needs from torch.distributed beyond its documented interface
 
 from __future__ import annotations
 
+import datetime
 import functools
 import weakref
 from collections.abc import Callable
@@ -175,25 +176,11 @@ def resolve_group(group: Ranks = None) -> Group:
     return Group(weakref.ref(group), dist.get_world_size(group), rank)
 
 
-def group_beside(ranks: Group) -> dist.ProcessGroup:
-    """Make a process group of the same ranks, for messages beside theirs, which are paired by their order.
-
-    Every rank takes part.
-
-    Returns:
-        The group, by gloo, with the time limit of theirs. It is not kept alive by anything but the process's list.
-    """
+def time_limit_of(ranks: Group) -> datetime.timedelta | None:
+    """How long messages of a process group may take; None if its backend does not say."""
     assert ranks.process_group is not None
-    everybody = dist.get_process_group_ranks(ranks.process_group)
     options = getattr(ranks.process_group._get_backend(_device_of(ranks)), "options", None)
-    made = dist.new_group(
-        everybody,
-        getattr(options, "_timeout", None),
-        backend="gloo",
-        use_local_synchronization=len(everybody) < dist.get_world_size(),
-    )
-    assert made is not None
-    return made
+    return getattr(options, "_timeout", None)
 
 
 def _device_of(ranks: Group) -> torch.device:

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from fdp.context.axis import refuse_inside
 from fdp.distributed.desynchronised import refuse_desynchronised
 from fdp.distributed.exchange import tell_all
-from fdp.distributed.group import Group, Ranks, group_beside, is_destroyed, resolve_group
+from fdp.distributed.group import Group, Ranks, is_destroyed, resolve_group
+from fdp.distributed.second_group import group_beside
 from fdp.errors import ArgumentError, FdpError, build_message, first_line
 from fdp.pytree import Tree
 from fdp.state.checkpoint import (
@@ -127,7 +128,7 @@ class CheckpointManager:
         with ready_on_all_ranks(ranks, f"CheckpointManager.save({own})"):
             named = {name: _copied(leaf) for name, leaf in _of_this_rank(named, ranks).items()}
         if ranks.size > 1 and (self._beside is None or self._beside[0] != ranks):  # or the group was made anew
-            self._beside = ranks, group_beside(ranks)
+            self._beside = ranks, group_beside(ranks, "CheckpointManager.save")
         among = None if self._beside is None else self._beside[1]
         self._writing = Writing(
             lambda pace: self._write(int(step), named, ranks, pace, among), f"checkpoint of step {int(step)}"

@@ -7,6 +7,7 @@ ready, through the store; those that are not keep giving signs of life, and are 
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import warnings
@@ -16,10 +17,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from fdp.distributed.exchange import next_turn, timeout_s, wait_for_keys
+from fdp.distributed.exchange import ask, next_turn, timeout_s, wait_for_keys
 from fdp.distributed.group import Group
 from fdp.distributed.liveness.threads import start_thread
-from fdp.errors import AgreementError, PeerError, build_message, error_text
+from fdp.errors import AgreementError, FdpError, PeerError, build_message, error_text
 
 _BEAT_S = 1.0
 _PATIENCE_S = 60.0
@@ -50,15 +51,17 @@ def compile_together(name: str, group: Group, together: bool, compile: Callable[
     """
     if group.size == 1 or not together:
         return compile()
-    store, turn = group.store(), next_turn(group)
+    what = f"the store, for step {name!r}, which is compiled"
+    store, turn = group.store(), next_turn(group, what)
     try:
         with _signs_of_life(store, f"{turn}/alive/{group.rank}"):
             result = compile()
     except Exception as error:
-        with suppress(RuntimeError, dist.DistError):  # the error that is being announced is the one to report
-            store.set(f"{turn}/ready/{group.rank}", f"failed\n{type(error).__name__}: {error_text(error)}")
+        failed = f"failed\n{type(error).__name__}: {error_text(error)}"
+        with suppress(FdpError, RuntimeError, dist.DistError):  # the error that is being announced is the one to report
+            ask(group, lambda: store.set(f"{turn}/ready/{group.rank}", failed), what)
         raise
-    store.set(f"{turn}/ready/{group.rank}", "ready")
+    ask(group, lambda: store.set(f"{turn}/ready/{group.rank}", "ready"), what)
     _wait_for_others(name, group, store, turn)
     return result
 
@@ -91,10 +94,9 @@ def _wait_for_others(name: str, group: Group, store: Any, turn: str) -> None:
     try:
         while missing:
             wait_for_keys(store, [f"{turn}/ready/{rank}" for rank in missing], min(_BEAT_S, patience_s), group)
-            missing = [rank for rank in missing if not store.check([f"{turn}/ready/{rank}"])]
-            now = time.monotonic()
-            for rank in missing:
-                count = store.add(f"{turn}/alive/{rank}", 0)
+            counts = ask(group, functools.partial(_signs, store, turn, missing))
+            missing, now = list(counts), time.monotonic()
+            for rank, count in counts.items():
                 if rank not in seen or seen[rank][0] != count:
                     seen[rank] = (count, now)
             if now - begun > _LONG_S and missing and not warned:
@@ -126,7 +128,8 @@ def _wait_for_others(name: str, group: Group, store: Any, turn: str) -> None:
                 "ended.",
             )
         ) from error
-    said = [store.get(f"{turn}/ready/{rank}").decode().splitlines() for rank in range(group.size)]
+    names = [f"{turn}/ready/{rank}" for rank in range(group.size)]
+    said = [text.decode().splitlines() for text in ask(group, lambda: [store.get(name) for name in names])]
     offenders = [f"rank {rank}: {lines[1]}" for rank, lines in enumerate(said) if lines[0] == "failed"]
     if offenders:
         raise AgreementError(
@@ -136,3 +139,9 @@ def _wait_for_others(name: str, group: Group, store: Any, turn: str) -> None:
                 remedy="mend the error there; or compile=False on all ranks.",
             )
         )
+
+
+def _signs(store: Any, turn: str, missing: list[int]) -> dict[int, int]:
+    """By rank the signs of life so far, of those that are not ready."""
+    waited_for = [rank for rank in missing if not store.check([f"{turn}/ready/{rank}"])]
+    return {rank: store.add(f"{turn}/alive/{rank}", 0) for rank in waited_for}

@@ -13,6 +13,7 @@ import sys
 import time
 
 import torch
+import torch.distributed as dist
 
 import fdp
 from fdp.distributed.liveness import introduction
@@ -53,11 +54,18 @@ def main(kind: str, victim: int, folder: pathlib.Path) -> None:
         loss, grad = fdp.value_and_grad(lambda w: ((batch @ w) ** 2).mean())(w)
         return w - 0.01 * grad, fdp.pmean(loss)
 
+    def saves(w: torch.Tensor, kind: str, is_victim: bool) -> None:
+        if is_victim:
+            dist.new_group = lambda *_, **__: die()
+            if kind == "frozen before a save":
+                os.kill(os.getpid(), signal.SIGSTOP)
+        fdp.CheckpointManager(folder / "run").save(5, {"w": w})
+
     try:
         w = torch.ones(4)
         for call in range(1, int(os.environ.get("CALLS", 2000))):
             if call == 5:
-                if kind != "killed" or rank != victim:
+                if not kind.startswith("killed") or rank != victim:
                     tell(event="fault" if rank == victim else "trains")
                 if rank == victim:
                     if kind == "killed":
@@ -70,6 +78,8 @@ def main(kind: str, victim: int, folder: pathlib.Path) -> None:
                         time.sleep(12)
                     elif kind == "left":
                         return
+                if kind.endswith("a save"):
+                    saves(w, kind, rank == victim)
             w, _ = step(w, torch.ones(3, 4))
             time.sleep(0.02)
     except fdp.PeerError as error:

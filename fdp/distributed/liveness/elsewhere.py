@@ -35,26 +35,41 @@ class Elsewhere:
         """Whether it is not done."""
         return not self._done.is_set()
 
-    def wait(self, *groups: Any) -> None:
-        """Wait for it.
+    def comes(self, group: Any, timeout_s: float = math.inf) -> bool:
+        """Wait for it; whether it came in time.
 
         Args:
-            groups: process groups on which it sends messages; the first is the one whose ranks are watched.
+            group: the process group whose ranks are watched; None for none.
+            timeout_s: seconds to wait.
+
+        Raises:
+            PeerError: another rank will not come.
+            BaseException: what the work raised.
+        """
+        if not until(self._done.is_set, group, timeout_s, self._name, pause=self._done.wait):
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def wait(self, *groups: Any) -> None:
+        """Wait for work that sends messages.
+
+        Args:
+            groups: process groups on which it sends them; the first is the one whose ranks are watched.
 
         Raises:
             PeerError: another rank will not come.
             BaseException: what the work raised.
         """
         try:
-            until(self._done.is_set, groups[0], math.inf, self._name)
+            self.comes(groups[0])
         except BaseException:
             if self.is_running:
                 for group in groups:
                     if group is not None:
                         never_delete(group)
             raise
-        if self._error is not None:
-            raise self._error
 
     def _run(self) -> None:
         try:

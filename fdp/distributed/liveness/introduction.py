@@ -102,6 +102,11 @@ class Introduction:
         self._pause_s = min(max(0.05, size / _CHECKS_PER_S), _LOOKS_S)
         self._thread = start_thread(self._run, "ranks meet")
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it looks no more."""
+        return not self._thread.is_alive()
+
     def end(self, timeout_s: float) -> None:
         """Look a last time, since the rank leaves; wait for that for some time at most."""
         self._ending.set()

@@ -168,7 +168,9 @@ def _came(work: Any, group: Any, what: str) -> bool:
     return True
 
 
-def until(come: Callable[[], bool], group: Any, timeout_s: float, what: str) -> bool:
+def until(
+    come: Callable[[], bool], group: Any, timeout_s: float, what: str, pause: Callable[[float], object] = time.sleep
+) -> bool:
     """Wait until something has come by another way than a message; whether it came in time.
 
     Args:
@@ -176,6 +178,7 @@ def until(come: Callable[[], bool], group: Any, timeout_s: float, what: str) -> 
         group: the process group that has to do with it, or None.
         timeout_s: seconds to wait.
         what: is waited in, for errors.
+        pause: waits for some seconds, or until it has come.
 
     Raises:
         PeerError: another rank will not come.
@@ -193,7 +196,7 @@ def until(come: Callable[[], bool], group: Any, timeout_s: float, what: str) -> 
                     patience = Patience(watched, what)
                     watched.wait_begins()
                 patience.look()
-            time.sleep(pause_s)
+            pause(pause_s)
             pause_s = min(2 * pause_s, 0.05)
         return True
     finally:

@@ -72,6 +72,13 @@ def watched_ranks(group: dist.ProcessGroup | None) -> Watched | None:
     return None if group is None else _groups.get(group)
 
 
+def has_met(group: dist.ProcessGroup) -> bool:
+    """Whether this rank's monitor knows where those next to it are, or there is nothing to find out any more."""
+    watched = watched_ranks(group)
+    introduction = None if watched is None else _introductions.get(watched.key)
+    return introduction is None or introduction.is_over
+
+
 def watch(group: dist.ProcessGroup, name: str, rank: int, size: int, store_of: Callable[[], Any]) -> Watched | None:
     """Watch the ranks of a group from now on, and let them watch this one; other ranks need not be there yet.
 
