@@ -25,8 +25,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "tables": (),
     "pytorch": ("dispatch guards parts tensors", "dynamo recomputation"),
     "distributed": (
-        "liveness.addresses liveness.fault liveness.links liveness.machines liveness.news liveness.process "
-        "liveness.session liveness.status liveness.threads",
+        "liveness.addresses liveness.fault liveness.links liveness.machines liveness.news liveness.places "
+        "liveness.process liveness.session liveness.status liveness.threads",
         "liveness.beside liveness.neighbour liveness.tree",
         "liveness.connections liveness.introduction liveness.watched",
         "liveness.monitor liveness.unreached liveness.watch",

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -69,9 +70,11 @@ def next_turn(group: Group, what: str = "the store") -> str:
     """A key for the next exchange: ranks that have exchanged equally often get the same one."""
     if group.process_group is None:
         return "one"
-    watch_over(group)
+    watched = watch_over(group)
     # Counted in the store, so that a group made anew with a new store begins anew.
     turn = ask(group, functools.partial(group.store().add, f"fdp/turn/{group.name}/{group.rank}", 1), what)
+    if watched is not None:
+        watched.takes_turn(turn)
     return f"fdp/exchange/{group.name}/{turn}"
 
 
@@ -94,7 +97,7 @@ def exchange(
     Raises:
         PeerError: another rank will not come.
     """
-    watch_over(group)
+    watched = watch_over(group)
     if group.process_group is None:
         return [payload]
     store, among = group.store(), group if looks else None
@@ -104,7 +107,9 @@ def exchange(
         return [payload]
     ask(among, tell, what, timeout_s)
     names = [f"{key}/{rank}" for rank in range(group.size)]
-    if wait_for_keys(store, names, timeout_s, among, what):
+    with watched.in_exchange() if looks and watched is not None else nullcontext():
+        came = wait_for_keys(store, names, timeout_s, among, what)
+    if came:
         return ask(among, lambda: [store.get(name) for name in names], what, timeout_s)
     return ask(among, lambda: [store.get(name) if store.check([name]) else None for name in names], what, _ANNOUNCES_S)
 

@@ -57,7 +57,8 @@ def start_message(
 ) -> Callable[[], None]:
     """Start a message; returns the function that waits for it, and that knows when a rank will not come."""
     ranks = group.process_group
-    watch_over(group)
+    watched = watch_over(group)
+    number = 0 if watched is None else watched.starts_message()
     try:
         work = send(ranks)
     except RuntimeError as error:
@@ -67,7 +68,8 @@ def start_message(
     _call_back(work, arrived)
     # A wait of gloo's that has run out of time may be made again. Of other backends that is not known, and those of
     # devices do not block this thread.
-    return functools.partial(finish, work, ranks, what) if group.backend_for(buffer.device) == "gloo" else work.wait
+    gloo = group.backend_for(buffer.device) == "gloo"
+    return functools.partial(finish, work, ranks, what, number) if gloo else work.wait
 
 
 def watch_over(group: Members) -> Watched | None:

@@ -20,6 +20,7 @@ from fdp.distributed.liveness import status as status_of
 from fdp.distributed.liveness.connections import Connections, Group
 from fdp.distributed.liveness.fault import Fault
 from fdp.distributed.liveness.news import encoded
+from fdp.distributed.liveness.places import Place
 from fdp.distributed.liveness.process import Process
 from fdp.distributed.liveness.status import ROOM_BYTES, Status, described
 from fdp.distributed.liveness.tree import Node
@@ -94,6 +95,7 @@ class Monitor:
             key: {
                 "story": [fault.as_json() for fault in group.node.story],
                 "busy": group.node.busy,
+                "mismatch": [place.as_json() for place in group.node.mismatch],
                 "unreached": self._connections.unreached(group, now_s),
             }
             for key, group in self._groups.items()
@@ -192,6 +194,9 @@ class Monitor:
                 group.node.report(Fault(group.node.rank, "raised", command["text"], call, attempt=attempt), now_s)
             case "clear":
                 group.node.clear("raised", now_s)
+            case "waits":
+                place = command["place"]
+                group.node.waits(None if place is None else Place.from_json(place), now_s)
             case "conclude":
                 group.node.conclude(command["rank"], command["text"], now_s)
 

@@ -16,7 +16,7 @@ _FEWER = (16, 8, 4, 2, 1, 0)
 _CUT = "..."
 
 Groups = dict[str, dict[str, Any]]
-"""What is told of each group: its "story" of faults, who is "busy", and who is "unreached"."""
+"""What is told of each group: its "story" of faults, a "mismatch" of places, who is "busy", and who is "unreached"."""
 
 
 def shortened(text: str, most_bytes: int) -> str:
@@ -49,7 +49,7 @@ def encoded(news: Groups, most_bytes: int) -> bytes:
         if len(made) <= most_bytes:
             return made
     for count in _FEWER:
-        made = _dumped({key: _with_texts({"story": group["story"][:count]}, 0) for key, group in news.items()})
+        made = _dumped({key: _with_texts(_fewer(group, count), 0) for key, group in news.items()})
         if len(made) <= most_bytes:
             return made
     return _dumped({})
@@ -63,10 +63,16 @@ def _bytes_of(text: str) -> int:
     return len(json.dumps(text)) - 2  # without its quotes
 
 
+def _fewer(group: dict[str, Any], count: int) -> dict[str, Any]:
+    """The first faults of a group, and what is told in any case."""
+    return {"story": group["story"][:count], "mismatch": group.get("mismatch", ())}
+
+
 def _with_texts(group: dict[str, Any], most_bytes: int) -> dict[str, Any]:
     """What is told of a group, with shorter texts."""
     return {
         "story": [{**fault, "text": shortened(fault["text"], most_bytes)} for fault in group["story"]],
+        "mismatch": [{**place, "text": shortened(place["text"], most_bytes)} for place in group.get("mismatch", ())],
         "busy": [[rank, shortened(text, most_bytes), age_s] for rank, text, age_s in group.get("busy", ())],
         "unreached": [
             [rank, shortened(where, most_bytes), shortened(why, most_bytes)]

@@ -14,7 +14,7 @@ from fdp.distributed.liveness.fault import Fault, with_causes
 from fdp.distributed.liveness.unreached import warn_of_unreached
 from fdp.distributed.liveness.watch import liveness_s, watched_ranks
 from fdp.distributed.liveness.watched import Watched, age
-from fdp.errors import PeerError, build_message
+from fdp.errors import AgreementError, PeerError, build_message
 
 _PIECE = datetime.timedelta(seconds=0.25)
 
@@ -42,6 +42,9 @@ _GAP_S = 3.0
 _WARNS_S = 30.0
 """After so long, and again each time that it has doubled, there is a warning that says who is waited for."""
 
+_TELLS_PLACE_S = 2.0
+"""After so long a rank tells where it waits: others may wait for it somewhere else."""
+
 _REMEDIES = {
     "died": "look for the first error among the logs of these ranks, and whether the system ran out of memory. Start "
     "the job again from its last checkpoint.",
@@ -63,10 +66,12 @@ class Patience:
     Args:
         watched: the ranks.
         what: what it waits in, such as "a message".
+        message: the number of the message that it waits for; 0 for another kind of wait.
     """
 
-    def __init__(self, watched: Watched, what: str) -> None:
-        self._watched, self._what = watched, what
+    def __init__(self, watched: Watched, what: str, message: int = 0) -> None:
+        self._watched, self._what, self._message = watched, what, message
+        self._has_told = False
         self._begun_s = self._looked_s = time.monotonic()
         # Two beats of its monitor, and some: by then a rank that goes on is known to.
         self._thaws_s = 0.5 * liveness_s() + 0.5
@@ -78,12 +83,17 @@ class Patience:
 
         Raises:
             PeerError: another rank will not come.
+            AgreementError: ranks wait for each other in different places.
         """
         now_s = time.monotonic()
         if now_s - self._looked_s > _GAP_S:
             self._begun_s = now_s
         self._looked_s = now_s
         waited_s = now_s - self._begun_s
+        refuse_different_places(self._watched)
+        if waited_s >= _TELLS_PLACE_S and not self._has_told:
+            self._has_told = True
+            self._watched.tell_place(self._message, self._what)
         faults = self._faults(waited_s)
         if not faults:
             self._news_s = None
@@ -113,16 +123,18 @@ class Patience:
         return 0.0
 
 
-def finish(work: Any, group: Any, what: str = "a message") -> None:
+def finish(work: Any, group: Any, what: str = "a message", number: int = 0) -> None:
     """Wait for a message.
 
     Args:
         work: what the backend made; its `wait` blocks until the message is there.
         group: the process group.
         what: it is, for errors.
+        number: of the message among those of this rank; 0 if it is not known.
 
     Raises:
         PeerError: another rank will not come.
+        AgreementError: ranks wait for each other in different places.
         RuntimeError: the backend failed, and it is not known why.
     """
     watched = watched_ranks(group)
@@ -133,7 +145,7 @@ def finish(work: Any, group: Any, what: str = "a message") -> None:
         if _came(work, group, what):
             return
         with watched.waiting():
-            patience = Patience(watched, what)
+            patience = Patience(watched, what, number)
             while not _came(work, group, what):
                 patience.look()
     except BaseException:
@@ -209,8 +221,10 @@ def refuse_gone(watched: Watched) -> None:
 
     Raises:
         PeerError: some will not.
+        AgreementError: they wait for each other in different places.
     """
     if watched.has_news:
+        refuse_different_places(watched)
         warn_of_unreached(watched)
         known = watched.faults(believing=False)
         final = [fault for fault in known if fault.call is None and fault.reason != "frozen"]
@@ -218,14 +232,39 @@ def refuse_gone(watched: Watched) -> None:
             raise peer_error(watched, with_causes(final, known), "")
 
 
-def explain(group: Any, what: str) -> PeerError | None:
-    """After the backend failed: who is gone, if that is known or becomes known soon; None otherwise."""
+def refuse_different_places(watched: Watched) -> None:
+    """Refuse to wait any longer where ranks wait for each other in different places.
+
+    Raises:
+        AgreementError: they do; names both.
+    """
+    if (error := _different_places(watched)) is not None:
+        raise error
+
+
+def _different_places(watched: Watched) -> AgreementError | None:
+    if not (places := watched.mismatch()):
+        return None
+    return AgreementError(
+        build_message(
+            f"rank {watched.rank} cannot go on: ranks wait for each other in different places.",
+            [f"rank {place.rank} waits in {place.text}" for place in places],
+            remedy="call the same functions in the same order on every rank. Start the job again from its last "
+            "checkpoint.",
+        )
+    )
+
+
+def explain(group: Any, what: str) -> PeerError | AgreementError | None:
+    """After the backend failed: who is gone, or waits elsewhere, if that becomes known soon; None otherwise."""
     watched = watched_ranks(group)
     if watched is None:
         return None
     begun_s, news_s = time.monotonic(), math.inf
     while True:
         now_s = time.monotonic()
+        if (elsewhere := _different_places(watched)) is not None:
+            return elsewhere
         faults = [fault for fault in watched.faults(believing=True) if fault.call is None]
         if faults:
             news_s = min(news_s, now_s)

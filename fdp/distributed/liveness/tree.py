@@ -20,6 +20,7 @@ from typing import Any
 
 from fdp.distributed.liveness.fault import Fault
 from fdp.distributed.liveness.machines import packed, unpacked
+from fdp.distributed.liveness.places import Place, contradiction, merged
 
 FANOUT = 8
 """Children of a monitor."""
@@ -46,6 +47,7 @@ class _Link:
     gone: bool = False
     silent: bool = False
     busy: list[list[Any]] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
 
 
 def parent_of(rank: int) -> int | None:
@@ -81,6 +83,7 @@ class Node:
     Attributes:
         story: the faults, in the order in which the root heard of them.
         busy: ranks that are not waiting for others: [rank, what they do, since how many seconds], the longest first.
+        mismatch: two places in which ranks wait for each other, for good; empty if none are known.
         outbox: messages to send: to which rank, and what.
     """
 
@@ -98,6 +101,9 @@ class Node:
         self._next_hosts_s = now_s
         self.story: list[Fault] = []
         self.busy: list[list[Any]] = []
+        self._own_place: Place | None = None
+        self._places: list[Place] = []  # of this rank, and of those below it
+        self.mismatch: tuple[Place, ...] = ()
         # What was sent up of late, and may be lost with the parent: when, and the fault, or whose is taken back.
         self._sent_up: deque[tuple[float, Fault | tuple[int, str]]] = deque()
         # What was decided while the parent was lost, of which it has to be told.
@@ -170,6 +176,11 @@ class Node:
                 self._new_hosts = {}
                 for child in self.children:
                     self._send(child, hosts=message["hosts"])
+        if "places" in message and peer != self.parent:
+            self._links[peer].places = [Place.from_json(each) for each in message["places"]]
+            self._look_at_places(now_s)
+        if "mismatch" in message:
+            self._mismatches(tuple(map(Place.from_json, message["mismatch"])))
         if "busy" in message:
             self._links[peer].busy = found = _checked_busy(message["busy"])
             if peer == self.parent:
@@ -196,6 +207,11 @@ class Node:
     def doing(self, busy: list[list[Any]]) -> None:
         """What the rank does that is watched: one entry as in `busy`, or none if it waits for others."""
         self._own_busy = busy
+
+    def waits(self, place: Place | None, now_s: float) -> None:
+        """Where the rank that is watched waits for others, for some time already; None if it goes on."""
+        self._own_place = place
+        self._look_at_places(now_s)
 
     def report(self, fault: Fault, now_s: float) -> None:
         """Say what became of the rank that is watched."""
@@ -238,6 +254,8 @@ class Node:
 
     def _greet(self, peer: int) -> None:
         """Tell a neighbour that is there, or there again, what it does not know."""
+        if self.mismatch:
+            self._send(peer, mismatch=[place.as_json() for place in self.mismatch])
         if peer != self.parent:
             self._send(peer, hosts=packed(self._hosts), story=[fault.as_json() for fault in self.story])
             return
@@ -341,9 +359,27 @@ class Node:
             self.busy = busy
         self._tell_hosts(now_s)
         if self.parent in self._links and not self._links[self.parent].gone:
-            self._send(self.parent, busy=busy)
+            self._send(self.parent, busy=busy, places=[place.as_json() for place in self._places])
         for child in children:
             self._send(child, busy=self.busy)
+
+    def _look_at_places(self, now_s: float) -> None:
+        below = [place for child in self.children for place in self._links[child].places]
+        found = merged(below if self._own_place is None else [self._own_place, *below])
+        if found == self._places:
+            return
+        self._places = found
+        self._next_beat_s = min(self._next_beat_s, now_s + _PAUSE_S)
+        if (pair := contradiction(found)) is not None:
+            self._mismatches(pair)
+
+    def _mismatches(self, pair: tuple[Place, ...]) -> None:
+        """Ranks wait in different places: all have to know, and it is never taken back."""
+        if self.mismatch:
+            return
+        self.mismatch = pair
+        for peer in self._links:
+            self._send(peer, mismatch=[place.as_json() for place in pair])
 
     def _learn(self, hosts: dict[int, str]) -> None:
         new = {rank: host for rank, host in hosts.items() if self._hosts.get(rank) != host}

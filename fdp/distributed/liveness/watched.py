@@ -13,6 +13,7 @@ from fdp.distributed.liveness import status as status_of
 from fdp.distributed.liveness.beside import Beside
 from fdp.distributed.liveness.fault import Fault, causes_first, with_causes
 from fdp.distributed.liveness.news import TEXT_BYTES, shortened
+from fdp.distributed.liveness.places import Place
 from fdp.errors import PeerError, first_line
 
 
@@ -38,6 +39,9 @@ class Watched:
         has_warned: whether there was a warning of monitors that cannot be reached.
         gave_up_on: ranks for want of which this one has left a call in the middle, and what had become of each.
         waits_since_s: since when this rank waits for others, by the monotonic clock; None if it does not.
+        turns: in exchanges through the store, as many as this rank has taken.
+        messages: as many as this rank has started.
+        exchanging: whether it waits in an exchange whose turn was the last one.
     """
 
     key: str
@@ -57,6 +61,11 @@ class Watched:
     waits_since_s: float | None = None
     has_warned: bool = False
     gave_up_on: tuple[tuple[int, str], ...] = ()
+    turns: int = 0
+    messages: int = 0
+    exchanging: bool = False
+    _talking: set[int] = field(default_factory=set)
+    _has_told_place: bool = False
     _phase: int = status_of.IDLE
     _thread: int = 0
     _said: bool = False
@@ -71,6 +80,42 @@ class Watched:
         self._thread = threading.get_ident()
         self._phase = status_of.CALLING
         self.monitor.status.say(self._phase, number, step)
+
+    def starts_message(self) -> int:
+        """A message is about to start; returns its number, from 1 on."""
+        self._talking.add(threading.get_ident())
+        self.messages += 1
+        return self.messages
+
+    def takes_turn(self, turns: int) -> None:
+        """It has taken a turn in exchanges: so many by now."""
+        self._talking.add(threading.get_ident())
+        self.turns = turns
+
+    @contextlib.contextmanager
+    def in_exchange(self) -> Iterator[None]:
+        """This rank waits for others in an exchange, whose turn was the last one."""
+        self.exchanging = True
+        try:
+            yield
+        finally:
+            self.exchanging = False
+
+    def tell_place(self, message: int, what: str) -> None:
+        """Tell where this rank waits for others, if that is known.
+
+        Args:
+            message: the number of the message that it waits for; 0 if it waits for none.
+            what: it waits in.
+        """
+        # Where several threads talk to other ranks, there is no order in which they do.
+        if self._talking != {threading.get_ident()} or not (message or self.exchanging):
+            return
+        if self.is_calling_here:
+            what = f"call {self.number} of step {self.step!r}" + (f", in {what}" if not message else "")
+        place = Place(not message, self.turns, message or self.messages, self.rank, shortened(what, TEXT_BYTES))
+        self._has_told_place = True
+        self.monitor.command(do="waits", group=self.key, place=place.as_json())
 
     def prepares(self, whether: bool) -> None:
         """Whether the call that is under way traces, or compiles: its messages come later."""
@@ -137,11 +182,15 @@ class Watched:
             return
         self.waits_since_s = None
         self.monitor.status.say(self._phase, self.number, self.step)
+        if self._has_told_place:
+            self._has_told_place = False
+            self.monitor.command(do="waits", group=self.key, place=None)
 
     @property
     def has_news(self) -> bool:
         """Whether the monitor has heard something that was not read yet, or that is of faults."""
-        return self.monitor.status.version != self.version or bool(self.news.get("story"))
+        known = self.news
+        return self.monitor.status.version != self.version or bool(known.get("story") or known.get("mismatch"))
 
     def _read(self) -> dict[str, Any]:
         version = self.monitor.status.version
@@ -172,6 +221,10 @@ class Watched:
         If this one is in a later attempt at the call, it raised in the one before, too: the other one is on its way.
         """
         return fault.call == self.calling and fault.attempt >= self.attempt and self.is_calling_here
+
+    def mismatch(self) -> list[Place]:
+        """Two places in which ranks wait for each other for good; none if there are no such."""
+        return [Place.from_json(each) for each in self._read().get("mismatch", ())]
 
     def busy(self) -> list[tuple[int, str, float]]:
         """Ranks that do not wait for others: which, what they do, and since how many seconds; the longest first."""

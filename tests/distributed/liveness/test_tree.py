@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fdp.distributed.liveness.fault import Fault
 from fdp.distributed.liveness.machines import packed, unpacked
+from fdp.distributed.liveness.places import Place
 from fdp.distributed.liveness.tree import FANOUT, Node, parent_of
 
 LIVENESS_S = 10.0
@@ -320,3 +321,36 @@ def test_what_no_monitor_says_is_refused(message: dict[str, object]) -> None:
     node.connected(1, "here", 0.0)
     with pytest.raises(ValueError, match=r"no fault|no ranks"):
         node.received(1, message, 0.1)
+
+
+@pytest.mark.parametrize("size", [3, 300])
+def test_all_hear_of_two_ranks_in_different_places(size: int) -> None:
+    """Also who does not wait, and who comes back to a parent that has heard; and it is never taken back."""
+    network = Network(size)
+    network.run(3.0)
+    step, restore = Place(False, 6, 21, size - 1, "call 5 of step 'train'"), Place(True, 7, 20, 1, "restore")
+    for rank in range(2, size):
+        network.nodes[rank].waits(Place(False, 6, 21, rank, step.text), network.now_s)
+    network.run(1.0)
+    assert not any(node.mismatch for node in network.nodes.values())
+    network.nodes[1].waits(restore, network.now_s)
+    network.run(1.0)
+    heard = {(one, other.text) for one, other in (node.mismatch for node in network.nodes.values())}
+    assert heard == {(restore, step.text)}
+    network.nodes[1].waits(None, network.now_s)
+    network.nodes[2].mismatch = ()
+    network.connect(2)
+    network.run(1.0)
+    assert all(node.mismatch for node in network.nodes.values())
+    assert all(not node.story for node in network.nodes.values())
+
+
+def test_a_place_that_a_rank_has_left_is_forgotten() -> None:
+    network = Network(3)
+    network.nodes[1].waits(Place(True, 7, 20, 1, "restore"), network.now_s)
+    network.run(1.0)
+    network.nodes[1].waits(None, network.now_s)
+    network.run(1.0)
+    network.nodes[2].waits(Place(False, 6, 21, 2, "call 5 of step 'train'"), network.now_s)
+    network.run(3.0)
+    assert not any(node.mismatch for node in network.nodes.values())

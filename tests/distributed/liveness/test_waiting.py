@@ -162,6 +162,12 @@ class Looking(Watched):
     def unreached(self) -> list[Any]:
         return []
 
+    def mismatch(self) -> list[Any]:
+        return []
+
+    def tell_place(self, message: int, what: str) -> None:
+        pass
+
 
 @pytest.mark.parametrize(
     ("fault", "raises_after_s"),
