@@ -96,6 +96,7 @@ def in_place(params: Any, batch: Any) -> Any:
     w.t().mul_(2)
     view = w[:, 1:]
     view.add_(1)
+    w[1:].t().unsqueeze(0)[0, :, 1].add_(1)  # through a view that is its base's base
     chosen = torch.cond(batch.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (batch,))
     number = batch.sum().item()
     return {"w": w}, chosen * number, torch.bernoulli(batch.sigmoid().double()), w[1], TABLE * torch.arange(4.0)

@@ -13,6 +13,7 @@ from fdp.emit.memory.liveness import Accesses
 from fdp.emit.memory.savings import Savings
 from fdp.emit.memory.views import redundant_views
 from fdp.plan import Plan
+from fdp.trace.operators.effects import storages_of
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,10 @@ def analyse(plan: Plan, communicates: bool, savings: Savings) -> Analysis:
         The facts; a function of the arguments alone.
     """
     trace, graph = plan.trace, plan.trace.graph.graph
-    same = redundant_views(graph) if savings.views else {}
     accesses = Accesses(plan)
+    same = redundant_views(graph) if savings.views else {}
+    if not savings.changed_views:
+        same = {view: base for view, base in same.items() if accesses.writes.keys().isdisjoint(storages_of(view))}
     added = find_added(graph, same, accesses) if savings.products else {}  # first: all others see the reads as they are
     markers = {
         bucket.index: tuple(map(trace.marker, bucket.members))

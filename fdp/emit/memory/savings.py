@@ -12,6 +12,8 @@ class Savings:
 
     Attributes:
         views: views that change nothing, and reductions that send nothing, are the tensor that they are given.
+        changed_views: so are views of memory that is changed in place. What changes memory by making new values, as a
+            functional graph does, needs to know through which view.
         products: products that are only added to something are computed there.
         results: values have fixed places.
         reuse: what is not in use at the same time shares memory.
@@ -21,6 +23,7 @@ class Savings:
     """
 
     views: bool
+    changed_views: bool
     products: bool
     results: bool
     reuse: bool
@@ -28,11 +31,11 @@ class Savings:
     pack_from_bytes: float
 
 
-ALL = Savings(True, True, True, True, True, pack_from_bytes=2**16)
+ALL = Savings(True, True, True, True, True, True, pack_from_bytes=2**16)
 """For a program that runs operator by operator. The memory of smaller members matters less than a call for each."""
 
-COMPILER = Savings(True, False, False, False, True, pack_from_bytes=0)
+COMPILER = Savings(True, False, False, False, False, True, pack_from_bytes=0)
 """For a graph that a compiler gets, which finds places for its values itself."""
 
-NONE = Savings(False, False, False, False, False, pack_from_bytes=math.inf)
+NONE = Savings(False, False, False, False, False, False, pack_from_bytes=math.inf)
 """For a program that does what the trace says, in the plainest way."""
