@@ -23,6 +23,7 @@ from fdp.distributed.exchange import ask, exchange, next_turn, timeout_s, wait_f
 from fdp.distributed.group import Group, Ranks, resolve_group
 from fdp.distributed.messages import start_all_gather
 from fdp.errors import ArgumentError, PeerError, build_message, first_line
+from fdp.pytorch.tensors import version_of
 from fdp.pytree import Tree
 from fdp.state.replicate import replicate
 
@@ -228,13 +229,13 @@ def _fetch(source: Iterator[Tree], count: Callable[[Tree], float] | None, curren
     return _Next(_OUT)
 
 
-def _mark(tensor: torch.Tensor) -> tuple[int | None, bytes]:
+def _mark(tensor: torch.Tensor) -> tuple[int, bytes]:
     """What tells that a tensor was changed: its version, and a few of its numbers.
 
     NumPy, or a loader of one's own, writes into memory without a new version. To read all of it would take time, and
     to read from a device would wait for that.
     """
-    version = None if tensor.is_inference() else tensor._version
+    version = version_of(tensor)
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or not tensor.numel():
         return version, b""
     at = torch.linspace(0, tensor.numel() - 1, min(tensor.numel(), _SAMPLE), dtype=torch.float64).long()

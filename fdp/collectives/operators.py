@@ -16,6 +16,7 @@ from fdp.distributed.collective import OPERATORS
 from fdp.distributed.messages import rows_arriving
 from fdp.distributed.other_ranks import OtherRanks
 from fdp.errors import FdpError, build_message
+from fdp.pytorch.dispatch import without_autograd_kernels
 
 _library = torch.library.Library("fdp", "DEF")
 # The tag keeps the fake-tensor mode from running a marker on a constant, which it does for any operator that it
@@ -194,7 +195,7 @@ def _without_tangents(name: str) -> Any:
                     "of what is compiled.",
                 )
             )
-        with torch._C._AutoDispatchBelowAutograd():
+        with without_autograd_kernels():
             out: torch.Tensor = marker(x, *rest)
         return out
 

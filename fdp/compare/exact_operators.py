@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from fdp.pytorch.overloads import OpOverload, overload_name_of, schema_of
 from fdp.trace.operators.effects import tensors_in
 
 _EXACT_TEXT = """
@@ -41,14 +42,14 @@ def rounds_nothing(node: fx.Node) -> bool:
         False also where nothing is known of the operator.
     """
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+    if not isinstance(target, OpOverload) or target.namespace != "aten":
         return False
-    name = target._schema.name.split("::")[1]
-    name = name.removesuffix("_") if target._schema.is_mutable else name
+    name = schema_of(target).name.split("::")[1]
+    name = name.removesuffix("_") if schema_of(target).is_mutable else name
     if name in _MAY_ADD_UP:
         exact = not any(argument is True for argument in (*node.args, *node.kwargs.values()))
     elif name in _EXACT_IN_PART:
-        exact = target._overloadname in _EXACT_IN_PART[name]
+        exact = overload_name_of(target) in _EXACT_IN_PART[name]
     else:
         exact = name in _EXACT
     return exact and not _narrows(node)

@@ -16,6 +16,7 @@ from torch import fx
 
 from fdp.distributed.other_ranks import OtherRanks
 from fdp.emit.memory.instructions import arguments_of
+from fdp.pytorch.overloads import schema_of
 from fdp.trace.graph.loops import is_loop
 from fdp.trace.operators.effects import effects_of, is_marker
 
@@ -65,7 +66,7 @@ def _collective(node: fx.Node, values: Sequence[Any], others: OtherRanks) -> tor
         return values[0].clone()
     # The marker itself, on another axis than the one that it was traced on.
     schema: Any = node.target
-    names = [argument.name for argument in schema._schema.arguments]
+    names = [argument.name for argument in schema_of(schema).arguments]
     given = [others.axis_name if name == "axis" else value for name, value in zip(names, values, strict=False)]
     result: torch.Tensor = schema(*given)
     return result

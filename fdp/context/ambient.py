@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fdp.distributed.group import Group
+from fdp.pytorch.process_flags import any_autocast_enabled, onednn_enabled
 
 
 def warn_if_alone_by_mistake(group: Group) -> None:
@@ -26,8 +27,8 @@ def warn_if_alone_by_mistake(group: Group) -> None:
 def ambient_context() -> Any:
     """What besides its arguments decides what a step traces to: autocast around the call, the default dtype, and
     whether oneDNN is on, whose kernels lay their results out in other ways."""
-    plain = torch.get_default_dtype(), torch._C._get_mkldnn_enabled()
-    if not torch._C._is_any_autocast_enabled():  # private to torch: one call that asks for all devices
+    plain = torch.get_default_dtype(), onednn_enabled()
+    if not any_autocast_enabled():  # one call that asks for all devices
         return plain
     kinds = [device for device in ("cpu", "cuda", "xpu") if torch.is_autocast_enabled(device)]
     return plain, tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
@@ -37,8 +38,7 @@ def plain_context() -> Any:
     """Casts are part of the program already: autocast around the call must not add to them. Results are tensors that
     autograd may use later: inference mode around the call must not mark them."""
     inference = torch.is_inference_mode_enabled()
-    # Private to torch. Relied on: it is true if autocast is enabled for any device, in one call for all of them.
-    if not inference and not torch._C._is_any_autocast_enabled():
+    if not inference and not any_autocast_enabled():
         return nullcontext()
     stack = ExitStack()
     if inference:

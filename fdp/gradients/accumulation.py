@@ -19,8 +19,9 @@ from fdp.context.accumulating import (
 )
 from fdp.context.axis import current_axis
 from fdp.errors import ArgumentError, build_message
-from fdp.gradients.averaging import average, under_transform
+from fdp.gradients.averaging import average
 from fdp.pytorch.dynamo import breaks_graph
+from fdp.pytorch.tensors import under_transform, version_of
 from fdp.pytree import leaf_names
 
 _BREAK_REASON = (
@@ -101,9 +102,9 @@ def accumulate(
                 for i in range(count):
                     one(torch.tensor([i], device=leaves[0].device))
             last = [x[count * length :] for x in leaves]
-            versions = [_version(x) for x in last]
+            versions = [version_of(x) for x in last]
             go_through(last, None)
-            _refuse_changes(name, {label: _version(x) for label, x in zip(moving, last, strict=True)}, versions)
+            _refuse_changes(name, {label: version_of(x) for label, x in zip(moving, last, strict=True)}, versions)
         return sums.result()
 
     return wrapped
@@ -257,11 +258,6 @@ def _take_out(
         return tuple(new)
 
     return moving, with_batch
-
-
-def _version(x: torch.Tensor) -> int:
-    """How often a tensor has been changed in place; tensors made in inference mode do not count."""
-    return 0 if x.is_inference() else x._version
 
 
 def _refuse_changes(name: str, versions: dict[str, int], before: list[int]) -> None:

@@ -10,11 +10,7 @@ from fdp.context.accumulating import memory_order
 from fdp.context.axis import Axis, current_axis
 from fdp.context.looking import current_look, extremes
 from fdp.errors import ArgumentError, build_message
-
-
-def under_transform() -> bool:
-    """Whether this runs inside `torch.func.grad`, `vmap` or another transform of torch.func."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+from fdp.pytorch.tensors import under_transform
 
 
 def refuse_sparse(grad: torch.Tensor, label: str) -> None:

@@ -19,6 +19,7 @@ from fdp.collectives.transposes import Gather, Spread
 from fdp.context.accumulating import refuse_while_accumulating
 from fdp.context.axis import current_axis
 from fdp.errors import ArgumentError, build_message
+from fdp.pytorch.parts import require
 
 _LABEL = "sync_batch_norm"
 
@@ -125,7 +126,8 @@ def synchronised_forward(module: nn.SyncBatchNorm, x: Tensor) -> Tensor:
     Raises:
         ArgumentError: the module was made for another process group than the one that this runs on.
     """
-    module._check_input_dim(x)
+    require("nn.SyncBatchNorm")
+    module._check_input_dim(x)  # private to torch: it raises for a number of dimensions that the module does not take
     if not module.training:
         return nn.SyncBatchNorm.forward(module, x)
     own, running = module.process_group, current_axis().group.process_group

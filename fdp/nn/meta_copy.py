@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from fdp.errors import ArgumentError, build_message
+from fdp.pytorch.registries import REGISTRIES, SUBMODULES, tensor_registries
 
-_REGISTRIES = ("_parameters", "_buffers", "_modules")
 _LEAVES = (type, types.ModuleType, types.CodeType, str, bytes, int, float, complex, torch.dtype, torch.device,
            torch.Size, type(None))  # fmt: skip
 _MAX_VISITED = 20_000
@@ -45,7 +45,7 @@ class Skeleton:
         self._parts: list[_Part] = []
         self._pairs: dict[int, tuple[weakref.ref[Any], Any]] = {}
         modules = list(module.modules())
-        tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+        tensors = [t for m in modules for held in tensor_registries(m) for t in held.values() if t is not None]
         if not all(map(_is_its_attributes, modules)) or not all(map(_is_plain, tensors)):
             return
         for original in modules:
@@ -91,7 +91,7 @@ class Skeleton:
         return stand_in if reference is not _NOTHING and reference() is original else None  # type: ignore[operator]
 
     def _build(self, part: _Part) -> None:
-        for registry in _REGISTRIES:
+        for registry in REGISTRIES:
             held = part.attributes[registry]
             mine = {key: None if value is None else self._stand_in(value) for key, value in held.items()}
             vars(part.stand_in)[registry] = type(held)(mine)
@@ -106,7 +106,7 @@ class Skeleton:
         for key, value in list(part.attributes.items()):
             # What was translated is translated anew: a dict of hooks may have got another one.
             as_it_was = part.seen.get(key, _NOTHING) is value and mine[key] is value
-            if key not in _REGISTRIES and not as_it_was:
+            if key not in REGISTRIES and not as_it_was:
                 translated = self._translate(value)
                 if _leads_to(translated, lambda item: self._stand_in(item) is not None):
                     raise _Entangled(f"its attribute {key!r} holds parts of the module, or its tensors")
@@ -119,7 +119,7 @@ class Skeleton:
     def _refuse_other_parts(self, part: _Part, original: nn.Module) -> None:
         if type(original) is not type(part.stand_in):
             raise _Entangled(f"it has become a {type(original).__name__}")
-        now, mine = part.attributes["_modules"], vars(part.stand_in)["_modules"]
+        now, mine = part.attributes[SUBMODULES], vars(part.stand_in)[SUBMODULES]
         names = [*now, *(name for name in mine if name not in now)]
         other = [
             name for name in names if name not in mine or name not in now or self._stand_in(now[name]) is not mine[name]
@@ -182,7 +182,7 @@ class _Part:
             self.attributes = {
                 key: value
                 for key, value in live.items()
-                if key not in _REGISTRIES and seen.get(key, _NOTHING) is not value
+                if key not in REGISTRIES and seen.get(key, _NOTHING) is not value
             }
             self.seen = {}
 

@@ -16,7 +16,9 @@ from torch.nn.parameter import is_lazy
 from fdp.errors import ArgumentError, build_message
 from fdp.nn.batch_norm import synchronised_forward
 from fdp.nn.meta_copy import Skeleton
+from fdp.pytorch.dynamo import uncompiled_module
 from fdp.pytorch.recomputation import Again, recomputed_by, unselected
+from fdp.pytorch.registries import tensor_registries
 
 _TABLES, _LISTS = (dict, collections.OrderedDict, collections.defaultdict, set), (list, collections.deque)
 _REFUSED = {
@@ -111,7 +113,7 @@ def _plain(module: Any) -> nn.Module:
         remedy = "pass an instance, as in from_module(Model())."
         raise ArgumentError(build_message(f"from_module takes an nn.Module, not {kind}.", remedy=remedy))
     while "OptimizedModule" in _torch_kinds(module):
-        module = module._orig_mod
+        module = uncompiled_module(module)
     for name, part in module.named_modules():
         wrappers = sorted(_torch_kinds(part) & _REFUSED.keys())
         if wrappers:
@@ -190,10 +192,10 @@ def _converted(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool 
     if recurse:
         for child in module.children():
             child._apply(fn)
-    for registry in (module._parameters, module._buffers):
+    for registry in tensor_registries(module):
         for name, tensor in registry.items():
             if tensor is not None:
-                registry[name] = fn(tensor)  # type: ignore[assignment]
+                registry[name] = fn(tensor)
     return module
 
 
@@ -208,10 +210,11 @@ def _isolated(module: nn.Module) -> Iterator[None]:
     parts = list(module.modules())
     before = [(vars(m), dict(vars(m)), [(held, list(_items(held))) for held in _containers(m)]) for m in parts]
     for m in parts:
+        # Private to torch: what `Module.compile` made of the module's `__call__`.
         if vars(m).get("_compiled_call_impl") is not None:
             vars(m)["_compiled_call_impl"] = None
         if "OptimizedModule" in _torch_kinds(m):
-            vars(m)["forward"] = m._orig_mod
+            vars(m)["forward"] = uncompiled_module(m)
         if isinstance(m, nn.SyncBatchNorm) and type(m).forward is nn.SyncBatchNorm.forward:
             vars(m)["forward"] = functools.partial(synchronised_forward, m)
         if type(m)._apply is nn.Module._apply:

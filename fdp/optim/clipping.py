@@ -141,6 +141,7 @@ def multiplied(grads: Tree, factor: Tensor) -> Tree:
         products = list(leaves)
         for device in dict.fromkeys(leaf.device for leaf in leaves):
             at = [i for i, leaf in enumerate(leaves) if leaf.device == device]
+            # Private to torch, and what its optimizers call. Relied on: one tensor multiplies each of a list.
             there = torch._foreach_mul([leaves[i] for i in at], factor.to(device))
             for i, product in zip(at, there, strict=True):
                 products[i] = product

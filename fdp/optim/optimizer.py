@@ -12,8 +12,9 @@ from torch import Tensor, optim
 
 from fdp import pytree
 from fdp.optim.argument_checks import describe, refusal
-from fdp.optim.rule import Rule
+from fdp.optim.rule import Rule, has_first_state
 from fdp.pytorch.dynamo import breaks_graph
+from fdp.pytorch.parts import require
 from fdp.pytree import Tree
 
 _ROUTES = ("fused", "foreach", "capturable")
@@ -96,6 +97,7 @@ def from_torch(cls: type[optim.Optimizer], **hyperparameters: Any) -> Optimizer:
     References:
         DeepMind et al., The DeepMind JAX Ecosystem, 2020 (Optax: optimizers as pairs of pure functions).
     """
+    require("fdp.optim.from_torch")
     if not (isinstance(cls, type) and issubclass(cls, optim.Optimizer)):
         hint = "pass the class itself, as in from_torch(torch.optim.AdamW, lr=1e-3)."
         raise refusal(f"from_torch takes a torch.optim class, not {describe(cls)}.", hint)
@@ -105,7 +107,7 @@ def from_torch(cls: type[optim.Optimizer], **hyperparameters: Any) -> Optimizer:
     if hyperparameters.get("differentiable"):
         what = f"{cls.__name__}(differentiable=True) differentiates its step, but update is without autograd."
         raise refusal(what, "leave differentiable out, or write the update in torch operations.")
-    if not hasattr(cls, "_init_group"):
+    if not has_first_state(cls):
         what = f"{cls.__name__} has no _init_group, so its state before the first step cannot be made exactly."
         raise refusal(what, "write init and update as two functions and make an Optimizer of them.")
 

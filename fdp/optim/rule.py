@@ -209,6 +209,15 @@ class Rule:
                 raise refusal(what, remake(self.cls)) from missing
 
 
+def has_first_state(cls: type[optim.Optimizer]) -> bool:
+    """Whether the state of a class before its first step can be made by itself.
+
+    (This relies on `_init_group(group, *lists)` of the classes of torch: it makes what state is missing for parameters
+    that have a gradient, and appends what a step needs to the lists.)
+    """
+    return hasattr(cls, "_init_group")
+
+
 def _in_layout_of(p: Tensor, t: Tensor) -> Tensor:
     """`t` itself if its strides are those of `p`, else a copy that has them."""
     same = t.shape != p.shape or t.stride() == p.stride()  # a step count has another shape

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import _adafactor
 
+from fdp.pytorch.fake_modes import fake_mode_at_work
 from fdp.pytorch.parts import refusal
 
 
@@ -27,7 +28,9 @@ def compiling(flag: bool) -> Iterator[None]:
     torch.compiler._is_compiling_flag = flag
     if flag and not torch.compiler.is_compiling():
         torch.compiler._is_compiling_flag = before
-        raise refusal("fdp.optim", ["torch.compiler.is_compiling() does not ask torch.compiler._is_compiling_flag"])
+        raise refusal(
+            "fdp.optim.from_torch", ["torch.compiler.is_compiling() does not ask torch.compiler._is_compiling_flag"]
+        )
     try:
         yield
     finally:
@@ -40,7 +43,7 @@ def numbers_of_tensors() -> Iterator[None]:
 
     Elsewhere in a step it would be a branch frozen by mistake; here it is meant, and nothing branches on it.
     """
-    mode = torch._guards.detect_fake_mode()
+    mode = fake_mode_at_work()
     before = mode is not None and mode.allow_scalar_outputs
     if mode is None or before:
         yield

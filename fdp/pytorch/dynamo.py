@@ -119,6 +119,24 @@ def taken_apart(step_fn: Any) -> tuple[Any, Mapping[str, Any] | None] | None:
     return inner, wanted
 
 
+def uncompiled_module(module: Any) -> torch.nn.Module:
+    """The module that `torch.compile` made another one of.
+
+    (This relies on `OptimizedModule._orig_mod`.)
+
+    Args:
+        module: an `OptimizedModule` of torch.
+
+    Raises:
+        FdpError: torch keeps the original elsewhere.
+    """
+    original = getattr(module, "_orig_mod", None)
+    if original is None:
+        raise refusal("a module under torch.compile", ["an OptimizedModule has no _orig_mod"])
+    found: torch.nn.Module = original
+    return found
+
+
 def _refuse(graph: Any, inputs: Any, **options: Any) -> Any:
     raise CompileError(
         build_message(

@@ -31,7 +31,7 @@ import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
 
 from fdp.pytorch import parts
-from fdp.pytorch.dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
+from fdp.pytorch.dispatch import innermost_mode, without_innermost_mode
 
 _WHAT = "activation checkpointing"
 _CHECKPOINT = torch.utils.checkpoint.__file__
@@ -63,8 +63,8 @@ def unselected() -> Iterator[None]:
         torch.utils.checkpoint._CachedTorchDispatchMode,
     )
     with ExitStack() as stack:
-        while isinstance(_get_current_dispatch_mode(), modes):
-            stack.enter_context(_pop_mode_temporarily())
+        while isinstance(innermost_mode(), modes):
+            stack.enter_context(without_innermost_mode())
         yield
 
 

@@ -1,20 +1,37 @@
-"""What a tensor is as an object: its place in memory, and whether a transform of torch.func has wrapped it.
+"""What a tensor is as an object: its place in memory, its version, and what torch makes of it without telling.
 
-Private parts of torch that are relied on: `UntypedStorage._cdata`, the identity of a piece of memory, and
-`torch._C._functorch.is_functorch_wrapped_tensor`, true within `grad`, `jvp` and `vmap`.
+Private parts of torch that are relied on:
+
+- `UntypedStorage._cdata` and `Generator._cdata`, which identify a piece of memory and a generator: Python may have
+  several objects for one of them, one after the other or at a time. Fake tensors have them, too.
+- `Tensor._version`, which each change in place raises; a tensor made in inference mode has none.
+- `Tensor._is_zerotensor`, true of zeros that have no memory, as autograd makes them.
+- `torch._neg_view`, a view with the negative bit; `torch.Tensor.neg` may copy.
+- `torch._C._functorch.is_functorch_wrapped_tensor`, true of a tensor within `grad`, `jvp` and `vmap`, and
+  `torch._C._functorch.peek_interpreter_stack`, which has something on it within these.
+
+What calls ask for on the way is bound as it is, so that no Python lies between.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
+
+storage_id: Callable[[Any], int] = attrgetter("_cdata")
+"""The identity of an untyped storage: storages that are the same memory have the same one while they live."""
+
+is_zero_without_memory: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
+"""Whether a tensor is zeros that have no memory."""
 
 
 def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Where a strided tensor lies, and how: two that agree in it are the same memory under the same shape."""
     return (
-        tensor.untyped_storage()._cdata,
+        storage_id(tensor.untyped_storage()),
         tensor.shape,
         tensor.stride(),
         tensor.storage_offset(),
@@ -24,6 +41,30 @@ def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     )
 
 
+def generator_id(generator: Any) -> int | None:
+    """The identity of a generator: an operator may be given another object for the same one.
+
+    Returns:
+        It; None for what is no generator.
+    """
+    return getattr(generator, "_cdata", None)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor has been changed in place; tensors made in inference mode do not count, and have 0."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def negative_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, read as the negative of what it holds."""
+    return torch._neg_view(tensor)
+
+
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether a transform of torch.func has wrapped a tensor."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def under_transform() -> bool:
+    """Whether this runs inside `torch.func.grad`, `vmap` or another transform of torch.func."""
+    return torch._C._functorch.peek_interpreter_stack() is not None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fdp.errors import ReplicationError, build_message
+from fdp.pytorch.tensors import storage_id
 from fdp.state import rank_local
 from fdp.trace import Output, Trace
 from fdp.trace.operators.effects import storages_of
@@ -97,4 +98,4 @@ def _kind_of(output: Output) -> str:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return storage_id(tensor.untyped_storage())

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+
+# Private to torch, and in every checkpoint of its `FileSystemWriter`: file, offset and length of an entry.
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,

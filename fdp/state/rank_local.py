@@ -17,6 +17,8 @@ import torch
 # is given to no other storage; `_new_with_weak_ptr(cdata)` is the storage, or None if it is gone.
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fdp.pytorch.tensors import storage_id
+
 _address = torch.Tensor.data_ptr
 
 
@@ -54,7 +56,7 @@ def note(results: Iterable[tuple[torch.Tensor, str]]) -> None:
         storage = tensor.untyped_storage()
         base = storage.data_ptr()
         before = notes.get(base)
-        if not base or (before is not None and before.what == what and before.memory.cdata == storage._cdata):
+        if not base or (before is not None and before.what == what and before.memory.cdata == storage_id(storage)):
             continue
         with _changing:
             is_new = base not in notes

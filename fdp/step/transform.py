@@ -23,11 +23,11 @@ from fdp.distributed.group import Group, Ranks, resolve_group
 from fdp.distributed.wire import Wire, resolve_wire
 from fdp.emit.compiled import resolve_options, unwrap_compiled
 from fdp.errors import ArgumentError, FdpError, build_message
-from fdp.gradients.averaging import under_transform
 from fdp.measure import profile_step
 from fdp.plan import Network, Plan
 from fdp.plan.buckets import MIB, Caps, resolve_caps
 from fdp.pytorch.dynamo import breaks_graph
+from fdp.pytorch.tensors import under_transform
 from fdp.runtime import BREAK_REASON
 from fdp.step.cache import Known, Signatures, clock
 from fdp.step.finite import result_if_finite

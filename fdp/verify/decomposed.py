@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fdp.pytorch.overloads import OpOverload, schema_of
+from fdp.pytorch.tensors import storage_id
 from fdp.trace.capture.capture import Geometry, capture_functional
 from fdp.trace.capture.functional import bring_up_to_date, keep_strides
 from fdp.trace.trace import Trace
@@ -116,7 +118,7 @@ def decompose(trace: Trace, decompositions: Mapping[Any, Callable[..., Any]], dr
 
 
 def _sends(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in OPERATORS
+    return isinstance(node.target, OpOverload) and schema_of(node.target).name in OPERATORS
 
 
 def _carry_out(
@@ -133,7 +135,7 @@ def _carry_out(
         return args[0][args[1]]
     args = _seen_whole(node, args, first, env)
     bring_up_to_date(target, args)
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         args = [_Inner(each) if isinstance(each, fx.GraphModule) else each for each in args]
     if is_opaque(node):
         tensors = tuple(each for each in node.all_input_nodes if isinstance(env[each], torch.Tensor))
@@ -194,7 +196,7 @@ def _with_strides(node: fx.Node, made: Any) -> Any:
     examples: Any = node.meta.get("val")
     results, examples = (made, examples) if several else ([made], [examples])
     own: Sequence[int] = range(len(results))
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         known = operator_of(node.target)
         own = () if known.views else known.new if len(known.results) == len(results) else own if known.new else ()
     laid = list(results)
@@ -213,7 +215,7 @@ def _first_seen(graph: fx.Graph) -> dict[int, fx.Node]:
     found: dict[int, fx.Node] = {}
     for node in graph.nodes:
         if isinstance(value := node.meta.get("val"), torch.Tensor) and value.layout is torch.strided:
-            found.setdefault(value.untyped_storage()._cdata, node)
+            found.setdefault(storage_id(value.untyped_storage()), node)
     return found
 
 
@@ -225,7 +227,7 @@ def _seen_whole(node: fx.Node, args: Any, first: Mapping[int, fx.Node], env: Map
     if node.target is not _aten.as_strided.default:
         return args
     seen = node.meta["val"]
-    origin = first[seen.untyped_storage()._cdata]
+    origin = first[storage_id(seen.untyped_storage())]
     view, whole, beyond = args[0], env[origin], seen.storage_offset() - origin.meta["val"].storage_offset()
     if view is whole or any(each.dtype != seen.dtype or each.is_conj() or each.is_neg() for each in (seen, whole)):
         return args
@@ -236,11 +238,11 @@ def _seen_whole(node: fx.Node, args: Any, first: Mapping[int, fx.Node], env: Map
 
 def _straighten(node: fx.Node, first: Mapping[int, fx.Node], env: Mapping[fx.Node, Any]) -> None:
     """After a change in place: what has that memory, and is a view of nothing, has its strides once more."""
-    if isinstance(node.target, torch._ops.OpOverload) and not is_opaque(node):
+    if isinstance(node.target, OpOverload) and not is_opaque(node):
         known = operator_of(node.target)
         given = known.bind(node.args, node.kwargs)
         for each in (each for at in known.written(given) for each in _nodes_in(given[at])):
-            origin = first[each.meta["val"].untyped_storage()._cdata]
+            origin = first[storage_id(each.meta["val"].untyped_storage())]
             example: Any = origin.meta["val"]
             if not _repeats(example):
                 keep_strides(env[origin], example.stride())
@@ -263,7 +265,7 @@ def draws(node: fx.Node) -> bool:
     target = node.target
     if node.op != "call_function":
         return False
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return target is not operator.getitem and not is_opaque(node) and any(map(draws_in, _held_by(node)))
     found = operator_of(target)
     return found.random and not found.name.startswith("fdp") and found.draws(found.bind(node.args, node.kwargs))
@@ -281,7 +283,7 @@ def _drawn(node: fx.Node, env: Mapping[fx.Node, Any], calls: list[Call]) -> Any:
     tensors = tuple(each for each in node.all_input_nodes if isinstance(env[each], torch.Tensor))
     owners: list[Any] = [None] * len(examples)
     changed: tuple[fx.Node, ...] = ()
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         found = operator_of(node.target)
         given = found.bind(node.args, node.kwargs)
         owners = [None if at is None else given[at] for at in found.results]
@@ -306,9 +308,11 @@ def _drawn(node: fx.Node, env: Mapping[fx.Node, Any], calls: list[Call]) -> Any:
 def is_opaque(node: fx.Node) -> bool:
     """Whether a call changes memory in a way that functionalization does not take: fused optimizers, and loops."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return (
-            target._schema.name.startswith("aten::_fused_") and target._schema.is_mutable and not target._schema.returns
+            schema_of(target).name.startswith("aten::_fused_")
+            and schema_of(target).is_mutable
+            and not schema_of(target).returns
         )
     return getattr(target, "__name__", "") == "run_loop"
 
@@ -326,14 +330,14 @@ def _written(node: fx.Node, loops: Mapping[str, Trace]) -> set[fx.Node]:
 def changed_by(body: Trace) -> frozenset[int]:
     """Which of its operands a loop changes: those that its body leaves changed. (Its first input is a number.)"""
     placeholders = body.graph.graph.find_nodes(op="placeholder")[1:]
-    memory = [node.meta["val"].untyped_storage()._cdata for node in placeholders]
+    memory = [storage_id(node.meta["val"].untyped_storage()) for node in placeholders]
     written = set()
     for node in body.graph.graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload):
+        if isinstance(node.target, OpOverload):
             operator = operator_of(node.target)
             given = operator.bind(node.args, node.kwargs)
             for at in operator.written(given):
-                written |= {each.meta["val"].untyped_storage()._cdata for each in _nodes_in(given[at])}
+                written |= {storage_id(each.meta["val"].untyped_storage()) for each in _nodes_in(given[at])}
     return frozenset(at for at, number in enumerate(memory) if number in written)
 
 

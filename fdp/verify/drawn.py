@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fdp.pytorch.overloads import OpOverload
+from fdp.pytorch.tensors import storage_id
 from fdp.verify.decomposed import Call, draws
 from fdp.verify.graphs import Graph
 from fdp.verify.higher import higher_order, operator_name
@@ -39,7 +41,7 @@ def drawn_in_trace(
     """
     target: Any = call.node.target
     copies = _as_in_trace(graph, call.tensors, given)
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         found = drawn_inside(graph, module, call.node, [copies[each] for each in call.tensors])
         return _returned(graph, node, found)
     operator = operator_of(target)
@@ -71,7 +73,7 @@ def drawn_inside(graph: Graph, module: fx.GraphModule, node: fx.Node, given: Seq
 
 def functions_that_draw(module: fx.GraphModule) -> list[fx.Node]:
     """The nodes of a trace that are functions of functions and draw, in order."""
-    return [node for node in module.graph.nodes if not isinstance(node.target, torch._ops.OpOverload) and draws(node)]
+    return [node for node in module.graph.nodes if not isinstance(node.target, OpOverload) and draws(node)]
 
 
 def _as_in_trace(graph: Graph, nodes: Sequence[fx.Node], given: Sequence[View]) -> dict[fx.Node, View]:
@@ -81,7 +83,7 @@ def _as_in_trace(graph: Graph, nodes: Sequence[fx.Node], given: Sequence[View]) 
     for node, view in zip(nodes, given, strict=True):
         example = node.meta["val"]
         geometry = (example.storage_offset(), tuple(example.shape), example.stride(), example.dtype)
-        place = (example.untyped_storage()._cdata, geometry)
+        place = (storage_id(example.untyped_storage()), geometry)
         if place not in known:
             known[place] = _lying(example)
             graph.memory.write(known[place], graph.values.read(view))

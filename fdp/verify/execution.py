@@ -19,6 +19,9 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from fdp.pytorch.dispatch import without_autograd_kernels
+from fdp.pytorch.overloads import schema_of
+from fdp.pytorch.tensors import negative_view
 from fdp.trace.operators.control import Repeated, choose
 from fdp.verify.failure import VerificationError
 from fdp.verify.higher import higher_order, operator_name, run_loop
@@ -114,7 +117,7 @@ class Execution(Machine):
             self._meta.allocate(block, self.reference.sizes[view.block])
         tensor = self._meta.tensor(block, view.start, view.shape, view.stride, view.dtype)
         for mark in view.marks:
-            tensor = tensor.conj() if mark == "conj" else torch._neg_view(tensor)
+            tensor = tensor.conj() if mark == "conj" else negative_view(tensor)
         return tensor
 
     def _hold(self, name: str, tensor: torch.Tensor) -> None:
@@ -142,7 +145,7 @@ class Execution(Machine):
         copy = types.FunctionType(function.__code__, around, function.__name__, function.__defaults__)
         copy.__kwdefaults__ = bound
         try:
-            with torch._C._AutoDispatchBelowAutograd() if self._whole else nullcontext(), self._dispatch:
+            with without_autograd_kernels() if self._whole else nullcontext(), self._dispatch:
                 return copy(list(self.inputs), self._start, self._wait)
         except Exception as error:
             line = _line_of(error, function.__code__)
@@ -321,7 +324,7 @@ class Execution(Machine):
     def _by_kernel(self, func: Any, operator: Operator, raw: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Results in new memory as the operator itself makes them for tensors without values."""
         args, kwargs = [], {}
-        for parameter, argument, value in zip(operator.parameters, func._schema.arguments, raw, strict=True):
+        for parameter, argument, value in zip(operator.parameters, schema_of(func).arguments, raw, strict=True):
             if parameter.name == "device":
                 value = torch.device("meta")
             elif parameter.name == "pin_memory":

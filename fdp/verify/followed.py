@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fdp.pytorch.tensors import storage_id
 from fdp.verify.failure import VerificationError
 from fdp.verify.machine import Dispatch, Machine
 from fdp.verify.memory import Block, View, view_of
@@ -51,7 +52,7 @@ class Followed(Machine):
 
     def view(self, tensor: torch.Tensor) -> View:
         """A tensor as a view of its memory."""
-        block = self._blocks.get(tensor.untyped_storage()._cdata)
+        block = self._blocks.get(storage_id(tensor.untyped_storage()))
         if block is None:
             raise VerificationError("a tensor comes from memory that is nowhere from")
         return view_of(block, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -84,7 +85,7 @@ class Followed(Machine):
         return results[0] if len(results) == 1 else tuple(results)
 
     def _keep(self, tensor: torch.Tensor, block: Block) -> None:
-        self._blocks[tensor.untyped_storage()._cdata] = block
+        self._blocks[storage_id(tensor.untyped_storage())] = block
         self._kept.append(tensor)
 
     def _views(self, value: Any) -> Any:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fdp.pytorch.overloads import OpOverload, schema_of
+from fdp.pytorch.tensors import storage_id
 from fdp.verify.higher import higher_order, operator_name
 from fdp.verify.machine import Machine
 from fdp.verify.memory import Block, View, marks_of, view_of
@@ -78,8 +80,8 @@ class Graph(Machine):
         args, kwargs = self.given(node.args), {name: self.given(value) for name, value in node.kwargs.items()}
         if target is python_operator.getitem:
             return args[0][args[1]]
-        if isinstance(target, torch._ops.OpOverload):
-            if (special := self._special.get(target._schema.name)) is not None:
+        if isinstance(target, OpOverload):
+            if (special := self._special.get(schema_of(target).name)) is not None:
                 return special(self, node, args, kwargs)
             return self._operator(node, operator_of(target), args, kwargs)
         if _holds_tensors(node.meta.get("val")):
@@ -144,7 +146,7 @@ def _holds_tensors(value: Any) -> bool:
 def _same_memory(base: torch.Tensor, value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return bool(value) and all(_same_memory(base, each) for each in value)
-    return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == base.untyped_storage()._cdata
+    return isinstance(value, torch.Tensor) and storage_id(value.untyped_storage()) == storage_id(base.untyped_storage())
 
 
 def _described(value: Any) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
+from fdp.pytorch.overloads import OpOverload
 from fdp.verify.machine import Fresh, Machine
 from fdp.verify.memory import View
 from fdp.verify.operators import operator_of
@@ -28,7 +28,7 @@ def draws_in(value: Any) -> bool:
 def _node_draws(node: fx.Node) -> bool:
     if node.op == "get_attr":
         return draws_in(getattr(node.graph.owning_module, str(node.target), None))
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
     operator = operator_of(node.target)
     return operator.random and operator.draws(operator.bind(node.args, node.kwargs))

@@ -16,6 +16,7 @@ import torch
 
 from fdp.errors import build_message
 from fdp.pytorch.dispatch import TorchDispatchMode
+from fdp.pytorch.overloads import schema_of
 from fdp.trace.trace import Loop, Trace
 from fdp.verify.decomposed import changed_by
 from fdp.verify.extents import Extent, extent_of
@@ -64,7 +65,7 @@ def verify_implementations(implementations: Mapping[str, Callable[..., Any]], ru
 
 def _undeclared() -> Iterator[str]:
     for name, changed in _CHANGED.items():
-        schema = getattr(torch.ops.fdp_compiled, name).default._schema
+        schema = schema_of(getattr(torch.ops.fdp_compiled, name).default)
         says = [each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
         if says != [changed]:
             yield f"{name} says that it changes {says}, not {changed}"
@@ -156,7 +157,7 @@ def _distinct_arguments(target: Any) -> tuple[list[Any], dict[str, Any]]:
     """Arguments of an operator no two of which are alike."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    for at, argument in enumerate(target._schema.arguments):
+    for at, argument in enumerate(schema_of(target).arguments):
         kind = str(argument.type)
         value: Any = {
             "List[Tensor]": [torch.empty(at + 1, device="meta")], "Tensor": torch.empty((), device="meta"),

@@ -11,6 +11,7 @@ from torch import fx
 from fdp.context.garbage import without_collections
 from fdp.errors import build_message
 from fdp.plan.plan import Plan
+from fdp.pytorch.overloads import OpOverload, schema_of
 from fdp.trace.trace import Trace
 from fdp.verify.combined import OPERATORS, named
 from fdp.verify.decomposed import CHANGED, Decomposed, changed_by, decompose
@@ -154,7 +155,7 @@ class _Decomposed:
                 term = self.held[id(tensor)] = values.terms.make(key, tuple(tensor.shape), tensor.dtype)
                 term.origin = str(node.target)
             closed_over.append(held_view(values, tensor, term))
-        special: dict[str, Special] = {CHANGED._schema.name: self._changed}
+        special: dict[str, Special] = {schema_of(CHANGED).name: self._changed}
         special.update(dict.fromkeys(OPERATORS, self._marker))
         self.graph = Graph(values, found.graph, [*self.inputs, *closed_over], special)
         made = self.graph.run()
@@ -162,7 +163,7 @@ class _Decomposed:
         values.terms.tracing = False
 
     def _marker(self, graph: Graph, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> View:
-        schema: Any = node.target._schema  # type: ignore[union-attr]
+        schema = schema_of(node.target)
         given = {argument.name: each for argument, each in zip(schema.arguments, args, strict=False)}
         values, value = self.values, self.values.read(args[0])
         op, told = named(schema.name, given)
@@ -191,7 +192,7 @@ class _Decomposed:
             return [given(each) for each in value] if isinstance(value, (list, tuple)) else value
 
         target: Any = call.node.target
-        if isinstance(target, torch._ops.OpOverload):
+        if isinstance(target, OpOverload):
             operator = operator_of(target)
             keywords = {name: given(value) for name, value in call.node.kwargs.items()}
             graph.perform(operator, operator.bind(given(call.node.args), keywords), _nothing_new)
@@ -301,8 +302,7 @@ def loop_on(graph: Graph, trace: Trace, name: str, count: int, operands: Sequenc
     """A loop, as one call."""
     body = next(loop.body for loop in trace.loops if loop.node == name)
     draws = any(
-        isinstance(node.target, torch._ops.OpOverload) and operator_of(node.target).random
-        for node in body.graph.graph.nodes
+        isinstance(node.target, OpOverload) and operator_of(node.target).random for node in body.graph.graph.nodes
     )
     run_loop(graph, name, count, operands, sorted(changed_by(body)), draws)
 

@@ -14,6 +14,7 @@ import torch
 
 from fdp.errors import build_message
 from fdp.plan.plan import Bucket, Plan
+from fdp.pytorch.tensors import storage_id
 from fdp.verify.bucket_memory import arriving_shape, parts_of
 from fdp.verify.failure import VerificationError
 from fdp.verify.program_protocol import Program
@@ -68,7 +69,7 @@ def verify_made(
         if block is None or not _holds(block, device, layout.size_bytes):
             offenders.append(f"the memory on {device} is not {layout.size_bytes} bytes in a row")
         else:
-            memory[device] = block.data_ptr(), block.untyped_storage()._cdata
+            memory[device] = block.data_ptr(), storage_id(block.untyped_storage())
     if not offenders:
         offenders += [*_wrong_places(program, memory), *_wrong_buffers(plan, program, memory, buffers)]
     if offenders:
@@ -180,7 +181,7 @@ def _lies(
         and tensor.shape == shape
         and tensor.stride() == stride
         and tensor.dtype is dtype
-        and tensor.untyped_storage()._cdata == memory[1]
+        and storage_id(tensor.untyped_storage()) == memory[1]
         and not tensor.is_conj()
         and not tensor.is_neg()
     )
@@ -190,6 +191,6 @@ def _described(tensor: Any, memory: _Memory) -> str:
     if not isinstance(tensor, torch.Tensor):
         return "it is missing"
     where = f"{tensor.data_ptr() - memory[0]} bytes from the beginning of its piece"
-    if tensor.untyped_storage()._cdata != memory[1]:
+    if storage_id(tensor.untyped_storage()) != memory[1]:
         where = "in other memory"
     return f"{tensor.dtype}, shape {list(tensor.shape)}, strides {list(tensor.stride())}, {where}"

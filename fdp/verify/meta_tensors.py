@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fdp.pytorch.tensors import storage_id
 from fdp.verify.failure import VerificationError
 from fdp.verify.memory import Block, View, marks_of, view_of
 
@@ -25,13 +26,13 @@ class MetaTensors:
     def enter(self, tensor: torch.Tensor, block: Block) -> Block:
         """Let the memory of a tensor be a block, which is returned."""
         storage = self._storages[block] = tensor.untyped_storage()
-        self._blocks[storage._cdata] = block
+        self._blocks[storage_id(storage)] = block
         self._kept.append(tensor)
         return block
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of a tensor is that of a block."""
-        return tensor.untyped_storage()._cdata in self._blocks
+        return storage_id(tensor.untyped_storage()) in self._blocks
 
     def tensor(self, block: Block, start: int, shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         """A tensor in a block, from a byte on."""
@@ -44,7 +45,7 @@ class MetaTensors:
         Raises:
             VerificationError: it lies in no block.
         """
-        block = self._blocks.get(tensor.untyped_storage()._cdata)
+        block = self._blocks.get(storage_id(tensor.untyped_storage()))
         if block is None:
             raise VerificationError("a tensor comes from memory that is nowhere from")
         marks = marks_of(tensor)

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from fdp.pytorch.overloads import OpOverload, has_kernel, schema_of
+
 _aten = torch.ops.aten
 
 _STATISTICS = ("running_mean", "running_var")
@@ -36,7 +38,7 @@ HIDDEN_VIEWS: dict[Any, Any] = {
 }
 """Operators that return views, which their schemas do not say, and those of the same views that do say so."""
 
-_HIDDEN = frozenset(hidden._schema.name for hidden in HIDDEN_VIEWS)
+_HIDDEN = frozenset(schema_of(hidden).name for hidden in HIDDEN_VIEWS)
 
 _FOR_SHAPE_ALONE: dict[str, str] = {
     **dict.fromkeys(
@@ -195,7 +197,7 @@ class Operator:
 @functools.cache
 def operator_of(target: Any) -> Operator:
     """What is known of an overload of an operator of torch, or of another library."""
-    schema = target._schema
+    schema = schema_of(target)
     namespace, base = schema.name.split("::")
     mutable = schema.is_mutable
     functional = base
@@ -259,6 +261,6 @@ def _parameter(name: str, base: str, overload: str, argument: Any, entrywise: bo
 
 def is_taken_apart(target: Any) -> bool:
     """Whether an operator is there as a function that calls others (and perhaps as a kernel as well)."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
-    return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
+    return has_kernel(target, "CompositeImplicitAutograd")

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fdp.pytorch.overloads import OpOverload
+from fdp.pytorch.tensors import storage_id
 from fdp.trace.trace import Trace
 from fdp.verify.extents import plain
 from fdp.verify.higher import higher_order, operator_name, run_loop
@@ -61,7 +63,7 @@ class Memories:
                 entry = self.blocks[id(tensor)] = Block("fresh"), 0
                 self.kept.append(tensor)
             return view_of(entry[0], 0, tensor.shape, _steps(tensor.shape), tensor.dtype)
-        storage = tensor.untyped_storage()._cdata
+        storage = storage_id(tensor.untyped_storage())
         entry = self.blocks.get(storage)
         if entry is None:
             entry = self.blocks[storage] = Block("fresh"), 0
@@ -77,14 +79,14 @@ class Memories:
             for each in value:
                 self.join(each, base)
         elif value.layout is base.layout is torch.strided and not self.knows(value):
-            self.blocks[value.untyped_storage()._cdata] = self.blocks[base.untyped_storage()._cdata]
+            self.blocks[storage_id(value.untyped_storage())] = self.blocks[storage_id(base.untyped_storage())]
             self.kept.append(value)
 
     def knows(self, value: Any) -> bool:
         """Whether the memory of a tensor, or of any in a list, is known."""
         if isinstance(value, torch.Tensor):
             strided = value.layout is torch.strided
-            return (value.untyped_storage()._cdata if strided else id(value)) in self.blocks
+            return (storage_id(value.untyped_storage()) if strided else id(value)) in self.blocks
         return isinstance(value, (list, tuple)) and any(map(self.knows, value))
 
 
@@ -203,14 +205,14 @@ class Reference(Machine):
             self.sizes[block] = size
         for node, held in nodes:
             example = node.meta["val"]
-            key = example.untyped_storage()._cdata if example.layout is torch.strided else id(example)
+            key = storage_id(example.untyped_storage()) if example.layout is torch.strided else id(example)
             self.memories.blocks[key] = places[id(held)]
             self.memories.kept.append(example)
             self.closed[id(held)] = held, self.memories.view(example)
 
     def _function(self, node: fx.Node) -> None:
         target = node.target
-        if isinstance(target, torch._ops.OpOverload):
+        if isinstance(target, OpOverload):
             self._operator(node, target)
         elif node.name in self._loops:
             self._loop(node)

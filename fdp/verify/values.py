@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fdp.pytorch.tensors import generator_id
 from fdp.verify.combined import IN_PLACE, shape_of
 from fdp.verify.extents import plain
 from fdp.verify.memory import Memory, View
@@ -69,7 +70,7 @@ class Values:
             found = plain(value)
             return ("number", found.xreplace(self.symbols) if hasattr(found, "xreplace") else found)
         if isinstance(value, torch.Generator):
-            return ("generator", value._cdata)  # type: ignore[attr-defined] # the same one may be another object
+            return ("generator", generator_id(value))  # the same one may be another object
         if isinstance(value, (int, float)):  # of a subclass
             return (type(value).__name__, repr(value))
         if isinstance(value, (torch.device, torch.layout, torch.memory_format)):

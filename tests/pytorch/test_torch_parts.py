@@ -1,16 +1,17 @@
-"""The private parts of torch that fdp relies on: all are listed, and what depends on a missing one is refused."""
+"""What depends on a private part of torch that is gone, or that torch no longer calls, is refused."""
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import os
 import pathlib
 import subprocess
 import sys
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,92 +19,12 @@ import torch
 import torch.utils.checkpoint
 
 import fdp
-from fdp.pytorch import dynamo, parts, recomputation
+from fdp.distributed.group import resolve_group
+from fdp.nn.batch_norm import synchronised_forward
+from fdp.pytorch import dynamo, parts, recomputation, registries
 from fdp.trace.capture import capture as capture_module
 
 ROOT = pathlib.Path(fdp.__file__).parent
-LISTED = {path for table in (parts.NEEDED, parts.KNOWN_OTHERWISE) for paths in table.values() for path in paths}
-PUBLIC = {"torch._check"}  # documented, for all its name
-
-
-def is_private(path: str) -> bool:
-    return any(
-        (part.startswith("_") and not part.startswith("__")) or part == "experimental" for part in path.split(".")
-    )
-
-
-def used(tree: ast.Module) -> set[str]:
-    """Dotted names of private parts of torch that a file imports or reads."""
-    names: dict[str, str] = {}
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] == "torch":
-                    names[alias.asname or "torch"] = alias.name if alias.asname else "torch"
-        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "torch":
-            names.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
-            found.update(f"{node.module}.{alias.name}" for alias in node.names)
-
-    def path(node: ast.AST) -> str | None:
-        if isinstance(node, ast.Name):
-            return names.get(node.id)
-        if isinstance(node, ast.Attribute) and (base := path(node.value)):
-            return f"{base}.{node.attr}"
-        return None
-
-    read = [(node, path(node)) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    found.update(name for _, name in read if name)
-    inner = {path(node.value) for node, name in read if name}
-    return {name for name in found - inner - PUBLIC if is_private(name) and not name.startswith("torch.ops.")}
-
-
-def is_listed(name: str) -> bool:
-    """Whether the table has a name, or one that leads to it: what it has is private up to its last part."""
-    parts = name.split(".")
-    return any(".".join(parts[:end]) in LISTED for end in range(2, len(parts) + 1)) or any(
-        path.startswith(f"{name}.") for path in LISTED
-    )
-
-
-def private_attributes(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-            chain = ast.unparse(node.value)
-            if not chain.startswith(("self", "cls", "torch.ops", "_aten", "aten")):
-                yield node.attr
-
-
-TREES = {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
-
-
-def test_all_private_parts_that_are_used_are_listed() -> None:
-    unlisted = {
-        str(path.relative_to(ROOT)): {n for n in used(tree) if not is_listed(n)} for path, tree in TREES.items()
-    }
-    assert not {path: names for path, names in unlisted.items() if names}
-
-
-def test_private_attributes_of_objects_are_listed_or_of_fdp() -> None:
-    own: set[str] = set()
-    for tree in TREES.values():
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                own.add(node.name)
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                own.add(node.id)
-            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
-                own.add(node.attr)
-    of_listed = {part for path in LISTED for part in path.split(".")}
-    operators = {"_getframe", "_current_frames", "_Unpickler", "_exit"}  # of sys, pickle and os
-    found = {name for tree in TREES.values() for name in private_attributes(tree)}
-    unlisted = {name for name in found - own - of_listed - operators if not hasattr(torch.ops.aten, name)}
-    assert not unlisted
-
-
-def test_what_is_listed_is_used() -> None:
-    text = "\n".join(path.read_text() for path in TREES if path != ROOT / "pytorch" / "parts.py")
-    assert not {path for path in LISTED if path.rpartition(".")[2] not in text}
 
 
 def test_this_torch_has_all_that_is_needed() -> None:
@@ -111,9 +32,10 @@ def test_this_torch_has_all_that_is_needed() -> None:
 
 
 def test_what_the_package_needs_is_looked_for_before_anything_else_is_imported() -> None:
-    imports = [n for n in TREES[ROOT / "__init__.py"].body if isinstance(n, (ast.Import, ast.ImportFrom))]
+    package, table = (ast.parse((ROOT / file).read_text()) for file in ("__init__.py", "pytorch/parts.py"))
+    imports = [n for n in package.body if isinstance(n, (ast.Import, ast.ImportFrom))]
     assert ast.unparse(imports[0]) == "import fdp.pytorch.parts"
-    assert ast.unparse(TREES[ROOT / "pytorch" / "parts.py"].body[-1]) == "require('importing fdp')"
+    assert ast.unparse(table.body[-1]) == "require('importing fdp')"
 
 
 @pytest.fixture
@@ -135,14 +57,88 @@ def call(step: Any = double, **options: Any) -> Any:
     return fdp.data_parallel(step, **options)(torch.ones(2), torch.ones(2))
 
 
+class Without:
+    """A module, class or object of torch, as it would be without one of its attributes."""
+
+    def __init__(self, whole: Any, name: str) -> None:
+        self._whole, self._name = whole, name
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._name:
+            raise AttributeError(name)
+        return getattr(self._whole, name)
+
+    def __instancecheck__(self, item: Any) -> bool:
+        return isinstance(item, self._whole)
+
+
+def take_away(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take a part of torch away."""
+    assert parts.exists(path)
+    monkeypatch.setitem(sys.modules, path, None)  # else a module could be imported all the same
+    *steps, owner, name = path.split(".")
+    if not steps:
+        monkeypatch.delattr(torch, name)
+        return
+    whole = functools.reduce(getattr, steps[1:], torch)
+    # Not the attribute itself: classes of C++ and settings of inductor do not let go of theirs.
+    monkeypatch.setattr(whole, owner, Without(getattr(whole, owner), name))
+
+
+def checkpoint() -> None:
+    reasons = recomputation.why_not()
+    if reasons:
+        raise parts.refusal("activation checkpointing", reasons)
+
+
+LAYER, GROUP = torch.nn.SyncBatchNorm(2), torch.distributed.ProcessGroup(0, 1)
+USES: dict[str, Callable[[], Any]] = {
+    "importing fdp": lambda: parts.require("importing fdp"),
+    "tracing a step": lambda: call(),
+    "fdp.optim.from_torch": lambda: fdp.optim.from_torch(torch.optim.SGD, lr=0.1),
+    "nn.SyncBatchNorm": lambda: synchronised_forward(LAYER, torch.ones(3, 2)),
+    "activation checkpointing": checkpoint,
+    "a process group": lambda: resolve_group(GROUP),
+    "compile=": lambda: fdp.data_parallel(double, compile=True),
+}
+
+
 @pytest.mark.usefixtures("_forgotten")
-@pytest.mark.parametrize("what", parts.NEEDED)
-def test_a_part_that_is_gone_is_named(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "NEEDED", {what: (*parts.NEEDED[what], "torch._C._gone.away")})
-    with pytest.raises(fdp.FdpError, match="not one that fdp knows") as caught:
-        parts.require(what)
-    assert "torch._C._gone.away does not exist" in str(caught.value)
-    assert "Remedy: install a torch from 2." in str(caught.value)
+@pytest.mark.parametrize(("what", "path"), [(what, path) for what in parts.NEEDED for path in parts.NEEDED[what]])
+def test_what_depends_on_a_part_that_is_gone_is_refused(what: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        take_away(path, patch)
+        with pytest.raises(fdp.FdpError, match="not one that fdp knows") as caught:
+            USES[what]()
+    message = str(caught.value)
+    assert what in message and f"{path} does not exist" in message
+    assert "Remedy: install a torch from 2." in message
+
+
+@pytest.mark.usefixtures("_forgotten")
+@pytest.mark.parametrize("name", registries.REGISTRIES)
+def test_a_module_without_one_of_its_registries_is_refused(name: str) -> None:
+    module = torch.nn.Module()
+    registries.refuse_other_registries(module)
+    vars(module)[f"{name}_elsewhere"] = vars(module).pop(name)
+    with pytest.raises(fdp.FdpError, match=f"has no {name}"):
+        registries.refuse_other_registries(module)
+
+
+def test_a_compiled_module_without_its_original_is_refused() -> None:
+    with pytest.raises(fdp.FdpError, match="an OptimizedModule has no _orig_mod"):
+        dynamo.uncompiled_module(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.usefixtures("_forgotten")
+def test_a_backward_pass_without_numbers_of_its_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(state: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return state - fdp.grad(lambda w: (w * batch).sum())(state)
+
+    current = torch._C._current_autograd_node
+    monkeypatch.setattr(torch._C, "_current_autograd_node", lambda: current() and object())
+    with pytest.raises(fdp.FdpError, match="a node of autograd has no _sequence_nr"):
+        call(step)
 
 
 @pytest.mark.usefixtures("_forgotten")

@@ -159,8 +159,8 @@ FORMS = (
     Fault(
         "results the other way round",
         "emit/memory/out_variants.py",
-        "return tuple(argument.name for argument in operator._schema.arguments if argument.is_out)",
-        "return tuple(argument.name for argument in operator._schema.arguments if argument.is_out)[::-1]",
+        "return tuple(argument.name for argument in schema_of(operator).arguments if argument.is_out)",
+        "return tuple(argument.name for argument in schema_of(operator).arguments if argument.is_out)[::-1]",
         "of several results each is written to another's place",
     ),
     Fault(

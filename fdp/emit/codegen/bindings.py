@@ -1,13 +1,13 @@
 """The cheapest way to call an operator from Python.
 
-`OpOverload.__call__` goes through Python, `OpOverload._op` boxes every argument; the functions that torch generates for
+`OpOverload.__call__` goes through Python, `boxed_call_of` boxes every argument; the functions that torch generates for
 its operators (`torch.mm`, `Tensor.t`) parse arguments in C++ and call the operator unboxed, which takes less time.
 Which operator such a function calls depends on its arguments, so it is taken only if it has been seen to call exactly
 this one, with exactly these arguments.
 
 What is relied on, beyond the documented interface of torch: that `torch._C._VariableFunctions` and `torch._C._nn` hold
-those functions under the operators' names, and `OpOverload._op`, their common way in. What is not found there, or does
-not call the operator that is asked for, is called through `_op`.
+those functions under the operators' names. What is not found there, or does not call the operator that is asked for, is
+called through `boxed_call_of`, their common way in.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from typing import Any
 import torch
 
 from fdp.pytorch.dispatch import TorchDispatchMode
+from fdp.pytorch.overloads import OpOverload, boxed_call_of, schema_of
 
 _known: dict[Any, Callable[..., Any]] = {}
 """What was found, for the rest of the process: it depends on the operator and the kinds of its arguments, not on their
 shapes or values, so there are as many entries as there are ways to call an operator in the user's sources."""
 
 
-def bind(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+def bind(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
     """Find the cheapest callable that calls an operator with arguments of a kind.
 
     Args:
@@ -42,7 +43,7 @@ def bind(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[s
     return found
 
 
-def _search(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+def _search(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
     # Functions without a tensor argument take their device from the context of the call; operators such as
     # squeeze_ would change the examples.
     if any(map(_has_tensor, args)) and torch.Tag.inplace_view not in operator.tags:
@@ -57,13 +58,13 @@ def _search(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mappin
                 continue
             if witness.calls == 1 and _is_call(witness, operator, args, kwargs):
                 return candidate
-    return operator._op
+    return boxed_call_of(operator)
 
 
-def _candidates(operator: torch._ops.OpOverload) -> Iterator[Callable[..., Any]]:
+def _candidates(operator: OpOverload) -> Iterator[Callable[..., Any]]:
     if operator.namespace != "aten":
         return
-    name = operator._schema.name.removeprefix("aten::")
+    name = schema_of(operator).name.removeprefix("aten::")
     for holder in (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase):
         function = getattr(holder, name, None)
         if callable(function):
@@ -85,7 +86,7 @@ class _Witness(TorchDispatchMode):
             return func(*args, **kwargs)
         self.calls += 1
         self.called = (func, args, kwargs)
-        outs = [kwargs[argument.name] for argument in func._schema.arguments if argument.is_out]
+        outs = [kwargs[argument.name] for argument in schema_of(func).arguments if argument.is_out]
         if outs:
             return outs[0] if len(outs) == 1 else tuple(outs)
         self._inside = True
@@ -95,9 +96,7 @@ class _Witness(TorchDispatchMode):
             self._inside = False
 
 
-def _is_call(
-    witness: _Witness, operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> bool:
+def _is_call(witness: _Witness, operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     func, seen_args, seen_kwargs = witness.called
     if func is not operator:
         return False
@@ -105,11 +104,11 @@ def _is_call(
     return wanted.keys() == seen.keys() and all(_equal(wanted[name], seen[name]) for name in wanted)
 
 
-def _bound(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _bound(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     given = dict(kwargs)
-    for argument, value in zip(operator._schema.arguments, args, strict=False):
+    for argument, value in zip(schema_of(operator).arguments, args, strict=False):
         given[argument.name] = value
-    return {a.name: given.get(a.name, a.default_value) for a in operator._schema.arguments}
+    return {a.name: given.get(a.name, a.default_value) for a in schema_of(operator).arguments}
 
 
 def _equal(one: Any, two: Any) -> bool:

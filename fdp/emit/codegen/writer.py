@@ -14,6 +14,7 @@ from fdp.emit.codegen.bindings import bind
 from fdp.emit.codegen.lines import Line
 from fdp.emit.memory.memory_plan import MemoryPlan
 from fdp.emit.memory.savings import NONE
+from fdp.pytorch.overloads import OpOverload, boxed_call_of
 from fdp.trace.operators.control import choose
 from fdp.trace.operators.effects import effects_of
 
@@ -87,13 +88,13 @@ def bind_object(writer: Writer, value: Any, stem: str) -> str:
 
 def bind_operator(writer: Writer, target: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> str:
     """Bind the cheapest way to call an operator with arguments of a kind, given as nodes and constants."""
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
 
         def example(node: fx.Node) -> Any:
             return node.meta.get("val")
 
         if writer.plain:
-            function = target._op
+            function = boxed_call_of(target)
         else:
             function = bind(target, fx.map_arg(args, example), fx.map_arg(dict(kwargs or {}), example))
         stem = str(target).removesuffix(".default").replace(".", "_")

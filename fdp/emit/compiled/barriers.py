@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from fdp.emit.memory.elements import laid_out
+from fdp.pytorch.overloads import schema_of
 from fdp.trace.capture.rng_replay import RESUME, REWIND, STATE, rewind
 from fdp.trace.operators.effects import FUSED_OPTIMIZERS
 
@@ -156,7 +157,7 @@ FUSED: dict[Any, Any] = {}
 
 
 def _define_fused(operator: Any) -> None:
-    stem, arguments = str(operator._schema).removeprefix("aten::").split("(", 1)
+    stem, arguments = str(schema_of(operator)).removeprefix("aten::").split("(", 1)
     # Gradients are changed for the sake of a loss scale alone; who gives one is refused.
     arguments = re.sub(r"\([a-z]+!\)\[\] grads", "[] grads", arguments)
     stem = stem.strip("_").replace(".", "_")

@@ -14,6 +14,7 @@ from torch import fx
 
 from fdp.emit.compiled.barriers import define, generators_running
 from fdp.emit.memory.elements import laid_out
+from fdp.pytorch.overloads import schema_of
 from fdp.trace.operators.control import choose
 
 NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
@@ -63,7 +64,7 @@ class _Call:
         arguments = [built(value) for value in self.arguments]
         keywords = {name: built(value) for name, value in self.keywords.items()}
         made = self.operator(*arguments, **keywords)
-        schema = self.operator._schema
+        schema = schema_of(self.operator)
         results = made if isinstance(made, (list, tuple)) else [made]
         found = [
             each
@@ -84,8 +85,8 @@ def _call_of(text: str) -> _Call:
     namespace, packet, overload = said["operator"].split(".")
     operator = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
     arguments, keywords = _literal(said["arguments"]), {name: _literal(each) for name, each in said["keywords"].items()}
-    given = dict(zip((each.name for each in operator._schema.arguments), arguments, strict=False)) | keywords
-    written = (given.get(each.name) for each in operator._schema.arguments if is_written(each))
+    given = dict(zip((each.name for each in schema_of(operator).arguments), arguments, strict=False)) | keywords
+    written = (given.get(each.name) for each in schema_of(operator).arguments if is_written(each))
     owned = frozenset(each["read"] for value in written for each in _records(value) if "read" in each)
     lies = [each for each in (*said["results"], *said["written"]) if each is not None]
     return _Call(operator, arguments, keywords, owned, _literal(lies))

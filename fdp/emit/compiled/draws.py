@@ -21,6 +21,8 @@ from torch import fx
 from fdp.emit.compiled.drawing import NAMED, is_written
 from fdp.emit.memory.elements import offsets
 from fdp.errors import CompileError, build_message
+from fdp.pytorch.overloads import OpOverload, schema_of
+from fdp.pytorch.tensors import generator_id
 from fdp.trace.graph.loops import is_loop
 from fdp.trace.operators.effects import bound_arguments, effects_of, nodes_in, operator_name, storages_of
 
@@ -31,7 +33,7 @@ _LIKE = ("rand_like", "randn_like", "randint_like")
 def draws(node: fx.Node) -> bool:
     """Whether a node of a trace is an operator that draws. (Those that turn generators back are fdp's own.)"""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace.startswith("fdp"):
+    if not isinstance(target, OpOverload) or target.namespace.startswith("fdp"):
         return False
     return effects_of(node).random
 
@@ -39,14 +41,14 @@ def draws(node: fx.Node) -> bool:
 def functions_that_draw(module: fx.GraphModule) -> list[fx.Node]:
     """The nodes of a trace that call functions which draw. (Loops of fdp's own are programs of their own.)"""
     called = [node for node in module.graph.nodes if node.op == "call_function" and not is_loop(node)]
-    return [node for node in called if not isinstance(node.target, torch._ops.OpOverload) and effects_of(node).random]
+    return [node for node in called if not isinstance(node.target, OpOverload) and effects_of(node).random]
 
 
 def generators_of(module: fx.GraphModule) -> list[torch.Generator]:
     """The generators that a trace draws from besides torch's own; `draw` knows them by their number."""
     held = (getattr(module, str(node.target), None) for node in module.graph.find_nodes(op="get_attr"))
     # The same one may be another object.
-    found = {each._cdata: each for each in held if isinstance(each, torch.Generator)}  # type: ignore[attr-defined]
+    found = {generator_id(each): each for each in held if isinstance(each, torch.Generator)}
     return list(found.values())
 
 
@@ -92,8 +94,9 @@ def described(node: fx.Node) -> Draw:
     results: list[tuple[str, Any]] = []
     lies: list[dict[str, Any] | None] = []
     count, example = 0, node.meta["val"]
-    examples = [example] if len(target._schema.returns) == 1 else example
-    for schema, each in zip(target._schema.returns, examples, strict=True):
+    returned: list[Any] = schema_of(target).returns
+    examples = [example] if len(returned) == 1 else example
+    for schema, each in zip(returned, examples, strict=True):
         if is_written(schema):
             results.append(("changed", next(owners[name] for name in schema.alias_info.before_set)))
         elif isinstance(each, torch.Tensor):
@@ -124,8 +127,8 @@ def _encoded(node: fx.Node, value: Any, read: Mapping[fx.Node, int]) -> Any:
         module: Any = node.graph.owning_module
         value = getattr(module, str(value.target), None) if value.op == "get_attr" else value
         if isinstance(value, torch.Generator):
-            known_as = [each._cdata for each in generators_of(module)]  # type: ignore[attr-defined]
-            return {"generator": known_as.index(value._cdata)}  # type: ignore[attr-defined]
+            known_as = [generator_id(each) for each in generators_of(module)]
+            return {"generator": known_as.index(generator_id(value))}
     for name, kind in NAMED.items():
         if isinstance(value, kind):
             return {name: str(value).removeprefix("torch.")}

@@ -34,6 +34,7 @@ from fdp.emit.memory.memory_plan import MemoryPlan
 from fdp.emit.memory.planning import Place, slot_name
 from fdp.errors import CompileError, FdpError, build_message, first_line
 from fdp.plan import Plan
+from fdp.pytorch.overloads import OpOverload
 from fdp.trace import Geometry, capture_functional
 from fdp.trace.capture.functional import bring_up_to_date
 from fdp.trace.graph.loops import changed_operands, is_loop
@@ -241,7 +242,7 @@ class _Lowering:
             # The kernel for CPUs makes a copy; that of other devices hands its argument back.
             kept = args[0].clone() if args[0].device.type == "cpu" else args[0]
             return kept, torch.ones_like(args[0], dtype=torch.bool)
-        if not isinstance(target, torch._ops.OpOverload):
+        if not isinstance(target, OpOverload):
             args = [Branch(each) if isinstance(each, fx.GraphModule) else each for each in args]
         return _VIEWS.get(target, target)(*args, **kwargs)
 
@@ -307,7 +308,7 @@ def functional_graph(
         inputs.append((place.shape, place.stride, place.offset, place.dtype, device))
 
     for node in plan.trace.nodes.values():
-        if effects_of(node).checks and isinstance(node.target, torch._ops.OpOverload):
+        if effects_of(node).checks and isinstance(node.target, OpOverload):
             torch.fx.has_side_effect(node.target)  # so that no pass takes it for dead code
     drawn = {node: described(node) for node in plan.trace.graph.graph.nodes if apart is not None and draws(node)}
 

@@ -9,7 +9,7 @@ What is relied on (torch 2.13 to 2.15; `fdp.pytorch.parts` lists the names):
 - The scheduler keeps the order of the graph where `KEPT` says so, but for what it fuses: that stands where the first
   of it stood. `V.set_choices_handler(InductorChoices)` has a say in each fusion; `min_order` of a scheduler's node is
   its place in the graph, `ancestors` are the names of all that it needs.
-- `torch._guards.tracing`, `detect_fake_mode`, `V.set_fake_mode`: where inductor looks for the mode of example values.
+- `V.set_fake_mode`, and what `fake_modes` says: where inductor looks for the mode of example values.
 - `torch._inductor.lowering.lowerings`, `make_fallback`: from operators to the functions that lower them;
   `V.graph.mark_buffer_mutated(name)`: lets all that reads a buffer, and has only been noted down, come before.
 - `cpu_vec_isa`: `supported_vec_isa_list`, the best first, of which each is tried with the C++ compiler by `bool()`;
@@ -44,6 +44,8 @@ from torch import fx
 from fdp.emit.compiled.barriers import CHANGING, start_, wait_
 from fdp.emit.compiled.corrections import changed_memory_stays_known, with_corrections
 from fdp.errors import CompileError, FdpError, build_message
+from fdp.pytorch.fake_modes import fake_mode_at_work, traced_with
+from fdp.pytorch.overloads import schema_of
 
 KEPT: Mapping[str, Any] = {
     # Each of these moves operations to where it sees fit: the starts of all buckets behind the backward pass, say.
@@ -182,12 +184,11 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
     examples = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     with _lowering, ExitStack() as stack:
         with _as_expected():
-            from torch._guards import TracingContext, detect_fake_mode, tracing
             from torch._inductor import compile_fx, config
             from torch._inductor.scheduler import SchedulerNode
             from torch._inductor.virtualized import V
 
-            mode = detect_fake_mode([node.meta.get("val") for node in graph.graph.nodes])
+            mode = fake_mode_at_work([node.meta.get("val") for node in graph.graph.nodes])
             output: Any = graph.graph.output_node()
             # Results keep the strides that the step gives them; values inside may have others.
             output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
@@ -196,7 +197,7 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
             stack.enter_context(torch.compiler.config.patch(cache_key_tag=tag))  # type: ignore[attr-defined]
             stack.enter_context(V.set_fake_mode(mode))
             stack.enter_context(V.set_choices_handler(_keeping(V.choices)))
-            stack.enter_context(tracing(TracingContext(mode)))
+            stack.enter_context(traced_with(mode))
             stack.enter_context(torch.no_grad())
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\._inductor")  # about itself
@@ -325,7 +326,7 @@ def _let_readers_come_first() -> None:
     from torch._inductor.virtualized import V
 
     def lowered(operator: Any, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-        arguments = operator._schema.arguments
+        arguments = schema_of(operator).arguments
 
         def lower_changing(*args: Any, **kwargs: Any) -> Any:
             for argument, value in zip(arguments, args, strict=False):

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from fdp.emit.memory.elements import has_each_element_once, lies_under
+from fdp.pytorch.overloads import OpOverload, schema_of
 from fdp.trace.capture.functional import bring_up_to_date, keep_strides
 from fdp.trace.operators.effects import effects_of, storages_of
 
@@ -43,15 +44,15 @@ def as_traced(target: Any, example: Any, result: Any) -> Any:
         result: the result.
     """
     if isinstance(result, (list, tuple)):
-        owned = [each.alias_info is not None for each in target._schema.returns] if _has_schema(target) else [False]
+        owned = [each.alias_info is not None for each in schema_of(target).returns] if _has_schema(target) else [False]
         owned = owned if len(owned) == len(result) else owned * len(result)
         laid = [one if old else _laid(at, one) for at, one, old in zip(example, result, owned, strict=True)]
         return tuple(laid) if isinstance(result, tuple) else laid
-    return result if _has_schema(target) and target._schema.returns[0].alias_info else _laid(example, result)
+    return result if _has_schema(target) and schema_of(target).returns[0].alias_info else _laid(example, result)
 
 
 def _has_schema(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and len(target._schema.returns) > 0
+    return isinstance(target, OpOverload) and len(schema_of(target).returns) > 0
 
 
 def _laid(example: Any, value: Any) -> Any:

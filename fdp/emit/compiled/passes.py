@@ -13,6 +13,7 @@ from torch import fx
 from fdp.emit.compiled.barriers import DECLARED, copy_into, declare_effects, multiply_into, snapshot
 from fdp.emit.compiled.by_places import read_places_from_rows
 from fdp.emit.memory.views import geometry
+from fdp.pytorch.overloads import schema_of
 from fdp.trace.operators.effects import bound_arguments, storages_of
 
 _aten = torch.ops.aten
@@ -35,7 +36,7 @@ def _written_by(node: fx.Node) -> Iterator[int]:
     if node.target in (copy_into, _aten.copy_.default):
         yield from storages_of(node.args[0])  # type: ignore[arg-type]
     elif node.target in DECLARED:
-        declared = DECLARED[node.target]._schema.arguments
+        declared = schema_of(DECLARED[node.target]).arguments
         for argument, (_, value) in zip(declared, bound_arguments(node), strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for item in value if isinstance(value, (list, tuple)) else [value]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fdp.pytorch.overloads import OpOverload, schema_of
 from fdp.trace.operators.effects import effects_of, storages_of
 
 _LARGEST_BYTES = 2**16
@@ -35,7 +36,7 @@ def constant_values(graph: fx.Graph, excluded: AbstractSet[int]) -> dict[fx.Node
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or not _is_small(value):
             continue
-        name = node.target._schema.name.removeprefix("aten::")
+        name = schema_of(node.target).name.removeprefix("aten::")
         args = node.args
         if name in _LIKE:
             if any(isinstance(argument, fx.Node) for argument in args[1:]):
@@ -57,7 +58,7 @@ def constant_values(graph: fx.Graph, excluded: AbstractSet[int]) -> dict[fx.Node
 def _is_repeatable(node: fx.Node) -> bool:
     """Whether a call computes the same from the same arguments, and does nothing else."""
     target = node.target
-    if node.op != "call_function" or target is operator.getitem or not isinstance(target, torch._ops.OpOverload):
+    if node.op != "call_function" or target is operator.getitem or not isinstance(target, OpOverload):
         return False
     effects = effects_of(node)
     return target.namespace == "aten" and effects.pure and not effects.uninitialised

@@ -12,6 +12,7 @@ from fdp.emit.memory.analysis import Analysis
 from fdp.emit.memory.donation import Placement
 from fdp.emit.memory.planning import Places
 from fdp.plan import Run, Start
+from fdp.pytorch.overloads import schema_of
 from fdp.trace.operators.effects import effects_of, entries_of, is_marker, list_arguments, storages_of
 
 
@@ -179,7 +180,7 @@ def arguments_of(node: fx.Node, entries: Sequence[int]) -> tuple[list[Any], dict
     if not is_part(node, entries):
         return args, kwargs
     schema: Any = node.target
-    positions = [argument.name for argument in schema._schema.arguments]
+    positions = [argument.name for argument in schema_of(schema).arguments]
     for argument, value in list_arguments(node):
         if value:
             chosen = [value[entry] for entry in entries]

@@ -16,6 +16,7 @@ from fdp.emit.memory.layout import Layout
 from fdp.emit.memory.planning import Places
 from fdp.emit.memory.savings import Savings
 from fdp.plan import Plan
+from fdp.pytorch.overloads import OpOverload, schema_of
 from fdp.tables import Printed, count, format_bytes
 
 if TYPE_CHECKING:
@@ -110,4 +111,4 @@ class MemoryPlan(Printed):
 
 def _changes_memory(node: fx.Node) -> bool:
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    return isinstance(target, OpOverload) and schema_of(target).is_mutable

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fdp.pytorch.overloads import OpOverload, has_kernel, schema_of
 from fdp.trace.operators.effects import bound_arguments, effects_of, operator_name
 
 _aten = torch.ops.aten
@@ -93,7 +94,7 @@ def form_of(node: fx.Node) -> Form | None:
         A form whose results have the bits, the shape and the strides of the node's.
     """
     target, values = node.target, _results(node)
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or not values:
+    if not isinstance(target, OpOverload) or target.namespace != "aten" or not values:
         return None
     if not all(_is_plain(value) for value in values):
         return None
@@ -169,19 +170,19 @@ def _out_variant(target: Any, device: str) -> Any:
     torch generates an out overload for every operator; most of the generated ones compute as usual and copy.
     """
     backend = {"cpu": "CPU", "cuda": "CUDA"}.get(device)
-    if backend is None or target._schema.name.removeprefix("aten::") not in _WRITES_IN_PLACE:
+    if backend is None or schema_of(target).name.removeprefix("aten::") not in _WRITES_IN_PLACE:
         return None
-    wanted = [(a.name, str(a.type)) for a in target._schema.arguments]
+    wanted = [(a.name, str(a.type)) for a in schema_of(target).arguments]
     for overload in _overloads(target.overloadpacket):
-        arguments = overload._schema.arguments
+        arguments = schema_of(overload).arguments
         outs = [a for a in arguments if a.is_out]
         if not outs or any(str(a.type) != "Tensor" for a in outs):
             continue
         if [(a.name, str(a.type)) for a in arguments if not a.is_out] != wanted:
             continue
-        # Private to torch. Relied on: it is true of kernels registered for this backend alone, and false of those for
-        # any backend, as generated out overloads have. Were it true of more, those would be called: slower, as right.
-        if torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), backend):
+        # Generated ones have a kernel for any backend alone. Were it true of more, those would be called: slower, as
+        # right.
+        if has_kernel(overload, backend):
             return overload
     return None
 
@@ -192,7 +193,7 @@ def _overloads(packet: Any) -> Iterator[Any]:
 
 
 def _out_names(operator: Any) -> tuple[str, ...]:
-    return tuple(argument.name for argument in operator._schema.arguments if argument.is_out)
+    return tuple(argument.name for argument in schema_of(operator).arguments if argument.is_out)
 
 
 def _is_pointwise(target: Any) -> bool:

@@ -22,6 +22,7 @@ from fdp.emit.memory.layout import round_up
 from fdp.emit.memory.out_variants import Form, form_of
 from fdp.emit.memory.views import geometry
 from fdp.plan import Bucket
+from fdp.pytorch.overloads import OpOverload
 from fdp.trace.graph.loops import is_loop
 from fdp.trace.operators.effects import storages, storages_of
 
@@ -339,7 +340,7 @@ def _only_computes(node: fx.Node) -> bool:
     """
     if is_loop(node):
         return True
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace not in ("aten", "fdp"):
+    if not isinstance(node.target, OpOverload) or node.target.namespace not in ("aten", "fdp"):
         return False
     return torch.Tag.inplace_view not in node.target.tags
 

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from fdp.errors import ArgumentError, build_message
 from fdp.plan.cost.costs import Costs
+from fdp.pytorch.overloads import OpOverload
 from fdp.trace.graph.loops import is_loop
 from fdp.trace.operators.effects import effects_of, entries_of, inner_nodes, is_marker, list_arguments
 from fdp.trace.trace import Trace
@@ -127,7 +128,7 @@ def _node_s(node: fx.Node, machine: Machine) -> list[float]:
 
 def _flops(node: fx.Node) -> float:
     target = node.target
-    packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else None
+    packet = target.overloadpacket if isinstance(target, OpOverload) else None
     count = flop_registry.get(packet) or _ATTENTION_ON_CPU.get(packet)
     if count is None:
         return 0.0

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from fdp.pytorch.tensors import is_zero_without_memory, storage_id
+
 
 def memory_groups(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Number the pieces of memory that tensors lie in.
@@ -33,11 +35,11 @@ def memory_groups(tensors: Sequence[torch.Tensor]) -> list[int]:
     pieces: list[tuple[str, int, int, int, int]] = []
     found = []
     for index, tensor in enumerate(tensors):
-        if tensor.layout != torch.strided or tensor._is_zerotensor():
+        if tensor.layout != torch.strided or is_zero_without_memory(tensor):
             found.append(index)
             continue
         storage = tensor.untyped_storage()
-        number = numbers.setdefault(storage._cdata, index)
+        number = numbers.setdefault(storage_id(storage), index)
         found.append(number)
         if number == index and (start := storage.data_ptr()):  # tensors without values begin nowhere
             device = tensor.device

@@ -23,6 +23,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from fdp.pytorch.guards import tensors_like
+from fdp.pytorch.tensors import storage_id
 from fdp.trace.calls.arguments import Flat, describe_leaf, describe_static, sharing_pattern
 from fdp.trace.calls.overlap import overlap
 from fdp.trace.calls.structure import Structure
@@ -139,7 +140,8 @@ class _Call(Generic[T]):
         """Whether tensors that had one storage in the earlier call have one now."""
         assert self._shared is not None
         return all(
-            tensors[one].untyped_storage()._cdata == tensors[two].untyped_storage()._cdata for one, two in self._shared
+            storage_id(tensors[one].untyped_storage()) == storage_id(tensors[two].untyped_storage())
+            for one, two in self._shared
         )
 
 

@@ -9,6 +9,7 @@ import torch
 
 from fdp import pytree
 from fdp.errors import TraceError, build_message
+from fdp.pytorch.tensors import is_zero_without_memory
 from fdp.trace.calls.arguments import PLAIN_TYPES
 
 
@@ -68,6 +69,6 @@ def plain(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     # Private to torch. Relied on: it is true of a tensor of zeros that takes no memory.
-    if leaf._is_zerotensor():
+    if is_zero_without_memory(leaf):
         return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)  # a compiler drops a copy
     return leaf.resolve_conj().resolve_neg()

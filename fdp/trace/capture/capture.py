@@ -27,6 +27,7 @@ from fdp.distributed.group import Group
 from fdp.distributed.wire import Wire
 from fdp.errors import FdpError, PurityError, TraceError, build_message, error_text, first_line
 from fdp.pytorch import parts
+from fdp.pytorch.overloads import OpOverload
 from fdp.pytorch.recomputation import why_not
 from fdp.trace.capture.raw_messages import raw_messages_refused, refused_operators
 from fdp.trace.capture.remedies import MADE_SHAPE, READ_VALUE, remedy_for
@@ -355,7 +356,7 @@ def _drop_ranges(graph_module: fx.GraphModule) -> None:
     for module in graph_module.modules():
         if isinstance(module, fx.GraphModule):  # branches of conditions are some as well
             for node in reversed(module.graph.nodes):
-                if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "profiler":
+                if isinstance(node.target, OpOverload) and node.target.namespace == "profiler":
                     module.graph.erase_node(node)
 
 

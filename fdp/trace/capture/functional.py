@@ -1,4 +1,10 @@
-"""Values of tensors in a function whose changes of memory are made new values (`capture.capture_functional`)."""
+"""Values of tensors in a function whose changes of memory are made new values (`capture.capture_functional`).
+
+Private to torch: `torch._C._functorch.is_functionaltensor` and `get_unwrapped`, which say whether a tensor is one whose
+changes are made new values, and give its newest value; `torch._functionalize_replace` gives it another one,
+`_functionalize_commit_update` passes that on to what it is a view of, `_functionalize_sync` has it take what its views
+were given.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from fdp.pytorch.overloads import OpOverload, schema_of
 
 
 def keep_strides(tensor: torch.Tensor, stride: Sequence[int]) -> None:
@@ -43,8 +51,8 @@ def bring_up_to_date(target: Any, args: Sequence[Any]) -> None:
         target: what will be called.
         args: with these arguments.
     """
-    if not isinstance(target, torch._ops.OpOverload) or not args or not isinstance(args[0], torch.Tensor):
+    if not isinstance(target, OpOverload) or not args or not isinstance(args[0], torch.Tensor):
         return
-    alias = target._schema.arguments[0].alias_info
+    alias = schema_of(target).arguments[0].alias_info
     if alias is not None and not alias.is_write and torch._C._functorch.is_functionaltensor(args[0]):
         torch._functionalize_sync(args[0])

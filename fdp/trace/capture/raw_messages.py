@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fdp.errors import TraceError, build_message
+from fdp.pytorch.overloads import all_overloads
 from fdp.trace.capture.silent_changes import replaced
 
 _SUM = "call fdp.psum, fdp.pmean, fdp.pmax or fdp.pmin"
@@ -80,7 +81,7 @@ def refusal(what: str) -> TraceError:
 def refused_operators() -> Mapping[Any, Callable[..., Any]]:
     """Make what a tracer is to take the operators of torch.distributed apart with: a refusal."""
     found: dict[Any, Callable[..., Any]] = {}
-    for full_name in torch._C._dispatch_get_all_op_names():
+    for full_name in all_overloads():
         namespace, _, rest = full_name.partition("::")
         if namespace in _NAMESPACES:
             packet = getattr(getattr(torch.ops, namespace), rest.partition(".")[0])

@@ -15,6 +15,8 @@ from torch import fx
 
 from fdp import pytree
 from fdp.errors import PurityError, TraceError, build_message
+from fdp.pytorch.overloads import OpOverload, overload_name_of, schema_of
+from fdp.pytorch.tensors import negative_view
 from fdp.trace.operators.effects import bound_arguments, effects_of, operator_name, storages, storages_of, whole_of
 from fdp.trace.operators.source import located
 from fdp.trace.trace import Input
@@ -204,13 +206,13 @@ def _look_at_the_whole(graph: fx.Graph, owners: Mapping[fx.Node, str]) -> None:
 def _changed_in_place(node: fx.Node) -> Iterator[tuple[fx.Node, Any, bool]]:
     """The tensors that a node changes and returns: what it is given, what it returns, whether as an out argument."""
     target, result = node.target, node.meta.get("val")
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+    if node.op != "call_function" or not isinstance(target, OpOverload) or not schema_of(target).is_mutable:
         return
     values = list(result) if isinstance(result, (list, tuple)) else [result]
     for argument, given in bound_arguments(node):
         if not isinstance(given, fx.Node) or argument.alias_info is None or not argument.alias_info.is_write:
             continue
-        for returned, value in zip(target._schema.returns, values, strict=False):
+        for returned, value in zip(schema_of(target).returns, values, strict=False):
             alias = returned.alias_info
             if alias is not None and alias.before_set & argument.alias_info.before_set:
                 yield given, value, argument.is_out
@@ -308,7 +310,7 @@ def _move_away(given: fx.Node, later: Iterable[fx.Node]) -> dict[int, Any]:
     def elsewhere(value: Any) -> Any:
         lies = value.new_empty(0).set_(memory, value.storage_offset(), value.shape, value.stride())
         lies = lies.conj() if value.is_conj() else lies
-        return torch._neg_view(lies) if value.is_neg() else lies
+        return negative_view(lies) if value.is_neg() else lies
 
     moved = {number: elsewhere(value) for number, value in values.items()}
     for node in nodes:
@@ -319,8 +321,8 @@ def _move_away(given: fx.Node, later: Iterable[fx.Node]) -> dict[int, Any]:
 
 def _view_of(target: Any) -> Any:
     """The view that does what an operator in place does."""
-    packet = getattr(_aten, target._schema.name.removeprefix("aten::").removesuffix("_"))
-    overload = target._overloadname
+    packet = getattr(_aten, schema_of(target).name.removeprefix("aten::").removesuffix("_"))
+    overload = overload_name_of(target)
     return getattr(packet, overload if overload in packet.overloads() else "int")  # transpose_ is transpose.int
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from fdp.pytorch.recomputation import let_pass, recomputed_by
+from fdp.pytorch.tensors import generator_id
 from fdp.trace.operators.effects import effects_of
 
 _library = torch.library.Library("fdp_generator", "DEF")
@@ -129,5 +130,5 @@ def _is_gone_back_to(generator: Any) -> bool:
         generator = getattr(generator.graph.owning_module, str(generator.target), generator)
     # Not the objects: an operator is given another one for the same generator.
     devices: list[Any] = [torch.default_generator, *torch.cuda.default_generators]
-    ours = [one._cdata for one in devices]
-    return generator is None or getattr(generator, "_cdata", None) in ours
+    ours = [generator_id(one) for one in devices]
+    return generator is None or generator_id(generator) in ours

@@ -23,7 +23,7 @@ import torch.utils.dlpack
 from torch import fx
 
 from fdp.errors import FdpError, PurityError, TraceError, build_message
-from fdp.pytorch.tensors import is_transformed, place_of
+from fdp.pytorch.tensors import is_transformed, place_of, storage_id
 from fdp.trace.operators.source import Source, user_line
 
 _TENSOR, _STORAGES = torch.Tensor, (torch.UntypedStorage, torch.storage.TypedStorage)
@@ -96,10 +96,10 @@ class Unseen:
         }
         self._refuse_other_kinds(moved)
         with torch.no_grad():
-            memory = {before.untyped_storage()._cdata for before in moved.values()}
+            memory = {storage_id(before.untyped_storage()) for before in moved.values()}
 
             def apart(value: Any) -> Any:
-                lies_there = isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in memory
+                lies_there = isinstance(value, torch.Tensor) and storage_id(value.untyped_storage()) in memory
                 return value.clone() if lies_there else value
 
             returned = [self._position.get(id(value)) for value in outputs]
@@ -209,6 +209,7 @@ class Unseen:
         @functools.wraps(original)
         def write(storage: Any, *args: Any, **kwargs: Any) -> Any:
             if self._tracing():
+                # Private to torch: a storage with a dtype has one without.
                 untyped = getattr(storage, "_untyped_storage", storage)
                 if (error := self._refusal_of_storage(untyped, original.__name__)) is not None:
                     raise error
@@ -260,10 +261,12 @@ def _lie_alike(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 def _touch(one: Any, two: Any) -> bool:
     """Whether two storages share a byte."""
+    if storage_id(one) == storage_id(two):
+        return True
     if one.device != two.device or one.device.type == "meta":
-        return bool(one._cdata == two._cdata)
+        return False
     first, second = one.data_ptr(), two.data_ptr()
-    return bool(first < second + two.nbytes() and second < first + one.nbytes()) or bool(one._cdata == two._cdata)
+    return bool(first < second + two.nbytes() and second < first + one.nbytes())
 
 
 def _kind(tensor: torch.Tensor) -> str:

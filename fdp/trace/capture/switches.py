@@ -18,6 +18,7 @@ from torch.distributions import Distribution
 
 from fdp.pytorch import parts
 from fdp.pytorch.dynamo import uncompiled
+from fdp.pytorch.process_flags import onednn_enabled, set_onednn_enabled
 from fdp.trace.capture.silent_changes import replaced
 
 TRACING = "tracing a step"
@@ -74,13 +75,12 @@ def without_fused_lstm() -> Iterator[None]:
     def unfused(original: Any) -> Any:
         @functools.wraps(original)
         def lstm(*args: Any, **kwargs: Any) -> Any:
-            # Not torch.backends.mkldnn.flags(): that also sets a TF32 option, with a warning where there is none.
-            before = torch._C._get_mkldnn_enabled()
-            torch._C._set_mkldnn_enabled(False)
+            before = onednn_enabled()
+            set_onednn_enabled(False)
             try:
                 return original(*args, **kwargs)
             finally:
-                torch._C._set_mkldnn_enabled(before)
+                set_onednn_enabled(before)
 
         return lstm
 

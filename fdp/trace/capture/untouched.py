@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fdp.errors import PurityError, build_message
+from fdp.pytorch.registries import REGISTRIES
 from fdp.trace.calls.closure import closed_over_modules, closed_over_tensors
 
 _MAX_KEPT = 2**16
@@ -84,11 +85,8 @@ def _flags_put_back(flags: Iterable[tuple[str, torch.Tensor, bool, Any]]) -> Ite
             yield f"{known}: its .grad was set"
 
 
-_HELD = ("_parameters", "_buffers", "_modules")
-
-
 def _contents(module: torch.nn.Module) -> tuple[type, list[dict[str, Any]]]:
-    return type(module), [dict(getattr(module, held)) for held in _HELD]
+    return type(module), [dict(getattr(module, held)) for held in REGISTRIES]
 
 
 def _contents_put_back(
@@ -97,7 +95,7 @@ def _contents_put_back(
     kind, tables = contents
     if type(module) is not kind:
         module.__class__ = kind
-    for held, before in zip(_HELD, tables, strict=True):
+    for held, before in zip(REGISTRIES, tables, strict=True):
         now = getattr(module, held)
         changed = [key for key in {**before, **now} if before.get(key) is not now.get(key)]
         if changed:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fdp.pytorch.overloads import OpOverload, schema_of
 from fdp.trace.graph.loops import is_loop
 from fdp.trace.operators.effects import effects_of, tensors_in
 from fdp.trace.trace import Trace
@@ -75,9 +76,9 @@ def _is_unsure(node: fx.Node, unsure: set[fx.Node]) -> bool:
     effects = effects_of(node)
     if node.target is operator.getitem or effects.view:
         return given[0] in unsure
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return not all(each not in unsure and _lies_in_rows(each) for each in (*given, node))
-    returned = [each.alias_info for each in node.target._schema.returns]
+    returned = [each.alias_info for each in schema_of(node.target).returns]
     if all(info is not None and info.is_write for info in returned):
         return any(each in unsure for each in effects.writes)
     in_rows = torch.contiguous_format in (node.kwargs.get("memory_format"), *node.args[1:])

@@ -16,6 +16,8 @@ from torch import fx
 
 from fdp.distributed.collective import OPERATORS, Collective, collective_named
 from fdp.distributed.comparable import comparable, without_addresses
+from fdp.pytorch.overloads import OpOverload, schema_of
+from fdp.pytorch.tensors import storage_id
 
 _aten = torch.ops.aten
 
@@ -98,7 +100,7 @@ def _read_effects(node: fx.Node) -> Effects:
     target = node.target
     if node.op != "call_function" or target is operator.getitem:
         return Effects((), view=True)
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return _effects_inside(node)
     if target.namespace == "fdp":
         return Effects(() if target is torch.ops.fdp.axis_index.default else tuple(node.all_input_nodes))
@@ -132,7 +134,7 @@ def _read_effects(node: fx.Node) -> Effects:
         view=view and not writes,
         random=torch.Tag.nondeterministic_seeded in target.tags and _draws(node),
         uninitialised=name in _UNINITIALISED,
-        checks=not target._schema.returns and not writes and target not in _CHECKED_BY_TRACING,
+        checks=not schema_of(target).returns and not writes and target not in _CHECKED_BY_TRACING,
     )
 
 
@@ -196,7 +198,7 @@ def inner_nodes(node: fx.Node) -> Iterator[fx.Node]:
 def operator_name(node: fx.Node) -> str:
     """The bare name of a node's operator: "_fused_adamw_" for aten._fused_adamw_.tensor_lr."""
     target = node.target
-    return str(target._schema.name).split("::")[-1] if isinstance(target, torch._ops.OpOverload) else str(target)
+    return str(schema_of(target).name).split("::")[-1] if isinstance(target, OpOverload) else str(target)
 
 
 def target_text(node: fx.Node) -> str:
@@ -208,7 +210,7 @@ def target_text(node: fx.Node) -> str:
 def bound_arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
     """Pair each argument of an operator's schema with the value that a node gives it."""
     target: Any = node.target
-    for position, argument in enumerate(target._schema.arguments):
+    for position, argument in enumerate(schema_of(target).arguments):
         if position < len(node.args) and not argument.kwarg_only:
             yield argument, node.args[position]
         elif argument.name in node.kwargs:
@@ -218,7 +220,7 @@ def bound_arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
 def is_marker(node: fx.Node, *names: str) -> bool:
     """Whether a node is one of fdp's marker operators, of the given names if any are given."""
     target = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or target.namespace != "fdp":
+    if node.op != "call_function" or not isinstance(target, OpOverload) or target.namespace != "fdp":
         return False
     return not names or operator_name(node) in names
 
@@ -247,7 +249,7 @@ def storages(value: Any) -> tuple[int, ...]:
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided:
             return (id(value),)
-        return (value.untyped_storage()._cdata,)
+        return (storage_id(value.untyped_storage()),)
     if isinstance(value, (list, tuple)):
         return tuple(number for item in value for number in storages(item))
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -266,7 +268,7 @@ def entries_of(node: fx.Node) -> int | None:
     Fused optimizers and `_foreach` operators do the same to each entry of their lists, and nothing across.
     """
     name = operator_name(node)
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return None
     if name not in FUSED_OPTIMIZERS and not name.startswith("_foreach_"):
         return None
@@ -288,7 +290,7 @@ def _draws(node: fx.Node) -> bool:
     """
     target: Any = node.target
     given = {argument.name: value for argument, value in bound_arguments(node)}
-    for argument in target._schema.arguments:
+    for argument in schema_of(target).arguments:
         value = given.get(argument.name, argument.default_value)
         if argument.name in ("dropout_p", "dropout") and value == 0 and isinstance(value, (int, float)):
             return False
@@ -317,9 +319,9 @@ def is_view(node: fx.Node) -> bool:
     """Whether what a node returns lies in the memory of its first argument."""
     if node.target is operator.getitem:
         return True
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.args or not isinstance(node.args[0], fx.Node):
+    if not isinstance(node.target, OpOverload) or not node.args or not isinstance(node.args[0], fx.Node):
         return False
-    aliases = [returned.alias_info for returned in node.target._schema.returns]
+    aliases = [returned.alias_info for returned in schema_of(node.target).returns]
     return len(aliases) == 1 and aliases[0] is not None and not aliases[0].is_write
 
 

@@ -15,6 +15,7 @@ from torch._prims_common import suggest_memory_format
 from torch.fx.node import map_aggregate
 
 from fdp.errors import TraceError, build_message
+from fdp.pytorch.overloads import OpOverload, schema_of
 from fdp.trace.operators.effects import FUSED_OPTIMIZERS
 from fdp.trace.operators.kernel_strides import KernelStrides
 
@@ -64,13 +65,13 @@ def teach(fake_mode: Any) -> Callable[[], bool]:
     def dispatch_all_others(func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Any) -> object:
         nonlocal asked
         asked = True
-        if getattr(func, "namespace", "") == "aten" and func._schema.name.removeprefix("aten::") in FUSED_OPTIMIZERS:
+        if getattr(func, "namespace", "") == "aten" and schema_of(func).name.removeprefix("aten::") in FUSED_OPTIMIZERS:
             return None
         if func in _CTC_LOSS:
             with fake_mode:
                 return _ctc_results(args[0], args[1], args[3])
-        if isinstance(func, torch._ops.OpOverload) and func.namespace != "fdp" and func not in _LIFTS and (
-            func._schema.is_mutable or any(type(value) in _REAL for value in args[:2])
+        if isinstance(func, OpOverload) and func.namespace != "fdp" and func not in _LIFTS and (
+            schema_of(func).is_mutable or any(type(value) in _REAL for value in args[:2])
         ):  # fmt: skip
             # Of closed-over tensors and numbers alone an operator would be run, as if it made a constant.
             args, kwargs = map_aggregate((tuple(args), dict(kwargs or {})), stand_in)
@@ -83,7 +84,7 @@ def teach(fake_mode: Any) -> Callable[[], bool]:
                 )
             )
         result = dispatch(func, types, args, kwargs)
-        if isinstance(func, torch._ops.OpOverload) and _changes_a_list(func._schema.name):
+        if isinstance(func, OpOverload) and _changes_a_list(schema_of(func).name):
             torch.autograd.graph.increment_version(args[0])
         if func is _DROPOUT and result[0] is args[0] and (args[2] is not False or args[0].device.type == "cpu"):
             with fake_mode:
@@ -147,6 +148,7 @@ def _laid_out(fake_mode: Any, func: Any, args: Sequence[Any], result: Any) -> An
     wide = next((t.dtype for t in args[at + 1 : at + 4] if isinstance(t, torch.Tensor)), x.dtype)
     with fake_mode:
         if isinstance(first, torch.Tensor):
+            # Private to torch, and what its kernels ask for the layout of their results.
             first = torch.empty_like(first, memory_format=suggest_memory_format(x))
         others = [torch.empty_like(t, dtype=wide) if isinstance(t, torch.Tensor) else t for t in others]
     return (first, *others)

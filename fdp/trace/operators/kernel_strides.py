@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fdp.context.ambient import plain_context
+from fdp.pytorch.overloads import OpOverload, schema_of
 from fdp.trace.operators.effects import tensors_in
 
 _MOST_ELEMENTS = 2**28
@@ -72,13 +73,13 @@ class KernelStrides:
 
 
 def _is_unsure(func: Any) -> bool:
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or func._schema.is_mutable:
+    if not isinstance(func, OpOverload) or func.namespace != "aten" or schema_of(func).is_mutable:
         return False
-    name = func._schema.name.removeprefix("aten::")
+    name = schema_of(func).name.removeprefix("aten::")
     return (
         name not in _TRUSTED
         and torch.Tag.nondeterministic_seeded not in func.tags
-        and all(result.alias_info is None for result in func._schema.returns)
+        and all(result.alias_info is None for result in schema_of(func).returns)
     )
 
 

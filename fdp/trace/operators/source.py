@@ -3,7 +3,7 @@
 In the forward pass the innermost line that belongs neither to torch nor to fdp is noted for every operator as it is
 recorded, under the sequence number that autograd gave the operation. In the backward pass the node of the autograd
 graph that is running has the same number, and leads back to that line.
-(This relies on `torch._C._current_autograd_node` and `torch._C._autograd._get_sequence_nr`.)
+(This relies on `torch._C._current_autograd_node`, `torch._C._autograd._get_sequence_nr`, and `_sequence_nr` of nodes.)
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from fdp import pytree
+from fdp.pytorch.parts import refusal
 
 _LIBRARIES = tuple(
     os.path.dirname(os.path.abspath(str(path))) + os.sep for path in (torch.__file__, optree.__file__, pytree.__file__)
@@ -77,7 +78,10 @@ def source_lines(tracer: Any) -> Iterator[None]:
             # An operator that autograd does not record leaves the number of the one before it as it was.
             lines.setdefault(torch._C._autograd._get_sequence_nr() - 1, source)
         else:
-            source = lines.get(current._sequence_nr()) or _source_of_arguments(node)
+            number_of = getattr(current, "_sequence_nr", None)
+            if number_of is None:
+                raise refusal("tracing a step", ["a node of autograd has no _sequence_nr"])
+            source = lines.get(number_of()) or _source_of_arguments(node)
         node.meta["source"], node.meta["backward"] = source, current is not None
         return node
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fdp.pytorch.overloads import OpOverload
 from fdp.trace.operators.effects import (
     FUSED_OPTIMIZERS,
     effects_of,
@@ -107,7 +108,7 @@ def is_own_memory(node: fx.Node) -> bool:
 def is_elementwise(unit: Unit) -> bool:
     """Whether each element of what a unit makes or writes comes of the elements of its operands at the same place."""
     target, name = unit.node.target, operator_name(unit.node)
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or effects_of(unit.node).random:
+    if not isinstance(target, OpOverload) or target.namespace != "aten" or effects_of(unit.node).random:
         return False
     if torch.Tag.nondeterministic_seeded in target.tags:
         return False
@@ -137,7 +138,7 @@ def reduces_all(unit: Unit) -> bool:
     target: Any = unit.node.target
     return (
         name in _REDUCES
-        and isinstance(target, torch._ops.OpOverload)
+        and isinstance(target, OpOverload)
         and target.namespace == "aten"
         and isinstance(value, torch.Tensor)
         and value.numel() == 1

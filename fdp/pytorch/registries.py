@@ -1,0 +1,43 @@
+"""Where a module holds its parameters, buffers and submodules.
+
+Private to torch: three dicts, which are attributes of each module by these names. The public ways give copies, and
+leave out what is None or held twice. Whether a module still has them is looked at once, when this is imported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fdp.pytorch.parts import refusal
+
+TENSOR_REGISTRIES = ("_parameters", "_buffers")
+"""The attributes that hold a module's tensors."""
+
+SUBMODULES = "_modules"
+"""The attribute that holds a module's submodules."""
+
+REGISTRIES = (*TENSOR_REGISTRIES, SUBMODULES)
+
+
+def tensor_registries(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
+    """The parameters and the buffers of a module itself, by name; an entry may be None."""
+    return tuple(getattr(module, name) for name in TENSOR_REGISTRIES)
+
+
+def refuse_other_registries(module: torch.nn.Module) -> None:
+    """Refuse a torch whose modules hold their tensors and submodules in another way.
+
+    Args:
+        module: any.
+
+    Raises:
+        FdpError: they do.
+    """
+    gone = [name for name in REGISTRIES if not isinstance(vars(module).get(name), dict)]
+    if gone:
+        raise refusal("importing fdp", [f"a torch.nn.Module has no {name}" for name in gone])
+
+
+refuse_other_registries(torch.nn.Module())
