@@ -106,8 +106,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "measure": ("agreed clock fit", "device_speed intervals link", "operations", "profile"),
     "step": (
-        "buckets_on_disk cache compile_together finite memory_limit progress", "automatic_buckets", "first_call",
-        "transform",
+        "buckets_on_disk compile_together finite live_line memory_limit", "progress", "automatic_buckets cache",
+        "first_call", "transform",
     ),
 }  # fmt: skip
 

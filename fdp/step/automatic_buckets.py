@@ -6,6 +6,7 @@ shorter last batch) cuts them as before: it needs no other rank, and the schedul
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import socket
 import warnings
@@ -26,6 +27,7 @@ from fdp.plan.cost.costs import Costs
 from fdp.plan.cost.forecast import Forecast
 from fdp.runtime import Emitted
 from fdp.step.buckets_on_disk import Groups, find_groups, keep_groups, name_of
+from fdp.step.progress import Progress
 from fdp.trace import Trace
 
 LEAST_BYTES = 2**20
@@ -63,12 +65,13 @@ class Automatic:
         # Another signature with the same gradients has other costs.
         return plan_groups(trace, groups, forecast=forecast if work == _work(trace) else None)
 
-    def choose(self, emitted: Emitted, tensors: list[torch.Tensor]) -> Plan:
+    def choose(self, emitted: Emitted, tensors: list[torch.Tensor], progress: Progress) -> Plan:
         """Choose buckets, on all ranks together.
 
         Args:
             emitted: the step, with any buckets.
             tensors: its inputs, which are not changed.
+            progress: is told what is being done.
 
         Returns:
             The same buckets on every rank.
@@ -78,21 +81,24 @@ class Automatic:
             PeerError: another rank died or stopped answering.
         """
         trace, group = emitted.plan.trace, emitted.group
-        emitted.consensus.agree(tensors)
-        kept, where = self._kept(emitted) if self._keeps else (None, "")
+        with progress.stage("waiting for other ranks"):
+            emitted.consensus.agree(tensors)
+        with progress.stage("looking for kept buckets") if self._keeps else contextlib.nullcontext():
+            kept, where = self._kept(emitted) if self._keeps else (None, "")
         if kept is not None:
             return self._remember(plan_groups(trace, kept), group)
         device = device_of_messages(emitted.plan)
         if self._network is None:
             try:
-                link = measure_link(group, device, _dtype_of_messages(emitted.plan))
+                with progress.stage("measuring the network"):
+                    link = measure_link(group, device, _dtype_of_messages(emitted.plan))
             except ArgumentError as error:
                 # Of numbers that all ranks share: all come here, and a step that could run must not fail for them.
                 reason = str(error).splitlines()[0]
                 warnings.warn(
                     f"fdp: buckets of step {trace.name!r} have caps of 1 and 25 MiB, as the network could not be "
                     f"measured: {reason} To choose them by cost give network=fdp.Network(...).",
-                    stacklevel=8,
+                    stacklevel=9,
                 )
                 return self._remember(emitted.plan, group)
             network, start_s = link.network, link.start_s
@@ -102,11 +108,13 @@ class Automatic:
         costs: Costs | None = None
         failure: Exception | None = None
         try:
-            costs = measure_costs(emitted, tensors, start_s)
+            with progress.stage("measuring the step"):
+                costs = measure_costs(emitted, tensors, start_s)
         except Exception as error:
             failure = error
         told = {"measured": failure is None, "operations": _digest(_planned_by(trace)), "chain": _digest(_chain(trace))}
-        found = _tell(emitted, told)
+        with progress.stage("waiting for other ranks"):
+            found = _tell(emitted, told)
         if failure is not None:
             raise failure
         if not all(other["measured"] for other in found):
@@ -118,7 +126,8 @@ class Automatic:
                 )
             )
         assert costs is not None
-        plan = self._remember(self._by_costs(emitted, costs, network, found), group)
+        with progress.stage("planning"):
+            plan = self._remember(self._by_costs(emitted, costs, network, found), group)
         if self._keeps and group.rank == 0:
             keep_groups(where, _groups(plan))
         return plan

@@ -9,6 +9,7 @@ from typing import Any
 
 from fdp.compare import Again
 from fdp.runtime import Emitted
+from fdp.step.progress import Progress
 
 _MOST_SIGNATURES = 64
 """So many signatures a step keeps, those that were called last; each has a program and bucket memory of its own."""
@@ -28,6 +29,7 @@ class Known:
         calls: how often it has been called.
         remembered: what is remembered of a call of it.
         last_call: when it was called last.
+        progress: what has been told of its first call, until that is over.
     """
 
     emitted: Emitted
@@ -36,6 +38,7 @@ class Known:
     calls: int = 0
     remembered: Any = None
     last_call: int = 0
+    progress: Progress | None = None
 
 
 class Signatures(dict[Any, Known]):

@@ -5,6 +5,7 @@ This is what the first call of a signature does, and nothing of it is done again
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import warnings
@@ -120,6 +121,10 @@ class Preparation:
 
     def trace(self, flat: Flat, roles: Roles, group: Group) -> Trace:
         """Trace the step, without running it."""
+        with Progress(self._name) as progress, progress.stage("tracing"):
+            return self._trace_within(flat, roles, group)
+
+    def _trace_within(self, flat: Flat, roles: Roles, group: Group) -> Trace:
         self.traces += 1
         if (limit := self._settings.memory_limit_bytes) is None:
             return self._trace(flat, roles, group)
@@ -142,16 +147,22 @@ class Preparation:
 
     def plan(self, flat: Flat, roles: Roles, group: Group) -> Plan:
         """Trace and plan the step, without running it and without the other ranks."""
-        trace = self.trace(flat, roles, group)
-        return self._within(self._automatic.plan_ahead(trace, group) if self._chooses else self._by_caps(trace))
+        with Progress(self._name) as progress:
+            with progress.stage("tracing"):
+                trace = self._trace_within(flat, roles, group)
+            with progress.stage("planning"):
+                return self._within(self._automatic.plan_ahead(trace, group) if self._chooses else self._by_caps(trace))
 
-    def prepare(self, flat: Flat, roles: Roles, group: Group) -> Emitted:
+    def prepare(self, flat: Flat, roles: Roles, group: Group, progress: Progress) -> Emitted:
         """Make what runs the step for the signature of some arguments; where ranks have to agree, all of them do."""
+        with progress:
+            return self._prepare(flat, roles, group, progress)
+
+    def _prepare(self, flat: Flat, roles: Roles, group: Group, progress: Progress) -> Emitted:
         warn_if_alone_by_mistake(group)
         watched = watched_ranks(group.process_group)
         if watched is not None:
             watched.prepares(True)
-        progress = Progress(self._name)
         try:
             refuse_unhashable(self._name, flat, roles)
             emitted = self._emit(flat, roles, group, progress)
@@ -162,14 +173,13 @@ class Preparation:
         if self._settings.options is not None:
             # From here on ranks hear of each other's failures.
             emitted = self._compile(emitted, flat, roles, progress)
-        progress.finish()
         self._prepared += 1
         if self._prepared == _RETRACE_WARNING and self._previous is not None:
             changed, remedy = describe_change(self._previous, flat, self._name, roles)
             warnings.warn(
                 f"fdp: step {self._name!r} was traced for the {_RETRACE_WARNING}th time. What changed last: {changed}. "
                 f"Each trace takes as long as several steps: {remedy}.",
-                stacklevel=6,
+                stacklevel=7,
             )
         self._previous = summarise(flat)
         if watched is not None:
@@ -180,9 +190,9 @@ class Preparation:
         """Make what runs the step operator by operator, and compare it with the step."""
         settings = self._settings
         plan = self._planned(flat, roles, group, progress)
-        with progress.stage("writing"):
+        with progress.stage("writing and proving"):
             emitted = Emitted(plan, group, self._agreed, settings.check_replication)
-        with progress.stage("checking"):
+        with progress.stage("comparing"):
             if settings.check_trace and plan.trace.whole is not None:
                 self._check_on_whole_values(emitted, flat, roles)
             if not settings.check_trace:
@@ -210,7 +220,7 @@ class Preparation:
         """Compare a step that has been running; returns whether that is to be done again."""
         emitted.closed_over.check(flat.tensors)  # which says more than a comparison would
         try:
-            with _one_at_a_time:
+            with Progress(self._name) as progress, progress.stage("comparing again"), _one_at_a_time:
                 comes_again = check_again(emitted, self._step, flat, roles, self._finite.get(emitted))
             self._finite.pop(emitted, None)
             return comes_again
@@ -270,18 +280,20 @@ class Preparation:
 
     def _planned(self, flat: Flat, roles: Roles, group: Group, progress: Progress) -> Plan:
         with progress.stage("tracing"):
-            trace = self.trace(flat, roles, group)
+            trace = self._trace_within(flat, roles, group)
         with progress.stage("planning"):
             plan = self._automatic.remembered(trace, group) if self._chooses else self._by_caps(trace)
-        if plan is None:
-            with progress.stage("measuring"):
-                first = plan_trace(trace) if self._settings.memory_limit_bytes is None else self._smallest(trace)
-                emitted = Emitted(first, group, self._agreed, self._settings.check_replication)
-                plan = self._automatic.choose(emitted, flat.tensors)
-                emitted.residence.move_out()
-                # Should these buckets be the chosen ones, ranks still have to hear whether all could prepare the step.
-                emitted.consensus.forget()
-        return self._within(plan)
+            if plan is not None:
+                return self._within(plan)
+            first = plan_trace(trace) if self._settings.memory_limit_bytes is None else self._smallest(trace)
+        with progress.stage("writing and proving"):
+            emitted = Emitted(first, group, self._agreed, self._settings.check_replication)
+        plan = self._automatic.choose(emitted, flat.tensors, progress)
+        emitted.residence.move_out()
+        # Should these buckets be the chosen ones, ranks still have to hear whether all could prepare the step.
+        emitted.consensus.forget()
+        with progress.stage("planning"):
+            return self._within(plan)
 
     def _compile(self, emitted: Emitted, flat: Flat, roles: Roles, progress: Progress) -> Emitted:
         """Compile what was emitted, on all ranks at once if all of them have to."""
@@ -294,7 +306,7 @@ class Preparation:
                         emitted.plan, emitted.group, self._agreed, settings.check_replication, settings.options
                     )
                 if settings.check_trace:
-                    with progress.stage("checking"):
+                    with progress.stage("comparing"):
                         self._check(made, flat, lambda: check_compiled(made, emitted, self._step, flat, roles))
                     # What they shared was large enough for the other one, whose values all have places in it.
                     emitted.residence.move_out()
@@ -302,9 +314,16 @@ class Preparation:
             made.arm()
             return made
 
-        together = emitted.consensus.agree(flat.tensors, settings.options)
+        with _waiting(progress, emitted.group):
+            together = emitted.consensus.agree(flat.tensors, settings.options)
         try:
-            return compile_together(self._name, emitted.group, together, compiled)
+            with _waiting(progress, emitted.group):
+                return compile_together(self._name, emitted.group, together, compiled)
         except Exception:
             emitted.consensus.forget(settings.options)  # a rank that tries again does so with all others
             raise
+
+
+def _waiting(progress: Progress, group: Group) -> contextlib.AbstractContextManager[None]:
+    """The stage of what is not done by this rank, if there are others."""
+    return progress.stage("waiting for other ranks") if group.size > 1 else contextlib.nullcontext()

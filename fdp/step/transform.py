@@ -33,7 +33,8 @@ from fdp.step.cache import Known, Signatures, clock
 from fdp.step.finite import result_if_finite
 from fdp.step.first_call import Preparation, Settings
 from fdp.step.memory_limit import resolve_limit
-from fdp.tables import count
+from fdp.step.progress import Progress
+from fdp.tables import clipped, count
 from fdp.timeline import Timeline
 from fdp.trace import (
     Flat,
@@ -110,7 +111,7 @@ class Step:
         return self._preparation.traces
 
     def __repr__(self) -> str:
-        return f"<fdp.Step {self._name}, traced {count(self.traces, 'time')}>"
+        return f"<fdp.Step {clipped(self._name)}, traced {count(self.traces, 'time')}>"
 
     def __reduce__(self) -> Any:
         """A copy, and what is unpickled, is a new step of the same function and settings; nothing is traced yet."""
@@ -234,7 +235,8 @@ class Step:
         flat, roles, place = self._resolve(args, kwargs)
         with alone_on(place[1], self._name):
             known, tensors = self._look_up(flat, roles, place)
-            return profile_step(known.emitted, tensors, repeats)
+            with Progress(self._name) as progress, progress.stage("profiling"):
+                return profile_step(known.emitted, tensors, repeats)
 
     @property
     def _name(self) -> str:
@@ -249,14 +251,22 @@ class Step:
         known, tensors = recognised
         known.last_call = next(clock)
         known.calls += 1
-        if self._check_finite:
-            return result_if_finite(self._name, self._run(known, tensors, args, roles), number)
-        return self._run(known, tensors, args, roles)
+        run = self._run if known.progress is None else self._run_first
+        result = run(known, tensors, args, roles)
+        return result_if_finite(self._name, result, number) if self._check_finite else result
 
     def _run(self, known: Known, tensors: list[torch.Tensor], args: tuple[Any, ...], roles: Roles) -> Any:
         if known.calls == known.looks_at:
             return self._look_again(known, tensors, args, roles)
         return known.emitted.run(tensors)
+
+    def _run_first(self, known: Known, tensors: list[torch.Tensor], args: tuple[Any, ...], roles: Roles) -> Any:
+        """Run what has been prepared for this call; ranks agree on it here."""
+        progress, known.progress = known.progress or Progress(self._name), None
+        with progress, progress.stage("first run"):
+            result = self._run(known, tensors, args, roles)
+        progress.finish()
+        return result
 
     def _look_again(self, known: Known, tensors: list[torch.Tensor], args: tuple[Any, ...], roles: Roles) -> Any:
         """Make a call before which the step may be compared with the function once more."""
@@ -279,9 +289,10 @@ class Step:
             with self._preparing:
                 known = self._known.find(key)  # another thread may have been faster
                 if known is None:
-                    emitted = self._preparation.prepare(flat, roles, place[1])
+                    progress = Progress(self._name)
+                    emitted = self._preparation.prepare(flat, roles, place[1], progress)
                     again = self._preparation.again(emitted)
-                    known = Known(emitted, again, 0 if again is None else again.at)
+                    known = Known(emitted, again, 0 if again is None else again.at, progress=progress)
                     self._by_places |= known.emitted.plan.trace.tells_places
                     self._known.keep(self._key(flat, place), known)
         known.remembered = self._calls.remember(place, flat, known.emitted.plan.trace, known, known.remembered)
