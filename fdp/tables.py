@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import io
 import shutil
 import sys
 import textwrap
-from typing import Any
+from typing import Any, Literal
 
 import rich.box
+import rich.cells
 import rich.console
 import rich.table
 import rich.text
@@ -27,6 +29,9 @@ class Printed:
 
 class Table:
     """A titled table that turns into text with `str()`.
+
+    Where all columns do not fit beside each other, they follow each other in several parts, and the first column stands
+    in each. A word is broken only if it alone is wider than the terminal.
 
     Args:
         title: one line above the table.
@@ -50,16 +55,67 @@ class Table:
         self._rows.append(cells)
 
     def __str__(self) -> str:
+        width = _width()
+        cells = [[name, *(str(row[at]) for row in self._rows)] for at, name in enumerate(self._columns)]
+        words = _word_widths(cells, width)
+        parts = "\n\n".join(self._part(columns, cells, words, width) for columns in _side_by_side(words, width))
+        return f"{heading(self._title)}\n{parts}"
+
+    def _part(self, columns: list[int], cells: list[list[str]], words: list[int], width: int) -> str:
         table = rich.table.Table(box=rich.box.ASCII2, show_edge=False, pad_edge=True)
-        for index, column in enumerate(self._columns):
-            numeric = bool(self._rows) and all(isinstance(row[index], (int, float)) for row in self._rows)
-            table.add_column(column, justify="right" if numeric else "left", overflow="fold")
-        for row in self._rows:
-            table.add_row(*(rich.text.Text(str(cell)) for cell in row))
+        whole = [max(map(rich.cells.cell_len, cells[at])) for at in columns]
+        for at, cell_width in zip(columns, _widened([words[at] for at in columns], whole, width), strict=True):
+            numeric = bool(self._rows) and all(isinstance(row[at], (int, float)) for row in self._rows)
+            justify: Literal["right", "left"] = "right" if numeric else "left"
+            table.add_column(self._columns[at], justify=justify, overflow="fold", width=cell_width)
+        for row in range(len(self._rows)):
+            table.add_row(*(rich.text.Text(cells[at][row + 1]) for at in columns))
         out = io.StringIO()
-        rich.console.Console(file=out, width=_width(), color_system=None, legacy_windows=False).print(table)
-        body = "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
-        return f"{heading(self._title)}\n{body}"
+        rich.console.Console(file=out, width=width, color_system=None, legacy_windows=False).print(table)
+        return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
+
+
+_BETWEEN = 3
+"""Cells between the text of one column and that of the next."""
+
+
+def _word_widths(cells: list[list[str]], width: int) -> list[int]:
+    """The longest word of each column: of the first one as much as leaves room for any other beside it."""
+    words = [max(rich.cells.cell_len(word) for text in texts for word in [*text.split(), ""]) for texts in cells]
+    longest = max(words[1:], default=0)
+    words[0] = min(words[0], max(width + 1 - _BETWEEN - (longest + _BETWEEN if longest else 0), width // 3))
+    return [words[0], *(min(each, width + 1 - words[0] - 2 * _BETWEEN) for each in words[1:])]
+
+
+def _widened(words: list[int], whole: list[int], width: int) -> list[int]:
+    """The widths of columns: as wide as their longest words, and what is left goes to those that take most lines."""
+    widths = list(words)
+    for _ in range(width + 1 - sum(widths) - _BETWEEN * len(widths)):
+        narrow = max(range(len(widths)), key=lambda at: whole[at] / max(widths[at], 1))
+        if whole[narrow] <= widths[narrow]:
+            break
+        widths[narrow] += 1
+    return widths
+
+
+def _side_by_side(words: list[int], width: int) -> list[list[int]]:
+    """Which columns stand beside each other, so that no word is broken: in as few parts as can be, of like widths."""
+    parts = _filled(words, width)
+    for narrower in range(width - 1, 0, -1):
+        found = _filled(words, narrower)
+        if len(found) > len(parts):
+            break
+        parts = found
+    return parts
+
+
+def _filled(words: list[int], width: int) -> list[list[int]]:
+    parts = [[0]]  # the first column stands in each
+    for at in range(1, len(words)):
+        if sum(words[column] + _BETWEEN for column in [*parts[-1], at]) - 1 > width and len(parts[-1]) > 1:
+            parts.append([0])
+        parts[-1].append(at)
+    return parts
 
 
 def heading(text: str) -> str:
@@ -92,6 +148,40 @@ def count(number: int, noun: str) -> str:
         ('1 rank', '2 ranks')
     """
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def clipped(text: str, cells: int = 40) -> str:
+    """Cut a text that is to be part of one line.
+
+    Example:
+        >>> clipped("encoder.layers.11.attention", 12)
+        'encoder.lay…'
+    """
+    line = rich.text.Text(" ".join(text.split()))
+    line.truncate(cells, overflow="ellipsis")
+    return line.plain
+
+
+def of_fields(value: Any) -> str:
+    """What a frozen dataclass is made of, without the fields that have their defaults.
+
+    Args:
+        value: an instance.
+
+    Returns:
+        The call that makes an equal one.
+
+    Example:
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Size:
+        ...     rows: int
+        ...     columns: int = 1
+        >>> of_fields(Size(3))
+        'Size(rows=3)'
+    """
+    fields = ((field.name, getattr(value, field.name), field.default) for field in dataclasses.fields(value))
+    given = [f"{name}={held!r}" for name, held, default in fields if held is not default and held != default]
+    return f"{type(value).__name__}({', '.join(given)})"
 
 
 def ms(seconds: float) -> str:

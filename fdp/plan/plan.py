@@ -14,7 +14,7 @@ from fdp.plan.cost.costs import Costs
 from fdp.plan.cost.estimate import estimate
 from fdp.plan.cost.forecast import Forecast
 from fdp.plan.cost.network import Network
-from fdp.tables import Printed, Table, count, format_bytes, heading
+from fdp.tables import Printed, Table, clipped, count, format_bytes
 from fdp.timeline.timeline import Timeline
 from fdp.trace.trace import Trace
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fdp.runtime import Emitted
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Bucket:
     """Reductions that share a message.
 
@@ -68,6 +68,10 @@ class Bucket:
     def row_numel(self) -> int:
         """Elements of a row."""
         return self.numel // self.rows
+
+    def __repr__(self) -> str:
+        what = f"{self.op} of {count(len(self.members), 'value')}, {format_bytes(self.size_bytes)}"
+        return f"<Bucket {self.index}: {what}, {str(self.dtype).removeprefix('torch.')} on {self.device}>"
 
 
 @dataclass(frozen=True)
@@ -233,7 +237,7 @@ class Plan(Printed):
     def __repr__(self) -> str:
         total = format_bytes(sum(bucket.size_bytes for bucket in self.buckets))
         return (
-            f"<Plan of {self.trace.name}: {count(len(self.buckets), 'bucket')}, {total}, "
+            f"<Plan of {clipped(self.trace.name)}: {count(len(self.buckets), 'bucket')}, {total}, "
             f"{count(self.trace.world_size, 'rank')}>"
         )
 
@@ -253,7 +257,7 @@ class Plan(Printed):
                 self._contents(bucket),
                 bucket.size_bytes, starts[bucket.index], waits[bucket.index],
             )  # fmt: skip
-        return str(table) if self.forecast is None else f"{table}\n{heading(str(self.forecast))}"
+        return str(table) if self.forecast is None else f"{table}\n{self.forecast}"
 
     def _contents(self, bucket: Bucket) -> str:
         parts = []

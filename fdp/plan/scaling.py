@@ -15,7 +15,7 @@ from fdp.plan.cost.network import Network, described, rank_count
 from fdp.plan.ddp import plan_as_ddp
 from fdp.plan.plan import Plan
 from fdp.plan.simulate import simulate
-from fdp.tables import Printed, Table, count, ms
+from fdp.tables import Printed, Table, clipped, count, ms
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 WORLD_SIZES = tuple(2**k for k in range(11))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Scale:
     """A step on one number of ranks.
 
@@ -40,6 +40,10 @@ class Scale:
     replanned_s: float
     replanned_buckets: int
     ddp_s: float
+
+    def __repr__(self) -> str:
+        seconds = f"{ms(self.planned_s)} ms, replanned {ms(self.replanned_s)} ms, DDP {ms(self.ddp_s)} ms"
+        return f"<Scale of {count(self.world_size, 'rank')}: {seconds}>"
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,8 +96,9 @@ class Scaling(Printed):
         return draw_scaling(self, path)
 
     def __repr__(self) -> str:
-        sizes = [scale.world_size for scale in self.scales]
-        return f"<Scaling of {self.name}: {', '.join(map(str, sizes))} ranks>"
+        sizes = [str(scale.world_size) for scale in self.scales]
+        shown = ", ".join(sizes if len(sizes) <= 4 else [*sizes[:2], "...", sizes[-1]])
+        return f"<Scaling of {clipped(self.name)}: {shown} rank{'' if shown == '1' else 's'}>"
 
     def __str__(self) -> str:
         title = (

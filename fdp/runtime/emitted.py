@@ -31,6 +31,7 @@ from fdp.runtime.runner import Runner
 from fdp.runtime.signature import check_signature
 from fdp.state import rank_local
 from fdp.state.shards import taken_apart
+from fdp.tables import clipped, count
 
 BREAK_REASON = (
     "an fdp step is one program already, with messages in it that a second compiler must not move. Leave "
@@ -94,6 +95,11 @@ class Emitted:
         self.closed_over = ClosedOver(plan.trace)
         self._replication = Replication(plan.trace, compare_state)
         refuse_missing_backends(plan, group)
+
+    def __repr__(self) -> str:
+        buckets, ranks = count(len(self.plan.buckets), "bucket"), count(self.group.size, "rank")
+        how = "operator by operator" if self.options is None else "compiled"
+        return f"<Emitted {clipped(self.plan.trace.name)}: {buckets}, {ranks}, {how}>"
 
     @breaks_graph(BREAK_REASON)
     def __call__(self, *args: Any) -> Any:

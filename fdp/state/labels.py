@@ -58,7 +58,14 @@ class PerRank:
             )
 
     def __repr__(self) -> str:
-        return f"PerRank({self.value!r})"
+        text = repr(self.value)
+        if isinstance(self.value, torch.Tensor) and ("\n" in text or len(text) > 70):
+            dtype = str(self.value.dtype).removeprefix("torch.")
+            text = f"<{dtype} {list(self.value.shape)} on {self.value.device}>"
+        return f"PerRank({text})"
+
+    def __str__(self) -> str:
+        return f"PerRank({self.value})"
 
     def __eq__(self, other: object) -> bool:
         """Whether both hold the same values (as `torch.equal` has it) in the same dtype."""

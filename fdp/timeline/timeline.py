@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fdp.tables import Printed, count, ms
+from fdp.tables import Printed, clipped, count, ms
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -17,7 +17,7 @@ _TOLERANCE_S = 1e-10
 """Times that are closer than this are one: no clock tells them apart, and floating-point numbers are rounded."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Interval:
     """Something that takes time on one lane.
 
@@ -42,6 +42,9 @@ class Interval:
     bucket: int | None = None
     size_bytes: int | None = None
     used_s: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<Interval of {self.kind}, {clipped(self.name)}: {ms(self.start_s)} to {ms(self.end_s)} ms>"
 
 
 @dataclass(frozen=True, repr=False)
@@ -181,8 +184,8 @@ class Timeline(Printed):
         save_trace(self, path)
 
     def __repr__(self) -> str:
-        messages = count(len(self.messages), "message")
-        return f"<Timeline of {self.name}: {ms(self.step_s)} ms a step, {messages}, {count(self.world_size, 'rank')}>"
+        messages, ranks = count(len(self.messages), "message"), count(self.world_size, "rank")
+        return f"<Timeline of {clipped(self.name)}: {ms(self.step_s)} ms a step, {messages}, {ranks}>"
 
     def __str__(self) -> str:
         from fdp.timeline.report import print_timeline

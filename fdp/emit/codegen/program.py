@@ -35,11 +35,12 @@ from fdp.emit.memory.memory_plan import MemoryPlan
 from fdp.emit.memory.planning import Place
 from fdp.emit.memory.savings import ALL, NONE
 from fdp.plan import Plan
+from fdp.tables import count, format_bytes
 
 _aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Program:
     """A generated step.
 
@@ -69,6 +70,11 @@ class Program:
     loops: Mapping[str, Program] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     gathered: frozenset[int] = frozenset()
+
+    def __repr__(self) -> str:
+        size_bytes = sum(layout.size_bytes for layout in self.layouts.values())
+        lines = count(len(self.source.splitlines()), "line")
+        return f"<Program of {lines}: {count(len(self.places), 'place')} in {format_bytes(size_bytes)} of memory>"
 
 
 def write_program(

@@ -18,7 +18,7 @@ from fdp.emit.memory.decisions import plan_memory
 from fdp.emit.memory.instructions import Await, Compute, Instruction, Send
 from fdp.emit.memory.memory_plan import MemoryPlan
 from fdp.plan import Plan
-from fdp.tables import Printed, Table, format_bytes
+from fdp.tables import Printed, Table, count, format_bytes
 from fdp.trace.operators.effects import storages, tensors_in
 from fdp.trace.trace import Input
 
@@ -119,8 +119,9 @@ class MemoryForecast(Printed):
         return f"<MemoryForecast of {self.name}: {format_bytes(self.peak_bytes)}>"
 
     def __str__(self) -> str:
+        ranks = "each of " * (self.world_size > 1) + count(self.world_size, "rank")
         table = Table(
-            f"Memory of {self.name} on each of {self.world_size} ranks: {format_bytes(self.peak_bytes)} at most",
+            f"Memory of {self.name} on {ranks}: {format_bytes(self.peak_bytes)} at most",
             ("device", "state", "batch", "block of the step", "elsewhere", "peak"),
         )
         for each in self.devices:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fdp.tables import count, ms
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Costs:
     """Seconds for everything that a plan's schedule runs on this rank.
 
@@ -20,3 +22,7 @@ class Costs:
     start_s: float
     pack_s_per_byte: float
     origin: str
+
+    def __repr__(self) -> str:
+        operations = count(len(self.operations_s), "operation")
+        return f"<Costs of {operations}: {ms(sum(self.operations_s))} ms of computing, {self.origin}>"

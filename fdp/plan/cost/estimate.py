@@ -18,12 +18,13 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from fdp.errors import ArgumentError, build_message
 from fdp.plan.cost.costs import Costs
 from fdp.pytorch.overloads import OpOverload
+from fdp.tables import of_fields
 from fdp.trace.graph.loops import is_loop
 from fdp.trace.operators.effects import effects_of, entries_of, inner_nodes, is_marker, list_arguments
 from fdp.trace.trace import Trace
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Machine:
     """How fast one rank computes, in round numbers; those it has by default are of a data-centre accelerator.
 
@@ -48,6 +49,9 @@ class Machine:
     overhead_s: float = 5e-6
     start_s: float = 20e-6
     pack_bytes_per_s: float = 0.5e12
+
+    def __repr__(self) -> str:
+        return of_fields(self)
 
     def __post_init__(self) -> None:
         many = isinstance(self.flops_per_s, Mapping)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fdp.plan.cost.costs import Costs
 from fdp.plan.cost.network import Network, described
-from fdp.tables import count, ms
+from fdp.tables import Printed, count, heading, ms
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Alternative:
     exposed_s: float
 
 
-@dataclass(frozen=True)
-class Forecast:
+@dataclass(frozen=True, repr=False)
+class Forecast(Printed):
     """The simulation that a plan rests on.
 
     Attributes:
@@ -47,6 +47,9 @@ class Forecast:
     alternatives: tuple[Alternative, ...] = ()
     optimal: bool = False
 
+    def __repr__(self) -> str:
+        return f"<Forecast for {count(self.world_size, 'rank')}: a step of {ms(self.chosen.step_s)} ms>"
+
     def __str__(self) -> str:
         compute_s = sum(self.costs.operations_s)
         lines = [
@@ -61,4 +64,4 @@ class Forecast:
             lines.append(
                 f"  {name}: {ms(other.step_s)} ms, {ms(other.exposed_s)} ms exposed, {count(other.buckets, 'bucket')}"
             )
-        return "\n".join(lines)
+        return heading("\n".join(lines))

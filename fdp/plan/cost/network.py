@@ -14,7 +14,7 @@ from typing import Any
 
 from fdp.distributed.collective import COLLECTIVES, Collective
 from fdp.errors import ArgumentError, build_message
-from fdp.tables import count
+from fdp.tables import count, of_fields
 
 ALGORITHMS = ("ring", "tree", "hierarchical")
 
@@ -22,7 +22,7 @@ _LONGEST_S, _SLOWEST_BYTES_PER_S, _MOST = 1e6, 1e-3, 2**31
 """Beyond these a number is a mistake, and arithmetic with it may overflow."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Network:
     """The network between ranks, as latency and bandwidth.
 
@@ -104,6 +104,9 @@ class Network:
                     remedy='for example fdp.Network(latency_s=20e-6, bandwidth_bytes_per_s=1.25e9, algorithm="ring").',
                 )
             )
+
+    def __repr__(self) -> str:
+        return of_fields(self)  # all of it: buckets that are kept on disk are named by it
 
     def message_s(self, op: str, size_bytes: float, world_size: int) -> float:
         """Tell how long one message takes on a network that is otherwise idle.
