@@ -26,6 +26,7 @@ from fdp.errors import ArgumentError, PeerError, build_message, first_line
 from fdp.pytorch.tensors import version_of
 from fdp.pytree import Tree
 from fdp.state.replicate import replicate
+from fdp.tracebacks import hiding_frames
 
 _HAS, _OUT, _RAISED = 0, 1, 2
 """What a rank says of its next batch."""
@@ -39,6 +40,7 @@ _SAMPLE = 64
 Weighted = tuple[Tree, torch.Tensor]
 
 
+@hiding_frames
 def join(
     batches: Iterable[Tree], group: Ranks = None, *, count: Callable[[Tree], float] | None = None, padding: str = "last"
 ) -> Iterator[Weighted]:

@@ -88,14 +88,12 @@ def _word_widths(cells: list[list[str]], width: int) -> list[int]:
 
 
 def _widened(words: list[int], whole: list[int], width: int) -> list[int]:
-    """The widths of columns: as wide as their longest words, and what is left goes to those that take most lines."""
-    widths = list(words)
-    for _ in range(width + 1 - sum(widths) - _BETWEEN * len(widths)):
-        narrow = max(range(len(widths)), key=lambda at: whole[at] / max(widths[at], 1))
-        if whole[narrow] <= widths[narrow]:
-            break
-        widths[narrow] += 1
-    return widths
+    """The widths of columns: none broader than is needed for all to fit, and none narrower than its longest word."""
+    for most in range(max(whole), 0, -1):
+        widths = [max(word, min(cell, most)) for word, cell in zip(words, whole, strict=True)]
+        if sum(each + _BETWEEN for each in widths) - 1 <= width:
+            return widths
+    return words
 
 
 def _side_by_side(words: list[int], width: int) -> list[list[int]]:

@@ -13,7 +13,7 @@ import pathlib
 import sysconfig
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -50,6 +50,8 @@ _NOT_THE_USERS = (
     *(_folder(_PATHS[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")), _folder(_TORCH), "<frozen",
 )  # fmt: skip
 """Where installed code is. A step that is installed there itself is shown with all frames."""
+_MODELS = _folder(_TORCH / "nn" / "modules")
+"""Torch's own layers run where the user's model has them: what they raise is the user's."""
 
 
 def shows_all() -> bool:
@@ -82,17 +84,26 @@ def hide_frames(error: BaseException) -> None:
 
 
 def hiding_frames(function: _Function) -> _Function:
-    """Hide frames of what a function raises."""
+    """Hide frames of what a function raises.
 
-    @functools.wraps(function)
+    Args:
+        function: of fdp, that a user calls. With `breaks_graph`, which Dynamo has to meet first, this one is the inner.
+
+    Returns:
+        The function, which belongs to the same module, so that its doctests are found there.
+    """
+    hide = hide_frames
+
     def hiding(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            hide_frames(error)
+            hide(error)
             raise
 
-    return hiding  # type: ignore[return-value]
+    code, own = hiding.__code__, function.__globals__
+    made = types.FunctionType(code, own, function.__name__, None, hiding.__closure__)
+    return cast(_Function, functools.wraps(function)(made))
 
 
 def _links(traceback: types.TracebackType | None) -> Iterator[tuple[types.TracebackType, str, bool]]:
@@ -113,7 +124,7 @@ def _runs_users_code(traceback: types.TracebackType | None) -> bool:
     for _, file, hidden in _links(traceback):
         if file.startswith(_FDP):
             below = True
-        elif below and not hidden and not file.startswith(_NOT_THE_USERS):
+        elif below and not hidden and (file.startswith(_MODELS) or not file.startswith(_NOT_THE_USERS)):
             return True
     return False
 

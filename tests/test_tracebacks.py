@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import pathlib
+import pickle
 import subprocess
 import sys
 import traceback
@@ -43,6 +45,11 @@ def misuses_torch(w: torch.Tensor, x: torch.Tensor) -> Any:
 
 def branches(w: torch.Tensor, x: torch.Tensor) -> Any:
     return w if x.sum() > 0 else -w
+
+
+def in_init(name: str) -> str:
+    init = pathlib.Path(PACKAGE, name, "__init__.py")
+    return init.read_text() if init.exists() else ""
 
 
 def frames(error: BaseException) -> list[str]:
@@ -113,5 +120,65 @@ def test_the_lines_of_a_program_that_has_no_file_are_shown() -> None:
     assert PACKAGE not in done.stderr
 
 
+def loss_that_fails(w: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
+    return helper(w)
+
+
+class Fails(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return helper(x)
+
+
+PLAN = fdp.data_parallel(lambda w, x: w + fdp.pmean(x.sum())).plan(W, X)
+
+
+def apply_of(module: torch.nn.Module, x: torch.Tensor) -> Any:
+    apply, params, buffers = fdp.from_module(module)
+    return lambda: apply(params, buffers, x)
+
+
+# Entries that run the user's function outside of a step, and some that refuse what they are given.
+ENTRIES: dict[str, Callable[[], Any]] = {
+    "grad": lambda: fdp.grad(loss_that_fails)(W),
+    "value_and_grad": lambda: fdp.value_and_grad(loss_that_fails)(W),
+    "accumulate": lambda: fdp.accumulate(loss_that_fails, 3)(W, X),
+    "from_module": apply_of(Fails(), X),
+    "a layer of torch": apply_of(torch.nn.Linear(2, 2), torch.ones(3, 5)),
+    "schedule_from_torch": lambda: fdp.optim.schedule_from_torch(loss_that_fails, 0.1, 3),
+    "data_parallel": lambda: fdp.data_parallel(lambda w: w, bucket_cap_mb=-1),
+    "scaling": lambda: fdp.scaling(PLAN, network=fdp.Network(1e-5, 1e9), world_sizes=[0]),
+    "timeline": lambda: PLAN.timeline(),
+    "emitted": lambda: PLAN.emit()(W),
+    "psum": lambda: fdp.psum("text"),
+    "load": lambda: fdp.load("no such folder", {}),
+    "random": lambda: fdp.random.normal(3, (2,)),
+    "shard": lambda: fdp.shard(W, "text"),
+    "from_torch": lambda: fdp.optim.from_torch(torch.optim.LBFGS),
+    "BatchSampler": lambda: fdp.BatchSampler(-1, 2),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_every_entry_hides_its_frames(entry: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = frames(caught(ENTRIES[entry]))
+    assert [file for file in found if file.startswith((PACKAGE, TRACER))] == []
+    assert found[:2] == [HERE, HERE], "where it was called"
+    monkeypatch.setenv("FDP_TRACEBACK_FILTERING", "off")
+    assert any(file.startswith(PACKAGE) for file in frames(caught(ENTRIES[entry])))
+
+
+def test_a_function_that_hides_frames_is_of_its_own_module() -> None:
+    # Otherwise its doctests would not be found, and it could not be pickled.
+    for function in (fdp.psum, fdp.scaling, fdp.optim.from_torch, fdp.random.normal):
+        assert function.__globals__ is vars(sys.modules[function.__module__])
+        assert pickle.loads(pickle.dumps(function)) is function
+
+
 def test_dir_lists_what_is_public() -> None:
     assert set(dir(fdp)) == {*fdp.__all__, "__doc__", "__version__"}
+
+
+@pytest.mark.parametrize("name", sorted(name for name in os.listdir(PACKAGE) if "__all__" in in_init(name)))
+def test_dir_of_a_module_lists_what_is_public(name: str) -> None:
+    module = importlib.import_module(f"fdp.{name}")
+    assert set(dir(module)) == {*module.__all__, "__doc__"}

@@ -17,8 +17,10 @@ from fdp.collectives.over_pytrees import Given, map_leaves
 from fdp.context.axis import current_axis
 from fdp.errors import ArgumentError, build_message
 from fdp.pytree import Tree
+from fdp.tracebacks import hiding_frames
 
 
+@hiding_frames
 def psum_scatter(tree: Tree, axis: int = 0) -> Tree:
     """Sum every leaf over the ranks, and keep this rank's part of the sum.
 
@@ -48,6 +50,7 @@ def psum_scatter(tree: Tree, axis: int = 0) -> Tree:
     return _scatter("psum_scatter", tree, axis, "sum")
 
 
+@hiding_frames
 def pmean_scatter(tree: Tree, axis: int = 0) -> Tree:
     """Average every leaf over the ranks, and keep this rank's part of the mean.
 
@@ -76,6 +79,7 @@ def pmean_scatter(tree: Tree, axis: int = 0) -> Tree:
     return _scatter("pmean_scatter", tree, axis, "mean")
 
 
+@hiding_frames
 def all_to_all(x: Tree, split_axis: int, concat_axis: int) -> Tree:
     """Split every leaf over the ranks along one dimension, and put what they send together along another.
 
@@ -119,6 +123,7 @@ def all_to_all(x: Tree, split_axis: int, concat_axis: int) -> Tree:
     return map_leaves("all_to_all", x, exchange, check=check)
 
 
+@hiding_frames
 def ppermute(tree: Tree, perm: Sequence[tuple[int, int]]) -> Tree:
     """Send every leaf to another rank, as pairs of ranks say.
 

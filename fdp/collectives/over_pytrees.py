@@ -20,6 +20,7 @@ from fdp.errors import ArgumentError, build_message
 from fdp.pytree import Tree
 from fdp.state.labels import PerRank, unlabelled
 from fdp.state.shards import is_sharded
+from fdp.tracebacks import hiding_frames
 
 _SUMMABLE = frozenset({
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
@@ -127,6 +128,7 @@ def _reduce(x: torch.Tensor, op: str, label: str) -> torch.Tensor:
     return markers.all_reduce(x, op, axis.name, "value", label)
 
 
+@hiding_frames
 def psum(tree: Tree) -> Tree:
     """Sum every leaf over the ranks.
 
@@ -150,6 +152,7 @@ def psum(tree: Tree) -> Tree:
     return map_leaves("psum", tree, lambda x, label: _reduce(x, "sum", label), "sum")
 
 
+@hiding_frames
 def pmean(tree: Tree, weight: torch.Tensor | float | None = None) -> Tree:
     """Average every leaf over the ranks, exactly for uneven batches when given a weight.
 
@@ -214,6 +217,7 @@ def pmean(tree: Tree, weight: torch.Tensor | float | None = None) -> Tree:
     return map_leaves("pmean", tree, weighted, "mean")
 
 
+@hiding_frames
 def pmax(tree: Tree) -> Tree:
     """Take the maximum of every leaf over the ranks, element by element.
 
@@ -233,6 +237,7 @@ def pmax(tree: Tree) -> Tree:
     return map_leaves("pmax", tree, lambda x, label: _reduce(x, "max", label), "max")
 
 
+@hiding_frames
 def pmin(tree: Tree) -> Tree:
     """Take the minimum of every leaf over the ranks, element by element.
 
@@ -252,6 +257,7 @@ def pmin(tree: Tree) -> Tree:
     return map_leaves("pmin", tree, lambda x, label: _reduce(x, "min", label), "min")
 
 
+@hiding_frames
 def all_gather(tree: Tree) -> Tree:
     """Stack every rank's leaf along a new first dimension.
 
@@ -276,6 +282,7 @@ def all_gather(tree: Tree) -> Tree:
     return map_leaves("all_gather", tree, lambda x, label: markers.all_gather(x, axis.size, axis.name, label))
 
 
+@hiding_frames
 def broadcast(tree: Tree, root: int = 0) -> Tree:
     """Give every rank the leaves of one.
 
@@ -305,6 +312,7 @@ def broadcast(tree: Tree, root: int = 0) -> Tree:
     return map_leaves("broadcast", tree, lambda x, label: markers.broadcast(x, root, axis.name, label))
 
 
+@hiding_frames
 def axis_index() -> torch.Tensor:
     """This process's rank, as a value of the step that differs from rank to rank.
 
@@ -319,6 +327,7 @@ def axis_index() -> torch.Tensor:
     return out
 
 
+@hiding_frames
 def axis_size() -> int:
     """The number of ranks that the running step, or the default process group, has.
 
@@ -329,6 +338,7 @@ def axis_size() -> int:
     return current_axis().size
 
 
+@hiding_frames
 def per_rank(tree: Tree) -> Tree:
     """Say that tensors are each rank's own: inside of a step of its results, outside of one of leaves of a state.
 

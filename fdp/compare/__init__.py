@@ -27,3 +27,7 @@ __all__ = [
     "on_whole_values",
     "undisturbed",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__doc__"]

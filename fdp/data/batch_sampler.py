@@ -14,6 +14,7 @@ from fdp.distributed.exchange import ask
 from fdp.distributed.group import Group, Ranks, resolve_group
 from fdp.errors import AgreementError, ArgumentError, build_message
 from fdp.random import fold_in, key
+from fdp.tracebacks import hiding_frames
 
 _AT_ONCE = 2**14
 """How many of a rank's indices are computed together: an operator costs about as much for one as for a thousand."""
@@ -60,6 +61,7 @@ class BatchSampler(Sampler[list[int]]):
         `torch.utils.data.DistributedSampler`, which needs `set_epoch`, and whose order depends on the number of ranks.
     """
 
+    @hiding_frames
     def __init__(
         self,
         length: int,

@@ -16,6 +16,7 @@ from fdp.distributed.group import resolve_group
 from fdp.distributed.liveness.introduction import is_held_by_rank_0
 from fdp.distributed.sending import watch_over
 from fdp.errors import ArgumentError, PeerError, build_message, first_line
+from fdp.tracebacks import hiding_frames
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Launch:
     attempt: int = 0
 
 
+@hiding_frames
 def initialize(backend: str | None = None, timeout: float | datetime.timedelta | None = None) -> None:
     """Join the ranks that a launcher started: torchrun, Slurm's srun, or mpirun.
 

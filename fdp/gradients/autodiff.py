@@ -29,6 +29,7 @@ from fdp.gradients.averaging import average, refuse_sparse
 from fdp.pytorch.dynamo import breaks_graph
 from fdp.pytorch.tensors import is_transformed, place_of, under_transform
 from fdp.pytree import leaf_names
+from fdp.tracebacks import hiding_frames
 
 _BREAK_REASON = (
     "fdp.value_and_grad differentiates as PyTorch runs; in a step under fdp.data_parallel(compile=True) it becomes "
@@ -38,6 +39,7 @@ _BREAK_REASON = (
 
 
 @breaks_graph(_BREAK_REASON)
+@hiding_frames
 def value_and_grad(
     fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
@@ -77,6 +79,7 @@ def value_and_grad(
     numbers = _positions(argnums)
 
     @breaks_graph(_BREAK_REASON)
+    @hiding_frames
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         name = getattr(fn, "__name__", type(fn).__name__)
@@ -118,6 +121,7 @@ def value_and_grad(
 
 
 @breaks_graph(_BREAK_REASON)
+@hiding_frames
 def grad(fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
     """Make a function that returns the gradient of `fn`, averaged across ranks.
 
@@ -141,6 +145,7 @@ def grad(fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool
     """
     both = value_and_grad(fn, argnums, has_aux)
 
+    @hiding_frames
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         value, grads = both(*args, **kwargs)

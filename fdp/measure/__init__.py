@@ -18,3 +18,7 @@ __all__ = [
     "measure_network",
     "profile_step",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__doc__"]

@@ -20,10 +20,12 @@ from fdp.context.accumulating import refuse_while_accumulating
 from fdp.context.axis import current_axis
 from fdp.errors import ArgumentError, build_message
 from fdp.pytorch.parts import require
+from fdp.tracebacks import hiding_frames
 
 _LABEL = "sync_batch_norm"
 
 
+@hiding_frames
 def sync_batch_norm(
     x: Tensor,
     running_mean: Tensor | None,

@@ -19,6 +19,7 @@ from fdp.nn.meta_copy import Skeleton
 from fdp.pytorch.dynamo import uncompiled_module
 from fdp.pytorch.recomputation import Again, recomputed_by, unselected
 from fdp.pytorch.registries import tensor_registries
+from fdp.tracebacks import hiding_frames
 
 _TABLES, _LISTS = (dict, collections.OrderedDict, collections.defaultdict, set), (list, collections.deque)
 _REFUSED = {
@@ -32,6 +33,7 @@ _REFUSED = {
 Apply = Callable[..., tuple[Any, dict[str, Tensor]]]
 
 
+@hiding_frames
 def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, Tensor]]:
     """Take a module apart into a pure function, the parameters that train, and everything else it holds.
 
@@ -83,6 +85,7 @@ def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, 
     buffers.update({name: b.detach().clone() for name, b in own_buffers.items()})
     del module, own, own_buffers  # of which `apply` keeps nothing
 
+    @hiding_frames
     def apply(
         params: dict[str, Tensor], buffers: dict[str, Tensor], /, *args: Any, **kwargs: Any
     ) -> tuple[Any, dict[str, Tensor]]:

@@ -30,3 +30,7 @@ __all__ = [
     "Optimizer", "Schedule", "averaged", "clip_by_global_norm", "clipped", "ema", "from_torch", "global_norm",
     "loss_scaled", "partition", "schedule_from_torch", "scheduled", "skip_nonfinite",
 ]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__doc__"]

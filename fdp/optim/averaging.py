@@ -13,9 +13,11 @@ from fdp.optim.entries import added, check_optimizer, parted
 from fdp.optim.optimizer import Optimizer
 from fdp.optim.skipping import everywhere
 from fdp.pytree import Tree
+from fdp.tracebacks import hiding_frames
 
 
 @torch.no_grad()
+@hiding_frames
 def ema(average: Tree, params: Tree, decay: float) -> Tree:
     """Move an average of tensors towards their present values: `decay * average + (1 - decay) * params`.
 
@@ -41,6 +43,7 @@ def ema(average: Tree, params: Tree, decay: float) -> Tree:
     return _moved("average", average, params, lambda a, p: _toward(a, p, decay))
 
 
+@hiding_frames
 def averaged(optimizer: Optimizer, decay: float, name: str = "average") -> Optimizer:
     """Let an optimizer keep an exponential moving average of the parameters that it makes.
 

@@ -13,11 +13,13 @@ from fdp.optim.entries import check_optimizer
 from fdp.optim.optimizer import Optimizer
 from fdp.pytorch.tensors import is_transformed
 from fdp.pytree import Tree
+from fdp.tracebacks import hiding_frames
 
 # Where torch has kernels for lists of tensors.
 _LIST_KERNELS = ("cpu", "cuda", "xpu")
 
 
+@hiding_frames
 def global_norm(tree: Tree, norm_type: float = 2.0) -> Tensor:
     """Compute the norm of all tensors of a tree together, as if they were one vector.
 
@@ -41,6 +43,7 @@ def global_norm(tree: Tree, norm_type: float = 2.0) -> Tensor:
     return norm_of(checked_gradients("global_norm", "tree", tree), norm_type)
 
 
+@hiding_frames
 def clip_by_global_norm(grads: Tree, max_norm: float | Tensor, norm_type: float = 2.0) -> tuple[Tree, Tensor]:
     """Scale all gradients by one factor, such that their global norm is at most `max_norm`.
 
@@ -77,6 +80,7 @@ def clip_by_global_norm(grads: Tree, max_norm: float | Tensor, norm_type: float 
     return multiplied(grads, factor), norm
 
 
+@hiding_frames
 def clipped(optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Optimizer:
     """Let an optimizer clip its gradients by their global norm before each update.
 

@@ -15,10 +15,12 @@ from fdp.optim.entries import added, check_optimizer, parted
 from fdp.optim.optimizer import Optimizer
 from fdp.optim.skipping import overflow, unless
 from fdp.pytree import Tree
+from fdp.tracebacks import hiding_frames
 
 _SCALE, _TRACKER = "scale", "growth_tracker"
 
 
+@hiding_frames
 def loss_scaled(
     optimizer: Optimizer,
     init_scale: float = 2.0**16,

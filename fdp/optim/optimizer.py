@@ -16,6 +16,7 @@ from fdp.optim.rule import Rule, has_first_state
 from fdp.pytorch.dynamo import breaks_graph
 from fdp.pytorch.parts import require
 from fdp.pytree import Tree
+from fdp.tracebacks import hiding_frames
 
 _ROUTES = ("fused", "foreach", "capturable")
 _REFUSED: dict[type, tuple[str, str]] = {
@@ -54,6 +55,7 @@ class Optimizer:
         return self.summary
 
 
+@hiding_frames
 def from_torch(cls: type[optim.Optimizer], **hyperparameters: Any) -> Optimizer:
     """Make a pure `(init, update)` pair of a `torch.optim` class, with the same bits as the class itself.
 
@@ -127,8 +129,8 @@ def from_torch(cls: type[optim.Optimizer], **hyperparameters: Any) -> Optimizer:
     fixed = ", ".join(f"{k}={v!r}" for k, v in hyperparameters.items() if k not in held) or "none"
 
     # Behind one more function: `torch.compile` looks through the wrapper of what it is given itself.
-    run_init = breaks_graph(_BREAK_REASON)(rule.init)
-    run_update = breaks_graph(_BREAK_REASON)(rule.update)
+    run_init = breaks_graph(_BREAK_REASON)(hiding_frames(rule.init))
+    run_update = breaks_graph(_BREAK_REASON)(hiding_frames(rule.update))
 
     # Functions, not the bound methods: make_fx counts the arguments of a bound method wrongly.
     def init(params: Tree) -> Tree:

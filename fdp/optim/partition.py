@@ -12,8 +12,10 @@ from fdp.optim.entries import check_optimizer
 from fdp.optim.optimizer import Optimizer
 from fdp.pytree import Tree
 from fdp.state.labels import unlabelled
+from fdp.tracebacks import hiding_frames
 
 
+@hiding_frames
 def partition(label: Callable[[str, Any], str] | Tree, optimizers: Mapping[str, Optimizer]) -> Optimizer:
     """Give each part of the parameters an optimizer of its own, as `torch.optim` does with parameter groups.
 

@@ -15,6 +15,7 @@ from fdp.optim.argument_checks import describe, refusal
 from fdp.optim.entries import added, check_optimizer, parted
 from fdp.optim.optimizer import Optimizer
 from fdp.pytree import Tree
+from fdp.tracebacks import hiding_frames
 
 _COUNT = "count"
 
@@ -31,6 +32,7 @@ class Schedule:
     table: Tensor
     summary: str = "Schedule"
 
+    @hiding_frames
     def __call__(self, count: Tensor) -> Tensor:
         """Look up the value of the update with a given number.
 
@@ -56,6 +58,7 @@ class Schedule:
         return self.summary
 
 
+@hiding_frames
 def schedule_from_torch(make: Callable[[torch.optim.Optimizer], Any], lr: float, steps: int) -> Schedule:
     """Make a pure function of the step count of a `torch.optim.lr_scheduler`, with the same bits.
 
@@ -123,6 +126,7 @@ def schedule_from_torch(make: Callable[[torch.optim.Optimizer], Any], lr: float,
     return Schedule(torch.tensor(table, dtype=torch.float64), summary)
 
 
+@hiding_frames
 def scheduled(optimizer: Optimizer, schedule: Callable[[Tensor], Tensor] | Mapping[str, Any]) -> Optimizer:
     """Let an optimizer count its updates and set its learning rate by the count.
 

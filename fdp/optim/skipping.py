@@ -15,10 +15,12 @@ from fdp.optim.clipping import checked_gradients, norm_of
 from fdp.optim.entries import added, check_optimizer, parted
 from fdp.optim.optimizer import Optimizer
 from fdp.pytree import Tree
+from fdp.tracebacks import hiding_frames
 
 _SKIPPED = "skipped"
 
 
+@hiding_frames
 def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
     """Let an optimizer skip each update for which a gradient is infinite or NaN.
 

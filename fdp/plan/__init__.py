@@ -30,3 +30,7 @@ __all__ = [
     "scaling",
     "simulate",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__doc__"]

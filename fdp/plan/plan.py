@@ -17,6 +17,7 @@ from fdp.plan.cost.network import Network
 from fdp.tables import Printed, Table, clipped, count, format_bytes
 from fdp.timeline.timeline import Timeline
 from fdp.trace.trace import Trace
+from fdp.tracebacks import hiding_frames
 
 if TYPE_CHECKING:
     from fdp.distributed.group import Ranks
@@ -149,6 +150,7 @@ class Plan(Printed):
             return ""
         return f", added in {str(bucket.accumulate_dtype).removeprefix('torch.')}"
 
+    @hiding_frames
     def emit(self, group: Ranks = None, compile: bool | Mapping[str, object] = False) -> Emitted:
         """Make the function that carries the plan out.
 
@@ -169,6 +171,7 @@ class Plan(Printed):
 
         return emit_plan(self, group, compile)
 
+    @hiding_frames
     def memory(self) -> MemoryForecast:
         """Predict what a rank holds in memory while the step runs operator by operator.
 
@@ -202,6 +205,7 @@ class Plan(Printed):
 
         return plan_memory(self, communicates=self.trace.world_size > 1)
 
+    @hiding_frames
     def timeline(
         self, network: Network | None = None, world_size: int | None = None, costs: Costs | None = None
     ) -> Timeline:

@@ -16,6 +16,7 @@ from fdp.plan.ddp import plan_as_ddp
 from fdp.plan.plan import Plan
 from fdp.plan.simulate import simulate
 from fdp.tables import Printed, Table, clipped, count, ms
+from fdp.tracebacks import hiding_frames
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -117,6 +118,7 @@ class Scaling(Printed):
         return str(table)
 
 
+@hiding_frames
 def scaling(
     plan: Plan, *, network: Network, world_sizes: Sequence[int] = WORLD_SIZES, costs: Costs | None = None
 ) -> Scaling:

@@ -3,3 +3,7 @@
 from fdp.random.keys import bernoulli, fold_in, key, normal, permutation, randint, split, uniform
 
 __all__ = ["bernoulli", "fold_in", "key", "normal", "permutation", "randint", "split", "uniform"]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__doc__"]

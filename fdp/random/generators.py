@@ -14,10 +14,12 @@ from fdp.context.axis import refuse_inside
 from fdp.distributed.group import Ranks, resolve_group
 from fdp.errors import ArgumentError, build_message
 from fdp.random.keys import fold_in, key
+from fdp.tracebacks import hiding_frames
 
 _ACCELERATORS = ("cuda", "xpu", "mps")
 
 
+@hiding_frames
 def seed(n: int, group: Ranks = None) -> int:
     """Seed torch's generators, on the CPU and on every other device, with another number on each rank.
 

@@ -22,6 +22,7 @@ import torch
 
 from fdp.errors import ArgumentError, build_message
 from fdp.random.hashing import mixed, signed, words
+from fdp.tracebacks import hiding_frames
 
 __all__ = ["bernoulli", "fold_in", "key", "normal", "permutation", "randint", "split", "uniform"]
 
@@ -36,6 +37,7 @@ _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16
 _LARGEST_SPAN = 2**40
 
 
+@hiding_frames
 def key(seed: int | torch.Tensor, device: Any = None) -> torch.Tensor:
     """Make a key from a number.
 
@@ -60,6 +62,7 @@ def key(seed: int | torch.Tensor, device: Any = None) -> torch.Tensor:
     return mixed(torch.zeros_like(number), number, _KEY)
 
 
+@hiding_frames
 def split(key: torch.Tensor, num: int = 2) -> torch.Tensor:
     """Make new keys from one, which should not be used again.
 
@@ -84,6 +87,7 @@ def split(key: torch.Tensor, num: int = 2) -> torch.Tensor:
     return words(key, int(num), _SPLIT)
 
 
+@hiding_frames
 def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
     """Make a new key from one and a number: a step count, or a rank.
 
@@ -108,6 +112,7 @@ def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
     return mixed(key, _integer("fold_in", data, key.device), _FOLD)
 
 
+@hiding_frames
 def normal(
     key: torch.Tensor, shape: int | Sequence[int] = (), dtype: torch.dtype | None = None, device: Any = None
 ) -> torch.Tensor:
@@ -139,6 +144,7 @@ def normal(
     return (torch.erfinv(odd.to(exact) * 2.0**-bits) * math.sqrt(2)).to(dtype)
 
 
+@hiding_frames
 def uniform(
     key: torch.Tensor,
     shape: int | Sequence[int] = (),
@@ -183,6 +189,7 @@ def uniform(
     return torch.where(scaled < high, scaled, low)  # the sum may have been rounded up to the end
 
 
+@hiding_frames
 def randint(
     key: torch.Tensor,
     shape: int | Sequence[int],
@@ -227,6 +234,7 @@ def randint(
     return (_words("randint", key, shape, device, 63) % int(maxval - minval) + int(minval)).to(dtype)
 
 
+@hiding_frames
 def bernoulli(
     key: torch.Tensor, p: float | torch.Tensor = 0.5, shape: int | Sequence[int] | None = None, device: Any = None
 ) -> torch.Tensor:
@@ -268,6 +276,7 @@ def bernoulli(
     return drawn < p
 
 
+@hiding_frames
 def permutation(key: torch.Tensor, x: int | torch.Tensor, axis: int = 0, device: Any = None) -> torch.Tensor:
     """Shuffle a tensor along one dimension, or the integers below a number.
 

@@ -7,3 +7,7 @@ closed_over, replication -> emitted
 from fdp.runtime.emitted import BREAK_REASON, Emitted, emit_plan
 
 __all__ = ["BREAK_REASON", "Emitted", "emit_plan"]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__doc__"]

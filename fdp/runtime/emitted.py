@@ -32,6 +32,7 @@ from fdp.runtime.signature import check_signature
 from fdp.state import rank_local
 from fdp.state.shards import taken_apart
 from fdp.tables import clipped, count
+from fdp.tracebacks import hiding_frames
 
 BREAK_REASON = (
     "an fdp step is one program already, with messages in it that a second compiler must not move. Leave "
@@ -102,6 +103,7 @@ class Emitted:
         return f"<Emitted {clipped(self.plan.trace.name)}: {buckets}, {ranks}, {how}>"
 
     @breaks_graph(BREAK_REASON)
+    @hiding_frames
     def __call__(self, *args: Any) -> Any:
         """Run the step.
 

@@ -47,8 +47,10 @@ from fdp.state.pieces import ChangedCheckpoint, refuse_changed
 from fdp.state.replicate import differing, mark_of, plain_tensor
 from fdp.state.storage import LoadPlanner, Reader, Writer, process_group_destroyed, read_plain
 from fdp.state.unwritten import NotWritten, not_written
+from fdp.tracebacks import hiding_frames
 
 
+@hiding_frames
 def save(path: str | os.PathLike[str], state: Tree, group: Ranks = None, *, random: bool = False) -> None:
     """Write a state to a directory; every rank of the group takes part.
 
@@ -169,6 +171,7 @@ def write(
             writer.settle()
 
 
+@hiding_frames
 def load(path: str | os.PathLike[str], like: Tree, group: Ranks = None, *, random: bool = False) -> Tree:
     """Read a state that `save` wrote; every rank of the group gets what is replicated, and its own of labelled leaves.
 

@@ -39,6 +39,7 @@ from fdp.state.pieces import ChangedCheckpoint
 from fdp.state.shards import is_sharded
 from fdp.state.storage import delete_checkpoint
 from fdp.state.unwritten import NotWritten, not_written, reason
+from fdp.tracebacks import hiding_frames
 
 _LOG = logging.getLogger("fdp")
 
@@ -71,6 +72,7 @@ class CheckpointManager:
         Orbax, `orbax.checkpoint.CheckpointManager`: the interface. torch.distributed.checkpoint: the format.
     """
 
+    @hiding_frames
     def __init__(self, directory: str | os.PathLike[str], keep: int | None = 3, *, group: Ranks = None) -> None:
         if keep is not None and (not isinstance(keep, Integral) or isinstance(keep, bool) or keep < 1):
             raise ArgumentError(
@@ -85,6 +87,7 @@ class CheckpointManager:
         self._writing: Writing | None = None
         self._beside: tuple[Group, dist.ProcessGroup] | None = None
 
+    @hiding_frames
     def save(self, step: int, state: Tree, random: bool = True, blocking: bool = False) -> None:
         """Write a checkpoint; every rank of the group takes part.
 
@@ -134,6 +137,7 @@ class CheckpointManager:
             lambda pace: self._write(int(step), named, ranks, pace, among), f"checkpoint of step {int(step)}"
         )
 
+    @hiding_frames
     def restore(self, like: Tree, step: int | None = None, random: bool = True) -> tuple[Tree, int]:
         """Read a checkpoint, the same on every rank; every rank of the group takes part.
 

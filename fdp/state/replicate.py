@@ -20,11 +20,13 @@ from fdp.pytree import Tree
 from fdp.state import rank_local
 from fdp.state.labels import labelled
 from fdp.state.shards import is_sharded
+from fdp.tracebacks import hiding_frames
 
 NO_MARK = 0
 """In place of a number for the bits of a leaf that no rank holds as a whole."""
 
 
+@hiding_frames
 def replicate(tree: Tree, root: int = 0, group: Ranks = None) -> Tree:
     """Give every rank the tensors of one: what a job does with its initial state.
 
@@ -63,6 +65,7 @@ def replicate(tree: Tree, root: int = 0, group: Ranks = None) -> Tree:
     return pytree.unflatten(spec, out)
 
 
+@hiding_frames
 def assert_replicated(tree: Tree, group: Ranks = None) -> None:
     """Check that ranks hold the same bits.
 

@@ -15,8 +15,10 @@ from fdp.errors import ArgumentError, build_message
 from fdp.pytree import Tree
 from fdp.state.labels import labelled
 from fdp.state.shards import Part, assembled_over, contiguous_strides, is_sharded, layout_of, part_of, sharded_type
+from fdp.tracebacks import hiding_frames
 
 
+@hiding_frames
 def shard(tree: Tree, min_size: int = 1024, group: Ranks = None) -> Tree:
     """Let each rank keep 1/N of each leaf: parameters, or the state of an optimizer.
 
@@ -70,6 +72,7 @@ def shard(tree: Tree, min_size: int = 1024, group: Ranks = None) -> Tree:
     )
 
 
+@hiding_frames
 def unshard(tree: Tree) -> Tree:
     """Give every rank the whole of each sharded leaf; all ranks call this together.
 

@@ -6,3 +6,7 @@ buckets_on_disk -> automatic_buckets, compile_together -> first_call, cache -> t
 from fdp.step.transform import Step, data_parallel
 
 __all__ = ["Step", "data_parallel"]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__doc__"]

@@ -261,7 +261,7 @@ class Step:
         return known.emitted.run(tensors)
 
     def _run_first(self, known: Known, tensors: list[torch.Tensor], args: tuple[Any, ...], roles: Roles) -> Any:
-        """Run what has been prepared for this call; ranks agree on it here."""
+        # Here ranks agree on what has been prepared.
         progress, known.progress = known.progress or Progress(self._name), None
         with progress, progress.stage("first run"):
             result = self._run(known, tensors, args, roles)
@@ -320,6 +320,7 @@ class Step:
         return roles
 
 
+@hiding_frames
 def data_parallel(
     step_fn: Callable[..., Any] | None = None,
     *,

@@ -9,3 +9,7 @@ from fdp.timeline.report import print_timeline
 from fdp.timeline.timeline import Interval, Timeline
 
 __all__ = ["Interval", "Timeline", "draw", "print_timeline", "save_trace"]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__doc__"]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fdp.tables import Printed, clipped, count, ms
+from fdp.tracebacks import hiding_frames
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -156,6 +157,7 @@ class Timeline(Printed):
             now = max((i.end_s for i in self.intervals if i.end_s < now - _TOLERANCE_S), default=0.0)
         return tuple(reversed(path))
 
+    @hiding_frames
     def draw(self, path: str | os.PathLike[str] | None = None, *, beside: Timeline | None = None) -> Figure:
         """Draw both lanes: buckets in colours, what computes named, exposed time hatched.
 
@@ -173,6 +175,7 @@ class Timeline(Printed):
 
         return draw(self, path, beside)
 
+    @hiding_frames
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open, with arrows from messages to waits.
 

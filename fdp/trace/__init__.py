@@ -44,3 +44,7 @@ __all__ = [
     "unsure_for_draws",
     "without_fused_lstm",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__doc__"]

@@ -17,3 +17,7 @@ from fdp.verify.obligations import verify_program
 from fdp.verify.sent import verify_sent
 
 __all__ = ["VerificationError", "verify_made", "verify_program", "verify_sent"]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__doc__"]

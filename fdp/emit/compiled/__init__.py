@@ -8,3 +8,7 @@ from fdp.emit.compiled.options import Options, resolve_options, unwrap_compiled
 from fdp.emit.compiled.recording import why_not_recorded
 
 __all__ = ["Options", "compile_program", "resolve_options", "unwrap_compiled", "why_not_recorded"]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__doc__"]

@@ -15,6 +15,7 @@ from typing import Any
 from fdp.distributed.collective import COLLECTIVES, Collective
 from fdp.errors import ArgumentError, build_message
 from fdp.tables import count, of_fields
+from fdp.tracebacks import hiding_frames
 
 ALGORITHMS = ("ring", "tree", "hierarchical")
 
@@ -108,6 +109,7 @@ class Network:
     def __repr__(self) -> str:
         return of_fields(self)  # all of it: buckets that are kept on disk are named by it
 
+    @hiding_frames
     def message_s(self, op: str, size_bytes: float, world_size: int) -> float:
         """Tell how long one message takes on a network that is otherwise idle.
 
