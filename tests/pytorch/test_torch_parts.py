@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import functools
 import os
 import pathlib
 import subprocess
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
+from missing_parts import take_away
 
 import fdp
 from fdp.distributed.group import resolve_group
@@ -55,34 +55,6 @@ def double(state: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
 
 def call(step: Any = double, **options: Any) -> Any:
     return fdp.data_parallel(step, **options)(torch.ones(2), torch.ones(2))
-
-
-class Without:
-    """A module, class or object of torch, as it would be without one of its attributes."""
-
-    def __init__(self, whole: Any, name: str) -> None:
-        self._whole, self._name = whole, name
-
-    def __getattr__(self, name: str) -> Any:
-        if name == self._name:
-            raise AttributeError(name)
-        return getattr(self._whole, name)
-
-    def __instancecheck__(self, item: Any) -> bool:
-        return isinstance(item, self._whole)
-
-
-def take_away(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take a part of torch away."""
-    assert parts.exists(path)
-    monkeypatch.setitem(sys.modules, path, None)  # else a module could be imported all the same
-    *steps, owner, name = path.split(".")
-    if not steps:
-        monkeypatch.delattr(torch, name)
-        return
-    whole = functools.reduce(getattr, steps[1:], torch)
-    # Not the attribute itself: classes of C++ and settings of inductor do not let go of theirs.
-    monkeypatch.setattr(whole, owner, Without(getattr(whole, owner), name))
 
 
 def checkpoint() -> None:

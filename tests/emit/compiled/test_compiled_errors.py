@@ -8,9 +8,11 @@ from typing import Any
 import models
 import pytest
 import torch
+from missing_parts import take_away
 
 import fdp
 from fdp.emit.compiled import compiler, inductor
+from fdp.pytorch import parts
 
 Tree = dict[str, torch.Tensor]
 
@@ -52,6 +54,21 @@ def test_another_inductor_is_refused(missing: str, monkeypatch: pytest.MonkeyPat
     with pytest.raises(fdp.CompileError, match="does not have the entry to inductor that fdp knows") as caught:
         step(torch.ones(4), torch.ones(4))
     assert "compile=False" in str(caught.value).splitlines()[-1]
+
+
+ENTRY = parts.KNOWN_OTHERWISE["inductor's own entry"]
+
+
+# (Not what torch itself cannot do without, what an operator alone is lowered with, or what results have.)
+ELSEWHERE = ("TracingContext", "TensorBox", "lowerings", "make_fallback", "_boxed_call")
+
+
+@pytest.mark.parametrize("path", [path for path in ENTRY if path.rpartition(".")[2] not in ELSEWHERE])
+def test_inductor_without_a_part_is_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = fdp.data_parallel(lambda w, x: fdp.pmean((w * x).sum()) * w, compile=True)
+    take_away(path, monkeypatch)
+    with pytest.raises(fdp.CompileError, match="does not have the entry to inductor that fdp knows"):
+        step(torch.ones(4), torch.ones(4))
 
 
 def test_an_operator_that_cannot_be_lowered_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
