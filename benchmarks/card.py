@@ -281,7 +281,7 @@ class CardPlace(Place):
     link: Link = Link(1, 0.0, math.inf)
 
     def join(self, rank: int, port: int) -> None:
-        """Plugs the card in; nobody else is asked."""
+        """Plugs the card in; no other rank is asked."""
         plug_in(self.link)
 
 

@@ -18,7 +18,7 @@ import fdp
 
 ADAMW: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01, "fused": True}
 CAPS_MB = (1, 5, 25, 100)
-"""Bucket sizes that somebody may try by hand; with 25 DDP differs from its default, whose first bucket has 1 MiB."""
+"""Bucket sizes that a user may try by hand; with 25 DDP differs from its default, whose first bucket has 1 MiB."""
 
 MICROBATCHES = 4
 """Into so many a batch is cut by those who accumulate."""

@@ -109,7 +109,7 @@ def measure(
 
 
 def _silent(done: int, total: int) -> None:
-    """Nobody wants to know."""
+    """Report nothing."""
 
 
 def machine() -> dict[str, Any]:

@@ -125,7 +125,7 @@ def _namespaces(names: list[str]) -> Iterator[None]:
             _ip(f"netns add {name}")
         yield
     finally:
-        # Somebody who is impatient may interrupt this as well.
+        # An impatient user may interrupt this as well.
         with _without_interruption():
             for name in made:
                 _remove(name)

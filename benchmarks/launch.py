@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 Tell = Callable[[int, int], None]
-"""Told by a measurement how many of how many parts are done."""
+"""Called by a measurement with the number of finished parts and of all parts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Place:
         return self if self.cache is None else dataclasses.replace(self, cache=os.path.join(self.cache, contender))
 
     def without_group(self) -> Place:
-        """As many processes that compute at the same time, and have nobody to talk to."""
+        """As many processes that compute at the same time, each without other ranks."""
         return dataclasses.replace(self, backend=None)
 
     def why_not(self) -> str | None:
@@ -104,7 +104,7 @@ def _rank_main(place: Place, rank: int, port: int, conn: Any, make: Callable[...
         while True:
             try:
                 method, asked = conn.recv()
-            except EOFError:  # nobody has a question any more
+            except EOFError:  # no more questions come
                 break
             conn.send((True, getattr(worker, method)(*asked)))
         if dist.is_initialized():
@@ -197,7 +197,7 @@ class Crew:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            # After an error the ranks may wait for each other, and for nobody who closes a pipe.
+            # After an error the ranks may wait for each other, and do not notice a closed pipe.
             process.join(0 if kind is not None else 5)
             if process.is_alive():
                 process.kill()

@@ -5,7 +5,7 @@
 Two gloo ranks on this machine, one thread each, run one training loop. By turns, fifteen steps each after three that
 are not timed, its calls are
 
-- unwatched: as with FDP_LIVENESS_S=0; the monitors are there, and are told nothing;
+- unwatched: as with FDP_LIVENESS_S=0; the monitors run, and get no reports;
 - watched: as they are by default.
 
 Printed are medians of a turn's step, and of the ratios to the unwatched turn of the same round, with the quartiles; and
@@ -39,7 +39,7 @@ CALLS = 20_000
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """Watch nobody."""
+    """Watch no rank."""
     before = dict(watch._groups)
     for group in before:
         watch._groups[group] = None

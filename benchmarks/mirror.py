@@ -39,7 +39,7 @@ class MirrorStore(dist.Store):
         return [self.get(key) for key in keys]
 
     def add(self, key: str, value: int) -> int:
-        """Adds to a number, which is nobody else's."""
+        """Adds to a number that no other process uses."""
         return self._store.add(key, value)
 
     def check(self, keys: list[str]) -> bool:

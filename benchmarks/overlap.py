@@ -22,7 +22,7 @@ the forward pass is over. No schedule reaches it quite: the first gradient comes
 the update of the last one after its message.
 
 What is predicted of fdp's steps is `Plan.timeline` with operations and network as fdp measures them once all times are
-taken; nothing of what the card claims is told to it.
+taken; it does not know the numbers that the card simulates.
 """
 
 from __future__ import annotations

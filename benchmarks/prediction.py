@@ -37,7 +37,7 @@ def predict(running: Contender) -> Prediction | None:
         running: the contender.
 
     Returns:
-        The prediction; None of a contender that has no plan, or nobody to talk to.
+        The prediction; None of a contender that has no plan, or no other ranks.
     """
     if running.planned is None or not dist.is_initialized():
         return None

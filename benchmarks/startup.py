@@ -75,7 +75,7 @@ def measure_starts(
         case_name: a key of `cases.CASES`.
         contenders: keys of `contenders.CONTENDERS`.
         rounds: first starts of each contender, and second ones.
-        tell: told how many rounds are done.
+        tell: is called with the number of finished rounds.
 
     Returns:
         Contender name to its starts.

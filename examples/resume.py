@@ -4,7 +4,7 @@
     python examples/resume.py          # one process: the same program, without ranks that watch each other
 
 Kill any rank, at any moment: torchrun starts all of them again, and they go on from the newest checkpoint. The end
-is that of a run that nobody killed, bit for bit. Started by hand on another number of ranks, the run goes on with the
+is that of an uninterrupted run, bit for bit. Started by hand on another number of ranks, the run goes on with the
 same samples in each step.
 """
 
