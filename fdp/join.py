@@ -49,7 +49,7 @@ def join(
     Each rank passes its own batches; their number and sizes may differ, and a rank may have none at all. With
     `fdp.pmean(..., weight=weight)` in the step, means and gradients are those of one process with all samples, and
     nothing is counted twice. All ranks iterate together, outside of steps, and leave the loop together: a rank that
-    leaves alone with `break` is told so by a `PeerError` at its next step. Batches are fetched one ahead, so each has
+    leaves alone with `break` gets a `PeerError` at its next step. Batches are fetched one ahead, so each has
     to lie in memory of its own.
 
     Args:
@@ -63,7 +63,7 @@ def join(
 
     Returns:
         An iterator over `(batch, weight)`. The weight is a 0-dim float64 tensor on the device of the batch's first
-        tensor, and zero for a batch that is there only to keep the rank in step.
+        tensor, and zero for a batch that only keeps the rank synchronised.
 
     Raises:
         ArgumentError: at the call: an option has no meaning. While iterating: a batch without a tensor of one
@@ -96,7 +96,7 @@ def join(
 
 @dataclass(frozen=True)
 class _Next:
-    """What a rank has next: a batch and its weight, or nothing, or an error."""
+    """The next item of a rank: a batch and its weight, or nothing, or an error."""
 
     state: int
     batch: Tree = None
@@ -147,7 +147,7 @@ def _together(
 
 
 class _Loop:
-    """The messages of one loop, and how often it has gone round."""
+    """The messages of one loop, and its count of batches."""
 
     def __init__(self, ranks: Group) -> None:
         self._ranks = ranks
@@ -158,7 +158,7 @@ class _Loop:
         self.done = 0
 
     def start(self, state: int) -> Callable[[], list[int]]:
-        """Start telling the others what this rank has next; the function returned waits for what they have."""
+        """Start the message about this rank's next item; the returned function waits for those of the others."""
         ranks = self._ranks
         if (why := why_desynchronised(ranks)) is not None:
             raise _lost(ranks, why)
@@ -178,7 +178,7 @@ class _Loop:
         return finish
 
     def tell(self) -> None:
-        """Leave word, for ranks that come to wonder, after how many batches this one went."""
+        """Write to the store after how many batches this rank left, for ranks that ask later."""
         try:
             tell = functools.partial(self._ranks.store().set, f"{self._turn}/{self._ranks.rank}", str(self.done))
             ask(None, tell, limit_s=_TELLS_S)
@@ -186,7 +186,7 @@ class _Loop:
             return
 
     def leave(self, finish: Callable[[], list[int]]) -> None:
-        """Find out, before this rank talks to the others again, whether they have left the loop as well."""
+        """Check, before this rank's next message, whether the others have left the loop as well."""
         ranks, turn, done = self._ranks, self._turn, self.done
 
         def find_out() -> str | None:
@@ -208,7 +208,7 @@ class _Loop:
 
 
 def _items(batches: Iterable[Tree]) -> Iterator[Tree]:
-    """The batches; an error in making the iterator comes with the first of them."""
+    """The batches; an error of `iter()` is raised with the first of them."""
     yield from batches
 
 
@@ -232,7 +232,7 @@ def _fetch(source: Iterator[Tree], count: Callable[[Tree], float] | None, curren
 
 
 def _mark(tensor: torch.Tensor) -> tuple[int, bytes]:
-    """What tells that a tensor was changed: its version, and a few of its numbers.
+    """A mark that changes with a tensor: its version, and a few of its numbers.
 
     NumPy, or a loader of one's own, writes into memory without a new version. To read all of it would take time, and
     to read from a device would wait for that.
@@ -300,7 +300,7 @@ def _borrowed(ranks: Group, batch: Tree, donor: int) -> Tree:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """What another rank needs to know to receive a tensor."""
+    """The properties of a tensor that another rank needs to receive it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -308,7 +308,7 @@ class _Tensor:
 
 
 def _description(batch: Tree) -> tuple[Tree, list[Any]]:
-    """A batch without its numbers: a tree of places in a list, and the list.
+    """The structure of a batch without its numbers: a tree of indices into a list, and the list.
 
     Not a tree of `_Tensor`s: a dataclass is a container, and would be taken apart.
     """
@@ -325,14 +325,14 @@ def _blank(description: tuple[Tree, list[Any]]) -> Tree:
 
 def _not_lent(donor: int, why: str) -> str:
     return build_message(
-        f"fdp.join cannot give a rank without a batch one of rank {donor}'s.",
+        f"fdp.join cannot give a rank that has no batch one of rank {donor}'s.",
         [why],
         remedy="pass batches of tensors in containers that can be pickled; or give every rank a batch.",
     )
 
 
 def _raise_together(ranks: Group, own: _Next, done: int) -> None:
-    """Have every rank raise, those whose batches are in order with the errors of the others."""
+    """Raise on every rank; ranks without an error of their own raise with the errors of the others."""
     text = "" if own.error is None else f"{type(own.error).__name__}: {first_line(own.error)}"
     # A name of a file that is not UTF-8 is in an error's text as it came.
     texts = exchange(ranks, next_turn(ranks), text.encode(errors="backslashreplace"), timeout_s())
@@ -350,7 +350,7 @@ def _raise_together(ranks: Group, own: _Next, done: int) -> None:
 
 
 class _talking:
-    """Errors of the backend as what they are: another rank is gone."""
+    """Turn errors of the backend into a PeerError: another rank is gone."""
 
     def __init__(self, ranks: Group) -> None:
         self._ranks = ranks

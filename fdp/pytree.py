@@ -19,7 +19,7 @@ import optree
 import torch
 from optree.registry import __GLOBAL_NAMESPACE as _EVERYWHERE
 
-# What is registered with torch's pytrees is told by no public name: a dict from each type to its functions.
+# What is registered with torch's pytrees has no public name: a dict from each type to its functions.
 from torch.utils._pytree import SUPPORTED_NODES as _TORCH_NODES
 from torch.utils._pytree import GetAttrKey
 from torch.utils._pytree import register_pytree_node as register_torch_node
@@ -194,7 +194,7 @@ class _Attribute(str):
     __slots__ = ()
 
 
-class _Entry(optree.PyTreeEntry):
+class _KeyPathEntry(optree.PyTreeEntry):
     """One step of a key path through a container of ours."""
 
     def __call__(self, obj: Any) -> Any:
@@ -241,7 +241,7 @@ def _register(kinds: Iterable[type]) -> bool:
         found = True
         with _registering:
             if kind not in _registered:
-                optree.register_pytree_node(kind, *functions, path_entry_type=_Entry, namespace=_NAMESPACE)
+                optree.register_pytree_node(kind, *functions, path_entry_type=_KeyPathEntry, namespace=_NAMESPACE)
                 _registered.add(kind)
     return found
 
@@ -326,7 +326,7 @@ def _dataclass_parts(whole: Any) -> _Parts:
     names: list[str] = []
     constants = []
     fields = {field.name: field for field in dataclasses.fields(whole)}
-    # Also what `__post_init__` or anybody else has set beside the fields; but not what is computed when asked for.
+    # Also what `__post_init__` or other code has set beside the fields; but not what is computed when asked for.
     beside = [key for key in getattr(whole, "__dict__", {}) if key not in fields and not _is_computed(whole, key)]
     for name in (*fields, *beside):
         if not hasattr(whole, name):

@@ -41,8 +41,8 @@ def test_errors_have_one_root_and_argument_errors_are_value_errors() -> None:
 
 
 def test_a_message_is_laid_out_in_lines() -> None:
-    text = build_message("step 'f' fails.", ["a: one\ntwo", "b"], remedy="mend it.")
-    assert text.splitlines() == ["step 'f' fails.", "  a: one", "    two", "  b", "Remedy: mend it."]
+    text = build_message("step 'f' fails.", ["a: one\ntwo", "b"], remedy="fix it.")
+    assert text.splitlines() == ["step 'f' fails.", "  a: one", "    two", "  b", "Remedy: fix it."]
     assert build_message("what") == "what"
 
 

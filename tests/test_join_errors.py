@@ -94,7 +94,7 @@ def test_batches_that_cannot_be_joined_are_refused_on_all_ranks() -> None:
     assert "after 1 batches" in peer and "rank 1: ArgumentError: fdp.join does not know how many samples" in peer
     assert own.startswith("ArgumentError: fdp.join does not know how many samples a batch has: a Tensor without")
     for found in ranks.run(2, no_pickle):
-        assert found.startswith("ArgumentError: fdp.join cannot give a rank without a batch one of rank 1's.\n  ")
+        assert found.startswith("ArgumentError: fdp.join cannot give a rank that has no batch one of rank 1's.\n  ")
 
 
 def leave_together() -> None:
@@ -119,7 +119,7 @@ def test_ranks_may_leave_the_loop_together() -> None:
 
 
 def leave_alone(folder: str) -> list[str]:
-    """Rank 1 leaves; its next message says so. Rank 0 is told when the group's time is up."""
+    """Rank 1 leaves; its next message says so. Rank 0 learns of it when the group's time is up."""
     rank, state = dist.get_rank(), start()
     group = dist.new_group(timeout=datetime.timedelta(seconds=2))
     step = fdp.data_parallel(of_the_gradients, group=group)
@@ -165,6 +165,6 @@ def test_a_rank_that_leaves_alone_is_told(tmp_path: pathlib.Path) -> None:
     (stayed,), left = ranks.run(2, leave_alone, str(tmp_path / "state"))
     calls = ["step 'of_the_gradients'", *(f"fdp.{name}" for name in ("assert_replicated", "replicate", "save", "load"))]
     for text, call in zip(left, [*calls, "fdp.pmean"], strict=True):
-        assert text.startswith(f"{call} was called on a process group whose ranks are no longer in step.")
+        assert text.startswith(f"{call} was called on a process group whose ranks are desynchronised.")
         assert "it left the loop over fdp.join after 2 batches, and rank 0 not within 1 s" in text
-    assert "rank 1 left: it is no longer in step with the others" in stayed
+    assert "rank 1 left: it is desynchronised" in stayed

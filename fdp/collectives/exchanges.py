@@ -1,6 +1,7 @@
 """Collectives that give each rank a part of its own: split over ranks, exchanged between them, or sent to one of them.
 
-As `jax.lax` has them, with `tiled=True`: what is split or put together is a dimension that there is, and none is added.
+They have the semantics of `jax.lax` with `tiled=True`: an existing dimension is split or concatenated, and none is
+added.
 A result differs from rank to rank: inside of a step it is a varying value.
 """
 
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from fdp.collectives import markers
-from fdp.collectives.over_pytrees import Given, map_leaves
+from fdp.collectives.over_pytrees import Given, map_tensors
 from fdp.context.axis import current_axis
 from fdp.errors import ArgumentError, build_message
 from fdp.pytree import Tree
@@ -120,7 +121,7 @@ def all_to_all(x: Tree, split_axis: int, concat_axis: int) -> Tree:
         _refuse_axis("all_to_all", "split_axis", split_axis, given, size)
         _refuse_axis("all_to_all", "concat_axis", concat_axis, given, None)
 
-    return map_leaves("all_to_all", x, exchange, check=check)
+    return map_tensors("all_to_all", x, exchange, check=check)
 
 
 @hiding_frames
@@ -148,7 +149,7 @@ def ppermute(tree: Tree, perm: Sequence[tuple[int, int]]) -> Tree:
     """
     where = current_axis()
     pairs = _pairs(perm, where.size)
-    return map_leaves("ppermute", tree, lambda x, label: markers.permute(x, pairs, where.name, "value", label))
+    return map_tensors("ppermute", tree, lambda x, label: markers.permute(x, pairs, where.name, "value", label))
 
 
 def _scatter(name: str, tree: Tree, axis: int, op: str) -> Tree:
@@ -157,11 +158,11 @@ def _scatter(name: str, tree: Tree, axis: int, op: str) -> Tree:
     def reduce(x: torch.Tensor, label: str) -> torch.Tensor:
         return markers.reduce_scatter(_rows(x, axis % x.dim(), where.size), op, where.name, "value", label)
 
-    return map_leaves(name, tree, reduce, op, lambda given: _refuse_axis(name, "axis", axis, given, where.size))
+    return map_tensors(name, tree, reduce, op, lambda given: _refuse_axis(name, "axis", axis, given, where.size))
 
 
 def _rows(x: torch.Tensor, axis: int, size: int) -> torch.Tensor:
-    """A dimension taken apart into equal parts, one for each rank: they become the first dimension."""
+    """Split a dimension into equal parts, one for each rank, which become the first dimension."""
     return x.unflatten(axis, (size, x.shape[axis] // size)).movedim(axis, 0)
 
 

@@ -32,7 +32,7 @@ def _refuse_extremes(ctx: Any) -> None:
 
 
 class AllReduce(torch.autograd.Function):
-    """Sum or mean over ranks, whose transpose is itself; max and min, which have none."""
+    """Sum and mean over ranks, whose transpose is itself; max and min, which have no transpose."""
 
     @staticmethod
     def forward(x: torch.Tensor, op: str, axis: str, kind: str, label: str) -> torch.Tensor:
@@ -53,7 +53,7 @@ class AllReduce(torch.autograd.Function):
 
 
 class NarrowMean(torch.autograd.Function):
-    """Mean over ranks of what is sent in a narrow dtype and comes back in its own; its transpose is sent as it is."""
+    """Mean over ranks in the wire dtype; the result has its own dtype, and the transpose is sent uncast."""
 
     @staticmethod
     def forward(x: torch.Tensor, axis: str, size: int, label: str, wire: Wire) -> torch.Tensor:
@@ -142,7 +142,7 @@ class ReduceScatter(torch.autograd.Function):
 
 
 class AllToAll(torch.autograd.Function):
-    """Entry r of the result is what rank r has for this rank; the transpose is itself."""
+    """Entry r of the result is rank r's entry for this rank; the transpose is itself."""
 
     @staticmethod
     def forward(x: torch.Tensor, axis: str, kind: str, label: str) -> torch.Tensor:
@@ -183,7 +183,7 @@ class Permute(torch.autograd.Function):
 
 
 class Vary(torch.autograd.Function):
-    """The same value, taken to differ from rank to rank; kind "per_rank" also says that this is meant."""
+    """The same value, marked as varying; kind "per_rank" also declares it."""
 
     @staticmethod
     def forward(x: torch.Tensor, kind: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The operators that stand for collectives in a traced graph, and what they do when they run by themselves.
+"""The operators that stand for collectives in a traced graph, and their implementation outside of steps.
 
 Each is a raw library operator: the tracer records it as one node and never looks inside. `fdp.collectives.markers` says
 how each is differentiated.
@@ -44,7 +44,7 @@ def _contiguous_copy(x: torch.Tensor) -> torch.Tensor:
 
 
 def _sendable(x: torch.Tensor) -> torch.Tensor:
-    """The values as they are to lie in memory that is sent."""
+    """The values in the memory layout in which they are sent."""
     return x.contiguous().resolve_conj().resolve_neg()
 
 
@@ -179,7 +179,7 @@ def in_forward_mode() -> bool:
 
 
 def _without_tangents(name: str) -> Any:
-    """What a marker does where autograd would look at it: refuse a tangent, which it would lose in silence.
+    """The autograd kernel of a marker: refuse a tangent, which would be lost silently.
 
     The classes of `fdp.collectives.markers` keep tangents from it. Dynamo traces past them, though, where no gradient
     is asked for.

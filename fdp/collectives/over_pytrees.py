@@ -1,7 +1,7 @@
 """Collectives over pytrees: differentiable, recorded inside a step, run at once outside of one.
 
 Inside a step (a function under `fdp.data_parallel`) a collective becomes a node of the traced graph, which
-the planner puts into a bucket. Outside it talks to the other ranks of the default process group before it
+the planner puts into a bucket. Outside it communicates with the other ranks of the default process group before it
 returns; with no process group it is the collective of a world of one.
 """
 
@@ -32,7 +32,7 @@ Given = Sequence[tuple[torch.Tensor, str]]
 """Leaves, each with what messages and errors call it."""
 
 
-def map_leaves(
+def map_tensors(
     name: str,
     tree: Tree,
     fn: Callable[[torch.Tensor, str], torch.Tensor],
@@ -91,7 +91,7 @@ def map_leaves(
 
 
 def _refuse_dtypes(op: str, given: Given) -> None:
-    """Refuse tensors of a dtype that cannot be combined so."""
+    """Refuse tensors of a dtype that the collective does not support."""
     undefined = [
         f"{label}: a {op} over ranks is not defined for {x.dtype}."
         for x, label in given
@@ -149,7 +149,7 @@ def psum(tree: Tree) -> Tree:
     References:
         JAX, `jax.lax.psum`.
     """
-    return map_leaves("psum", tree, lambda x, label: _reduce(x, "sum", label), "sum")
+    return map_tensors("psum", tree, lambda x, label: _reduce(x, "sum", label), "sum")
 
 
 @hiding_frames
@@ -177,7 +177,7 @@ def pmean(tree: Tree, weight: torch.Tensor | float | None = None) -> Tree:
         JAX, `jax.lax.pmean`.
     """
     if weight is None:
-        return map_leaves("pmean", tree, lambda x, label: _reduce(x, "mean", label), "mean")
+        return map_tensors("pmean", tree, lambda x, label: _reduce(x, "mean", label), "mean")
     if isinstance(weight, bool) or not isinstance(weight, (torch.Tensor, int, float)):
         raise ArgumentError(
             build_message(
@@ -214,7 +214,7 @@ def pmean(tree: Tree, weight: torch.Tensor | float | None = None) -> Tree:
         scaled = x * local
         return _reduce(scaled, "sum", label) / total.to(device=x.device, dtype=real)
 
-    return map_leaves("pmean", tree, weighted, "mean")
+    return map_tensors("pmean", tree, weighted, "mean")
 
 
 @hiding_frames
@@ -234,7 +234,7 @@ def pmax(tree: Tree) -> Tree:
         >>> pmax(torch.tensor([1.0, 2.0]))
         tensor([1., 2.])
     """
-    return map_leaves("pmax", tree, lambda x, label: _reduce(x, "max", label), "max")
+    return map_tensors("pmax", tree, lambda x, label: _reduce(x, "max", label), "max")
 
 
 @hiding_frames
@@ -254,7 +254,7 @@ def pmin(tree: Tree) -> Tree:
         >>> pmin(torch.tensor([1.0, 2.0]))
         tensor([1., 2.])
     """
-    return map_leaves("pmin", tree, lambda x, label: _reduce(x, "min", label), "min")
+    return map_tensors("pmin", tree, lambda x, label: _reduce(x, "min", label), "min")
 
 
 @hiding_frames
@@ -279,12 +279,12 @@ def all_gather(tree: Tree) -> Tree:
         JAX, `jax.lax.all_gather`.
     """
     axis = current_axis()
-    return map_leaves("all_gather", tree, lambda x, label: markers.all_gather(x, axis.size, axis.name, label))
+    return map_tensors("all_gather", tree, lambda x, label: markers.all_gather(x, axis.size, axis.name, label))
 
 
 @hiding_frames
 def broadcast(tree: Tree, root: int = 0) -> Tree:
-    """Give every rank the leaves of one.
+    """Give every rank the leaves of one rank.
 
     Args:
         tree: pytree of tensors (the same shapes and dtypes on every rank) and numbers.
@@ -309,7 +309,7 @@ def broadcast(tree: Tree, root: int = 0) -> Tree:
                 remedy=f"pass a rank from 0 to {axis.size - 1}.",
             )
         )
-    return map_leaves("broadcast", tree, lambda x, label: markers.broadcast(x, root, axis.name, label))
+    return map_tensors("broadcast", tree, lambda x, label: markers.broadcast(x, root, axis.name, label))
 
 
 @hiding_frames

@@ -1,6 +1,6 @@
 """Values that are equal on every rank, and values that are each rank's own: two pairs of transposes between them.
 
-Where a value is equal everywhere, so is what is sent back to it, and need not be summed: after the `AllGather` of
+If a value is equal on all ranks, its gradient is equal too, and need not be summed: after the `AllGather` of
 `fdp.collectives.markers` and a function of what it gathered, the message backward would be as large as all that was
 gathered.
 """
@@ -19,14 +19,14 @@ def own_entry(stack: torch.Tensor, axis: str) -> torch.Tensor:
 
 
 class _Transposed(torch.autograd.Function):
-    """Its transpose is given what it was given, but for the value."""
+    """A function whose transpose gets the same arguments, except the value."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         ctx.rest = inputs[1:]
 
 
-class Gather(_Transposed):
+class StackRanks(_Transposed):
     """Stack every rank's value, for a result that goes on through `Spread` alone; its transpose is `Own`."""
 
     @staticmethod
@@ -39,11 +39,11 @@ class Gather(_Transposed):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, Any]:
-        return Gather.apply(x.movedim(in_dims[0], 0), *rest), 1
+        return StackRanks.apply(x.movedim(in_dims[0], 0), *rest), 1
 
 
 class Own(_Transposed):
-    """This rank's entry of a stack that is equal on every rank; its transpose is `Gather`."""
+    """This rank's entry of a stack that is equal on every rank; its transpose is `StackRanks`."""
 
     @staticmethod
     def forward(x: torch.Tensor, size: int, axis: str, label: str) -> torch.Tensor:
@@ -51,7 +51,7 @@ class Own(_Transposed):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return Gather.apply(grad, *ctx.rest), None, None, None
+        return StackRanks.apply(grad, *ctx.rest), None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, Any]:

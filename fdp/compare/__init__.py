@@ -1,4 +1,4 @@
-"""Is what was made for a step what the step computes? Compared before a signature first runs, and now and then later.
+"""Comparison of trace and program with the step itself, before a signature first runs, and now and then later.
 
 copies, leaves, restored -> side_by_side; replay, lockstep, rounding: why results differ; op_by_op, compiled; recheck;
 strides: of steps that are not compared

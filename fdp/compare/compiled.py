@@ -22,7 +22,7 @@ from fdp.trace.operators.effects import effects_of
 
 
 def check_compiled(compiled: Emitted, emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Roles) -> None:
-    """Run what was compiled beside the step itself, on this rank alone.
+    """Run the compiled program beside the step itself, on this rank alone.
 
     Where both draw the same random numbers that is all, mostly: what compiles a trace that is wrong is wrong, too.
     But fused arithmetic rounds in other places, and a step may make much of that: where a gradient is zero but for
@@ -123,7 +123,7 @@ def compare_compiled(compiled: Emitted, step: Callable[..., Any], flat: Flat, ro
 
 
 def _check_shapes(compiled: Emitted, emitted: Emitted, flat: Flat) -> None:
-    """Run what was compiled, and look at the shapes and dtypes of what it returns."""
+    """Run the compiled program, and check the shapes and dtypes of its results."""
     give_back_memory()
     with undisturbed(emitted):
         try:
@@ -145,7 +145,7 @@ def _check_shapes(compiled: Emitted, emitted: Emitted, flat: Flat) -> None:
 def _not_runnable(name: str, error: Exception) -> CompileError:
     return CompileError(
         build_message(
-            f"what was compiled for step {name!r} does not run.",
+            f"the compiled step {name!r} does not run.",
             [f"{type(error).__name__}: {first_line(error)}"],
             remedy="compile=False runs it operator by operator.",
         )

@@ -1,4 +1,4 @@
-"""Inputs for runs that must leave no trace: copies of what a call was given, as they are or perturbed."""
+"""Inputs for runs without side effects: copies of a call's inputs, as they are or perturbed."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def copy_of(tensor: torch.Tensor, memory: torch.Tensor | None = None) -> torch.T
 
 
 def inputs_for_one_run(plan: Plan, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The inputs of a step for one run of it: copies of what it is allowed to change, all else as it is."""
+    """The inputs for one run of a step: copies of those that it may change, and the others as they are."""
     return [
         copy_of(tensor) if item.donated else tensor for item, tensor in zip(plan.trace.inputs, tensors, strict=True)
     ]
 
 
 def perturb_(copy: torch.Tensor, move: float, seed: int) -> torch.Tensor:
-    """Move a copy away from what inputs are at first: zeros, and the same values again and again.
+    """Perturb a copy, because first inputs are often zeros, or the same values again and again.
 
     Each element gets smaller by a share of its own, which keeps probabilities and variances what they are; what is zero
     becomes a small positive number. Integers, booleans and keys stay, since they are places, counts and seeds.
@@ -90,7 +90,7 @@ def is_lack_of_memory(error: BaseException) -> bool:
 
 
 def give_back_memory() -> None:
-    """Return to the system what is free: glibc keeps freed memory to itself, here more than the steps will ever use.
+    """Return freed memory to the system: glibc would keep it, and it is more than the steps will ever use.
 
     (This relies on `malloc_trim`, which glibc alone has; elsewhere nothing happens.)
     """

@@ -33,7 +33,7 @@ _MAY_ADD_UP = frozenset(("index_put", "_unsafe_index_put", "put"))
 
 
 def rounds_nothing(node: fx.Node) -> bool:
-    """Whether what an operator computes is exact, whatever its inputs hold.
+    """Whether an operator computes exactly, for any inputs.
 
     Args:
         node: a call of an operator, with example values.

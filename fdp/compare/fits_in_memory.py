@@ -1,4 +1,4 @@
-"""Whether a comparison fits into memory: where it does not, it is left out, and a warning says so once."""
+"""Whether a comparison fits into memory: if not, it is left out, and a warning says so once."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _warn(emitted: Emitted, what: str, why: str) -> None:
 
 
 def needed_bytes(emitted: Emitted) -> dict[torch.device, int]:
-    """What a comparison takes on each device, about, beside the arguments and the memory of the step.
+    """The approximate memory of a comparison on each device, beside the arguments and the memory of the step.
 
     Copies of the inputs, the results, as much for what a run computes in between as the program has memory for that,
     and a copy of what is closed over.
@@ -75,7 +75,7 @@ def needed_bytes(emitted: Emitted) -> dict[torch.device, int]:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory of a device that is free."""
+    """The free memory of a device."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -92,7 +92,7 @@ def _left_in_meminfo() -> int | None:
 
 
 def _left_in_cgroup() -> int | None:
-    """What a container leaves; files that are kept in memory are given up when it is needed."""
+    """The free memory of a container; cached files count as free."""
     try:
         limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         rows = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fdp.state.labels import unlabelled
-from fdp.state.shards import taken_apart
+from fdp.state.shards import flatten_to_parts
 from fdp.trace import Trace
 
 _RELATIVE = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-4, torch.complex64: 1e-4}
@@ -29,7 +29,7 @@ _PREFIX = re.compile(r"^output(\[\d+\])?")
 
 @dataclass(frozen=True)
 class Difference:
-    """A result that is not what it should be.
+    """A result that differs.
 
     Attributes:
         index: which leaf of the results it is.
@@ -99,11 +99,11 @@ def different(
             if not _equal_constants(one, two):
                 text = f"{one!r} in the trace, {two!r} by itself"
         elif not isinstance(one, torch.Tensor) or (one.shape, one.dtype) != (two.shape, two.dtype):
-            text = f"{described(one)} in the trace, {described(two)} by itself"
+            text = f"{result_text(one)} in the trace, {result_text(two)} by itself"
         else:
             gap, scale = gap_of(one, two)
             if not gap <= 0 and not (math.isfinite(gap) and _within_tolerance(one, two, gap, share, index, before)):
-                text = f"{described(two)} differs by {gap:.3g}, where the largest value is {scale:.3g}"
+                text = f"{result_text(two)} differs by {gap:.3g}, where the largest value is {scale:.3g}"
         if text is not None:
             offenders.append(Difference(index, f"{name}: {text}", one, two))
     return offenders
@@ -112,7 +112,8 @@ def different(
 def _within_tolerance(
     found: torch.Tensor, expected: torch.Tensor, gap: float, share: float, index: int, before: Before
 ) -> bool:
-    """Whether each element is: by its own size, and by what elements usually are. A large one excuses no other."""
+    """Whether each element is within the tolerance, relative to its own size or to the usual size. A large one hides no
+    other."""
     relative = relative_tolerance(expected.dtype)
     if not relative:
         return False
@@ -145,7 +146,7 @@ def usual_size(tensor: torch.Tensor, other: torch.Tensor | None = None) -> float
 
 
 def distances(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
-    """By how much each element differs; infinite where one is finite and the other is not, or another NaN."""
+    """The difference of each element; infinite where only one is finite, or only one is NaN."""
     a, b = (tensor.detach().resolve_conj().cpu() for tensor in (one, two))
     wide = torch.complex128 if b.is_complex() else torch.float64
     a, b = a.to(wide), b.to(wide)
@@ -154,7 +155,7 @@ def distances(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A tensor piece by piece, in the widest type: the whole would take several times its memory."""
+    """The pieces of a tensor in the widest type: all of it would take several times its memory."""
     for piece in _comparable(tensor).reshape(-1).split(_PIECE):
         yield piece.to(torch.complex128 if piece.is_complex() else torch.float64)
 
@@ -165,7 +166,7 @@ def _largest_change(new: torch.Tensor, old: torch.Tensor) -> float:
 
 
 def relative_tolerance(dtype: torch.dtype) -> float:
-    """By what share of its largest value a result may differ."""
+    """The share of its largest value by which a result may differ."""
     return _RELATIVE.get(dtype, _RELATIVE_NARROW if dtype.is_floating_point else 0.0)
 
 
@@ -236,11 +237,11 @@ def _equal_constants(one: Any, two: Any) -> bool:
         return type(one) is type(two)
 
 
-def described(value: Any) -> str:
+def result_text(value: Any) -> str:
     """A result in words: shape and dtype of a tensor."""
     return f"{list(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else repr(value)
 
 
 def leaves_apart(tree: Any) -> list[Any]:
     """The leaves of a result, without labels, and with parts in the place of sharded ones."""
-    return taken_apart(unlabelled(tree))[0]
+    return flatten_to_parts(unlabelled(tree))[0]

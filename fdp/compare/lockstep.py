@@ -1,4 +1,5 @@
-"""Compare a program with the graph of its trace operator by operator, each on the very inputs that it had there.
+"""Compare a program with the graph of its trace operator by operator, each on exactly the inputs that it had in the
+program.
 
 Rounding may be amplified by what comes after it: of a gradient that is zero but for rounding, Adam makes a whole step
 to one side or the other. End to end that looks like a mistake. Here the graph runs beside the program, in the order of
@@ -75,7 +76,7 @@ def unlike_graph(
 
 
 def in_order_of_plan(emitted: Emitted, inputs: Sequence[torch.Tensor], others: OtherRanks) -> list[torch.Tensor]:
-    """Run the graph of a trace in the order of the plan, with the graph's operators and in memory of its own.
+    """Run the graph of a trace in the order of the plan, with the graph's operators and in separate memory.
 
     Where the plan waits for all that an operator needs, the results are those of the graph in its own order: the bits.
 
@@ -115,7 +116,7 @@ class _Beside:
         return [self._value(node) for node in self._outputs]
 
     def look(self, frame: Any) -> None:
-        """Compare what the part of the program that has just ended has computed; `frame` is the program's."""
+        """Compare the values of the program's part that has just ended; `frame` is the program's."""
         names = {**frame.f_globals, **frame.f_locals}
         after = self._before if self._before is None else random_states(self._timed)
         if self._ended >= 0:
@@ -133,13 +134,13 @@ class _Beside:
         self._before = random_states(self._timed) if draws else None
 
     def compare_outputs(self, found: Sequence[torch.Tensor]) -> None:
-        """Compare what the program has returned."""
+        """Compare the results of the program."""
         for node, shown in zip(self._outputs, found, strict=True):
             own, variants = self._value(node), self._variants.get(node, [])
             self._judge(node, own, shown, lambda own=own, variants=variants: [(own, value) for value in variants])
 
     def _position(self, part: int) -> int:
-        """How far in the schedule a part of the program is."""
+        """The position of a program's part in the schedule."""
         kind, index = self._parts[part].kind, self._parts[part].index
         if kind == "run":
             return index
@@ -167,7 +168,7 @@ class _Beside:
         return [trace.marker(member) for member in members]
 
     def _last_positions(self) -> dict[int, list[fx.Node]]:
-        """For each position in the schedule, the values that nothing behind it needs."""
+        """For each position in the schedule, the values that are not needed after it."""
         last: dict[fx.Node, int] = {}
         for at, item in enumerate(self._timed.plan.schedule):
             nodes = [node for node, _ in self._calls_of(item)] if isinstance(item, Run) else self._members(item.bucket)
@@ -204,7 +205,7 @@ class _Beside:
         return self._values[node]
 
     def _call(self, node: fx.Node, entries: list[int], names: Mapping[str, Any]) -> None:
-        """Call what the program has called, on the same values, and compare."""
+        """Call the same operator as the program, on the same values, and compare."""
         effects = effects_of(node)
         arguments = node.all_input_nodes
         for argument in arguments:
@@ -253,14 +254,14 @@ class _Beside:
             self._values[node] = result
 
     def _varied(self, at: int, node: fx.Node) -> Any:
-        """A value that differs in its last places: as it was computed, where the program does not show it."""
+        """A value with changed last places: the computed one, where the program's value is not visible."""
         if node in self._variants:
             return self._variants[node][at]
         value = self._value(node)
         return _varied(value.clone(), at) if isinstance(value, torch.Tensor) else value
 
     def _compare(self, node: fx.Node, entries: list[int], written: list[fx.Node], names: Any, again: Any) -> None:
-        """Compare results and changed arguments with those of the program, and go on with the program's."""
+        """Compare results and changed arguments with those of the program, and continue with the program's."""
         varied: list[tuple[Any, dict[fx.Node, torch.Tensor]]] = []
 
         def variants() -> list[tuple[Any, dict[fx.Node, torch.Tensor]]]:
@@ -294,14 +295,14 @@ class _Beside:
                 )
 
     def _settle(self, node: fx.Node, names: Mapping[str, Any]) -> None:
-        """Compare the result of a message, which is there."""
+        """Compare the result of a message that has arrived."""
         result, shown = self._values[node], self._shown(node, names)
         if shown is not None:
             variants = self._variants.pop(node, [])
             self._judge(node, result, shown, lambda: [(result, value) for value in variants])
 
     def _shown(self, node: fx.Node, names: Mapping[str, Any]) -> torch.Tensor | None:
-        """The program's value of a node, if it can be seen."""
+        """The program's value of a node, if it is visible."""
         value = names.get(self._timed.program.names.get(node.name, ""))
         return value if isinstance(value, torch.Tensor) else None
 
@@ -329,7 +330,8 @@ class _Beside:
 def _beyond_rounding(
     own: torch.Tensor, shown: torch.Tensor, moved: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> float | None:
-    """Whether an element of a value is not within rounding of the graph's: by how much that rounds. None if all are.
+    """The rounding of a value, if one of its elements differs from the graph's by more than rounding. None if none
+    does.
 
     Args:
         own: the graph's value.
@@ -364,7 +366,7 @@ def _owner(node: fx.Node) -> fx.Node:
 
 
 def _with_owners(node: fx.Node) -> set[fx.Node]:
-    """What a node takes, and what that is a view of."""
+    """The arguments of a node, and the values that these are views of."""
     found: set[fx.Node] = set()
     for argument in node.all_input_nodes:
         found |= {argument, _owner(argument)}

@@ -26,7 +26,7 @@ def check_emitted(
     on: On = "both",
     finite: Sequence[bool] = (),
 ) -> list[bool]:
-    """Run a step and what was emitted for it side by side.
+    """Run a step and its emitted program side by side.
 
     Where results differ by more than they may, the reason is looked for: the trace may be wrong, the program may be
     wrong, or rounding was amplified, which is no mistake.
@@ -60,7 +60,7 @@ def check_emitted(
 
 
 def check_graph(emitted: Emitted, offenders: Sequence[Difference], case: Case) -> None:
-    """Judge the trace by results that differ: does its graph compute them as the step does?
+    """Find out whether the trace is wrong: does its graph compute the differing results as the step does?
 
     The same operators on the same values, one after the other, make the same bits. Only kernels that do not repeat
     themselves may differ, as those of an accelerator: by as much as rounding can do.
@@ -94,7 +94,7 @@ def check_graph(emitted: Emitted, offenders: Sequence[Difference], case: Case) -
 
 
 def _check_operators(emitted: Emitted, offenders: Sequence[Difference], case: Case) -> None:
-    """Judge the program by its operators, each on the inputs that it had; and by whether that was the same program.
+    """Find out whether the program is wrong: compare its operators, each on the inputs that it had.
 
     Raises:
         TraceError: one computes something else; or the results are others when the program runs again.
@@ -113,7 +113,7 @@ def _check_operators(emitted: Emitted, offenders: Sequence[Difference], case: Ca
 
 
 def _check_order(emitted: Emitted, offenders: Sequence[Difference], case: Case) -> None:
-    """Judge the order of the plan by results that differ: does it make the same bits as the order of the graph?
+    """Find out whether the order of the plan is wrong: does it compute the same bits as the order of the graph?
 
     Raises:
         TraceError: it does not.

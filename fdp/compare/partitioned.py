@@ -34,7 +34,7 @@ _SHARE = 1e-3
 
 
 def _whole_of_parts(own: torch.Tensor, part: Part, others: OtherRanks) -> torch.Tensor:
-    """A whole tensor of which this rank holds a part, and the other ranks what they are taken to hold."""
+    """A whole tensor made of this rank's part and the assumed parts of the other ranks."""
     rows = torch.empty((part.ranks, *own.shape), dtype=own.dtype, device=own.device)
     others.all_gather_(rows, own)
     return part.joined(rows)
@@ -74,7 +74,7 @@ def check_partition(emitted: Emitted, parts: Sequence[torch.Tensor], whole: Sequ
 
 
 def _gathered_though_varying(trace: Trace) -> list[str]:
-    """Values that differ from rank to rank, of which parts are put together all the same.
+    """Values that differ from rank to rank although their parts are put together.
 
     The comparison cannot see it: on whole values this rank has its own.
     """
@@ -93,7 +93,7 @@ def _gathered_though_varying(trace: Trace) -> list[str]:
 
 
 def on_whole_values(trace: Trace, flat: Flat, roles: Roles, others: OtherRanks) -> Flat:
-    """The arguments of a call with whole tensors in the place of parts: of what the other ranks are taken to hold."""
+    """The arguments of a call with whole tensors in place of parts, made with the assumed parts of the other ranks."""
     assert trace.whole is not None
     wholes = iter(
         [
@@ -109,7 +109,7 @@ def on_whole_values(trace: Trace, flat: Flat, roles: Roles, others: OtherRanks) 
 
 
 class _OnWholeValues:
-    """A run on whole values, and what the other run will ask of it.
+    """A run on whole values, which keeps the values that the other run needs.
 
     Attributes:
         values: for each collective that was put in, the value that it stands for.
@@ -145,7 +145,7 @@ class _OnWholeValues:
 
 
 class _OnOneRank:
-    """A run of the graph for one rank, to which the run on whole values answers.
+    """A run of the graph for one rank, which receives values from the run on whole values.
 
     Attributes:
         wrong: what this rank would have sent, and is not its part.
@@ -189,7 +189,7 @@ class _OnOneRank:
         return call_node(node, self._value_of, self._others)
 
     def _answer(self, node: fx.Node, links: Sequence[Link]) -> torch.Tensor:
-        """What a collective gives this rank, as the run on whole values has it."""
+        """The result of a collective on this rank, from the run on whole values."""
         own = self._value_of(node.args[0])  # type: ignore[arg-type]
         if links[0].kind == "gathered":
             return self._gathered(own, links)
@@ -280,7 +280,7 @@ def _close(mine: torch.Tensor, due: torch.Tensor, slack: float = 0.0) -> bool:
 
 
 def _is_moved(new: torch.Tensor, old: torch.Tensor) -> bool:
-    """Whether a value is another one, by more than what rounding does."""
+    """Whether two values differ by more than rounding."""
     if same_bits(new, old) or not new.is_floating_point():
         return not same_bits(new, old)
     change = (new.double() - old.double()).abs().max()

@@ -1,4 +1,4 @@
-"""When a step is compared once more: what the first call did not show, a later one may.
+"""When a step is compared again: a later call may show what the first one did not.
 
 Before the first call a step was compared on the very inputs of that call. Before the second one it is compared on
 perturbed inputs, which stand for those of all calls to come. From then on it is compared at calls 4, 8, ... of a
@@ -38,7 +38,7 @@ class Again:
         self._step_s = float("inf")
 
     def look(self, compare: Callable[[], bool], run: Callable[[], Any]) -> Any:
-        """Make a call, after a comparison if one is owed, or if there is time for one.
+        """Make a call, after a comparison if one is due, or if there is time for one.
 
         Args:
             compare: compares on the inputs of the call; returns whether it is to come again.

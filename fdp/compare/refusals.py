@@ -1,4 +1,4 @@
-"""What a comparison says where a step and what was made for it are not the same."""
+"""The errors of comparisons between a step and its trace or program."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def wrong_partition(name: str, offenders: Sequence[str]) -> TraceError:
     """The refusal for a step that computes something else on parts than on whole values."""
     return TraceError(
         build_message(
-            f"step {name!r} does not compute on its parts of sharded state what it computes on the whole.",
+            f"step {name!r} does not compute on parts of sharded state what it computes on whole state.",
             offenders,
             remedy="this is a mistake of fdp's: please report the step. fdp.unshard(state) keeps it whole; "
             "check_trace=False runs it as it is.",
@@ -37,7 +37,7 @@ def wrong_program(name: str, offenders: Sequence[str]) -> TraceError:
     """The refusal for a program that computes something else than its trace; `offenders` are operators."""
     return TraceError(
         build_message(
-            f"what was emitted for step {name!r} does not compute what its operators compute on the same inputs.",
+            f"the emitted program of step {name!r} does not compute what its operators compute on the same inputs.",
             offenders,
             remedy="this is a mistake of fdp's: please report the step. check_trace=False runs it as it is.",
         )
@@ -48,7 +48,7 @@ def unrunnable(name: str, error: Exception) -> TraceError:
     """The refusal for a program that raises an error where the step does not."""
     return TraceError(
         build_message(
-            f"what was emitted for step {name!r} does not run.",
+            f"the emitted program of step {name!r} does not run.",
             [f"{type(error).__name__}: {first_line(error)}"],
             remedy="run the step itself on these arguments; if it runs, an operator in it cannot be traced: replace it "
             "by others.",
@@ -57,7 +57,7 @@ def unrunnable(name: str, error: Exception) -> TraceError:
 
 
 def changes_inputs(name: str, changed: Sequence[str]) -> TraceError:
-    """The refusal for a step that changes what it was not given away."""
+    """The refusal for a step that changes arguments that are not donated."""
     return TraceError(
         build_message(
             f"step {name!r} changes inputs that were not donated, through an operator that does not say so.",

@@ -1,7 +1,7 @@
 """Run the graph of a trace operator by operator, as it is: on this rank alone, with eager kernels, in its own memory.
 
-It is the dumbest program that a trace can become, and what others are judged by: no order but the graph's, no memory
-that is used again, no operator in place of another.
+It is the simplest program for a trace, and others are compared with it: the graph's order, no memory reuse, and no
+replaced operators.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Replay:
 
 
 def held_value(node: fx.Node) -> Any:
-    """What a graph holds for a node: a closed-over tensor, a generator, another graph."""
+    """The object that a graph holds for a node: a closed-over tensor, a generator, another graph."""
     module = node.graph.owning_module
     assert module is not None
     value = getattr(module, str(node.target))
@@ -127,7 +127,7 @@ def held_value(node: fx.Node) -> Any:
 
 
 def last_uses(order: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
-    """For each of some nodes in the order in which they run: those that no later one takes, and no output is."""
+    """For each node, in the order in which they run: the values that no later node and no output needs."""
     kept = {output for node in order[:1] for output in node.graph.output_node().all_input_nodes}
     last: dict[fx.Node, int] = {}
     for at, node in enumerate(order):
@@ -141,5 +141,5 @@ def last_uses(order: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
 
 
 def makes_values(node: fx.Node) -> bool:
-    """Whether a node computes something: it is no view, no entry of a list."""
+    """Whether a node computes a value: it is no view and no entry of a list."""
     return node.target is not operator.getitem and not effects_of(node).view

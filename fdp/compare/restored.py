@@ -1,4 +1,4 @@
-"""What a step finds besides its arguments, as it was: random numbers, generators, and the tensors it closes over."""
+"""Restores what a step uses besides its arguments: random numbers, generators, and closed-over tensors."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fdp.runtime.emitted import Emitted
 from fdp.trace.operators.effects import effects_of, storages_of
 from fdp.trace.operators.source import located
 
-_NOBODYS_SEED = 0x6E6F626F6479
+_UNUSED_SEED = 0x6E6F626F6479
 
 RandomState = list[Any]
 """The states of all generators that a step may draw from; see `random_states`."""
 
 
 def accelerators(emitted: Emitted) -> list[int]:
-    """The accelerators that the inputs of a step lie on."""
+    """The accelerators of a step's inputs."""
     return sorted({item.device.index or 0 for item in emitted.plan.trace.inputs if item.device.type == "cuda"})
 
 
@@ -36,7 +36,7 @@ def _held_generators(emitted: Emitted) -> list[torch.Generator]:
 
 @contextmanager
 def undisturbed(emitted: Emitted) -> Iterator[None]:
-    """Draw random numbers as a step does, and then go on as if none had been drawn."""
+    """Let a step draw random numbers, and then restore the generators."""
     generators = _held_generators(emitted)
     states = [generator.get_state() for generator in generators]
     with torch.random.fork_rng(devices=accelerators(emitted)):
@@ -63,13 +63,13 @@ def set_random_states(emitted: Emitted, states: RandomState) -> None:
         generator.set_state(state)
 
 
-def set_apart(emitted: Emitted) -> None:
-    """Put the generators that a step holds into a state in which nothing else leaves one."""
+def seed_held_generators(emitted: Emitted) -> None:
+    """Seed the generators that a step holds with a number that no program uses."""
     for generator in _held_generators(emitted):
-        generator.manual_seed(_NOBODYS_SEED)
+        generator.manual_seed(_UNUSED_SEED)
 
 
-def generator_states(emitted: Emitted) -> list[bytes]:
+def held_generator_states(emitted: Emitted) -> list[bytes]:
     """The states of the generators that a step holds."""
     return [bytes(generator.get_state().tolist()) for generator in _held_generators(emitted)]
 
@@ -81,10 +81,10 @@ def own_generator(name: str, emitted: Emitted) -> TraceError:
     offenders = [f"{user.target} at {user.meta.get('source')}" for node in generators for user in node.users]
     return TraceError(
         build_message(
-            f"step {name!r} makes a torch.Generator or seeds one: each call of the step starts it anew, and the traced "
-            "step would go on with it.",
+            f"step {name!r} makes a torch.Generator or seeds one: each call of the step restarts it, and the traced "
+            "step would continue with it.",
             offenders,
-            remedy="make the generator outside of the step, where it goes on from call to call; or pass the random "
+            remedy="make the generator outside of the step, where it continues from call to call; or pass the random "
             "numbers.",
         )
     )
@@ -98,7 +98,7 @@ def other_random_state() -> tuple[Any, ...]:
 
 @contextmanager
 def closed_over_unchanged(emitted: Emitted) -> Iterator[None]:
-    """Put the tensors that a step closes over back to what they were, and refuse the step if it changes one.
+    """Restore the tensors that a step closes over, and refuse the step if it changes one.
 
     A trace refuses changes that it sees. Here is what it does not: through NumPy, `.data`, a view of a view.
 

@@ -1,4 +1,4 @@
-"""How much rounding can do to each element of a result, whatever amplifies it: measured, not assumed.
+"""How much rounding can change each element of a result, amplified or not: measured, not assumed.
 
 Compiled arithmetic is fused, so there is no operator whose inputs could be given to another one. In its place the graph
 runs several times, operator by operator, and the results of every operator that rounds are changed in their last
@@ -70,7 +70,7 @@ def replay(
 
 
 class Excuses:
-    """What rounding can do to some results of a step.
+    """How much rounding can change some results of a step.
 
     Args:
         emitted: the step.
@@ -136,7 +136,7 @@ class _Changing:
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def __call__(self, node: fx.Node, value_of: Lookup, result: Any) -> None:
-        """After each operator: what it returned, or what it changed."""
+        """Called after each operator, with its results or changed arguments."""
         if rounds_nothing(node):
             return
         written = effects_of(node).writes

@@ -1,6 +1,6 @@
 """Run a step by itself and a program that was made for it side by side: same inputs, same random numbers.
 
-Both run on this rank alone, and take the other ranks to hold something else than this one (see `OtherRanks`). So no
+Both run on this rank alone, and assume that the other ranks hold other values (see `OtherRanks`). So no
 other rank is needed, and whatever the trace got wrong (a constant that should not be one, an operator that does not do
 what its schema says, a view that was taken for a copy) shows as a difference instead of as a wrong number. The inputs
 are those of the call; or the same ones perturbed, since zeros, equal copies and a learning rate of zero, which first
@@ -26,22 +26,28 @@ from fdp.compare.copies import MOVES, copy_of, is_lack_of_memory, perturb_
 from fdp.compare.leaves import Difference, different, finite, leaves_apart, old_values, same_bits
 from fdp.compare.refusals import changes_inputs, other_structure, unrunnable, wrong_trace
 from fdp.compare.replay import Replay
-from fdp.compare.restored import generator_states, other_random_state, own_generator, set_apart, undisturbed
+from fdp.compare.restored import (
+    held_generator_states,
+    other_random_state,
+    own_generator,
+    seed_held_generators,
+    undisturbed,
+)
 from fdp.distributed.other_ranks import Kind, OtherRanks
 from fdp.errors import FdpError
 from fdp.runtime.emitted import Emitted
 from fdp.state.labels import unlabelled
-from fdp.state.shards import taken_apart
+from fdp.state.shards import flatten_to_parts
 from fdp.trace import Flat, Roles, run_untraced
 
 
 class NotRunnable(Exception):
-    """What was emitted raised an error of its own, which is the cause of this one."""
+    """The emitted program raised an error, which is the cause of this one."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """On what a step and a program are compared.
+    """The inputs on which a step and a program are compared.
 
     Attributes:
         inputs: makes copies of all inputs.
@@ -116,7 +122,7 @@ class SideBySide:
         return self._copy(at, move) if move else self._tensors[at].detach()
 
     def _fresh(self, move: float, alive: Sequence[Any] = ()) -> list[torch.Tensor]:
-        """What a run may change is copied for it; what it may not is copied once for all of them.
+        """The inputs of a run: copied for it if it may change them, otherwise copied once for all runs.
 
         Copies take the memory of the last run's, unless a result lies in it that is still needed: to touch new memory
         for the first time takes as long as much of a step.
@@ -140,7 +146,7 @@ class SideBySide:
         return _detached(run_untraced(self._step, self._flat, self._roles, group, values, wire, kind))
 
     def _graph_by_itself(self, values: list[torch.Tensor], kind: Kind) -> Any:
-        """What the graph for one rank computes, of a step with sharded state: the step itself is another one."""
+        """Run the graph for one rank, for a step with sharded state."""
         others = OtherRanks(self._program.group.size, self._program.group.rank, kind)
         outputs = iter(Replay(self._trace.graph, values, others).run())
         return self._trace.out_spec.unflatten(
@@ -148,11 +154,11 @@ class SideBySide:
         )
 
     def _compare(self, move: float) -> bool:
-        """Compare on one kind of inputs; returns whether the step could take them."""
+        """Compare on one kind of inputs; returns whether the step runs on them."""
         self._kept = []
         self._kept = [None if x.donated else self._copy(at, move) for at, x in enumerate(self._trace.inputs)]
         with undisturbed(self._program):
-            set_apart(self._program)
+            seed_held_generators(self._program)
             before = other_random_state()
             taken = self._by_itself(move)
             if taken is None:
@@ -160,9 +166,9 @@ class SideBySide:
             expected, expected_spec, left, kind = taken
             drawn = other_random_state() != before
         with undisturbed(self._program):
-            set_apart(self._program)
+            seed_held_generators(self._program)
             found, found_spec = self._by_program(move, kind, expected)
-            if left != generator_states(self._program):
+            if left != held_generator_states(self._program):
                 raise own_generator(self._trace.name, self._program)
         self._check_untouched(move)
         if expected_spec != found_spec:
@@ -187,7 +193,7 @@ class SideBySide:
             def by_itself() -> list[Any]:
                 self._kept, self._given = [None] * len(count), {}
                 with undisturbed(self._program):
-                    set_apart(self._program)
+                    seed_held_generators(self._program)
                     return leaves_apart(self._untraced(move, kind))
 
             self._explain(offenders, Case(lambda: [self._copy(at, move) for at in count], others, by_itself))
@@ -210,8 +216,8 @@ class SideBySide:
             try:
                 with undisturbed(self._program):
                     alive = () if result is None else result[0]
-                    leaves, spec = taken_apart(unlabelled(self._untraced(move, kind, alive)))
-                    left = generator_states(self._program)
+                    leaves, spec = flatten_to_parts(unlabelled(self._untraced(move, kind, alive)))
+                    left = held_generator_states(self._program)
             except FdpError:
                 if not move:
                     raise
@@ -238,7 +244,7 @@ class SideBySide:
 
     def _by_program(self, move: float, kind: Kind, alive: Sequence[Any]) -> tuple[list[Any], Any]:
         try:
-            return taken_apart(unlabelled(self._program.dry_run(self._fresh(move, alive), kind)))
+            return flatten_to_parts(unlabelled(self._program.dry_run(self._fresh(move, alive), kind)))
         except FdpError:
             raise
         except Exception as error:
@@ -286,7 +292,7 @@ def positions_of(program: Emitted, offenders: Sequence[Difference]) -> list[int]
 
 
 def _address(tensor: torch.Tensor) -> int | None:
-    """Where the memory of a tensor begins; None for zeros that take no memory, as autograd makes them."""
+    """The address of a tensor's memory; None for autograd's zeros without memory."""
     try:
         return tensor.untyped_storage().data_ptr()
     except RuntimeError:
@@ -294,5 +300,5 @@ def _address(tensor: torch.Tensor) -> int | None:
 
 
 def _detached(tree: Any) -> Any:
-    """Without the graph of a backward pass that will not run, and all that it holds."""
+    """A tensor without the graph of a backward pass that will not run."""
     return pytree.map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, tree)

@@ -1,4 +1,4 @@
-"""Whether values that numbers are drawn for lie in memory as the trace says."""
+"""Checks that values which numbers are drawn for have the strides of the trace."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _AllSeen(Exception):
 
 
 def check_lies(emitted: Emitted, tensors: Sequence[torch.Tensor]) -> None:
-    """Look how values lie for which numbers are drawn, where the trace cannot be sure of it.
+    """Check the strides of values that numbers are drawn for, where the trace is uncertain.
 
     The comparison with the step sees it as well: other numbers are drawn. This is for steps that are not compared. The
     graph of the trace runs once, on copies, as far as needed.
@@ -64,16 +64,16 @@ def check_lies(emitted: Emitted, tensors: Sequence[torch.Tensor]) -> None:
     if offenders:
         raise TraceError(
             build_message(
-                f"step {emitted.plan.trace.name!r} draws random numbers for values that lie in memory in another order "
-                "than torch says ahead: for other elements than the step itself.",
+                f"step {emitted.plan.trace.name!r} draws random numbers for values whose memory order differs from "
+                "what torch predicts: elements would get other numbers than in the step itself.",
                 list(dict.fromkeys(offenders)),
-                remedy="call .contiguous() on what is given to dropout, or to whatever else draws.",
+                remedy="call .contiguous() on the argument of dropout, or of another operator that draws.",
             )
         )
 
 
 def _leads_to(one: fx.Node, two: fx.Node) -> bool:
-    """Whether a value is made of another one."""
+    """Whether a value is computed from another one."""
     seen: set[fx.Node] = set()
     reached = [two]
     while reached:

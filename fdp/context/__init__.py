@@ -1,1 +1,1 @@
-"""What the code that is running now belongs to: a group of ranks, a loop over microbatches, settings of the thread."""
+"""The context of the running code: a group of ranks, a loop over microbatches, settings of the thread."""

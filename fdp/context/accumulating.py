@@ -68,7 +68,7 @@ class Pending:
 
 @dataclass
 class AccumulationContext:
-    """What is kept while microbatches are gone through.
+    """The accumulation context: the state of a loop over microbatches.
 
     Attributes:
         scale: by which each microbatch counts.
@@ -87,7 +87,7 @@ class AccumulationContext:
     inside: bool = False
 
     def begin(self) -> None:
-        """The next microbatch."""
+        """Begin the next microbatch."""
         self.values, self.calls = [], 0
 
     def add_value(self, value: torch.Tensor) -> None:
@@ -98,12 +98,12 @@ class AccumulationContext:
             self.averages[self.calls - 1].add_(value.detach(), alpha=self.scale)
 
     def average_of(self, leaf: Any) -> torch.Tensor | None:
-        """The average that a value belongs to; None for whatever was not differentiated."""
+        """The average that a value belongs to; None for a value that was not differentiated."""
         return next((a for a, value in zip(self.averages, self.values, strict=False) if value is leaf), None)
 
     @contextmanager
     def differentiating(self, sources: Sequence[torch.Tensor], labels: Sequence[str]) -> Iterator[list[Pending]]:
-        """Where the gradients of one call of `value_and_grad` go."""
+        """The totals for the gradients of one call of `value_and_grad`."""
         if self.inside:
             refuse_while_accumulating("fdp.value_and_grad, inside of another one,")
         if self.calls == len(self.totals):
@@ -114,8 +114,7 @@ class AccumulationContext:
         if shapes != [(s.shape, s.dtype, label) for s, label in zip(sources, labels, strict=True)]:
             raise ArgumentError(
                 build_message(
-                    "fdp.accumulate adds up gradients, and those of one microbatch are of other things than those of "
-                    "another.",
+                    "fdp.accumulate adds up gradients, but not all microbatches have gradients of the same parameters.",
                     [f"{label}: {list(shape)} {dtype}" for shape, dtype, label in shapes],
                     remedy="differentiate with respect to the same parameters in every call.",
                 )
@@ -130,7 +129,7 @@ class AccumulationContext:
 
 
 def current_accumulation() -> AccumulationContext | None:
-    """What this thread is adding up, if it is."""
+    """The accumulation context of this thread, or None."""
     return getattr(_local, "accumulation", None)
 
 
@@ -139,11 +138,11 @@ def refuse_while_accumulating(
     remedy: str = "average what fdp.accumulate returns, in one message; for a gradient inside of the loss use "
     "torch.func.grad.",
 ) -> None:
-    """Refuse what would talk to other ranks, if microbatches are being gone through."""
+    """Refuse communication inside a loop over microbatches."""
     if current_accumulation() is not None:
         raise ArgumentError(
             build_message(
-                f"{what} was called inside of what fdp.accumulate calls: ranks would exchange a message for every "
+                f"{what} was called inside the function of fdp.accumulate: ranks would exchange a message for every "
                 "microbatch.",
                 remedy=remedy,
             )
@@ -152,7 +151,7 @@ def refuse_while_accumulating(
 
 @contextmanager
 def entered(accumulation: AccumulationContext) -> Iterator[None]:
-    """Have gradients added up on this thread."""
+    """Add up gradients on this thread."""
     _local.accumulation = accumulation
     try:
         yield
@@ -161,7 +160,7 @@ def entered(accumulation: AccumulationContext) -> Iterator[None]:
 
 
 def _zeros_like(source: torch.Tensor) -> torch.Tensor:
-    """Zeros in the memory order of a tensor, made of nothing but its shape."""
+    """Zeros in the memory order of a tensor, made from its shape alone."""
     order = memory_order(source) or list(range(source.dim()))
     back = sorted(range(len(order)), key=order.__getitem__)
     zeros = torch.zeros([source.shape[d] for d in order], dtype=source.dtype, device=source.device)

@@ -1,4 +1,4 @@
-"""What besides its arguments decides how a step runs: settings of the thread, and how the process was launched."""
+"""The ambient context of a step: settings of the thread, and how the process was launched."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fdp.pytorch.process_flags import any_autocast_enabled, onednn_enabled
 
 
 def warn_if_alone_by_mistake(group: Group) -> None:
-    """Say so if ranks were launched, and this one knows nothing of the others."""
+    """Warn if several ranks were launched, and this one has no process group."""
     launched = os.environ.get("WORLD_SIZE", "1")
     if group.reference is None and launched not in ("", "1"):
         warnings.warn(

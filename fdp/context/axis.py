@@ -19,7 +19,7 @@ from fdp.errors import FdpError, build_message
 
 @dataclass(frozen=True)
 class Axis:
-    """A line of ranks.
+    """An axis of ranks.
 
     Attributes:
         name: "traced" while a step is being traced (its collectives are recorded and never run),
@@ -51,10 +51,10 @@ def current_axis() -> Axis:
 
 
 def ranks_for(collective: str) -> Group:
-    """The ranks that a collective outside of a step talks to.
+    """The ranks of a collective outside of a step.
 
     Raises:
-        PeerError: this rank is no longer in step with them.
+        PeerError: this rank is desynchronised.
     """
     group = current_axis().group
     refuse_desynchronised(group, f"fdp.{collective}")

@@ -1,4 +1,4 @@
-"""Python's search for cycles of objects that nobody holds, switched off where it finds nothing and takes long."""
+"""Python's garbage collector, switched off where it would find nothing and take long."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Leave out the search for garbage while many objects are made that stay, or that go by themselves.
+    """Switch the garbage collector off while many objects are made that stay, or that are freed by reference counts.
 
-    A full search looks at all objects of the process, those of torch and of the trace included, and would come again
-    and again while those of a trace are made. What became garbage meanwhile is found by the next search.
+    A full collection scans all objects of the process, including those of torch and of the trace, and would run again
+    and again while a trace is made. The next collection finds what became garbage meanwhile.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Gradients that are looked at: `value_and_grad` shows what decides whether each is finite."""
+"""Gradients that are checked: `value_and_grad` records the extremes that show whether each is finite."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _local = threading.local()
 
 
 @dataclass
-class Look:
-    """What was shown, gradient by gradient.
+class GradientExtremes:
+    """The extremes of each gradient that was recorded.
 
     Attributes:
         names: key paths.
@@ -34,17 +34,17 @@ class Look:
 
 
 @contextmanager
-def looking() -> Iterator[Look]:
-    """Have gradients of this thread shown."""
-    before, _local.look = current_look(), Look()
+def looking() -> Iterator[GradientExtremes]:
+    """Record the extremes of this thread's gradients."""
+    before, _local.look = current_look(), GradientExtremes()
     try:
         yield _local.look
     finally:
         _local.look = before
 
 
-def current_look() -> Look | None:
-    """Who looks at gradients of this thread, if anybody does."""
+def current_look() -> GradientExtremes | None:
+    """The record of this thread's gradients, if one is being made."""
     return getattr(_local, "look", None)
 
 

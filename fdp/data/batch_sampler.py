@@ -92,7 +92,7 @@ class BatchSampler(Sampler[list[int]]):
         return self.length // self.batch_size if self.drop_last else -(-self.length // self.batch_size)
 
     def at(self, step: int) -> BatchSampler:
-        """The same sampler, from some step on; takes as long for any step.
+        """The same sampler, from some step on; equally fast for any step.
 
         Args:
             step: number of steps that are done, counted from the first of the first epoch.
@@ -169,7 +169,7 @@ class BatchSampler(Sampler[list[int]]):
         return Permutation(self.length, fold_in(key(self.seed, device="cpu"), epoch))(positions)
 
     def _refuse_empty_parts(self, ranks: Group) -> None:
-        """Of any step, and at its beginning: not after an hour, at the epoch's last."""
+        """Refuse batches with fewer samples than ranks when an epoch begins, and not at its last batch."""
         smallest = self._end(self.batches_per_epoch - 1) - (self.batches_per_epoch - 1) * self.batch_size
         if smallest < ranks.size:
             last = smallest < self.batch_size
@@ -185,7 +185,7 @@ class BatchSampler(Sampler[list[int]]):
             )
 
     def _refuse_disagreement(self, ranks: Group, epoch: int, first: int) -> None:
-        """Compare with the rank that began this pass first; nobody waits."""
+        """Compare with the rank that began this pass first, without waiting."""
         if ranks.size == 1:
             return
         store = ranks.store()

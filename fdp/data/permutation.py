@@ -1,4 +1,4 @@
-"""A permutation of as many numbers as one likes, from a key, without a list of them.
+"""A permutation of any length, computed from a key, without a list.
 
 Any position can be asked for at once, so that a run can go on in the middle of an epoch of 10^9 samples.
 """
@@ -13,9 +13,9 @@ import torch
 from fdp.random.hashing import mixed
 
 _ROUNDS, _ROUNDS_OF_FEW, _FEW = 8, 24, 1024
-"""Four are enough for a permutation that cannot be told from a random one by who sees few of its numbers (Luby and
-Rackoff). Of few numbers each round mixes little: after eight, some orders of five numbers are half again as frequent as
-others."""
+"""Four rounds make a permutation indistinguishable from a random one, if few of its numbers are known (Luby and
+Rackoff). A round mixes few numbers badly: after eight rounds, some orders of five numbers are half again as frequent
+as others. So few numbers get more rounds."""
 _POSITIVE = 2**62 - 1
 
 
@@ -41,7 +41,7 @@ class Permutation:
     key: torch.Tensor
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
-        """What stands at some positions.
+        """The numbers at some positions.
 
         Args:
             positions: 1-d int64 tensor on the CPU, of numbers below `length`.

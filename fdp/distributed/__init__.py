@@ -1,6 +1,5 @@
-"""The process group and its store: which ranks there are, and what they tell each other.
+"""The process group and its store: which ranks there are, and what they exchange.
 
-collective: what ranks can do with a value; sending -> messages -> group -> exchange, desynchronised; other_ranks: what
-stands for them where nothing is sent; wire: in which dtype gradients are sent; comparable, fingerprint, header: what is
-compared
+collective: the operations of ranks together; sending -> messages -> group -> exchange, desynchronised; other_ranks: the
+other ranks in a dry run; wire: in which dtype gradients are sent; comparable, fingerprint, header: what ranks compare
 """

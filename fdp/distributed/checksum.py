@@ -1,4 +1,4 @@
-"""A number of 32 bits for a part of a tensor: quick enough to be taken at every call of a step.
+"""A checksum of 32 bits for a part of a tensor, fast enough for every call of a step.
 
 It depends on the elements in the order of the tensor's shape, and not on where they lie in memory. So ranks may hold a
 tensor in other strides. It changes with any single bit, and where two elements change places. It is no protection
@@ -25,7 +25,7 @@ _LARGE_BYTES = 1 << 15
 
 
 def checksum_of_memory(address: int, size_bytes: int) -> int:
-    """The number of some bytes in the memory of this process.
+    """The checksum of some bytes in the memory of this process.
 
     Args:
         address: where they begin.
@@ -51,12 +51,12 @@ def checksum_of_memory(address: int, size_bytes: int) -> int:
 
 @functools.cache
 def _bytes(count: int) -> type[ctypes.Array[ctypes.c_char]]:
-    """The type of so many bytes; to make it takes longer than to read some thousand of them."""
+    """The ctypes array type of so many bytes. Making it takes longer than reading some thousand bytes."""
     return ctypes.c_char * count
 
 
 def checksum(tensor: torch.Tensor, start: int, stop: int) -> int | torch.Tensor:
-    """The number of some elements of a tensor.
+    """The checksum of some elements of a tensor.
 
     Args:
         tensor: any dense tensor, on any device.
@@ -79,7 +79,7 @@ def checksum(tensor: torch.Tensor, start: int, stop: int) -> int | torch.Tensor:
 
 
 def _elements(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Some elements in one piece, by copying hardly more than them."""
+    """Some elements as one contiguous piece; copies hardly more than these."""
     while not tensor.is_contiguous():
         inner = tensor.numel() // tensor.shape[0]
         first, last = start // inner, -(-stop // inner)

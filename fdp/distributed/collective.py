@@ -1,4 +1,4 @@
-"""What ranks can do together with a value of each: an entry for each collective, asked by all that plan or send one."""
+"""The properties of each collective, in one table for all that plan or send one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Collective:
-    """One way to combine what each rank holds.
+    """One collective, and its properties.
 
     Attributes:
         name: what traces, plans and messages call it.
@@ -29,12 +29,12 @@ class Collective:
 
     @property
     def in_place(self) -> bool:
-        """Whether the result lies where what was sent lay. If not, there is something to do on one rank, too."""
+        """Whether the result replaces the sent value in memory. If not, even a single rank has to copy."""
         return not (self.splits or self.gathers or self.paired)
 
     @property
     def reduces(self) -> bool:
-        """Whether each element of the result is made of that element of every rank, and lies where it lay."""
+        """Whether each element of the result combines the same element of every rank, in the same place."""
         return self.reduction is not None and self.in_place
 
     @property

@@ -1,7 +1,7 @@
 """Texts that processes compare: equal values have equal texts in all of them.
 
-Python's own `repr` does not promise that. It names objects by where they lie in memory, and goes through sets in an
-order that is drawn anew for each process. Whatever ranks compare as text is written here.
+Python's own `repr` does not promise that. It names objects by their address in memory, and the order of sets differs
+from process to process. All texts that ranks compare are written here.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def comparable(value: Any) -> str:
 
 
 def without_addresses(text: str) -> str:
-    """A text in which no address in memory is left, whatever wrote it.
+    """A text without addresses in memory.
 
     Example:
         >>> without_addresses("<function f at 0x7f3a6c0de280>")

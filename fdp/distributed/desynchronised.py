@@ -1,4 +1,4 @@
-"""Whether ranks are still in step with each other: who has left the others, and one step at a time on a group."""
+"""Which ranks are desynchronised, and that one step at a time runs on a group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _left_behind: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKe
 
 
 def mark_desynchronised(group: Group, why: str) -> None:
-    """Note that this rank left a step in the middle: the others are in it still, so no message can be paired."""
+    """Mark this rank as desynchronised: it left a step in the middle, and the others are still in it."""
     if group.process_group is not None:
         _left_behind.setdefault(group.process_group, why)
         if (watched := watched_ranks(group.process_group)) is not None:
@@ -30,7 +30,7 @@ _doubts: weakref.WeakKeyDictionary[dist.ProcessGroup, Callable[[], str | None]] 
 
 
 def doubt(group: Group, find_out: Callable[[], str | None]) -> None:
-    """Note that this rank may have left the others; before it talks to them again, `find_out` says why it has, or None.
+    """Mark this rank as perhaps desynchronised. Before its next message `find_out` returns the reason, or None.
 
     What finds out may wait for the others. To wait at once is not possible in a generator that is closed, nor good
     for a process that is on its way out.
@@ -40,7 +40,7 @@ def doubt(group: Group, find_out: Callable[[], str | None]) -> None:
 
 
 def why_desynchronised(group: Group) -> str | None:
-    """Why this rank is no longer in step with the others of a group; None if it is."""
+    """Why this rank is desynchronised from the others of a group; None if it is not."""
     if group.process_group is None:
         return None
     find_out = _doubts.pop(group.process_group, None)
@@ -57,12 +57,12 @@ def refuse_desynchronised(group: Group, what: str) -> None:
         what: who is about to talk to them.
 
     Raises:
-        PeerError: this rank is no longer in step with the others.
+        PeerError: this rank is desynchronised.
     """
     if (why := why_desynchronised(group)) is not None:
         raise PeerError(
             build_message(
-                f"{what} was called on a process group whose ranks are no longer in step.",
+                f"{what} was called on a process group whose ranks are desynchronised.",
                 [why],
                 remedy="let the error end this process; the other ranks wait in what was left. Start the job again "
                 "from its last checkpoint.",

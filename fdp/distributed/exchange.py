@@ -1,4 +1,4 @@
-"""Ranks tell each other something through the rendezvous store: without a collective, and within a time limit.
+"""Ranks exchange values through the rendezvous store: without a collective, and within a time limit.
 
 A thread asks the store, and not the one that waits. The process that holds the store may be stopped by a signal: then a
 question to the store does not come back, and who asked could not look who is gone.
@@ -26,7 +26,7 @@ from fdp.errors import AgreementError, PeerError, build_message, error_text
 
 
 def timeout_s() -> float:
-    """Seconds that ranks wait for each other where they compare something: FDP_AGREE_TIMEOUT_S, or 300."""
+    """Seconds that ranks wait for each other in an exchange: FDP_AGREE_TIMEOUT_S, or 300."""
     return float(os.environ.get("FDP_AGREE_TIMEOUT_S", 300.0))
 
 
@@ -159,7 +159,7 @@ def all_say(group: Group, yes: bool, timeout_s: float = 300.0) -> bool:
 
 
 def announce_failure(group: Group, error: Exception) -> None:
-    """Tell ranks that may be waiting that this one has no plan to compare; never raises and never waits."""
+    """Report to waiting ranks that this one has no plan to compare; never raises and never waits."""
     text = f"{type(error).__name__}: {error_text(error)}"
     try:
         turn = next_turn(group)
@@ -178,7 +178,7 @@ def come_together(group: Group, subject: str, news: str, also: dict[str, Any] | 
         also: what this rank has to tell besides; made of what JSON knows.
 
     Returns:
-        What each rank told, in rank order.
+        The text of each rank, in rank order.
 
     Raises:
         AgreementError: another rank does something else, or did not come in time.
@@ -200,7 +200,7 @@ def come_together(group: Group, subject: str, news: str, also: dict[str, Any] | 
 
 
 def tell_all(group: Group, own: dict[str, Any], subject: str, news: str) -> list[dict[str, Any]]:
-    """Tell every rank something, and hear what every rank has to tell, in rank order; through the store.
+    """Exchange a value with every rank through the store; returns all values in rank order.
 
     A rank that could not get so far has only "failed" to tell, and why.
 

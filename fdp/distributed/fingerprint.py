@@ -9,7 +9,7 @@ _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, so that no bit of the posit
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
-    """Hash the bits of a tensor, its shape and its dtype; what its memory layout is does not matter.
+    """Hash the bits of a tensor, its shape and its dtype; the memory layout does not matter.
 
     Args:
         tensor: any dense tensor, on any device.

@@ -39,7 +39,7 @@ def carries(collective: Collective, dtype: torch.dtype, world_size: int) -> bool
 
 
 def numbers(agreement: int, digest: str) -> list[int]:
-    """The number of each call of a step, as far as calls are told apart.
+    """The number of each call of a step, as far as it distinguishes calls.
 
     Args:
         agreement: counts the exchanges of a group; in this one ranks agreed on the step and its schedule.

@@ -1,4 +1,4 @@
-"""Joining the other ranks: who started this process, which rank it is, and where the ranks meet."""
+"""Joining the other ranks: which launcher started this process, its rank, and the address of the store."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def initialize(backend: str | None = None, timeout: float | datetime.timedelta |
 
     Example:
         >>> initialize()
-        >>> torch.distributed.is_initialized()  # nobody started other ranks
+        >>> torch.distributed.is_initialized()  # no launcher started other ranks
         False
 
     References:
@@ -116,7 +116,7 @@ def _take_accelerator(found: Launch) -> str | None:
 
 
 def _store(found: Launch, limit: datetime.timedelta | None) -> Any:
-    """Where ranks meet, with keys of this attempt's own."""
+    """The store of the ranks, with separate keys for each attempt."""
     # torchrun's agent may hold the store, for all attempts; otherwise rank 0 does.
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -133,7 +133,7 @@ def _store(found: Launch, limit: datetime.timedelta | None) -> Any:
 
 
 def launch_of(environment: Mapping[str, str]) -> Launch | None:
-    """Who started this process, by the variables of its environment.
+    """Which launcher started this process, by the variables of its environment.
 
     Args:
         environment: the variables.

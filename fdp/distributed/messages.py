@@ -107,7 +107,7 @@ def start_all_gather(
 def start_all_to_all(
     out: torch.Tensor, own: torch.Tensor, group: Members, arrived: Arrived | None = None, what: str = "an all-to-all"
 ) -> Callable[[], None]:
-    """Start sending each rank its piece of `own`, and filling `out` with the pieces that all ranks have for this one.
+    """Start sending each rank its piece of `own`, and filling `out` with the pieces of all ranks for this one.
 
     Both are contiguous, of as many elements as ranks can share evenly. Returns the function that waits.
     """
@@ -139,7 +139,7 @@ def _in_rows(buffer: torch.Tensor, group: Members) -> bool:
 
 
 class _Transfer(NamedTuple):
-    """What a rank sends to one other rank, while it gets something from one: contiguous bytes.
+    """What a rank sends to one other rank, and where it receives from one: contiguous bytes.
 
     Attributes:
         source: the rank that it gets something from; None for no rank.
@@ -154,7 +154,7 @@ class _Transfer(NamedTuple):
     given: torch.Tensor
 
     def start(self, size: int, ranks: Any) -> Any:
-        """Start it, as a message to all ranks in which the others get nothing."""
+        """Start the transfer, as an all-to-all in which the other ranks get nothing."""
         arriving = [self.into.numel() if rank == self.source else 0 for rank in range(size)]
         leaving = [self.given.numel() if rank == self.destination else 0 for rank in range(size)]
         into, given = self.into[: sum(arriving)], self.given[: sum(leaving)]
@@ -277,7 +277,7 @@ def _add_up(result: torch.Tensor, rows: Sequence[torch.Tensor], divided_by: int)
 def start_permute(
     out: torch.Tensor, own: torch.Tensor, pairs: Pairs, group: Members, arrived: Arrived | None = None
 ) -> Callable[[], None]:
-    """Start sending `own` to the rank that this one is paired with, and filling `out` with what is sent to this one.
+    """Start sending `own` to this rank's destination, and filling `out` with the value of its source.
 
     Args:
         out: contiguous, like `own`; zeros where nothing is sent to this rank.
@@ -302,10 +302,10 @@ def start_permute(
 
 
 def _as_bytes(buffer: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor: what is only moved needs no dtype that the backend can add."""
+    """The bytes of a contiguous tensor: a value that is only moved needs no dtype that the backend can add."""
     # Not view(-1): of a single element it keeps whatever stride that has, and then there is no view as bytes.
     return buffer.as_strided((buffer.numel(),), (1,)).view(torch.uint8)
 
 
 def _nothing() -> None:
-    """There is nothing to wait for."""
+    """Wait for nothing."""

@@ -1,7 +1,7 @@
-"""What the other ranks hold while a program runs on one rank alone: nothing is sent, and collectives have results.
+"""The values of the other ranks in a dry run: nothing is sent, and collectives still have results.
 
-A collective that gave back what it was given would hide mistakes: a value that is read before its average is there, or
-from before it, would be right by chance. So in a comparison the other ranks hold *something else*: a function of what
+A collective that returned its argument would hide mistakes: a program that reads a value before its average exists
+would be right by chance. So in a comparison the other ranks hold *something else*: a function of what
 this rank holds. The function is the same for each element, wherever it lies. So it does not matter whether a value
 is reduced by itself or as a part of a bucket.
 
@@ -31,7 +31,7 @@ _LOWERED = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.i
 
 @dataclass(frozen=True)
 class OtherRanks:
-    """The ranks of a group as one of them takes them to be, while nothing is sent.
+    """The assumed values of all ranks of a group, while nothing is sent.
 
     Attributes:
         size: how many ranks there are.
@@ -58,7 +58,7 @@ class OtherRanks:
         return cls(int(size), int(rank), "equal" if kind == "equal" else "different")
 
     def all_reduce_(self, x: torch.Tensor, op: str, scaled: bool = False) -> None:
-        """Reduce a tensor in place.
+        """Reduce a tensor in place, with the assumed values.
 
         Args:
             x: what this rank contributes.
@@ -81,26 +81,26 @@ class OtherRanks:
                 x.mul_(factor)
 
     def all_gather_(self, out: torch.Tensor, own: torch.Tensor) -> None:
-        """Fill `out` ([size, *own.shape]) with what each rank holds."""
+        """Fill `out` ([size, *own.shape]) with the value of each rank."""
         for rank, row in enumerate(out.unbind(0)):
             row.copy_(own if rank == self.rank else _held(own, *self._share(rank)))
 
     def broadcast_(self, x: torch.Tensor, root: int) -> None:
-        """Put what the root holds in the place of what this rank holds."""
+        """Replace this rank's value by the root's."""
         if root != self.rank:
             x.copy_(_held(x, *self._share(root)))
 
     def reduce_scatter_(self, out: torch.Tensor, own: torch.Tensor, op: str) -> None:
-        """Fill `out` with what comes of this rank's row of what each rank holds."""
+        """Fill `out` with the reduction of this rank's row of each rank's value."""
         out.copy_(own[self.rank])
         self.all_reduce_(out, op)
 
     def all_to_all_(self, out: torch.Tensor, own: torch.Tensor) -> None:
-        """Fill each row of `out` with what its rank holds for this one."""
+        """Fill each row of `out` with that rank's piece for this one."""
         self.all_gather_(out, own[self.rank])
 
     def permute_(self, out: torch.Tensor, own: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-        """Fill `out` with what the rank holds that sends to this one, with zeros if there is none."""
+        """Fill `out` with the value of the rank that sends to this one, or with zeros if there is none."""
         source = next((one for one, other in pairs if other == self.rank), None)
         if source is None:
             out.zero_()
@@ -116,12 +116,12 @@ class OtherRanks:
         return {self._share(rank) for rank in self._others}
 
     def _share(self, rank: int) -> tuple[float, int]:
-        """By what a rank's numbers are multiplied, and by how much its integers are less."""
+        """The factor of a rank's numbers, and by how much its integers are smaller."""
         return (1 - (1 + rank % 4) / 8, 1 + rank % 4) if self.kind == "different" else (1.0, 0)
 
 
 def _held(own: torch.Tensor, factor: float, fewer: int) -> torch.Tensor:
-    """What another rank holds in place of what this one holds."""
+    """The assumed value of another rank, from the value of this one."""
     if own.dtype in _SCALED:
         return own * factor
     if own.dtype in _LOWERED:

@@ -55,7 +55,7 @@ class Members(Protocol):
 def start_message(
     what: str, buffer: torch.Tensor, group: Members, arrived: Arrived | None, send: Callable[[Any], Any]
 ) -> Callable[[], None]:
-    """Start a message; returns the function that waits for it, and that knows when a rank will not come."""
+    """Start a message; returns the function that waits for it, and that raises if a rank is lost."""
     ranks = group.process_group
     watched = watch_over(group)
     number = 0 if watched is None else watched.starts_message()
@@ -86,7 +86,7 @@ def watch_over(group: Members) -> Watched | None:
 
 
 def _call_back(work: Any, arrived: Arrived | None) -> None:
-    """Have the end of a message told; a backend whose work has no future tells nothing."""
+    """Report the end of a message. A backend whose work has no future reports nothing."""
     if arrived is None:
         return
     try:
@@ -97,7 +97,7 @@ def _call_back(work: Any, arrived: Arrived | None) -> None:
 
 
 def piece_count(part_bytes: int, buffer: torch.Tensor, group: Members) -> int:
-    """In how many pieces a message is sent, of so many bytes to one rank; all ranks decide alike."""
+    """The number of pieces of a message of so many bytes to one rank; the same on all ranks."""
     many = min(-(-part_bytes // _PIECE_BYTES), _MOST_PIECES) if group.backend_for(buffer.device) == "gloo" else 1
     return max(many, 1)
 
@@ -122,7 +122,7 @@ def start_pieces(
 
 
 def _after(count: int, arrived: Arrived) -> Arrived:
-    """What is called so often, perhaps by several threads, until it calls `arrived`."""
+    """A function that calls `arrived` after so many calls, perhaps from several threads."""
     left = itertools.count(count - 1, -1)
 
     def one() -> None:

@@ -1,4 +1,4 @@
-"""Gradient accumulation: go through a batch in microbatches, and average what they add up to once."""
+"""Gradient accumulation: add up the gradients of microbatches, and average them over ranks once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _BREAK_REASON = (
 def accumulate(
     grad_fn: Callable[..., Any], microbatches: int, *, batch_argnums: int | Sequence[int] = -1
 ) -> Callable[..., Any]:
-    """Make a function that does for a batch what `grad_fn` does, in the memory of a part of it.
+    """Make a function that does for a batch what `grad_fn` does, in the memory of a microbatch.
 
     The batch is cut along the first dimension into microbatches of equal length, which `grad_fn` is called with one
     after the other. Their gradients are added up and averaged across ranks once, each as soon as the last microbatch's
@@ -114,7 +114,7 @@ def accumulate(
 
 
 class _Sums:
-    """What has come of the microbatches so far.
+    """The results of the microbatches so far.
 
     Args:
         name: of the function that is called with them.
@@ -129,11 +129,13 @@ class _Sums:
         self._sinks: list[Any] = []
 
     def add(self, out: Any, index: torch.Tensor | None) -> None:
-        """Add what was returned for a microbatch, whose number is that, or None for the last."""
+        """Add the results of a microbatch, by its number, or None for the last."""
         leaves, spec = pytree.flatten(out)
         self._refuse_lost_gradients(leaves)
         averages = [self._context.average_of(leaf) for leaf in leaves]
-        kinds = [_kind(leaf, average is not None) for leaf, average in zip(leaves, averages, strict=True)]
+        kinds = [
+            _microbatch_invariant(leaf, average is not None) for leaf, average in zip(leaves, averages, strict=True)
+        ]
         if self._spec is None:
             self._spec, self._kinds = spec, kinds
             self._sinks = [
@@ -157,7 +159,7 @@ class _Sums:
                     sink.index_copy_(0, index, leaf.detach().unsqueeze(0))
 
     def result(self) -> Any:
-        """What all microbatches have come to, gradients averaged over ranks."""
+        """The results of all microbatches, with gradients averaged over ranks."""
         leaves = [
             average(sink.total, sink.source, sink.label) if isinstance(sink, Pending) else sink for sink in self._sinks
         ]
@@ -190,8 +192,8 @@ class _Sums:
             )
 
 
-def _kind(leaf: Any, is_value: bool) -> Any:
-    """What has to be the same for every microbatch."""
+def _microbatch_invariant(leaf: Any, is_value: bool) -> Any:
+    """The properties of a result that have to be the same for every microbatch."""
     if isinstance(leaf, Pending):
         return leaf.label
     if isinstance(leaf, torch.Tensor):
@@ -232,7 +234,7 @@ def _refuse_nesting(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 def _take_out(
     name: str, args: tuple[Any, ...], batch_argnums: int | Sequence[int]
 ) -> tuple[dict[str, torch.Tensor], Callable[[list[torch.Tensor]], tuple[Any, ...]]]:
-    """The tensors of the batch by key path, and what puts others in their place."""
+    """The tensors of the batch by key path, and a function that puts others in their place."""
     numbers = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
     wrong = [n for n in numbers if isinstance(n, bool) or not isinstance(n, int) or not -len(args) <= n < len(args)]
     if wrong or not numbers or len(args) == 1:
@@ -264,7 +266,7 @@ def _take_out(
 
 
 def _refuse_changes(name: str, versions: dict[str, int], before: list[int]) -> None:
-    """Only the last microbatch lies in the batch itself: changes of the others would be lost, and its own stay."""
+    """Refuse changes of a batch: those of the last microbatch would stay in it, and those of the others be lost."""
     changed = [label for (label, now), then in zip(versions.items(), before, strict=True) if now != then]
     if changed:
         raise ArgumentError(
@@ -293,7 +295,7 @@ def _length(name: str, moving: dict[str, torch.Tensor], microbatches: int) -> in
 
 
 def _in_rows(x: torch.Tensor, count: int, length: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What takes one row of several samples, in the memory order of the whole."""
+    """A function that takes one microbatch, in the memory order of the whole batch."""
     order = memory_order(x) or list(range(x.dim()))
     if order[0] != 0:
         order = list(range(x.dim()))

@@ -43,7 +43,7 @@ _BREAK_REASON = (
 def value_and_grad(
     fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Make a function that returns what `fn` returns and its gradient, averaged across ranks.
+    """Make a function that returns the value of `fn` and its gradient, averaged across ranks.
 
     Args:
         fn: a function whose result is a 0-dim floating-point tensor (with `has_aux`, a pair of it and a
@@ -222,17 +222,17 @@ def _grad_functional(
     call: Callable[..., tuple[torch.Tensor, Any]], sources: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, Any, Sequence[torch.Tensor]]:
     # torch.func takes tensors alone as its auxiliary output, and knows other containers than optree does.
-    skeleton: list[Any] = []
+    structure: list[Any] = []
 
     def with_value(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         value, aux = call(inputs)
         leaves, spec = pytree.flatten(aux)
-        skeleton[:] = [leaves, spec]
+        structure[:] = [leaves, spec]
         return value, [value, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
 
     grads, tensors = torch.func.grad(with_value, has_aux=True)(list(sources))
     value, *rest = tensors
-    leaves, spec = skeleton
+    leaves, spec = structure
     unwrapped = iter(rest)
     aux = [next(unwrapped) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return value, pytree.unflatten(spec, aux), grads
@@ -244,7 +244,7 @@ def _grad_accumulated(
     labels: Sequence[str],
     accumulation: AccumulationContext,
 ) -> tuple[torch.Tensor, Any, list[Pending]]:
-    """Add this microbatch's gradients to their totals, each as soon as it is there."""
+    """Add this microbatch's gradients to their totals, each as soon as it exists."""
     if under_transform():
         refuse_while_accumulating("fdp.value_and_grad, under a transform of torch.func,")
     with accumulation.differentiating(sources, labels) as totals:
@@ -313,7 +313,7 @@ def _fresh_leaf(source: torch.Tensor) -> torch.Tensor:
 
 
 def _place(x: torch.Tensor) -> Any:
-    """The place of a tensor; `x.data = y` gives it another. None where that is not allowed anyway."""
+    """The memory of a tensor, which `x.data = y` replaces. None where that is not allowed anyway."""
     return None if x.layout != torch.strided or is_transformed(x) else place_of(x)
 
 
@@ -328,7 +328,7 @@ def _follow(sources: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], the
 
 
 def _detached(x: torch.Tensor) -> torch.Tensor:
-    """Apart from the graph of reverse mode, but not from forward mode, which `detach` would leave as well."""
+    """Detach from reverse mode, but not from forward mode, as `detach` would."""
     if not in_forward_mode():
         return x.detach()
     tangent = torch.autograd.forward_ad.unpack_dual(x).tangent

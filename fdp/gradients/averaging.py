@@ -1,4 +1,4 @@
-"""The mean of a gradient over ranks, and who looks at it."""
+"""The mean of a gradient over ranks, and the record of its extremes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def average(grad: torch.Tensor, source: torch.Tensor, label: str) -> torch.Tenso
     if under_transform():
         raise ArgumentError(
             build_message(
-                f"check_finite=True cannot look at the gradient of {label}, which is taken inside of torch.func.grad, "
+                f"check_finite=True cannot check the gradient of {label}, which is taken inside of torch.func.grad, "
                 "vmap or another transform.",
                 remedy="take gradients of ranks outside of transforms; inside, use torch.func.grad.",
             )
@@ -68,7 +68,7 @@ def _averaged(grad: torch.Tensor, source: torch.Tensor, label: str) -> torch.Ten
 
 
 def _no_view(x: torch.Tensor) -> torch.Tensor:
-    """What `torch.autograd.grad` returns is no view: one may call `detach_` of it."""
+    """Make a result no view, like those of `torch.autograd.grad`, so that `detach_` works."""
     return x if x.requires_grad or in_forward_mode() or under_transform() else x.data
 
 

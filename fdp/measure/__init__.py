@@ -1,4 +1,4 @@
-"""What things take, in seconds, on this machine and between these ranks.
+"""Seconds of operations and messages, on this machine and between these ranks.
 
 clock, fit -> agreed -> link, device_speed; operations; intervals -> profile
 """

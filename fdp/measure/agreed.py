@@ -1,4 +1,4 @@
-"""Numbers that ranks measured, made equal on all of them: plans that are made from them are then equal, too.
+"""Measurements of ranks, made equal on all of them, so that plans from them are equal, too.
 
 They are sent as whole numbers of picoseconds: sums of integers do not depend on the order in which a backend adds.
 """
@@ -69,7 +69,7 @@ def agreed_costs(group: Group, device: torch.device, costs: Costs) -> Costs:
 
 
 def refuse_left(group: Group) -> None:
-    """Refuse to measure on a group that this rank has left in the middle of something.
+    """Refuse to measure on a group on which this rank is desynchronised.
 
     Raises:
         PeerError: it has.
@@ -80,7 +80,7 @@ def refuse_left(group: Group) -> None:
 
 @contextmanager
 def talking(group: Group) -> Iterator[None]:
-    """Send the messages of a measurement: what goes wrong is told as what it is, and the group counts as left.
+    """Send the messages of a measurement: errors are raised as what they are, and the group counts as left.
 
     Raises:
         PeerError: another rank died or stopped answering; or this rank has left the others before.
@@ -102,7 +102,7 @@ def _lost(group: Group, why: str) -> PeerError:
     others = [rank for rank in range(group.size) if rank != group.rank]
     return PeerError(
         build_message(
-            f"rank {group.rank} lost contact with the other ranks, with which it was to measure.",
+            f"rank {group.rank} lost contact with the other ranks while it measured with them.",
             [f"one of ranks {others} died, stopped, or did not come", why],
             remedy="look for the first error among the logs of all ranks; start the job again.",
         )

@@ -1,7 +1,7 @@
 """Clocks: stamps that cost little to take, and the seconds between them once all is done.
 
 A host clock reads the time. On a CUDA device the host runs ahead of the work, so a stamp is an event in the stream:
-its time is that at which the device came to it.
+its time is when the device reached it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch
 
 
 class Clock(Protocol):
-    """What takes stamps."""
+    """Takes time stamps."""
 
     def stamp(self) -> Any:
         """A stamp of now, for `seconds`."""
 
     def seconds(self, first: Any, stamps: Sequence[Any]) -> list[float]:
-        """Seconds from one stamp to each of some others; waits until the device has come to all of them."""
+        """Seconds from one stamp to each of some others; waits until the device has reached all of them."""
 
     def settle(self) -> None:
-        """Wait until the device has nothing left to do."""
+        """Wait until the device is idle."""
 
 
 class HostClock:
@@ -66,7 +66,7 @@ def clock_for(devices: Iterable[torch.device]) -> Clock:
 
 
 def cost_of_a_stamp(clock: Clock, count: int = 1000) -> float:
-    """Seconds that go by between two stamps with nothing in between."""
+    """Seconds between two stamps with nothing in between."""
     stamps: list[Any] = []
     append, stamp = stamps.append, clock.stamp
     for _ in range(count):

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from fdp.errors import ArgumentError, build_message
 
 MOST_IN_FLIGHT = 8
-"""More messages at once than these are not told apart."""
+"""Larger numbers of messages at once are not distinguished."""
 
 
 def fit_line(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    """Fit seconds = base + slope * bytes: of the lines through two of the points the one that is off by least.
+    """Fit seconds = base + slope * bytes: of the lines through two of the points, the one with the smallest error.
 
     One of the two is among the two largest messages. Most bytes of a step are in large ones, and small ones may be
     quicker than their bytes, where there is memory on the way.
@@ -46,7 +46,7 @@ def fit_line(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[floa
     if len(set(sizes_bytes)) < 2 or points[-1][1] <= min(seconds):
         raise ArgumentError(
             build_message(
-                "latency and bandwidth cannot be told from the messages that were timed.",
+                "latency and bandwidth cannot be computed from the messages that were timed.",
                 [f"{size} bytes: {second:g} s" for size, second in zip(sizes_bytes, seconds, strict=True)],
                 remedy="give the network by hand: fdp.Network(latency_s=, bandwidth_bytes_per_s=).",
             )
@@ -62,7 +62,7 @@ def fit_line(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[floa
 
 
 def ring_numbers(base_s: float, slope_s_per_byte: float, world_size: int) -> tuple[float, float]:
-    """Latency and bandwidth of the links of a ring, from what an all-reduce over it takes.
+    """Latency and bandwidth of the links of a ring, from the times of an all-reduce over it.
 
     An all-reduce over a ring is 2(N-1) rounds, in each of which every rank sends an N-th of the bytes.
 
@@ -87,7 +87,7 @@ def ring_numbers(base_s: float, slope_s_per_byte: float, world_size: int) -> tup
 
 
 def in_flight_of(one_s: float, many_s: float, count: int) -> int:
-    """How many messages are worked on at once, from the time of many small ones that are started together.
+    """How many messages run at once, from the time of many small ones that are started together.
 
     With F in flight a message may start T / F after the one before, and takes T: all are there after
     T + (count - 1) * T / F.

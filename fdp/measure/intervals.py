@@ -10,7 +10,7 @@ from typing import Any
 from fdp.emit.codegen.lines import Part
 from fdp.measure.clock import Clock
 from fdp.plan import Plan, Run, Start, Wait
-from fdp.plan.simulate import described, let_on, message_name, phases
+from fdp.plan.simulate import buckets_released, message_name, operation_label, phases
 from fdp.timeline.timeline import Interval
 
 
@@ -29,8 +29,8 @@ class Event:
     second: float
 
 
-class Told:
-    """What a run tells of its messages: an observer that takes a stamp of each event."""
+class EventRecorder:
+    """Records the events of a run's messages, each with a time stamp."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -93,11 +93,11 @@ def operations(plan: Plan, parts: Sequence[Part], seconds: Sequence[float]) -> l
 
 
 def _work(plan: Plan, kinds: Sequence[str], at: int, waited: int | None) -> tuple[str, str, int | None]:
-    """Kind, name and bucket of what a program does for one item of its schedule."""
+    """Kind, name and bucket of the work of a program for one item of its schedule."""
     item = plan.schedule[at] if at >= 0 else None
     if isinstance(item, Run):
         kind = kinds[item.operations[0]]
-        name = described(plan.trace.operations[item.operations[0]], len(item.operations))
+        name = operation_label(plan.trace.operations[item.operations[0]], len(item.operations))
         return kind, name, waited if kind == "optimizer" else None
     if isinstance(item, Start):
         # Of a message that is not sent: there is one rank, or there are no elements.
@@ -105,7 +105,7 @@ def _work(plan: Plan, kinds: Sequence[str], at: int, waited: int | None) -> tupl
     return ("forward", "copy", None) if item is None else ("optimizer", "copy", waited)
 
 
-def blocks(plan: Plan, events: Sequence[Event], end_s: float) -> list[Interval]:
+def intervals_between_events(plan: Plan, events: Sequence[Event], end_s: float) -> list[Interval]:
     """The compute lane of a compiled step: an interval from one start or wait to the next.
 
     Args:
@@ -136,7 +136,7 @@ def blocks(plan: Plan, events: Sequence[Event], end_s: float) -> list[Interval]:
 
 
 def _kinds_before(plan: Plan, sent: Container[tuple[str, int]]) -> dict[tuple[str, int], str]:
-    """What kind of work a schedule does before each start and wait that was seen, back to the one before."""
+    """The kind of work in a schedule before each recorded start and wait, back to the previous one."""
     kinds = phases(plan.trace.operations)
     found: dict[tuple[str, int], str] = {}
     since: set[str] = set()
@@ -163,7 +163,7 @@ def messages(plan: Plan, events: Sequence[Event]) -> list[Interval]:
             # Whichever was seen first: a thread that tells of an arrival may have to wait for its turn.
             ended.setdefault(event.bucket, event.second)
     over = {event.bucket: event.second for event in events if event.what == "was waited for"}
-    used = {bucket: over[last] for last, let in let_on(plan).items() if last in over for bucket in let}
+    used = {bucket: over[last] for last, let in buckets_released(plan).items() if last in over for bucket in let}
     found = [
         Interval(
             "communication", "message", message_name(plan.trace, plan.buckets[bucket]),

@@ -1,6 +1,6 @@
 """The network between the ranks of a group, measured with a few messages.
 
-All ranks send the same messages: how many, and of which sizes, is decided on numbers that they have agreed on.
+All ranks send the same messages: agreed numbers decide how many, and of which sizes.
 
 References: Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH (IJHPCA 2005);
 Li et al., PyTorch Distributed (VLDB 2020), section 2.3, for why latency and bandwidth both count.
@@ -53,8 +53,8 @@ _PIECE = {"cpu": 128, "cuda": 1024}
 
 
 @dataclass(frozen=True)
-class Link:
-    """What was measured of a group.
+class MeasuredLink:
+    """The measurements of a group.
 
     Attributes:
         network: between its ranks.
@@ -65,11 +65,13 @@ class Link:
     start_s: float
 
 
-_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, torch.dtype], Link]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, torch.dtype], MeasuredLink]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def measure_network(group: Group, device: torch.device, dtype: torch.dtype = torch.float32) -> Network:
-    """Measure the network of a group: once, and then it is remembered as long as the group lives.
+    """Measure the network of a group; the result is remembered as long as the group lives.
 
     Args:
         group: the ranks, two or more; all of them call this together, while they use the group for nothing else.
@@ -88,8 +90,8 @@ def measure_network(group: Group, device: torch.device, dtype: torch.dtype = tor
     return measure_link(group, device, dtype).network
 
 
-def measure_link(group: Group, device: torch.device, dtype: torch.dtype = torch.float32) -> Link:
-    """As `measure_network`, together with what it takes to start a message."""
+def measure_link(group: Group, device: torch.device, dtype: torch.dtype = torch.float32) -> MeasuredLink:
+    """As `measure_network`, together with the seconds to start a message."""
     if group.process_group is None or group.size == 1:
         raise ArgumentError(
             build_message(
@@ -107,7 +109,7 @@ def measure_link(group: Group, device: torch.device, dtype: torch.dtype = torch.
     return known[key]
 
 
-def _measure(group: Group, device: torch.device, dtype: torch.dtype) -> Link:
+def _measure(group: Group, device: torch.device, dtype: torch.dtype) -> MeasuredLink:
     messages = _Messages(group, device, dtype)
     sizes, seconds = _time_sizes(messages)
     base_s, slope = fit_line(sizes, seconds)
@@ -119,7 +121,7 @@ def _measure(group: Group, device: torch.device, dtype: torch.dtype) -> Link:
     slowdown = _time_beside(messages, sizes, seconds)
     start_s = statistics.median(messages.starts_s)
     (start_s,) = agreed_seconds(group, device, [start_s], "mean")
-    return Link(Network(latency_s, bandwidth, in_flight=in_flight, compute_slowdown=slowdown), start_s)
+    return MeasuredLink(Network(latency_s, bandwidth, in_flight=in_flight, compute_slowdown=slowdown), start_s)
 
 
 def _time_sizes(messages: _Messages) -> tuple[list[int], list[float]]:
@@ -139,7 +141,7 @@ def _time_sizes(messages: _Messages) -> tuple[list[int], list[float]]:
 
 
 def _time_beside(messages: _Messages, sizes: Sequence[int], seconds: Sequence[float]) -> float:
-    """Compare a fixed piece of computing alone with the same beside messages that take longer than it."""
+    """Time a fixed computation alone, and beside messages that take longer than it."""
     at = next((at for at, second in enumerate(seconds) if second >= _BESIDE_S), len(seconds) - 1)
     count = min(math.ceil(_BESIDE_S / seconds[at]), MOST_IN_FLIGHT)
     together = [sizes[at]] * count
@@ -169,7 +171,7 @@ class _Messages:
         self._compute = self.computing() if device.type == "cpu" and self._tells() else None
 
     def start(self, sizes_bytes: Sequence[int], arrived: Arrived | None = None) -> list[Callable[[], None]]:
-        """Start messages of some sizes at once; `arrived` is called for each that has, if the backend says so."""
+        """Start messages of some sizes at once; `arrived` is called for each arrival that the backend reports."""
         waits, begin = [], 0
         for size_bytes in sizes_bytes:
             numel = max(1, size_bytes // self.dtype.itemsize)
@@ -182,24 +184,24 @@ class _Messages:
         return waits
 
     def _tells(self) -> bool:
-        """Whether the backend says when a message has arrived."""
-        told: list[bool] = []
-        self.finish(self.start([_SIZES_BYTES[0]], lambda: told.append(True)))
+        """Whether the backend reports the arrival of a message."""
+        arrivals: list[bool] = []
+        self.finish(self.start([_SIZES_BYTES[0]], lambda: arrivals.append(True)))
         # The one who tells may be a thread that comes after.
         end = time.perf_counter() + 0.1
-        while not told and time.perf_counter() < end:
+        while not arrivals and time.perf_counter() < end:
             time.sleep(1e-3)
-        (late,) = agreed_seconds(self.group, self.device, [0.0 if told else 1.0], "max")
+        (late,) = agreed_seconds(self.group, self.device, [0.0 if arrivals else 1.0], "max")
         return late == 0
 
     def finish(self, waits: Sequence[Callable[[], None]]) -> None:
-        """Wait until all of some messages are there."""
+        """Wait until some messages have all arrived."""
         for wait in waits:
             wait()
         self._clock.settle()
 
     def seconds(self, sizes_bytes: Sequence[int], repeats: int) -> float:
-        """Seconds until messages that are started at once are all there; the same on every rank.
+        """Seconds until messages that are started at once have all arrived; the same on every rank.
 
         The first run is not counted. Of each of the others it is counted from when the last rank came: the rank that
         waited least for the others came last. The lower quartile of the runs is taken: now and then a message waits for
@@ -217,13 +219,13 @@ class _Messages:
                 while len(ended) < len(waits) and time.perf_counter() - before < _LONGEST_BESIDE_S:
                     self._compute(1)
             self.finish(waits)
-            # By the time it is told that they arrived; not when computing came to an end.
+            # By the time at which their arrival is reported; not when computing came to an end.
             runs.append((max(ended) if len(ended) == len(waits) else time.perf_counter()) - before)
         agreed = agreed_seconds(self.group, self.device, runs[1:], "min")
         return max(statistics.quantiles(agreed, n=4, method="inclusive")[0], 1e-9)
 
     def computing(self) -> Callable[[int], float]:
-        """A function that computes so many equal pieces, and says how many seconds that took."""
+        """A function that computes so many equal pieces, and returns the seconds that it took."""
         rows = _PIECE.get(self.device.type, 128)
         one = torch.ones(rows, rows, device=self.device)
         out = torch.empty_like(one)

@@ -1,7 +1,7 @@
 """Seconds for each operation of a step, from runs of the program that carries out a plan of it.
 
-Not from an interpreter of the graph: the program writes results into their places, joins calls and drops views, so that
-its operations take other times than one by one. It runs on this rank alone; nothing is sent.
+An interpreter of the graph would measure other times: the program writes results into their places, joins calls and
+drops views. It runs on this rank alone; nothing is sent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REPEATS, _BUDGET_S = 3, 0.5
 
 
 def measure_costs(emitted: Emitted, tensors: Sequence[torch.Tensor], start_s: float) -> Costs:
-    """Measure what the operations of a step take on this rank, by running it a few times on copies of its inputs.
+    """Measure the seconds of a step's operations on this rank, by running it a few times on copies of its inputs.
 
     The program of the plan runs with a stamp between one operation and the next. What a stamp takes is subtracted, and
     then all is scaled so that the sum is what the step takes without stamps, and without messages (of a long step
@@ -101,7 +101,7 @@ def measure_agreed_costs(emitted: Emitted, tensors: Sequence[torch.Tensor]) -> C
 
 
 def device_of_messages(plan: Plan) -> torch.device:
-    """The device that most bytes of a plan's messages come from; the CPU if there are none."""
+    """The device of most bytes of a plan's messages; the CPU if there are none."""
     sizes: defaultdict[torch.device, int] = defaultdict(int)
     for bucket in plan.buckets:
         sizes[bucket.device] += bucket.size_bytes
@@ -119,7 +119,7 @@ def _time(clock: Clock, step: Emitted, inputs: list[torch.Tensor]) -> float:
 def _costs(
     plan: Plan, parts: Sequence[Part], seconds: Sequence[float], total_s: float | None, sends: bool, start_s: float
 ) -> Costs:
-    """Share seconds of the parts of a program among operations.
+    """Divide the seconds of a program's parts among operations.
 
     Args:
         plan: that the program carries out.
@@ -164,7 +164,7 @@ def _owners(plan: Plan) -> list[Run | None]:
 
 
 def _shares(plan: Plan) -> list[float]:
-    """How the entries of a call share its seconds: by their bytes."""
+    """Divide the seconds of a call among its entries, by their bytes."""
     return [
         1.0 if operation.entry is None else _entry_bytes(plan.trace.nodes[operation.node], operation.entry)
         for operation in plan.trace.operations

@@ -12,14 +12,14 @@ from fdp.distributed.exchange import come_together
 from fdp.errors import ArgumentError, CompileError, build_message
 from fdp.measure.agreed import agreed_seconds, refuse_left
 from fdp.measure.clock import clock_for
-from fdp.measure.intervals import Told, blocks, messages, operations
+from fdp.measure.intervals import EventRecorder, intervals_between_events, messages, operations
 from fdp.measure.operations import device_of_messages
 from fdp.runtime import Emitted
 from fdp.timeline.timeline import Timeline
 
 
 def profile_step(emitted: Emitted, tensors: Sequence[torch.Tensor], repeats: int = 3) -> Timeline:
-    """Run a step for real, messages and all, and note what happened when; its results are thrown away.
+    """Run a step for real, including its messages, and record what happened when; its results are discarded.
 
     A step that runs operator by operator is timed operation by operation, by a variant of its program with a stamp
     between one and the next. A compiled one is timed from one start or wait to the next.
@@ -28,7 +28,7 @@ def profile_step(emitted: Emitted, tensors: Sequence[torch.Tensor], repeats: int
         emitted: the step; all ranks of its group call this together.
         tensors: its inputs, in the order of `Trace.inputs`; they are not changed. Random numbers go on afterwards as if
             none had been drawn.
-        repeats: runs that are timed, after one that is not. The usual one of them is told.
+        repeats: runs that are timed, after one that is not. The one of median length is returned.
 
     Returns:
         The timeline of this rank, in seconds from when it began; all ranks tell of the same run. A message lasts from
@@ -52,7 +52,7 @@ def profile_step(emitted: Emitted, tensors: Sequence[torch.Tensor], repeats: int
     if emitted.hides_messages:
         raise CompileError(
             build_message(
-                f"step {name!r} cannot be profiled: its messages are sent inside of what was recorded, where fdp "
+                f"step {name!r} cannot be profiled: its messages are sent inside a CUDA graph, where fdp "
                 "does not see them.",
                 remedy="profile the step without CUDA graphs.",
             )
@@ -74,17 +74,17 @@ def profile_step(emitted: Emitted, tensors: Sequence[torch.Tensor], repeats: int
             agreed_seconds(group, device, [0.0], "max")
             clock.settle()
             stamps.clear()
-            told = Told(clock)
+            recorder = EventRecorder(clock)
             first = clock.stamp()
-            step.run(inputs, told)
+            step.run(inputs, recorder)
             last = clock.stamp()
             clock.settle()
             seconds = clock.seconds(first, [*stamps, last])
             if emitted.options is None:
                 compute = operations(plan, step.program.parts, seconds)
             else:
-                compute = blocks(plan, told.events(first), seconds[-1])
-            intervals = (*compute, *messages(plan, told.events(first)))
+                compute = intervals_between_events(plan, recorder.events(first), seconds[-1])
+            intervals = (*compute, *messages(plan, recorder.events(first)))
             runs.append(Timeline(name, group.size, "measured", intervals, seconds[-1]))
     del runs[0]
     steps_s = agreed_seconds(group, device, [run.step_s for run in runs], "max")

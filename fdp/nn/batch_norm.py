@@ -1,8 +1,8 @@
 """Batch normalisation over the samples of all ranks, as a pure function: one message forward, and one back.
 
 Each rank computes mean and centred second moment of its own samples, ranks gather those with their counts, and combine
-them as Chan et al. do. Nothing is a difference of large numbers: data far from zero keep their variance. What is kept
-for the backward pass is the input, as in torch's own.
+them as Chan et al. do. There is no difference of large numbers, so the variance is accurate for data far from zero.
+What is kept for the backward pass is the input, as in torch's own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fdp.collectives.markers import all_gather, vary
 from fdp.collectives.operators import in_forward_mode
-from fdp.collectives.transposes import Gather, Spread
+from fdp.collectives.transposes import Spread, StackRanks
 from fdp.context.accumulating import refuse_while_accumulating
 from fdp.context.axis import current_axis
 from fdp.errors import ArgumentError, build_message
@@ -99,7 +99,7 @@ def sync_batch_norm(
     if active is not None:
         counts = active.to(x.device) != 0
         mean, squares, own = (torch.where(counts, value, 0) for value in (mean, squares, own))
-    gather = all_gather if forward else Gather.apply
+    gather = all_gather if forward else StackRanks.apply
     parts = gather(torch.cat([mean, squares, own.reshape(1)]), axis.size, axis.name, _LABEL)
     means, squares, counted = parts.split([x.shape[1], x.shape[1], 1], dim=1)
     total = counted.sum()
@@ -170,7 +170,8 @@ def _check(x: Tensor, active: Tensor | None) -> None:
 
 
 def _check_channels(x: Tensor, **given: Tensor | None) -> None:
-    """One number would be expanded to all channels, and the statistics come back in another shape."""
+    """Refuse tensors of another number of channels: a single number would be expanded, and statistics change their
+    shape."""
     odd = [f"{name}: shape {list(t.shape)}" for name, t in given.items() if t is not None and t.shape != x.shape[1:2]]
     if odd:
         raise ArgumentError(
@@ -183,7 +184,7 @@ def _check_channels(x: Tensor, **given: Tensor | None) -> None:
 
 
 def _moved(running: Tensor | None, new: Tensor, momentum: float | Tensor, total: Tensor) -> Tensor | None:
-    """Running statistics after a batch; as they were after one without samples."""
+    """Running statistics after a batch; unchanged after one without samples."""
     if running is None:
         return None
     if isinstance(momentum, Tensor):

@@ -1,4 +1,4 @@
-"""The structure of a module, which lives on without the memory of its parameters and buffers.
+"""Meta copies of modules: their structure, without the memory of their parameters and buffers.
 
 `from_module` hands out copies of a module's tensors, and has to run the module's code on them later. If it kept the
 module for that, its own tensors would stay in memory for the whole training. So it keeps a second tree of module
@@ -31,18 +31,18 @@ _MAX_VISITED = 20_000
 _NOTHING = object()
 
 
-class Skeleton:
+class MetaCopy:
     """A stand-in for a module: the same code and attributes, and no memory.
 
     Args:
-        module: the original. One that cannot be told apart from its parts (a hook that is a lambda over the module, a
+        module: the original. One that cannot be separated from its parts (a hook that is a lambda over the module, a
             class with `__slots__` or `__del__`, tensors of classes of their own) stands in for itself, with its memory.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._name = type(module).__name__
         self._module = module
-        self._parts: list[_Part] = []
+        self._parts: list[_ModuleCopy] = []
         self._pairs: dict[int, tuple[weakref.ref[Any], Any]] = {}
         modules = list(module.modules())
         tensors = [t for m in modules for held in tensor_registries(m) for t in held.values() if t is not None]
@@ -53,7 +53,7 @@ class Skeleton:
         for tensor in tensors:
             if id(tensor) not in self._pairs:  # a tied one keeps one stand-in
                 self._pairs[id(tensor)] = weakref.ref(tensor), _without_memory(tensor)
-        parts = [_Part(name, original, self._stand_in(original)) for name, original in module.named_modules()]
+        parts = [_ModuleCopy(name, original, self._stand_in(original)) for name, original in module.named_modules()]
         try:
             for part in parts:
                 self._build(part)
@@ -63,7 +63,7 @@ class Skeleton:
         self._module, self._parts = self._stand_in(module), parts
 
     def follow(self) -> nn.Module:
-        """Bring the stand-in up to date with what has been done to the original since.
+        """Update the stand-in with changes that were made to the original since.
 
         Returns:
             The stand-in, a module whose tensors are all to be replaced when it is called.
@@ -85,18 +85,18 @@ class Skeleton:
         return self._module
 
     def _stand_in(self, original: Any) -> Any:
-        """What stands in for an original; None for any other object."""
+        """The stand-in for an original; None for any other object."""
         # The number of an original that died may have been given to another object.
         reference, stand_in = self._pairs.get(id(original), (_NOTHING, None))
         return stand_in if reference is not _NOTHING and reference() is original else None  # type: ignore[operator]
 
-    def _build(self, part: _Part) -> None:
+    def _build(self, part: _ModuleCopy) -> None:
         for registry in REGISTRIES:
             held = part.attributes[registry]
             mine = {key: None if value is None else self._stand_in(value) for key, value in held.items()}
             vars(part.stand_in)[registry] = type(held)(mine)
 
-    def _follow(self, part: _Part) -> None:
+    def _follow(self, part: _ModuleCopy) -> None:
         original = part.original()  # held, so that it does not die meanwhile
         if original is None:
             part.settle()
@@ -116,7 +116,7 @@ class Skeleton:
         else:
             part.forget_deleted()
 
-    def _refuse_other_parts(self, part: _Part, original: nn.Module) -> None:
+    def _refuse_other_parts(self, part: _ModuleCopy, original: nn.Module) -> None:
         if type(original) is not type(part.stand_in):
             raise _Entangled(f"it has become a {type(original).__name__}")
         now, mine = part.attributes[SUBMODULES], vars(part.stand_in)[SUBMODULES]
@@ -149,8 +149,8 @@ class _Entangled(Exception):
     """A stand-in would lead back to its original."""
 
 
-class _Part:
-    """One module of the tree, and what stands in for it.
+class _ModuleCopy:
+    """One module of the tree, and its copy.
 
     Attributes:
         name: its path from the root.
@@ -174,7 +174,7 @@ class _Part:
         self.original = weakref.ref(original, on_death)
 
     def settle(self) -> None:
-        """Let go of a dead original, but for the attributes that changed since they were last followed."""
+        """Release a dead original, except for attributes that changed since the last update."""
         if not self._settled:
             self._settled = True
             self.forget_deleted()
@@ -187,7 +187,7 @@ class _Part:
             self.seen = {}
 
     def forget_deleted(self) -> None:
-        """Take attributes that the original no longer has from the stand-in, too."""
+        """Delete attributes of the stand-in that the original no longer has."""
         for key in [key for key in self.seen if key not in self.attributes]:
             del self.seen[key], vars(self.stand_in)[key]
 

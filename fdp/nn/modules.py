@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from fdp.errors import ArgumentError, build_message
 from fdp.nn.batch_norm import synchronised_forward
-from fdp.nn.meta_copy import Skeleton
+from fdp.nn.meta_copy import MetaCopy
 from fdp.pytorch.dynamo import uncompiled_module
 from fdp.pytorch.recomputation import Again, recomputed_by, unselected
 from fdp.pytorch.registries import tensor_registries
@@ -77,7 +77,7 @@ def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, 
         `torch.func.functional_call`, which this builds on.
     """
     module = _plain(module)
-    kind, skeleton = type(module).__name__, Skeleton(module)
+    kind, meta_copy = type(module).__name__, MetaCopy(module)
     own, own_buffers = dict(module.named_parameters()), dict(module.named_buffers())
     names, buffer_names = own.keys() | own_buffers.keys(), frozenset(own_buffers)
     params = {name: p.detach().clone().requires_grad_() for name, p in own.items() if p.requires_grad}
@@ -93,7 +93,7 @@ def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, 
         # A buffer is copied whether or not the module changes it: batch_norm changes its statistics without
         # telling their version counters. Frozen parameters can be large, and no operation does that to them.
         tensors = {**params, **{name: b.clone() if name in buffer_names else b for name, b in buffers.items()}}
-        stand_in = skeleton.follow()
+        stand_in = meta_copy.follow()
         fixed = {name: tensor for name, tensor in tensors.items() if name not in buffer_names}
         with _isolated(stand_in), recomputed_by(_again(stand_in, fixed, buffer_names)):
             output = torch.func.functional_call(stand_in, tensors, args, kwargs, tie_weights=True)
@@ -110,7 +110,7 @@ def _as_state(buffer: Tensor) -> Tensor:
 
 
 def _plain(module: Any) -> nn.Module:
-    """The module itself, without what torch.compile puts around it, if it can be a pure function."""
+    """The module without the wrapper of torch.compile, if it can be a pure function."""
     if not isinstance(module, nn.Module):
         kind = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
         remedy = "pass an instance, as in from_module(Model())."
@@ -139,7 +139,8 @@ def _torch_kinds(module: Any) -> set[str]:
 def _refuse_other_names(
     kind: str, names: AbstractSet[str], params: dict[str, Tensor], buffers: dict[str, Tensor]
 ) -> None:
-    """A tensor that is missing would silently be the module's own, which never trains."""
+    """Refuse missing or unknown names: for a missing tensor the module's own would be used silently, and never
+    train."""
     given, both = params.keys() | buffers.keys(), params.keys() & buffers.keys()
     if given == names and not both:
         return
@@ -151,7 +152,7 @@ def _refuse_other_names(
 
 
 def _again(stand_in: nn.Module, params: dict[str, Tensor], buffer_names: AbstractSet[str]) -> Again:
-    """Have what the module checkpoints recomputed with the tensors that it was called with.
+    """Recompute checkpointed parts of the module with the tensors that it was called with.
 
     By then the call is over, and the module has others again.
     """
@@ -204,7 +205,7 @@ def _converted(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool 
 
 @contextlib.contextmanager
 def _isolated(module: nn.Module) -> Iterator[None]:
-    """Undo what a call does to the module's attributes, and take compiled parts at their uncompiled word.
+    """Undo changes that a call makes to the module's attributes, and run compiled parts uncompiled.
 
     RNNs cache their weights in a list, `weight_norm` sets the attribute that it computes, modules register
     buffers: inside a trace all of these would leave fake tensors behind. The models of Hugging Face register hooks at
@@ -234,7 +235,7 @@ def _isolated(module: nn.Module) -> Iterator[None]:
 
 
 def _containers(module: nn.Module) -> list[Any]:
-    """What a module holds its parts, hooks and notes in."""
+    """The dicts in which a module holds its sub-modules, hooks and tensors."""
     return [value for value in vars(module).values() if type(value) in (*_TABLES, *_LISTS)]
 
 

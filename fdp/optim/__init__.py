@@ -1,4 +1,4 @@
-"""Any `torch.optim` class as a pure pair of functions, `init` and `update`, and what is put around such pairs.
+"""Any `torch.optim` class as a pure pair of functions, `init` and `update`, and wrappers around such pairs.
 
 `update` builds an instance of the class on copies of the parameters, hands it the gradients and the state
 that came in as arguments, lets it take one step, and returns what it left behind. So the arithmetic is

@@ -1,4 +1,4 @@
-"""What `update` refuses about its arguments, and the words in which fdp.optim refuses anything."""
+"""The checks of `update`'s arguments, and the errors of fdp.optim."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fdp.pytree import Tree
 
 
 def mismatch(grads: Tree, params: Tree) -> ArgumentError:
-    """Say, by key path, where gradients and parameters are trees of different structures."""
+    """The error for gradients and parameters of different structures, with the key paths that differ."""
     have, want = names(grads, ""), names(params, "")
     offenders = [f"params{name} has no gradient" for name in want if name not in have]
     offenders += [f"grads{name} has no parameter" for name in have if name not in want]
@@ -41,22 +41,22 @@ def checked_hyperparameters(cls: type, held: dict[str, Tree], opt_state: Tree) -
     """
     expected = {*held, "state"}
     if not isinstance(opt_state, dict) or set(opt_state) != expected:
-        found = sorted(map(str, opt_state)) if isinstance(opt_state, dict) else describe(opt_state)
-        raise refusal(f"opt_state must have the keys {sorted(expected)}, but is {found}.", remake(cls))
+        found = sorted(map(str, opt_state)) if isinstance(opt_state, dict) else value_text(opt_state)
+        raise optimizer_error(f"opt_state must have the keys {sorted(expected)}, but is {found}.", remake(cls))
     for name, first in held.items():
         root, value = f"opt_state[{name!r}]", opt_state[name]
         if pytree.structure_of(first) != pytree.structure_of(value):
             what = f"{root} no longer has the structure of {first!r}, which it was made from."
-            raise refusal(what, remake(cls))
+            raise optimizer_error(what, remake(cls))
         for where, t in zip(names(value, root), pytree.leaves_of(value), strict=True):
             if not isinstance(t, Tensor):
                 # A number would be frozen into the graph, and every new value would trace again.
-                what = f"{where} is {describe(t)}, not a tensor: every new value would need a new trace."
+                what = f"{where} is {value_text(t)}, not a tensor: every new value would need a new trace."
                 number = t if isinstance(t, (int, float)) else "value"
-                raise refusal(what, f"{where} = torch.tensor({number}, dtype=torch.float64)")
+                raise optimizer_error(what, f"{where} = torch.tensor({number}, dtype=torch.float64)")
             if t.dim() or not t.is_floating_point() or t.device.type != "cpu":
-                what = f"{where} must be a 0-dim floating point tensor on the CPU, but is {describe(t)}."
-                raise refusal(what, f"{where} = value.reshape(()).double().cpu()")
+                what = f"{where} must be a 0-dim floating point tensor on the CPU, but is {value_text(t)}."
+                raise optimizer_error(what, f"{where} = value.reshape(()).double().cpu()")
     return {name: opt_state[name] for name in held}
 
 
@@ -73,11 +73,11 @@ def check_gradient(i: int, params: Tree, p: Any, g: Any) -> None:
         ArgumentError: with the key path of the gradient.
     """
     if not isinstance(g, Tensor) or not trains(p):
-        what = f"{names(params, 'grads')[i]} is {describe(g)} for a parameter that is {describe(p)}."
-        raise refusal(what, "use None for a parameter that is not trained.")
+        what = f"{names(params, 'grads')[i]} is {value_text(g)} for a parameter that is {value_text(p)}."
+        raise optimizer_error(what, "use None for a parameter that is not trained.")
     if g.layout != torch.strided or (g.shape, g.dtype, g.device) != (p.shape, p.dtype, p.device):
-        what = f"{names(params, 'grads')[i]} is {describe(g)}, but the parameter is {describe(p)}."
-        raise refusal(what, "pass the gradients of these params, dense and of their dtype.")
+        what = f"{names(params, 'grads')[i]} is {value_text(g)}, but the parameter is {value_text(p)}."
+        raise optimizer_error(what, "pass the gradients of these params, dense and of their dtype.")
 
 
 def check_state(cls: type, i: int, params: Tree, p: Tensor, state: Any, dampened: bool, fused: bool) -> None:
@@ -98,13 +98,13 @@ def check_state(cls: type, i: int, params: Tree, p: Tensor, state: Any, dampened
     where = "opt_state['state']"
     ours = isinstance(state, dict) and all(isinstance(v, Tensor) for v in state.values())
     if not ours or (dampened and "started" not in state):
-        what = f"{names(params, where)[i]} is {describe(state)}, not what {cls.__name__} made."
-        raise refusal(what, remake(cls))
+        what = f"{names(params, where)[i]} is {value_text(state)}, not what {cls.__name__} made."
+        raise optimizer_error(what, remake(cls))
     for key, value in state.items() if ships_with_torch(cls) else ():
         # The fused kernels read as many elements as the parameter has, of its type, and look at neither.
         if value.dim() and (value.shape != _shape(cls, key, p) or (fused and value.dtype != p.dtype)):
-            what = f"{names(params, where)[i]}[{key!r}] is {describe(value)}, not like {describe(p)}."
-            raise refusal(what, remake(cls))
+            what = f"{names(params, where)[i]}[{key!r}] is {value_text(value)}, not like {value_text(p)}."
+            raise optimizer_error(what, remake(cls))
 
 
 def _shape(cls: type, key: str, p: Tensor) -> tuple[int, ...]:
@@ -131,7 +131,7 @@ def ships_with_torch(cls: type) -> bool:
     return cls.__module__.startswith("torch.optim")
 
 
-def refusal(what: str, remedy: str, offenders: Iterable[str] = ()) -> ArgumentError:
+def optimizer_error(what: str, remedy: str, offenders: Iterable[str] = ()) -> ArgumentError:
     """The error for `what` is wrong, with what to do instead, and where it is wrong."""
     return ArgumentError(build_message(what, offenders, remedy))
 
@@ -146,8 +146,8 @@ def names(tree: Tree, root: str) -> list[str]:
     return pytree.leaf_names(tree, root, none_is_leaf=True)
 
 
-def describe(value: Any) -> str:
-    """Say what a value is: the dtype, shape and device of a tensor, else the type and the value."""
+def value_text(value: Any) -> str:
+    """A value in words: the dtype, shape and device of a tensor, else the type and the value."""
     if isinstance(value, Tensor):
         layout = "" if value.layout == torch.strided else f", {value.layout}"
         return f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}{layout}"

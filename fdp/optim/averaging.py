@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fdp import pytree
-from fdp.optim.argument_checks import alike, describe, names, refusal, trains
+from fdp.optim.argument_checks import alike, names, optimizer_error, trains, value_text
 from fdp.optim.entries import added, check_optimizer, parted
 from fdp.optim.optimizer import Optimizer
 from fdp.optim.skipping import everywhere
@@ -78,7 +78,9 @@ def averaged(optimizer: Optimizer, decay: float, name: str = "average") -> Optim
     check_optimizer("averaged", optimizer)
     _check_decay("averaged", decay)
     if not isinstance(name, str) or not name:
-        raise refusal(f"averaged takes the name of an entry, not {describe(name)}.", 'name="average" is the default.')
+        raise optimizer_error(
+            f"averaged takes the name of an entry, not {value_text(name)}.", 'name="average" is the default.'
+        )
     count_name = f"{name}_count"
 
     def init(params: Tree) -> Tree:
@@ -117,21 +119,25 @@ def _moved(root: str, average: Tree, params: Tree, move: Any) -> Tree:
         old: list[Any] = spec.flatten_up_to(average)
     except ValueError as error:
         what = f"{root} does not mirror the parameters: {error}."
-        raise refusal(what, "start the average as a copy of the parameters.") from error
+        raise optimizer_error(what, "start the average as a copy of the parameters.") from error
     bad, result = [], []
     for where, a, p in zip(names(params, root), old, leaves, strict=True):
         if not isinstance(p, Tensor) and not isinstance(a, Tensor):
             result.append(p)
         elif not alike(a, p):
-            bad.append(f"{where} is {describe(a)}, not like {describe(p)}")
+            bad.append(f"{where} is {value_text(a)}, not like {value_text(p)}")
         else:
             result.append(move(a.detach(), p))
     if bad:
-        raise refusal(f"{root} does not mirror the parameters.", "start the average as a copy of the parameters.", bad)
+        raise optimizer_error(
+            f"{root} does not mirror the parameters.", "start the average as a copy of the parameters.", bad
+        )
     return spec.unflatten(result)
 
 
 def _check_decay(who: str, decay: Any) -> None:
     number = isinstance(decay, (int, float)) and not isinstance(decay, bool)
     if not number or not 0 <= decay <= 1:
-        raise refusal(f"{who} takes decay as a number from 0 to 1, not {describe(decay)}.", "decay=0.999 is usual.")
+        raise optimizer_error(
+            f"{who} takes decay as a number from 0 to 1, not {value_text(decay)}.", "decay=0.999 is usual."
+        )

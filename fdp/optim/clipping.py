@@ -1,4 +1,4 @@
-"""Gradients that are scaled down together when they are too long: by their global norm, as one vector."""
+"""Clipping by the global norm: all gradients are scaled by one factor, as one vector."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fdp import pytree
-from fdp.optim.argument_checks import describe, names, refusal
+from fdp.optim.argument_checks import names, optimizer_error, value_text
 from fdp.optim.entries import check_optimizer
 from fdp.optim.optimizer import Optimizer
 from fdp.pytorch.tensors import is_transformed
@@ -107,7 +107,7 @@ def clipped(optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Op
     check_optimizer("clipped", optimizer)
     if isinstance(max_norm, Tensor):
         what = "clipped takes max_norm as a number: a tensor would be a constant of every step's graph."
-        raise refusal(what, "call fdp.optim.clip_by_global_norm(grads, max_norm) in the step.")
+        raise optimizer_error(what, "call fdp.optim.clip_by_global_norm(grads, max_norm) in the step.")
     _check_max_norm("clipped", max_norm)
     _check_norm_type("clipped", norm_type)
 
@@ -115,7 +115,7 @@ def clipped(optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Op
         state = optimizer.init(params)
         if isinstance(state, dict) and "growth_tracker" in state:
             what = "clipped wraps loss_scaled, so it would clip gradients that are still multiplied by the scale."
-            raise refusal(what, "write loss_scaled(clipped(optimizer, max_norm)).")
+            raise optimizer_error(what, "write loss_scaled(clipped(optimizer, max_norm)).")
         return state
 
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
@@ -167,12 +167,12 @@ def checked_gradients(who: str, root: str, tree: Tree) -> list[Tensor]:
     """The leaves of a tree of gradients, `None` left out; refused if one is something else."""
     leaves = pytree.leaves_of(tree)
     bad = [
-        f"{name} is {describe(leaf)}"
+        f"{name} is {value_text(leaf)}"
         for name, leaf in zip(names(tree, root), pytree.flatten(tree, none_is_leaf=True)[0], strict=True)
         if leaf is not None and not _is_dense(leaf)
     ]
     if bad:
-        raise refusal(f"{who} takes dense tensors of floating point numbers.", "pass gradients, or None.", bad)
+        raise optimizer_error(f"{who} takes dense tensors of floating point numbers.", "pass gradients, or None.", bad)
     return leaves
 
 
@@ -187,14 +187,14 @@ def _check_max_norm(who: str, max_norm: Any) -> None:
     else:
         good = _is_positive(max_norm)
     if not good:
-        what = f"{who} takes max_norm as a positive number or a 0-dim tensor, not {describe(max_norm)}."
-        raise refusal(what, "max_norm=1.0 is a usual first value.")
+        what = f"{who} takes max_norm as a positive number or a 0-dim tensor, not {value_text(max_norm)}."
+        raise optimizer_error(what, "max_norm=1.0 is a usual first value.")
 
 
 def _check_norm_type(who: str, norm_type: Any) -> None:
     if not _is_positive(norm_type):
-        what = f"{who} takes norm_type as a positive number or math.inf, not {describe(norm_type)}."
-        raise refusal(what, "leave it out for the Euclidean norm.")
+        what = f"{who} takes norm_type as a positive number or math.inf, not {value_text(norm_type)}."
+        raise optimizer_error(what, "leave it out for the Euclidean norm.")
 
 
 def _is_positive(value: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from fdp.optim.argument_checks import describe, refusal
+from fdp.optim.argument_checks import optimizer_error, value_text
 from fdp.optim.optimizer import Optimizer
 from fdp.pytree import Tree
 
@@ -26,7 +26,7 @@ def check_optimizer(who: str, optimizer: Any) -> None:
     """
     if not isinstance(optimizer, Optimizer):
         remedy = "pass what fdp.optim.from_torch returns, or Optimizer(init, update) of two functions."
-        raise refusal(f"{who} wraps an Optimizer, not {describe(optimizer)}.", remedy)
+        raise optimizer_error(f"{who} wraps an Optimizer, not {value_text(optimizer)}.", remedy)
 
 
 def added(who: str, inner: Any, own: dict[str, Tree]) -> dict[str, Tree]:
@@ -44,12 +44,12 @@ def added(who: str, inner: Any, own: dict[str, Tree]) -> dict[str, Tree]:
         ArgumentError: the state inside is not a dict, or has an entry of that name.
     """
     if type(inner) is not dict:
-        what = f"{who} adds {sorted(own)} to the state of the optimizer inside, which is {describe(inner)}."
-        raise refusal(what, "let init return a dict.")
+        what = f"{who} adds {sorted(own)} to the state of the optimizer inside, which is {value_text(inner)}."
+        raise optimizer_error(what, "let init return a dict.")
     taken = sorted(inner.keys() & own.keys())
     if taken:
         what = f"{who} keeps {taken} in the state, but an optimizer inside it has entries of that name already."
-        raise refusal(what, "wrap once; averaged takes another name=.")
+        raise optimizer_error(what, "wrap once; averaged takes another name=.")
     return {**inner, **own}
 
 
@@ -68,9 +68,9 @@ def parted(who: str, opt_state: Any, keys: Iterable[str]) -> tuple[dict[str, Tre
         ArgumentError: the state lacks an entry.
     """
     keys = sorted(keys)
-    found = sorted(map(str, opt_state)) if isinstance(opt_state, dict) else describe(opt_state)
+    found = sorted(map(str, opt_state)) if isinstance(opt_state, dict) else value_text(opt_state)
     if not isinstance(opt_state, dict) or not opt_state.keys() >= set(keys):
         what = f"opt_state of {who} must have the keys {keys} beside those of the optimizer inside, but is {found}."
-        raise refusal(what, f"make opt_state with init(params) of this {who}, and keep its structure.")
+        raise optimizer_error(what, f"make opt_state with init(params) of this {who}, and keep its structure.")
     inner = {key: value for key, value in opt_state.items() if key not in keys}
     return inner, {key: opt_state[key] for key in keys}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fdp import pytree
-from fdp.optim.argument_checks import describe, names, refusal
+from fdp.optim.argument_checks import names, optimizer_error, value_text
 from fdp.optim.clipping import checked_gradients, multiplied
 from fdp.optim.entries import added, check_optimizer, parted
 from fdp.optim.optimizer import Optimizer
@@ -84,13 +84,15 @@ def loss_scaled(
         scale, tracker = _check_own(own)
         leaves = checked_gradients("loss_scaled", "grads", grads)
         half = [
-            f"{name} is {describe(g)}"
+            f"{name} is {value_text(g)}"
             for name, g in zip(names(grads, "grads"), pytree.flatten(grads, none_is_leaf=True)[0], strict=True)
             if g is not None and g.dtype == torch.float16
         ]
         if half:
             what = "loss_scaled takes no gradients in float16, which lose small values when they are unscaled:"
-            raise refusal(what, "keep the parameters in float32, and cast them or use autocast in the loss.", half)
+            raise optimizer_error(
+                what, "keep the parameters in float32, and cast them or use autocast in the loss.", half
+            )
         skip = overflow(leaves).to(scale.device)
         # In float64, since GradScaler does it so: a scale need not be a power of two.
         unscaled = multiplied(grads, scale.double().reciprocal().float())
@@ -106,7 +108,7 @@ def loss_scaled(
 def _next(
     scale: Tensor, tracker: Tensor, skip: Tensor, growth: float, backoff: float, interval: int
 ) -> tuple[Tensor, Tensor]:
-    """What `torch._amp_update_scale_` does, which is not public: products are taken in float64, as there."""
+    """The arithmetic of `torch._amp_update_scale_`, which is not public: products in float64."""
     in_a_row = tracker + 1
     grows = in_a_row == interval
     grown = (scale.double() * growth).float()
@@ -119,8 +121,8 @@ def _check_own(own: dict[str, Any]) -> tuple[Tensor, Tensor]:
     for key, dtype in ((_SCALE, torch.float32), (_TRACKER, torch.int32)):
         value = own[key]
         if not isinstance(value, Tensor) or value.dim() or value.dtype != dtype:
-            what = f"opt_state[{key!r}] must be a 0-dim {dtype} tensor, but is {describe(value)}."
-            raise refusal(what, f"opt_state[{key!r}] = torch.tensor(value, dtype={dtype})")
+            what = f"opt_state[{key!r}] must be a 0-dim {dtype} tensor, but is {value_text(value)}."
+            raise optimizer_error(what, f"opt_state[{key!r}] = torch.tensor(value, dtype={dtype})")
     return own[_SCALE], own[_TRACKER]
 
 
@@ -132,7 +134,7 @@ def _check_numbers(init_scale: Any, growth: Any, backoff: Any, interval: Any) ->
         ("growth_interval", interval, type(interval) is int and interval > 0, "a positive int"),
     ):
         if not good:
-            raise refusal(f"loss_scaled takes {name} as {range_}, not {describe(value)}.", "leave it out.")
+            raise optimizer_error(f"loss_scaled takes {name} as {range_}, not {value_text(value)}.", "leave it out.")
 
 
 def _number(value: Any) -> bool:

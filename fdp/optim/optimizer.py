@@ -1,4 +1,4 @@
-"""What a caller holds: `Optimizer`, and `from_torch`, which makes one of a class or refuses the class."""
+"""The public interface: `Optimizer`, and `from_torch`, which makes one from a class or refuses the class."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, optim
 
 from fdp import pytree
-from fdp.optim.argument_checks import describe, refusal
+from fdp.optim.argument_checks import optimizer_error, value_text
 from fdp.optim.rule import Rule, has_first_state
 from fdp.pytorch.dynamo import breaks_graph
 from fdp.pytorch.parts import require
@@ -102,16 +102,16 @@ def from_torch(cls: type[optim.Optimizer], **hyperparameters: Any) -> Optimizer:
     require("fdp.optim.from_torch")
     if not (isinstance(cls, type) and issubclass(cls, optim.Optimizer)):
         hint = "pass the class itself, as in from_torch(torch.optim.AdamW, lr=1e-3)."
-        raise refusal(f"from_torch takes a torch.optim class, not {describe(cls)}.", hint)
+        raise optimizer_error(f"from_torch takes a torch.optim class, not {value_text(cls)}.", hint)
     for refused, (reason, remedy) in _REFUSED.items():
         if issubclass(cls, refused):
-            raise refusal(f"{cls.__name__} has no exact pure form: {reason}.", remedy)
+            raise optimizer_error(f"{cls.__name__} has no exact pure form: {reason}.", remedy)
     if hyperparameters.get("differentiable"):
         what = f"{cls.__name__}(differentiable=True) differentiates its step, but update is without autograd."
-        raise refusal(what, "leave differentiable out, or write the update in torch operations.")
+        raise optimizer_error(what, "leave differentiable out, or write the update in torch operations.")
     if not has_first_state(cls):
         what = f"{cls.__name__} has no _init_group, so its state before the first step cannot be made exactly."
-        raise refusal(what, "write init and update as two functions and make an Optimizer of them.")
+        raise optimizer_error(what, "write init and update as two functions and make an Optimizer of them.")
 
     given = {name: _floats(name, value) for name, value in hyperparameters.items() if _holds_tensor(value)}
     constants = {**hyperparameters, **given}
@@ -121,7 +121,7 @@ def from_torch(cls: type[optim.Optimizer], **hyperparameters: Any) -> Optimizer:
     except (TypeError, ValueError, RuntimeError) as error:
         accepted = ", ".join(list(inspect.signature(cls.__init__).parameters)[2:])
         what = f"{cls.__name__} refuses its hyperparameters: {error}."
-        raise refusal(what, f"it takes {accepted}.") from error
+        raise optimizer_error(what, f"it takes {accepted}.") from error
     held = {name: value for name, value in {"lr": defaults.get("lr"), **given}.items() if value is not None}
     explicit = {k: hyperparameters[k] for k in _ROUTES if hyperparameters.get(k) is not None}
     rule = Rule(cls, constants, defaults, held, explicit)
@@ -152,12 +152,12 @@ def _floats(name: str, value: Tree) -> Tree:
 
     def convert(leaf: Any) -> float:
         if isinstance(leaf, Tensor) and (leaf.numel() != 1 or not leaf.is_floating_point()):
-            what = f"{name} is {describe(leaf)}, but a hyperparameter is one floating point number."
-            raise refusal(what, f"{name}=torch.tensor(value, dtype=torch.float64)")
+            what = f"{name} is {value_text(leaf)}, but a hyperparameter is one floating point number."
+            raise optimizer_error(what, f"{name}=torch.tensor(value, dtype=torch.float64)")
         if name != "lr" and float(leaf) == 0:
             # The classes ask `if weight_decay != 0` and leave the term out: a graph is made for one of both.
             what = f"{name} is a tensor that starts at 0, where the classes leave its term out of the graph."
-            raise refusal(what, "start with a small positive value, or give the number 0.")
+            raise optimizer_error(what, "start with a small positive value, or give the number 0.")
         return float(leaf)
 
     return pytree.map_leaves(convert, value)

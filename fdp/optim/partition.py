@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fdp import pytree
-from fdp.optim.argument_checks import check_gradient, describe, mismatch, names, refusal, trains
+from fdp.optim.argument_checks import check_gradient, mismatch, names, optimizer_error, trains, value_text
 from fdp.optim.entries import check_optimizer
 from fdp.optim.optimizer import Optimizer
 from fdp.pytree import Tree
@@ -58,8 +58,8 @@ def partition(label: Callable[[str, Any], str] | Tree, optimizers: Mapping[str, 
         `optax.partition` (formerly `multi_transform`).
     """
     if not isinstance(optimizers, Mapping) or not optimizers:
-        what = f"partition takes a dict of optimizers, not {describe(optimizers)}."
-        raise refusal(what, 'partition(label, {"decay": optimizer_a, "rest": optimizer_b}).')
+        what = f"partition takes a dict of optimizers, not {value_text(optimizers)}."
+        raise optimizer_error(what, 'partition(label, {"decay": optimizer_a, "rest": optimizer_b}).')
     optimizers = dict(optimizers)
     for optimizer in optimizers.values():
         check_optimizer("partition", optimizer)
@@ -71,7 +71,7 @@ def partition(label: Callable[[str, Any], str] | Tree, optimizers: Mapping[str, 
             states[key] = optimizer.init(parts.tree(key, params))
             if isinstance(states[key], dict) and "growth_tracker" in states[key]:
                 what = f"partition wraps loss_scaled for {key!r}, so a part would have a loss scale of its own."
-                raise refusal(what, "write loss_scaled(partition(...)), with one scale for the loss.")
+                raise optimizer_error(what, "write loss_scaled(partition(...)), with one scale for the loss.")
         return {"parts": states}
 
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
@@ -80,7 +80,7 @@ def partition(label: Callable[[str, Any], str] | Tree, optimizers: Mapping[str, 
         given = opt_state["parts"] if isinstance(opt_state, dict) and set(opt_state) == {"parts"} else opt_state
         if given is opt_state or not isinstance(given, dict) or given.keys() != optimizers.keys():
             what = f"opt_state must be {{'parts': one state for each of {sorted(map(str, optimizers))}}}."
-            raise refusal(what, "make opt_state with init(params) of this partition, and keep its structure.")
+            raise optimizer_error(what, "make opt_state with init(params) of this partition, and keep its structure.")
         parts = _parts(label, optimizers, params)
         leaves, spec = pytree.flatten(params, none_is_leaf=True)
         grad_leaves = pytree.flatten(grads, none_is_leaf=True)[0]
@@ -121,15 +121,17 @@ def _parts(label: Any, optimizers: Mapping[Any, Optimizer], params: Tree) -> _Pa
             found = spec.flatten_up_to(label)
         except ValueError as error:
             what = f"the tree of labels does not have the structure of the parameters: {error}."
-            raise refusal(what, "pass a tree of keys that mirrors params, or a function of path and leaf.") from error
+            raise optimizer_error(
+                what, "pass a tree of keys that mirrors params, or a function of path and leaf."
+            ) from error
     bad = [
-        f"{where}: {describe(key)}"
+        f"{where}: {value_text(key)}"
         for where, key, leaf in zip(names(params, "params"), found, leaves, strict=True)
         if trains(leaf) and not (isinstance(key, Hashable) and key in optimizers)
     ]
     if bad:
         what = f"partition has optimizers for {sorted(map(str, optimizers))}, and leaves with other labels:"
-        raise refusal(what, "return one of these keys for every leaf.", bad)
+        raise optimizer_error(what, "return one of these keys for every leaf.", bad)
     return _Parts(tuple(key if trains(leaf) else None for key, leaf in zip(found, leaves, strict=True)))
 
 

@@ -1,4 +1,4 @@
-"""One class as a rule: the way through it for each parameter, its first state, and its step."""
+"""One class as a rule: its implementation for each parameter, its first state, and its step."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fdp.optim.argument_checks import (
     check_gradient,
     check_state,
     checked_hyperparameters,
-    describe,
     mismatch,
     names,
-    refusal,
+    optimizer_error,
     remake,
     ships_with_torch,
     trains,
+    value_text,
 )
-from fdp.optim.tracing import compiling, make_comparisons_traceable, number_of, numbers_of_tensors
+from fdp.optim.tracing import compiling_flag, make_comparisons_traceable, number_of, numbers_of_tensors
 from fdp.pytree import Tree
 from fdp.state.labels import labelled_inside
 from fdp.state.shards import is_sharded, layout_of
@@ -36,7 +36,7 @@ _CAPTURABLE_ONLY = (optim.ASGD, optim.RAdam, optim.Rprop)
 
 @dataclass(frozen=True)
 class Rule:
-    """One class with its hyperparameters: the way through it for each parameter, and the two functions."""
+    """One class with its hyperparameters: its implementation for each parameter, and the two functions."""
 
     cls: type[optim.Optimizer]
     constants: dict[str, Any]  # what the constructor is called with
@@ -45,20 +45,20 @@ class Rule:
     explicit: dict[str, bool]
 
     def refuse_inexact_routes(self) -> None:
-        """Refuse flags that lead to code whose bits are not the class's, or that no graph can hold."""
+        """Refuse flags that select code with other bits than the class's, or code that no graph can represent."""
         name, flags = self.cls.__name__, self.explicit
         if flags.get("fused") and (len(self.held) > 1 or self.dampened):
             why = "takes Python numbers, not tensors" if len(self.held) > 1 else "dampens every gradient or none"
-            raise refusal(f"the kernel of {name}(fused=True) {why}.", "leave fused out.")
+            raise optimizer_error(f"the kernel of {name}(fused=True) {why}.", "leave fused out.")
         if flags.get("capturable") is False and issubclass(self.cls, _CAPTURABLE_ONLY):
             what = f"{name}(capturable=False) asks Python `if` about a tensor's value: no graph can hold that."
-            raise refusal(what, "leave capturable out.")
+            raise optimizer_error(what, "leave capturable out.")
         if flags.get("foreach") and issubclass(self.cls, optim.Adafactor):
             what = f"{name}(foreach=True) takes lists of numbers: no graph can hold those."
-            raise refusal(what, "leave foreach out.")
+            raise optimizer_error(what, "leave foreach out.")
         if flags.get("foreach") and "capturable" in self.defaults and not flags.get("capturable"):
             what = f"{name}(foreach=True) without capturable takes lists of numbers: no graph can hold those."
-            raise refusal(what, "leave foreach out, or add capturable=True.")
+            raise optimizer_error(what, "leave foreach out, or add capturable=True.")
 
     @property
     def dampened(self) -> bool:
@@ -108,16 +108,16 @@ class Rule:
         """Let the class make its own state lazily, as at its first step, without taking the step."""
         p = p.detach().clone()
         if self.explicit.get("fused") and self.miscomputed(p):
-            what = f"the fused SGD kernel loses the momentum of {name}, {describe(p)}: its results are noise."
-            raise refusal(what, "leave fused out.")
+            what = f"the fused SGD kernel loses the momentum of {name}, {value_text(p)}: its results are noise."
+            raise optimizer_error(what, "leave fused out.")
         try:
             optimizer: Any = self.build([p])
             p.grad = torch.zeros_like(p)
             lists = len(inspect.signature(optimizer._init_group).parameters) - 1
             optimizer._init_group(optimizer.param_groups[0], *([] for _ in range(lists)))
         except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-            what = f"{self.cls.__name__} refuses the parameter {name}, {describe(p)}: {error}."
-            raise refusal(what, "give each optimizer the part of the parameters that it supports.") from error
+            what = f"{self.cls.__name__} refuses the parameter {name}, {value_text(p)}: {error}."
+            raise optimizer_error(what, "give each optimizer the part of the parameters that it supports.") from error
         state = dict(optimizer.state[p])
         if self.has_momentum:
             # torch has no buffer before the first step and starts it with the gradient. Negative zero is what
@@ -128,8 +128,8 @@ class Rule:
             state["started"] = torch.zeros((), dtype=torch.float64)
         for key, value in state.items():
             if not isinstance(value, Tensor):
-                what = f"{self.cls.__name__} keeps {key!r} of {name} as {describe(value)}, not a tensor."
-                raise refusal(what, "use a class that keeps its state in tensors.")
+                what = f"{self.cls.__name__} keeps {key!r} of {name} as {value_text(value)}, not a tensor."
+                raise optimizer_error(what, "use a class that keeps its state in tensors.")
             if is_sharded(value) and layout_of(value).part is None:  # type: ignore[arg-type]
                 # Of a row, or of a column: the same on every rank.
                 state[key] = value.full_tensor()  # type: ignore[attr-defined]
@@ -146,7 +146,7 @@ class Rule:
             states: list[Any] = spec.flatten_up_to(opt_state["state"])
         except ValueError as error:
             what = f"opt_state['state'] does not mirror params: {error}."
-            raise refusal(what, remake(self.cls)) from error
+            raise optimizer_error(what, remake(self.cls)) from error
         live = [i for i, g in enumerate(grad_leaves) if g is not None]
         if not live:
             return params, opt_state
@@ -194,7 +194,7 @@ class Rule:
         missing: KeyError | None = None
         if issubclass(self.cls, optim.Adafactor):
             make_comparisons_traceable()
-        with compiling(any(group.get("capturable") for group in optimizer.param_groups)):
+        with compiling_flag(any(group.get("capturable") for group in optimizer.param_groups)):
             try:
                 step(optimizer)
             except KeyError as error:
@@ -206,7 +206,7 @@ class Rule:
             if set(optimizer.state[p]) != given[n] or (missing and missing.args[0] not in given[n]):
                 wants = f"asks for {missing}" if missing else f"keeps {sorted(optimizer.state[p])}"
                 what = f"{name(n)} has the entries {sorted(given[n])}, but {self.cls.__name__} {wants}."
-                raise refusal(what, remake(self.cls)) from missing
+                raise optimizer_error(what, remake(self.cls)) from missing
 
 
 def has_first_state(cls: type[optim.Optimizer]) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import lr_scheduler
 
-from fdp.optim.argument_checks import describe, refusal
+from fdp.optim.argument_checks import optimizer_error, value_text
 from fdp.optim.entries import added, check_optimizer, parted
 from fdp.optim.optimizer import Optimizer
 from fdp.pytree import Tree
@@ -49,8 +49,10 @@ class Schedule:
         integers = isinstance(count, Tensor) and not (count.is_floating_point() or count.is_complex())
         if not integers or count.dtype == torch.bool or count.device.type != "cpu":
             # A number would be frozen into the graph of a step.
-            what = f"a schedule takes a count as an integer tensor on the CPU, not {describe(count)}."
-            raise refusal(what, "keep the count in the state: torch.zeros((), dtype=torch.int64), and add 1 a step.")
+            what = f"a schedule takes a count as an integer tensor on the CPU, not {value_text(count)}."
+            raise optimizer_error(
+                what, "keep the count in the state: torch.zeros((), dtype=torch.int64), and add 1 a step."
+            )
         at = count.long().clamp(0, len(self.table) - 1)
         return self.table.index_select(0, at.reshape(-1)).reshape(count.shape)
 
@@ -87,13 +89,17 @@ def schedule_from_torch(make: Callable[[torch.optim.Optimizer], Any], lr: float,
     """
     if not callable(make):
         hint = "schedule_from_torch(lambda optimizer: CosineAnnealingLR(optimizer, T_max=1000), lr, steps)."
-        raise refusal(f"schedule_from_torch takes a function of an optimizer, not {describe(make)}.", hint)
+        raise optimizer_error(f"schedule_from_torch takes a function of an optimizer, not {value_text(make)}.", hint)
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise refusal(f"schedule_from_torch takes steps as a positive int, not {describe(steps)}.", "steps=1000.")
+        raise optimizer_error(
+            f"schedule_from_torch takes steps as a positive int, not {value_text(steps)}.", "steps=1000."
+        )
     try:
         optimizer = torch.optim.SGD([torch.zeros(1)], lr=float(lr))
     except (TypeError, ValueError) as error:
-        raise refusal(f"schedule_from_torch takes lr as a number, not {describe(lr)}: {error}.", "lr=0.1.") from error
+        raise optimizer_error(
+            f"schedule_from_torch takes lr as a number, not {value_text(lr)}: {error}.", "lr=0.1."
+        ) from error
     (group,) = optimizer.param_groups
     before = _others(group)
     scheduler = make(optimizer)
@@ -101,20 +107,20 @@ def schedule_from_torch(make: Callable[[torch.optim.Optimizer], Any], lr: float,
     if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
         what = "ReduceLROnPlateau follows the loss, so its learning rate is no function of the step count."
         remedy = "average the loss over ranks, step the class in Python, and write its lr into opt_state['lr']."
-        raise refusal(what, remedy)
+        raise optimizer_error(what, remedy)
     if not isinstance(scheduler, lr_scheduler.LRScheduler):
-        raise refusal(
-            f"make returned {describe(scheduler)}, not a scheduler of the optimizer.", "return the scheduler."
+        raise optimizer_error(
+            f"make returned {value_text(scheduler)}, not a scheduler of the optimizer.", "return the scheduler."
         )
     if scheduler.optimizer is not optimizer:
         remedy = "make one for the optimizer that make is called with."
-        raise refusal(f"make returned a {kind} for another optimizer.", remedy)
+        raise optimizer_error(f"make returned a {kind} for another optimizer.", remedy)
     table = []
     for step in range(steps):
         changed = sorted(key for key, value in before.items() if _others(group).get(key) != value)
         if changed:
             what = f"{kind} changes {', '.join(changed)} beside the learning rate, which this schedule would leave out."
-            raise refusal(what, "leave it constant (cycle_momentum=False).")
+            raise optimizer_error(what, "leave it constant (cycle_momentum=False).")
         table.append(float(group["lr"]))
         if step + 1 < steps:
             optimizer.step()
@@ -160,8 +166,8 @@ def scheduled(optimizer: Optimizer, schedule: Callable[[Tensor], Tensor] | Mappi
     by_entry = dict(schedule) if isinstance(schedule, Mapping) else {"lr": schedule}
     for name, function in by_entry.items():
         if not callable(function) or isinstance(function, type):
-            what = f"scheduled takes a function of the step count for {name!r}, not {describe(function)}."
-            raise refusal(what, "write a function of a tensor, or use schedule_from_torch.")
+            what = f"scheduled takes a function of the step count for {name!r}, not {value_text(function)}."
+            raise optimizer_error(what, "write a function of a tensor, or use schedule_from_torch.")
 
     def now(count: Tensor) -> dict[str, Tensor]:
         return {name: _value(name, function(count)) for name, function in by_entry.items()}
@@ -189,11 +195,11 @@ def _step(scheduler: Any, kind: str) -> None:
         scheduler.step()
     except TypeError as error:
         what = f"{kind} takes more than the step count to step: {error}."
-        raise refusal(what, "use schedulers whose learning rate is a function of the step count.") from error
+        raise optimizer_error(what, "use schedulers whose learning rate is a function of the step count.") from error
 
 
 def _others(group: dict[str, Any]) -> dict[str, Any]:
-    """What a scheduler must not change."""
+    """The options that a scheduler must not change."""
     return {key: value for key, value in group.items() if key not in ("params", "lr")}
 
 
@@ -202,13 +208,15 @@ def _check_entries(optimizer: Optimizer, by_entry: Mapping[str, Any], state: dic
     if absent:
         what = f"the state of {optimizer!r} has no tensor {', '.join(map(repr, absent))} that a schedule could set."
         if "parts" in state:
-            raise refusal(what, "schedule each part: partition(label, {key: scheduled(optimizer, schedule), ...}).")
+            raise optimizer_error(
+                what, "schedule each part: partition(label, {key: scheduled(optimizer, schedule), ...})."
+            )
         remedy = "give the hyperparameter as a tensor, as in from_torch(torch.optim.SGD, momentum=torch.tensor(0.9))."
-        raise refusal(what, remedy)
+        raise optimizer_error(what, remedy)
 
 
 def _value(name: str, value: Any) -> Tensor:
     if not isinstance(value, Tensor) or value.dim() or not value.is_floating_point() or value.device.type != "cpu":
-        what = f"the schedule of {name!r} returned {describe(value)}, not a 0-dim floating point tensor on the CPU."
-        raise refusal(what, "compute it of the count, a tensor: 0.1 * 0.99 ** count.double().")
+        what = f"the schedule of {name!r} returned {value_text(value)}, not a 0-dim floating point tensor on the CPU."
+        raise optimizer_error(what, "compute it of the count, a tensor: 0.1 * 0.99 ** count.double().")
     return value.detach().double()

@@ -1,4 +1,4 @@
-"""Updates that are skipped when a gradient is infinite or NaN: computed, and then not taken, on all ranks alike."""
+"""Updates that are skipped when a gradient is infinite or NaN: computed and discarded, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fdp import pytree
-from fdp.optim.argument_checks import alike, describe, names, refusal
+from fdp.optim.argument_checks import alike, names, optimizer_error, value_text
 from fdp.optim.clipping import checked_gradients, norm_of
 from fdp.optim.entries import added, check_optimizer, parted
 from fdp.optim.optimizer import Optimizer
@@ -96,7 +96,7 @@ def unless(skip: Tensor, who: str, root: str, old: Tree, new: Tree) -> Tree:
     made, made_spec = pytree.flatten(new, none_is_leaf=True)
     if made_spec != spec:
         what = f"update of the optimizer inside {who} made of {root}, {spec}, a tree of another structure:"
-        raise refusal(what, "return trees of the structure that came in.", [str(made_spec)])
+        raise optimizer_error(what, "return trees of the structure that came in.", [str(made_spec)])
     at = everywhere(skip)
     bad, chosen = [], []
     for where, a, b in zip(names(old, root), leaves, made, strict=True):
@@ -105,17 +105,17 @@ def unless(skip: Tensor, who: str, root: str, old: Tree, new: Tree) -> Tree:
         elif alike(a, b):
             chosen.append(torch.where(at(a.device), a.detach(), b.detach()))
         elif isinstance(a, Tensor) or isinstance(b, Tensor) or a != b:
-            bad.append(f"{where} was {describe(a)}, and is {describe(b)}")
+            bad.append(f"{where} was {value_text(a)}, and is {value_text(b)}")
         else:
             chosen.append(a)
     if bad:
         what = f"update of the optimizer inside {who} changed what cannot be chosen by a tensor:"
-        raise refusal(what, "return tensors of the shapes and dtypes that came in.", bad)
+        raise optimizer_error(what, "return tensors of the shapes and dtypes that came in.", bad)
     return spec.unflatten(chosen)
 
 
 def everywhere(flag: Tensor) -> Callable[[Any], Tensor]:
-    """A tensor by device; it is copied once to each that asks for it."""
+    """A function from a device to a tensor, which is copied once to each device."""
     copies = {flag.device: flag}
 
     def at(device: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a trace and a call on values must agree on: the branch that a class takes, and numbers read of tensors."""
+"""Makes a trace and a call on values take the same branch of a class, and read numbers from tensors alike."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.optim import _adafactor
 
 from fdp.pytorch.fake_modes import fake_mode_at_work
-from fdp.pytorch.parts import refusal
+from fdp.pytorch.parts import unsupported_torch
 
 
 @contextlib.contextmanager
-def compiling(flag: bool) -> Iterator[None]:
+def compiling_flag(flag: bool) -> Iterator[None]:
     """Set what `torch.compiler.is_compiling()` says.
 
     Under it capturable code skips its check for an accelerator, and plain code does tensor arithmetic where
@@ -28,7 +28,7 @@ def compiling(flag: bool) -> Iterator[None]:
     torch.compiler._is_compiling_flag = flag
     if flag and not torch.compiler.is_compiling():
         torch.compiler._is_compiling_flag = before
-        raise refusal(
+        raise unsupported_torch(
             "fdp.optim.from_torch", ["torch.compiler.is_compiling() does not ask torch.compiler._is_compiling_flag"]
         )
     try:

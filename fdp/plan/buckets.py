@@ -51,7 +51,7 @@ def resolve_caps(bucket_cap_mb: Caps) -> tuple[float, ...]:
     return tuple(float(cap) for cap in numbers)
 
 
-def partition(
+def partition_by_caps(
     reductions: Sequence[Reduction], operations: Sequence[Operation], caps_mb: Sequence[float]
 ) -> list[tuple[int, ...]]:
     """Decide which reductions share a message.
@@ -102,7 +102,7 @@ def partition(
 
 
 def kind_of(reductions: Sequence[Reduction], upstream: Sequence[int], index: int) -> tuple[Any, ...]:
-    """What two reductions have to have in common to share a bucket."""
+    """The properties that reductions of one bucket have in common."""
     reduction = reductions[index]
     kind: tuple[Any, ...] = (
         reduction.op, reduction.root, str(reduction.dtype), str(reduction.accumulate_dtype), str(reduction.device),
@@ -172,7 +172,7 @@ def arrange(buckets: Sequence[tuple[int, ...]], upstream: Sequence[int]) -> list
 def gathered_sooner(
     buckets: Sequence[tuple[int, ...]], reductions: Sequence[Reduction], upstream: Sequence[int], lag: int
 ) -> list[tuple[int, ...]]:
-    """Let buckets that gather what is computed from others start among those, not behind all of them.
+    """Let buckets that gather results of other buckets start among those, and not behind all of them.
 
     With an optimizer whose state is sharded, new parameters are then gathered while gradients are still computed.
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fdp.errors import ArgumentError, build_message
-from fdp.plan.buckets import Caps, make_buckets, partition, resolve_caps
+from fdp.plan.buckets import Caps, make_buckets, partition_by_caps, resolve_caps
 from fdp.plan.cost.costs import Costs
 from fdp.plan.cost.estimate import estimate
 from fdp.plan.cost.forecast import Forecast
 from fdp.plan.cost.network import Network, rank_count
 from fdp.plan.plan import Plan
 from fdp.plan.schedule import order
-from fdp.plan.search.planner import choose, consider
+from fdp.plan.search.planner import choose_buckets, consider
 from fdp.trace import Trace
 
 
@@ -32,7 +32,7 @@ def plan_trace(
         costs: seconds of every operation; None for an estimate, where there is a network.
         network: between the ranks; without one, "auto" is a first bucket of 1 MiB, and 25 MiB for those that follow.
         world_size: number of ranks to plan for; None for as many as the step was traced for.
-        spread: as for `choose`: by what share messages may turn out faster or slower than on that network.
+        spread: as for `choose_buckets`: by what share messages may turn out faster or slower than on that network.
 
     Returns:
         The plan: a function of the arguments alone, so that equal ranks make equal plans.
@@ -51,18 +51,18 @@ def plan_trace(
         if given:
             raise ArgumentError(
                 build_message(
-                    f"step {trace.name!r} is to be planned by cost, without a network.",
+                    f"step {trace.name!r} cannot be planned by cost without a network.",
                     [text if len(text) < 80 else f"{text[:80]}..." for text in given],
                     remedy="pass network=fdp.Network(latency_s=..., bandwidth_bytes_per_s=...) as well.",
                 )
             )
-        groups, forecast = partition(trace.reductions, trace.operations, caps), None
+        groups, forecast = partition_by_caps(trace.reductions, trace.operations, caps), None
     else:
         size = trace.world_size if world_size is None else rank_count(world_size)
         trace.refuse_other_ranks(size)
         costs = costs or estimate(trace)
         if isinstance(bucket_cap_mb, str):
-            groups, forecast = choose(trace, costs, network, size, spread)
+            groups, forecast = choose_buckets(trace, costs, network, size, spread)
             caps = ()
         else:
             groups, forecast = consider(trace, caps, costs, network, size)

@@ -21,7 +21,7 @@ from fdp.plan.schedule import real_needs
 from fdp.trace.trace import Operation, Reduction, Trace
 
 DDP_CAPS_MB = (1.0, 25.0)
-"""What DDP takes unless told otherwise: a first bucket of 1 MiB, and then of 25 MiB."""
+"""DDP's default: a first bucket of 1 MiB, and then of 25 MiB."""
 
 
 def plan_as_ddp(

@@ -62,7 +62,7 @@ class Bucket:
 
     @property
     def collective(self) -> Collective:
-        """What its message does."""
+        """The collective of its message."""
         return COLLECTIVES[self.op]
 
     @property
@@ -105,7 +105,7 @@ Item = Run | Start | Wait
 
 @dataclass(frozen=True, repr=False)
 class Plan(Printed):
-    """What a step will do, in order: made without a process group, and the same on every rank.
+    """Everything that a step does, in order; made without a process group, and the same on every rank.
 
     Attributes:
         trace: what was planned.

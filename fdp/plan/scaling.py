@@ -1,4 +1,4 @@
-"""What a step would do on other numbers of ranks, before anyone rents them: beside DDP, on one cost model."""
+"""Predictions of a step on other numbers of ranks, beside DDP, with one cost model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fdp.errors import ArgumentError, build_message
 from fdp.plan.build import plan_trace
 from fdp.plan.cost.costs import Costs
 from fdp.plan.cost.estimate import estimate
-from fdp.plan.cost.network import Network, described, rank_count
+from fdp.plan.cost.network import Network, network_text, rank_count
 from fdp.plan.ddp import plan_as_ddp
 from fdp.plan.plan import Plan
 from fdp.plan.simulate import simulate
@@ -70,7 +70,7 @@ class Scaling(Printed):
     scales: tuple[Scale, ...]
 
     def efficiency(self, step_s: float) -> float:
-        """Tell what a rank gets done in a step, as a share of what it would get done alone.
+        """The work of a rank in a second, as a share of its work when alone.
 
         Args:
             step_s: seconds of the step.
@@ -104,7 +104,7 @@ class Scaling(Printed):
     def __str__(self) -> str:
         title = (
             f"Scaling of {self.name}, {self.origin} costs: a rank alone computes {ms(self.alone_s)} ms; "
-            f"{count(self.buckets, 'bucket')} as planned, {self.ddp_buckets} of DDP\n{described(self.network)}"
+            f"{count(self.buckets, 'bucket')} as planned, {self.ddp_buckets} of DDP\n{network_text(self.network)}"
         )
         steps = ("as planned, ms", "replanned, ms", "DDP, ms")
         shares = ("efficiency", "replanned", "DDP")

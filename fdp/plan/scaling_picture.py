@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from fdp.plan.scaling import Scaling
-from fdp.timeline.picture import check_path, new_figure, save
+from fdp.timeline.picture import check_path, new_figure, save_figure
 
 _INK, _FONT = "#262626", 9.0
 _LINES = (
@@ -52,7 +52,7 @@ def draw_scaling(scaling: Scaling, path: str | os.PathLike[str] | None) -> Any:
     figure.text(
         0.07, 0.95, f"{scaling.name}, simulated, {scaling.origin} costs", fontsize=_FONT + 2, va="top", color=_INK
     )
-    return save(figure, path)
+    return save_figure(figure, path)
 
 
 def _name_lines(axes: Any, ends: list[tuple[float, str, str]]) -> None:

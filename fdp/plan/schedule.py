@@ -22,7 +22,7 @@ from fdp.trace.trace import Operation, Reduction
 def order(
     operations: Sequence[Operation], reductions: Sequence[Reduction], buckets: Sequence[Bucket]
 ) -> tuple[Item, ...]:
-    """Put everything that a step does into one order.
+    """Put operations, starts and waits into one order.
 
     Args:
         operations: of the trace, each with what it needs.

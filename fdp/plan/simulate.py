@@ -19,7 +19,7 @@ from fdp.trace.trace import Operation, Trace
 
 
 @dataclass
-class Clock:
+class SimulatedLanes:
     """The two lanes while a schedule is walked, in nanoseconds.
 
     Attributes:
@@ -56,44 +56,46 @@ class Clock:
         self.now = max(self.now, self.messages[bucket][1])
 
 
-def walk(buckets: Sequence[Bucket], schedule: Sequence[Item], clock: Clock) -> Iterator[tuple[Item, float, float]]:
-    """Move a clock along a schedule.
+def walk(
+    buckets: Sequence[Bucket], schedule: Sequence[Item], lanes: SimulatedLanes
+) -> Iterator[tuple[Item, float, float]]:
+    """Move both lanes along a schedule.
 
     Args:
         buckets: of a plan.
         schedule: of that plan.
-        clock: at zero.
+        lanes: at zero.
 
     Yields:
         Each entry, from when to when the compute lane is busy with it or waits.
     """
-    ticks = clock.ticks
+    ticks = lanes.ticks
     for item in schedule:
-        begin = clock.now
+        begin = lanes.now
         if isinstance(item, Run):
-            clock.compute(sum(ticks.operations[index] for index in item.operations))
+            lanes.compute(sum(ticks.operations[index] for index in item.operations))
         elif ticks.silent:
             pass
         elif isinstance(item, Wait):
-            clock.wait(item.bucket)
+            lanes.wait(item.bucket)
         else:
             bucket = buckets[item.bucket]
-            clock.compute(ticks.start + sum(ticks.pack[member] for member in bucket.members))
-            clock.start(bucket)
-        yield item, begin, clock.now
+            lanes.compute(ticks.start + sum(ticks.pack[member] for member in bucket.members))
+            lanes.start(bucket)
+        yield item, begin, lanes.now
 
 
 def outcome(buckets: Sequence[Bucket], schedule: Sequence[Item], ticks: Ticks) -> tuple[float, float]:
-    """Tell when a schedule ends, and how much of that the compute lane waits, in nanoseconds."""
-    clock, exposed = Clock(ticks), 0.0
-    for item, begin, end in walk(buckets, schedule, clock):
+    """When a schedule ends, and how much of that time the compute lane waits, in nanoseconds."""
+    lanes, exposed = SimulatedLanes(ticks), 0.0
+    for item, begin, end in walk(buckets, schedule, lanes):
         if isinstance(item, Wait):
             exposed += end - begin
-    return clock.now, exposed
+    return lanes.now, exposed
 
 
 def phases(operations: Sequence[Operation]) -> list[str]:
-    """Tell what each operation is part of: "forward", "backward" or "optimizer".
+    """The phase of each operation: "forward", "backward" or "optimizer".
 
     "backward" is what autograd called; "optimizer" is what needs the result of a reduction or comes behind the last
     backward pass (counters, copies of the learning rate), and which no backward pass needs (batch normalisation across
@@ -137,47 +139,47 @@ def simulate(plan: Plan, costs: Costs, network: Network, world_size: int | None 
     trace = plan.trace
     size = trace.world_size if world_size is None else rank_count(world_size)
     trace.refuse_other_ranks(size)
-    clock = Clock(ticks_of(trace, costs, network, size))
+    lanes = SimulatedLanes(ticks_of(trace, costs, network, size))
     kinds = phases(trace.operations)
     intervals: list[Interval] = []
     messages: list[Interval] = []
     waited: int | None = None
-    lets = let_on(plan)
+    lets = buckets_released(plan)
     used: dict[int, float] = {}
-    for item, begin, end in walk(plan.buckets, plan.schedule, clock):
+    for item, begin, end in walk(plan.buckets, plan.schedule, lanes):
         if isinstance(item, Wait):
             waited = item.bucket
             used.update(dict.fromkeys(lets.get(waited, ()), end))
         elif isinstance(item, Run):
             first = item.operations[0]
             if end > begin:
-                name = described(trace.operations[first], len(item.operations))
+                name = operation_label(trace.operations[first], len(item.operations))
                 behind = waited if kinds[first] == "optimizer" else None
                 intervals.append(_interval("compute", kinds[first], name, begin, end, behind))
-        elif not clock.ticks.silent:
+        elif not lanes.ticks.silent:
             bucket = plan.buckets[item.bucket]
             if end > begin:
                 intervals.append(_interval("compute", "pack", f"pack bucket {bucket.index}", begin, end, bucket.index))
             name = message_name(trace, bucket)
-            sent, done = clock.messages[bucket.index]
+            sent, done = lanes.messages[bucket.index]
             size_bytes = bucket.size_bytes
             messages.append(_interval("communication", "message", name, sent, done, bucket.index, size_bytes))
-    told = (
+    used_messages = (
         m if m.bucket not in used else dataclasses.replace(m, used_s=used[m.bucket] / TICKS_PER_S) for m in messages
     )
     return Timeline(
         name=trace.name,
         world_size=size,
         origin="simulated",
-        intervals=(*intervals, *told),
-        step_s=clock.now / TICKS_PER_S,
-        alone_s=sum(clock.ticks.operations) / TICKS_PER_S,
+        intervals=(*intervals, *used_messages),
+        step_s=lanes.now / TICKS_PER_S,
+        alone_s=sum(lanes.ticks.operations) / TICKS_PER_S,
     )
 
 
-def let_on(plan: Plan) -> dict[int, tuple[int, ...]]:
-    """For each bucket whose wait is the last one before some operation, all buckets that were waited for since the
-    operation before: they are taken up together. What is not read is in none."""
+def buckets_released(plan: Plan) -> dict[int, tuple[int, ...]]:
+    """For each bucket whose wait is the last one before an operation: all buckets that were waited for since the
+    previous operation. The compute lane continues with these together. A bucket that is not read is in no entry."""
     found: dict[int, tuple[int, ...]] = {}
     asking: list[int] = []
     for item in plan.schedule:
@@ -189,15 +191,15 @@ def let_on(plan: Plan) -> dict[int, tuple[int, ...]]:
     return found
 
 
-def described(operation: Operation, entries: int) -> str:
-    """What an interval of an operation is called."""
+def operation_label(operation: Operation, entries: int) -> str:
+    """The label of an operation's interval."""
     name = operation.target.removeprefix("aten.").rsplit(".", 1)[0]
     many = f" of {entries}" if operation.entry is not None else ""
     return f"{name}{many}" + (f" ({operation.source})" if operation.source else "")
 
 
 def message_name(trace: Trace, bucket: Bucket) -> str:
-    """What the message of a bucket is called."""
+    """The name of a bucket's message."""
     names = [trace.reductions[member].name for member in bucket.members]
     return f"{bucket.op} of " + (names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}")
 

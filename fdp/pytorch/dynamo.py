@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from fdp.errors import CompileError, build_message
-from fdp.pytorch.parts import refusal
+from fdp.pytorch.parts import unsupported_torch
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -48,7 +48,9 @@ def uncompiled() -> Iterator[None]:
         FdpError: they do not.
     """
     if not _is_asked():
-        raise refusal("tracing a step", ["functions under torch.compile do not ask eval_frame._callback_from_stance"])
+        raise unsupported_torch(
+            "tracing a step", ["functions under torch.compile do not ask eval_frame._callback_from_stance"]
+        )
     with _asked_instead(lambda callback, in_hop: callback if in_hop else None):
         yield
 
@@ -90,7 +92,7 @@ def _asked_instead(decide: Callable[[Any, bool], Any]) -> Iterator[None]:
             eval_frame._callback_from_stance = before
 
 
-def taken_apart(step_fn: Any) -> tuple[Any, Mapping[str, Any] | None] | None:
+def function_behind_compile(step_fn: Any) -> tuple[Any, Mapping[str, Any] | None] | None:
     """Take what `torch.compile` made of a function apart.
 
     (This relies on `_torchdynamo_orig_callable`, which is the function, and on `_is_torch_compile` and
@@ -132,7 +134,7 @@ def uncompiled_module(module: Any) -> torch.nn.Module:
     """
     original = getattr(module, "_orig_mod", None)
     if original is None:
-        raise refusal("a module under torch.compile", ["an OptimizedModule has no _orig_mod"])
+        raise unsupported_torch("a module under torch.compile", ["an OptimizedModule has no _orig_mod"])
     found: torch.nn.Module = original
     return found
 

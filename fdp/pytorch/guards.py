@@ -63,13 +63,14 @@ def _distinct_like(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[Any]],
                 return lambda objects: check(*objects[::-1])
         except TypeError:
             pass  # made in another way in this release
-    kinds = [_kind(tensor) for tensor in tensors]
+    kinds = [_guarded_properties(tensor) for tensor in tensors]
     return lambda objects: all(
-        isinstance(item, torch.Tensor) and _kind(item) == kind for item, kind in zip(objects, kinds, strict=True)
+        isinstance(item, torch.Tensor) and _guarded_properties(item) == kind
+        for item, kind in zip(objects, kinds, strict=True)
     )
 
 
-def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _guarded_properties(tensor: torch.Tensor) -> tuple[Any, ...]:
     if tensor.layout != torch.strided:  # others have no strides to ask for
         return type(tensor), tensor.layout
     return (

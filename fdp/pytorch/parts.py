@@ -3,7 +3,7 @@
 Every private part that is used anywhere in fdp is listed here, by what is done with it (a test compares the list with
 the code). What a use cannot do without is looked for before the first such use, and the use is refused where it is
 missing. That a part exists does not say that torch still calls it: code that replaces one also looks, once, whether
-its own is reached, and refuses by `refusal` as well.
+its own is reached, and refuses by `unsupported_torch` as well.
 """
 
 from __future__ import annotations
@@ -213,15 +213,15 @@ def require(what: str) -> None:
     """
     gone = missing(what)
     if gone:
-        raise refusal(what, [f"{path} does not exist" for path in gone])
+        raise unsupported_torch(what, [f"{path} does not exist" for path in gone])
 
 
-def refusal(what: str, reasons: Iterable[str]) -> FdpError:
+def unsupported_torch(what: str, reasons: Iterable[str]) -> FdpError:
     """The error for what cannot be done on this torch, since it differs in parts that fdp relies on."""
     return FdpError(
         build_message(
-            f"torch {torch.__version__} is not one that fdp knows: {what} relies on private parts of torch, and they "
-            "are not what they were.",
+            f"torch {torch.__version__} is not supported: {what} relies on private parts of torch, and these "
+            "have changed.",
             reasons,
             remedy=f"install a torch from {TESTED[0]} to {TESTED[1]}, with which fdp was tested.",
         )
@@ -233,8 +233,8 @@ def warn_if_untested() -> None:
     """Say once if this torch is newer than those that fdp was tested with."""
     if release(str(torch.__version__)) > release(TESTED[1]):
         warnings.warn(
-            f"fdp was tested with torch {TESTED[0]} to {TESTED[1]}, and this is {torch.__version__}. What it misses "
-            "there it refuses; that all else is as it was, has not been checked yet.",
+            f"fdp was tested with torch {TESTED[0]} to {TESTED[1]}, and this is {torch.__version__}. fdp refuses "
+            "what needs parts of torch that are missing there. The rest has not been tested with this release.",
             stacklevel=2,
         )
 

@@ -160,7 +160,7 @@ def _refusing(reasons: tuple[str, ...]) -> Iterator[None]:
     """Refuse every function that is checkpointed, in whatever way torch calls it."""
 
     def refuse(*_: Any, **__: Any) -> None:
-        raise parts.refusal(_WHAT, reasons)
+        raise parts.unsupported_torch(_WHAT, reasons)
 
     # The reentrant kind: autograd would end the process if it were stopped in the middle of a function of its own.
     kinds = {each for each in vars(torch.utils.checkpoint).values() if isinstance(each, type)}

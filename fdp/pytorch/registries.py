@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fdp.pytorch.parts import refusal
+from fdp.pytorch.parts import unsupported_torch
 
 TENSOR_REGISTRIES = ("_parameters", "_buffers")
 """The attributes that hold a module's tensors."""
@@ -37,7 +37,7 @@ def refuse_other_registries(module: torch.nn.Module) -> None:
     """
     gone = [name for name in REGISTRIES if not isinstance(vars(module).get(name), dict)]
     if gone:
-        raise refusal("importing fdp", [f"a torch.nn.Module has no {name}" for name in gone])
+        raise unsupported_torch("importing fdp", [f"a torch.nn.Module has no {name}" for name in gone])
 
 
 refuse_other_registries(torch.nn.Module())

@@ -1,4 +1,4 @@
-"""The generators that a process draws from without a key: how they are seeded, and what state they are in."""
+"""The generators that a process draws from without a key: their seeds and their states."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def set_generator_states(states: dict[str, torch.Tensor]) -> None:
 
 
 def _numpy() -> Any:
-    """NumPy, which the program may be about to import; None where it is not installed."""
+    """NumPy, which the program may import later; None if it is not installed."""
     try:
         return importlib.import_module("numpy")
     except ImportError:
@@ -117,5 +117,5 @@ def _in_use(module: Any) -> bool:
 
 
 def _number(value: float | None) -> torch.Tensor:
-    """A number that may not be there, which NaN says; neither generator makes a NaN."""
+    """A number or None; NaN stands for None, because no generator makes a NaN."""
     return torch.tensor(float("nan") if value is None else value, dtype=torch.float64)

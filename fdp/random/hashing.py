@@ -1,7 +1,7 @@
 """The hash behind `fdp.random`, as two operators of fdp's own: words of 64 bits from a key and numbers.
 
 They are operators, and not the thirty torch operators that each is made of, because a graph then has one node for each
-draw, and because on a CPU they work through memory piece by piece, as caches like it: ten times as fast.
+draw, and because on a CPU they process memory in pieces that fit into caches: ten times as fast.
 
 The hash is the mixing function of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), applied to the number, combined with
 the key, and applied again. For each key it is a permutation of the numbers, and for each number one of the keys.

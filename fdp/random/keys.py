@@ -3,7 +3,7 @@
 A key is a 0-dim int64 tensor, so it can be an argument of a step, live in its state, and be saved with it. A draw is a
 hash of the key and of each element's index: to a trace it is arithmetic like any other. So it is replicated where the
 key is, differs from rank to rank where a rank is folded in, and works under `vmap`, in compiled steps and on every
-device; and no generator of torch is touched.
+device; and uses no generator of torch.
 
 References:
     Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011): numbers by counter instead of by state.

@@ -30,7 +30,7 @@ from fdp.runtime.residence import Busy, Residence
 from fdp.runtime.runner import Runner
 from fdp.runtime.signature import check_signature
 from fdp.state import rank_local
-from fdp.state.shards import taken_apart
+from fdp.state.shards import flatten_to_parts
 from fdp.tables import clipped, count
 from fdp.tracebacks import hiding_frames
 
@@ -122,7 +122,7 @@ class Emitted:
         """
         self._agreed.attempts.begun = False
         try:
-            leaves, spec = taken_apart(args)
+            leaves, spec = flatten_to_parts(args)
             check_signature(self.plan.trace, leaves, spec)
             with alone_on(self.group, self.plan.trace.name, next(self._numbers)):
                 return self.run([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])

@@ -36,16 +36,16 @@ from fdp.state.contents import (
     fingerprints_of,
     first_generator,
     generator_name,
-    generators_of,
+    generator_templates,
+    key_path_of,
     names_of,
-    plain,
     states_of_generators,
 )
 from fdp.state.index import INDEX
 from fdp.state.pace import Pace
 from fdp.state.pieces import ChangedCheckpoint, refuse_changed
 from fdp.state.replicate import differing, mark_of, plain_tensor
-from fdp.state.storage import LoadPlanner, Reader, Writer, process_group_destroyed, read_plain
+from fdp.state.storage import CheckpointWriter, LoadPlanner, Reader, process_group_destroyed, read_plain
 from fdp.state.unwritten import NotWritten, not_written
 from fdp.tracebacks import hiding_frames
 
@@ -95,7 +95,7 @@ def save(path: str | os.PathLike[str], state: Tree, group: Ranks = None, *, rand
 
 
 def prepared(caller: str, state: Tree, ranks: Group, random: bool) -> dict[str, Any]:
-    """Give the leaves of a state the names that they have in a checkpoint, if it may be saved; on all ranks together.
+    """Check that a state may be saved, and name its leaves as a checkpoint does; on all ranks together.
 
     Args:
         caller: the function that the user called, for messages.
@@ -151,7 +151,7 @@ def write(
     Raises:
         FdpError: the disk is full, or the like; on every rank.
     """
-    writer, process_group = Writer(path, ranks.size, pace), among or ranks.process_group
+    writer, process_group = CheckpointWriter(path, ranks.size, pace), among or ranks.process_group
     # The library waits for other ranks as long as their process group does.
     saving = Elsewhere(
         lambda: dcp.save(named, storage_writer=writer, process_group=process_group, no_dist=process_group is None),
@@ -173,7 +173,7 @@ def write(
 
 @hiding_frames
 def load(path: str | os.PathLike[str], like: Tree, group: Ranks = None, *, random: bool = False) -> Tree:
-    """Read a state that `save` wrote; every rank of the group gets what is replicated, and its own of labelled leaves.
+    """Read a state that `save` wrote; every rank of the group gets the replicated leaves, and its own labelled leaves.
 
     Args:
         path: the directory.
@@ -214,7 +214,7 @@ def load(path: str | os.PathLike[str], like: Tree, group: Ranks = None, *, rando
         saved = reader.read_metadata().state_dict_metadata
         check_structure(path, saved, names, leaves)
         check_owners(path, saved, ranks)
-        generators = generators_of(ranks, path, saved) if random else {}
+        generators = generator_templates(ranks, path, saved) if random else {}
         named = {
             name: torch.empty_like(leaf, requires_grad=False) if isinstance(leaf, torch.Tensor) else leaf
             for name, leaf in zip(names, leaves, strict=True)
@@ -256,7 +256,7 @@ def _set_generators(path: str | os.PathLike[str], states: dict[str, torch.Tensor
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ArgumentError(
             build_message(
-                f"the checkpoint in {os.fspath(path)!r} holds states of generators that are none.",
+                f"the checkpoint in {os.fspath(path)!r} holds invalid states of generators.",
                 [f"{type(error).__name__}: {first_line(error)}"],
                 remedy="load it with random=False, and find out what wrote it.",
             )
@@ -264,7 +264,7 @@ def _set_generators(path: str | os.PathLike[str], states: dict[str, torch.Tensor
 
 
 def _refuse_unreadable(caller: str, named: dict[str, Any]) -> None:
-    """Refuse values that `load` would refuse: whoever saves them should know, and not whoever wants them back."""
+    """Refuse values that `load` would refuse: an error at saving is early enough to act on."""
     for name, leaf in named.items():
         if isinstance(leaf, torch.Tensor):
             if leaf.layout != torch.strided or leaf.is_nested or leaf.is_meta:
@@ -313,9 +313,9 @@ def seed_anew(path: Path, ranks: Group) -> None:
 
 @contextmanager
 def ready_on_all_ranks(ranks: Group, caller: str) -> Iterator[None]:
-    """What a rank does before messages are sent: where one fails, no other waits for it in a message.
+    """Runs the work before messages are sent: if it fails on one rank, all raise, and none waits for a message.
 
-    A `NotWritten` of one rank is an `FdpError` of all: no rank is to be told that it called something else.
+    A `NotWritten` of one rank is an `FdpError` of all: no rank should report that another one called something else.
     """
     refused = ""
     try:
@@ -331,7 +331,7 @@ def ready_on_all_ranks(ranks: Group, caller: str) -> Iterator[None]:
 
 
 def ignore_what_is_meant() -> None:
-    """Leave out warnings of torch.distributed.checkpoint about what fdp does on purpose."""
+    """Silence warnings of torch.distributed.checkpoint about things that fdp does on purpose."""
     for message in (
         "torch.distributed is disabled, unavailable or uninitialized",
         "Detected an existing checkpoint",
@@ -347,7 +347,7 @@ def _as_errors_of_fdp(caller: str, ranks: Group, path: Path, written: str = "") 
     except dcp.CheckpointException as error:
         found = [cause for cause, *_ in error.failures.values() if isinstance(cause, ChangedCheckpoint)]
         if len(found) == len(error.failures):
-            refuse_changed(path, [plain(line) for each in found for line in each.lines])
+            refuse_changed(path, [key_path_of(line) for each in found for line in each.lines])
         for cause, *_ in error.failures.values():
             if isinstance(cause, FdpError) and not isinstance(cause, NotWritten):
                 raise cause from error

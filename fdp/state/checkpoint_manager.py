@@ -45,7 +45,7 @@ _LOG = logging.getLogger("fdp")
 
 
 class CheckpointManager:
-    """Keeps the last checkpoints of a run, and never none once there was one.
+    """Keeps the last checkpoints of a run, and always at least one whole checkpoint once there was one.
 
     Each checkpoint is a directory, `directory/STEP`, as `fdp.save` writes it; `fdp.load` reads it as well. It counts
     when it is whole: whatever cuts a save short, the checkpoints before it are there. One run at a time may write to
@@ -170,8 +170,8 @@ class CheckpointManager:
             # What rank 0 sees is what all take: file systems show other ranks a new file later.
             step, more = self._newest(below) if ranks.rank == 0 else (None, [])
             seen = {"step": step, "damaged": damaged + more}
-            told = tell_all(ranks, seen, "CheckpointManager.restore", "was called")[0]
-            below, damaged = told["step"], told["damaged"]
+            newest = tell_all(ranks, seen, "CheckpointManager.restore", "was called")[0]
+            below, damaged = newest["step"], newest["damaged"]
             if below is None:
                 raise ArgumentError(
                     build_message(
@@ -216,7 +216,7 @@ class CheckpointManager:
         return self._newest()[0]
 
     def wait_until_finished(self) -> None:
-        """Wait until what was saved is on the disk, written as fast as it goes from now on.
+        """Wait until all saves are on the disk, written at full speed from now on.
 
         Raises:
             FdpError: it could not be written; on every rank.
@@ -269,7 +269,7 @@ class CheckpointManager:
                 _LOG.warning("old checkpoints in %s were not deleted: %s", self._directory, first_line(error))
 
     def _make_room(self, step: int) -> None:
-        """Take the directory, and refuse a step that would be taken for an older one than it is."""
+        """Lock the directory, and refuse a step that is older than the latest checkpoint."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self._lock.acquire()
         if (self._directory / str(step)).is_symlink():
@@ -295,7 +295,7 @@ class CheckpointManager:
                 delete_checkpoint(self._directory / str(each))
 
     def _steps(self) -> list[int]:
-        """Of which steps there are folders, newest first."""
+        """The steps that have folders, newest first."""
         try:
             names = [entry.name for entry in os.scandir(self._directory) if entry.is_dir()]
         except FileNotFoundError:
@@ -306,7 +306,7 @@ class CheckpointManager:
         return [step for step in self._steps() if self._damage(step) is None]
 
     def _newest(self, below: int | None = None) -> tuple[int | None, list[str]]:
-        """The newest whole checkpoint's step, below another one, and what is wrong with newer ones."""
+        """The step of the newest whole checkpoint below a given one, and the defects of newer ones."""
         damaged: list[str] = []
         for step in self._steps():
             if (below is None or step < below) and (self._directory / str(step) / INDEX).exists():
@@ -325,7 +325,7 @@ class CheckpointManager:
 
 
 def _of_this_rank(named: dict[str, Any], ranks: Group) -> dict[str, Any]:
-    """What this rank writes: its own, and its share by bytes of what all ranks hold."""
+    """The leaves that this rank writes: its own, and its share of the replicated leaves, by bytes."""
     held = [0] * ranks.size
     own: dict[str, Any] = {}
     for name, leaf in sorted(named.items(), key=lambda item: (-_bytes_of(item[1]), item[0])):
@@ -351,12 +351,12 @@ def _copied(leaf: Any) -> Any:
 
 
 def _first_part(error: Exception) -> str:
-    """What an error says, in one line, without its remedy."""
+    """The text of an error in one line, without its remedy."""
     return " ".join(str(error).split("Remedy:")[0].split())
 
 
 def _plain(step: Any) -> Any:
-    """A step as it is called on all ranks, be it a number of Python's or of NumPy's."""
+    """A step number as a Python int, also from one of NumPy's."""
     return int(step) if isinstance(step, Integral) else step
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint calls what it holds, and whether that is what a state to load it into needs."""
+"""The names of a checkpoint's entries, and whether they fit the state that it is loaded into."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OWN = re.compile(r"rank (\d+) of (\d+): (.*)", re.DOTALL)
 
 
 def names_of(spec: pytree.Spec, ranks: Group) -> list[str]:
-    """What the leaves of a state are called in a checkpoint."""
+    """The names of a state's leaves in a checkpoint."""
     return [
         f"rank {ranks.rank} of {ranks.size}: {name}" if own else name
         for name, own in zip(pytree.names_in(spec, "state"), labelled(spec), strict=True)
@@ -33,16 +33,16 @@ _GENERATOR = re.compile(r"generators of rank (\d+) of (\d+): (\w+)")
 
 
 def generator_name(ranks: Group, kind: str) -> str:
-    """What the state of one of this rank's generators is called in a checkpoint."""
+    """The name of the state of one of this rank's generators in a checkpoint."""
     return f"generators of rank {ranks.rank} of {ranks.size}: {kind}"
 
 
 def states_of_generators(named: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """From what was loaded, the states of generators by their kinds."""
+    """The states of generators by kind, from loaded tensors."""
     return {match[3]: named[match[0]] for match in filter(None, map(_GENERATOR.fullmatch, named))}
 
 
-def generators_of(ranks: Group, path: str | os.PathLike[str], saved: dict[str, Any]) -> dict[str, torch.Tensor]:
+def generator_templates(ranks: Group, path: str | os.PathLike[str], saved: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Tensors to load the states of this rank's generators into."""
     found = {(int(match[1]), int(match[2])) for match in map(_GENERATOR.fullmatch, saved) if match}
     # Of all ranks, not of this one alone: what is refused is refused on every rank, and none waits for another.
@@ -71,13 +71,13 @@ def first_generator(path: str | os.PathLike[str], saved: dict[str, Any]) -> dict
 
 
 def _empty(path: str | os.PathLike[str], saved: dict[str, Any], name: str) -> torch.Tensor:
-    """A tensor to load something that `save` adds to the state into, for what a checkpoint holds by its name."""
+    """A tensor to load an entry into that `save` adds to the state."""
     kept = saved.get(name)
     dtype = getattr(getattr(kept, "properties", None), "dtype", None)
     if kept is None or dtype not in (torch.uint8, torch.int64, torch.float64) or len(kept.size) > 1:
         raise ArgumentError(
             build_message(
-                f"the checkpoint in {os.fspath(path)!r} holds {name!r} in another form than fdp.save writes, or not.",
+                f"the checkpoint in {os.fspath(path)!r} does not hold {name!r} in the form that fdp.save writes.",
                 remedy="load another checkpoint, and find out what wrote this one.",
             )
         )
@@ -90,7 +90,7 @@ _OWN_FINGERPRINTS = re.compile(r"fingerprints of rank (\d+) of (\d+)")
 
 
 def fingerprints(marks: dict[str, int]) -> dict[str, torch.Tensor]:
-    """What is kept of the bits of tensors.
+    """The fingerprints of tensors that a checkpoint stores.
 
     Args:
         marks: a number for the bits of each tensor, by its name in a checkpoint.
@@ -105,7 +105,7 @@ def fingerprints(marks: dict[str, int]) -> dict[str, torch.Tensor]:
 
 
 def _kept_with(name: str) -> str:
-    """Where the number of a tensor is kept."""
+    """The name under which the fingerprint of a tensor is stored."""
     match = _OWN.fullmatch(name) or _GENERATOR.fullmatch(name)
     return f"{_FINGERPRINTS} of rank {match[1]} of {match[2]}" if match else _FINGERPRINTS
 
@@ -115,13 +115,13 @@ def _own_fingerprints(ranks: Group) -> str:
 
 
 def fingerprints_of(path: str | os.PathLike[str], saved: dict[str, Any], ranks: Group) -> dict[str, torch.Tensor]:
-    """Tensors to load those numbers into; none for a checkpoint without them, as earlier versions wrote them."""
+    """Tensors to load those fingerprints into; none for a checkpoint without them, as earlier versions wrote."""
     wanted = (_FINGERPRINTS, _own_fingerprints(ranks))
     return {name: _empty(path, saved, name) for name in wanted if name in saved}
 
 
 def changed(named: dict[str, Any], saved: dict[str, Any]) -> list[str]:
-    """What is not what was saved.
+    """The leaves that do not hold the bits that were saved.
 
     Args:
         named: what was loaded, fingerprints included.
@@ -141,12 +141,12 @@ def changed(named: dict[str, Any], saved: dict[str, Any]) -> list[str]:
             found = mark_of(named[name]) if name in named else number
             # Of what is, or was, sharded no rank knows all bits. Its pieces are looked at when they are read.
             if found != number and NO_MARK not in (found, number):
-                lines.append(f"{plain(name)}: not the bits that were saved")
+                lines.append(f"{key_path_of(name)}: not the bits that were saved")
     return lines
 
 
 def _has_a_number(name: str, kind: str) -> bool:
-    """Whether the number of what has a name is kept among some."""
+    """Whether a leaf has a stored fingerprint."""
     return not _is_fingerprints(name) and _kept_with(name) == kind
 
 
@@ -160,7 +160,7 @@ def _is_leaf(name: str) -> bool:
 
 
 def ranks_that_saved_generators(path: Path) -> int | None:
-    """How many ranks' generators a checkpoint holds; None if it holds none, or cannot be read."""
+    """The number of ranks whose generators a checkpoint holds; None if it holds none, or cannot be read."""
     try:
         names = read_index(path / INDEX).state_dict_metadata
     except (ArgumentError, OSError):
@@ -169,11 +169,11 @@ def ranks_that_saved_generators(path: Path) -> int | None:
 
 
 def check_structure(path: str | os.PathLike[str], saved: dict[str, Any], names: list[str], leaves: list[Any]) -> None:
-    """Refuse another structure than that of `like`. Which ranks labelled leaves belong to is not looked at."""
-    at = {plain(name): (name, _OWN.fullmatch(name) is not None) for name in saved if _is_leaf(name)}
-    found, offenders = {plain(name): saved.get(name) for name in names}, []
+    """Refuse another structure than that of `like`. It does not check which ranks labelled leaves belong to."""
+    at = {key_path_of(name): (name, _OWN.fullmatch(name) is not None) for name in saved if _is_leaf(name)}
+    found, offenders = {key_path_of(name): saved.get(name) for name in names}, []
     for name in names:
-        key, own = plain(name), _OWN.fullmatch(name) is not None
+        key, own = key_path_of(name), _OWN.fullmatch(name) is not None
         if key not in at:
             offenders.append(f"{key}: not in the checkpoint")
         elif own != at[key][1]:
@@ -182,13 +182,13 @@ def check_structure(path: str | os.PathLike[str], saved: dict[str, Any], names: 
             found[key] = saved[at[key][0]]
     offenders += [f"{key}: in the checkpoint only" for key in at if key not in found]
     for name, leaf in zip(names, leaves, strict=True):
-        kept = found[plain(name)]
+        kept = found[key_path_of(name)]
         if kept is None:
             continue
         before = f"{list(kept.size)} {kept.properties.dtype}" if hasattr(kept, "size") else "a Python value"
         now = f"{list(leaf.shape)} {leaf.dtype}" if isinstance(leaf, torch.Tensor) else "a Python value"
         if before != now:
-            offenders.append(f"{plain(name)}: {before} in the checkpoint, {now} in `like`")
+            offenders.append(f"{key_path_of(name)}: {before} in the checkpoint, {now} in `like`")
     if offenders:
         raise ArgumentError(
             build_message(
@@ -199,7 +199,7 @@ def check_structure(path: str | os.PathLike[str], saved: dict[str, Any], names: 
         )
 
 
-def plain(name: str) -> str:
+def key_path_of(name: str) -> str:
     """The key path of a leaf, from its name in a checkpoint; also of a line that begins with its name."""
     match = _OWN.fullmatch(name)
     return match[3] if match else name

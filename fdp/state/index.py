@@ -1,9 +1,9 @@
-"""The index of a checkpoint, read without running anything of whoever wrote it, and believed no further than it holds.
+"""The index of a checkpoint, read without running any of its code, and checked against the files.
 
 The index of torch.distributed.checkpoint is a pickle. A pickle is a program, which can call what it names, and change
-classes and functions of the process that reads it. So nothing real is handed to this one: what it names is kept as a
-name, and what it makes is kept as a record of names and plain values. Only then is the index made of these, each part
-of which has to be of its type, and to lie in its file.
+classes and functions of the process that reads it. So this one gets no real functions and classes: whatever it names
+stays a name, and whatever it makes stays a record of names and plain values. Only then is the index made of these, each
+part of which has to be of its type, and to lie in its file.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class _Name:
 
 
 class _Record:
-    """Something that the pickle makes: of which class, by its name, and with which attributes."""
+    """An object that the pickle makes: the name of its class, and its attributes."""
 
     def __init__(self, kind: str) -> None:
         self.kind, self.state = kind, None
@@ -132,21 +132,21 @@ class _IndexUnpickler(_InPython):
     dispatch: ClassVar[dict[int, Any]] = {code[0]: _InPython.dispatch[code[0]] for code in _PLAIN}
 
     def find_class(self, module: str, name: str) -> _Name:
-        """What the pickle names."""
+        """Return the name that the pickle asks for, as a name."""
         return _Name(module, name)
 
     def load_newobj(self) -> None:
         """Make a record."""
         given, named = self.stack.pop(), self.stack.pop()
         if type(named) is not _Name or (named.module, named.name) not in _RECORDS or given != ():
-            raise pickle.UnpicklingError(f"it makes {_described(named)}")
+            raise pickle.UnpicklingError(f"it makes {_record_text(named)}")
         self.append(_Record(named.name))
 
     def load_reduce(self) -> None:
-        """Keep what something is called on, in place of what that would return."""
+        """Record a call with its arguments, in place of its result."""
         given, named = self.stack.pop(), self.stack.pop()
         if type(named) is not _Name or (named.module, named.name) not in _CALLED or type(given) is not tuple:
-            raise pickle.UnpicklingError(f"it calls {_described(named)}")
+            raise pickle.UnpicklingError(f"it calls {_record_text(named)}")
         self.append(given)
 
     def load_build(self) -> None:
@@ -154,7 +154,7 @@ class _IndexUnpickler(_InPython):
         state = self.stack.pop()
         record = self.stack[-1]
         if type(record) is not _Record or record.state is not None:
-            raise pickle.UnpicklingError(f"it changes {_described(record)}")
+            raise pickle.UnpicklingError(f"it changes {_record_text(record)}")
         record.state = state
 
     def load_setitem(self) -> None:
@@ -170,7 +170,7 @@ class _IndexUnpickler(_InPython):
         into = self.stack[-1]
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(into) is not dict or type(key) not in (str, _Record):
-                raise pickle.UnpicklingError(f"it uses {_described(key)} as a key")
+                raise pickle.UnpicklingError(f"it uses {_record_text(key)} as a key")
             into[key] = value
 
     for _code, _load in (
@@ -180,7 +180,7 @@ class _IndexUnpickler(_InPython):
         dispatch[_code[0]] = _load
 
 
-def _described(value: Any) -> str:
+def _record_text(value: Any) -> str:
     return f"{value.module}.{value.name}" if type(value) is _Name else f"a {type(value).__name__}"
 
 
@@ -188,7 +188,7 @@ def _described(value: Any) -> str:
 
 
 class _Broken(Exception):
-    """Something of an index is not what it should be."""
+    """A part of an index is invalid."""
 
 
 def _index_of(root: Any, directory: Path) -> Metadata:
@@ -205,7 +205,7 @@ def _index_of(root: Any, directory: Path) -> Metadata:
 
 
 def _item(record: Any) -> Any:
-    """What a checkpoint holds under a name: a value, or a tensor in pieces that make up all of it."""
+    """The entry of a checkpoint under a name: a value, or a tensor in pieces that make up all of it."""
     if type(record) is _Record and record.kind == "BytesStorageMetadata":
         return BytesStorageMetadata()
     state = _state(record, "TensorStorageMetadata")
@@ -233,7 +233,7 @@ _Piece = tuple[torch.Size, torch.Size]
 
 
 def are_the_whole(size: Sequence[int], pieces: Sequence[_Piece]) -> bool:
-    """Whether pieces that lie in a tensor make up all of it, each element in one of them.
+    """Whether pieces cover a tensor, each element exactly once.
 
     Let a function be 1 in a piece and 0 elsewhere. Its differences along all dimensions are 1 or -1 at the corners of
     the piece, and 0 elsewhere. They tell the function, since summing gives it back. So pieces make up the whole exactly
@@ -271,7 +271,7 @@ def _key(record: Any) -> MetadataIndex:
 
 
 def _info(record: Any, directory: Path) -> _StorageInfo:
-    """Where in which file something lies: in one that is there, and long enough."""
+    """The file and offset of an entry, if the file exists and is long enough."""
     state = _state(record, "_StorageInfo")
     name, offset, length = _typed(state["relative_path"], str), _number(state["offset"]), _number(state["length"])
     if state.get("transform_descriptors") is not None:
@@ -289,12 +289,12 @@ def _info(record: Any, directory: Path) -> _StorageInfo:
 
 def _state(record: Any, kind: str) -> Mapping[str, Any]:
     if type(record) is not _Record or record.kind != kind:
-        raise _Broken(f"it has {_described(record)} in the place of a {kind}")
+        raise _Broken(f"it has {_record_text(record)} in the place of a {kind}")
     return _typed(record.state, dict)
 
 
 def _numbers(given: Any) -> torch.Size:
-    """What is left of a call of torch.Size: the tuple of its arguments."""
+    """The arguments of a call of torch.Size, as a tuple."""
     (numbers,) = _typed(given, tuple)
     return torch.Size([_number(each) for each in _typed(numbers, tuple)])
 
@@ -307,5 +307,5 @@ def _number(value: Any) -> int:
 
 def _typed(value: Any, kind: type) -> Any:
     if type(value) is not kind:
-        raise _Broken(f"it has {_described(value)} in the place of a {kind.__name__}")
+        raise _Broken(f"it has {_record_text(value)} in the place of a {kind.__name__}")
     return value

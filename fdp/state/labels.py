@@ -80,7 +80,7 @@ class PerRank:
 
 
 class _Value(optree.PyTreeEntry):
-    """The step of a key path into a labelled leaf, which is called what the leaf is called."""
+    """The step of a key path into a labelled leaf. It adds nothing to the name of the leaf."""
 
     def __call__(self, obj: Any) -> Any:
         return obj.value
@@ -107,7 +107,7 @@ torch.serialization.add_safe_globals([PerRank])  # so that torch.load(weights_on
 
 
 def labelled(spec: Spec) -> list[bool]:
-    """Which leaves of a structure are labelled."""
+    """Whether each leaf of a structure is labelled."""
     if spec.type is PerRank:
         return [True] * spec.num_leaves
     if not spec.num_children:
@@ -124,7 +124,7 @@ def unlabelled(tree: Tree) -> Tree:
 
 
 def with_labels(spec: Spec, which: Sequence[bool]) -> Spec:
-    """The structure of a tree in which some leaves are labelled; those that are already stay so.
+    """The structure of a tree after some of its leaves got a label; labelled leaves keep theirs.
 
     Args:
         spec: the structure.
@@ -136,7 +136,7 @@ def with_labels(spec: Spec, which: Sequence[bool]) -> Spec:
 
 
 def labelled_inside(tree: Tree) -> Tree:
-    """A tree in which each tensor below a label is labelled itself: what a function made of a tree with labels."""
+    """Label each tensor below a label, in a tree that a function made of a tree with labels."""
     leaves, spec = pytree.flatten(tree, none_is_leaf=True, whole=PerRank)
     return pytree.unflatten(spec, [_inside(leaf.value) if type(leaf) is PerRank else leaf for leaf in leaves])
 

@@ -1,4 +1,4 @@
-"""One job at a time in a directory: a lock that the system gives back when its process ends, however it ends."""
+"""A lock, so that one job at a time writes to a directory. The system releases it when its process ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNKNOWN = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class DirectoryLock:
-    """Held from `acquire` to `release`, or until nobody refers to it.
+    """Held from `acquire` to `release`, or until no reference to it is left.
 
     A lock of the open file, where the system has these (Linux): whatever else the process does with its own directory,
     such as to copy it, the lock stays. Otherwise one of POSIX records, which any closing of the file gives back. Worker
@@ -68,14 +68,14 @@ class DirectoryLock:
         self._file = file
 
     def release(self) -> None:
-        """Give the lock back, if it is held."""
+        """Release the lock, if it is held."""
         if self._release is not None:
             _here.pop(self._key, None)
             self._release()
             self._release = None
 
     def forget(self) -> None:
-        """Hold the lock no more, in a copy of the process that took it, which goes on to hold it.
+        """Forget the lock in a forked copy of the process that holds it.
 
         The copy has the open file as well. It would keep the lock when the process that took it has ended.
         """
@@ -99,7 +99,7 @@ def _lock(file: IO[str]) -> None:
     kind = getattr(fcntl, "F_OFD_SETLK", None)
     if kind is not None:
         try:
-            # struct flock: all of the file, by nobody in particular.
+            # struct flock: all of the file, by no particular process.
             fcntl.fcntl(file, kind, struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
             return
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Writing while something else runs: slowly enough that it does not feel it."""
+"""Writing beside training, slowly enough that training is not slowed down."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHARE = 0.05
 
 
 class Pace:
-    """Keeps a thread at a small share of one processor's time, until somebody waits for it.
+    """Keeps a thread at a small share of one processor's time, until another thread waits for it.
 
     What counts is the time in which it computes and copies. Time in which it waits for the disk is free.
     """
@@ -29,11 +29,11 @@ class Pace:
         self._begun: tuple[float, float] | None = None
 
     def hurry(self) -> None:
-        """Go as fast as it goes from now on."""
+        """Write at full speed from now on."""
         self._hurry.set()
 
     def rest(self) -> None:
-        """Sleep until the share is kept again. Called by the thread that is to be kept slow, often."""
+        """Sleep until the thread is within its share again. The writing thread calls this often."""
         now = time.monotonic(), time.thread_time()
         if self._begun is None:
             self._begun = now
@@ -68,7 +68,7 @@ class Writing:
     def _run(self) -> None:
         try:
             self._write(self._pace)
-        except BaseException as error:  # raised where somebody waits
+        except BaseException as error:  # raised in the thread that waits
             _LOG.error("the %s was not written: %s", self._name, first_line(error))
             self.error = error
         finally:
@@ -76,13 +76,13 @@ class Writing:
             self._done.set()
 
     def wait(self) -> None:
-        """Have it done, as fast as it goes."""
+        """Wait until it is written, at full speed."""
         self._pace.hurry()
         self._done.wait()  # not `Thread.join`, which takes a thread for ended that it was interrupted in waiting for
 
 
 class Paced:
-    """A file that is written at some pace.
+    """A file that is written at a limited pace.
 
     Args:
         stream: the file.

@@ -1,7 +1,7 @@
-"""The pieces that a checkpoint's files consist of: whether their bits are those that were written.
+"""Checks that the pieces of a checkpoint's files hold the bits that were written.
 
 `torch.save` writes an archive of zip's format, with a checksum of each record in it. `torch.load` does not look at
-these. So a flipped bit would be another number, and nobody would know.
+these. So a flipped bit would be another number, and nothing would show it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ChangedCheckpoint(ArgumentError):
 
 
 def refuse_changed(path: str | os.PathLike[str], lines: list[str]) -> None:
-    """Refuse a checkpoint of which some rank found something changed.
+    """Refuse a checkpoint if any rank found a change in it.
 
     Args:
         path: of the checkpoint, for messages.
@@ -48,7 +48,7 @@ def refuse_changed(path: str | os.PathLike[str], lines: list[str]) -> None:
             f"the checkpoint in {os.fspath(path)!r} has been changed since it was saved, on its disk or on the way "
             "from there.",
             lines,
-            remedy="load another checkpoint, and have the disk looked at.",
+            remedy="load another checkpoint, and check the disk.",
         )
         raise ChangedCheckpoint(message, tuple(lines))
 

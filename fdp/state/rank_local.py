@@ -1,4 +1,4 @@
-"""Memory that holds each rank's own values: where steps have put results that differ from rank to rank.
+"""The memory of rank-local results, which steps have returned and which differ from rank to rank.
 
 A tensor that lies in it, whichever object it is (the result itself, a view, a `detach()`, an array of NumPy), does not
 go in again as replicated state. Nothing here keeps memory alive.
@@ -24,7 +24,7 @@ _address = torch.Tensor.data_ptr
 
 @dataclass(frozen=True)
 class _Note:
-    """A piece of memory with each rank's own values.
+    """A piece of memory with rank-local values.
 
     Attributes:
         memory: the storage.
@@ -50,7 +50,7 @@ _changing = threading.Lock()
 
 
 def note(results: Iterable[tuple[torch.Tensor, str]]) -> None:
-    """Note that tensors hold each rank's own values, and what they are in words."""
+    """Record that tensors hold rank-local values, each with a description."""
     global _bases, _made
     for tensor, what in results:
         storage = tensor.untyped_storage()
@@ -73,14 +73,14 @@ def note(results: Iterable[tuple[torch.Tensor, str]]) -> None:
 
 
 def forget(tensors: Iterable[torch.Tensor]) -> None:
-    """Note that tensors are the same on every rank from now on."""
+    """Record that tensors are the same on every rank from now on."""
     for tensor in tensors:
         if tensor.layout == torch.strided:
             _drop(tensor.untyped_storage().data_ptr())
 
 
 def find(tensors: Sequence[torch.Tensor]) -> list[tuple[int, str]]:
-    """Which tensors lie in memory with each rank's own values: for each its index, and what lies there in words."""
+    """The tensors that lie in rank-local memory: for each its index, and the description of that memory."""
     addresses = list(map(_address, tensors))
     bases = _bases
     # Mostly none does. Of both rows, the longer one is searched.
@@ -99,7 +99,7 @@ def find(tensors: Sequence[torch.Tensor]) -> list[tuple[int, str]]:
 
 
 def _is_there(base: int, known: _Note) -> bool:
-    """Whether memory is still that which was noted, and not other memory at the same address."""
+    """Whether memory is still the recorded one, and not other memory at the same address."""
     storage = torch.UntypedStorage._new_with_weak_ptr(known.memory.cdata)
     if storage is not None and storage.data_ptr() == base:
         return True

@@ -28,7 +28,7 @@ NO_MARK = 0
 
 @hiding_frames
 def replicate(tree: Tree, root: int = 0, group: Ranks = None) -> Tree:
-    """Give every rank the tensors of one: what a job does with its initial state.
+    """Give every rank the tensors of one rank, as a job does with its initial state.
 
     Args:
         tree: pytree of tensors of the same structure, shapes and dtypes on every rank; other leaves are kept. Leaves
@@ -137,12 +137,12 @@ def differing(
 
 
 def mark_of(leaf: Any) -> int:
-    """A number for a leaf; of what cannot be compared, one for its kind; `NO_MARK` of a sharded one."""
+    """A number to compare a leaf by: of its bits, or of its type if it has none; `NO_MARK` for a sharded leaf."""
     if is_sharded(leaf):
         return NO_MARK  # each rank has bits of its own
     if isinstance(leaf, torch.Tensor):
         parts = [fingerprint(part) for part in _parts(plain_tensor(leaf))]
-        return parts[0] if len(parts) == 1 else _text_mark(f"{_kind(leaf)} {parts}")
+        return parts[0] if len(parts) == 1 else _text_mark(f"{_leaf_text(leaf)} {parts}")
     if isinstance(leaf, (set, frozenset)):  # its order depends on the process
         return _text_mark(comparable(leaf))
     if hasattr(leaf, "tobytes"):  # an array of NumPy, of which the text shows a part
@@ -153,11 +153,11 @@ def mark_of(leaf: Any) -> int:
     try:
         return _bytes_mark(pickle.dumps(leaf))
     except Exception:  # whatever its class raises
-        return _text_mark(_kind(leaf))
+        return _text_mark(_leaf_text(leaf))
 
 
 def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers of a tensor without the class that it has to its user, but where only the class knows them."""
+    """The plain tensor of a tensor subclass, unless only the subclass knows its numbers."""
     found = tensor.detach()
     if type(found) is torch.Tensor or found.layout != torch.strided or _has_numbers_of_its_own(found):
         return found
@@ -165,12 +165,12 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _has_numbers_of_its_own(tensor: torch.Tensor) -> bool:
-    """Whether the class of a tensor says what its numbers are, as that of a `DTensor` does."""
+    """Whether only the class of a tensor knows its numbers, as for a `DTensor`."""
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The dense tensors that hold the numbers of a tensor; none where only its class knows them."""
+    """The dense tensors that hold the numbers of a tensor; none if only its class knows them."""
     if _has_numbers_of_its_own(tensor) or tensor.is_nested or tensor.is_meta:
         return []
     if tensor.is_quantized:
@@ -193,7 +193,7 @@ def _bytes_mark(data: bytes) -> int:
     return fingerprint(torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8))
 
 
-def _kind(leaf: Any) -> str:
+def _leaf_text(leaf: Any) -> str:
     return f"{list(leaf.shape)} {leaf.dtype}" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
 
 
@@ -203,7 +203,7 @@ def _compare_structure(caller: str, names: list[str], leaves: list[Any], own: li
         return
     refuse_desynchronised(ranks, caller)
     kinds = [
-        f"{name}: {'labelled, ' if is_own else ''}{_kind(leaf)}"
+        f"{name}: {'labelled, ' if is_own else ''}{_leaf_text(leaf)}"
         for name, leaf, is_own in zip(names, leaves, own, strict=True)
     ]
     (marks,) = zip(*_gather_marks([_text_mark("\n".join(kinds))], ranks, leaves), strict=True)

@@ -121,7 +121,7 @@ def _divided(leaf: torch.Tensor, ranks: Group) -> torch.Tensor:
 def _gathered(leaf: Any) -> torch.Tensor:
     """The whole of a sharded leaf."""
     part = layout_of(leaf).part
-    if part is None:  # divided in another way, by somebody else
+    if part is None:  # divided in another way, by other code
         whole: torch.Tensor = leaf.full_tensor().detach()
         return whole
     ranks = resolve_group(leaf.device_mesh)

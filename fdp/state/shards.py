@@ -1,9 +1,9 @@
 """Sharded leaves: `DTensor`s of which each rank holds one part along one dimension.
 
-Where a step takes its arguments apart, a sharded leaf is a container of one tensor: this rank's part. So the structure
-of a tree says which leaves are sharded, and how. To everything else it is what it is to torch: a tensor.
+When a step flattens its arguments, a sharded leaf is a container of one tensor: this rank's part. So the structure
+of a tree says which leaves are sharded, and how. Everywhere else it is a tensor, as for torch.
 
-torch.distributed.tensor takes half a second to import, so it is imported by whoever shards, or holds such a leaf.
+torch.distributed.tensor takes half a second to import. So it is imported only when a leaf is sharded or found.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """What a `DTensor` is besides its own part.
+class ShardLayout:
+    """The layout of a `DTensor`, without its own part.
 
     It does not keep the mesh alive: a mesh holds its process group, which has to end before the interpreter does.
 
@@ -129,15 +129,15 @@ def _text_of(mesh: DeviceMesh) -> str:
 
 @dataclass(frozen=True)
 class Whole:
-    """What is put into the place of a part for a while: the tree that is put together has it there as it is."""
+    """A stand-in for a part: a tree that is put together has it there unchanged."""
 
     value: Any
 
 
-def layout_of(tensor: DTensor) -> Layout:
+def layout_of(tensor: DTensor) -> ShardLayout:
     """What a `DTensor` is besides its own part."""
     mesh = tensor.device_mesh
-    return Layout(weakref.ref(mesh), _text_of(mesh), tuple(tensor.placements), tensor.shape, tensor.stride())
+    return ShardLayout(weakref.ref(mesh), _text_of(mesh), tuple(tensor.placements), tensor.shape, tensor.stride())
 
 
 def part_of(tensor: DTensor) -> torch.Tensor:
@@ -155,13 +155,13 @@ def assembled_over(
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def assembled(part: torch.Tensor, layout: Layout) -> DTensor:
+def assembled(part: torch.Tensor, layout: ShardLayout) -> DTensor:
     """The `DTensor` of some layout of which this rank holds a part."""
     return assembled_over(layout.mesh, part, layout.placements, layout.shape, layout.stride)
 
 
-class _Part(optree.PyTreeEntry):
-    """The step of a key path into a sharded leaf, which is called what the leaf is called."""
+class _ShardEntry(optree.PyTreeEntry):
+    """The step of a key path into a sharded leaf. It adds nothing to the name of the leaf."""
 
     def __call__(self, obj: Any) -> Any:
         return part_of(obj)
@@ -171,11 +171,11 @@ class _Part(optree.PyTreeEntry):
         return node
 
 
-def _parts(tensor: Any) -> tuple[tuple[Any], Layout, tuple[str]]:
+def _parts(tensor: Any) -> tuple[tuple[Any], ShardLayout, tuple[str]]:
     return (part_of(tensor),), layout_of(tensor), ("part",)
 
 
-def _whole(layout: Layout, children: Iterable[Any]) -> Any:
+def _whole(layout: ShardLayout, children: Iterable[Any]) -> Any:
     (child,) = children
     if type(child) is Whole:
         return child.value
@@ -184,17 +184,17 @@ def _whole(layout: Layout, children: Iterable[Any]) -> Any:
 
 @dataclass(frozen=True)
 class _Held:
-    """What is put together of something that is no tensor."""
+    """Stands for the sharded leaf where its part is not a tensor."""
 
-    layout: Layout
+    layout: ShardLayout
 
 
 @functools.cache
 def sharded_type() -> type[DTensor]:
-    """`DTensor`, from now on a container where a step takes its arguments apart."""
+    """`DTensor`, which is a container from now on when a step flattens its arguments."""
     from torch.distributed.tensor import DTensor
 
-    pytree.register_where_taken_apart(DTensor, _parts, _whole, _Part)
+    pytree.register_where_taken_apart(DTensor, _parts, _whole, _ShardEntry)
     return DTensor
 
 
@@ -204,11 +204,11 @@ def is_sharded(leaf: Any) -> bool:
 
 
 def is_shard(entry: optree.PyTreeEntry) -> bool:
-    """Whether a step of a key path leads into a sharded leaf."""
-    return isinstance(entry, _Part)
+    """Whether an entry of a key path leads into a sharded leaf."""
+    return isinstance(entry, _ShardEntry)
 
 
-def taken_apart(tree: Any) -> tuple[list[Any], Spec]:
+def flatten_to_parts(tree: Any) -> tuple[list[Any], Spec]:
     """The leaves of a tree, with this rank's parts in the place of sharded ones, and its structure."""
     leaves, spec = pytree.flatten(tree, apart=True)
     # The first one that is met makes its type known.
@@ -224,14 +224,14 @@ def sharded(spec: Spec) -> list[Spec | None]:
     return [found for child in spec.children() for found in sharded(child)]
 
 
-def layout_in(spec: Spec) -> Layout:
-    """What a sharded leaf is besides its own part, of its structure."""
+def layout_in(spec: Spec) -> ShardLayout:
+    """The layout of a sharded leaf, from its structure."""
     held: _Held = spec.unflatten([None])
     return held.layout
 
 
 def without_shards(spec: Spec) -> Spec:
-    """The structure of a tree in which each sharded leaf is one."""
+    """The structure of a tree in which each sharded leaf is a single leaf."""
     return pytree.structure_of(spec.unflatten([0 if shard is None else Whole(0) for shard in sharded(spec)]))
 
 

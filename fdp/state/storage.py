@@ -1,4 +1,5 @@
-"""Checkpoints on disk, by torch.distributed.checkpoint: one replaces another at once, and reading one runs no code.
+"""Checkpoints on disk, by torch.distributed.checkpoint: one replaces another in one moment, and reading one runs no
+code.
 
 References: torch.distributed.checkpoint (`StorageWriter`, `StorageReader`).
 """
@@ -31,7 +32,7 @@ from fdp.state.unwritten import with_reasons
 _DATA = "*.distcp"
 
 
-class Writer(dcp.FileSystemWriter):
+class CheckpointWriter(dcp.FileSystemWriter):
     """Writes a checkpoint beside the one that a directory holds, under other names, and then replaces the index.
 
     The index is replaced by renaming, which happens at once, and after it was found to be that of a whole checkpoint.
@@ -76,7 +77,7 @@ class Writer(dcp.FileSystemWriter):
         if not all(name.startswith(self._mark) for name in named):
             raise FdpError(
                 build_message(
-                    f"fdp.save wrote a checkpoint to {os.fspath(self._directory)!r} in another way than it meant to.",
+                    f"fdp.save wrote a checkpoint to {os.fspath(self._directory)!r} in an unexpected format.",
                     remedy="this release of PyTorch writes checkpoints in a way that fdp does not know: take one that "
                     "docs/torch.md lists.",
                 )
@@ -94,7 +95,7 @@ class Writer(dcp.FileSystemWriter):
         self._check(self._directory / INDEX)
 
     def settle(self) -> None:
-        """Delete the files that no checkpoint needs. Called on the rank that planned, when no rank writes any more."""
+        """Delete the files that no checkpoint needs. Called on the planning rank, after all ranks have written."""
         with suppress(OSError):  # what is left over does no harm; the next save tries again
             pattern, named = self._mark + _DATA, set[str]()
             with suppress(OSError, ArgumentError):
@@ -106,7 +107,7 @@ class Writer(dcp.FileSystemWriter):
 
 
 def process_group_destroyed(directory: Path) -> FdpError:
-    """What to say of a checkpoint whose writers have lost each other on purpose."""
+    """The error for a checkpoint whose process group was destroyed while it was written."""
     return FdpError(
         build_message(
             f"the checkpoint in {os.fspath(directory)!r} was not written: the process group was destroyed meanwhile.",
@@ -116,7 +117,7 @@ def process_group_destroyed(directory: Path) -> FdpError:
 
 
 class _ReplacesAtOnce(FileSystem):
-    """Files, of which the index is never missing once it is there.
+    """A file system whose index file is replaced without ever being missing.
 
     Args:
         check: raises if an index must not take the place of the last one.
@@ -143,7 +144,7 @@ class _ReplacesAtOnce(FileSystem):
 
 
 def delete_checkpoint(directory: Path) -> None:
-    """Delete a checkpoint: its index first, so that nobody takes what is left for a whole one.
+    """Delete a checkpoint: its index first, so that the remaining files do not look like a whole one.
 
     Files that are none of a checkpoint's stay, and so does the directory then. Of a link, the link is deleted.
     """
@@ -157,7 +158,7 @@ def delete_checkpoint(directory: Path) -> None:
 
 
 def _sync(directory: Path) -> None:
-    """Have the names in a directory outlive a loss of power, on a file system that can promise that."""
+    """Make the names in a directory survive a loss of power, on a file system that supports it."""
     with suppress(OSError):
         opened = os.open(directory, os.O_RDONLY)
         try:
@@ -167,7 +168,7 @@ def _sync(directory: Path) -> None:
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads a checkpoint that a stranger may have written, and of which the disk may have changed some bits.
+    """Reads an untrusted checkpoint, in which the disk may have changed some bits.
 
     Args:
         path: the directory.
@@ -205,7 +206,7 @@ class Reader(dcp.FileSystemReader):
         return done
 
     def _piece(self, item: dcp.planner.ReadItem) -> bytes:
-        """All of what was saved as one, also where a part of it is to be read: its checksum is one of all."""
+        """A whole saved record, even if only a part of it is needed, because its checksum covers all of it."""
         place = self._index().storage_data[item.storage_index]
         with (Path(self.path) / place.relative_path).open("rb") as file:
             file.seek(place.offset)
@@ -213,7 +214,7 @@ class Reader(dcp.FileSystemReader):
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
-    """Reads values that are no tensors without calling anything that they name, but for what is known to be harmless.
+    """Reads non-tensor values without calling anything that they name, except for a list of harmless functions.
 
     Args:
         like: such values, by name. Their classes are the user's own choice, and are allowed.
@@ -224,7 +225,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         self._like = like
 
     def load_bytes(self, read_item: dcp.planner.ReadItem, value: io.BytesIO) -> None:
-        """Put a value that is no tensor into the state, which is flat.
+        """Put a non-tensor value into the flat state.
 
         Raises:
             ArgumentError: it is of a class that is not known to be harmless.
@@ -234,7 +235,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
 
 
 def read_plain(name: str, value: io.BytesIO, like: Any) -> Any:
-    """Read a value that is no tensor.
+    """Read a non-tensor value.
 
     Args:
         name: of the leaf.
@@ -276,7 +277,7 @@ def _harmless(like: Any) -> Iterator[None]:
 
 @functools.cache
 def _of_numpy() -> tuple[Any, ...]:
-    """What numbers and arrays of NumPy's are made of."""
+    """The functions and classes that NumPy's numbers and arrays need."""
     import numpy
 
     kinds = {type(numpy.dtype(each)) for each in numpy.sctypeDict.values()}

@@ -1,4 +1,4 @@
-"""Why a checkpoint could not be written, as the system says it: the disk is full, may only be read, or the like."""
+"""Why a checkpoint could not be written, from the system's error: the disk is full, read-only, or the like."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class NotWritten(FdpError):
-    """What a rank could not write, and why; in one line. It becomes a part of an error of all ranks."""
+    """One line that says what a rank could not write, and why. It becomes part of an error on all ranks."""
 
 
 @contextmanager
 def with_reasons(directory: Path) -> Iterator[None]:
-    """What goes wrong with the disk is a `NotWritten`, by the rank that sees the disk as it is at that moment.
+    """Turn errors of the disk into a `NotWritten`, on the rank that sees the disk at that moment.
 
     Args:
         directory: that is written to.
@@ -71,7 +71,7 @@ def not_written(caller: str, what: str, directory: Path, reasons: Iterable[str])
 
 
 def _of_the_system(error: BaseException | None) -> OSError | None:
-    """The error of the system behind another one: torch's writer of archives reports what follows from it."""
+    """The system's error behind another one, because torch's archive writer raises a later one."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
@@ -84,5 +84,5 @@ def _free_bytes(directory: Path) -> int | None:
 
 
 def _nearest(directory: Path) -> Path:
-    """The directory, or the nearest above it that is there."""
+    """The directory, or the nearest existing one above it."""
     return next((each for each in (directory, *directory.absolute().parents) if each.exists()), Path("/"))

@@ -1,7 +1,7 @@
-"""`bucket_cap_mb="auto"`: ranks measure a step and their network together, and choose buckets by what they cost.
+"""`bucket_cap_mb="auto"`: ranks measure a step and their network together, and choose buckets by cost.
 
-What is chosen is remembered by what is sent. A rank that alone gets another signature with the same gradients (a
-shorter last batch) cuts them as before: it needs no other rank, and the schedule stays what all ranks have agreed on.
+The choice is remembered for the gradients that are sent. So a rank that alone gets a signature with the same gradients
+(a shorter last batch) takes the same buckets. It needs no other rank, and the agreed schedule stays.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fdp.plan.build import plan_groups
 from fdp.plan.cost.costs import Costs
 from fdp.plan.cost.forecast import Forecast
 from fdp.runtime import Emitted
-from fdp.step.buckets_on_disk import Groups, find_groups, keep_groups, name_of
+from fdp.step.buckets_on_disk import Groups, find_groups, keep_groups, stored_plan_name
 from fdp.step.progress import Progress
 from fdp.trace import Trace
 
@@ -50,11 +50,12 @@ class Automatic:
         self._chosen: dict[Any, tuple[Groups, Any, Forecast | None]] = {}
 
     def plan_ahead(self, trace: Trace, group: Group) -> Plan:
-        """Plan without the other ranks: as chosen before, or by estimated costs if there is a network, or by caps."""
+        """Plan without the other ranks: with buckets chosen before, or by estimated costs if a network is given, or by
+        caps."""
         return self.remembered(trace, group) or plan_trace(trace, "auto", network=self._network)
 
     def remembered(self, trace: Trace, group: Group) -> Plan | None:
-        """The plan of a trace that nothing need be measured for; None if ranks have to."""
+        """The plan of a trace, if nothing has to be measured for it; else None."""
         sent = sum(reduction.size_bytes for reduction in trace.reductions)
         if group.size == 1 or sent < LEAST_BYTES or len(trace.reductions) < 2:
             return plan_trace(trace, AUTO_CAP_MB, network=self._network)
@@ -112,9 +113,9 @@ class Automatic:
                 costs = measure_costs(emitted, tensors, start_s)
         except Exception as error:
             failure = error
-        told = {"measured": failure is None, "operations": _digest(_planned_by(trace)), "chain": _digest(_chain(trace))}
+        own = {"measured": failure is None, "operations": _digest(_planned_by(trace)), "chain": _digest(_chain(trace))}
         with progress.stage("waiting for other ranks"):
-            found = _tell(emitted, told)
+            found = _tell(emitted, own)
         if failure is not None:
             raise failure
         if not all(other["measured"] for other in found):
@@ -151,24 +152,24 @@ class Automatic:
         if len({other["chain"] for other in found}) > 1:
             return emitted.plan
         plan = plan_trace(trace, "auto", costs, network, spread=spread) if group.rank == 0 else emitted.plan
-        told = _tell(emitted, {"groups": _groups(plan)})[0]["groups"]
-        return plan if group.rank == 0 else plan_groups(trace, [tuple(members) for members in told])
+        chosen = _tell(emitted, {"groups": _groups(plan)})[0]["groups"]
+        return plan if group.rank == 0 else plan_groups(trace, [tuple(members) for members in chosen])
 
     def _kept(self, emitted: Emitted) -> tuple[Groups | None, str]:
-        """What rank 0 has kept, for all ranks alike, and where it is kept."""
+        """The buckets that rank 0 has stored, for all ranks alike, and the name under which they are stored."""
         trace, group = emitted.plan.trace, emitted.group
         backend = group.backend_for(device_of_messages(emitted.plan))
         others = _tell(emitted, {"host": socket.gethostname(), "chain": _digest(_chain(trace))})
-        where = name_of(trace, backend, [str(other["host"]) for other in others], repr(self._network))
+        where = stored_plan_name(trace, backend, [str(other["host"]) for other in others], repr(self._network))
         groups = None
         if group.rank == 0 and len({other["chain"] for other in others}) == 1:
             groups = find_groups(where, {index for index, reduction in enumerate(trace.reductions) if reduction.numel})
-        told = _tell(emitted, {"groups": groups})[0]["groups"]
-        return None if told is None else tuple(tuple(members) for members in told), where
+        stored = _tell(emitted, {"groups": groups})[0]["groups"]
+        return None if stored is None else tuple(tuple(members) for members in stored), where
 
 
 def _tell(emitted: Emitted, own: dict[str, Any]) -> list[Any]:
-    """What each rank says of its step while buckets are chosen."""
+    """Exchange a value with all ranks while buckets are chosen."""
     step = f"step {emitted.plan.trace.name!r}"
     found = tell_all(emitted.group, own, step, "is to be planned")
     failed = [f"rank {rank}: {other['failed']}" for rank, other in enumerate(found) if "failed" in other]
@@ -177,7 +178,7 @@ def _tell(emitted: Emitted, own: dict[str, Any]) -> list[Any]:
             build_message(
                 f"{step} could not be planned on every rank.",
                 failed,
-                remedy="mend the error there; the other ranks wait for it in vain.",
+                remedy="fix the error there; the other ranks wait for it in vain.",
             )
         )
     return found
@@ -188,23 +189,24 @@ def _groups(plan: Plan) -> Groups:
 
 
 def _key(trace: Trace, group: Group) -> Any:
-    """What is sent, and which of it is computed from the result of which: buckets may not join those."""
+    """The key of a choice: the reductions, and which depend on the results of which, since those may not share a
+    bucket."""
     sent = ((r.name, r.op, r.root, r.shape, r.dtype, r.accumulate_dtype, str(r.device)) for r in trace.reductions)
     return group, tuple(sent), tuple(_chain(trace))
 
 
 def _chain(trace: Trace) -> list[int]:
-    """Which reductions are computed from the results of which: buckets of one such trace may be a circle in another."""
+    """Which reductions depend on the results of which: buckets of one trace may be a circle in another."""
     return upstream_of(trace.reductions, trace.operations)
 
 
 def _work(trace: Trace) -> Any:
-    """What costs depend on, but for the machine."""
+    """Everything that costs depend on, except the machine."""
     return trace.operations, trace.inputs
 
 
 def _planned_by(trace: Trace) -> Any:
-    """What a plan is made by, besides costs and what ranks compare anyway."""
+    """Everything that a plan depends on, besides costs and what ranks compare anyway."""
     operations = [(o.node, o.target, o.needs, o.entry, o.reduction, o.view, o.backward) for o in trace.operations]
     return operations, [(reduction.position, reduction.operation) for reduction in trace.reductions]
 

@@ -1,7 +1,7 @@
-"""Buckets that were chosen for compiled steps, kept beside the compiled code from one start of a program to the next.
+"""Buckets that were chosen for compiled steps, stored beside the compiled code from one start of a program to the next.
 
-What is compiled is found again only if it is the same to the letter, and buckets that are chosen by measurement would
-be others at the next start: each start would compile anew.
+Compiled code is found again only if the program is the same to the letter. Buckets that are measured again would differ
+at the next start, so each start would compile anew.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def find_groups(name: str, reductions: Set[int]) -> Groups | None:
-    """Find the buckets that were kept under a name.
+    """Find the buckets that were stored under a name.
 
     Args:
-        name: from `name_of`.
+        name: from `stored_plan_name`.
         reductions: the indices of those that have to be in a bucket.
 
     Returns:
@@ -44,7 +44,7 @@ def find_groups(name: str, reductions: Set[int]) -> Groups | None:
 
 
 def keep_groups(name: str, groups: Groups) -> None:
-    """Keep buckets under a name; where that cannot be, they are chosen anew at the next start."""
+    """Store buckets under a name; if that fails, they are chosen anew at the next start."""
     with contextlib.suppress(OSError):
         _folder().mkdir(parents=True, exist_ok=True)
         handle, path = tempfile.mkstemp(dir=_folder())
@@ -53,8 +53,8 @@ def keep_groups(name: str, groups: Groups) -> None:
         os.replace(path, _folder() / name)  # whole, or not at all: other programs may be reading
 
 
-def name_of(trace: Trace, backend: str | None, hosts: Sequence[str], network: str) -> str:
-    """Name what buckets depend on, but for how fast everything is.
+def stored_plan_name(trace: Trace, backend: str | None, hosts: Sequence[str], network: str) -> str:
+    """A name for everything that buckets depend on, except measured times.
 
     Args:
         trace: of the step.
@@ -76,7 +76,7 @@ def name_of(trace: Trace, backend: str | None, hosts: Sequence[str], network: st
 
 @functools.cache
 def _version() -> str:
-    """Changes with the planner: what another one chose is not taken."""
+    """A version that changes with the planner, so that buckets of another one are not used."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in _planner())).hexdigest()
 
 

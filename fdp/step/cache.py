@@ -1,4 +1,4 @@
-"""The programs that a step keeps: one for each signature, as many as were called last."""
+"""The programs that a step keeps: one for each of the signatures that were called last."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_SIGNATURES = 64
 """So many signatures a step keeps, those that were called last; each has a program and bucket memory of its own."""
 
 clock = itertools.count()
-"""Counts calls, so that it can be told which signature was called last."""
+"""Counts calls, to find the signature that was called last."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Known:
 
 
 class Signatures(dict[Any, Known]):
-    """What has been prepared, by signature.
+    """The prepared signatures.
 
     Args:
         step: the name of the step, for the warning.
@@ -54,14 +54,14 @@ class Signatures(dict[Any, Known]):
         self._forgotten: set[int] | None = set()
 
     def find(self, key: Any) -> Known | None:
-        """What was prepared for a signature, if it is kept."""
+        """The preparation of a signature, if it is kept."""
         try:
             return self.get(key)
         except TypeError:
             return None  # an argument cannot be hashed; which one, is said when the signature is prepared
 
     def keep(self, key: Any, known: Known) -> None:
-        """Keep what was prepared, and forget the one that was called longest ago if there are too many."""
+        """Keep a preparation, and forget the one that was called longest ago if there are too many."""
         known.last_call = next(clock)
         if self._forgotten is not None and hash(key) in self._forgotten:
             self._forgotten = None  # said once

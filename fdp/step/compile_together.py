@@ -1,8 +1,8 @@
 """Compile on every rank at once: no rank waits for another's cache, and none sends before all are ready.
 
-A rank that finds its program in the cache has it in a second, one that does not may take minutes. Messages that the
-first one sends would wait for the second until the process group's time limit. So ranks tell each other when they are
-ready, through the store; those that are not keep giving signs of life, and are waited for as long as they do.
+A rank that finds its program in the cache has it in a second, and one that does not may take minutes. Messages of the
+first one would wait for the second until the process group's time limit. So ranks report through the store when they
+are ready. The others keep giving signs of life, and are waited for as long as they do.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def compile_together(name: str, group: Group, together: bool, compile: Callable[
 
 @contextmanager
 def _signs_of_life(store: Any, key: str) -> Iterator[None]:
-    """Count up in the store for as long as the block runs."""
+    """Give signs of life in the store while the block runs."""
     ended = threading.Event()
 
     def count_up() -> None:
@@ -136,7 +136,7 @@ def _wait_for_others(name: str, group: Group, store: Any, turn: str) -> None:
             build_message(
                 f"step {name!r} was not compiled on every rank, so the ranks cannot run it together.",
                 offenders,
-                remedy="mend the error there; or compile=False on all ranks.",
+                remedy="fix the error there; or compile=False on all ranks.",
             )
         )
 

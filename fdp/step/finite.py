@@ -9,7 +9,7 @@ from fdp.trace import Beside
 
 
 def result_if_finite(name: str, made: Beside, call: int) -> Any:
-    """What a step returns, if its gradients are finite on every rank.
+    """The results of a step, if its gradients are finite on every rank.
 
     Args:
         name: of the step.

@@ -1,6 +1,6 @@
 """Prepare a step for a new signature: trace, plan, emit, check, and compile if that was asked for.
 
-This is what the first call of a signature does, and nothing of it is done again.
+The first call of a signature does all of this, and later calls do nothing of it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _SMALL_CAP_MB = 1.0
 """The size of messages where memory is scarce: of gradients no more are held back than that."""
 
 _RETRACE_WARNING = 8
-"""After so many traces a step is told that it keeps retracing, once."""
+"""After so many traces a step warns once that it keeps retracing."""
 
 _one_at_a_time = threading.RLock()
 """Held while a step is traced, checked or compiled: all set switches of torch that hold for the whole process.
@@ -70,7 +70,7 @@ No thread waits for another rank while it holds it."""
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user asked for, as far as it decides on how a signature is prepared.
+    """The options that decide how a signature is prepared.
 
     Attributes:
         bucket_cap_mb: as for `data_parallel`.
@@ -154,7 +154,7 @@ class Preparation:
                 return self._within(self._automatic.plan_ahead(trace, group) if self._chooses else self._by_caps(trace))
 
     def prepare(self, flat: Flat, roles: Roles, group: Group, progress: Progress) -> Emitted:
-        """Make what runs the step for the signature of some arguments; where ranks have to agree, all of them do."""
+        """Prepare the program for the signature of some arguments; all ranks take part if they have to agree."""
         with progress:
             return self._prepare(flat, roles, group, progress)
 
@@ -187,7 +187,7 @@ class Preparation:
         return emitted
 
     def _emit(self, flat: Flat, roles: Roles, group: Group, progress: Progress) -> Emitted:
-        """Make what runs the step operator by operator, and compare it with the step."""
+        """Make the program that runs operator by operator, and compare it with the step."""
         settings = self._settings
         plan = self._planned(flat, roles, group, progress)
         with progress.stage("writing and proving"):
@@ -202,7 +202,7 @@ class Preparation:
         return emitted
 
     def _check_on_whole_values(self, emitted: Emitted, flat: Flat, roles: Roles) -> None:
-        """Compare a step that has sharded state with what it is on whole values, and that with the function."""
+        """Compare a step with sharded state with the step on whole values, and that with the function."""
         assert emitted.plan.trace.whole is not None
         whole = Emitted(plan_trace(emitted.plan.trace.whole), emitted.group)
 
@@ -217,7 +217,7 @@ class Preparation:
             whole.residence.move_out()
 
     def check_again(self, emitted: Emitted, flat: Flat, roles: Roles) -> bool:
-        """Compare a step that has been running; returns whether that is to be done again."""
+        """Compare a step that has been running; returns whether to repeat that later."""
         emitted.closed_over.check(flat.tensors)  # which says more than a comparison would
         try:
             with Progress(self._name) as progress, progress.stage("comparing again"), _one_at_a_time:
@@ -251,7 +251,7 @@ class Preparation:
         self._finite[emitted] = check_emitted(emitted, self._step, flat, roles, on="call")
 
     def _check_lies(self, emitted: Emitted, flat: Flat) -> None:
-        """What a comparison would see of draws, for a step that is not compared."""
+        """Check the strides of values that are drawn for, in a step that is not compared."""
         options = self._settings.options
         if options is None or options.settled(tensor.device for tensor in flat.tensors).draws_alike:
             with _one_at_a_time:
@@ -259,7 +259,7 @@ class Preparation:
                 if_memory_allows(emitted, what, lambda: check_lies(emitted, flat.tensors))
 
     def again(self, emitted: Emitted) -> Again | None:
-        """When a step that was prepared is compared again; None for never."""
+        """When to compare a prepared step again; None for never."""
         return self._again.get(emitted)
 
     @property
@@ -270,11 +270,11 @@ class Preparation:
         return plan_trace(trace, self._settings.bucket_cap_mb, network=self._settings.network)
 
     def _smallest(self, trace: Trace) -> Plan:
-        """A plan of small messages, where it is not the user who says how large they are."""
+        """A plan of small messages, unless the user has set their size."""
         return plan_trace(trace, _SMALL_CAP_MB) if self._chooses else self._by_caps(trace)
 
     def _within(self, plan: Plan) -> Plan:
-        """A plan that was chosen for being quick; one of small messages, if that takes more than the limit."""
+        """The fastest plan, or one of small messages if the fastest exceeds the memory limit."""
         limit = self._settings.memory_limit_bytes
         return plan if limit is None or not self._chooses or fits(plan, limit) else self._smallest(plan.trace)
 
@@ -296,7 +296,7 @@ class Preparation:
             return self._within(plan)
 
     def _compile(self, emitted: Emitted, flat: Flat, roles: Roles, progress: Progress) -> Emitted:
-        """Compile what was emitted, on all ranks at once if all of them have to."""
+        """Compile the emitted program, on all ranks at once if all of them have to."""
         settings = self._settings
 
         def compiled() -> Emitted:

@@ -1,4 +1,4 @@
-"""A step that is to stay within a limit of memory: what does not fit is gathered again, or refused."""
+"""Keeps a step within a memory limit: sharded state is gathered again, or the step is refused."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def trace_within(
     Args:
         name: the user's function, for messages.
         limit_bytes: the most that a rank may hold.
-        trace: traces the step. It is told whether sharded state that is gathered for a forward pass is to be gathered
-            again for the backward pass, which takes less memory and more messages.
+        trace: traces the step. Its argument says whether sharded state is gathered again for the
+            backward pass, which takes less memory and more messages.
         plan: plans a trace with messages as small as they may be.
 
     Returns:

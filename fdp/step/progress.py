@@ -82,7 +82,7 @@ class Progress:
                 outer.go_on()
 
     def finish(self) -> None:
-        """Say how long each stage took."""
+        """Show how long each stage took."""
         text = f"step {self._name!r} is ready after {sum(self._seconds.values()):.1f} s ({self._past()})"
         LOGGER.info(text)
         if self._on_terminal:

@@ -75,7 +75,7 @@ class Step:
         memory_limit_mb: float | None = None,
     ) -> None:
         step_fn, asked = unwrap_compiled(step_fn)
-        # compile=False is the default: then what torch.compile was told counts.
+        # compile=False is the default: then the options of torch.compile count.
         options = resolve_options(asked if compile is False and asked is not None else compile)
         resolve_caps(bucket_cap_mb)
         if network is not None and not isinstance(network, Network):
@@ -114,7 +114,7 @@ class Step:
         return f"<fdp.Step {clipped(self._name)}, traced {count(self.traces, 'time')}>"
 
     def __reduce__(self) -> Any:
-        """A copy, and what is unpickled, is a new step of the same function and settings; nothing is traced yet."""
+        """Copying and unpickling make a new step with the same function and settings, and without traces."""
         batch, static, donate = self._argnums
         settings = self._settings
         return functools.partial(
@@ -216,11 +216,11 @@ class Step:
 
     @hiding_frames
     def profile(self, *args: Any, repeats: int = 3, **kwargs: Any) -> Timeline:
-        """Run the step for real, messages and all, and tell what happened when; nothing is changed, nothing returned.
+        """Run the step for real, including its messages, and measure what happens when; changes nothing.
 
         Args:
             *args: as for a call; donated arguments are copied, so that they stay as they are.
-            repeats: runs that are timed, after one that is not; the usual one is told.
+            repeats: runs that are timed, after one that is not; the one of median length is returned.
             **kwargs: arguments by name.
 
         Returns:
@@ -269,7 +269,7 @@ class Step:
         return result
 
     def _look_again(self, known: Known, tensors: list[torch.Tensor], args: tuple[Any, ...], roles: Roles) -> Any:
-        """Make a call before which the step may be compared with the function once more."""
+        """Make a call, and perhaps compare the step with the function before it."""
         again = known.again
         assert again is not None
         try:
@@ -299,12 +299,12 @@ class Step:
         return known, flat.tensors
 
     def _key(self, flat: Flat, place: _Place) -> Any:
-        """What decides on the program of a call."""
+        """The key by which the program of a call is found."""
         offsets = tuple(tensor.storage_offset() for tensor in flat.tensors) if self._by_places else ()
         return flat.key, place, offsets
 
     def _resolve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Flat, Roles, _Place]:
-        """What is known of the arguments of a method that does not have to be quick."""
+        """Resolve the arguments of a method that does not have to be fast."""
         if kwargs:
             args = by_position(self._name, self._signature, args, kwargs)
         roles = self._roles_for(len(args))

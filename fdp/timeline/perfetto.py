@@ -49,12 +49,12 @@ def _events(timeline: Timeline) -> list[dict[str, Any]]:
         thread = _FIRST_MESSAGE_ROW + row
         events.append(_slice(message.name, message.kind, thread, message.start_s, message.end_s, args))
     idle = waits(timeline)
-    for block in idle:
-        args = {"bucket": block.bucket}
-        events.append(_slice(f"wait for bucket {block.bucket}", "wait", _COMPUTE, block.start_s, block.end_s, args))
+    for bar in idle:
+        args = {"bucket": bar.bucket}
+        events.append(_slice(f"wait for bucket {bar.bucket}", "wait", _COMPUTE, bar.start_s, bar.end_s, args))
     # Where the compute lane takes up a bucket: in its wait, or in what reads it if it was there in time.
     taken = used(timeline)
-    taken |= {block.bucket: block.start_s for block in reversed(idle)}
+    taken |= {bar.bucket: bar.start_s for bar in reversed(idle)}
     for message, row in zip(messages, rows_of, strict=True):
         if message.bucket is None or message.bucket not in taken:
             continue

@@ -1,4 +1,4 @@
-"""Draw timelines: two lanes, buckets in colours, exposed time hatched; for people who have read no manual."""
+"""Draw timelines: two lanes, buckets in colours, exposed time hatched."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from fdp.errors import ArgumentError, build_message
 from fdp.tables import count, format_bytes
-from fdp.timeline.rows import Block, blocks, rows, shared_s, used, waits
+from fdp.timeline.rows import Bar, bars_of, rows, shared_s, used, waits
 from fdp.timeline.timeline import Timeline
 
 # Okabe and Ito's palette (Color Universal Design, 2008), distinct for every common colour blindness, without its
@@ -29,7 +29,7 @@ _SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def new_figure(width_in: float, height_in: float) -> Any:
-    """Make an empty figure that no window and no global state of matplotlib knows of.
+    """Make an empty figure outside of matplotlib's windows and global state.
 
     Raises:
         ArgumentError: matplotlib is not installed.
@@ -61,7 +61,7 @@ def check_path(path: str | os.PathLike[str] | None) -> None:
         )
 
 
-def save(figure: Any, path: str | os.PathLike[str] | None) -> Any:
+def save_figure(figure: Any, path: str | os.PathLike[str] | None) -> Any:
     """Write a figure, the same bytes each time, and return it."""
     if path is not None:
         from matplotlib import rc_context
@@ -87,7 +87,7 @@ def draw(timeline: Timeline, path: str | os.PathLike[str] | None, beside: Timeli
         bottom = (top - _HIGH * _LANE_IN) / height
         axes = figure.add_axes((_MARGINS_IN["left"] / _WIDTH_IN, bottom, width, _HIGH * _LANE_IN / height))
         _Panel(axes, each, end_s, width * _WIDTH_IN).draw(last=index == len(shown) - 1)
-    return save(figure, path)
+    return save_figure(figure, path)
 
 
 class _Panel:
@@ -140,15 +140,15 @@ class _Panel:
         for i in intervals:
             kind = kind if i.kind == "pack" else i.kind
             flow.append(i if i.kind == "optimizer" else dataclasses.replace(i, kind=kind, bucket=None))
-        bars = [b for b in blocks(flow, self._pixel_s) if b.kind in _FACES]
+        bars = [b for b in bars_of(flow, self._pixel_s) if b.kind in _FACES]
         self._bars(bars, _COMPUTE_Y, 1.0, lambda b: _FACES[b.kind])
-        packs = [b for b in blocks(intervals, self._pixel_s) if b.kind == "pack"]
+        packs = [b for b in bars_of(intervals, self._pixel_s) if b.kind == "pack"]
         self._bars(packs, _COMPUTE_Y, 0.3, lambda b: colour_of(b.bucket), 2.0, set_apart=False)
-        updates = [b for b in blocks(intervals, self._pixel_s) if b.kind == "optimizer"]
+        updates = [b for b in bars_of(intervals, self._pixel_s) if b.kind == "optimizer"]
         self._bars(updates, _COMPUTE_Y, 1.0, lambda b: colour_of(b.bucket))
-        for block in updates:
-            if block.bucket is not None:
-                self._label(block, _COMPUTE_Y + 0.5, (f"bucket {block.bucket}", str(block.bucket)))
+        for bar in updates:
+            if bar.bucket is not None:
+                self._label(bar, _COMPUTE_Y + 0.5, (f"bucket {bar.bucket}", str(bar.bucket)))
         self._hatch()
 
     def _hatch(self) -> None:
@@ -160,10 +160,10 @@ class _Panel:
         bars.set(hatch="////", linewidth=0.6)
         white = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
         style = {"fontsize": _FONT, "ha": "center", "color": _ALARM, "fontweight": "bold"}
-        for block in self._waits:
-            for text in (f"exposed {_ms(block.seconds)}", _ms(block.seconds)):
-                if self._width_s(text) * 1.15 < block.seconds:
-                    middle = (block.start_s + block.end_s) / 2 * 1e3
+        for bar in self._waits:
+            for text in (f"exposed {_ms(bar.seconds)}", _ms(bar.seconds)):
+                if self._width_s(text) * 1.15 < bar.seconds:
+                    middle = (bar.start_s + bar.end_s) / 2 * 1e3
                     self._axes.text(middle, _COMPUTE_Y + 0.5, text, va="center", bbox=white, **style)
                     break
 
@@ -171,7 +171,7 @@ class _Panel:
         messages = self._timeline.messages
         rows_of = rows(messages, _MOST_ROWS)
         high = 1.0 / (max(rows_of, default=0) + 1)
-        bars = [Block(m.kind, m.bucket, m.start_s, m.end_s) for m in messages]
+        bars = [Bar(m.kind, m.bucket, m.start_s, m.end_s) for m in messages]
         for row in range(max(rows_of, default=-1) + 1):
             own = [bar for bar, its in zip(bars, rows_of, strict=True) if its == row]
             self._bars(own, _MESSAGES_Y + 1.0 - (row + 1) * high, high, lambda b: colour_of(b.bucket))
@@ -188,25 +188,25 @@ class _Panel:
                 self._axes.plot(*line, color=colour_of(bar.bucket), linewidth=1.2, zorder=0.5)
 
     def _phases(self) -> None:
-        """Brackets above the compute with what is computed and for how long."""
+        """Brackets above the compute lane with the phases and their lengths."""
         working = [i for i in self._timeline.compute if i.kind != "pack"]
-        other = [*self._waits, *(b for b in blocks(self._timeline.compute) if b.kind == "pack")]
+        other = [*self._waits, *(b for b in bars_of(self._timeline.compute) if b.kind == "pack")]
         y = _COMPUTE_Y + 1.1
         free_s = 0.0
-        for block in blocks(working, self._end_s, by_bucket=False):
-            if block.seconds > 2 * self._pixel_s:
-                span = ([block.start_s * 1e3, (block.end_s - self._pixel_s) * 1e3], [y, y])
+        for bar in bars_of(working, self._end_s, by_bucket=False):
+            if bar.seconds > 2 * self._pixel_s:
+                span = ([bar.start_s * 1e3, (bar.end_s - self._pixel_s) * 1e3], [y, y])
                 self._axes.plot(*span, color=_INK, linewidth=1, clip_on=False, solid_capstyle="butt")
-            text = f"{block.kind} {_ms(block.seconds - shared_s(block, other))}"
+            text = f"{bar.kind} {_ms(bar.seconds - shared_s(bar, other))}"
             half = self._width_s(text) / 2
-            middle = min(max((block.start_s + block.end_s) / 2, half), self._end_s - half)
+            middle = min(max((bar.start_s + bar.end_s) / 2, half), self._end_s - half)
             # A step with many short phases has room for the names of some.
-            if middle - half >= free_s and block.seconds > self._end_s / 100:
+            if middle - half >= free_s and bar.seconds > self._end_s / 100:
                 free_s = middle + half
                 self._axes.text(middle * 1e3, y + 0.08, text, fontsize=_FONT, ha="center", va="bottom", color=_INK)
 
     def _bars(
-        self, parts: Sequence[Block], y: float, high: float, colour: Any, least: float = 1.0, set_apart: bool = True
+        self, parts: Sequence[Bar], y: float, high: float, colour: Any, least: float = 1.0, set_apart: bool = True
     ) -> None:
         """Draw rectangles, at least so many pixels wide; white lines between those that have room for it."""
         for wide in (True, False):
@@ -217,12 +217,12 @@ class _Panel:
             edges = {"edgecolors": "white", "linewidth": 0.8} if wide and set_apart else {"linewidth": 0}
             self._axes.broken_barh(spans, (y, high), facecolors=[colour(b) for b in own], **edges)
 
-    def _label(self, block: Block, y: float, texts: Sequence[str]) -> None:
+    def _label(self, bar: Bar, y: float, texts: Sequence[str]) -> None:
         """Write the longest of some texts that fits onto a bar."""
         for text in texts:
-            if self._width_s(text) < block.seconds:
-                x = (block.start_s + block.end_s) / 2 * 1e3
-                ink = ink_on(colour_of(block.bucket))
+            if self._width_s(text) < bar.seconds:
+                x = (bar.start_s + bar.end_s) / 2 * 1e3
+                ink = ink_on(colour_of(bar.bucket))
                 self._axes.text(x, y, text, fontsize=_FONT, ha="center", va="center", color=ink, clip_on=True)
                 return
 

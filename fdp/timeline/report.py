@@ -1,4 +1,4 @@
-"""Print a timeline: the totals, a row for each bucket, and the path that the step takes as long as."""
+"""Print a timeline: the totals, a row for each bucket, and the critical path."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _totals(timeline: Timeline) -> str:
         f"Timeline of {timeline.name}, {count(timeline.world_size, 'rank')}, {timeline.origin}: "
         f"{ms(timeline.step_s)} ms a step, efficiency {timeline.efficiency:.1%}\n"
         f"compute lane: {ms(timeline.compute_s)} ms of computing, {ms(timeline.pack_s)} ms of packing buckets, "
-        f"{ms(sum(block.seconds for block in waits(timeline)))} ms of waiting\n"
+        f"{ms(sum(bar.seconds for bar in waits(timeline)))} ms of waiting\n"
         f"communication lane: {ms(whole_s)} ms in {count(len(timeline.messages), 'message')}, "
         f"{ms(hidden)} ms hidden{share}, {ms(timeline.exposed_s)} ms exposed"
     )
@@ -36,7 +36,7 @@ def _buckets(timeline: Timeline) -> Table:
     columns = ("bucket", "bytes", "starts, ms", "done, ms", "used, ms", "waited for, ms", "hidden")
     table = Table("messages", columns)
     for message in timeline.messages:
-        own = [block for block in idle if message.bucket is not None and block.bucket == message.bucket]
+        own = [bar for bar in idle if message.bucket is not None and bar.bucket == message.bucket]
         seconds = message.end_s - message.start_s
         table.add(
             "" if message.bucket is None else message.bucket,
@@ -44,14 +44,14 @@ def _buckets(timeline: Timeline) -> Table:
             ms(message.start_s),
             ms(message.end_s),
             ms(taken[message.bucket]) if message.bucket in taken else "the end",
-            ms(sum(block.seconds for block in own)) if own else "",
+            ms(sum(bar.seconds for bar in own)) if own else "",
             f"{hidden_s(message, idle) / seconds:.0%}" if seconds else "",
         )
     return table
 
 
 def _path(timeline: Timeline) -> Table:
-    """The critical path, one row for a stretch of one kind: what has to get shorter for the step to."""
+    """The critical path, one row for each stretch of one kind."""
     stretches: list[tuple[str, float, float]] = []
     for i in timeline.critical_path:
         last = stretches[-1] if stretches else ("", 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Read off a timeline what a table or a picture shows of it: waits, blocks of one kind, rows of messages.
+"""Read off a timeline what a table or a picture shows of it: waits, bars of one kind, rows of messages.
 
 A timeline has one interval for each operator, thousands for a large model. A person looks for less: which stretch is
 forward, where the rank waits and for which bucket, and what of a message is exposed.
@@ -15,7 +15,7 @@ from fdp.timeline.timeline import Interval, Timeline
 
 
 @dataclass(frozen=True)
-class Block:
+class Bar:
     """Neighbours on the compute lane that are of one kind, and of one bucket.
 
     Attributes:
@@ -36,14 +36,14 @@ class Block:
         return self.end_s - self.start_s
 
 
-def waits(timeline: Timeline) -> tuple[Block, ...]:
+def waits(timeline: Timeline) -> tuple[Bar, ...]:
     """Where the compute lane waits, and for which bucket: the one whose message ends last before computing goes on.
 
     Example:
         >>> work = Interval("compute", "backward", "mm", 0.0, 2.0)
         >>> sent = Interval("communication", "message", "w", 1.0, 5.0, bucket=0)
         >>> waits(Timeline("step", 2, "simulated", (work, sent), 5.0))
-        (Block(kind='wait', bucket=0, start_s=2.0, end_s=5.0),)
+        (Bar(kind='wait', bucket=0, start_s=2.0, end_s=5.0),)
     """
     messages = sorted(timeline.messages, key=lambda message: message.end_s)
     ends = [message.end_s for message in messages]
@@ -54,13 +54,13 @@ def waits(timeline: Timeline) -> tuple[Block, ...]:
             # A measured wait returns a little after the message is done; a simulated one in the same moment, save
             # for rounding.
             last = bisect.bisect_right(ends, start_s + 1e-9 * timeline.step_s) - 1
-            found.append(Block("wait", messages[last].bucket if last >= 0 else None, at, start_s))
+            found.append(Bar("wait", messages[last].bucket if last >= 0 else None, at, start_s))
         at = max(at, end_s)
     return tuple(found)
 
 
 def used(timeline: Timeline) -> dict[int | None, float]:
-    """When the compute lane takes up each bucket that anybody reads.
+    """When the compute lane continues with each bucket that is read.
 
     A timeline that does not tell has the first interval of the optimizer that a bucket leads to.
     """
@@ -68,7 +68,7 @@ def used(timeline: Timeline) -> dict[int | None, float]:
     return found | {m.bucket: m.used_s for m in timeline.messages if m.used_s is not None}
 
 
-def blocks(intervals: Iterable[Interval], finest_s: float = 0.0, by_bucket: bool = True) -> tuple[Block, ...]:
+def bars_of(intervals: Iterable[Interval], finest_s: float = 0.0, by_bucket: bool = True) -> tuple[Bar, ...]:
     """Join neighbours of one kind.
 
     Args:
@@ -77,15 +77,15 @@ def blocks(intervals: Iterable[Interval], finest_s: float = 0.0, by_bucket: bool
         by_bucket: whether those of different buckets stay apart.
 
     Returns:
-        The blocks, in order.
+        The bars, in order.
     """
-    found: list[Block] = []
+    found: list[Bar] = []
     for i in intervals:
         last, bucket = found[-1] if found else None, i.bucket if by_bucket else None
         if last and (last.kind, last.bucket) == (i.kind, bucket) and i.start_s - last.end_s <= finest_s:
-            found[-1] = Block(i.kind, bucket, last.start_s, max(last.end_s, i.end_s))
+            found[-1] = Bar(i.kind, bucket, last.start_s, max(last.end_s, i.end_s))
         else:
-            found.append(Block(i.kind, bucket, i.start_s, i.end_s))
+            found.append(Bar(i.kind, bucket, i.start_s, i.end_s))
     return tuple(found)
 
 
@@ -112,12 +112,12 @@ def rows(messages: Sequence[Interval], most: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def shared_s(one: Block | Interval, others: Iterable[Block]) -> float:
+def shared_s(one: Bar | Interval, others: Iterable[Bar]) -> float:
     """Seconds of one stretch that lie in others, which do not overlap each other."""
     return sum(max(0.0, min(one.end_s, o.end_s) - max(one.start_s, o.start_s)) for o in others)
 
 
-def hidden_s(message: Interval, idle: Iterable[Block]) -> float:
+def hidden_s(message: Interval, idle: Iterable[Bar]) -> float:
     """Seconds of a message during which the compute lane does not wait.
 
     Args:

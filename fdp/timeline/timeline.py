@@ -1,4 +1,4 @@
-"""A step on two lanes, as a value: what computes when, which messages are under way, and what is exposed."""
+"""A step on two lanes, as a value: what is computed when, which messages are under way, and what is exposed."""
 
 from __future__ import annotations
 
@@ -117,13 +117,13 @@ class Timeline(Printed):
 
     @property
     def efficiency(self) -> float:
-        """What a rank gets done, as a share of what it would get done alone: 1 is perfect (weak) scaling."""
+        """The work of a rank in a second, as a share of its work when alone: 1 is perfect (weak) scaling."""
         alone_s = self.compute_s if self.alone_s is None else self.alone_s
         return alone_s / self.step_s if self.step_s else 1.0
 
     @property
     def critical_path(self) -> tuple[Interval, ...]:
-        """What the step has to wait for, from its begin to its end: whatever of it gets shorter, so does the step.
+        """The critical path from the beginning of the step to its end: if a part of it gets shorter, so does the step.
 
         The path changes lanes where a message is what the compute lane waits for, and where a message waits for the
         bucket to be packed. An interval of which the path takes a part (of a message, until it lets the next one onto
@@ -159,7 +159,7 @@ class Timeline(Printed):
 
     @hiding_frames
     def draw(self, path: str | os.PathLike[str] | None = None, *, beside: Timeline | None = None) -> Figure:
-        """Draw both lanes: buckets in colours, what computes named, exposed time hatched.
+        """Draw both lanes: buckets in colours, work with its name, exposed time hatched.
 
         Args:
             path: the file to write, whose suffix says how: .png, .svg or .pdf; None writes nothing.

@@ -1,6 +1,6 @@
-"""Is a program what its trace says? Proved for each program before it runs, without the code that wrote it.
+"""The proof that a program computes what its trace says, made before it runs, without the code that wrote it.
 
-Trace and program are both carried out on memory that holds terms in place of numbers (`memory`, `terms`): the trace in
+Trace and program both run on memory that holds terms in place of numbers (`memory`, `terms`): the trace in
 its own order with memory of its own for each value (`reference`), the program by calling it on tensors without values
 (`execution`). Then results, messages and memory are compared (`obligations`). What is known of operators is read off
 their schemas (`operators`); which calls compute the same as others is listed in `rules`. What is made in real memory

@@ -1,4 +1,4 @@
-"""Where the parts of a bucket lie in its memory, and which bytes its message reads and writes."""
+"""The layout of a bucket's parts in memory, and the bytes that its message reads and writes."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class Parts:
     itemsize: int
 
     def regions(self) -> Iterator[tuple[int, int]]:
-        """The bytes that the message reads or writes: where they begin, and how many."""
+        """The bytes that the message reads or writes, as offsets and lengths."""
         yield 0, self.sent * self.itemsize
         if self.arriving:
             yield self.behind_bytes, self.arriving * self.itemsize
 
 
-def parts_of(bucket: Bucket, world_size: int) -> Parts:
+def bucket_parts(bucket: Bucket, world_size: int) -> Parts:
     """The parts of a bucket on a number of ranks."""
     itemsize, numel = bucket.dtype.itemsize, bucket.numel
     # The first of all that start; where ranks compute with what they send, and 256 ones are not zero.
@@ -55,19 +55,21 @@ def parts_of(bucket: Bucket, world_size: int) -> Parts:
     if wide:
         sent = -(-sent // world_size) * world_size
     behind_bytes = -(-sent * itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    arriving = sent if wide else math.prod(arriving_shape(bucket, world_size) or (0,))
+    arriving = sent if wide else math.prod(received_shape(bucket, world_size) or (0,))
     # What a rank adds up of its own row and those of the others lies in the first row.
     result_bytes = 0 if bucket.op in IN_PLACE or bucket.op in _SCATTERS else behind_bytes
     return Parts(numel, header, sent, behind_bytes, result_bytes, arriving, itemsize)
 
 
 def rows_added_to(world_size: int) -> int:
-    """Rows that a rank has room for, beside what it sends: of each other rank; of more than four ranks, of all."""
+    """The number of rows for received data, beside the sent ones: one of each other rank; with more than four ranks,
+    one of each."""
     return world_size - (world_size <= 4)
 
 
-def arriving_shape(bucket: Bucket, world_size: int) -> tuple[int, ...] | None:
-    """How what arrives lies where it lies apart: a row from each rank, or each other rank; or what one rank sends."""
+def received_shape(bucket: Bucket, world_size: int) -> tuple[int, ...] | None:
+    """The shape of received data in separate memory: a row from each rank, or from each other rank; or one rank's
+    value."""
     if bucket.op in IN_PLACE:
         return None
     if bucket.op in SPLIT:

@@ -1,6 +1,6 @@
-"""What each collective does to a value, as far as a proof looks at it: its name, what it is told, and shapes.
+"""What each collective does to a value, as far as a proof looks at it: its name, its root or pairs, and shapes.
 
-Of the numbers nothing is known: what ranks make of a value together is a function of the value.
+The proof assumes nothing of the numbers. What ranks compute of a value together is an unknown function of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OPERATORS = (
 
 
 def shape_of(op: str, shape: tuple[Any, ...], size: int) -> tuple[Any, ...]:
-    """The shape of what a number of ranks make of a value of some shape.
+    """The shape of a collective's result, from the shape of the value and the number of ranks.
 
     Example:
         >>> shape_of("sum_scatter", (2, 5), 2), shape_of("all_gather", (5,), 2), shape_of("all_to_all", (2, 5), 2)
@@ -34,7 +34,7 @@ def shape_of(op: str, shape: tuple[Any, ...], size: int) -> tuple[Any, ...]:
 
 
 def named(operator: str, given: Any) -> tuple[str, Any]:
-    """The collective that an operator stands for, and what it is told besides the value.
+    """The collective that an operator stands for, and its root or pairs.
 
     Args:
         operator: its name.
@@ -53,6 +53,6 @@ def named(operator: str, given: Any) -> tuple[str, Any]:
     return operator.removeprefix("fdp::"), given.get("root", 0)
 
 
-def told(bucket: Any) -> Any:
-    """What the message of a bucket is told besides the values: the root, or the pairs."""
+def root_or_pairs(bucket: Any) -> Any:
+    """The root of a bucket's broadcast, or the pairs of its permutation."""
     return tuple(bucket.pairs) if bucket.op == "permute" else bucket.root

@@ -1,4 +1,4 @@
-"""A trace as a compiler wants to see it: the trace's graph in its own order, taken apart into the compiler's operators.
+"""A trace in the compiler's operators: the trace's graph in its own order, decomposed.
 
 What PyTorch does on the way, functionalization and decompositions, is what it does to a program that is compiled, too,
 and is trusted. All that fdp decides is left out: there is no plan, no bucket, and nothing shares memory. Collectives
@@ -40,7 +40,7 @@ torch.fx.has_side_effect(CHANGED)  # a draw of which nothing is used is one
 
 @dataclass(frozen=True)
 class Call:
-    """A call that changes some of what it is given, or draws random numbers.
+    """A call that changes some of its arguments, or draws random numbers.
 
     Attributes:
         node: in the trace.
@@ -59,7 +59,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Decomposed:
-    """A trace, taken apart.
+    """A decomposed trace.
 
     Attributes:
         graph: takes the inputs of the step and then what it closes over; returns the step's results. Inputs that the
@@ -76,7 +76,7 @@ class Decomposed:
 
 
 def decompose(trace: Trace, decompositions: Mapping[Any, Callable[..., Any]], draws_alike: bool) -> Decomposed:
-    """Take a trace apart.
+    """Decompose a trace.
 
     Args:
         trace: it.
@@ -104,7 +104,7 @@ def decompose(trace: Trace, decompositions: Mapping[Any, Callable[..., Any]], dr
         env.update(zip((*placeholders, *closed_over), values, strict=True))
         for node in module.graph.nodes:
             if node.op == "call_function":
-                drawn = draws_alike and draws(node)
+                drawn = draws_alike and is_draw(node)
                 made = _drawn(node, env, calls) if drawn else _carry_out(node, env, calls, loops, first)
                 env[node] = _with_strides(node, made)
                 _straighten(node, first, env)
@@ -162,7 +162,7 @@ def _carry_out(
 
 
 class _Inner(fx.Interpreter):
-    """What a function of functions is given, with values that have the strides of the trace."""
+    """The arguments of a higher-order function, as values with the strides of the trace."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
@@ -189,7 +189,7 @@ class _Inner(fx.Interpreter):
 
 
 def _with_strides(node: fx.Node, made: Any) -> Any:
-    """New tensors under the strides that the trace knows them by: its views are views of those."""
+    """New tensors with the strides of the trace, because its views are views of those."""
     if node.op != "call_function" or node.target is operator.getitem:
         return made
     several = isinstance(made, (list, tuple))
@@ -211,7 +211,7 @@ def _with_strides(node: fx.Node, made: Any) -> Any:
 
 
 def _first_seen(graph: fx.Graph) -> dict[int, fx.Node]:
-    """For each piece of memory, the node of the tensor that all others there are views of."""
+    """For each piece of memory, the node of the tensor that all others are views of."""
     found: dict[int, fx.Node] = {}
     for node in graph.nodes:
         if isinstance(value := node.meta.get("val"), torch.Tensor) and value.layout is torch.strided:
@@ -237,7 +237,7 @@ def _seen_whole(node: fx.Node, args: Any, first: Mapping[int, fx.Node], env: Map
 
 
 def _straighten(node: fx.Node, first: Mapping[int, fx.Node], env: Mapping[fx.Node, Any]) -> None:
-    """After a change in place: what has that memory, and is a view of nothing, has its strides once more."""
+    """After a change in place, restore the strides of the tensor that owns the memory."""
     if isinstance(node.target, OpOverload) and not is_opaque(node):
         known = operator_of(node.target)
         given = known.bind(node.args, node.kwargs)
@@ -251,7 +251,7 @@ def _straighten(node: fx.Node, first: Mapping[int, fx.Node], env: Mapping[fx.Nod
 
 
 def _repeats(value: torch.Tensor) -> bool:
-    """Whether elements lie in one place: nothing can be copied there."""
+    """Whether several elements share one address, so that nothing can be copied there."""
     return any(step == 0 and size != 1 for step, size in zip(value.stride(), value.shape, strict=True))
 
 
@@ -260,8 +260,8 @@ def _differ(value: torch.Tensor, stride: Sequence[int]) -> bool:
     return value.numel() > 0 and any(value.stride(at) != stride[at] for at in wide)
 
 
-def draws(node: fx.Node) -> bool:
-    """Whether a node draws random numbers: an operator, or a function of functions that do. Not so a loop."""
+def is_draw(node: fx.Node) -> bool:
+    """Whether a node draws random numbers: an operator, or a higher-order function of such; but no loop."""
     target = node.target
     if node.op != "call_function":
         return False
@@ -272,12 +272,12 @@ def draws(node: fx.Node) -> bool:
 
 
 def _held_by(node: fx.Node) -> list[Any]:
-    """What stands for itself among the arguments of a node."""
+    """The arguments of a node that are objects of the graph itself."""
     return [getattr(node.graph.owning_module, str(a.target), None) for a in node.all_input_nodes if a.op == "get_attr"]
 
 
 def _drawn(node: fx.Node, env: Mapping[fx.Node, Any], calls: list[Call]) -> Any:
-    """A call that draws: it changes new memory for each result, and what it is given to fill."""
+    """A call that draws. It changes new memory for each result, and the tensors that it fills."""
     example: Any = node.meta["val"]
     examples = list(example) if isinstance(example, (list, tuple)) else [example]
     tensors = tuple(each for each in node.all_input_nodes if isinstance(env[each], torch.Tensor))
@@ -318,7 +318,7 @@ def is_opaque(node: fx.Node) -> bool:
 
 
 def _written(node: fx.Node, loops: Mapping[str, Trace]) -> set[fx.Node]:
-    """What a call that is opaque changes."""
+    """The arguments that an opaque call changes."""
     if node.name in loops:
         operands: Any = node.args[2]
         return {operands[at] for at in changed_by(loops[node.name])}
@@ -328,7 +328,7 @@ def _written(node: fx.Node, loops: Mapping[str, Trace]) -> set[fx.Node]:
 
 
 def changed_by(body: Trace) -> frozenset[int]:
-    """Which of its operands a loop changes: those that its body leaves changed. (Its first input is a number.)"""
+    """The operands that a loop changes: those that its body changes. (Its first input is a number.)"""
     placeholders = body.graph.graph.find_nodes(op="placeholder")[1:]
     memory = [storage_id(node.meta["val"].untyped_storage()) for node in placeholders]
     written = set()

@@ -16,18 +16,18 @@ from torch import fx
 
 from fdp.pytorch.overloads import OpOverload
 from fdp.pytorch.tensors import storage_id
-from fdp.verify.decomposed import Call, draws
-from fdp.verify.graphs import Graph
-from fdp.verify.higher import higher_order, operator_name
+from fdp.verify.decomposed import Call, is_draw
+from fdp.verify.graphs import GraphOnTerms
+from fdp.verify.higher import function_name, higher_order
 from fdp.verify.memory import Block, View, view_of
 from fdp.verify.operators import operator_of
 from fdp.verify.terms import Term
 
 
 def drawn_in_trace(
-    graph: Graph, module: fx.GraphModule, call: Call, node: fx.Node, given: Sequence[View]
+    graph: GraphOnTerms, module: fx.GraphModule, call: Call, node: fx.Node, given: Sequence[View]
 ) -> list[View]:
-    """Carry out a call of a trace that draws.
+    """Run a drawing call of a trace on terms.
 
     Args:
         graph: the trace taken apart.
@@ -54,8 +54,8 @@ def drawn_in_trace(
     return _returned(graph, node, [*results, *(copies[each] for each in call.changed)])
 
 
-def drawn_inside(graph: Graph, module: fx.GraphModule, node: fx.Node, given: Sequence[View]) -> list[View]:
-    """Carry out a function of functions that draw; returns its results.
+def drawn_inside(graph: GraphOnTerms, module: fx.GraphModule, node: fx.Node, given: Sequence[View]) -> list[View]:
+    """Run a higher-order function that draws on terms; returns its results.
 
     Args:
         graph: any graph.
@@ -68,16 +68,16 @@ def drawn_inside(graph: Graph, module: fx.GraphModule, node: fx.Node, given: Seq
     arguments = [_given(module, copies, each) for each in (*node.args, *node.kwargs.values())]
     example: Any = node.meta["val"]
     examples = list(example) if isinstance(example, (list, tuple)) else [example]
-    return higher_order(graph, operator_name(node.target), arguments, _fresh([_lying(each) for each in examples]))
+    return higher_order(graph, function_name(node.target), arguments, _fresh([_lying(each) for each in examples]))
 
 
-def functions_that_draw(module: fx.GraphModule) -> list[fx.Node]:
-    """The nodes of a trace that are functions of functions and draw, in order."""
-    return [node for node in module.graph.nodes if not isinstance(node.target, OpOverload) and draws(node)]
+def higher_order_draws(module: fx.GraphModule) -> list[fx.Node]:
+    """The nodes of a trace that are higher-order functions and draw, in order."""
+    return [node for node in module.graph.nodes if not isinstance(node.target, OpOverload) and is_draw(node)]
 
 
-def _as_in_trace(graph: Graph, nodes: Sequence[fx.Node], given: Sequence[View]) -> dict[fx.Node, View]:
-    """Tensors as they lie in the trace. Those that are the same elements in the same order are one there as well."""
+def _as_in_trace(graph: GraphOnTerms, nodes: Sequence[fx.Node], given: Sequence[View]) -> dict[fx.Node, View]:
+    """Tensors with the layout of the trace. Equal elements in equal order are one tensor there as well."""
     copies: dict[fx.Node, View] = {}
     known: dict[Any, View] = {}
     for node, view in zip(nodes, given, strict=True):
@@ -100,9 +100,9 @@ def _given(module: fx.GraphModule, copies: Mapping[fx.Node, View], value: Any) -
 
 
 def drawn_as_said(
-    graph: Graph, node: fx.Node, read: Sequence[View], text: str, generators: Sequence[torch.Generator]
+    graph: GraphOnTerms, node: fx.Node, read: Sequence[View], text: str, generators: Sequence[torch.Generator]
 ) -> list[View]:
-    """Carry out a call in the graph to compile that draws what a text says.
+    """Run a drawing call of the graph to compile on terms, as its text says.
 
     Args:
         graph: it.
@@ -167,8 +167,8 @@ def _fresh(new: list[Any]) -> Callable[[Term, list[View]], list[Any]]:
     return lambda call, reads: new
 
 
-def _returned(graph: Graph, node: fx.Node, found: Sequence[View]) -> list[View]:
-    """What was computed, as it lies in the graph: what looks at it there knows nothing of the trace."""
+def _returned(graph: GraphOnTerms, node: fx.Node, found: Sequence[View]) -> list[View]:
+    """A result with the layout of the graph to compile, which knows nothing of the trace."""
     example: Any = node.meta["val"]
     made = [graph.fresh_view(each) for each in example]
     for view, result in zip(made, found, strict=True):

@@ -1,8 +1,8 @@
-"""What a program computes: its function is called for real, on tensors without values that lie where its own would.
+"""What a program computes: its function is called itself, on tensors without values at the places of its own.
 
-PyTorch itself makes the views and changes shapes in place, on the very objects that the program holds; each operator is
-seen as it reaches the dispatcher, with its arguments as they are then. Of the program nothing is taken on trust but its
-data: where it says that places lie, and which buckets it says hold shares of means.
+PyTorch itself makes the views and changes shapes in place, on the objects that the program holds. Each operator is seen
+as it reaches the dispatcher, with its arguments at that moment. The proof trusts only data of the program: where it
+says that places lie, and which buckets it says hold shares of means.
 
 References: Pnueli, Siegel and Singerman, Translation Validation (TACAS 1998).
 """
@@ -24,38 +24,38 @@ from fdp.pytorch.overloads import schema_of
 from fdp.pytorch.tensors import negative_view
 from fdp.trace.operators.control import Repeated, choose
 from fdp.verify.failure import VerificationError
-from fdp.verify.higher import higher_order, operator_name, run_loop
+from fdp.verify.higher import function_name, higher_order, run_loop
 from fdp.verify.kernels import why_not_trusted
-from fdp.verify.machine import Dispatch, Machine
+from fdp.verify.machine import Dispatch, TermMachine
 from fdp.verify.memory import Block, View, view_of
 from fdp.verify.meta_tensors import MetaTensors
 from fdp.verify.operators import Operator, is_taken_apart, operator_of
-from fdp.verify.program_protocol import Place, Program
+from fdp.verify.program_protocol import PlaceProtocol, ProgramProtocol
 from fdp.verify.reference import Record, Reference, hidden, layout_arguments
-from fdp.verify.terms import Term, describe
+from fdp.verify.terms import Term, term_text
 
 
 @dataclass(frozen=True)
 class Suspect:
-    """The first thing that a program computes and the trace does not."""
+    """The first value that a program computes and the trace does not."""
 
     line: int
     call: str
     term: Term
 
 
-class Messages(Protocol):
-    """Who is told that a message starts, and that it is waited for."""
+class MessageListener(Protocol):
+    """Is called when a message starts, and when it is waited for."""
 
     def start(self, execution: Execution, index: int, into: View | None) -> None:
-        """Start the message of a bucket, of what is gathered into some memory."""
+        """Start the message of a bucket; an all-gather may receive into given memory."""
 
     def wait(self, execution: Execution, index: int) -> None:
         """Wait for it."""
 
 
-class Execution(Machine):
-    """A program, carried out.
+class Execution(TermMachine):
+    """One run of a program on terms.
 
     Attributes:
         reference: the trace, carried out.
@@ -67,7 +67,7 @@ class Execution(Machine):
     """
 
     def __init__(
-        self, reference: Reference, program: Program, messages: Messages, tick: Callable[[], None] | None
+        self, reference: Reference, program: ProgramProtocol, messages: MessageListener, tick: Callable[[], None] | None
     ) -> None:
         super().__init__(reference.values)
         self.reference, self.program, self._messages = reference, program, messages
@@ -96,7 +96,7 @@ class Execution(Machine):
 
     # Tensors without values.
 
-    def _place(self, name: str, place: Place) -> torch.Tensor | None:
+    def _place(self, name: str, place: PlaceProtocol) -> torch.Tensor | None:
         if place.memory not in self.where:
             return None  # a value that turned out not to be used
         device, offset = self.where[place.memory]
@@ -110,7 +110,7 @@ class Execution(Machine):
         return tensor
 
     def _from_outside(self, view: View) -> torch.Tensor:
-        """A tensor that lies in memory of its own, or in that of others, as one of the trace does."""
+        """A tensor from outside, in separate or shared memory as in the trace."""
         block = self._outside.get(view.block)
         if block is None:
             block = self._outside[view.block] = self.reference.pristine[view.block].copied()
@@ -128,7 +128,7 @@ class Execution(Machine):
         return self._meta.view(tensor)
 
     def outside(self, block: Block) -> Block:
-        """What stands for memory from outside that the trace knows; its own, where the program has not touched it."""
+        """The block for memory from outside; a new one if the program has not touched it."""
         return self._outside.get(block, self.reference.pristine[block])
 
     # The program.
@@ -160,7 +160,7 @@ class Execution(Machine):
         return f"line {line}, `{lines[line - 1].strip()}`" if 0 < line <= len(lines) else "the program"
 
     def _bound(self, name: str, value: Any) -> Any:
-        """What stands for an object that the program holds."""
+        """The stand-in for an object that the program holds."""
         if isinstance(value, torch.Tensor):
             return self._bound_tensor(name, value)
         if value is self._tick and value is not None:
@@ -229,7 +229,7 @@ class Execution(Machine):
                 made.extend((record.single, tensors))
                 return views
 
-            higher_order(self, operator_name(target), self._views(given), fresh)
+            higher_order(self, function_name(target), self._views(given), fresh)
             single, tensors = made
             return tensors[0] if single else tuple(tensors)
 
@@ -238,7 +238,7 @@ class Execution(Machine):
     # Operators.
 
     def operator(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Carry out an operator that the program calls."""
+        """Run an operator of the program on terms."""
         if self._whole and func not in self._traced and is_taken_apart(func):
             with self._dispatch:
                 return func.decompose(*args, **kwargs)
@@ -276,7 +276,7 @@ class Execution(Machine):
         return value
 
     def _recorded(self, call: Term, layout: tuple[Any, ...], reads: list[View]) -> Record | None:
-        """A call of the trace with the same arguments, which lie alike: its results lie as these do."""
+        """A call of the trace with the same arguments in the same layout. Its results have the same layout."""
         for record in self.reference.records.get(call, ()):
             if record.layout == layout and all(
                 one.shape == two.shape and one.stride == two.stride and one.dtype == two.dtype
@@ -286,7 +286,7 @@ class Execution(Machine):
         return None
 
     def _like(self, record: Record, reads: list[View]) -> tuple[list[Any], list[Any]]:
-        """Results in new memory as a call of the trace has them."""
+        """Results in new memory, with the layout of a call of the trace."""
         blocks: dict[Block, Block] = {}
         owners = {view.block: at for at, view in enumerate(record.reads)}
         sizes: dict[Block, int] = {}
@@ -322,7 +322,7 @@ class Execution(Machine):
         return views, tensors
 
     def _by_kernel(self, func: Any, operator: Operator, raw: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Results in new memory as the operator itself makes them for tensors without values."""
+        """Results in new memory, with the layout that the operator gives tensors without values."""
         args, kwargs = [], {}
         for parameter, argument, value in zip(operator.parameters, schema_of(func).arguments, raw, strict=True):
             if parameter.name == "device":
@@ -354,11 +354,11 @@ class Execution(Machine):
             frame: Any = sys._getframe(1)
             while frame is not None and frame.f_code is not self._code:
                 frame = frame.f_back
-            self.suspect = Suspect(0 if frame is None else frame.f_lineno, describe(term), term)
+            self.suspect = Suspect(0 if frame is None else frame.f_lineno, term_text(term), term)
 
 
 def _as_many(record: Record, operator: Operator, raw: Sequence[Any]) -> bool:
-    """Whether a call of the trace has as many entries as one of the program."""
+    """Whether a call of the trace has as many entries as a call of the program."""
     given = {len(value) for p, value in zip(operator.parameters, raw, strict=True) if p.entries and value}
     return all(len(each) in given for each in record.results if isinstance(each, list))
 
@@ -374,7 +374,7 @@ def _strides(view: View, example: Any) -> Any:
 
 
 def _nothing() -> None:
-    """A tick, which is none of the program's business."""
+    """Replaces a time stamp, which does not belong to the program."""
 
 
 def _line_of(error: BaseException, code: types.CodeType) -> int:

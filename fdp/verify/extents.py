@@ -44,7 +44,7 @@ def extent_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> Extent:
     return Extent(shape, stride, span, numel, dense)
 
 
-def plain(number: Any) -> Any:
+def comparable_number(number: Any) -> Any:
     """A number as something that can be compared: one that is read from a tensor is an expression."""
     return number if type(number) is int else number.node.expr if hasattr(number, "node") else int(number)
 
@@ -54,7 +54,7 @@ def general_extent(shape: Any, stride: Any) -> Extent:
     try:
         return extent_of(tuple(shape), tuple(stride))
     except TypeError:  # symbolic numbers cannot be hashed
-        shape, stride = tuple(map(plain, shape)), tuple(map(plain, stride))
+        shape, stride = tuple(map(comparable_number, shape)), tuple(map(comparable_number, stride))
         if all(type(number) is int for number in (*shape, *stride)):
             return extent_of(shape, stride)
         return Extent(shape, stride, UNBOUNDED, -1, False)

@@ -1,4 +1,4 @@
-"""What is raised for a program that does not compute what its trace says."""
+"""The error for a program that does not compute what its trace says."""
 
 from __future__ import annotations
 

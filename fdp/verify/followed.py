@@ -1,4 +1,4 @@
-"""Functions that call operators, carried out on terms: called on tensors without values, as programs are."""
+"""Functions that call operators, run on terms: called on tensors without values, as programs are."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 
 from fdp.pytorch.tensors import storage_id
 from fdp.verify.failure import VerificationError
-from fdp.verify.machine import Dispatch, Machine
+from fdp.verify.machine import Dispatch, TermMachine
 from fdp.verify.memory import Block, View, view_of
 from fdp.verify.operators import operator_of
 from fdp.verify.terms import Term
 from fdp.verify.values import Values
 
 
-class Followed(Machine):
-    """What functions do to memory, while this is entered: `with followed: function(tensor, ...)`.
+class Followed(TermMachine):
+    """Records what functions do to memory: `with followed: function(tensor, ...)`.
 
     Args:
         values: makes terms.
@@ -36,13 +36,13 @@ class Followed(Machine):
         self._dispatch.__exit__(*raised)
 
     def memory_of(self, size_bytes: int, name: str) -> torch.Tensor:
-        """Some memory that holds nothing, as bytes."""
+        """New memory that holds nothing, as bytes."""
         made = torch.empty(size_bytes, dtype=torch.uint8, device="meta")
         self._keep(made, Block("arena", name))
         return made
 
     def given(self, shape: Sequence[int], dtype: torch.dtype, name: str) -> torch.Tensor:
-        """A tensor in memory of its own, which holds a value that nothing is known of."""
+        """A tensor in new memory, with an unknown value."""
         made = torch.empty(tuple(shape), dtype=dtype, device="meta")
         self._keep(made, Block("input", name))
         term = self.values.terms.make(("given", name, tuple(shape), dtype), tuple(shape), dtype)
@@ -58,11 +58,11 @@ class Followed(Machine):
         return view_of(block, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
 
     def read(self, tensor: torch.Tensor) -> Term:
-        """What a tensor holds."""
+        """The value of a tensor."""
         return self.values.read(self.view(tensor))
 
     def operator(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Carry out an operator that a function calls."""
+        """Run an operator of a function on terms."""
         operator = operator_of(func)
         if operator.number or operator.views or operator.reshapes:
             return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Graphs of a compiler's operators, carried out on terms: a decomposed trace, and what is given to the compiler."""
+"""Graphs of a compiler's operators, run on terms: a decomposed trace, and the graph for the compiler."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import fx
 
 from fdp.pytorch.overloads import OpOverload, schema_of
 from fdp.pytorch.tensors import storage_id
-from fdp.verify.higher import higher_order, operator_name
-from fdp.verify.machine import Machine
+from fdp.verify.higher import function_name, higher_order
+from fdp.verify.machine import TermMachine
 from fdp.verify.memory import Block, View, marks_of, view_of
 from fdp.verify.operators import Operator, operator_of
 from fdp.verify.terms import Term
 from fdp.verify.values import Values
 
-Special = Callable[["Graph", fx.Node, Sequence[Any], Mapping[str, Any]], Any]
+Special = Callable[["GraphOnTerms", fx.Node, Sequence[Any], Mapping[str, Any]], Any]
 """(graph, node, its arguments and keyword arguments with views in place of tensors) -> its result."""
 
 
-class Graph(Machine):
-    """A graph that computes new values, but for what it copies into its inputs and for some special operators.
+class GraphOnTerms(TermMachine):
+    """A graph that computes new values, except for copies into its inputs and for some special operators.
 
     Args:
         values: makes terms.
@@ -46,7 +46,7 @@ class Graph(Machine):
         self._node: fx.Node | None = None
 
     def run(self) -> list[Any]:
-        """Carry it out; returns its results."""
+        """Run the graph; returns its results."""
         for node in self._module.graph.nodes:
             self._node = node
             if node.op == "get_attr":
@@ -71,7 +71,7 @@ class Graph(Machine):
         return value
 
     def fresh_view(self, tensor: torch.Tensor) -> View:
-        """New memory for a value that lies as an example does."""
+        """New memory for a value with the layout of an example."""
         marks = marks_of(tensor)
         return view_of(Block("fresh"), 0, tensor.shape, tensor.stride(), tensor.dtype, marks)
 
@@ -115,12 +115,12 @@ class Graph(Machine):
 
     def _higher(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         value = node.meta["val"]
-        given = [_described(each) for each in (*args, *kwargs.values())]
+        given = [_graph_text(each) for each in (*args, *kwargs.values())]
 
         def fresh(call: Term, reads: list[View]) -> list[Any]:
             return [self._fresh(each) for each in (value if isinstance(value, (list, tuple)) else [value])]
 
-        results = higher_order(self, operator_name(node.target), given, fresh)
+        results = higher_order(self, function_name(node.target), given, fresh)
         return results if isinstance(value, (list, tuple)) else results[0]
 
     def _fresh(self, value: Any) -> Any:
@@ -129,7 +129,7 @@ class Graph(Machine):
         return [self._fresh(each) for each in value] if isinstance(value, (list, tuple)) else value
 
     def _looked_at(self, view: View, base: torch.Tensor, value: Any) -> Any:
-        """A tensor under another shape, or several."""
+        """One or several views of a tensor."""
         if isinstance(value, (list, tuple)):
             return [self._looked_at(view, base, each) for each in value]
         start = value.storage_offset() * value.itemsize - base.storage_offset() * base.itemsize
@@ -149,12 +149,12 @@ def _same_memory(base: torch.Tensor, value: Any) -> bool:
     return isinstance(value, torch.Tensor) and storage_id(value.untyped_storage()) == storage_id(base.untyped_storage())
 
 
-def _described(value: Any) -> Any:
-    """A graph by its text: that of a branch is made anew each time it is captured. What nothing reads is left out."""
+def _graph_text(value: Any) -> Any:
+    """The text of a graph, without unused nodes. (The graph of a branch is another object each time it is captured.)"""
     if isinstance(value, fx.GraphModule):
         live = fx.Graph()
         live.output(live.graph_copy(value.graph, {}))
         live.eliminate_dead_code()
-        inner = [_described(getattr(value, str(node.target))) for node in live.find_nodes(op="get_attr")]
+        inner = [_graph_text(getattr(value, str(node.target))) for node in live.find_nodes(op="get_attr")]
         return "\n".join([str(live), *map(str, inner)])
     return value

@@ -1,4 +1,4 @@
-"""Calls of functions that take functions, such as conditions and loops: one call each, of which little is known."""
+"""Calls of higher-order functions, such as conditions and loops: each is one call with an unknown result."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from torch import fx
 
 from fdp.pytorch.overloads import OpOverload
-from fdp.verify.machine import Fresh, Machine
+from fdp.verify.machine import Fresh, TermMachine
 from fdp.verify.memory import View
 from fdp.verify.operators import operator_of
 
 
-def operator_name(target: Any) -> str:
-    """What such a function is called in terms."""
+def function_name(target: Any) -> str:
+    """The name of a higher-order function in terms."""
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', target)}"
 
 
@@ -34,8 +34,8 @@ def _node_draws(node: fx.Node) -> bool:
     return operator.random and operator.draws(operator.bind(node.args, node.kwargs))
 
 
-def higher_order(machine: Machine, name: str, given: Sequence[Any], fresh: Fresh) -> list[Any]:
-    """A function that takes functions, as one call of which nothing is known but what it is given."""
+def higher_order(machine: TermMachine, name: str, given: Sequence[Any], fresh: Fresh) -> list[Any]:
+    """A higher-order function, as one unknown function of its arguments."""
     values = machine.values
     arguments: dict[Any, Any] = {str(at): values.encode(value) for at, value in enumerate(given)}
     random = draws_in(given)
@@ -63,9 +63,9 @@ def all_views(value: Any) -> Iterator[View]:
 
 
 def run_loop(
-    machine: Machine, name: str, count: int, operands: Sequence[View], changed: Sequence[int], draws: bool
+    machine: TermMachine, name: str, count: int, operands: Sequence[View], changed: Sequence[int], draws: bool
 ) -> None:
-    """A loop, as one call: what it changes is a function of all that it is given.
+    """A loop, as one call: the memory that it changes is a function of all its arguments.
 
     Args:
         machine: what carries it out.

@@ -1,8 +1,8 @@
-"""Do fdp's own operators for compilers do what the proof of graphs (`lowered.py`) takes them for?
+"""Do fdp's own operators for compilers do what the proof of graphs (`lowered.py`) assumes?
 
-A compiler is told that such an operator changes some of its arguments, and calls a function when it comes to it. Each
-of these functions is called here on tensors without values, and what it does is compared with what the proof says of
-it. That depends on no graph, so it is done once in a process.
+Such an operator declares to the compiler which arguments it changes, and calls a function. Each of these functions is
+called here on tensors without values, and its effects are compared with what the proof assumes. That depends on no
+graph, so it is done once in a process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fdp.verify.extents import Extent, extent_of
 from fdp.verify.failure import VerificationError
 from fdp.verify.followed import Followed
 from fdp.verify.operators import operator_of
-from fdp.verify.terms import Term, describe
+from fdp.verify.terms import Term, term_text
 from fdp.verify.values import Values
 
 Running = Callable[[Any, Any, Any], AbstractContextManager[Any]]
@@ -40,7 +40,7 @@ _FLOAT = torch.float32
 
 
 def verify_implementations(implementations: Mapping[str, Callable[..., Any]], running: Running) -> None:
-    """Prove that fdp's own operators for compilers do what the proof of graphs takes them for.
+    """Prove that fdp's own operators for compilers do what the proof of graphs assumes.
 
     Args:
         implementations: what each operator of the namespace `fdp_compiled` calls, by its name.
@@ -72,7 +72,7 @@ def _undeclared() -> Iterator[str]:
 
 
 def _products(multiply: Callable[..., Any]) -> Iterator[str]:
-    """A product times a number, in a place of any shape, whatever was there."""
+    """A product times a number, in a place of any shape, independent of the old content."""
     for factor in (1.0, 0.25):
         for shape in ((2, 5), (10,), (5, 2)):
             followed = Followed(Values(0, 1))
@@ -99,14 +99,14 @@ def _copies(implementations: Mapping[str, Callable[..., Any]]) -> Iterator[str]:
     yield from _unlike("snapshot", followed.read(made), expected)
     yield from _unlike("snapshot", followed.read(turned), expected)
     if turned.stride() != (1, 2):
-        yield "snapshot does not lie as it is told"
+        yield "snapshot does not have the strides that it is given"
     yield from _unlike("copy_into", followed.read(target), expected)
     if followed.view(made).block is followed.view(value).block:
         yield "snapshot returns what it was given"
 
 
 def _draws(implementations: Mapping[str, Callable[..., Any]]) -> Iterator[str]:
-    """A draw calls what its text says, on what it is given or on a copy of that, and once."""
+    """A draw calls the operator of its text once, on its arguments or on copies of them."""
     lies = {"size": [2, 3], "stride": [3, 1], "dtype": "float32", "device": "meta"}
     read = {"read": 0, "stride": [3, 1]}
     keywords = {"dtype": {"dtype": "float32"}, "device": {"device": "meta"}}
@@ -136,7 +136,7 @@ def _draws(implementations: Mapping[str, Callable[..., Any]]) -> Iterator[str]:
 
 
 def _updates(implementations: Mapping[str, Callable[..., Any]]) -> Iterator[str]:
-    """Fused optimizers are handed what they are given."""
+    """Fused optimizers get the arguments of the operator."""
     for stem in _FUSED:
         packet = getattr(torch.ops.aten, stem)
         for overload in packet.overloads():
@@ -154,7 +154,7 @@ def _updates(implementations: Mapping[str, Callable[..., Any]]) -> Iterator[str]
 
 
 def _distinct_arguments(target: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments of an operator no two of which are alike."""
+    """Arguments of an operator that all differ."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for at, argument in enumerate(schema_of(target).arguments):
@@ -188,12 +188,12 @@ def _messages(implementations: Mapping[str, Callable[..., Any]], running: Runnin
         for name in ("loop", "loop_"):
             implementations[name](slots, others, 1)
             if noted != [("loop", 1, _identities((slots, others)))]:
-                yield f"{name} does not run the loop that it is told to, or on other tensors"
+                yield f"{name} does not run the loop that it is given, or runs it on other tensors"
             noted.clear()
 
 
 def verify_loops(trace: Trace, made_for: Callable[[Any, Loop], Callable[..., None]]) -> None:
-    """Prove that what runs a loop runs its body as often as it is to, each time on what the loop is given.
+    """Prove that the function that runs a loop runs its body the right number of times, on the loop's arguments.
 
     Args:
         trace: of the step.
@@ -229,7 +229,7 @@ def _lying(tensors: Sequence[torch.Tensor]) -> list[Extent]:
 def _wrong_loop(trace: Trace, loop: Loop) -> VerificationError:
     return VerificationError(
         build_message(
-            f"what runs a loop of step {trace.name!r} runs its body on something else.",
+            f"the function that runs a loop of step {trace.name!r} runs its body on wrong tensors.",
             [loop.node],
             remedy="report this to the authors of fdp, with the step.",
         )
@@ -237,7 +237,7 @@ def _wrong_loop(trace: Trace, loop: Loop) -> VerificationError:
 
 
 class _Body:
-    """The program of a loop's body, which notes what it is given."""
+    """A stand-in for the program of a loop's body that records its arguments."""
 
     layouts: Mapping[torch.device, Any] = {}
 
@@ -249,7 +249,7 @@ class _Body:
 
 
 class _Noting(TorchDispatchMode):
-    """Notes operators with what they are given, and carries none out."""
+    """Records operators with their arguments, and runs none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ class _Noting(TorchDispatchMode):
 
 
 def _identities(value: Any) -> Any:
-    """Arguments as something that can be compared: tensors by what they are."""
+    """Arguments in a form that can be compared: tensors by their identity."""
     if isinstance(value, torch.Tensor):
         return ("tensor", id(value))
     return [_identities(each) for each in value] if isinstance(value, (list, tuple)) else value
@@ -268,4 +268,4 @@ def _identities(value: Any) -> Any:
 
 def _unlike(name: str, found: Term, expected: Term) -> Iterator[str]:
     if found is not expected:
-        yield f"{name} computes {describe(found)}, not {describe(expected)}"
+        yield f"{name} computes {term_text(found)}, not {term_text(expected)}"

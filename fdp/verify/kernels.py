@@ -1,4 +1,4 @@
-"""Which out variants compute what their functional forms do, whatever was in the places that they write to.
+"""Which out variants compute what their functional forms do, independent of the old content of their places.
 
 Torch has an out variant of every operator. Most were made by a program, and are seldom called with places that hold
 something; their schemas say nothing of that. So those are listed here that were tried out, on arguments that lie in all
@@ -27,7 +27,7 @@ WRITE_ONCE = frozenset(f"aten::{name}" for name in _WRITE_ONCE_TEXT.split())
 
 
 def why_not_trusted(operator: Operator, given: Sequence[Any]) -> str | None:
-    """Why what an out variant writes may depend on what was there; None if it does not.
+    """Why the result of an out variant may depend on the old content; None if it does not.
 
     Args:
         operator: what is called.
@@ -41,7 +41,7 @@ def why_not_trusted(operator: Operator, given: Sequence[Any]) -> str | None:
 
 
 def _in_a_memory_format(view: View) -> bool:
-    """Whether a tensor is contiguous, or so but for its channels, which lie beside each other."""
+    """Whether a tensor is contiguous, or channels last."""
     rank = len(view.shape)
     orders: list[Sequence[int]] = [range(rank - 1, -1, -1)]
     if rank in (4, 5):

@@ -1,4 +1,4 @@
-"""What has to hold of a graph that is given to a compiler: that it computes what the trace says, message by message."""
+"""The proof that a graph for a compiler computes what the trace says, message by message."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from fdp.pytorch.overloads import OpOverload, schema_of
 from fdp.trace.trace import Trace
 from fdp.verify.combined import OPERATORS, named
 from fdp.verify.decomposed import CHANGED, Decomposed, changed_by, decompose
-from fdp.verify.drawn import drawn_as_said, drawn_in_trace, drawn_inside, functions_that_draw
+from fdp.verify.drawn import drawn_as_said, drawn_in_trace, drawn_inside, higher_order_draws
 from fdp.verify.extents import general_extent
 from fdp.verify.failure import VerificationError
-from fdp.verify.graphs import Graph, Special
+from fdp.verify.graphs import GraphOnTerms, Special
 from fdp.verify.higher import run_loop
 from fdp.verify.memory import Block, View, view_of
 from fdp.verify.messages import Messages
 from fdp.verify.operators import operator_of
 from fdp.verify.reference import fill_with_own
-from fdp.verify.terms import Term, describe
+from fdp.verify.terms import Term, term_text
 from fdp.verify.values import Values
 
 Returned = tuple[str, int]
@@ -102,7 +102,7 @@ def _wrong(
         found = lowered.inputs[number] if where == "given" else made[number]
         value = values.read(found)
         if value is not term:
-            yield f"{output.name} is {describe(value)}, not {describe(term)}"
+            yield f"{output.name} is {term_text(value)}, not {term_text(term)}"
         said = trace.nodes[str(output.node)].meta["val"]
         lies = general_extent(said.shape, said.stride())
         if (found.shape, found.stride, found.dtype) != (lies.shape, lies.stride, view.dtype):
@@ -124,11 +124,11 @@ def _wrong(
             continue
         one, two = values.read(lowered.inputs[number]), values.read(reference.inputs[number])
         if one is not two:
-            yield f"{item.name} holds something else at the end: {describe(one)}, not {describe(two)}"
+            yield f"{item.name} holds something else at the end: {term_text(one)}, not {term_text(two)}"
 
 
 class _Decomposed:
-    """A trace taken apart, carried out.
+    """One run of a decomposed trace on terms.
 
     Attributes:
         graph: it.
@@ -157,17 +157,17 @@ class _Decomposed:
             closed_over.append(held_view(values, tensor, term))
         special: dict[str, Special] = {schema_of(CHANGED).name: self._changed}
         special.update(dict.fromkeys(OPERATORS, self._marker))
-        self.graph = Graph(values, found.graph, [*self.inputs, *closed_over], special)
+        self.graph = GraphOnTerms(values, found.graph, [*self.inputs, *closed_over], special)
         made = self.graph.run()
         self.outputs = [(view, values.read(view)) for view in made]
         values.terms.tracing = False
 
-    def _marker(self, graph: Graph, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> View:
+    def _marker(self, graph: GraphOnTerms, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> View:
         schema = schema_of(node.target)
         given = {argument.name: each for argument, each in zip(schema.arguments, args, strict=False)}
         values, value = self.values, self.values.read(args[0])
-        op, told = named(schema.name, given)
-        term = values.combined(op, told, given.get("accumulate"), value)
+        op, root_or_pairs = named(schema.name, given)
+        term = values.combined(op, root_or_pairs, given.get("accumulate"), value)
         if op == "mean":
             scaled = {"self": value, "other": values.encode(1 / values.size)}
             self.shares[values.apply("aten::mul", scaled, value.shape, value.dtype)] = value
@@ -176,8 +176,10 @@ class _Decomposed:
         self.markers[self._found.markers[node]] = values.read(view)
         return view
 
-    def _changed(self, graph: Graph, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[View]:
-        """A call that changes what it is given, on copies."""
+    def _changed(
+        self, graph: GraphOnTerms, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[View]:
+        """A call that changes its arguments, on copies."""
         call = self._found.calls[args[2]]
         if call.draws:
             return drawn_in_trace(graph, self.trace.graph, call, node, args[1])
@@ -203,12 +205,12 @@ class _Decomposed:
 
 
 class _Lowered:
-    """The graph to compile, carried out; it is also what messages look at.
+    """One run of the graph to compile on terms; the checks of messages read it.
 
     Attributes:
         graph: it.
         inputs: the inputs of the step.
-        messages: who is told that a message starts, and that it is waited for.
+        messages: is called when a message starts, and when it is waited for.
     """
 
     def __init__(
@@ -244,26 +246,26 @@ class _Lowered:
                 "resume_": _generator("resume"), **_fused(),
             }.items()
         }  # fmt: skip
-        self.graph = Graph(self.values, module, [*self.inputs, *constants, *slots], special)
+        self.graph = GraphOnTerms(self.values, module, [*self.inputs, *constants, *slots], special)
 
     def _slot(self, place: Any) -> View:
         device, offset = self.where[place.memory]
         view = view_of(self.arena[device], place.offset, place.shape, place.stride, place.dtype)
         return view._replace(start=view.start + offset + place.start_bytes)
 
-    def _start(self, graph: Graph, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _start(self, graph: GraphOnTerms, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         assert self.messages is not None
         self.messages.start(self, args[1])
 
-    def _wait(self, graph: Graph, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _wait(self, graph: GraphOnTerms, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         assert self.messages is not None
         self.messages.wait(self, args[1])
 
-    def _loop(self, graph: Graph, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _loop(self, graph: GraphOnTerms, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         changed, others, number = args
         trace = self.reference.trace
         if number >= len(trace.loops):
-            apart = functions_that_draw(trace.graph)[number - len(trace.loops)]
+            apart = higher_order_draws(trace.graph)[number - len(trace.loops)]
             for place, result in zip(changed, drawn_inside(graph, trace.graph, apart, others), strict=True):
                 graph.memory.write(place, self.values.read(result))
             return
@@ -274,17 +276,17 @@ class _Lowered:
         operands = [next(first) if at in writes else next(rest) for at in range(count)]
         loop_on(graph, trace, loop.node, loop.count, operands)
 
-    def _draw(self, graph: Graph, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[View]:
+    def _draw(self, graph: GraphOnTerms, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[View]:
         return drawn_as_said(graph, node, args[0], args[1], self.generators)
 
     def _draw_of_nothing(
-        self, graph: Graph, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, graph: GraphOnTerms, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[View]:
         return drawn_as_said(graph, node, (), args[0], self.generators)
 
 
 def input_view(values: Values, trace: Trace, number: int) -> View:
-    """An input of a step, in memory of its own, holding what it holds."""
+    """An input of a step, in separate memory, with its own value."""
     item = trace.inputs[number]
     view = view_of(Block("input", item.name), item.offset, item.shape, item.stride, item.dtype)
     fill_with_own(values, view, ("input", number), view.start + view.span, item.name)
@@ -292,13 +294,13 @@ def input_view(values: Values, trace: Trace, number: int) -> View:
 
 
 def held_view(values: Values, tensor: torch.Tensor, term: Term) -> View:
-    """A tensor that is the same at every call, in memory of its own."""
+    """A tensor that is the same at every call, in separate memory."""
     view = view_of(Block("closed over"), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
     values.memory.write(view, term)
     return view
 
 
-def loop_on(graph: Graph, trace: Trace, name: str, count: int, operands: Sequence[View]) -> None:
+def loop_on(graph: GraphOnTerms, trace: Trace, name: str, count: int, operands: Sequence[View]) -> None:
     """A loop, as one call."""
     body = next(loop.body for loop in trace.loops if loop.node == name)
     draws = any(
@@ -311,14 +313,14 @@ def _nothing_new(call: Term, reads: list[View]) -> list[Any]:
     return []
 
 
-def _snapshot(graph: Graph, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> View:
+def _snapshot(graph: GraphOnTerms, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> View:
     view = graph.fresh_view(node.meta["val"])
     graph.memory.write(view, graph.values.read(args[0]))
     return view
 
 
-def _multiply_into(graph: Graph, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """A product in its place, times a number: read under the shape of the place, then multiplied."""
+def _multiply_into(graph: GraphOnTerms, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """A product in its place, times a number. It is read with the shape of the place, then multiplied."""
     target, one, two, factor = args
     values = graph.values
     product: list[View] = []
@@ -337,10 +339,10 @@ def _multiply_into(graph: Graph, node: fx.Node, args: Sequence[Any], kwargs: Map
 
 
 def _generator(name: str) -> Any:
-    """An operator on the state of a generator, which says so of its argument where a compiler looks."""
+    """An operator on the state of a generator, which it declares as an argument for the compiler."""
     target = getattr(torch.ops.fdp_generator, name).default
 
-    def run(graph: Graph, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run(graph: GraphOnTerms, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         operator = operator_of(target)
         value: Any = node.meta.get("val")
         made = graph.perform(operator, operator.bind(args, kwargs), lambda call, reads: [graph.fresh_view(value)])
@@ -350,7 +352,7 @@ def _generator(name: str) -> Any:
 
 
 def _fused() -> dict[str, Any]:
-    """Updates by fused optimizers, as they are called in a graph to compile."""
+    """Updates by fused optimizers, in the form of the graph to compile."""
     found: dict[str, Any] = {}
     for stem in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"):
         packet = getattr(torch.ops.aten, stem)
@@ -361,7 +363,7 @@ def _fused() -> dict[str, Any]:
 
 
 def _update(target: Any) -> Any:
-    def run(graph: Graph, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def run(graph: GraphOnTerms, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         operator = operator_of(target)
         graph.perform(operator, operator.bind(args, kwargs), _nothing_new)
 

@@ -1,4 +1,4 @@
-"""Calls of operators on memory that holds terms: what both sides, trace and program, are carried out with."""
+"""Runs calls of operators on memory that holds terms, for both sides: trace and program."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Fresh = Callable[[Term, list[View]], list[Any]]
 
 
 class Dispatch(TorchDispatchMode):
-    """Hands each operator that is called to a function, unless it is idle."""
+    """Passes each called operator to a function, unless it is idle."""
 
     def __init__(self, carry_out: Callable[..., Any]) -> None:
         super().__init__()
@@ -32,8 +32,8 @@ class Dispatch(TorchDispatchMode):
         return func(*args, **(kwargs or {})) if self.idle else self._carry_out(func, args, kwargs or {})
 
 
-class Machine:
-    """Carries calls out.
+class TermMachine:
+    """Runs calls of operators on terms.
 
     Attributes:
         values: makes terms.
@@ -54,10 +54,10 @@ class Machine:
         return self.drawn is not self._undrawn
 
     def wrote(self, term: Term) -> None:
-        """A value was computed, or copied."""
+        """Note that a value was computed or copied."""
 
     def perform(self, operator: Operator, given: Sequence[Any], fresh: Fresh) -> list[Any]:
-        """Carry a call out.
+        """Run a call.
 
         Args:
             operator: what is called.
@@ -191,7 +191,8 @@ class Machine:
         written: list[int],
         given: Sequence[Any],
     ) -> None:
-        """An operator that writes where it still reads computes something else: how the two lie is part of the call.
+        """An operator that writes memory which it still reads computes something else. So both layouts are part of the
+        call.
 
         Not so if it looks at each element before it writes it, and reads and writes the same ones.
         """
@@ -205,7 +206,7 @@ class Machine:
 
 
 def _lies(view: View) -> tuple[Any, ...]:
-    """How the elements of a tensor lie in memory, as far as what is drawn for them depends on it.
+    """The memory order of a tensor's elements, as far as random draws depend on it.
 
     That is in which order, and where there are gaps, however wide; of elements that share memory, all of it.
     """
@@ -222,7 +223,7 @@ def _lies(view: View) -> tuple[Any, ...]:
 
 
 def _places(view: View) -> tuple[int, ...]:
-    """Where a tensor begins in its memory, and the distances of its elements."""
+    """The offset of a tensor in its memory, and its strides."""
     return view.start, *(step for step, size in zip(view.stride, view.shape, strict=True) if size != 1)
 
 

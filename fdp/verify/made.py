@@ -1,7 +1,7 @@
-"""Do the tensors that were made for a program lie where its proof had them?
+"""The check that tensors made for a program lie where its proof assumed them.
 
 A program is proved on stand-ins, which lie where its places and layouts say. When it runs, tensors are made in
-real memory: for each place, among the globals of its function, and for each bucket. Here they are looked at, each time
+real memory: for each place, among the globals of its function, and for each bucket. Here they are checked, each time
 that they are made and before the program runs. Nothing is read from memory, so it costs less than making them did.
 """
 
@@ -15,16 +15,16 @@ import torch
 from fdp.errors import build_message
 from fdp.plan.plan import Bucket, Plan
 from fdp.pytorch.tensors import storage_id
-from fdp.verify.bucket_memory import arriving_shape, parts_of
+from fdp.verify.bucket_memory import bucket_parts, received_shape
 from fdp.verify.failure import VerificationError
-from fdp.verify.program_protocol import Program
+from fdp.verify.program_protocol import ProgramProtocol
 
 _Memory = tuple[int, int]
 """Where some memory begins, and which storage it belongs to (which is on one device)."""
 
 
-class Buffer(Protocol):
-    """A bucket in memory, as far as it is looked at: see `fdp.runtime.buffers.Buffer`."""
+class BufferProtocol(Protocol):
+    """The part of a bucket's buffer that the check reads: see `fdp.runtime.buffers.Buffer`."""
 
     @property
     def bucket(self) -> Bucket: ...
@@ -49,9 +49,12 @@ class Buffer(Protocol):
 
 
 def verify_made(
-    plan: Plan, program: Program, blocks: Mapping[torch.device, torch.Tensor], buffers: Mapping[int, Buffer]
+    plan: Plan,
+    program: ProgramProtocol,
+    blocks: Mapping[torch.device, torch.Tensor],
+    buffers: Mapping[int, BufferProtocol],
 ) -> None:
-    """Prove that what was made in memory for a program is what the proof of the program took for granted.
+    """Prove that the tensors made for a program are those that its proof assumed.
 
     Args:
         plan: that it was written for.
@@ -75,7 +78,7 @@ def verify_made(
     if offenders:
         raise VerificationError(
             build_message(
-                f"the memory of step {plan.trace.name!r} is not what its program was proved with.",
+                f"the memory of step {plan.trace.name!r} differs from the memory that its program was proved with.",
                 offenders,
                 remedy="report this to the authors of fdp, with the step.",
             )
@@ -93,7 +96,7 @@ def _holds(block: torch.Tensor, device: torch.device, size_bytes: int) -> bool:
     )
 
 
-def _wrong_places(program: Program, memory: Mapping[torch.device, _Memory]) -> Iterator[str]:
+def _wrong_places(program: ProgramProtocol, memory: Mapping[torch.device, _Memory]) -> Iterator[str]:
     """The tensors that a function finds, and those that the bodies of its loops do."""
     where: dict[Any, _Memory] = {}
     for device, layout in program.layouts.items():
@@ -108,7 +111,7 @@ def _wrong_places(program: Program, memory: Mapping[torch.device, _Memory]) -> I
         tensor = found.get(name)
         start_bytes = place.start_bytes + place.offset * place.dtype.itemsize
         if not _lies(tensor, at, start_bytes, place.shape, place.stride, place.dtype):
-            yield f"{name} is not the place that it should be: {_described(tensor, at)}"
+            yield f"{name} is not the place that it should be: {_tensor_text(tensor, at)}"
         elif id(tensor) in seen:
             yield f"{name} is one object with another place, and would take part in a change of its shape"
         seen.add(id(tensor))
@@ -122,7 +125,7 @@ def _wrong_places(program: Program, memory: Mapping[torch.device, _Memory]) -> I
 
 
 def _wrong_buffers(
-    plan: Plan, program: Program, memory: Mapping[torch.device, _Memory], buffers: Mapping[int, Buffer]
+    plan: Plan, program: ProgramProtocol, memory: Mapping[torch.device, _Memory], buffers: Mapping[int, BufferProtocol]
 ) -> Iterator[str]:
     size = plan.trace.world_size
     starts = {}
@@ -136,7 +139,7 @@ def _wrong_buffers(
         return
     for index, at in starts.items():
         bucket, buffer = plan.buckets[index], buffers[index]
-        parts, dtype = parts_of(bucket, size), bucket.dtype
+        parts, dtype = bucket_parts(bucket, size), bucket.dtype
         if buffer.bucket != bucket:
             yield f"bucket {index} is taken for another one"
         if buffer.scaled != (index in program.scaled):
@@ -150,7 +153,7 @@ def _wrong_buffers(
             "what arrives": (
                 buffer.arriving,
                 parts.behind_bytes,
-                None if index in program.gathered else arriving_shape(bucket, size),
+                None if index in program.gathered else received_shape(bucket, size),
             ),
             "what is received": (buffer.received, parts.behind_bytes, (parts.sent,) if wide else None),
             "the header": (buffer.header, parts.numel * parts.itemsize, (parts.header,) if parts.header else None),
@@ -162,7 +165,7 @@ def _wrong_buffers(
                 stride = (1,) if len(shape) == 1 else (shape[1], 1)
                 right = _lies(tensor, at, start_bytes, shape, stride, dtype)
             if not right:
-                yield f"{what} of bucket {index} is not what it should be: {_described(tensor, at)}"
+                yield f"{what} of bucket {index} is not what it should be: {_tensor_text(tensor, at)}"
 
 
 def _lies(
@@ -173,7 +176,7 @@ def _lies(
     stride: tuple[int, ...],
     dtype: torch.dtype,
 ) -> bool:
-    """Whether a tensor looks at some memory from a byte on, under a geometry, and at what it holds as it is."""
+    """Whether a tensor lies in some memory at a given byte and geometry, without a lazy conjugate or negative."""
     return (
         tensor is not None
         # Of no elements, it lies nowhere.
@@ -187,7 +190,7 @@ def _lies(
     )
 
 
-def _described(tensor: Any, memory: _Memory) -> str:
+def _tensor_text(tensor: Any, memory: _Memory) -> str:
     if not isinstance(tensor, torch.Tensor):
         return "it is missing"
     where = f"{tensor.data_ptr() - memory[0]} bytes from the beginning of its piece"

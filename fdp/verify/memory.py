@@ -1,4 +1,5 @@
-"""Memory whose bytes hold terms: what a tensor is, is what the last writes to its bytes were, and how it lies on them.
+"""Memory whose bytes hold terms: the value of a tensor follows from the last writes to its bytes, and from its
+geometry.
 
 A block of memory is cut into cells, intervals of bytes. A write of a dense tensor replaces the cells that it covers. A
 write of one with gaps lies over what was there, as a layer. A read sees, for each byte, the newest write to it: if that
@@ -87,7 +88,7 @@ class View(NamedTuple):
         )
 
     def lies_like(self, other: View) -> bool:
-        """Whether it is the same elements in the same order."""
+        """Whether both are the same elements in the same order."""
         return (self.start, self.shape, self.stride, self.dtype) == (
             other.start,
             other.shape,
@@ -101,7 +102,7 @@ class View(NamedTuple):
 
 
 def view_of(block: Block, offset: Any, shape: Any, stride: Any, dtype: torch.dtype, marks: Any = ()) -> View:
-    """A view by what a tensor says of itself; the offset is in elements."""
+    """The view of a tensor, from its own shape, strides and offset (in elements)."""
     try:
         extent = extent_of(shape, stride)
     except TypeError:
@@ -113,13 +114,13 @@ def view_of(block: Block, offset: Any, shape: Any, stride: Any, dtype: torch.dty
 
 
 def marks_of(tensor: torch.Tensor) -> tuple[str, ...]:
-    """Whether a tensor stands for the conjugate, or the negative, of what its memory holds."""
+    """Whether a tensor is a lazy conjugate or a lazy negative."""
     conj, neg = tensor.is_conj(), tensor.is_neg()
     return () if not conj and not neg else ("conj",) * conj + ("neg",) * neg
 
 
 class Store(NamedTuple):
-    """What a write put into memory."""
+    """One write to memory."""
 
     term: Term
     start: int
@@ -160,23 +161,23 @@ class Memory:
             self._lay_over(block, start, start + view.span, store)
 
     def _copy_cells(self, block: Block, start: int, span: int, pieces: tuple[Any, ...]) -> None:
-        """Memory is copied as it lies, so that a look under its first shape sees its first value."""
+        """Copy the cells, so that a read with the first shape sees the first value."""
         for low, high, layers in pieces:
             end = start + (high or span)
             copied = tuple(Store(term, start + at, *geometry) for term, at, *geometry in layers)
             self._replace(block, start + low, end, copied or None)
 
     def give_up(self, block: Block, start: int, size: int) -> None:
-        """Let bytes hold nothing."""
+        """Make bytes undefined."""
         self._replace(block, start, start + size, None)
 
     def take_off(self, block: Block, start: int, size: int) -> None:
-        """Let bytes be those of a message that is under way."""
+        """Mark bytes as those of a message that is under way."""
         if size:
             self._replace(block, start, start + size, IN_FLIGHT)
 
     def land(self, block: Block, start: int, size: int) -> None:
-        """The message is there: its bytes may be touched again, and hold nothing yet."""
+        """Note that a message has arrived: its bytes may be touched again, and are still undefined."""
         at = bisect.bisect_left(block.starts, start)
         while at < len(block.starts) and block.starts[at] < start + size:
             del block.starts[at], block.ends[at], block.layers[at]
@@ -275,7 +276,7 @@ def _is_one(layers: tuple[Store, ...] | None) -> bool:
 
 
 def _pieces(block: Block, start: int, end: int, at: int) -> list[tuple[int, int, tuple[Store, ...] | None]]:
-    """What bytes hold, in order; None for nothing. Neighbours that hold the same are one piece."""
+    """The content of bytes, in order; None for nothing. Equal neighbours are one piece."""
     found: list[tuple[int, int, tuple[Store, ...] | None]] = []
     position = start
     while position < end:
@@ -337,7 +338,7 @@ def _touched(view: View, pieces: list[Any]) -> list[Any]:
 
 
 def _touched_in_runs(view: View, pieces: list[Any], stores: list[Store]) -> list[Any] | None:
-    """As `_touched`, if all that is looked at has few runs of bytes."""
+    """As `_touched`, if the views have few runs of bytes."""
     whole = runs_of(view)
     covers = {id(store): runs_of(store) for store in stores}
     if whole is None or any(runs is None for runs in covers.values()):
@@ -376,7 +377,7 @@ def _is_small(lies: Any, unit: int, size: int) -> bool:
 
 
 def _mask(lies: Any, start: int, size: int, unit: int) -> torch.Tensor:
-    """Which units of memory from a byte on a geometry touches."""
+    """The units of memory that a geometry touches, from a byte on."""
     each = lies.dtype.itemsize // unit
     at = torch.arange(each, device="cpu") + (lies.start - start) // unit
     for number, step in zip(lies.shape, lies.stride, strict=True):
@@ -388,7 +389,7 @@ def _mask(lies: Any, start: int, size: int, unit: int) -> torch.Tensor:
 
 
 def is_undefined(term: Any) -> bool:
-    """Whether a value is, in part, what happened to be in memory."""
+    """Whether a value depends on uninitialised memory."""
     if term.key[0] != "load":
         return False
     return any(not layers or any(layer[0] is UNDEFINED for layer in layers) for _, _, layers in term.key[4])

@@ -1,4 +1,4 @@
-"""The messages of a program: what each has to carry, and when each starts and is waited for."""
+"""The messages of a program: what each has to carry, and that each starts and is waited for in order."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 
 from fdp.plan.plan import Bucket, Plan, Start, Wait
 from fdp.trace.trace import Trace
-from fdp.verify.bucket_memory import parts_of
-from fdp.verify.combined import IN_PLACE, SPLIT, STACKED, shape_of, told
+from fdp.verify.bucket_memory import bucket_parts
+from fdp.verify.combined import IN_PLACE, SPLIT, STACKED, root_or_pairs, shape_of
 from fdp.verify.extents import extent_of
 from fdp.verify.failure import VerificationError
 from fdp.verify.memory import Block, Memory, View
-from fdp.verify.program_protocol import Program
-from fdp.verify.terms import Term, describe
+from fdp.verify.program_protocol import ProgramProtocol
+from fdp.verify.terms import Term, term_text
 from fdp.verify.values import Values
 
 
 class Expected(Protocol):
-    """What a trace computes, as far as messages carry it.
+    """The values of a trace that messages carry.
 
     Attributes:
         markers: for each reduction, by the name of its node, what it computes.
@@ -32,8 +32,8 @@ class Expected(Protocol):
     shares: dict[Term, Term]
 
 
-class Sender(Protocol):
-    """A program that is carried out, as far as messages look at it.
+class RunningProgram(Protocol):
+    """The part of a program's run that the checks of messages read.
 
     Attributes:
         values: makes terms.
@@ -60,7 +60,7 @@ class Messages:
     """
 
     def __init__(
-        self, trace: Trace, plan: Plan | None, program: Program, reference: Expected, communicates: bool
+        self, trace: Trace, plan: Plan | None, program: ProgramProtocol, reference: Expected, communicates: bool
     ) -> None:
         self._trace, self._program, self._reference = trace, program, reference
         buckets = () if plan is None else plan.buckets
@@ -75,8 +75,8 @@ class Messages:
         self._sent: dict[int, list[tuple[View, Term]]] = {}
         self._into: dict[int, View] = {}
 
-    def start(self, execution: Sender, index: int, into: View | None = None) -> None:
-        """Note what a bucket holds; it is on the wire from here on."""
+    def start(self, execution: RunningProgram, index: int, into: View | None = None) -> None:
+        """Record the content of a bucket; it is on the wire from here on."""
         bucket = self._next("start", index)
         if (into is not None) != (index in self._program.gathered):
             raise VerificationError(f"it is not said right where what bucket {index} gathers goes")
@@ -91,18 +91,18 @@ class Messages:
                 # A sum of shares of 1/N is a mean.
                 whole = self._reference.shares.get(term) or execution.values.unshared(term)
                 op, term = ("sum", term) if whole is None else ("mean", whole)
-            sent = execution.values.combined(op, told(bucket), bucket.accumulate_dtype, term)
+            sent = execution.values.combined(op, root_or_pairs(bucket), bucket.accumulate_dtype, term)
             expected = self._reference.markers[self._trace.operations[reduction.operation].node]
             if sent is not expected:
                 raise VerificationError(
-                    f"bucket {index} sends {describe(sent)} for {reduction.name}, not {describe(expected)}"
+                    f"bucket {index} sends {term_text(sent)} for {reduction.name}, not {term_text(expected)}"
                 )
             self._sent.setdefault(index, []).append((result, sent))
         for block, start, size in self._regions(execution, bucket):
             execution.memory.take_off(block, start, size)
 
-    def wait(self, execution: Sender, index: int) -> None:
-        """The results are there."""
+    def wait(self, execution: RunningProgram, index: int) -> None:
+        """Put the results into memory."""
         bucket = self._next("wait", index)
         for block, start, size in self._regions(execution, bucket):
             execution.memory.land(block, start, size)
@@ -110,7 +110,7 @@ class Messages:
             execution.memory.write(result, term)
 
     def missing(self) -> Iterator[str]:
-        """What did not happen."""
+        """The starts and waits that did not happen."""
         left = self._order[len(self._done) :]
         if left:
             yield "these did not happen: " + ", ".join(f"{what} of bucket {index}" for what, index in left)
@@ -129,10 +129,10 @@ class Messages:
         self._done.append((what, index))
         return self._buckets[index]
 
-    def _regions(self, execution: Sender, bucket: Bucket) -> Iterator[tuple[Block, int, int]]:
+    def _regions(self, execution: RunningProgram, bucket: Bucket) -> Iterator[tuple[Block, int, int]]:
         """The bytes that a message reads or writes."""
         device, start = execution.where["bucket", bucket.index]
-        parts = parts_of(bucket, self._trace.world_size)
+        parts = bucket_parts(bucket, self._trace.world_size)
         if (into := self._into.get(bucket.index)) is not None:
             parts = replace(parts, arriving=0)
             yield into.block, into.start, into.span
@@ -141,8 +141,8 @@ class Messages:
                 raise VerificationError(f"bucket {bucket.index} lies beyond the memory of the step")
             yield execution.arena[device], start + begin, size
 
-    def _lies(self, execution: Sender, bucket: Bucket, at: int) -> tuple[View, View]:
-        """A member of a bucket: where what is sent lies, and where the result will."""
+    def _lies(self, execution: RunningProgram, bucket: Bucket, at: int) -> tuple[View, View]:
+        """A member of a bucket: the place of the sent value, and that of the result."""
         if ("bucket", bucket.index) not in execution.where:
             raise VerificationError(f"bucket {bucket.index} has no memory")
         device, start = execution.where["bucket", bucket.index]
@@ -166,7 +166,7 @@ class Messages:
         slot = _view(block, begin, tuple(shape), steps, bucket.dtype)
         if bucket.op in IN_PLACE:
             return slot, slot
-        begin += parts_of(bucket, size).result_bytes
+        begin += bucket_parts(bucket, size).result_bytes
         own = steps[1:] if bucket.op in SPLIT else steps
         back = (row, *own) if bucket.op in STACKED else own
         result = _view(block, begin, shape_of(bucket.op, tuple(shape), size), back, bucket.dtype)

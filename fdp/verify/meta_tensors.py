@@ -20,11 +20,11 @@ class MetaTensors:
         self._kept: list[torch.Tensor] = []
 
     def allocate(self, block: Block, size: int) -> None:
-        """Let a block have memory of so many bytes."""
+        """Give a block memory of so many bytes."""
         self.enter(torch.empty(size, dtype=torch.uint8, device="meta"), block)
 
     def enter(self, tensor: torch.Tensor, block: Block) -> Block:
-        """Let the memory of a tensor be a block, which is returned."""
+        """Register the memory of a tensor as a block, and return that."""
         storage = self._storages[block] = tensor.untyped_storage()
         self._blocks[storage_id(storage)] = block
         self._kept.append(tensor)

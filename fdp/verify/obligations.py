@@ -1,4 +1,4 @@
-"""What has to hold of a program: that it computes what its trace says, and leaves memory as it should be left."""
+"""The obligations of a program: it computes what its trace says, and leaves memory as the trace does."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fdp.verify.execution import Execution
 from fdp.verify.failure import VerificationError
 from fdp.verify.memory import Block, View, view_of
 from fdp.verify.messages import Messages
-from fdp.verify.program_protocol import Program
+from fdp.verify.program_protocol import ProgramProtocol
 from fdp.verify.reference import Reference
-from fdp.verify.terms import describe
+from fdp.verify.terms import term_text
 
 
 def verify_program(
-    plan: Plan, program: Program, rank: int, communicates: bool, tick: Callable[[], None] | None = None
+    plan: Plan, program: ProgramProtocol, rank: int, communicates: bool, tick: Callable[[], None] | None = None
 ) -> None:
     """Prove that a program computes what the trace of its plan says, whatever the numbers are.
 
@@ -54,7 +54,7 @@ def _plain_context() -> Iterator[None]:
 def _verify(
     trace: Trace,
     plan: Plan | None,
-    program: Program,
+    program: ProgramProtocol,
     reference: Reference,
     communicates: bool,
     tick: Callable[[], None] | None,
@@ -108,7 +108,7 @@ def _wrong_outputs(trace: Trace, execution: Execution, outputs: list[torch.Tenso
         found = execution.view(tensor)
         value = execution.values.read(found)
         if value is not term:
-            yield f"{output.name} is {describe(value)}, not {describe(term)}"
+            yield f"{output.name} is {term_text(value)}, not {term_text(term)}"
         own = None if output.slot is None else execution.inputs[output.slot]
         if (found.shape, found.stride, found.dtype) != (expected.shape, expected.stride, expected.dtype):
             yield f"{output.name} has shape {found.shape}, strides {found.stride}, {found.dtype}"
@@ -138,7 +138,7 @@ def _shared(
 
 
 def _wrong_memory(trace: Trace, execution: Execution, outputs: list[torch.Tensor]) -> Iterator[str]:
-    """What comes from outside holds at the end what the trace leaves in it, but for new values in donated memory."""
+    """Memory from outside must end with the trace's content, except for new values in donated memory."""
     reference, values = execution.reference, execution.values
     given_back = {
         reference.inputs[output.slot].block
@@ -156,11 +156,11 @@ def _wrong_memory(trace: Trace, execution: Execution, outputs: list[torch.Tensor
         whole = [view_of(each, 0, (size,), (1,), torch.uint8) for each in (own, block)]
         one, two = map(values.memory.read, whole)
         if one is not two:
-            yield f"{name} holds something else at the end: {describe(one)}, not {describe(two)}"
+            yield f"{name} holds something else at the end: {term_text(one)}, not {term_text(two)}"
 
 
 def _reshaped(execution: Execution) -> Iterator[str]:
-    """What outlives a call is still looked at under the shape that it had; constants hold what they held."""
+    """Tensors that outlive a call must keep their shape; constants must keep their content."""
     for name, tensor, view in execution.held:
         if view.block.kind == "constant" and view.block.writes > view.block.initial:
             yield f"{name} is written, and a later call reads it"

@@ -1,4 +1,4 @@
-"""What an operator does to what it is given, read off its schema: what it reads, writes, and looks at without reading.
+"""What an operator does to its arguments, from its schema: what it reads, writes, and uses without reading.
 
 Where schemas say too little or too much, the knowledge is in the tables of this file. It is kept apart from
 `trace/operators/effects.py` on purpose: what that file gets wrong must show here.
@@ -87,7 +87,7 @@ class Parameter:
 
 @dataclass(frozen=True, eq=False)
 class Operator:
-    """What is known of an operator.
+    """The known effects of an operator.
 
     Attributes:
         name: of its functional form: in-place forms, forms with out arguments and overloads are all one.
@@ -100,7 +100,7 @@ class Operator:
         random: it may draw random numbers.
         uninitialised: its result holds what happened to be in memory.
         known: whether all it does is what its schema says: not so of operators of other libraries.
-        out: whether it writes its results to where it is told to.
+        out: whether it writes its results to a given place.
     """
 
     name: str
@@ -178,7 +178,7 @@ class Operator:
                 continue
             writes = parameter.written
             if parameter.name == "grads" and self.name.startswith("aten::_fused_"):
-                # They unscale gradients in place if they are told to; otherwise the schema says too much.
+                # They unscale gradients in place if they are asked to; otherwise the schema says too much.
                 writes = given.get("grad_scale") is not None
             if writes or parameter.name in undeclared:
                 found.append(at)
@@ -196,7 +196,7 @@ class Operator:
 
 @functools.cache
 def operator_of(target: Any) -> Operator:
-    """What is known of an overload of an operator of torch, or of another library."""
+    """The known effects of an overload of an operator of torch, or of another library."""
     schema = schema_of(target)
     namespace, base = schema.name.split("::")
     mutable = schema.is_mutable
@@ -260,7 +260,7 @@ def _parameter(name: str, base: str, overload: str, argument: Any, entrywise: bo
 
 
 def is_taken_apart(target: Any) -> bool:
-    """Whether an operator is there as a function that calls others (and perhaps as a kernel as well)."""
+    """Whether an operator is implemented as a function of others (and perhaps by a kernel as well)."""
     if not isinstance(target, OpOverload):
         return False
     return has_kernel(target, "CompositeImplicitAutograd")

@@ -1,4 +1,4 @@
-"""What is looked at of a program: its function, and what it says about memory."""
+"""The parts of a program that the proof reads: its function, and its data about memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 
 
-class Place(Protocol):
-    """Where a tensor lies, as a program says it: see `fdp.emit.memory.planning.Place`."""
+class PlaceProtocol(Protocol):
+    """The place of a tensor, as a program states it: see `fdp.emit.memory.planning.Place`."""
 
     @property
     def memory(self) -> Any: ...
@@ -30,8 +30,8 @@ class Place(Protocol):
     def dtype(self) -> torch.dtype: ...
 
 
-class Layout(Protocol):
-    """Where pieces of memory lie, as a program says it: see `fdp.emit.memory.layout.Layout`."""
+class LayoutProtocol(Protocol):
+    """The places of pieces of memory, as a program states them: see `fdp.emit.memory.layout.Layout`."""
 
     @property
     def offsets(self) -> Mapping[Any, int]: ...
@@ -40,8 +40,8 @@ class Layout(Protocol):
     def size_bytes(self) -> int: ...
 
 
-class Program(Protocol):
-    """A program, as far as it is looked at: see `fdp.emit.codegen.program.Program`."""
+class ProgramProtocol(Protocol):
+    """The part of a program that the proof reads: see `fdp.emit.codegen.program.Program`."""
 
     @property
     def source(self) -> str: ...
@@ -50,10 +50,10 @@ class Program(Protocol):
     def function(self) -> Callable[..., Any]: ...
 
     @property
-    def places(self) -> Mapping[str, Place]: ...
+    def places(self) -> Mapping[str, PlaceProtocol]: ...
 
     @property
-    def layouts(self) -> Mapping[torch.device, Layout]: ...
+    def layouts(self) -> Mapping[torch.device, LayoutProtocol]: ...
 
     @property
     def scaled(self) -> frozenset[int]: ...

@@ -1,4 +1,4 @@
-"""What a trace computes: its graph, carried out in its own order, with memory of its own for each value."""
+"""What a trace computes: its graph runs on terms in its own order, with separate memory for each value."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import fx
 from fdp.pytorch.overloads import OpOverload
 from fdp.pytorch.tensors import storage_id
 from fdp.trace.trace import Trace
-from fdp.verify.extents import plain
-from fdp.verify.higher import higher_order, operator_name, run_loop
-from fdp.verify.machine import Machine, views_in
+from fdp.verify.extents import comparable_number
+from fdp.verify.higher import function_name, higher_order, run_loop
+from fdp.verify.machine import TermMachine, views_in
 from fdp.verify.memory import Block, View, is_undefined, marks_of, view_of
 from fdp.verify.operators import Operator, operator_of
 from fdp.verify.terms import Term
@@ -24,7 +24,7 @@ from fdp.verify.values import Values
 
 @dataclass(frozen=True)
 class Record:
-    """A call in the trace, and how its results lie in new memory.
+    """A call in the trace, and the layout of its results in new memory.
 
     Attributes:
         reads: the tensors that it was given.
@@ -43,14 +43,14 @@ class Record:
 
 @dataclass
 class Memories:
-    """Which memory the storages of example tensors stand for: a block, and the byte of it at which a storage begins."""
+    """Maps storages of example tensors to memory: a block, and the byte at which the storage begins."""
 
     blocks: dict[int, tuple[Block, int]] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)
     _views: dict[int, tuple[View, torch.Tensor]] = field(default_factory=dict)
 
     def view(self, tensor: torch.Tensor) -> View:
-        """A tensor as a view; memory that was not known is new."""
+        """A tensor as a view; unknown memory gets a new block."""
         found = self._views.get(id(tensor))
         if found is None:
             found = self._views[id(tensor)] = self._looked_at(tensor), tensor  # kept, so that no other has its number
@@ -74,7 +74,7 @@ class Memories:
         return view._replace(start=view.start + start) if start else view
 
     def join(self, value: Any, base: torch.Tensor) -> None:
-        """Let tensors whose memory is not known lie in that of another, as its views do."""
+        """Put tensors of unknown memory into that of another, as its views."""
         if isinstance(value, (list, tuple)):
             for each in value:
                 self.join(each, base)
@@ -98,8 +98,8 @@ def _steps(shape: Sequence[Any]) -> tuple[int, ...]:
     return tuple(reversed(steps))
 
 
-class Reference(Machine):
-    """A trace, carried out.
+class Reference(TermMachine):
+    """One run of a trace on terms.
 
     Attributes:
         trace: it.
@@ -147,7 +147,7 @@ class Reference(Machine):
 
     @property
     def changed(self) -> list[int]:
-        """Of the body of a loop: which of the operands it changes the memory of. (Its first input is a number.)"""
+        """The operands whose memory the body of a loop changes. (Its first input is a number.)"""
         return [at for at, view in enumerate(self.inputs[1:]) if view.block.writes > view.block.initial]
 
     def wrote(self, term: Term) -> None:
@@ -219,7 +219,7 @@ class Reference(Machine):
         elif target is not python_operator.getitem and _holds_tensors(node.meta.get("val")):
             self.higher[id(target)] = target
             given = [self._given(value) for value in (*node.args, *node.kwargs.values())]
-            higher_order(self, operator_name(target), given, self._fresh(node, (), None))
+            higher_order(self, function_name(target), given, self._fresh(node, (), None))
 
     def _operator(self, node: fx.Node, target: Any) -> None:
         operator = operator_of(target)
@@ -268,7 +268,7 @@ class Reference(Machine):
         return value
 
     def _fresh(self, node: fx.Node, layout: tuple[Any, ...], operator: Operator | None) -> Any:
-        """Results lie as the example values do."""
+        """Give results the layout of the example values."""
 
         def fresh(call: Term, reads: list[View]) -> list[Any]:
             value: Any = node.meta.get("val")
@@ -291,11 +291,11 @@ class Reference(Machine):
         return fresh
 
     def _same_numbers(self, call: Term, results: list[Any]) -> None:
-        """A number that is read twice from the same value is one number."""
+        """Make a number that is read twice from the same value one number."""
         first = self.records[call][0].results
         for one, two in zip(first, results, strict=True):
             if isinstance(two, (torch.SymInt, torch.SymFloat, torch.SymBool)) and one is not two:
-                self.values.symbols[plain(two)] = plain(one)
+                self.values.symbols[comparable_number(two)] = comparable_number(one)
 
     def _fold(self, node: fx.Node, call: Term, operator: Operator, results: list[Any]) -> None:
         if not self.values.is_constant(call) or operator.random or operator.entrywise:
@@ -324,7 +324,7 @@ def hidden(value: Any) -> Any:
 
 
 def layout_arguments(values: Values, operator: Operator, given: Sequence[Any]) -> tuple[Any, ...]:
-    """Arguments of a call that decide on nothing but how its results lie."""
+    """Arguments of a call that decide only on the layout of its results."""
     return tuple(
         values.encode(value)
         for parameter, value in zip(operator.parameters, given, strict=True)
@@ -333,7 +333,7 @@ def layout_arguments(values: Values, operator: Operator, given: Sequence[Any]) -
 
 
 def fill_with_own(values: Values, view: View, key: tuple[Any, ...], size: int, name: str) -> None:
-    """Let memory from outside hold what it holds: bytes, and on top of them the tensor that is known to be there."""
+    """Fill memory from outside: with bytes, and with the known tensor on top of them."""
     around = values.terms.make(("memory", *key, size), (size,), torch.uint8)
     around.origin = f"the memory of {name}"
     if not view.dense or view.span < size:

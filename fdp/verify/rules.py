@@ -1,7 +1,7 @@
 """The axioms: which calls of operators compute the same as others. One entry each, with its reason.
 
-They hold for both sides alike: a call in the trace and a call in the program become terms here, in one way. What is not
-here is a function of its arguments that nothing is known of. Further axioms are in the way in which calls are read
+They hold for both sides alike: a call in the trace and a call in the program become terms here, in one way. Any other
+call is an unknown function of its arguments. Further axioms are in the way in which calls are read
 (`machine.py`): an operator in place, or with an out argument, computes what its functional form does; overloads of one
 operator differ in how they take arguments alone; a `_foreach` operator or a fused optimizer does to each entry of its
 lists the same, one after the other.
@@ -105,8 +105,8 @@ def _combined(operator: str) -> Rule:
     """What a marker of a collective stands for; of one rank, its argument, if the result lies where that lay."""
 
     def rule(v: Values, a: Arguments, given: Given, index: Any, shape: Any, dtype: torch.dtype) -> Term:
-        op, told = named(operator, given)
-        return v.combined(op, told, given.get("accumulate"), a["x"])
+        op, root_or_pairs = named(operator, given)
+        return v.combined(op, root_or_pairs, given.get("accumulate"), a["x"])
 
     return rule
 

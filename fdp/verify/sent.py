@@ -1,4 +1,4 @@
-"""Do the messages of a program carry what its proof says that they carry, and leave there what it says?
+"""The check that messages of a program carry what its proof assumes, and leave in memory what it assumes.
 
 To the proof of a program `start(k)` sends bucket k, and after `wait(k)` the result is in its place. What does that is
 carried out here: on tensors without values that lie as the buckets do, with ranks that note what they are asked for and
@@ -14,18 +14,18 @@ import torch
 
 from fdp.errors import build_message
 from fdp.plan.plan import Bucket, Plan, Start, Wait
-from fdp.verify.bucket_memory import Parts, parts_of, rows_added_to
-from fdp.verify.combined import IN_PLACE, SPLIT, told
+from fdp.verify.bucket_memory import Parts, bucket_parts, rows_added_to
+from fdp.verify.combined import IN_PLACE, SPLIT, root_or_pairs
 from fdp.verify.failure import VerificationError
 from fdp.verify.followed import Followed
 from fdp.verify.memory import View
-from fdp.verify.program_protocol import Program
-from fdp.verify.terms import Term, describe
+from fdp.verify.program_protocol import ProgramProtocol
+from fdp.verify.terms import Term, term_text
 from fdp.verify.values import Values
 
 
 class Sender(Protocol):
-    """What sends the messages of one call."""
+    """The object that sends the messages of one call."""
 
     def start(self, index: int, into: torch.Tensor | None = None) -> None:
         """Start the message of a bucket, of what is gathered into some memory."""
@@ -38,8 +38,8 @@ Sending = Callable[[Mapping[torch.device, torch.Tensor], Any, Any], Sender]
 """(memory, ranks, what says of a call which it is) -> what sends the messages of a call."""
 
 
-def verify_sent(plan: Plan, program: Program, rank: int, sending: Sending) -> None:
-    """Prove that what sends the messages of a program sends what the proof of the program took for granted.
+def verify_sent(plan: Plan, program: ProgramProtocol, rank: int, sending: Sending) -> None:
+    """Prove that the sender of a program's messages sends what the proof of the program assumes.
 
     Args:
         plan: that the program was written for.
@@ -52,7 +52,7 @@ def verify_sent(plan: Plan, program: Program, rank: int, sending: Sending) -> No
     """
     for looks_first in (False, True):
         try:
-            _Call(plan, program, rank, looks_first).follow(sending)
+            _MessagesOfCall(plan, program, rank, looks_first).follow(sending)
         except Exception as error:
             what = str(error) if isinstance(error, VerificationError) else f"{type(error).__name__}: {error}"
             raise VerificationError(
@@ -65,7 +65,7 @@ def verify_sent(plan: Plan, program: Program, rank: int, sending: Sending) -> No
 
 
 class _Numbered:
-    """Stands for what says of a call which it is: in a header that is written before the first message starts."""
+    """A stand-in for the number of a call, which is written into a header before the first message starts."""
 
     def __init__(self, looks_first: bool) -> None:
         self.awaits_first = looks_first
@@ -77,7 +77,7 @@ class _Numbered:
         pass
 
 
-class _Call:
+class _MessagesOfCall:
     """The messages of one call.
 
     Args:
@@ -87,7 +87,7 @@ class _Call:
         looks_first: whether the first message has to be there before anything that came back is read.
     """
 
-    def __init__(self, plan: Plan, program: Program, rank: int, looks_first: bool) -> None:
+    def __init__(self, plan: Plan, program: ProgramProtocol, rank: int, looks_first: bool) -> None:
         self._plan, self._program, self._order = plan, program, _Numbered(looks_first)
         size = plan.trace.world_size
         self._followed = Followed(Values(rank, size))
@@ -123,7 +123,7 @@ class _Call:
             raise VerificationError(f"{self._ranks.under_way} messages are not waited for")
 
     def _room_for(self, bucket: Bucket) -> torch.Tensor:
-        """Memory for what a bucket gathers: that of an input, which the program names at each call."""
+        """Memory for an all-gather: that of an input, which the program names at each call."""
         size = self._plan.trace.world_size
         block = self._followed.memory_of(
             size * bucket.numel * bucket.dtype.itemsize, f"where bucket {bucket.index} goes"
@@ -141,8 +141,8 @@ class _Call:
         return self._followed.view(tensor)
 
     def _fill(self, bucket: Bucket) -> None:
-        """Let a bucket hold what is to be sent: its members in one, and the header; as one where pieces are sent."""
-        parts = parts_of(bucket, self._plan.trace.world_size)
+        """Fill a bucket with the values to send: its members, and the header."""
+        parts = bucket_parts(bucket, self._plan.trace.world_size)
         for start_bytes, numel in _pieces(bucket, parts):
             term = self._own(bucket, start_bytes, numel)
             view = self._view(bucket, start_bytes, *term.shape)
@@ -161,25 +161,25 @@ class _Call:
         return term
 
     def _compare(self, bucket: Bucket) -> None:
-        """The result has to be in its place."""
+        """Check that the result is in its place."""
         values, size = self._followed.values, self._plan.trace.world_size
-        parts = parts_of(bucket, size)
+        parts = bucket_parts(bucket, size)
         op = "sum" if bucket.index in self._program.scaled else bucket.op
         for start_bytes, numel in _pieces(bucket, parts):
             own = self._own(bucket, start_bytes, numel)
-            expected = values.combined(op, told(bucket), bucket.accumulate_dtype, own)
+            expected = values.combined(op, root_or_pairs(bucket), bucket.accumulate_dtype, own)
             begin = start_bytes if bucket.op in IN_PLACE else parts.result_bytes
             into = self._into.get(bucket.index)
             view = self._view(bucket, begin, *expected.shape) if into is None else self._followed.view(into)
             found = values.read(view)
             if found is not expected:
                 raise VerificationError(
-                    f"after its message bucket {bucket.index} holds {describe(found)}, not {describe(expected)}"
+                    f"after its message bucket {bucket.index} holds {term_text(found)}, not {term_text(expected)}"
                 )
 
 
 def _pieces(bucket: Bucket, parts: Parts) -> list[tuple[int, int]]:
-    """What is sent as one: where it begins, in bytes, and how many elements it has."""
+    """A sent piece: its first byte, and its number of elements."""
     if bucket.accumulate_dtype is not None:
         return [(0, parts.sent)]
     pieces = [(0, parts.numel), (parts.numel * parts.itemsize, parts.header)]
@@ -187,7 +187,7 @@ def _pieces(bucket: Bucket, parts: Parts) -> list[tuple[int, int]]:
 
 
 class _Ranks:
-    """Stands for `fdp.distributed.group.Group`: ranks that say what a message leaves in memory.
+    """A stand-in for `fdp.distributed.group.Group` that computes what a message leaves in memory.
 
     A backend may read what it sends, and write to where results go, at any time from the start to the wait.
 
@@ -264,7 +264,7 @@ class _Ranks:
         return self._send([source, into], list(zip(views, pieces, strict=True)))
 
     def _mean(self, pieces: list[Term], wide: torch.dtype, dtype: torch.dtype) -> Term:
-        """What a rank makes of the pieces of all: the mean, added up in the order of ranks and rounded once."""
+        """The mean of the pieces of all ranks, added up in the order of ranks and rounded once."""
         values, shape = self._followed.values, pieces[0].shape
         total = values.cast(pieces[0], wide)
         for piece in pieces[1:]:
@@ -273,7 +273,7 @@ class _Ranks:
         return values.cast(total, dtype)
 
     def _combine(self, buffer: torch.Tensor, op: str, root: int) -> Callable[[], None]:
-        """Combine element by element what is in a bucket, part by part."""
+        """Combine the content of a bucket element by element, part by part."""
         whole, values = self._contiguous(buffer), self._followed.values
         inside = [
             part

@@ -14,7 +14,7 @@ import torch
 
 
 class Term:
-    """A value, as the way in which it is computed.
+    """A value, as the operators that compute it.
 
     Attributes:
         key: an operator or a kind of leaf, then what it is applied to.
@@ -31,7 +31,7 @@ class Term:
         self.origin: str | None = None
 
     def __repr__(self) -> str:
-        return describe(self)
+        return term_text(self)
 
 
 class Terms:
@@ -56,12 +56,12 @@ class Terms:
         return found
 
 
-def describe(term: Any, depth: int = 3) -> str:
+def term_text(term: Any, depth: int = 3) -> str:
     """A value in words, for messages."""
     if isinstance(term, tuple):
         if len(term) == 2 and term[0] in ("float", "bool", "complex"):
             return str(term[1])
-        return "[" + ", ".join(describe(each, depth) for each in term) + "]"
+        return "[" + ", ".join(term_text(each, depth) for each in term) + "]"
     if not isinstance(term, Term):
         return str(term)
     if term.origin is not None:
@@ -70,16 +70,16 @@ def describe(term: Any, depth: int = 3) -> str:
         return "..."
     kind = term.key[0]
     if kind == "result":
-        return describe(term.key[1], depth) + (f"[{term.key[2]}]" if term.key[2] not in (0, "self") else "")
+        return term_text(term.key[1], depth) + (f"[{term.key[2]}]" if term.key[2] not in (0, "self") else "")
     if kind == "call":
         arguments = sorted(term.key[2], key=lambda pair: str(pair[0]))
-        return f"{term.key[1]}({', '.join(f'{name}={describe(value, depth - 1)}' for name, value in arguments)})"
+        return f"{term.key[1]}({', '.join(f'{name}={term_text(value, depth - 1)}' for name, value in arguments)})"
     if kind == "load":
-        pieces = [describe(layer[0], depth - 1) for piece in term.key[4] for layer in piece[2]]
+        pieces = [term_text(layer[0], depth - 1) for piece in term.key[4] for layer in piece[2]]
         return f"a view of {', '.join(dict.fromkeys(pieces))}"
     if kind == "combined":
-        return f"{term.key[1]}({describe(term.key[4], depth - 1)})"
+        return f"{term.key[1]}({term_text(term.key[4], depth - 1)})"
     if kind == "full":
         return f"a constant {list(term.shape)}"
-    parts = [describe(each, depth - 1) for each in term.key[1:] if isinstance(each, Term)]
+    parts = [term_text(each, depth - 1) for each in term.key[1:] if isinstance(each, Term)]
     return f"{kind}({', '.join(parts)})" if parts else str(kind)

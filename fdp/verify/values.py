@@ -1,4 +1,4 @@
-"""How terms are made: of literals, of constants, and of calls of operators on terms."""
+"""Makes terms from literals, constants, and calls of operators on terms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from fdp.pytorch.tensors import generator_id
 from fdp.verify.combined import IN_PLACE, shape_of
-from fdp.verify.extents import plain
+from fdp.verify.extents import comparable_number
 from fdp.verify.memory import Memory, View
 from fdp.verify.terms import Term, Terms
 
@@ -67,7 +67,7 @@ class Values:
         if kind is complex:
             return ("complex", repr(value))
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            found = plain(value)
+            found = comparable_number(value)
             return ("number", found.xreplace(self.symbols) if hasattr(found, "xreplace") else found)
         if isinstance(value, torch.Generator):
             return ("generator", generator_id(value))  # the same one may be another object
@@ -97,7 +97,7 @@ class Values:
         return call in self._folded
 
     def same(self, term: Term, known: Term) -> Term:
-        """Let the result of another call be what is known by its bytes."""
+        """Replace the result of another call by a constant that is known by its bytes."""
         if term.key[0] == "result":
             self._folded.setdefault(term.key[1], {})[term.key[2]] = known
         return known
@@ -126,15 +126,15 @@ class Values:
             return self.constant(self.tensors[term].expand(shape))
         return self.terms.make(("expand", term, shape), shape, term.dtype)
 
-    def combined(self, op: str, told: Any, accumulate: Any, term: Term) -> Term:
-        """What ranks make of a value together; `told` is the root, or the pairs."""
+    def combined(self, op: str, root_or_pairs: Any, accumulate: Any, term: Term) -> Term:
+        """The result of a collective. `root_or_pairs`: the root of a broadcast, or the pairs of a permutation."""
         if op in IN_PLACE and self.size == 1:
             return term  # one rank's mean, sum, maximum or broadcast is its own value
         shape = shape_of(op, term.shape, self.size)
-        return self.terms.make(("combined", op, told, accumulate, term, shape), shape, term.dtype)
+        return self.terms.make(("combined", op, root_or_pairs, accumulate, term, shape), shape, term.dtype)
 
     def unshared(self, term: Term) -> Term | None:
-        """What a share of a mean is the share of: a number times 1/N, or a view of such. None if it is none."""
+        """The value whose share of a mean this is: a number times 1/N, or a view of such. None if it is no share."""
         if term.key[0] == "result" and term.key[1].key[1] == "aten::mul":
             factors = dict(term.key[1].key[2])
             whole = factors.get("self")
@@ -169,11 +169,11 @@ class Values:
         return term
 
     def element(self, term: Term) -> torch.Tensor:
-        """The number that a tensor is full of, as a tensor without dimensions."""
+        """The number of a tensor whose elements are all equal, as a 0-dim tensor."""
         return self._elements[term][1]
 
     def constant(self, tensor: torch.Tensor) -> Term:
-        """A value that is known: by its bytes."""
+        """A constant, known by its bytes."""
         tensor = tensor.detach()
         shape, dtype = tuple(tensor.shape), tensor.dtype
         if tensor.numel() == 0:
@@ -187,7 +187,7 @@ class Values:
         return term
 
     def number_in(self, term: Any) -> Any:
-        """The number that a value without dimensions is known to be; None if it is not."""
+        """The number of a constant 0-dim value; None for any other value."""
         if type(term) is Term and term.key[0] == "full" and term.shape == ():
             return self.element(term).item()
         return None
@@ -219,12 +219,12 @@ class Values:
             self.late |= call in self._unfolded
 
     def anew(self) -> None:
-        """Begin once more, with all that is known of constants by now, so that they are so from the beginning."""
+        """New values for a second pass that know all constants found so far from the beginning."""
         self.memory, self.late = Memory(self.terms), False
         self._unfolded.clear()
 
     def realised(self, term: Term, device: torch.device) -> torch.Tensor:
-        """A constant in numbers."""
+        """A constant as a tensor of numbers."""
         if term.key[0] == "full":
             return self.element(term).to(device).expand(term.shape).contiguous()
         if term.key[0] == "empty":

@@ -112,7 +112,7 @@ def test_by_a_backend_that_scatters(world: int) -> None:
 
 
 def changed_by_whoever_called() -> list[str]:
-    """What a collective returns is nobody's view: it can be detached, and changed in place, and the argument stays."""
+    """The result of a collective is no view: it can be detached and changed in place, and the argument stays."""
     size, found = fdp.axis_size(), []
     x = torch.arange(float(4 * size * size)).view(2 * size, 2 * size)
     kinds: dict[str, Any] = {

@@ -167,7 +167,7 @@ ONE_RANK: dict[str, Callable[[torch.Tensor], Any]] = {
     "pmean_scatter": lambda x: fdp.pmean_scatter(x, axis=1),
     "all_to_all": lambda x: fdp.all_to_all(x, 0, 1),
     "ppermute": lambda x: fdp.ppermute(x, [(0, 0)]),
-    "ppermute to nobody": lambda x: fdp.ppermute(x, []),
+    "ppermute without pairs": lambda x: fdp.ppermute(x, []),
 }
 
 

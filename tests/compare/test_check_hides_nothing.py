@@ -74,7 +74,7 @@ def test_a_value_that_is_read_after_its_average_took_its_place_is_found(monkeypa
         return [p.copy_(mean @ w), mean]
 
     monkeypatch.setattr(emitted.runner, "function", late)
-    with pytest.raises(fdp.TraceError, match="what was emitted for step 'step' does not compute"):
+    with pytest.raises(fdp.TraceError, match="the emitted program of step 'step' does not compute"):
         check_emitted(emitted, step, flat, roles)
 
 

@@ -201,7 +201,7 @@ def is_found(number: int) -> None:
     fdp.data_parallel(step)(state, x)  # without it all is well
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
-        with pytest.raises(fdp.FdpError, match="does not compute on its parts"):
+        with pytest.raises(fdp.FdpError, match="does not compute on parts"):
             fdp.data_parallel(step)(state, x)
 
 

@@ -16,7 +16,7 @@ from fdp.step import first_call
 
 
 class Clock:
-    """Seconds that pass when somebody says so."""
+    """A clock that a test moves."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -68,7 +68,7 @@ def test_what_is_owed_comes_whatever_it_takes_and_until_nothing_is_refused() -> 
 
 def test_what_the_first_inputs_hide_is_found_before_the_second_call() -> None:
     def step(state: dict[str, torch.Tensor], x: torch.Tensor) -> dict[str, torch.Tensor]:
-        # A number that the trace holds fast; of a state of zeros nobody can tell.
+        # A number that the trace holds fast; with a state of zeros it would not show.
         return {"m": state["m"] * (2.0 if tracing else 3.0) + fdp.pmean(x)}
 
     tracing = True

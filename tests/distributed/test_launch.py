@@ -1,4 +1,4 @@
-"""Joining the ranks that a launcher started, told from the variables that it sets."""
+"""Joining the ranks that a launcher started, by the variables that it sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that travel in sixteen bits, on real ranks, against a loop that rounds, adds up and averages."""
+"""Gradients that are sent in sixteen bits, on real ranks, against a loop that rounds, adds up and averages."""
 
 from __future__ import annotations
 

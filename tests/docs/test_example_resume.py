@@ -47,7 +47,7 @@ def ended_with(text: str) -> str:
 
 
 def undisturbed(script: pathlib.Path, size: int, *arguments: str) -> str:
-    """What ranks print that nobody kills: they are started without torchrun, which need not watch them."""
+    """The output of ranks that are not killed. They are started without torchrun, which need not watch them."""
     started = start_ranks(script, arguments, size, forked=range(size))
     printed = "".join(end_ranks(started, DEADLINE_S))
     assert [process.returncode for process in started] == [0] * size, printed

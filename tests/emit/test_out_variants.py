@@ -1,4 +1,4 @@
-"""Operators that write where they are told to compute what they compute by themselves."""
+"""Out variants compute the same as the operators that they belong to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values at fixed places: memory that steps share, which holds nothing that anybody else sees."""
+"""Values at fixed places: memory that steps share, and that no caller sees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products that are added in place: in one call where nobody can tell, and as they were written otherwise."""
+"""Products that are added in place: in one call where that changes no result, and as they were written otherwise."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import time
 
 import hosts
 import pytest
-from programs import end_ranks, start_ranks, told
+from programs import end_ranks, printed_events, start_ranks
 
 PROGRAM = pathlib.Path(__file__).with_name("program.py")
 LIVENESS_S = 4
@@ -28,15 +28,15 @@ def test_each_side_names_the_other(tmp_path: pathlib.Path) -> None:
         )
         try:
             deadline_s = time.monotonic() + 90
-            while len(told(tmp_path)) < 4 and time.monotonic() < deadline_s:
+            while len(printed_events(tmp_path)) < 4 and time.monotonic() < deadline_s:
                 time.sleep(0.1)
-            time.sleep(2.0 * LIVENESS_S / 5)  # the machines have been told of
+            time.sleep(2.0 * LIVENESS_S / 5)  # the machines have been reported
             both.pull_cable(1)
             pulled_s = time.time()
         finally:
             printed = "\n".join(end_ranks(started, 60))
     assert "it did not end in time" not in printed, printed
-    errors = {line["rank"]: line for line in told(tmp_path) if line["event"] == "error"}
+    errors = {line["rank"]: line for line in printed_events(tmp_path) if line["event"] == "error"}
     assert sorted(errors) == [0, 1, 2, 3], printed
     for rank, error in errors.items():
         assert error["reason"] == "unreachable", error

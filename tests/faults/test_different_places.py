@@ -83,7 +83,7 @@ def test_all_raise_and_name_both(places: list[str], named: tuple[str, str], tmp_
 
 
 def goes_through_all(late: int) -> int:
-    """Steps, messages and exchanges; a rank is late for each, by more than the time after which places are told."""
+    """Steps, messages and exchanges; a rank is late for each, by more than the time after which places are reported."""
     step, w, done = fdp.data_parallel(train), torch.ones(4), 0
     for at in range(3):
         batch = torch.ones(2 + at, 4)

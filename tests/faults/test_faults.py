@@ -146,7 +146,7 @@ def catches_and_calls_again() -> str:
 
 
 def test_an_error_that_one_rank_alone_deals_with_is_told_to_all() -> None:
-    """Is what it calls next the same call, or the next one? Nobody can know."""
+    """It is unknown whether its next call is the same call or the following one."""
     for outcome in ranks.run_fresh(2, catches_and_calls_again, deadline_s=60):
         assert outcome.ok and "of its calls 1 raised and sent nothing" in outcome.value, outcome.describe()
 

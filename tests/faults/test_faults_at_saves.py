@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 
 import pytest
-from programs import end_ranks, start_ranks, told
+from programs import end_ranks, printed_events, start_ranks
 
 PROGRAM = pathlib.Path(__file__).with_name("program.py")
 
@@ -27,7 +27,7 @@ def test_every_other_rank_names_it(kind: str, victim: int, reason: str, tmp_path
     started[victim].kill()
     end_ranks([started[victim]], 10)
     assert "it did not end in time" not in printed, printed
-    lines = told(tmp_path)
+    lines = printed_events(tmp_path)
     (fault,) = [line for line in lines if line["event"] == "fault"]
     errors = [line for line in lines if line["event"] == "error"]
     assert sorted(error["rank"] for error in errors) == sorted({0, 1, 2} - {victim}), printed

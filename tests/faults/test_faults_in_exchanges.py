@@ -1,4 +1,4 @@
-"""A rank stops, and the others wait for its part of a value: they are told who it is, in messages of every kind."""
+"""A rank stops, and the others wait for its part of a value: their errors name it, in messages of every kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same for programs as users start them: with errors that nobody catches, and rank 0 that holds the store."""
+"""The same for programs as users start them: with uncaught errors, and rank 0 that holds the store."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from programs import end_ranks, start_ranks, told
+from programs import end_ranks, printed_events, start_ranks
 
 PROGRAM = pathlib.Path(__file__).with_name("program.py")
 
@@ -37,7 +37,7 @@ def test_every_other_rank_names_it(kind: str, victim: int, reason: str, words: s
     started[victim].kill()
     end_ranks([started[victim]], 10)
     assert "it did not end in time" not in printed, printed
-    lines = told(tmp_path)
+    lines = printed_events(tmp_path)
     (fault,) = [line for line in lines if line["event"] == "fault"]
     errors = [line for line in lines if line["event"] == "error"]
     assert sorted(error["rank"] for error in errors) == sorted({0, 1, 2} - {victim}), printed
@@ -50,14 +50,14 @@ def test_every_other_rank_names_it(kind: str, victim: int, reason: str, words: s
 def test_an_interrupt_ends_all_ranks_soon_and_says_little(tmp_path: pathlib.Path) -> None:
     started = start_ranks(PROGRAM, ["none", "-1", str(tmp_path)], 2)
     deadline_s = time.monotonic() + 60
-    while len(told(tmp_path)) < 2 and time.monotonic() < deadline_s:
+    while len(printed_events(tmp_path)) < 2 and time.monotonic() < deadline_s:
         time.sleep(0.1)
     begun_s = time.monotonic()
     for process in started:  # as a terminal sends it to all of a job
         process.send_signal(signal.SIGINT)
     printed = end_ranks(started, 30)
     assert time.monotonic() - begun_s < 5
-    assert [line["event"] for line in told(tmp_path)].count("interrupted") == 2, printed
+    assert [line["event"] for line in printed_events(tmp_path)].count("interrupted") == 2, printed
     for text in printed:
         assert "KeyboardInterrupt" in text
         assert text.count("  File ") < 40, text  # one traceback: Python underlines more or fewer of its lines
@@ -67,7 +67,7 @@ def test_who_waits_for_a_rank_can_be_interrupted_and_ends_at_once(tmp_path: path
     """A message of it is under way, which the other one never answers: it is alive, and asleep."""
     waiting, asleep = start_ranks(PROGRAM, ["asleep", "1", str(tmp_path)], 2, forked=[1])
     deadline_s = time.monotonic() + 60
-    while len(told(tmp_path)) < 2 and time.monotonic() < deadline_s:
+    while len(printed_events(tmp_path)) < 2 and time.monotonic() < deadline_s:
         time.sleep(0.1)
     time.sleep(1)
     waiting.send_signal(signal.SIGINT)
@@ -77,7 +77,7 @@ def test_who_waits_for_a_rank_can_be_interrupted_and_ends_at_once(tmp_path: path
     assert waiting.returncode != 0
     assert "KeyboardInterrupt" in printed
     end_ranks([asleep], 30)
-    (error,) = [line for line in told(tmp_path) if line["event"] == "error"]
+    (error,) = [line for line in printed_events(tmp_path) if line["event"] == "error"]
     assert (error["rank"], error["ranks"]) == (1, [0]), error
     assert "rank 0 raised: KeyboardInterrupt" in error["text"]
 
@@ -86,7 +86,7 @@ def test_a_job_that_is_stopped_as_a_whole_goes_on_as_a_whole(tmp_path: pathlib.P
     """As by Ctrl-Z and fg: all ranks were frozen, longer than a single one may be."""
     started = start_ranks(PROGRAM, ["none", "-1", str(tmp_path)], 2, forked=range(2), FDP_LIVENESS_S="1", CALLS="150")
     deadline_s = time.monotonic() + 60
-    while len(told(tmp_path)) < 2 and time.monotonic() < deadline_s:
+    while len(printed_events(tmp_path)) < 2 and time.monotonic() < deadline_s:
         time.sleep(0.1)
     for process in started:
         process.send_signal(signal.SIGSTOP)
@@ -95,4 +95,4 @@ def test_a_job_that_is_stopped_as_a_whole_goes_on_as_a_whole(tmp_path: pathlib.P
         process.send_signal(signal.SIGCONT)
     printed = end_ranks(started, 60)
     assert [process.returncode for process in started] == [0, 0], printed
-    assert [line["event"] for line in told(tmp_path)] == ["trains", "trains"], printed
+    assert [line["event"] for line in printed_events(tmp_path)] == ["trains", "trains"], printed

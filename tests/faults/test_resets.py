@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import pytest
 from forked import Forked
-from programs import end_ranks, start_ranks, told
+from programs import end_ranks, printed_events, start_ranks
 
 PROGRAM = pathlib.Path(__file__).with_name("program.py")
 
@@ -69,7 +69,7 @@ def test_ranks_go_on_and_a_later_death_is_named(tmp_path: pathlib.Path) -> None:
     started = start_ranks(PROGRAM, ["asleep", "1", str(tmp_path)], 3, forked=range(3), FDP_LIVENESS_S="3")
     try:
         end_s = time.monotonic() + 180
-        while len(told(tmp_path)) < 3 and time.monotonic() < end_s:
+        while len(printed_events(tmp_path)) < 3 and time.monotonic() < end_s:
             time.sleep(0.1)
         monitors = monitors_of(started)
         assert len(monitors) == 3
@@ -79,13 +79,15 @@ def test_ranks_go_on_and_a_later_death_is_named(tmp_path: pathlib.Path) -> None:
             resets += reset_all(monitors) > 0
         assert resets >= 6
         time.sleep(6.0)
-        assert [line["event"] for line in told(tmp_path) if line["event"] == "error"] == [], told(tmp_path)
+        assert [line["event"] for line in printed_events(tmp_path) if line["event"] == "error"] == [], printed_events(
+            tmp_path
+        )
         reset_all(monitors)
         killed_s = time.time()
         started[2].send_signal(signal.SIGKILL)
     finally:
         printed = "\n".join(end_ranks(started, 30))
-    errors = {line["rank"]: line for line in told(tmp_path) if line["event"] == "error"}
+    errors = {line["rank"]: line for line in printed_events(tmp_path) if line["event"] == "error"}
     assert sorted(errors) == [0, 1], printed
     for error in errors.values():
         assert (error["ranks"], error["reason"]) == ([2], "died"), error

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from samples import exhaustive
 
 import fdp
-from fdp.state.storage import Writer
+from fdp.state.storage import CheckpointWriter
 
 VICTIM = 2
 
@@ -32,11 +32,11 @@ def save_and_stop(folder: str, number: int, blocking: bool) -> dict[str, Any]:
     if dist.get_rank() == VICTIM:
         store.set("victim", str(os.getpid()))
 
-        def stop(self: Writer, *args: Any) -> Any:
+        def stop(self: CheckpointWriter, *args: Any) -> Any:
             os.kill(os.getpid(), number)
             time.sleep(60)
 
-        Writer.write_data = stop  # type: ignore[method-assign]
+        CheckpointWriter.write_data = stop  # type: ignore[method-assign]
     dist.barrier()
     begun_s = time.monotonic()
     with pytest.raises(fdp.PeerError) as caught:

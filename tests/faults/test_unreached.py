@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 
-from programs import end_ranks, start_ranks, told
+from programs import end_ranks, printed_events, start_ranks
 
 PROGRAM = pathlib.Path(__file__).with_name("program.py")
 
@@ -15,7 +15,9 @@ def test_each_rank_warns_once_and_no_rank_is_called_dead(tmp_path: pathlib.Path)
     started = start_ranks(PROGRAM, arguments, 2, forked=range(2), FDP_LIVENESS_S="1", CALLS="60")
     printed = end_ranks(started, 200)
     assert [process.returncode for process in started] == [0, 0], printed
-    assert [line["event"] for line in told(tmp_path) if line["event"] == "error"] == [], told(tmp_path)
+    assert [line["event"] for line in printed_events(tmp_path) if line["event"] == "error"] == [], printed_events(
+        tmp_path
+    )
     for rank, text in enumerate(printed):
         assert text.count("cannot reach") == 1, text
         assert f"the process that watches rank {rank} cannot reach that of rank {1 - rank} at 127.0.0.2:" in text

@@ -20,7 +20,7 @@ _MOST = {True: 4096.0, False: 1000.0}
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
-class Rehearsal(plain.Plain):
+class DryRun(plain.Plain):
     """One rank that stands for all, for shapes."""
 
     def __init__(self, ranks: int) -> None:

@@ -182,9 +182,9 @@ def _on_any_rank(found: bool) -> bool:
     """Whether some rank found something: then all end here, and none waits for it in the next call."""
     if not dist.is_initialized():
         return found
-    told = torch.tensor(int(found))
-    dist.all_reduce(told, dist.ReduceOp.MAX)
-    return bool(told)
+    on_any_rank = torch.tensor(int(found))
+    dist.all_reduce(on_any_rank, dist.ReduceOp.MAX)
+    return bool(on_any_rank)
 
 
 def _changes(what: str, number: int, now: Any, was: Any) -> list[tuple[str, Mismatch]]:

@@ -12,7 +12,7 @@ import torch
 
 import fdp
 from fuzz import plain
-from fuzz.author import Author, Refused, Rehearsal
+from fuzz.author import Author, DryRun, Refused
 from fuzz.gradients import GRADIENTS
 from fuzz.program import Leaf, Options, Program, Result, Tree, accesses
 from fuzz.statements import STATEMENTS, forbidden
@@ -80,7 +80,7 @@ class _Drawing:
     def __init__(self, rng: random.Random, world: int) -> None:
         self.rng, self.exact = rng, rng.random() < 0.6
         self.options = draw_options(rng, world)
-        plainly = Rehearsal(world)
+        plainly = DryRun(world)
         self.kit = plain.Kit(plainly, self.exact)
         self.author = Author(rng, self.exact, {"torch": torch, "fdp": plainly, "kit": self.kit, "F": torch.float32})
         self.author.env["fdp"].random = fdp.random

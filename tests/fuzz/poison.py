@@ -22,8 +22,8 @@ _M_PERTURB = -6
 def fill_freed_memory() -> None:
     """From now on memory is filled as it is handed out, and as it comes back, where the C library is glibc.
 
-    Small pieces it keeps in a cache, as they are, unless it is told at the start of the process: `make fuzz` does, by
-    GLIBC_TUNABLES.
+    glibc caches small pieces unchanged, unless an option at the start of the process forbids it. `make fuzz` sets that
+    option, by GLIBC_TUNABLES.
     """
     if sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:
         with contextlib.suppress(OSError, AttributeError):
@@ -31,7 +31,7 @@ def fill_freed_memory() -> None:
 
 
 def fill_blocks() -> int:
-    """Fill the blocks that steps use and nobody is using now; returns how many bytes that were."""
+    """Overwrite the blocks of steps that are not running now; returns their number of bytes."""
     count = 0
     for reference in list(ARENAS._idle):
         arena = reference()

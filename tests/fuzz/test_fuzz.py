@@ -27,7 +27,7 @@ from fuzz.shrink import shrunk
 from fuzz.verdict import Verdict, judge
 
 OPEN: frozenset[str] = frozenset()
-"""Traits of programs that fdp is known to be wrong about. To be emptied as that is mended."""
+"""Traits of programs that fdp is known to be wrong about. Empty it when the defects are fixed."""
 
 TESTS = pathlib.Path(__file__).resolve().parents[1]
 
@@ -200,7 +200,7 @@ def test_only_documented_refusals_are_allowed() -> None:
     undeclared = program_of([], [Result("x", False)], world=1)
     verdict = judge([undeclared], [run_programs([undeclared])])
     assert (verdict.status, verdict.kind.split(":")[0]) == ("refused", "ReplicationError")  # two ranks would differ
-    # On two ranks its part of `a` has one column, and two cannot be multiplied with it: nobody can say.
+    # On two ranks its part of `a` has one column, and two cannot be multiplied with it.
     scattered = program_of(["b = fdp.psum_scatter(a, 1) @ x"], [Result("x + b", False)], world=1)
     assert run_programs([scattered]).status == "invalid"
     equal = program_of([], [Result("a", False)], world=1)

@@ -49,14 +49,14 @@ def sends_behind_its_back(params: Tree, batch: Tree) -> Any:
 
 
 REFUSED = {
-    "normalises": (normalises_over_ranks, "fdp.sync_batch_norm was called inside of what fdp.accumulate calls"),
+    "normalises": (normalises_over_ranks, "fdp.sync_batch_norm was called inside the function of fdp.accumulate"),
     "uses": (uses_gradient, "the gradient of params['w1'] is used while fdp.accumulate adds it up"),
     "norm": (norm_of_gradient, "the gradient of params['w1'] is used while fdp.accumulate adds it up"),
     "drops": (drops_gradient, "'drops_gradient', which fdp.accumulate called, does not return the gradients"),
-    "averages": (averages_inside, "fdp.pmean was called inside of what fdp.accumulate calls"),
+    "averages": (averages_inside, "fdp.pmean was called inside the function of fdp.accumulate"),
     "nested": (differentiates_inside, "fdp.value_and_grad, inside of another one, was called inside of what"),
     "nothing": (lambda params, batch: batch["x"].sum(), "has no gradients to add up"),
-    "itself": (fdp.accumulate(GRAD, microbatches=2), "fdp.accumulate was called inside of what fdp.accumulate calls"),
+    "itself": (fdp.accumulate(GRAD, microbatches=2), "fdp.accumulate was called inside the function of fdp.accumulate"),
 }
 
 

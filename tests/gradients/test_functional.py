@@ -212,14 +212,14 @@ def vmap_cases() -> dict[str, tuple[Step, Oracle]]:
         same = vmap(lambda x: F.dropout(x, 0.5), randomness="same")(ones)
         return fdp.pmean(((own[0] != own[1]).any().double(), (same != same[0]).any().double()))
 
-    models, skeleton = [models_of(k).requires_grad_(False) for k in range(3)], models_of(0).to("meta")
+    models, meta_copy = [models_of(k).requires_grad_(False) for k in range(3)], models_of(0).to("meta")
 
     def ensemble(p: Tree, b: Tree) -> Any:
         stacked, buffers = torch.func.stack_module_state(models)
         stacked = {k: v.detach() * p["w"].sum() for k, v in stacked.items()}
 
         def loss(own: Tree, more: Tree, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return F.mse_loss(functional_call(skeleton, (own, more), (x,)).squeeze(-1), y)
+            return F.mse_loss(functional_call(meta_copy, (own, more), (x,)).squeeze(-1), y)
 
         local = vmap(grad(loss), (0, 0, None, None))(stacked, buffers, b["ax"], b["ay"])
         return fdp.pmean(local), vmap(fdp.grad(loss), (0, 0, None, None))(stacked, buffers, b["ax"], b["ay"])

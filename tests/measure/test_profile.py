@@ -18,7 +18,7 @@ from steps import make_state, train
 
 import fdp
 from fdp.distributed.group import Group
-from fdp.measure.intervals import Event, blocks, messages
+from fdp.measure.intervals import Event, intervals_between_events, messages
 from fdp.measure.profile import profile_step
 from fdp.timeline import Timeline
 
@@ -130,7 +130,7 @@ def sleep_in_messages() -> Timeline:
         Buffer.start = start  # type: ignore[method-assign]
 
 
-def test_a_message_that_nobody_hides_is_exposed_for_as_long() -> None:
+def test_a_message_that_is_not_hidden_is_exposed_for_as_long() -> None:
     waits, sleeps = ranks.run(2, sleep_in_messages)
     (message,) = (message for message in waits.messages if message.bucket == 1)
     assert message.end_s - message.start_s > 0.05
@@ -139,14 +139,14 @@ def test_a_message_that_nobody_hides_is_exposed_for_as_long() -> None:
     assert slow.name == "pack bucket 1"
 
 
-def test_a_wait_ends_a_message_whose_arrival_nobody_told() -> None:
+def test_a_wait_ends_a_message_without_a_reported_arrival() -> None:
     plan = fdp.data_parallel(train).plan(make_state(SIZES), torch.randn(8, SIZES[0]))
     events = [Event("started", 0, 1.0), Event("is waited for", 0, 2.0), Event("was waited for", 0, 3.0)]
     (message,) = messages(plan, events)
     assert (message.start_s, message.end_s) == (1.0, 3.0)
     (message,) = messages(plan, [*events[:1], Event("arrived", 0, 1.5), *events[1:]])
     assert message.end_s == 1.5
-    # Told late: the wait was over before.
+    # Reported late: the wait was over before.
     (message,) = messages(plan, [*events, Event("arrived", 0, 4.0)])
     assert message.end_s == 3.0
 
@@ -160,7 +160,7 @@ def test_blocks_lie_between_messages() -> None:
         names = ("starts", "started") if what == "start" else ("is waited for", "was waited for")
         events += [Event(names[0], bucket, now + 1), Event(names[1], bucket, now + 3)]
         now += 3
-    found = blocks(plan, events, now + 1)
+    found = intervals_between_events(plan, events, now + 1)
     lengths = [(i.kind, i.end_s - i.start_s) for i in found]
     packs, rest = [x for x in lengths if x[0] == "pack"], [x for x in lengths if x[0] != "pack"]
     assert packs == [("pack", 2.0)] * len(plan.buckets)

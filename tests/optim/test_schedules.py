@@ -69,7 +69,7 @@ def test_every_class_has_its_own_learning_rates(name: str) -> None:
     schedule = schedule_from_torch(MAKES[name], lr=0.037, steps=STEPS)
     assert schedule(torch.arange(STEPS)).tolist() == expected
     assert [schedule(torch.tensor(k)).item() for k in range(STEPS)] == expected
-    # The last value holds; nobody asks for what was before the first.
+    # The last value holds; there is no value before the first.
     assert schedule(torch.tensor([-1, STEPS, 10**9])).tolist() == [expected[0], expected[-1], expected[-1]]
 
 

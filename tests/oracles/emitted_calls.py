@@ -117,7 +117,7 @@ def three_calls(program: Program, world: int, cap: Any, donate: bool, share: boo
         else:
             assert same_bits(state, before[0]), "the state was changed"
         donated = {memory(leaf) for leaf in state.values()} if donate else set()
-        # What earlier calls returned is the caller's: unless he gave it away again, nobody changes it.
+        # What earlier calls returned is the caller's: no later call changes it, unless the caller donates it.
         kept = [(x, copy) for x, copy in kept if memory(x) not in donated]
         assert all(same_bits(x, copy) for x, copy in kept), "an earlier output was changed"
         kept += [(x, copied(x)) for x in optree.tree_leaves(found)]

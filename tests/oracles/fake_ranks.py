@@ -6,5 +6,5 @@ from fdp.distributed.group import Group
 
 
 def fake_group(size: int, rank: int = 0) -> Group:
-    """Ranks to trace and plan for: nobody is there, and nothing can be sent."""
+    """Ranks to trace and plan for: there are no processes, and nothing can be sent."""
     return Group(None, size, rank)

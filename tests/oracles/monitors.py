@@ -63,7 +63,7 @@ class Watching:
         )  # fmt: skip
 
     def news(self) -> dict[str, Any]:
-        """What the monitor has told its rank."""
+        """The report of the monitor to its rank."""
         return (self.status.news() or {}).get("g", {"story": [], "busy": [], "unreached": []})  # type: ignore[no-any-return]
 
     def faults(self) -> list[tuple[int, str, bool]]:

@@ -1,4 +1,4 @@
-"""Traces of operators that can write where they are told to, and of their gradients, on torch's own samples."""
+"""Traces of operators with out variants, and of their gradients, on torch's own samples."""
 
 from __future__ import annotations
 

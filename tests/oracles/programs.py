@@ -80,7 +80,7 @@ def end_ranks(started: Sequence[subprocess.Popen[str] | Forked], deadline_s: flo
     return printed
 
 
-def told(folder: pathlib.Path) -> list[dict[str, Any]]:
+def printed_events(folder: pathlib.Path) -> list[dict[str, Any]]:
     """What ranks have written into a folder, in the order in which they did."""
     lines = [json.loads(line) for path in folder.glob("rank*") for line in path.read_text().splitlines()]
     return sorted(lines, key=lambda line: line["when_s"])

@@ -103,7 +103,7 @@ class RankTimeout(RankError):
 
 
 def _serve(rank: int, world: int, port: int | None, conn: Any, log: str, env: Mapping[str, str]) -> None:
-    """The main loop of a rank: join the group, then run jobs until told to stop or the parent is gone."""
+    """The main loop of a rank: join the group, then run jobs until it is stopped or the parent is gone."""
     os.environ.update(env)
     handle = open(log, "a", buffering=1)  # noqa: SIM115 (lives as long as the process)
     # Straight to the file, past Python: gloo and the interpreter's last words (a segfault) come this way.
@@ -291,7 +291,7 @@ def run(world: int, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[A
 
     Args:
         world: number of ranks.
-        fn: a module-level function; it and its arguments travel by pickle.
+        fn: a module-level function; it and its arguments are pickled.
         args, kwargs: its arguments; `deadline_s` is for the harness.
 
     Raises:

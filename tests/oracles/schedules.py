@@ -13,7 +13,7 @@ def positions(plan: Plan, kind: type) -> dict[int, int]:
 
 
 def bucket_of(plan: Plan) -> dict[int, int]:
-    """The bucket that each reduction's operation travels in."""
+    """The bucket of each reduction's operation."""
     return {
         plan.trace.reductions[member].operation: bucket.index for bucket in plan.buckets for member in bucket.members
     }

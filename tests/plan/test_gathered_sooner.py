@@ -17,7 +17,7 @@ from sharded_steps import numbers
 import fdp
 from fdp import optim, pytree
 from fdp.plan import Plan, Start, Wait, build
-from fdp.plan.buckets import gathered_sooner, partition, upstream_of
+from fdp.plan.buckets import gathered_sooner, partition_by_caps, upstream_of
 from fdp.plan.build import plan_groups
 from fdp.plan.cost.estimate import Machine, estimate
 from fdp.trace import Trace
@@ -28,7 +28,7 @@ LAYERS, WIDTH = 6, 520  # a matrix is more than 1 MiB, so each is gathered by a 
 @examples(200)
 @given(traces(), st.sampled_from([1e-9, 0.001, 1.0]), st.integers(0, 5))
 def test_any_order_of_buckets_becomes_a_schedule_that_is_right(trace: Trace, cap: float, lag: int) -> None:
-    groups = partition(trace.reductions, trace.operations, [cap])
+    groups = partition_by_caps(trace.reductions, trace.operations, [cap])
     upstream = upstream_of(trace.reductions, trace.operations)
     sooner = gathered_sooner(groups, trace.reductions, upstream, lag)
     assert sorted(sooner) == sorted(groups)
@@ -38,7 +38,7 @@ def test_any_order_of_buckets_becomes_a_schedule_that_is_right(trace: Trace, cap
 @examples(50)
 @given(traces(), st.integers(0, 5))
 def test_a_bucket_is_not_started_before_those_that_it_waits_for_or_too_soon(trace: Trace, lag: int) -> None:
-    groups = partition(trace.reductions, trace.operations, [1e-9])
+    groups = partition_by_caps(trace.reductions, trace.operations, [1e-9])
     upstream = upstream_of(trace.reductions, trace.operations)
     sooner = gathered_sooner(groups, trace.reductions, upstream, lag)
     at = {members[0]: index for index, members in enumerate(sooner)}
@@ -93,8 +93,8 @@ def with_gathers_after(lag: int | None, compile: bool) -> tuple[tuple[bool, bool
     same = []
     with pytest.MonkeyPatch.context() as patch:
         if lag is not None:
-            patch.setattr(build, "partition", lambda reductions, operations, caps: gathered_sooner(
-                partition(reductions, operations, caps), reductions, upstream_of(reductions, operations), lag
+            patch.setattr(build, "partition_by_caps", lambda reductions, operations, caps: gathered_sooner(
+                partition_by_caps(reductions, operations, caps), reductions, upstream_of(reductions, operations), lag
             ))  # fmt: skip
         step = fdp.data_parallel(train, donate_argnums=0, bucket_cap_mb=1.5, compile=compile)
         for _ in range(3):

@@ -81,7 +81,7 @@ def test_the_update_of_a_bucket_runs_while_the_next_is_in_flight(operator: str, 
 
 def test_clipping_by_the_global_norm_waits_for_every_gradient() -> None:
     found = events(plan_of(clipped), "_fused_adamw_")
-    # Nobody told the planner what clipping is: the norm depends on every bucket.
+    # The planner knows nothing of clipping: the norm depends on every bucket.
     assert found == [f"start {k}" for k in range(LAYERS)] + [f"wait {k}" for k in range(LAYERS)] + [
         f"update of {LAYERS}"
     ]

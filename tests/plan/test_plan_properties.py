@@ -216,13 +216,13 @@ def test_caps_change_buckets_and_nothing_else(trace: Trace) -> None:
 
 
 def test_the_table_has_a_row_for_each_bucket() -> None:
-    """The printed plan of a trace with nothing in it, and of one with a bucket that nobody reads."""
+    """The printed plan of a trace with nothing in it, and of one with a bucket that is not read."""
     assert str(planned(nothing_step, 2)).startswith("Plan of nothing_step (test_plan_properties.py:")
     plan = planned(training_step, 2, cap=1e-9)
     rows = table_rows(str(plan))
     assert [row[0] for row in rows] == [str(k) for k in range(7)]
     assert [row[4] for row in rows] == [str(bucket.size_bytes) for bucket in plan.buckets]
-    assert rows[0][6] == "the end"  # nobody reads the average of the loss
+    assert rows[0][6] == "the end"  # nothing reads the average of the loss
 
 
 # --- plans of real steps -----------------------------------------------------------------------------

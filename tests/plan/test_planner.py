@@ -218,5 +218,5 @@ def test_planning_by_cost_without_a_network_is_refused() -> None:
     for arguments, said in [({"costs": costs}, "  costs=Costs("), ({"world_size": 2}, "  world_size=2")]:
         with pytest.raises(fdp.FdpError) as caught:
             trace.plan("auto", **arguments)
-        assert str(caught.value).startswith("step 'step' is to be planned by cost, without a network.\n" + said)
+        assert str(caught.value).startswith("step 'step' cannot be planned by cost without a network.\n" + said)
         assert str(caught.value).splitlines()[-1].startswith("Remedy: pass network=")

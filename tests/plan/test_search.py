@@ -16,7 +16,7 @@ from fdp.plan.cost.ticks import Ticks
 from fdp.plan.search.chain import Chain, Fixed
 from fdp.plan.search.layers import Layers
 from fdp.plan.search.optimum import best_cuts
-from fdp.plan.simulate import Clock
+from fdp.plan.simulate import SimulatedLanes
 
 
 def drawn_chain(rng: random.Random, count: int, slowdown: float) -> tuple[Chain, Ticks]:
@@ -55,7 +55,7 @@ def drawn_chain(rng: random.Random, count: int, slowdown: float) -> tuple[Chain,
 
 def end_of_chain(chain: Chain, ticks: Ticks, ends: tuple[int, ...]) -> float:
     """When a step ends that is cut so: both lanes, one thing after the other."""
-    clock, work, sent = Clock(ticks), 0.0, list[tuple[float, int, int, bool]]()
+    clock, work, sent = SimulatedLanes(ticks), 0.0, list[tuple[float, int, int, bool]]()
     begin, fixed = 0, 0
     for end in (*ends, None):
         while fixed < len(chain.fixed) and (end is None or chain.fixed[fixed].after < end):

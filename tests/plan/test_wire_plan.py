@@ -240,7 +240,7 @@ def test_second_messages_start_while_later_gradients_are_made() -> None:
     said.clear()
     for index in range(3):
         flying.wait(index)
-    # The last one is added up before anybody waits for the one ahead of it.
+    # The last one is added up before the program waits for the one ahead of it.
     assert said == ["done 0", "from 2", "done 1", "done 2"]
 
 

@@ -43,7 +43,7 @@ RIGHT, REFUSED, WRONG, SKIPPED = "right", "refused", "wrong", "skipped"
 # Of an operator that is right: some gradient is neither zero nor NaN, and there were two calls.
 INFORMATIVE = "informative"
 
-# Its samples are views of memory that belongs to nobody's argument, and it reads all of it.
+# Its samples are views of memory that belongs to no argument, and it reads all of it.
 NO_FUNCTION_OF_ITS_ARGUMENTS = {"as_strided_partial_views"}
 
 # Whoever draws random numbers or looks for a rank is as exact as its matrices are well-conditioned.

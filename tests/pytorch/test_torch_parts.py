@@ -60,7 +60,7 @@ def call(step: Any = double, **options: Any) -> Any:
 def checkpoint() -> None:
     reasons = recomputation.why_not()
     if reasons:
-        raise parts.refusal("activation checkpointing", reasons)
+        raise parts.unsupported_torch("activation checkpointing", reasons)
 
 
 LAYER, GROUP = torch.nn.SyncBatchNorm(2), torch.distributed.ProcessGroup(0, 1)
@@ -80,7 +80,7 @@ USES: dict[str, Callable[[], Any]] = {
 def test_what_depends_on_a_part_that_is_gone_is_refused(what: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         take_away(path, patch)
-        with pytest.raises(fdp.FdpError, match="not one that fdp knows") as caught:
+        with pytest.raises(fdp.FdpError, match="is not supported") as caught:
             USES[what]()
     message = str(caught.value)
     assert what in message and f"{path} does not exist" in message

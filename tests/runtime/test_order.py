@@ -40,7 +40,7 @@ def gathered(b: torch.Tensor) -> torch.Tensor:
 
 
 def wired(**options: Any) -> Callable[..., tuple[Any, Any]]:
-    """Two steps whose gradients travel in a narrow dtype."""
+    """Two steps whose gradients are sent in a narrow dtype."""
 
     def pair(group: Any) -> tuple[Any, Any]:
         def first(w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -168,7 +168,7 @@ def swap(names: list[str]) -> None:
         refused(outcome, odd, named, (CALLS + 3, CALLS + 3), group)
         assert torch.equal(w, before)
         again = attempt(lambda: second(w, b) if odd else first(w, b))  # noqa: B023
-        assert isinstance(again, fdp.PeerError) and "no longer in step" in str(again), name
+        assert isinstance(again, fdp.PeerError) and "desynchronised" in str(again), name
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -37,7 +37,7 @@ def die_after(steps: int, victim: int) -> tuple[str, list[str], str, float]:
     ("steps", "world"), [(0, 2), (3, 4), *(pytest.param(*each, marks=exhaustive) for each in ((0, 4), (3, 2)))]
 )
 def test_a_killed_rank_is_an_error_on_the_others(world: int, steps: int) -> None:
-    """Whether it dies before the first agreement or in the middle of training; and nobody waits for ever."""
+    """Whether it dies before the first agreement or in the middle of training; and no rank waits for ever."""
     victim = 1
     env = {"FDP_AGREE_TIMEOUT_S": "5", "RANKS_TIMEOUT_S": "10"}
     outcomes = ranks.run_fresh(world, die_after, steps, victim, env=env, deadline_s=60, grace_s=50)

@@ -42,11 +42,11 @@ def one_is_refused(name: str) -> list[Any]:
         with pytest.raises(Exception, match=r".") as caught:
             REFUSED[name](step, torch.ones(4, 2))
         assert not isinstance(caught.value, (fdp.AgreementError, fdp.PeerError))
-    with pytest.raises(fdp.AgreementError) as told:
+    with pytest.raises(fdp.AgreementError) as caught:
         step(torch.ones(2), torch.ones(4, 2))
     with pytest.raises(fdp.PeerError):
         step(torch.ones(2), torch.ones(2, 2))
-    return [found, str(told.value)]
+    return [found, str(caught.value)]
 
 
 @pytest.mark.parametrize("name", list(REFUSED))

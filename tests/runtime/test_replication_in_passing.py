@@ -156,7 +156,7 @@ def go_wrong(names: list[str], compiled: bool) -> dict[str, int]:
         assert isinstance(outcome, fdp.ReplicationError), (event.__name__, outcome)
         refused(outcome, name, call)
         taken[event.__name__] = call - AT
-        with pytest.raises(fdp.PeerError, match="no longer in step"):
+        with pytest.raises(fdp.PeerError, match="desynchronised"):
             step(state, torch.ones(5, 6))
     return taken
 
@@ -218,7 +218,7 @@ def test_an_operator_that_one_rank_computes_wrongly_is_noticed(compiled: bool) -
 
 
 def half_of_the_ranks() -> str:
-    """Two ranks against two: nobody can say which are right."""
+    """Two ranks against two: there is no majority."""
     step = fdp.data_parallel(lambda w, b: w + 0 * fdp.pmean(b), group=dist.new_group())
     w, b = torch.ones(2), torch.ones(2)
     for call in range(5):

@@ -49,7 +49,7 @@ def differs(
         plan: its plan.
         emitted: a program for each rank.
         expected: the results of plain PyTorch: for each rank, those of each call.
-        prove: looks at the tensors that are made for a program, before it runs; None for nobody.
+        prove: looks at the tensors that are made for a program, before it runs; None for no check.
 
     Raises:
         Exception: whatever a program raises by itself.
@@ -119,7 +119,7 @@ def _calls(
         batch = program.batch(rank, call)
         untouched = [batch] if program.donate else [batch, state]
         before = optree.tree_map(torch.clone, untouched)
-        # A list that nobody else holds: the program empties it.
+        # A list without another reference: the program empties it.
         new, results = run(optree.tree_leaves((state, batch)))
         _compare(f"rank {rank}, call {call}", (new, results), expected[call], program.tolerance, strides=True)
         _compare(f"rank {rank}, call {call}, inputs that are not donated", untouched, before)

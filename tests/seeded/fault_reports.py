@@ -1,4 +1,4 @@
-"""What became of a seeded fault, as values that travel between processes; nothing of fdp is imported."""
+"""The result of a seeded fault, as values that can be sent between processes. Imports nothing of fdp."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def packed(c: Any, s: Tree, b: Tree) -> Any:
     cap=0.1,
 )
 def wire(c: Any, s: Tree, b: Tree) -> Any:
-    """Gradients that travel in two bytes and are added up in four."""
+    """Gradients that are sent in two bytes and added up in four."""
     loss, grads = c.value_and_grad(lambda p: F.mse_loss(torch.tanh(b["x"] @ p["w"]) @ p["v"], b["y"]))(s)
     behind = torch.sin(b["x"] @ s["w"])
     return {k: s[k] - grads[k] for k in s}, [loss, grads, behind * grads["v"].sum()]

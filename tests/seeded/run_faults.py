@@ -132,7 +132,7 @@ def _child(to: Any, job: _Running, prepared: Mapping[str, Any] | None) -> None:
 
 @dataclasses.dataclass
 class _Running:
-    """A process that runs programs under a fault, and what it has told so far."""
+    """A process that runs programs under a fault, and its reports so far."""
 
     fault: Fault | None
     process: Any
@@ -206,7 +206,7 @@ def run_all(
 def _hear(pipe: Any, job: _Running) -> tuple[bool, str | None]:
     """Take what a process tells; whether it is over, and why nothing more can be run."""
     try:
-        told = pipe.recv()
+        report = pipe.recv()
     except EOFError:
         job.process.join()
         if not job.left or job.left[0] not in job.outcomes:
@@ -215,10 +215,10 @@ def _hear(pipe: Any, job: _Running) -> tuple[bool, str | None]:
         raised = f"{job.outcomes[name].raised}, with exit code {job.process.exitcode}"
         job.outcomes[name] = dataclasses.replace(job.outcomes[name], raised=raised)
         return True, None
-    if told is None or isinstance(told, str):
+    if report is None or isinstance(report, str):
         job.left = []
-        return True, told
-    name, outcome = told
+        return True, report
+    name, outcome = report
     if name in job.outcomes and job.left[0] == name:
         job.left.pop(0)
     job.outcomes[name] = outcome

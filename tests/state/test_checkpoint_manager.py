@@ -73,14 +73,14 @@ def test_what_is_saved_is_what_it_was_at_the_call(tmp_path: Path) -> None:
 
 def breaking(patch: pytest.MonkeyPatch, rank: int | None = None) -> None:
     """Let the disk be full on a rank."""
-    real = storage.Writer.write_data
+    real = storage.CheckpointWriter.write_data
 
     def full(self: Any, *args: Any) -> Any:
         if rank is None or dist.get_rank() == rank:
             raise OSError(28, "No space left on device")
         return real(self, *args)
 
-    patch.setattr(storage.Writer, "write_data", full)
+    patch.setattr(storage.CheckpointWriter, "write_data", full)
 
 
 @pytest.mark.parametrize("blocking", [True, False])
@@ -92,7 +92,7 @@ def test_a_full_disk_leaves_the_last_one_and_is_told(tmp_path: Path, blocking: b
         manager.save(2, version(2), blocking=blocking)
         manager.wait_until_finished()
     assert manager.latest_step() == 1
-    manager.wait_until_finished()  # it was told once
+    manager.wait_until_finished()  # the error was raised once
     with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.ERROR), pytest.raises(KeyError):
         breaking(patch)
         with manager:

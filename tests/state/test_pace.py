@@ -1,4 +1,4 @@
-"""What is written beside training takes a small share of a processor, until somebody waits for it."""
+"""What is written beside training takes a small share of a processor, until another thread waits for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fdp.state.pace import Pace, Paced, Writing
 
 
 class Clock:
-    """Time that passes when somebody sleeps or computes."""
+    """Time that passes when a thread sleeps or computes."""
 
     def __init__(self) -> None:
         self.wall, self.computed, self.slept = 0.0, 0.0, 0.0
@@ -27,7 +27,7 @@ class Clock:
         return False
 
 
-def test_what_is_written_slowly_takes_a_small_share_until_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_writing_takes_a_small_share_until_a_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, pace = Clock(), Pace()
     monkeypatch.setattr(time, "monotonic", lambda: clock.wall)
     monkeypatch.setattr(time, "thread_time", lambda: clock.computed)

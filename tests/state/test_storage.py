@@ -29,7 +29,7 @@ from checkpoints import Exploit, held, names_in, version
 
 import fdp
 from fdp.state import checkpoint
-from fdp.state.storage import Writer
+from fdp.state.storage import CheckpointWriter
 
 # Cut short.
 
@@ -203,7 +203,7 @@ def test_an_index_is_not_put_in_place_whose_files_are_gone(tmp_path: Path, monke
                 path.unlink()
         dcp.FileSystemWriter.finish(self, **given)
 
-    monkeypatch.setattr(Writer, "finish", finish)
+    monkeypatch.setattr(CheckpointWriter, "finish", finish)
     with pytest.raises(fdp.FdpError, match="is not the index of a whole checkpoint"):
         fdp.save(tmp_path / "a", version(2))
     assert held(tmp_path / "a") == 1

@@ -131,7 +131,7 @@ def one_fails_after_choosing() -> None:
     step([torch.cat(start()[at : at + 4]) for at in (0, 4)], batch_of(3))
 
 
-def test_a_rank_that_fails_after_choosing_leaves_nobody_waiting() -> None:
+def test_a_rank_that_fails_after_choosing_leaves_no_rank_waiting() -> None:
     first, second = ranks.run_fresh(2, one_fails_after_choosing)
     assert second.error is not None and second.error.name == "TraceError"
     assert first.error is not None and first.error.name == "AgreementError", first.describe()
@@ -269,7 +269,7 @@ def one_cannot_measure() -> None:
     fdp.data_parallel(update)(start(), batch_of(16))
 
 
-def test_a_rank_that_cannot_measure_leaves_nobody_waiting() -> None:
+def test_a_rank_that_cannot_measure_leaves_no_rank_waiting() -> None:
     outcomes = ranks.run_fresh(2, one_cannot_measure)
     assert outcomes[1].error is not None and outcomes[1].error.name == "MemoryError"
     assert outcomes[0].error is not None and outcomes[0].error.name == "AgreementError"
@@ -296,7 +296,7 @@ def test_a_network_that_cannot_be_measured_leaves_the_caps() -> None:
         assert outcome.ok, outcome.describe()
         text, same, buckets = outcome.value
         assert text.count("fdp: buckets of step 'update' have caps of 1 and 25 MiB") == 1
-        assert "latency and bandwidth cannot be told" in text
+        assert "latency and bandwidth cannot be computed" in text
         assert same and buckets == 2
 
 

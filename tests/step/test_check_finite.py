@@ -147,7 +147,7 @@ def test_where_there_is_nothing_to_look_at_it_is_refused() -> None:
 
     with pytest.raises(fdp.PurityError, match="check_finite=True keeps every argument as it is"):
         fdp.data_parallel(in_place, donate_argnums=0, check_finite=True)(torch.ones(2), torch.ones(2))
-    with pytest.raises(fdp.ArgumentError, match="cannot look at the gradient of w, which is taken inside of"):
+    with pytest.raises(fdp.ArgumentError, match="cannot check the gradient of w, which is taken inside of"):
         fdp.data_parallel(each, check_finite=True)(torch.ones(2), torch.ones(3, 2))
 
 

@@ -1,4 +1,4 @@
-"""Batches of several shapes: each is traced once and kept, on every rank by itself; and who keeps tracing is told."""
+"""Batches of several shapes: each is traced once and kept, on every rank by itself; a step that keeps tracing warns."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ def test_lengths_keep_one_plan_each_in_whatever_order_they_come() -> None:
         assert traces == len(set(orders[rank])) and plans == dict.fromkeys(set(orders[rank]), 1)
 
 
-# --- who keeps tracing is told, once ---------------------------------------------------------------------------------
+# --- a step that keeps tracing warns once -----------------------------------------------------------------------------
 
 
-def told(step: Any, calls: list[tuple[Any, ...]]) -> list[str]:
+def warnings_of(step: Any, calls: list[tuple[Any, ...]]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for args in calls:
@@ -107,7 +107,7 @@ def shifted(state: Any, batch: torch.Tensor) -> Any:
 def test_few_shapes_are_not_worth_a_word_however_often_they_come() -> None:
     step = fdp.data_parallel(shifted, check_trace=False)
     w = torch.ones(2)
-    assert told(step, [(w, torch.ones(1 + k % 7)) for k in range(70)]) == []
+    assert warnings_of(step, [(w, torch.ones(1 + k % 7)) for k in range(70)]) == []
     assert step.traces == 7
 
 
@@ -135,7 +135,7 @@ CHANGES: dict[str, tuple[Callable[[int], tuple[Any, ...]], str, str]] = {
 def test_the_warning_says_what_changed_and_what_to_do(what: str) -> None:
     arguments, change, remedy = CHANGES[what]
     step = fdp.data_parallel(shifted, check_trace=False)
-    (text,) = told(step, [arguments(k) for k in range(10)])
+    (text,) = warnings_of(step, [arguments(k) for k in range(10)])
     assert f"step 'shifted' was traced for the 8th time. What changed last: {change}"[:-1] in text or change in text
     assert remedy in text.split("Each trace takes as long as several steps: ")[1]
 
@@ -146,9 +146,9 @@ def test_more_shapes_than_are_kept_are_told_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(recognise, "MOST", 1)
     step = fdp.data_parallel(shifted, check_trace=False)
     w = torch.ones(2)
-    assert told(step, [(w, torch.ones(size)) for size in range(1, 8)]) == []  # nothing has come twice
+    assert warnings_of(step, [(w, torch.ones(size)) for size in range(1, 8)]) == []  # nothing has come twice
     assert step.traces == 7 and len(step._known) == 5
-    texts = told(step, [(w, torch.ones(size)) for size in range(1, 8)] * 2)
+    texts = warnings_of(step, [(w, torch.ones(size)) for size in range(1, 8)] * 2)
     assert step.traces == 21 and len(step._known) == 5
     again = [text for text in texts if "traced again" in text]
     assert len(texts) == 2 and len(again) == 1

@@ -79,7 +79,7 @@ def test_a_call_from_inside_of_the_run_is_refused(donate: Any) -> None:
     assert same_bits(step(new_state(), torch.ones(2)), EXPECTED)
 
 
-def test_the_refusal_ends_the_outer_call_if_nobody_catches_it() -> None:
+def test_an_uncaught_refusal_ends_the_outer_call() -> None:
     step = ready()
     state = new_state()
     _during.append(lambda: step(state, torch.ones(2)))
@@ -232,7 +232,7 @@ def test_threads_that_bring_one_new_signature_trace_it_once() -> None:
 
 @pytest.mark.parametrize("donate", [(), 0], ids=["kept", "donated"])
 def test_threads_with_signatures_of_their_own_get_their_own_results(donate: Any) -> None:
-    """Some new, some known, some in turns: caches are read and written by all at once."""
+    """Some new, some known, some alternating: caches are read and written by all at once."""
 
     def work(k: int) -> int:
         right = 0
@@ -312,13 +312,13 @@ def during_a_run(where: str) -> list[str]:
 
 @pytest.mark.parametrize("where", ["itself", "a thread"])
 def test_two_steps_never_run_at_once_on_a_group(where: str) -> None:
-    """Ranks pair messages by their order, and nobody knows in which order another rank ran the two."""
+    """Ranks pair messages by their order, and another rank may have run the two in another order."""
     for outcome in ranks.run_fresh(2, during_a_run, where, deadline_s=60):
         refused, finished, later = outcome.value
         assert refused.startswith("PeerError: step '<lambda>' was called on rank "), refused
         assert "while step '<lambda>' was running on the same process group" in refused
         assert finished == "[2.0, 2.0]"
-        assert later.startswith("PeerError: ") and "no longer in step" in later
+        assert later.startswith("PeerError: ") and "desynchronised" in later
 
 
 def test_an_interrupt_at_any_line_of_a_call_leaves_the_step_usable() -> None:

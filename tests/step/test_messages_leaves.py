@@ -80,7 +80,7 @@ Remedy: return dicts, lists, tuples, namedtuples or dataclasses of tensors; or r
     check(fdp.TraceError, run(lambda state, batch: make(fdp.pmean(batch["x"]))), text)
 
 
-def test_donated_leaves_that_somebody_else_needs() -> None:
+def test_donated_leaves_that_others_need() -> None:
     with torch.inference_mode():
         marked = torch.ones(2)
     state = {"leaf": torch.ones(2, requires_grad=True), "marked": marked, "w": torch.ones(2, requires_grad=True) * 2}

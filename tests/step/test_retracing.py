@@ -1,4 +1,4 @@
-"""What makes a step trace again: arguments of another signature, and nothing else; and who is told."""
+"""What makes a step trace again: arguments of another signature, and nothing else; and its warning."""
 
 from __future__ import annotations
 

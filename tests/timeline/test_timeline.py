@@ -17,7 +17,7 @@ from samples import examples
 
 import fdp
 from fdp.timeline.picture import BUCKET_COLOURS, ink_on
-from fdp.timeline.rows import blocks, hidden_s, rows, waits
+from fdp.timeline.rows import bars_of, hidden_s, rows, waits
 from fdp.timeline.timeline import Interval, Timeline
 
 MS = 1e-3
@@ -99,7 +99,7 @@ def test_waits_are_all_that_the_compute_lane_does_not_work(timeline: Timeline) -
 @examples(100)
 def test_blocks_cover_what_they_join(timeline: Timeline, finest_s: float, by_bucket: bool) -> None:
     own = timeline.compute
-    joined = blocks(own, finest_s, by_bucket)
+    joined = bars_of(own, finest_s, by_bucket)
     for interval in own:
         homes = [b for b in joined if b.start_s <= interval.start_s and interval.end_s <= b.end_s]
         assert any(b.kind == interval.kind and b.bucket in (interval.bucket, None) for b in homes)
@@ -189,7 +189,7 @@ def test_a_bucket_has_one_colour_on_both_lanes() -> None:
         assert lanes[to_rgba(BUCKET_COLOURS[bucket])] == {False, True}
 
 
-def test_what_nobody_hides_is_hatched() -> None:
+def test_exposed_time_is_hatched() -> None:
     (axes,) = made().draw().axes
     (hatched,) = [c for c in axes.collections if c.get_hatch()]
     (path,) = hatched.get_paths()
@@ -301,7 +301,7 @@ def test_slices_of_a_thread_lie_apart_and_arrows_point_on(
 
 
 def test_an_arrow_does_not_point_back_to_a_wait_that_began_before_its_message(tmp_path: pathlib.Path) -> None:
-    # Bucket 0 is taken up by nobody, so that one wait from 1 to 5 ms is for both; message 1 begins at 3 ms.
+    # Nothing reads bucket 0, so that one wait from 1 to 5 ms is for both; message 1 begins at 3 ms.
     parts = (
         Interval("compute", "backward", "mm", 0.0, 1 * MS),
         Interval("communication", "message", "v", 1 * MS, 3 * MS, 0, 8),

@@ -64,7 +64,7 @@ WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
     "a copy that is none": ("snapshot", lambda value, stride=None: value, "returns what it was given"),
     "a copy of nothing": ("copy_into", lambda target, value: None, "copy_into computes what was there"),
     "numbers from elsewhere": ("draw", lambda read, call: [torch.rand_like(read[0])], "draw of aten.bernoulli.default"),
-    "numbers that nobody wants": ("draw_of_nothing", twice, "draws something else as well"),
+    "unused numbers": ("draw_of_nothing", twice, "draws something else as well"),
     "a draw in place": ("draw", lambda read, call: [read[0].bernoulli_(0.25)], "changes what it is given"),
     "a parameter is left out": ("fused_adam_", without_the_last("fused_adam_"), "fused_adam_ does not hand"),
     "a setting is left out": ("fused_sgd", other_numbers("fused_sgd"), "fused_sgd does not hand"),
@@ -120,7 +120,7 @@ def test_what_runs_a_loop_is_found_out() -> None:
 
     verify_loops(trace, right)
     for wrong in (once_less, turned, as_they_come, however_they_lie):
-        with pytest.raises(VerificationError, match="runs its body on something else"):
+        with pytest.raises(VerificationError, match="runs its body on wrong tensors"):
             verify_loops(trace, wrong)
 
 

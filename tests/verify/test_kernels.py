@@ -189,7 +189,7 @@ def test_an_out_variant_that_adds_to_what_was_there_is_refused(monkeypatch: pyte
         prove(normalised, *args)
 
 
-def test_an_out_variant_that_nobody_tried_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untried_out_variant_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def step(state: torch.Tensor, batch: torch.Tensor) -> Any:
         return state + 1, fdp.pmean((batch @ state).cumprod(0) * 2)
 

@@ -156,7 +156,9 @@ def test_nothing_runs_in_memory_that_was_made_wrong(monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         patch.setattr(placed, "_tensor", wrong)
         for _ in range(2):
-            with pytest.raises(fdp.TraceError, match="is not what its program was proved with") as error:
+            with pytest.raises(
+                fdp.TraceError, match="differs from the memory that its program was proved with"
+            ) as error:
                 run(w, batch)
             assert "Remedy:" in str(error.value)
             calls.append(w.clone())

@@ -178,7 +178,7 @@ REWRITTEN: dict[str, tuple[str, str]] = {
     "a bucket is read under way": ("    start(0)\n", "    start(0)\n    slot0_0.add_(0)\n"),
     "a bucket is not waited for": ("    wait(0)\n", ""),
     "a bucket is sent twice": ("    start(0)\n", "    start(0)\n    start(0)\n"),
-    "memory is read that nobody wrote": (
+    "memory is read that was never written": (
         "    inputs.clear()\n",
         "    inputs.clear()\n    arg0_1 = arg0_1 + slot0_0[0]\n",
     ),

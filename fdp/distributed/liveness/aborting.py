@@ -1,4 +1,5 @@
-"""Messages of devices, such as those of NCCL, block no thread that could look around: here is one that ends them."""
+"""A thread that ends messages of devices, such as those of NCCL: waiting for them blocks no thread that could ask the
+monitor."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def host_name() -> str:
 def own_addresses() -> list[str]:
     """Addresses at which other machines may reach this one, the likeliest first.
 
-    Those of the interface that gloo or NCCL was told to use come first.
+    Those of the interface that gloo or NCCL is set to use come first.
     """
     wanted = {
         name.lstrip("=^")

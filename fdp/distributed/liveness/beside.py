@@ -1,4 +1,4 @@
-"""The rank's end of its monitor: starts the process, and tells it things."""
+"""The rank's side of its monitor: starts the process, and sends it commands."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _BOOTSTRAP = (
 )
 
 
-class Beside:
-    """The monitor beside this process."""
+class OwnMonitor:
+    """The monitor of this process."""
 
     def __init__(self, liveness_s: float, everywhere: bool) -> None:
         self.pid, self._lock = os.getpid(), threading.Lock()
@@ -49,13 +49,13 @@ class Beside:
         os.set_blocking(self._writing, False)
 
     def command(self, **command: Any) -> None:
-        """Tell the monitor something; it is lost if the monitor has gone."""
+        """Send the monitor a command; it is lost if the monitor has ended."""
         with self._lock, contextlib.suppress(OSError):
             os.write(self._writing, json.dumps(command).encode() + b"\n")
 
 
 def _memory() -> IO[bytes]:
-    """A file that is in memory, if the system has such files."""
+    """A file in memory, if the system has such files."""
     try:
         return os.fdopen(os.memfd_create("fdp"), "r+b")
     except (AttributeError, OSError):

@@ -1,7 +1,7 @@
 """The connections of a monitor: who may connect, and how a connection that has ended is made again.
 
-A monitor connects to its parent. If that does not work, the parent connects to it. Whoever connects says which
-monitor it is, and what only one that reads the store can know; the first time and each time after it.
+A monitor connects to its parent. If that does not work, the parent connects to it. Whoever connects names its monitor
+and sends a token from the store, every time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from fdp.distributed.liveness.links import LONGEST, Link, listen, start_connecting
+from fdp.distributed.liveness.links import LONGEST, MonitorLink, listen, start_connecting
 from fdp.distributed.liveness.neighbour import LETS_CONNECT_S, Attempt, Neighbour
 from fdp.distributed.liveness.tree import Node, children_of
 
@@ -31,8 +31,8 @@ _INTRODUCES_S = 3.0
 
 
 @dataclass
-class Group:
-    """A group of ranks that this one belongs to.
+class WatchedGroup:
+    """A group of ranks that this rank belongs to.
 
     Attributes:
         node: this monitor among those of the group.
@@ -77,13 +77,13 @@ class Connections:
         self._listening = listen(everywhere)
         self.port: int = self._listening.getsockname()[1]
         self.token = secrets.token_hex(16)
-        self.groups: dict[str, Group] = {}
+        self.groups: dict[str, WatchedGroup] = {}
         self.hurries = False
-        self._strangers: dict[Link, float] = {}
+        self._strangers: dict[MonitorLink, float] = {}
         self._selector.register(self._listening, selectors.EVENT_READ, self._accept)
 
-    def work(self, key: str, group: Group, now_s: float) -> None:
-        """Do what is due for a group: look for neighbours, and send what its node wants to have sent."""
+    def work(self, key: str, group: WatchedGroup, now_s: float) -> None:
+        """Do the due work of a group: look for neighbours, and send the messages of its node."""
         for neighbour in group.neighbours.values():
             self._seek(key, group, neighbour, now_s)
         messages, group.node.outbox = group.node.outbox, []
@@ -98,8 +98,8 @@ class Connections:
         for link in [link for link, until_s in self._strangers.items() if now_s > until_s]:
             self._drop(link)
 
-    def wakes_at(self, group: Group, now_s: float) -> float:
-        """When `work` wants to be called next, if nothing happens before; infinity if it does not."""
+    def wakes_at(self, group: WatchedGroup, now_s: float) -> float:
+        """When to call `work` next, if nothing happens before; infinity for never."""
         return min(
             (
                 neighbour.next_attempt_s if neighbour.attempt is None else neighbour.attempt.until_s
@@ -109,8 +109,8 @@ class Connections:
             default=math.inf,
         )
 
-    def say_goodbye(self, group: Group) -> None:
-        """End the connections of a group: this monitor has nothing more to say there."""
+    def say_goodbye(self, group: WatchedGroup) -> None:
+        """End the connections of a group: this monitor has nothing more to send there."""
         for neighbour in group.neighbours.values():
             neighbour.over = True
             if neighbour.attempt is not None:
@@ -121,8 +121,8 @@ class Connections:
                     neighbour.link.flush()
                 self._drop(neighbour.link)
 
-    def unreached(self, group: Group, now_s: float) -> list[tuple[int, str, str]]:
-        """Neighbours that were never reached though it is known where they are: rank, addresses, and why."""
+    def unreached(self, group: WatchedGroup, now_s: float) -> list[tuple[int, str, str]]:
+        """Neighbours that were never reached at their known addresses: rank, addresses, and the reason."""
         patience_s = max(self._liveness_s, 5.0)  # under load, a monitor may take its time to answer
         return [
             (neighbour.rank, neighbour.where(), neighbour.failure)
@@ -147,14 +147,14 @@ class Connections:
         with contextlib.suppress(OSError):
             connection, _ = self._listening.accept()
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            link = Link(connection, longest=_LONGEST_HELLO)
+            link = MonitorLink(connection, longest=_LONGEST_HELLO)
             if len(self._strangers) >= _STRANGERS:
                 self._drop(next(iter(self._strangers)))
             self._strangers[link] = time.monotonic() + _INTRODUCES_S
             self._selector.register(connection, selectors.EVENT_READ, lambda: self._greet(link))
 
-    def _greet(self, link: Link) -> None:
-        """Hear who a stranger is: a neighbour in a tree, that knows this monitor's token."""
+    def _greet(self, link: MonitorLink) -> None:
+        """Identify a new connection: it must come from a neighbour in a tree that knows this monitor's token."""
         with self._dropping(link):
             for message in link.receive():
                 if not secrets.compare_digest(str(message["token"]).encode(), self.token.encode()):
@@ -167,7 +167,7 @@ class Connections:
                 neighbour = group.neighbours.get(int(message["rank"]))
                 if neighbour is None:
                     raise ValueError("no neighbour of this monitor")
-                if not neighbour.is_child and neighbour.attempt is not None and neighbour.attempt.told:
+                if not neighbour.is_child and neighbour.attempt is not None and neighbour.attempt.greeted:
                     raise ValueError("it is about to answer this monitor")
                 del self._strangers[link]
                 link.send({**self._about_itself, "received": neighbour.session.received})
@@ -177,8 +177,8 @@ class Connections:
 
     # --- this monitor connects to others ---------------------------------------------------------------------------
 
-    def _seek(self, key: str, group: Group, neighbour: Neighbour, now_s: float) -> None:
-        """Come closer to a connection: one address after the other, again and again."""
+    def _seek(self, key: str, group: WatchedGroup, neighbour: Neighbour, now_s: float) -> None:
+        """Try to connect to a neighbour: one address after the other, repeatedly."""
         if neighbour.attempt is not None:
             if now_s <= neighbour.attempt.until_s:
                 return
@@ -193,7 +193,7 @@ class Connections:
         if address is None:
             return
         try:
-            link = Link(start_connecting(address, neighbour.port))
+            link = MonitorLink(start_connecting(address, neighbour.port))
         except OSError as error:
             return self._fail(group, neighbour, address, error)
         attempt = neighbour.attempts(link, address, neighbour.asks_only(now_s, self.hurries), now_s)
@@ -204,11 +204,11 @@ class Connections:
             link.socket, selectors.EVENT_WRITE, lambda: self._come_through(group, neighbour, attempt)
         )
 
-    def _come_through(self, group: Group, neighbour: Neighbour, attempt: Attempt) -> None:
-        """A connection is there, or has failed; it counts when the neighbour has answered."""
+    def _come_through(self, group: WatchedGroup, neighbour: Neighbour, attempt: Attempt) -> None:
+        """Handle a connection that was made or failed; it counts when the neighbour has answered."""
         link = attempt.link
         try:
-            if not attempt.told:
+            if not attempt.greeted:
                 number = link.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 if number:
                     raise OSError(number, os.strerror(number))
@@ -219,7 +219,7 @@ class Connections:
                     return
                 link.flush()
                 if not link.wants_to_send:
-                    attempt.told = True
+                    attempt.greeted = True
                     again: Callable[[], None] = lambda: self._come_through(group, neighbour, attempt)  # noqa: E731
                     self._selector.modify(link.socket, selectors.EVENT_READ, again)
                 return
@@ -234,7 +234,7 @@ class Connections:
         except Exception as error:  # whatever it was, it does not end this process
             self._fail(group, neighbour, attempt.address, error)
 
-    def _fail(self, group: Group, neighbour: Neighbour, address: str, error: Exception) -> None:
+    def _fail(self, group: WatchedGroup, neighbour: Neighbour, address: str, error: Exception) -> None:
         if neighbour.attempt is not None:
             self._drop(neighbour.attempt.link)
             neighbour.attempt = None
@@ -242,8 +242,8 @@ class Connections:
         if neighbour.shows_end(address, error):
             self._end(group, neighbour)
 
-    def _end(self, group: Group, neighbour: Neighbour) -> None:
-        """A neighbour has ended, or its rank has left the group."""
+    def _end(self, group: WatchedGroup, neighbour: Neighbour) -> None:
+        """Handle the end of a neighbour, or that its rank has left the group."""
         if neighbour.link is not None:
             self._drop(neighbour.link)
             neighbour.link = None
@@ -253,8 +253,8 @@ class Connections:
 
     # --- connections that are there --------------------------------------------------------------------------------
 
-    def _keep(self, group: Group, neighbour: Neighbour, link: Link, message: dict[str, Any]) -> None:
-        """A connection is there: take it for the one to the neighbour, and go on where the last one ended."""
+    def _keep(self, group: WatchedGroup, neighbour: Neighbour, link: MonitorLink, message: dict[str, Any]) -> None:
+        """Take a connection as the one to the neighbour, and continue where the last one ended."""
         host, received, now_s = str(message["host"]), int(message["received"]), time.monotonic()
         liveness_s = float(message["liveness_s"])
         if not liveness_s > 0:
@@ -276,7 +276,7 @@ class Connections:
             group.node.heard(neighbour.rank, now_s)
         neighbour.met, neighbour.gone = True, False
 
-    def _read(self, group: Group, neighbour: Neighbour, link: Link) -> None:
+    def _read(self, group: WatchedGroup, neighbour: Neighbour, link: MonitorLink) -> None:
         with self._losing(group, neighbour, link):
             for message in link.receive():
                 neighbour.heard_s = time.monotonic()
@@ -287,8 +287,8 @@ class Connections:
                     group.node.received(neighbour.rank, message, neighbour.heard_s)
 
     @contextlib.contextmanager
-    def _losing(self, group: Group, neighbour: Neighbour, link: Link) -> Iterator[None]:
-        """If a connection ends, or says what no monitor says, look for the neighbour anew."""
+    def _losing(self, group: WatchedGroup, neighbour: Neighbour, link: MonitorLink) -> Iterator[None]:
+        """If a connection ends, or sends something invalid, look for the neighbour again."""
         try:
             yield
         except Exception:  # whatever it was, it does not end this process
@@ -301,13 +301,13 @@ class Connections:
                     neighbour.seek(time.monotonic())
 
     @contextlib.contextmanager
-    def _dropping(self, link: Link) -> Iterator[None]:
+    def _dropping(self, link: MonitorLink) -> Iterator[None]:
         try:
             yield
         except Exception:  # whatever it was, it does not end this process
             self._drop(link)
 
-    def _drop(self, link: Link) -> None:
+    def _drop(self, link: MonitorLink) -> None:
         self._strangers.pop(link, None)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(link.socket)

@@ -1,4 +1,4 @@
-"""What waits for other ranks in its own way, and perhaps for good, is done by a thread; this one looks around."""
+"""Runs a call that may wait for other ranks without end in another thread, while this one asks the monitor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of a rank, as monitors tell it each other."""
+"""A fault of a rank, as monitors exchange it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAMED = 16
 
 @dataclass(frozen=True)
 class Fault:
-    """What became of a rank.
+    """A fault of a rank.
 
     Attributes:
         rank: in its group.
@@ -39,12 +39,12 @@ class Fault:
     attempt: int = 1
 
     def as_json(self) -> dict[str, Any]:
-        """What JSON knows of."""
+        """The fault as values for JSON."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, found: Any) -> Fault:
-        """What `as_json` made.
+        """The fault that `as_json` wrote.
 
         Raises:
             ValueError: something else.
@@ -64,20 +64,20 @@ class Fault:
         return made
 
 
-def causes_first(told: Sequence[Fault]) -> list[Fault]:
-    """Faults in the order in which they came of each other, and otherwise in the one in which they were noticed.
+def order_by_cause(faults: Sequence[Fault]) -> list[Fault]:
+    """Put causes before their consequences, and keep the order in which faults were noticed otherwise.
 
-    What a rank left for may have been taken back since: a frozen rank was killed, and is not known to be dead yet. Then
-    it is told as the one that left has found it.
+    A rank may have left for a fault that was withdrawn since: a frozen rank was killed, and is not known to be dead
+    yet. Then the cause is listed as the rank that left has seen it.
 
     Example:
         >>> left, died = Fault(0, "left", because=((1, "frozen"),)), Fault(1, "died")
-        >>> [(fault.rank, fault.reason) for fault in causes_first([left, died])]
+        >>> [(fault.rank, fault.reason) for fault in order_by_cause([left, died])]
         [(1, 'died'), (0, 'left')]
-        >>> [(fault.rank, fault.reason) for fault in causes_first([left])]
+        >>> [(fault.rank, fault.reason) for fault in order_by_cause([left])]
         [(1, 'frozen'), (0, 'left')]
     """
-    known = {fault.rank: fault for fault in told}
+    known = {fault.rank: fault for fault in faults}
     begun: set[int] = set()
     ordered: list[Fault] = []
 
@@ -90,13 +90,13 @@ def causes_first(told: Sequence[Fault]) -> list[Fault]:
             put(known.get(rank) or Fault(rank, why, text, after_s=fault.after_s))
         ordered.append(fault)
 
-    for fault in told:
+    for fault in faults:
         put(fault)
     return ordered
 
 
 def with_causes(believed: Sequence[Fault], known: Sequence[Fault]) -> list[Fault]:
-    """The faults that are believed, and those for which a rank has left: it had looked at them, and believed them.
+    """The faults that are believed, and the faults that made a rank leave: that rank had believed them.
 
     Example:
         >>> frozen, left = Fault(1, "frozen"), Fault(0, "left", because=((1, "frozen"),))

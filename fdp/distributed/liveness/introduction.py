@@ -1,7 +1,7 @@
 """Monitors find each other through the store of the group: each rank writes where its own is, and reads of its
 neighbours in the tree.
 
-The store may die before that, with the rank that holds it. Then its clients know who is gone.
+The store may die before that, with the rank that holds it. Then its clients know which rank is gone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fdp.distributed.liveness.addresses import host_name, own_addresses
-from fdp.distributed.liveness.beside import Beside
+from fdp.distributed.liveness.beside import OwnMonitor
 from fdp.distributed.liveness.threads import start_thread
 from fdp.distributed.liveness.tree import children_of, parent_of
 
@@ -37,7 +37,7 @@ _held_by_rank_0: set[tuple[str, int]] = set()
 
 
 def is_held_by_rank_0(store: dist.TCPStore) -> None:  # type: ignore[name-defined]
-    """Note that it is rank 0 of all ranks that holds a store, and no other process."""
+    """Note that rank 0 of all ranks holds a store, and no other process."""
     _held_by_rank_0.add((str(store.host), int(store.port)))
 
 
@@ -57,7 +57,7 @@ def held_by(store: Any, group: dist.ProcessGroup) -> int | None:
     return members.index(0) if (str(store.host), int(store.port)) in _held_by_rank_0 and 0 in members else None
 
 
-def name_of(store: Any, name: str, rank: int) -> str | None:
+def monitored_group_name(store: Any, name: str, rank: int) -> str | None:
     """The name of a group in messages of monitors: the same on all ranks, another one when a group is made anew.
 
     Args:
@@ -76,7 +76,7 @@ def name_of(store: Any, name: str, rank: int) -> str | None:
 
 
 class Introduction:
-    """Introduces the monitor of this rank to those next to it, by a thread: other ranks may come much later.
+    """Connects the monitor of this rank with its neighbours, in a thread: other ranks may come much later.
 
     What this rank says of itself is in the store when this returns, so that who hears of it at all can find it.
 
@@ -89,7 +89,7 @@ class Introduction:
         holder: the rank that holds the store; None if that is not known.
     """
 
-    def __init__(self, monitor: Beside, key: str, rank: int, size: int, store: Any, holder: int | None) -> None:
+    def __init__(self, monitor: OwnMonitor, key: str, rank: int, size: int, store: Any, holder: int | None) -> None:
         self._monitor, self._key, self._store = monitor, key, store
         self._holder, held = holder if holder != rank else None, innermost(store)
         self._address = (str(held.host), int(held.port)) if holder is not None else ("", 0)
@@ -108,7 +108,7 @@ class Introduction:
         return not self._thread.is_alive()
 
     def end(self, timeout_s: float) -> None:
-        """Look a last time, since the rank leaves; wait for that for some time at most."""
+        """Read the store a last time, because the rank leaves; wait for a limited time."""
         self._ending.set()
         self._thread.join(timeout_s)
 
@@ -142,7 +142,7 @@ class Introduction:
                 self._monitor.command(do="neighbour", group=self._key, rank=rank, **found)
 
     def _conclude(self) -> None:
-        """The store has failed. If nothing listens where it was, the process that held it has ended."""
+        """Handle a failed store. If nothing listens at its address, the process that held it has ended."""
         if self._holder is None or self._ending.wait(_TRUTH_S):
             return
         if not _is_refused(*self._address):

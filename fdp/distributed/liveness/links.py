@@ -16,7 +16,7 @@ LONGEST = 2**22
 _CHUNK = 2**16
 
 
-class Link:
+class MonitorLink:
     """A connection that never blocks.
 
     Args:
@@ -36,12 +36,12 @@ class Link:
         return bool(self._out)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Put a message into the line of those to send."""
+        """Queue a message."""
         encoded = json.dumps(message).encode()
         self._out += _LENGTH.pack(len(encoded)) + encoded
 
     def flush(self) -> None:
-        """Send what can be sent now.
+        """Send as many queued bytes as possible now.
 
         Raises:
             OSError: the connection has ended.
@@ -54,7 +54,7 @@ class Link:
             self._out = self._out[sent:]
 
     def receive(self) -> Iterator[dict[str, Any]]:
-        """The messages that have come.
+        """The messages that have arrived.
 
         Raises:
             OSError: the connection has ended.
@@ -102,7 +102,7 @@ def _set_up(listening: socket.socket) -> socket.socket:
 
 
 def start_connecting(address: str, port: int) -> socket.socket:
-    """A socket that is connecting; it can be written to when it has come through.
+    """A socket that is connecting; it is writable when the connection is made.
 
     Raises:
         OSError: there is no way to the address.

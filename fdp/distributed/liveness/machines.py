@@ -1,4 +1,4 @@
-"""Which ranks are on which machine, as monitors tell it each other: few bytes for many ranks."""
+"""Which ranks are on which machine, as monitors exchange it: few bytes for many ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def packed(hosts: dict[int, str]) -> list[list[Any]]:
 
 
 def unpacked(rows: Any, size: int) -> dict[int, str]:
-    """What `packed` was given."""
+    """The argument of `packed`."""
     return {rank: str(host) for host, ends in _rows(rows) for first, last in ends for rank in _range(first, last, size)}
 
 

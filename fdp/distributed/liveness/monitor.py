@@ -1,6 +1,6 @@
 """The small process beside a rank: watches it, and talks to the monitors of other ranks.
 
-It is a process, and no thread, so that nothing that the rank does can stop it: a long first call, an operator that
+It is a process and not a thread, so that nothing in the rank can stop it: a long first call, an operator that
 keeps Python's lock, or a signal that stops the rank. It imports neither torch nor the rest of fdp.
 """
 
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from fdp.distributed.liveness import status as status_of
-from fdp.distributed.liveness.connections import Connections, Group
+from fdp.distributed.liveness.connections import Connections, WatchedGroup
 from fdp.distributed.liveness.fault import Fault
 from fdp.distributed.liveness.news import encoded
-from fdp.distributed.liveness.places import Place
+from fdp.distributed.liveness.places import PlaceOfWait
 from fdp.distributed.liveness.process import Process
-from fdp.distributed.liveness.status import ROOM_BYTES, Status, described
+from fdp.distributed.liveness.status import ROOM_BYTES, Status, activity_text
 from fdp.distributed.liveness.tree import Node
 
 _LINGERS_S = 15.0
@@ -64,7 +64,7 @@ class Monitor:
             self._selector.register(self._process.descriptor, selectors.EVENT_READ, self._look)
 
     def run(self) -> None:
-        """Watch, until the process has gone and all that have to know it do."""
+        """Watch until the process has ended, and all other monitors that need to know it know it."""
         while not self._is_done(now_s := time.monotonic()):
             wakes_s = min((self._wakes_at(group, now_s) for group in self._groups.values()), default=now_s + 1.0)
             if self._gone_s is not None:
@@ -79,7 +79,7 @@ class Monitor:
         for group in self._groups.values():
             self._connections.say_goodbye(group)
 
-    def _wakes_at(self, group: Group, now_s: float) -> float:
+    def _wakes_at(self, group: WatchedGroup, now_s: float) -> float:
         return min(group.node.wakes_at(), self._connections.wakes_at(group, now_s))
 
     def _work(self, now_s: float) -> None:
@@ -105,15 +105,15 @@ class Monitor:
             self._told = news
             self._status.tell(encoded(news, ROOM_BYTES))
 
-    def _is_over(self, group: Group, now_s: float) -> bool:
-        """Whether a group that the rank has left needs its monitor no longer."""
+    def _is_over(self, group: WatchedGroup, now_s: float) -> bool:
+        """Whether a group that the rank has left no longer needs its monitor."""
         if group.left_s is None or (group.parent is not None and group.parent.attempt is not None):
             return False
         away_s = now_s - group.left_s
         return away_s > _LINGERS_S or (away_s > _FAREWELL_S and not self._has_listeners(group))
 
-    def _has_listeners(self, group: Group) -> bool:
-        """Whether others may still have to hear what this monitor says."""
+    def _has_listeners(self, group: WatchedGroup) -> bool:
+        """Whether other monitors may still need messages of this one."""
         return bool(group.node.children) or any(
             neighbour.is_lost or (neighbour.is_child and not (neighbour.met or neighbour.gone))
             for neighbour in group.neighbours.values()
@@ -123,10 +123,10 @@ class Monitor:
 
     def _doing(self, rank: int) -> list[list[Any]]:
         what, call, text, age_s = self._status.doing()
-        return [] if what == status_of.WAITING else [[rank, described(what, call, text), age_s]]
+        return [] if what == status_of.WAITING else [[rank, activity_text(what, call, text), age_s]]
 
     def _look(self) -> None:
-        """Look at the process: is it there, and is it running?"""
+        """Check whether the process exists, and whether it runs."""
         now_s = time.monotonic()
         if self._gone_s is not None:
             return
@@ -149,7 +149,7 @@ class Monitor:
     def _report(self, reason: str) -> None:
         what, call, text, _ = self._status.doing()
         for group in self._groups.values():
-            group.node.report(Fault(group.node.rank, reason, described(what, call, text)), time.monotonic())
+            group.node.report(Fault(group.node.rank, reason, activity_text(what, call, text)), time.monotonic())
 
     def _is_done(self, now_s: float) -> bool:
         if self._gone_s is None:
@@ -177,7 +177,7 @@ class Monitor:
         now_s = time.monotonic()
         if command["do"] == "join":
             node = Node(command["rank"], command["size"], self._host, self._liveness_s, now_s)
-            self._groups[command["group"]] = Group(node)
+            self._groups[command["group"]] = WatchedGroup(node)
             return
         if command["do"] == "leave":
             return self._leave(command, now_s)
@@ -196,13 +196,13 @@ class Monitor:
                 group.node.clear("raised", now_s)
             case "waits":
                 place = command["place"]
-                group.node.waits(None if place is None else Place.from_json(place), now_s)
+                group.node.waits(None if place is None else PlaceOfWait.from_json(place), now_s)
             case "conclude":
                 group.node.conclude(command["rank"], command["text"], now_s)
 
     def _leave(self, command: dict[str, Any], now_s: float) -> None:
         what, call, step, _ = self._status.doing()
-        text = f"{command['text']} ({described(what, call, step)})"
+        text = f"{command['text']} ({activity_text(what, call, step)})"
         for key, group in self._groups.items():
             if command["group"] not in (key, None):
                 continue

@@ -1,11 +1,11 @@
-"""A monitor next to this one in the tree: where it is, the connection to it, and what became of that."""
+"""A monitor next to this one in the tree: its addresses, the connection to it, and why that failed."""
 
 from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, field
 
-from fdp.distributed.liveness.links import Link
+from fdp.distributed.liveness.links import MonitorLink
 from fdp.distributed.liveness.session import Session
 
 LETS_CONNECT_S = 0.5
@@ -27,14 +27,14 @@ class Attempt:
         address: to which.
         until_s: when it is given up.
         asks: it is only asked whether anything listens there; nothing is said.
-        told: whether it has come through, and this monitor has said who it is.
+        greeted: whether the connection was made and this monitor has sent its name.
     """
 
-    link: Link
+    link: MonitorLink
     address: str
     until_s: float
     asks: bool
-    told: bool = False
+    greeted: bool = False
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Neighbour:
         heard_s: when something came over it last.
         attempt: the connection that is being made.
         met: whether there ever was a connection.
-        gone: whether it has ended, as far as can be told.
+        gone: whether it has ended, as far as is known.
         over: whether it has said so.
         port: at which it listens; 0 if that is not known.
         token: what it wants to hear.
@@ -62,7 +62,7 @@ class Neighbour:
     rank: int
     is_child: bool
     session: Session = field(default_factory=Session)
-    link: Link | None = None
+    link: MonitorLink | None = None
     heard_s: float = 0.0
     attempt: Attempt | None = None
     met: bool = False
@@ -95,26 +95,26 @@ class Neighbour:
         return self.link is None or (not self.is_child and now_s - self.heard_s > stale_s)
 
     def is_at(self, addresses: list[str], port: int, token: str, is_here: bool, now_s: float) -> None:
-        """Learn where it can be reached."""
+        """Set its addresses."""
         self._addresses = ("127.0.0.1",) if is_here else tuple(addresses)
         self.port, self.token, self.is_here = port, token, is_here
         self.seek(now_s)
 
     def seek(self, now_s: float) -> None:
-        """Begin to look for it, where it was last."""
+        """Begin to look for it, at its last address."""
         self.sought_since_s = self.next_attempt_s = now_s
         self._untried = sorted(self._addresses, key=lambda address: address != self._worked)
 
     def next_address(self, now_s: float) -> str | None:
-        """Where to try now; after each round of the addresses it rests a little longer."""
+        """The next address to try; after each round of the addresses the pause grows."""
         if not self._untried:
             self._untried = list(self._addresses)
             self.next_attempt_s = now_s + min(0.2 + (now_s - self.sought_since_s) / 5, _RESTS_S)
             return None
         return self._untried.pop(0)
 
-    def attempts(self, link: Link, address: str, asks: bool, now_s: float) -> Attempt:
-        """A connection is being made."""
+    def attempts(self, link: MonitorLink, address: str, asks: bool, now_s: float) -> Attempt:
+        """Note that a connection is being made."""
         self.attempt = Attempt(link, address, now_s + _CONNECTS_S, asks)
         return self.attempt
 
@@ -131,7 +131,7 @@ class Neighbour:
         return isinstance(error, ConnectionRefusedError) and (self.is_here or (self.met and address == self._worked))
 
     def came_from(self, address: str) -> None:
-        """A connection came through to an address, or from it."""
+        """Note that a connection to an address, or from it, was made."""
         found = ipaddress.ip_address(address.split("%")[0])
         mapped = getattr(found, "ipv4_mapped", None)
         self._worked = str(mapped or found)

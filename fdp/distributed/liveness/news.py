@@ -1,4 +1,5 @@
-"""What a monitor tells its rank, made to fit into the memory that they share: texts are shortened, facts are not."""
+"""The report of a monitor to its rank, which has to fit into their shared memory: texts are shortened, facts are
+not."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ _FEWER = (16, 8, 4, 2, 1, 0)
 _CUT = "..."
 
 Groups = dict[str, dict[str, Any]]
-"""What is told of each group: its "story" of faults, a "mismatch" of places, who is "busy", and who is "unreached"."""
+"""The report on each group: its "story" of faults, a "mismatch" of places, who is "busy", and who is "unreached"."""
 
 
 def shortened(text: str, most_bytes: int) -> str:
-    """The beginning of a text, so much that JSON writes it in so many bytes: a character may take twelve.
+    """The beginning of a text, of at most so many bytes in JSON, where a character may take twelve.
 
     Example:
         >>> shortened("a text", 10), shortened("a longer text", 10), shortened("é" * 10, 16), shortened("abc", 2)
@@ -41,8 +42,8 @@ def shortened(text: str, most_bytes: int) -> str:
 def encoded(news: Groups, most_bytes: int) -> bytes:
     """News as JSON in so many bytes at most.
 
-    Who, why, and in which call is always told. What is shortened are the texts; then what only helps to understand
-    is left out.
+    Rank, reason and call are always kept. Texts are shortened first. Then entries that only help to understand are left
+    out.
     """
     for text_bytes in _SHORTER_BYTES:
         made = _dumped({key: _with_texts(group, text_bytes) for key, group in news.items()})
@@ -69,7 +70,7 @@ def _fewer(group: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def _with_texts(group: dict[str, Any], most_bytes: int) -> dict[str, Any]:
-    """What is told of a group, with shorter texts."""
+    """The report of a group, with shorter texts."""
     return {
         "story": [{**fault, "text": shortened(fault["text"], most_bytes)} for fault in group["story"]],
         "mismatch": [{**place, "text": shortened(place["text"], most_bytes)} for place in group.get("mismatch", ())],

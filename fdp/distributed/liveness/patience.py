@@ -1,4 +1,4 @@
-"""Waiting for other ranks: in pieces, with a look around between them, so that no wait is for good."""
+"""Waiting for other ranks: in pieces, asking the monitor between them, so that no wait is endless."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _REMEDIES = {
     "the job again from its last checkpoint.",
     "frozen": "the process was stopped by a signal (SIGSTOP, Ctrl-Z) or by a debugger. Start the job again from its "
     "last checkpoint. A larger FDP_LIVENESS_S waits longer.",
-    "raised": "mend the error on these ranks. Start the job again from its last checkpoint.",
+    "raised": "fix the error on these ranks. Start the job again from its last checkpoint.",
     "left": "let every rank call the same steps equally often (fdp.join, for uneven data), and destroy the process "
     "group together.",
     "unreachable": "look at the machines of these ranks, and at the network between them and this one. Start the job "
@@ -79,7 +79,7 @@ class Patience:
         self._warns_s, self._says_s = _WARNS_S, liveness_s()
 
     def look(self) -> None:
-        """Look around: between two pieces of the wait.
+        """Ask the monitor, between two pieces of the wait.
 
         Raises:
             PeerError: another rank will not come.
@@ -163,7 +163,7 @@ def never_delete(group: Any) -> None:
 
 
 def _came(work: Any, group: Any, what: str) -> bool:
-    """Wait for a piece of time; whether the message is there."""
+    """Wait for a piece of time; returns whether the message has arrived."""
     try:
         work.wait(_PIECE)
         return True
@@ -183,7 +183,7 @@ def _came(work: Any, group: Any, what: str) -> bool:
 def until(
     come: Callable[[], bool], group: Any, timeout_s: float, what: str, pause: Callable[[float], object] = time.sleep
 ) -> bool:
-    """Wait until something has come by another way than a message; whether it came in time.
+    """Wait for something other than a message; returns whether it came in time.
 
     Args:
         come: whether it is there.
@@ -217,7 +217,7 @@ def until(
 
 
 def refuse_gone(watched: Watched) -> None:
-    """Refuse to begin what other ranks will not take part in, before anything is changed.
+    """Refuse to begin something that other ranks cannot take part in, before anything is changed.
 
     Raises:
         PeerError: some will not.
@@ -276,7 +276,7 @@ def explain(group: Any, what: str) -> PeerError | AgreementError | None:
 
 
 def peer_error(watched: Watched, faults: Sequence[Fault], what: str) -> PeerError:
-    """The error for ranks that will not come.
+    """The error for lost ranks.
 
     Args:
         watched: the ranks.
@@ -305,14 +305,14 @@ def peer_error(watched: Watched, faults: Sequence[Fault], what: str) -> PeerErro
 
 
 def waiting_text(watched: Watched, what: str, waited_s: float) -> str:
-    """Who is waited for, in one line."""
+    """One line that names the ranks that this one waits for."""
     where = f", in call {watched.number} of step {watched.step!r}" if watched.is_calling_here else ""
     if where and watched.awaited is not None:
         what = watched.awaited()
     busy = [(rank, text, age_s) for rank, text, age_s in watched.busy() if rank != watched.rank]
     who = "; ".join(f"rank {rank}, for {age(age_s)} {text}" for rank, text, age_s in busy)
-    told = f" Not waiting: {who}." if who else " It is not known for whom."
-    return f"rank {watched.rank} has waited for {age(waited_s)} in {what}{where}.{told}"
+    others = f" Not waiting: {who}." if who else " It is not known for whom."
+    return f"rank {watched.rank} has waited for {age(waited_s)} in {what}{where}.{others}"
 
 
 def _said(fault: Fault) -> str:

@@ -18,7 +18,7 @@ _KEPT = 4
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class PlaceOfWait:
     """Where a rank waits for others.
 
     Attributes:
@@ -40,7 +40,7 @@ class Place:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, found: Any) -> Place:
+    def from_json(cls, found: Any) -> PlaceOfWait:
         """What `as_json` made.
 
         Raises:
@@ -55,27 +55,28 @@ class Place:
             raise ValueError("no place") from error
 
 
-def merged(places: Iterable[Place]) -> list[Place]:
+def merged(places: Iterable[PlaceOfWait]) -> list[PlaceOfWait]:
     """Different places, each with the lowest of the ranks that wait there; not more than a few.
 
     Example:
-        >>> merged([Place(False, 1, 5, rank, "call 3 of step 'train'") for rank in (2, 1)])
-        [Place(exchanges=False, turns=1, messages=5, rank=1, text="call 3 of step 'train'")]
+        >>> merged([PlaceOfWait(False, 1, 5, rank, "call 3 of step 'train'") for rank in (2, 1)])
+        [PlaceOfWait(exchanges=False, turns=1, messages=5, rank=1, text="call 3 of step 'train'")]
     """
-    found: dict[tuple[bool, int, int], Place] = {}
+    found: dict[tuple[bool, int, int], PlaceOfWait] = {}
     for place in sorted(places):
         found.setdefault((place.exchanges, place.turns, place.messages), place)
     return list(found.values())[:_KEPT]
 
 
-def contradiction(places: Iterable[Place]) -> tuple[Place, Place] | None:
+def contradiction(places: Iterable[PlaceOfWait]) -> tuple[PlaceOfWait, PlaceOfWait] | None:
     """Two places of which at most one lies on the way of a program that all ranks run; None if all may.
 
     Example:
-        >>> save, step = Place(True, 7, 20, 0, "fdp.save"), Place(False, 6, 21, 1, "call 5 of step 'train'")
+        >>> save, step = PlaceOfWait(True, 7, 20, 0, "fdp.save"), PlaceOfWait(False, 6, 21, 1, "call 5 of step 'train'")
         >>> [place.text for place in contradiction([save, step])]
         ['fdp.save', "call 5 of step 'train'"]
-        >>> contradiction([save, Place(False, 6, 20, 1, "call 4 of step 'train'")])  # rank 1 is on its way to fdp.save
+        >>> late = PlaceOfWait(False, 6, 20, 1, "call 4 of step 'train'")  # rank 1 has not come to fdp.save yet
+        >>> contradiction([save, late])
     """
     known = list(places)
     for one in known:

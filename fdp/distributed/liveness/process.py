@@ -1,4 +1,4 @@
-"""Whether a process is running, stopped, or gone; as Linux tells it."""
+"""Whether a process is running, stopped, or gone, from Linux's /proc."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import select
 
 
 class Process:
-    """A process that is looked at from another one.
+    """The state of another process.
 
     Args:
         pid: of the process.

@@ -1,4 +1,4 @@
-"""Where a rank is: printed when a signal asks for it."""
+"""Prints where a rank is, on a signal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fdp.distributed.liveness.watched import age, described_status
 
 
 def where() -> str:
-    """What this rank is doing, and what is known of the others, in each group: lines of text."""
+    """Lines of text: what this rank does, and what it knows of the others, for each group."""
     lines = []
     for watched in all_watched():
         lines.append(f"fdp: rank {watched.rank} of {watched.size} is {described_status(watched)}.")

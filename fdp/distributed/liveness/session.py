@@ -1,7 +1,7 @@
-"""What two monitors say to each other, by number: a connection that ends takes nothing with it.
+"""Numbered messages between two monitors, so that a broken connection loses none.
 
-Each message carries its number, and up to which number those of the other side have come. What has not come is kept,
-and said again over the next connection.
+Each message carries its number, and the last number that arrived from the other side. Messages that have not arrived
+are kept, and sent again over the next connection.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections import deque
 from typing import Any
 
 _KEPT = 4096
-"""So many messages are kept; a monitor that is away for long is told everything anew instead."""
+"""So many messages are kept. A monitor that is away for longer gets the whole state again."""
 
 
 class Session:
-    """One side of a talk between two monitors, over as many connections as it takes.
+    """One side of the messages between two monitors, over any number of connections.
 
     Attributes:
         received: the number of the last message that has come.
@@ -26,14 +26,14 @@ class Session:
         self._unconfirmed: deque[dict[str, Any]] = deque(maxlen=_KEPT)
 
     def say(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The message as it is sent; it is kept until it has come."""
+        """Number a message for sending; it is kept until it has arrived."""
         self._said += 1
         numbered = {**message, "number": self._said, "received": self.received}
         self._unconfirmed.append(numbered)
         return numbered
 
     def resume(self, received: int) -> tuple[list[dict[str, Any]], bool]:
-        """What has to be said again over a new connection.
+        """The messages to send again over a new connection.
 
         Args:
             received: up to which number the other side has heard.
@@ -46,7 +46,7 @@ class Session:
         return list(self._unconfirmed), first == received + 1
 
     def take(self, message: dict[str, Any]) -> bool:
-        """Hear a message; whether it is new.
+        """Take a received message; returns whether it is new.
 
         Raises:
             ValueError: it is none of a session.

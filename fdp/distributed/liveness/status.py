@@ -1,6 +1,6 @@
-"""Memory that a rank and its monitor share: what the rank is doing, and what the monitor has heard.
+"""Shared memory of a rank and its monitor: what the rank does, and what the monitor has heard.
 
-To write what a rank does takes less than a microsecond, and no other process has to be awake for it.
+Writing takes less than a microsecond, and wakes no other process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Status:
     # --- the rank says what it does ------------------------------------------------------------------------------
 
     def say(self, what: int, call: int, text: str) -> None:
-        """What the rank does from now on.
+        """Write what the rank does from now on.
 
         Args:
             what: `IDLE`, `CALLING`, `PREPARING` or `WAITING`.
@@ -54,7 +54,7 @@ class Status:
         _DOING.pack_into(self._memory, 0, what, call, time.monotonic_ns())
 
     def doing(self) -> tuple[int, int, str, float]:
-        """What it does: what, which call, of what, since how many seconds."""
+        """What the rank does: the kind, the call, the step, and since how many seconds."""
         what, call, since_ns = _DOING.unpack_from(self._memory, 0)
         text = self._memory[_TEXT_AT : _TEXT_AT + _TEXT_BYTES].split(b"\0", 1)[0].decode(errors="replace")
         return what, call, text, max(0.0, (time.monotonic_ns() - since_ns) / 1e9)
@@ -62,7 +62,7 @@ class Status:
     # --- the monitor says what it has heard ----------------------------------------------------------------------
 
     def tell(self, encoded: bytes) -> None:
-        """Replace what the rank can read.
+        """Replace the news that the rank reads.
 
         Args:
             encoded: JSON, of `ROOM_BYTES` at most.
@@ -77,7 +77,7 @@ class Status:
 
     @property
     def version(self) -> int:
-        """Which news there are: another number when there are others."""
+        """A number that changes with the news."""
         return int(_NEWS.unpack_from(self._memory, _NEWS_AT)[0])
 
     def news(self) -> Any:
@@ -92,11 +92,11 @@ class Status:
         return None  # the monitor was stopped while it wrote
 
 
-def described(what: int, call: int, text: str) -> str:
+def activity_text(what: int, call: int, text: str) -> str:
     """What a rank does, in words.
 
     Example:
-        >>> described(CALLING, 12, "train"), described(IDLE, 12, "train")
+        >>> activity_text(CALLING, 12, "train"), activity_text(IDLE, 12, "train")
         ("in call 12 of step 'train'", "in its own code, after call 12 of step 'train'")
     """
     if what == NEW or (what == IDLE and not call):

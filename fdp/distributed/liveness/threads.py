@@ -18,7 +18,7 @@ _WAITS_S = 5.0
 
 _DROPS_S = 0.05
 """So long it waits for gloo's threads to drop the tensors of the last messages, for which they take the lock of the
-interpreter as well. They are done with that in microseconds, unless the processor is somebody else's."""
+interpreter as well. They are done with that in microseconds, unless other work has the processor."""
 
 AFTER_LEAVING = 50
 """The exit priority of that wait: lower than of what tells threads to end, which comes before."""

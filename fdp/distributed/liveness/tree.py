@@ -1,11 +1,11 @@
-"""What monitors tell each other: a tree of ranks, up which faults go, and down which one story goes to all.
+"""The protocol of monitors: a tree of ranks. Faults go up the tree, and one ordered list of faults goes down to all.
 
-No sockets and no clock in here: messages come in and go out as values, and time is an argument. So thousands of ranks
-can be simulated in one process.
+There are no sockets and no clock in here: messages come in and go out as values, and time is an argument. So a process
+can simulate thousands of ranks.
 
 Each monitor talks to its parent in the tree and to at most `FANOUT` children. What it sends and reads in a second does
 not depend on how many ranks there are. A fault goes up to the root, which puts faults in order; the list goes down to
-all, so all ranks tell the same story. A monitor that loses its parent does what the root did, for those below it.
+all, so all ranks report the same. A monitor that loses its parent does what the root did, for those below it.
 
 Connections that end and are made again are none of its business: what is sent arrives, once and in order, or its
 receiver is lost.
@@ -20,7 +20,7 @@ from typing import Any
 
 from fdp.distributed.liveness.fault import Fault
 from fdp.distributed.liveness.machines import packed, unpacked
-from fdp.distributed.liveness.places import Place, contradiction, merged
+from fdp.distributed.liveness.places import PlaceOfWait, contradiction, merged
 
 FANOUT = 8
 """Children of a monitor."""
@@ -32,7 +32,7 @@ _BEATS = 5
 """Beats in the time after which silence counts."""
 
 _SHORTEST_BEAT_S = 0.05
-"""No neighbour is told something more often, however soon it gives up."""
+"""No neighbour gets a report more often, however soon it gives up."""
 
 _PAUSE_S = 0.1
 """At least so long from one story to the next: a job that ends in order has as many faults as ranks."""
@@ -47,7 +47,7 @@ class _Link:
     gone: bool = False
     silent: bool = False
     busy: list[list[Any]] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
+    places: list[PlaceOfWait] = field(default_factory=list)
 
 
 def parent_of(rank: int) -> int | None:
@@ -101,12 +101,12 @@ class Node:
         self._next_hosts_s = now_s
         self.story: list[Fault] = []
         self.busy: list[list[Any]] = []
-        self._own_place: Place | None = None
-        self._places: list[Place] = []  # of this rank, and of those below it
-        self.mismatch: tuple[Place, ...] = ()
+        self._own_place: PlaceOfWait | None = None
+        self._places: list[PlaceOfWait] = []  # of this rank, and of those below it
+        self.mismatch: tuple[PlaceOfWait, ...] = ()
         # What was sent up of late, and may be lost with the parent: when, and the fault, or whose is taken back.
         self._sent_up: deque[tuple[float, Fault | tuple[int, str]]] = deque()
-        # What was decided while the parent was lost, of which it has to be told.
+        # Decisions that were made while the parent was lost. It has to learn of them.
         self._decided: dict[int, Fault] = {}
         self._taken_back: list[tuple[int, str]] = []
         self.outbox: list[tuple[int, dict[str, Any]]] = []
@@ -119,20 +119,20 @@ class Node:
 
     @property
     def leads(self) -> bool:
-        """Whether it puts faults in order for those below it: the root, and who has lost the parent."""
+        """Whether it orders faults for those below it: the root does, and a node that has lost its parent."""
         return self.parent is None or not self._in_touch(self.parent)
 
     @property
     def children(self) -> list[int]:
-        """The children that it is in touch with."""
+        """The connected children."""
         return [rank for rank, link in self._links.items() if rank != self.parent and not link.gone]
 
     def wakes_at(self) -> float:
-        """When `tick` wants to be called next."""
+        """When to call `tick` next."""
         return min(self._next_beat_s, self._next_story_s) if self._story_due else self._next_beat_s
 
     def connected(self, peer: int, host: str, now_s: float, liveness_s: float = math.inf) -> None:
-        """A neighbour is there: for the first time, or after it was given up, or after things it said were lost.
+        """Handle a connected neighbour: new, given up before, or one whose messages were lost.
 
         Args:
             peer: the rank that it watches.
@@ -147,7 +147,7 @@ class Node:
         self._greet(peer)
 
     def heard(self, peer: int, now_s: float) -> None:
-        """There is a sign of life of a neighbour."""
+        """Handle a sign of life of a neighbour."""
         link = self._links[peer]
         link.heard_s = now_s
         if link.silent:
@@ -156,7 +156,7 @@ class Node:
             self._greet(peer)
 
     def received(self, peer: int, message: dict[str, Any], now_s: float) -> None:
-        """A neighbour said something.
+        """Handle a message of a neighbour.
 
         Raises:
             ValueError: nothing that a monitor says.
@@ -177,17 +177,17 @@ class Node:
                 for child in self.children:
                     self._send(child, hosts=message["hosts"])
         if "places" in message and peer != self.parent:
-            self._links[peer].places = [Place.from_json(each) for each in message["places"]]
+            self._links[peer].places = [PlaceOfWait.from_json(each) for each in message["places"]]
             self._look_at_places(now_s)
         if "mismatch" in message:
-            self._mismatches(tuple(map(Place.from_json, message["mismatch"])))
+            self._mismatches(tuple(map(PlaceOfWait.from_json, message["mismatch"])))
         if "busy" in message:
             self._links[peer].busy = found = _checked_busy(message["busy"])
             if peer == self.parent:
                 self.busy = found
 
     def closed(self, peer: int, now_s: float) -> None:
-        """A neighbour's monitor has ended; it need not have been heard of before."""
+        """Handle the end of a neighbour's monitor, known before or not."""
         link = self._links.setdefault(peer, _Link(now_s))
         link.gone = True
         if not any(fault.rank == peer and not fault.suspected for fault in self.story):
@@ -197,7 +197,7 @@ class Node:
             self._tell(now_s)  # whoever comes after it leads from now on
 
     def tick(self, now_s: float) -> None:
-        """Do what is due by now."""
+        """Do the due work."""
         if now_s >= self._next_beat_s:
             self._next_beat_s = now_s + self.beat_s
             self._beat(now_s)
@@ -205,37 +205,37 @@ class Node:
             self._tell(now_s)
 
     def doing(self, busy: list[list[Any]]) -> None:
-        """What the rank does that is watched: one entry as in `busy`, or none if it waits for others."""
+        """What the watched rank does: one entry as in `busy`, or none if it waits for others."""
         self._own_busy = busy
 
-    def waits(self, place: Place | None, now_s: float) -> None:
+    def waits(self, place: PlaceOfWait | None, now_s: float) -> None:
         """Where the rank that is watched waits for others, for some time already; None if it goes on."""
         self._own_place = place
         self._look_at_places(now_s)
 
     def report(self, fault: Fault, now_s: float) -> None:
-        """Say what became of the rank that is watched."""
+        """Report a fault of the watched rank."""
         if self._own_faults.get(fault.rank) == fault:
             return
         self._own_faults[fault.rank] = fault
         self._hear(fault, now_s)
 
     def clear(self, what: str, now_s: float) -> None:
-        """The rank that is watched goes on: it is not "frozen" any more, or has dealt with what it "raised"."""
+        """Withdraw a fault of the watched rank: it is not "frozen" any more, or has caught what it "raised"."""
         own = self._own_faults.get(self.rank)
         if own is not None and _is_what(own, what):
             del self._own_faults[self.rank]
         self._clear(self.rank, what, now_s)
 
     def conclude(self, rank: int, text: str, now_s: float) -> None:
-        """The rank that is watched has found out that another one has died, whose own monitor is not heard."""
+        """Report that the watched rank has found out that another one has died, whose own monitor is silent."""
         if rank != self.rank and not any(fault.rank == rank for fault in self.story):
             self._suspect(Fault(rank, "died", text, suspected=True), now_s)
 
     # --- faults go up, one story goes down -----------------------------------------------------------------------
 
     def _send_up(self, what: Fault | tuple[int, str], now_s: float) -> None:
-        """Report a fault to the parent, or take one back."""
+        """Report a fault to the parent, or withdraw one."""
         assert self.parent is not None
         # Older than this it has arrived, or the parent would count as lost by now.
         while self._sent_up and now_s - self._sent_up[0][0] > self._liveness_s + 2 * self.beat_s:
@@ -244,7 +244,7 @@ class Node:
         self._send(self.parent, **({"report": what.as_json()} if isinstance(what, Fault) else {"clear": list(what)}))
 
     def _lead(self, now_s: float) -> None:
-        """The parent is lost: hear oneself what it may not have passed on."""
+        """Handle a lost parent: collect what it may not have passed on."""
         sent, self._sent_up = self._sent_up, deque()
         for _, what in sent:
             if isinstance(what, Fault):
@@ -253,7 +253,7 @@ class Node:
                 self._clear(*what, now_s)
 
     def _greet(self, peer: int) -> None:
-        """Tell a neighbour that is there, or there again, what it does not know."""
+        """Send a connected neighbour what it does not know."""
         if self.mismatch:
             self._send(peer, mismatch=[place.as_json() for place in self.mismatch])
         if peer != self.parent:
@@ -304,7 +304,7 @@ class Node:
             self._tell(now_s)
 
     def _tell(self, now_s: float) -> None:
-        """Pass the story on to the children; not more often than ten times a second."""
+        """Pass the list of faults on to the children; at most ten times a second."""
         if now_s < self._next_story_s:
             self._story_due = True
             return
@@ -313,7 +313,7 @@ class Node:
             self._send(child, story=[fault.as_json() for fault in self.story])
 
     def _suspect(self, fault: Fault, now_s: float) -> None:
-        """A neighbour is lost: so are, where it was silent, those of its machine."""
+        """Suspect a lost neighbour, and if it was silent, also the others on its machine."""
         if fault.rank == self.parent:
             self._lead(now_s)
         same = [fault.rank]
@@ -330,7 +330,7 @@ class Node:
             self._tell(now_s)
 
     def _forget(self, peer: int) -> None:
-        """A neighbour that was suspected is well, and so are those that were suspected with it."""
+        """Withdraw the suspicion of a neighbour, and of those that were suspected with it."""
         host, now_s = self._hosts.get(peer), self._links[peer].heard_s
         for rank in [rank for rank in self._own_faults if self._hosts.get(rank) == host or rank == peer]:
             if not self._own_faults[rank].suspected:
@@ -373,7 +373,7 @@ class Node:
         if (pair := contradiction(found)) is not None:
             self._mismatches(pair)
 
-    def _mismatches(self, pair: tuple[Place, ...]) -> None:
+    def _mismatches(self, pair: tuple[PlaceOfWait, ...]) -> None:
         """Ranks wait in different places: all have to know, and it is never taken back."""
         if self.mismatch:
             return
@@ -387,7 +387,7 @@ class Node:
         self._new_hosts.update(new)
 
     def _tell_hosts(self, now_s: float) -> None:
-        """Pass on which ranks are on which machine: what is new upwards, and all of it down, which is not little."""
+        """Pass on which ranks are on which machine: new entries upwards, and the whole, large table downwards."""
         if not self._new_hosts:
             return
         if not self.leads:

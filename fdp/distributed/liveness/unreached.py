@@ -1,4 +1,4 @@
-"""A warning where monitors cannot reach each other, as behind a firewall: training goes on, the watch does not."""
+"""A warning if monitors cannot reach each other, as behind a firewall: training goes on, the watch does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rank's side: starts the monitor, tells it what the rank does, and knows what it has heard of other ranks.
+"""The rank's side of the watch: starts the monitor, and finds the groups that it watches.
 
 Relied on in torch: nothing private. Where ranks find each other's monitors is written into the store of the group.
 """
@@ -21,8 +21,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fdp.distributed.liveness.beside import Beside
-from fdp.distributed.liveness.introduction import Introduction, held_by, innermost, name_of
+from fdp.distributed.liveness.beside import OwnMonitor
+from fdp.distributed.liveness.introduction import Introduction, held_by, innermost, monitored_group_name
 from fdp.distributed.liveness.watched import Watched, text_of
 from fdp.errors import ArgumentError, PeerError, build_message, first_line
 
@@ -37,22 +37,22 @@ def liveness_s() -> float:
     seconds = math.nan
     with contextlib.suppress(ValueError):
         seconds = float(text)
-    # With infinity nothing would ever be told, and nobody be named.
+    # With infinity no fault would ever be reported.
     if not 0 <= seconds < math.inf:
         raise ArgumentError(
             build_message(
                 f"the environment has FDP_LIVENESS_S={text!r}.",
-                remedy="set it to a finite number of seconds, or to 0 to watch nobody.",
+                remedy="set it to a finite number of seconds, or to 0 to turn the watch off.",
             )
         )
     return seconds
 
 
 _TELLS_S = 0.5
-"""So long a process that ends may look for ranks that have to be told."""
+"""Seconds that a process may spend at its end to find the ranks that it has to inform."""
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Watched | None] = weakref.WeakKeyDictionary()
-_own: list[Beside] = []
+_own: list[OwnMonitor] = []
 _introductions: dict[str, Introduction] = {}
 _starting = threading.Lock()
 
@@ -63,7 +63,7 @@ def all_watched() -> list[Watched]:
 
 
 def is_known(group: dist.ProcessGroup) -> bool:
-    """Whether it has been decided if the ranks of a group are watched."""
+    """Whether `watch` was called for a group."""
     return group in _groups
 
 
@@ -80,7 +80,7 @@ def has_met(group: dist.ProcessGroup) -> bool:
 
 
 def watch(group: dist.ProcessGroup, name: str, rank: int, size: int, store_of: Callable[[], Any]) -> Watched | None:
-    """Watch the ranks of a group from now on, and let them watch this one; other ranks need not be there yet.
+    """Watch the ranks of a group from now on, and let them watch this one; other ranks may still be starting.
 
     Args:
         group: the group.
@@ -106,7 +106,7 @@ def watch(group: dist.ProcessGroup, name: str, rank: int, size: int, store_of: C
             return None
         try:
             if not _own or _own[0].pid != os.getpid():  # a child by fork has none
-                _own[:] = [Beside(limit_s, everywhere=address not in ("127.0.0.1", "localhost", "::1"))]
+                _own[:] = [OwnMonitor(limit_s, everywhere=address not in ("127.0.0.1", "localhost", "::1"))]
                 multiprocessing.util.Finalize(None, _leave, args=(_own[0],), exitpriority=100)
                 sys.excepthook = functools.partial(_hear_of_uncaught, _own[0], sys.excepthook)
         except (OSError, ValueError, subprocess.SubprocessError) as error:
@@ -118,7 +118,7 @@ def watch(group: dist.ProcessGroup, name: str, rank: int, size: int, store_of: C
                 stacklevel=2,
             )
             return None
-        key, holder = name_of(store, name, rank), held_by(store, group)
+        key, holder = monitored_group_name(store, name, rank), held_by(store, group)
         if key is None and holder is None:  # whoever needs the store next says that it is gone
             _groups[group] = None
             return None
@@ -141,8 +141,8 @@ def _address_of(store: Any) -> str | None:
     return "" if isinstance(store, dist.FileStore) else None  # type: ignore[attr-defined]
 
 
-def _leave(monitor: Beside, key: str | None = None) -> None:
-    """Say that this rank leaves a group, or all of them as the process ends; and why."""
+def _leave(monitor: OwnMonitor, key: str | None = None) -> None:
+    """Report that this rank leaves a group, or all groups as the process ends; and why."""
     if monitor.pid != os.getpid():
         return
     error: BaseException | None = None
@@ -159,21 +159,21 @@ def _leave(monitor: Beside, key: str | None = None) -> None:
         if key in _introductions:
             _introductions.pop(key).end(0.0)
         return
-    # The store may end with this process: who could not be told yet has to be found now.
+    # The store may end with this process: ranks that could not be informed yet have to be found now.
     end_s = time.monotonic() + _TELLS_S
     for introduction in list(_introductions.values()):
         introduction.end(max(0.0, end_s - time.monotonic()))
 
 
-def _say_why(monitor: Beside, key: str | None, reason: str, text: str) -> None:
-    """Tell the monitor that this rank leaves a group, or all of them, after how many calls, and why."""
+def _say_why(monitor: OwnMonitor, key: str | None, reason: str, text: str) -> None:
+    """Send the monitor that this rank leaves a group, or all of them, with the reason."""
     calls = {watched.key: watched.calls for watched in all_watched()}
     because = {watched.key: watched.gave_up_on for watched in all_watched()}
     monitor.command(do="leave", group=key, reason=reason, text=text, calls=calls, because=because)
 
 
-def _hear_of_uncaught(monitor: Beside, before: Callable[..., Any], kind: Any, error: Any, traceback: Any) -> None:
-    """Say that the program ends by an error, before threads are waited for that may take their time."""
+def _hear_of_uncaught(monitor: OwnMonitor, before: Callable[..., Any], kind: Any, error: Any, traceback: Any) -> None:
+    """Report that the program ends with an error, before the interpreter waits for threads."""
     if monitor.pid == os.getpid() and not hasattr(sys, "ps1"):  # at a prompt, the program goes on
         monitor.uncaught = error
         if not isinstance(error, PeerError):

@@ -1,4 +1,4 @@
-"""The ranks of a group, as far as this one knows; and what it says of itself."""
+"""What a rank knows of the other ranks of a group, and what it reports of itself."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fdp.distributed.liveness import status as status_of
-from fdp.distributed.liveness.beside import Beside
-from fdp.distributed.liveness.fault import Fault, causes_first, with_causes
+from fdp.distributed.liveness.beside import OwnMonitor
+from fdp.distributed.liveness.fault import Fault, order_by_cause, with_causes
 from fdp.distributed.liveness.news import TEXT_BYTES, shortened
-from fdp.distributed.liveness.places import Place
+from fdp.distributed.liveness.places import PlaceOfWait
 from fdp.errors import PeerError, first_line
 
 
@@ -47,7 +47,7 @@ class Watched:
     key: str
     rank: int
     size: int
-    monitor: Beside
+    monitor: OwnMonitor
     calls: int = 0
     calling: int | None = None
     attempt: int = 0
@@ -71,7 +71,7 @@ class Watched:
     _said: bool = False
 
     def begin(self, step: str, number: int) -> None:
-        """A call of a step begins."""
+        """Note that a call of a step begins."""
         if self.raised:
             self.raised = False
             self.monitor.command(do="clear", group=self.key)
@@ -113,7 +113,7 @@ class Watched:
             return
         if self.is_calling_here:
             what = f"call {self.number} of step {self.step!r}" + (f", in {what}" if not message else "")
-        place = Place(not message, self.turns, message or self.messages, self.rank, shortened(what, TEXT_BYTES))
+        place = PlaceOfWait(not message, self.turns, message or self.messages, self.rank, shortened(what, TEXT_BYTES))
         self._has_told_place = True
         self.monitor.command(do="waits", group=self.key, place=place.as_json())
 
@@ -123,12 +123,12 @@ class Watched:
         self.monitor.status.say(self._phase, self.number, self.step)
 
     def messages_are_there(self) -> None:
-        """All messages of the call are through: whatever happens to it now, no other rank waits for it."""
+        """Note that all messages of the call are complete: from now on no other rank waits for it."""
         if self.calling is not None:
             self.calls, self.attempt = self.calling, 0
 
     def end(self, error: BaseException | None) -> None:
-        """The call has ended."""
+        """Note that the call has ended."""
         left, self.calling, self.awaited = self.calling, None, None
         if error is not None and left is not None and left > self.calls:
             if self.desynchronised:
@@ -141,12 +141,12 @@ class Watched:
         self.monitor.status.say(self._phase, self.number, self.step)
 
     def _is_out(self, error: BaseException) -> None:
-        """This rank cannot go on: tell the others, which may wait for it."""
+        """Report that this rank cannot go on to the others, which may wait for it."""
         if self._said:
             return
         self._said = True
         if isinstance(error, PeerError):
-            reason, text = "left", "it is no longer in step with the others"
+            reason, text = "left", "it is desynchronised"
             self.gave_up_on = tuple((rank, error.reason) for rank in error.ranks)
         else:
             reason, text = "raised", text_of(error)
@@ -162,7 +162,7 @@ class Watched:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """This rank waits for others meanwhile."""
+        """Note that this rank waits for others meanwhile."""
         self.wait_begins()
         try:
             yield
@@ -177,7 +177,7 @@ class Watched:
         self.monitor.status.say(status_of.WAITING, self.number, self.step)
 
     def wait_ends(self) -> None:
-        """It does not any more."""
+        """Note that it does not wait any more."""
         if self.calling is not None and not self.is_calling_here:
             return
         self.waits_since_s = None
@@ -201,13 +201,13 @@ class Watched:
         return self.news
 
     def faults(self, believing: bool) -> list[Fault]:
-        """What became of other ranks, causes first, and otherwise in the order in which it was noticed.
+        """The faults of other ranks, causes first, and otherwise in the order in which they were noticed.
 
         Args:
             believing: whether to believe what is only suspected, since this rank has waited for some time.
         """
-        told = [Fault.from_json(each) for each in self._read().get("story", ())]
-        others = [fault for fault in causes_first(told) if fault.rank != self.rank]
+        faults = [Fault.from_json(each) for each in self._read().get("story", ())]
+        others = [fault for fault in order_by_cause(faults) if fault.rank != self.rank]
         believed = [
             fault
             for fault in others
@@ -216,29 +216,29 @@ class Watched:
         return with_causes(believed, others)
 
     def _waits_in(self, fault: Fault) -> bool:
-        """Whether this rank is in the very call that another one raised in, which goes on.
+        """Whether this rank is in the same call in which another one raised and then went on.
 
         If this one is in a later attempt at the call, it raised in the one before, too: the other one is on its way.
         """
         return fault.call == self.calling and fault.attempt >= self.attempt and self.is_calling_here
 
-    def mismatch(self) -> list[Place]:
+    def mismatch(self) -> list[PlaceOfWait]:
         """Two places in which ranks wait for each other for good; none if there are no such."""
-        return [Place.from_json(each) for each in self._read().get("mismatch", ())]
+        return [PlaceOfWait.from_json(each) for each in self._read().get("mismatch", ())]
 
     def busy(self) -> list[tuple[int, str, float]]:
         """Ranks that do not wait for others: which, what they do, and since how many seconds; the longest first."""
         return [(rank, text, age_s) for rank, text, age_s in self._read().get("busy", ())]
 
     def unreached(self) -> list[tuple[int, str, str]]:
-        """Ranks whose monitors were never reached by this one's: which, where they should be, and why not."""
+        """Ranks whose monitors this one's never reached: the rank, its addresses, and the reason."""
         return [(rank, where, why) for rank, where, why in self._read().get("unreached", ())]
 
 
 def described_status(watched: Watched) -> str:
     """What this rank is doing, in words."""
     what, call, text, _ = watched.monitor.status.doing()
-    return status_of.described(what, call, text)
+    return status_of.activity_text(what, call, text)
 
 
 def text_of(error: BaseException) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from fdp.emit.compiled.inductor import KEPT, modes, settings_now, type_of
 from fdp.errors import ArgumentError, build_message
-from fdp.pytorch.dynamo import taken_apart
+from fdp.pytorch.dynamo import function_behind_compile
 from fdp.pytorch.parts import require
 
 _NOT_FOR_STEPS: Mapping[str, str] = {
@@ -162,7 +162,7 @@ def unwrap_compiled(step_fn: Any) -> tuple[Any, Any]:
     Raises:
         ArgumentError: it was to be compiled by another backend.
     """
-    parts = taken_apart(step_fn)
+    parts = function_behind_compile(step_fn)
     if parts is None:
         return step_fn, None
     inner, wanted = parts

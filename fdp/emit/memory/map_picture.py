@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from fdp.tables import format_bytes
-from fdp.timeline.picture import BUCKET_COLOURS, check_path, new_figure, save
+from fdp.timeline.picture import BUCKET_COLOURS, check_path, new_figure, save_figure
 
 VALUE, LIGHT = "#B4B4B4", "#DEDEDE"
 """What values are drawn in, and what some of them may be told apart by."""
@@ -84,7 +84,7 @@ def draw_map(
         needed = format_bytes(dict(needed_bytes).get(device, 0))
         title = f"{name}, {what} on {device}: {format_bytes(size)}, of which {needed} are in use at once"
         axes.set_title(title, loc="left", fontsize=_FONT + 1, color=_INK)
-    return save(figure, path)
+    return save_figure(figure, path)
 
 
 def _draw_piece(axes: Any, piece: Drawn, face: str, size: int, end: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fdp.emit.memory.peak import DeviceMemory, MemoryForecast
 from fdp.tables import format_bytes
-from fdp.timeline.picture import check_path, new_figure, save
+from fdp.timeline.picture import check_path, new_figure, save_figure
 
 _INK, _FONT = "#262626", 9.0
 _WIDTH_IN, _TOP_IN, _HIGH_IN, _BOTTOM_IN = 10.0, 0.55, 2.9, 0.55
@@ -33,7 +33,7 @@ def draw_forecast(forecast: MemoryForecast, path: str | os.PathLike[str] | None)
         bottom = (index * panel_in + _BOTTOM_IN) / height_in
         axes = figure.add_axes((_LEFT, bottom, _RIGHT - _LEFT, _HIGH_IN / height_in))
         _draw_device(axes, forecast, device)
-    return save(figure, path)
+    return save_figure(figure, path)
 
 
 def _draw_device(axes: Any, forecast: MemoryForecast, device: DeviceMemory) -> None:

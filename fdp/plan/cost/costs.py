@@ -1,4 +1,4 @@
-"""What the parts of a step cost on a rank, in seconds, as a value."""
+"""The costs of a step's parts on a rank, in seconds, as a value."""
 
 from __future__ import annotations
 

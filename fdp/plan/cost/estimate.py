@@ -26,7 +26,7 @@ from fdp.trace.trace import Trace
 
 @dataclass(frozen=True, repr=False)
 class Machine:
-    """How fast one rank computes, in round numbers; those it has by default are of a data-centre accelerator.
+    """How fast one rank computes, in round numbers; the defaults are those of a data-centre accelerator.
 
     Attributes:
         flops_per_s: floating-point operations a second in matrix products and convolutions: one number, or one for

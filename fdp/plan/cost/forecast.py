@@ -1,11 +1,11 @@
-"""What a plan was made for, and what it is expected to take, as a value."""
+"""The costs and the network that a plan was made for, and its predicted time, as a value."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from fdp.plan.cost.costs import Costs
-from fdp.plan.cost.network import Network, described
+from fdp.plan.cost.network import Network, network_text
 from fdp.tables import Printed, count, heading, ms
 
 
@@ -54,7 +54,7 @@ class Forecast(Printed):
         compute_s = sum(self.costs.operations_s)
         lines = [
             f"Expected with {self.costs.origin} costs ({ms(compute_s)} ms of computing) on "
-            f"{count(self.world_size, 'rank')} ({described(self.network)}): a step of {ms(self.chosen.step_s)} ms, "
+            f"{count(self.world_size, 'rank')} ({network_text(self.network)}): a step of {ms(self.chosen.step_s)} ms, "
             f"{ms(self.chosen.exposed_s)} ms of it exposed"
         ]
         if self.optimal:

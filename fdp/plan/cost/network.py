@@ -111,7 +111,7 @@ class Network:
 
     @hiding_frames
     def message_s(self, op: str, size_bytes: float, world_size: int) -> float:
-        """Tell how long one message takes on a network that is otherwise idle.
+        """The seconds of one message on a network that is otherwise idle.
 
         Args:
             op: the name of a collective: "mean", "sum", "max", "min", "all_gather", "broadcast", "sum_scatter",
@@ -129,7 +129,7 @@ class Network:
         return latency_s + s_per_byte * size_bytes
 
     def parts(self, op: str, world_size: int) -> tuple[float, float]:
-        """Tell what a message takes: seconds whatever its size, and seconds for each byte.
+        """The costs of a message: seconds for any size, and seconds for each byte.
 
         Args:
             op: as for `message_s`.
@@ -181,7 +181,8 @@ def _ring(collective: Collective, size: int, link: _Link) -> _Link:
 
 
 def _directly(collective: Collective, hosts: int, within: int, outer: _Link, inner: _Link) -> _Link:
-    """Each rank sends to each other rank what is for it, in turn; of a permutation each to the next, as in a ring."""
+    """Each rank sends to each other rank its part, one after the other; in a permutation each to the next, as in a
+    ring."""
     if collective.paired:
         return max(outer[0], inner[0]), max(outer[1], inner[1])
     others = (hosts - 1) * within, within - 1
@@ -213,7 +214,7 @@ def _hierarchical(collective: Collective, hosts: int, within: int, outer: _Link,
     return between[0] + inside[0], between[1] + inside[1]
 
 
-def described(network: Network) -> str:
+def network_text(network: Network) -> str:
     """A network in words."""
     text = f"{network.algorithm}: {network.latency_s * 1e6:g} us and {network.bandwidth_bytes_per_s / 1e9:g} GB/s"
     if network.inner_latency_s is not None and network.inner_bandwidth_bytes_per_s is not None:

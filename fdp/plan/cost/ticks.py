@@ -1,7 +1,7 @@
-"""Costs and messages in whole nanoseconds, so that sums do not depend on the order in which they are made.
+"""Costs and messages in whole nanoseconds, so that sums do not depend on their order.
 
-The simulator and the planner add up the same seconds in different orders. In whole numbers they come to the same end,
-and so a planner can say that no other plan ends earlier. (Where messages slow computing down, times are not whole.)
+The simulator and the planner add up the same seconds in different orders. In whole numbers they get the same sums, so
+the planner can prove that no other plan ends earlier. (Where messages slow computing down, times are not whole.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TICKS_PER_S = 1e9
 
 @dataclass(frozen=True)
 class Ticks:
-    """What everything in a step takes on a network, in nanoseconds: whole numbers, as floats.
+    """The nanoseconds of all operations and messages of a step on a network: whole numbers, as floats.
 
     Attributes:
         operations: for each of `Trace.operations`; nothing for views and reductions.
@@ -43,13 +43,13 @@ class Ticks:
     silent: bool
 
     def message(self, op: str, on_link: float) -> tuple[float, float]:
-        """How long a message takes whose bytes take `on_link`, and how long it keeps the link."""
+        """The time of a message whose bytes take `on_link`, and the time that it occupies the link."""
         whole = self.latency[op] + on_link
         return whole, whole if self.in_flight == 1 else max(on_link, float(round(whole / self.in_flight)))
 
 
 def ticks_of(trace: Trace, costs: Costs, network: Network, world_size: int) -> Ticks:
-    """Round what a step costs.
+    """Round the costs of a step to ticks.
 
     Args:
         trace: of the step.
@@ -67,7 +67,7 @@ def ticks_of(trace: Trace, costs: Costs, network: Network, world_size: int) -> T
     if other := [f"{name}={value!r:.80}" for name, (value, kind) in given.items() if not isinstance(value, kind)]:
         raise ArgumentError(
             build_message(
-                f"step {trace.name!r} cannot be simulated with what was given.",
+                f"step {trace.name!r} cannot be simulated with these arguments.",
                 other,
                 remedy="pass network=fdp.Network(latency_s=..., bandwidth_bytes_per_s=...), and costs of fdp's own or "
                 "none.",

@@ -1,4 +1,4 @@
-"""What a planner needs to know of a step: gradients of one kind as a chain, each with the work before and after it.
+"""The planner's view of a step: gradients of one kind as a chain, each with the work before and after it.
 
 The reductions of one kind are cut into buckets; the buckets of all other kinds stay as they are, and start where their
 last member comes. Work that needs no gradient (the body: forward and backward) runs first; work that needs some (the

@@ -1,4 +1,4 @@
-"""Choose buckets by what they cost: the best cuts that can be found, against every fixed cap in the same simulation.
+"""Choose buckets by cost: the best cuts of the search, compared with every fixed cap in the same simulation.
 
 References: Shi, Chu and Li, MG-WFBP (INFOCOM 2019); Li et al., PyTorch Distributed (VLDB 2020), section 6.2, which
 recommends to sweep bucket sizes by hand.
@@ -18,7 +18,7 @@ from fdp.plan.buckets import (
     gathered_sooner,
     kind_of,
     make_buckets,
-    partition,
+    partition_by_caps,
     upstream_of,
 )
 from fdp.plan.cost.costs import Costs
@@ -67,12 +67,12 @@ def consider(
         ArgumentError: the costs are those of another trace, or there is no such number of ranks.
     """
     judge = _Judge(trace, ticks_of(trace, costs, network, world_size))
-    groups = _gathered_when_best(judge, partition(trace.reductions, trace.operations, caps_mb))
+    groups = _gathered_when_best(judge, partition_by_caps(trace.reductions, trace.operations, caps_mb))
     chosen = _alternative(_caps_name(caps_mb), groups, *judge.end_of(groups))
     return groups, Forecast(network, world_size, costs, chosen)
 
 
-def choose(
+def choose_buckets(
     trace: Trace, costs: Costs, network: Network, world_size: int, spread: float = 0.0
 ) -> tuple[Groups, Forecast]:
     """Find the buckets with which the simulated step ends earliest.
@@ -106,7 +106,7 @@ def choose(
     """
     judge = _Judge(trace, ticks_of(trace, costs, network, world_size))
     by_caps = {
-        _caps_name(caps): _gathered_when_best(judge, partition(trace.reductions, trace.operations, caps))
+        _caps_name(caps): _gathered_when_best(judge, partition_by_caps(trace.reductions, trace.operations, caps))
         for caps in FIXED_CAPS_MB
     }
     fixed = list(by_caps.values())
@@ -137,7 +137,7 @@ class _Judge:
         self._known: dict[Any, tuple[float, float]] = {}
 
     def end_of(self, groups: Groups) -> tuple[float, float]:
-        """When the step ends, and how much of that nothing is computed, in nanoseconds."""
+        """When the step ends, and how much of that time the compute lane waits, in nanoseconds."""
         key = tuple(groups)
         if key not in self._known:
             self._known[key] = _outcome(self.trace, groups, self.ticks)
@@ -145,7 +145,7 @@ class _Judge:
 
 
 def _earliest(judge: _Judge, start: Sequence[Groups]) -> tuple[Groups, bool]:
-    """The buckets with the earliest end that are found, from some to start with; and whether it is proven."""
+    """The buckets with the earliest end that the search finds from given ones, and whether that is proven."""
     trace, ticks = judge.trace, judge.ticks
     best, proven = min(start, key=judge.end_of), False
     kinds = _kinds(trace, judge.upstream)

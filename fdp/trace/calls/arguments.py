@@ -16,7 +16,7 @@ from fdp.distributed.group import Group, resolve_group
 from fdp.errors import ArgumentError, TraceError, build_message
 from fdp.pytorch.tensors import is_zero_without_memory
 from fdp.state.labels import labelled
-from fdp.state.shards import Layout, contiguous_strides, layout_in, sharded, taken_apart
+from fdp.state.shards import ShardLayout, contiguous_strides, flatten_to_parts, layout_in, sharded
 from fdp.trace.calls.overlap import memory_groups
 from fdp.trace.trace import Input
 
@@ -175,7 +175,7 @@ def sharing_pattern(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], .
 def flatten(args: tuple[Any, ...], roles: Roles) -> Flat:
     """Put the leaves of the arguments in a row and work out the signature in full."""
     trees, static = set_apart(args, roles)
-    leaves, spec = taken_apart(trees)
+    leaves, spec = flatten_to_parts(trees)
     key: tuple[Any, ...] = (spec, describe_static(static), *map(describe_leaf, leaves))
     if not roles.donated:
         return Flat(leaves, spec, static, (), None, key, args)
@@ -289,7 +289,7 @@ def describe_inputs(
     return names, inputs
 
 
-def _role(position: int, is_labelled: bool, layout: Layout | None, roles: Roles) -> str:
+def _role(position: int, is_labelled: bool, layout: ShardLayout | None, roles: Roles) -> str:
     if position in roles.batch:
         return "batch"
     return "part" if layout is not None else "per rank" if is_labelled else "state"
@@ -352,7 +352,7 @@ def _refuse_other_shards(
     names: Sequence[str],
     owner: Sequence[int],
     leaves: Sequence[Any],
-    layouts: Sequence[Layout | None],
+    layouts: Sequence[ShardLayout | None],
     roles: Roles,
     ranks: Group | None,
 ) -> None:

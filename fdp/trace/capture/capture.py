@@ -133,7 +133,7 @@ def capture(
             raise refusal from error
     called = [node for node in graph_module.graph.nodes if node.op == "call_function"]
     if called and not any("source" in node.meta for node in called):
-        raise parts.refusal(TRACING, ["the tracer makes nodes in another way than by its create_node"])
+        raise parts.unsupported_torch(TRACING, ["the tracer makes nodes in another way than by its create_node"])
     _drop_ranges(graph_module)
     drop_idle_rewinds(graph_module.graph)
     _drop_dead_code(graph_module)
@@ -153,7 +153,7 @@ def _without_values(fake_mode: FakeTensorMode, tensors: Sequence[torch.Tensor]) 
             for tensor in tensors
         ]
     if fakes and not (taught() and all(type(fake) is FakeTensor for fake in fakes)):
-        raise parts.refusal(TRACING, ["tensors without values are not made by FakeTensorMode.dispatch"])
+        raise parts.unsupported_torch(TRACING, ["tensors without values are not made by FakeTensorMode.dispatch"])
     return fakes
 
 

@@ -31,7 +31,7 @@ def compiling() -> Iterator[None]:
     validates = Distribution._validate_args
     with torch.compiler._compile_session_context(), uncompiled():
         if not torch.compiler.is_compiling():
-            raise parts.refusal(
+            raise parts.unsupported_torch(
                 TRACING, ["torch.compiler._compile_session_context does not set torch.compiler.is_compiling()"]
             )
         # Dynamo does so, too. The comparison at the first call runs with what the user has chosen.

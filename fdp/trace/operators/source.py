@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from fdp import pytree
-from fdp.pytorch.parts import refusal
+from fdp.pytorch.parts import unsupported_torch
 
 _LIBRARIES = tuple(
     os.path.dirname(os.path.abspath(str(path))) + os.sep for path in (torch.__file__, optree.__file__, pytree.__file__)
@@ -80,7 +80,7 @@ def source_lines(tracer: Any) -> Iterator[None]:
         else:
             number_of = getattr(current, "_sequence_nr", None)
             if number_of is None:
-                raise refusal("tracing a step", ["a node of autograd has no _sequence_nr"])
+                raise unsupported_torch("tracing a step", ["a node of autograd has no _sequence_nr"])
             source = lines.get(number_of()) or _source_of_arguments(node)
         node.meta["source"], node.meta["backward"] = source, current is not None
         return node

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from monitors import Watching, Wire, until, watching
 
-from fdp.distributed.liveness.links import Link
+from fdp.distributed.liveness.links import MonitorLink
 from fdp.distributed.liveness.neighbour import Neighbour
 from fdp.distributed.liveness.session import Session
 
@@ -124,7 +124,7 @@ def test_a_new_connection_is_a_sign_of_life() -> None:
     with watching(2, liveness_s=1.5) as (parent, _):
         session = Session()
         for _ in range(5):
-            link = Link(socket.create_connection(("127.0.0.1", parent.monitor.port)))
+            link = MonitorLink(socket.create_connection(("127.0.0.1", parent.monitor.port)))
             hello = {"group": "g", "rank": 1, "token": parent.monitor.token, "host": "here", "liveness_s": 4.0}
             link.send({**hello, "received": session.received})
             link.flush()

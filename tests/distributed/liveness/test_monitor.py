@@ -23,10 +23,10 @@ from monitors import until
 
 from fdp.distributed.liveness import status as status_of
 from fdp.distributed.liveness.addresses import host_name, own_addresses
-from fdp.distributed.liveness.links import Link, listen, start_connecting
+from fdp.distributed.liveness.links import MonitorLink, listen, start_connecting
 from fdp.distributed.liveness.monitor import Monitor
 from fdp.distributed.liveness.process import Process
-from fdp.distributed.liveness.status import SIZE_BYTES, Status, described
+from fdp.distributed.liveness.status import SIZE_BYTES, Status, activity_text
 
 
 def shared() -> tuple[Any, Status, Status]:
@@ -71,7 +71,7 @@ def test_news_are_whole_however_often_they_change() -> None:
         before = own.version
         with pytest.raises(ValueError, match="do not fit"):
             other.tell(b" " * SIZE_BYTES)
-        assert own.version == before  # what was told before stays
+        assert own.version == before  # the earlier report stays
 
 
 def test_a_process_is_seen_to_stop_to_go_on_and_to_end() -> None:
@@ -94,9 +94,9 @@ def test_a_process_is_seen_to_stop_to_go_on_and_to_end() -> None:
 def test_messages_come_whole_whatever_the_pieces_of_the_wire() -> None:
     messages = [{"n": n, "text": "é" * (n * 977)} for n in range(60)]
     with listen(everywhere=False) as listening:
-        sending = Link(start_connecting("127.0.0.1", listening.getsockname()[1]))
+        sending = MonitorLink(start_connecting("127.0.0.1", listening.getsockname()[1]))
         assert until(lambda: bool(select.select([listening], [], [], 0)[0]))
-        receiving = Link(listening.accept()[0])
+        receiving = MonitorLink(listening.accept()[0])
     for message in messages:
         sending.send(message)
     found: list[Any] = []
@@ -199,7 +199,7 @@ def test_a_child_is_heard_and_missed_when_it_is_gone(running: Running) -> None:
     assert running.story()[1]["reason"] == "unreachable"  # its monitor has not said where it is
 
 
-def test_many_strangers_keep_nobody_out(running: Running) -> None:
+def test_many_strangers_keep_no_monitor_out(running: Running) -> None:
     silent = [running.connect() for _ in range(100)]
     try:
         with running.connect() as child:
@@ -260,6 +260,6 @@ def test_this_machine_has_a_name_and_addresses_that_are_not_its_own_loopback() -
 
 
 def test_what_a_rank_does_reads_as_a_sentence() -> None:
-    assert described(status_of.NEW, 0, "") == "in its own code, before the first call of a step"
-    assert described(status_of.PREPARING, 1, "train") == "preparing call 1 of step 'train'"
-    assert described(status_of.WAITING, 3, "it's") == 'in call 3 of step "it\'s"'
+    assert activity_text(status_of.NEW, 0, "") == "in its own code, before the first call of a step"
+    assert activity_text(status_of.PREPARING, 1, "train") == "preparing call 1 of step 'train'"
+    assert activity_text(status_of.WAITING, 3, "it's") == 'in call 3 of step "it\'s"'

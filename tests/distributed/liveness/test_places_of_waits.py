@@ -5,15 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fdp.distributed.liveness.places import Place, contradiction, merged
+from fdp.distributed.liveness.places import PlaceOfWait, contradiction, merged
 
 EVENTS = st.lists(st.sampled_from(["message", "exchange"]), min_size=1, max_size=8)
 
 
-def place_of(events: list[str], at: int, rank: int) -> Place:
+def place_of(events: list[str], at: int, rank: int) -> PlaceOfWait:
     """Where a rank waits that has begun the event `at`, and all before it."""
     begun = events[: at + 1]
-    return Place(events[at] == "exchange", begun.count("exchange"), begun.count("message"), rank, f"event {at}")
+    return PlaceOfWait(events[at] == "exchange", begun.count("exchange"), begun.count("message"), rank, f"event {at}")
 
 
 @given(EVENTS, st.data())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fdp.distributed.liveness.fault import Fault
 from fdp.distributed.liveness.machines import packed, unpacked
-from fdp.distributed.liveness.places import Place
+from fdp.distributed.liveness.places import PlaceOfWait
 from fdp.distributed.liveness.tree import FANOUT, Node, parent_of
 
 LIVENESS_S = 10.0
@@ -266,7 +266,7 @@ def test_a_job_that_ends_in_order_floods_nothing() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.integers(2, 60), st.integers(1, 8), st.integers(0, 2**32))
 def test_whatever_fails_all_that_can_hear_of_it_name_it(size: int, per_host: int, seed: int) -> None:
-    """Random faults, told or not: every rank that is left names a rank that is gone, and none that is well."""
+    """Random faults, reported or not: every rank that is left names a rank that is gone, and none that is well."""
     draw = random.Random(seed)
     network = Network(size, per_host)
     network.run(6.0, step_s=0.5)
@@ -328,9 +328,12 @@ def test_all_hear_of_two_ranks_in_different_places(size: int) -> None:
     """Also who does not wait, and who comes back to a parent that has heard; and it is never taken back."""
     network = Network(size)
     network.run(3.0)
-    step, restore = Place(False, 6, 21, size - 1, "call 5 of step 'train'"), Place(True, 7, 20, 1, "restore")
+    step, restore = (
+        PlaceOfWait(False, 6, 21, size - 1, "call 5 of step 'train'"),
+        PlaceOfWait(True, 7, 20, 1, "restore"),
+    )
     for rank in range(2, size):
-        network.nodes[rank].waits(Place(False, 6, 21, rank, step.text), network.now_s)
+        network.nodes[rank].waits(PlaceOfWait(False, 6, 21, rank, step.text), network.now_s)
     network.run(1.0)
     assert not any(node.mismatch for node in network.nodes.values())
     network.nodes[1].waits(restore, network.now_s)
@@ -347,10 +350,10 @@ def test_all_hear_of_two_ranks_in_different_places(size: int) -> None:
 
 def test_a_place_that_a_rank_has_left_is_forgotten() -> None:
     network = Network(3)
-    network.nodes[1].waits(Place(True, 7, 20, 1, "restore"), network.now_s)
+    network.nodes[1].waits(PlaceOfWait(True, 7, 20, 1, "restore"), network.now_s)
     network.run(1.0)
     network.nodes[1].waits(None, network.now_s)
     network.run(1.0)
-    network.nodes[2].waits(Place(False, 6, 21, 2, "call 5 of step 'train'"), network.now_s)
+    network.nodes[2].waits(PlaceOfWait(False, 6, 21, 2, "call 5 of step 'train'"), network.now_s)
     network.run(3.0)
     assert not any(node.mismatch for node in network.nodes.values())

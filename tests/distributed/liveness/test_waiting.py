@@ -18,7 +18,7 @@ import fdp
 from fdp.distributed.exchange import tell_all
 from fdp.distributed.group import resolve_group
 from fdp.distributed.liveness import aborting, patience, watched
-from fdp.distributed.liveness.fault import Fault, causes_first
+from fdp.distributed.liveness.fault import Fault, order_by_cause
 from fdp.distributed.liveness.report import where
 from fdp.distributed.liveness.watch import liveness_s
 from fdp.distributed.liveness.watched import age
@@ -275,7 +275,7 @@ def test_who_left_for_a_frozen_rank_is_not_blamed_when_that_one_is_killed(
 
 def test_ranks_that_left_for_each_other_are_both_named() -> None:
     story = [Fault(0, "left", because=((1, "left"),)), Fault(1, "left", because=((0, "left"),))]
-    assert [fault.rank for fault in causes_first(story)] == [1, 0]
+    assert [fault.rank for fault in order_by_cause(story)] == [1, 0]
     assert patience.peer_error(Looking(), story, "a message").ranks == (0, 1)  # type: ignore[arg-type]
 
 

@@ -134,7 +134,7 @@ def test_a_result_that_equals_donated_state_has_memory_of_its_own() -> None:
     torch.testing.assert_close(runs[1], runs[0])
 
 
-def test_nobody_can_have_such_arithmetic_left_out() -> None:
+def test_such_arithmetic_cannot_be_left_out() -> None:
     from torch._inductor import config
 
     with pytest.raises(fdp.ArgumentError, match="share memory") as caught:

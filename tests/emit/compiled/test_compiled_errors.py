@@ -94,7 +94,7 @@ def test_a_missing_compiler_is_an_error(first: bool, monkeypatch: pytest.MonkeyP
     tried: list[str] = []
 
     class Instructions:
-        """Stands for vector instructions that nobody has tried yet, as those of the processor may have been."""
+        """Stands for vector instructions that were not tried yet, as those of the processor may have been."""
 
         def __str__(self) -> str:
             return "some"

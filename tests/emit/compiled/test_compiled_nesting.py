@@ -102,7 +102,7 @@ def test_an_undecorated_step_may_be_compiled() -> None:
         ({"mode": "max-autotune-no-cudagraphs"}, False, {"max_autotune": True, "coordinate_descent_tuning": True}),
         ({"fullgraph": True, "options": {"max_fusion_size": 32}}, False, {"max_fusion_size": 32}),
         ({"fullgraph": True}, False, {}),
-        # What data_parallel was told counts.
+        # The options of data_parallel count.
         ({"options": {"max_fusion_size": 32}}, {"max_fusion_size": 8}, {"max_fusion_size": 8}),
     ],
 )

@@ -119,7 +119,7 @@ def test_a_draw_with_probability_zero_is_a_draw() -> None:
 
     trace = fdp.data_parallel(step).trace(torch.ones(4), torch.ones(5, 4))
     targets = [str(operation.target) for operation in trace.operations]
-    # Nobody uses what they draw, and they are kept.
+    # Their numbers are not used, and the draws are kept.
     assert [t for t in targets if "bernoulli" in t or "dropout" in t] == [
         "aten.bernoulli.p",
         "aten.native_dropout.default",

@@ -42,7 +42,7 @@ def test_only_the_best_is_tried_unless_it_fails(works: bool, monkeypatch: pytest
     assert tried == (["new"] if works else ["new", "new", "old"])
 
 
-def test_what_somebody_has_said_already_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_the_user_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
     monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", [Instructions("old", True, tried)])
     monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["old"])

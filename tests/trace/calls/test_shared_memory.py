@@ -135,7 +135,7 @@ def test_zeros_without_memory_do_not_go_in() -> None:
 
 
 def test_what_a_failed_trace_runs_by_itself_leaves_no_trace() -> None:
-    """Whose fault a failure is, the step itself shows, run as it is: on nothing that anybody keeps."""
+    """Run the step itself, on copies, to see whether a failure is its own."""
 
     def step(w: Tensor, b: Tensor) -> Tensor:
         TABLE.add_(1)

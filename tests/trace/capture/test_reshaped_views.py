@@ -70,7 +70,7 @@ def test_a_derivative_is_that_of_plain_torch_or_refused(change: str, changes_bas
     found = {pair: is_right(change, *pair, changes_base) for pair in itertools.product(VIEWS, USES)}
     assert [pair for pair, right in found.items() if right is False] == []
     if changes_base:
-        assert all(found[view, "base"] for view in VIEWS if view != "diagonal")  # nobody looks at the view
+        assert all(found[view, "base"] for view in VIEWS if view != "diagonal")  # nothing reads the view
     else:
         assert all(found[view, "base"] for view in VIEWS)
 
