@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import optree
 import torch
+from optree.accessors import PyTreeEntry
 from optree.registry import __GLOBAL_NAMESPACE as _EVERYWHERE
 
 # What is registered with torch's pytrees has no public name: a dict from each type to its functions.
@@ -89,7 +90,7 @@ def register_everywhere(
     kind: type,
     parts: Callable[[Any], tuple[Sequence[Any], Any, Sequence[Any]]],
     whole: Callable[[Iterable[Any], Any], Any],
-    entry: type[optree.PyTreeEntry],
+    entry: type[PyTreeEntry],
 ) -> None:
     """Make a container of fdp's own known to optree, in all namespaces, and to torch's pytrees.
 
@@ -119,7 +120,7 @@ def register_where_taken_apart(
     kind: type,
     parts: Callable[[Any], tuple[Sequence[Any], Any, Sequence[Any]]],
     whole: Callable[[Any, Iterable[Any]], Any],
-    entry: type[optree.PyTreeEntry],
+    entry: type[PyTreeEntry],
 ) -> None:
     """Make a type a container for `flatten(..., apart=True)` alone; the arguments are as for `register_everywhere`."""
     global _apart
@@ -194,7 +195,7 @@ class _Attribute(str):
     __slots__ = ()
 
 
-class _KeyPathEntry(optree.PyTreeEntry):
+class _KeyPathEntry(PyTreeEntry):
     """One step of a key path through a container of ours."""
 
     def __call__(self, obj: Any) -> Any:

@@ -114,7 +114,8 @@ def all_to_all(x: Tree, split_axis: int, concat_axis: int) -> Tree:
         parts = markers.all_to_all(_rows(leaf, split, size), where.name, "value", label)
         if size == 1 or all(n == 1 for n in leaf.shape[:concat]):  # rows follow each other as they are
             shape = [*parts.shape[1 : concat + 1], size * parts.shape[concat + 1], *parts.shape[concat + 2 :]]
-            return torch.ops.aten._unsafe_view.default(parts, shape)  # the caller's own, and no view
+            result: torch.Tensor = torch.ops.aten._unsafe_view.default(parts, shape)  # the caller's own, and no view
+            return result
         return parts.movedim(0, concat).flatten(concat, concat + 1).contiguous()
 
     def check(given: Given) -> None:
@@ -163,7 +164,8 @@ def _scatter(name: str, tree: Tree, axis: int, op: str) -> Tree:
 
 def _rows(x: torch.Tensor, axis: int, size: int) -> torch.Tensor:
     """Split a dimension into equal parts, one for each rank, which become the first dimension."""
-    return x.unflatten(axis, (size, x.shape[axis] // size)).movedim(axis, 0)
+    result: torch.Tensor = x.unflatten(axis, (size, x.shape[axis] // size)).movedim(axis, 0)
+    return result
 
 
 def _refuse_axis(name: str, argument: str, axis: Any, given: Given, ranks: int | None) -> None:

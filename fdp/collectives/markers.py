@@ -36,7 +36,8 @@ class AllReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(x: torch.Tensor, op: str, axis: str, kind: str, label: str) -> torch.Tensor:
-        return torch.ops.fdp.all_reduce.default(x, op, axis, kind, label)
+        result: torch.Tensor = torch.ops.fdp.all_reduce.default(x, op, axis, kind, label)
+        return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -61,7 +62,8 @@ class NarrowMean(torch.autograd.Function):
         # Alone, nothing is sent, so nothing is rounded: the marker only says what would be sent.
         sent = x if size == 1 or narrow == x.dtype else x.to(narrow, memory_format=torch.contiguous_format)
         out = torch.ops.fdp.all_reduce.default(sent, "mean", axis, "gradient", label, narrow, accumulate)
-        return out.to(x.dtype)
+        result: torch.Tensor = out.to(x.dtype)
+        return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -81,7 +83,8 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(x: torch.Tensor, size: int, axis: str, label: str) -> torch.Tensor:
-        return torch.ops.fdp.all_gather.default(x, size, axis, label)
+        result: torch.Tensor = torch.ops.fdp.all_gather.default(x, size, axis, label)
+        return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -101,7 +104,8 @@ class Broadcast(torch.autograd.Function):
 
     @staticmethod
     def forward(x: torch.Tensor, root: int, axis: str, label: str) -> torch.Tensor:
-        return torch.ops.fdp.broadcast.default(x, root, axis, label)
+        result: torch.Tensor = torch.ops.fdp.broadcast.default(x, root, axis, label)
+        return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -123,7 +127,8 @@ class ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def forward(x: torch.Tensor, op: str, axis: str, kind: str, label: str) -> torch.Tensor:
-        return torch.ops.fdp.reduce_scatter.default(x, op, axis, kind, label)
+        result: torch.Tensor = torch.ops.fdp.reduce_scatter.default(x, op, axis, kind, label)
+        return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -146,7 +151,8 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(x: torch.Tensor, axis: str, kind: str, label: str) -> torch.Tensor:
-        return torch.ops.fdp.all_to_all.default(x, axis, kind, label)
+        result: torch.Tensor = torch.ops.fdp.all_to_all.default(x, axis, kind, label)
+        return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -166,7 +172,8 @@ class Permute(torch.autograd.Function):
 
     @staticmethod
     def forward(x: torch.Tensor, pairs: Sequence[int], axis: str, kind: str, label: str) -> torch.Tensor:
-        return torch.ops.fdp.permute.default(x, pairs, axis, kind, label)
+        result: torch.Tensor = torch.ops.fdp.permute.default(x, pairs, axis, kind, label)
+        return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -187,7 +194,8 @@ class Vary(torch.autograd.Function):
 
     @staticmethod
     def forward(x: torch.Tensor, kind: str) -> torch.Tensor:
-        return torch.ops.fdp.vary.default(x, kind)
+        result: torch.Tensor = torch.ops.fdp.vary.default(x, kind)
+        return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -31,7 +31,8 @@ class StackRanks(_Transposed):
 
     @staticmethod
     def forward(x: torch.Tensor, size: int, axis: str, label: str) -> torch.Tensor:
-        return torch.ops.fdp.all_gather.default(x, size, axis, label)
+        result: torch.Tensor = torch.ops.fdp.all_gather.default(x, size, axis, label)
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -79,7 +80,8 @@ class Collect(_Transposed):
 
     @staticmethod
     def forward(x: torch.Tensor, axis: str, label: str) -> torch.Tensor:
-        return torch.ops.fdp.all_reduce.default(x, "sum", axis, "transpose", label)
+        result: torch.Tensor = torch.ops.fdp.all_reduce.default(x, "sum", axis, "transpose", label)
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

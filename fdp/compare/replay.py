@@ -63,7 +63,7 @@ def _collective(node: fx.Node, values: Sequence[Any], others: OtherRanks) -> tor
     if is_marker(node, "axis_index"):
         return torch.tensor(others.rank, dtype=torch.int64, device=node.meta["val"].device)
     if is_marker(node, "vary"):
-        return values[0].clone()
+        return torch.clone(values[0])
     # The marker itself, on another axis than the one that it was traced on.
     schema: Any = node.target
     names = [argument.name for argument in schema_of(schema).arguments]

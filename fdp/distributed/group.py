@@ -180,7 +180,8 @@ def time_limit_of(ranks: Group) -> datetime.timedelta | None:
     """How long messages of a process group may take; None if its backend does not say."""
     assert ranks.process_group is not None
     options = getattr(ranks.process_group._get_backend(_device_of(ranks)), "options", None)
-    return getattr(options, "_timeout", None)
+    limit: datetime.timedelta | None = getattr(options, "_timeout", None)
+    return limit
 
 
 def _device_of(ranks: Group) -> torch.device:

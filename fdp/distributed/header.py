@@ -95,7 +95,7 @@ class Header:
         Returns:
             What was sent.
         """
-        number = self._numbers[call % CALLS]
+        number: int = self._numbers[call % CALLS]
         if isinstance(mixed, torch.Tensor):
             row = self._row_on_device(mixed.to(self._device, torch.int64) ^ number)
             tail.copy_(row)

@@ -128,7 +128,8 @@ def _plain(module: Any) -> nn.Module:
     if lazy:
         what = f"{type(module).__name__} has tensors whose shape is not known yet:"
         raise ArgumentError(build_message(what, lazy, "run one forward first, then call from_module."))
-    return module
+    result: nn.Module = module
+    return result
 
 
 def _torch_kinds(module: Any) -> set[str]:

@@ -133,7 +133,8 @@ def norm_of(leaves: list[Tensor], norm_type: float) -> Tensor:
     if _take_lists(leaves):
         return torch.nn.utils.get_total_norm(leaves, norm_type, foreach=True)
     norms = [torch.linalg.vector_norm(leaf, norm_type) for leaf in leaves]
-    return torch.linalg.vector_norm(torch.stack([norm.to(leaves[0].device) for norm in norms]), norm_type)
+    result: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(leaves[0].device) for norm in norms]), norm_type)
+    return result
 
 
 def multiplied(grads: Tree, factor: Tensor) -> Tree:

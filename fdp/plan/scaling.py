@@ -94,7 +94,8 @@ class Scaling(Printed):
         """
         from fdp.plan.scaling_picture import draw_scaling
 
-        return draw_scaling(self, path)
+        result: Figure = draw_scaling(self, path)
+        return result
 
     def __repr__(self) -> str:
         sizes = [str(scale.world_size) for scale in self.scales]

@@ -46,7 +46,8 @@ def mixed(key: torch.Tensor, data: torch.Tensor, purpose: int) -> torch.Tensor:
     Returns:
         A new int64 tensor of the common shape.
     """
-    return Hash.apply(key, data, purpose)
+    result: torch.Tensor = Hash.apply(key, data, purpose)
+    return result
 
 
 def words(key: torch.Tensor, count: int, purpose: int) -> torch.Tensor:
@@ -60,7 +61,8 @@ def words(key: torch.Tensor, count: int, purpose: int) -> torch.Tensor:
     Returns:
         A new int64 tensor of shape [*key.shape, count], on the key's device.
     """
-    return Words.apply(key, count, purpose)
+    result: torch.Tensor = Words.apply(key, count, purpose)
+    return result
 
 
 def _mix_(z: torch.Tensor) -> torch.Tensor:
@@ -118,7 +120,8 @@ class Hash(_OfIntegers):
 
     @staticmethod
     def forward(key: torch.Tensor, data: torch.Tensor, purpose: int) -> torch.Tensor:
-        return torch.ops.fdp_random.hash.default(key, data, purpose)
+        result: torch.Tensor = torch.ops.fdp_random.hash.default(key, data, purpose)
+        return result
 
     @staticmethod
     def vmap(
@@ -140,7 +143,8 @@ class Words(_OfIntegers):
 
     @staticmethod
     def forward(key: torch.Tensor, count: int, purpose: int) -> torch.Tensor:
-        return torch.ops.fdp_random.words.default(key, count, purpose)
+        result: torch.Tensor = torch.ops.fdp_random.words.default(key, count, purpose)
+        return result
 
     @staticmethod
     def vmap(

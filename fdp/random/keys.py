@@ -320,7 +320,8 @@ def _words(name: str, key: torch.Tensor, shape: int | Sequence[int], device: Any
     else:
         # Each word of 64 bits is two of 32.
         drawn, unused = words(key, -(-count // 2), _DRAW).view(torch.int32)[:count], 32 - bits
-    return (drawn.view(sizes) >> unused) & (2**bits - 1)
+    result: torch.Tensor = (drawn.view(sizes) >> unused) & (2**bits - 1)
+    return result
 
 
 def _check_key(name: str, key: Any) -> None:

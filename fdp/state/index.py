@@ -125,7 +125,7 @@ _InPython: Any = pickle._Unpickler
 """Of the standard library, and private: `Unpickler` in Python, of which each instruction can be replaced."""
 
 
-class _IndexUnpickler(_InPython):
+class _IndexUnpickler(_InPython):  # type: ignore[misc]  # it has no types of its own
     """Knows the instructions that an index consists of, and no other."""
 
     stack: list[Any]
@@ -290,7 +290,8 @@ def _info(record: Any, directory: Path) -> _StorageInfo:
 def _state(record: Any, kind: str) -> Mapping[str, Any]:
     if type(record) is not _Record or record.kind != kind:
         raise _Broken(f"it has {_record_text(record)} in the place of a {kind}")
-    return _typed(record.state, dict)
+    result: Mapping[str, Any] = _typed(record.state, dict)
+    return result
 
 
 def _numbers(given: Any) -> torch.Size:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import optree
 import torch
+from optree.accessors import PyTreeEntry
 
 from fdp import pytree
 from fdp.errors import ArgumentError, build_message
@@ -79,7 +79,7 @@ class PerRank:
     __hash__ = None  # type: ignore[assignment]  # its tensor may change in place
 
 
-class _Value(optree.PyTreeEntry):
+class _Value(PyTreeEntry):
     """The step of a key path into a labelled leaf. It adds nothing to the name of the leaf."""
 
     def __call__(self, obj: Any) -> Any:

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import optree
 import torch
+from optree.accessors import PyTreeEntry
 from torch.distributed.device_mesh import DeviceMesh
 
 from fdp import pytree
@@ -160,7 +160,7 @@ def assembled(part: torch.Tensor, layout: ShardLayout) -> DTensor:
     return assembled_over(layout.mesh, part, layout.placements, layout.shape, layout.stride)
 
 
-class _ShardEntry(optree.PyTreeEntry):
+class _ShardEntry(PyTreeEntry):
     """The step of a key path into a sharded leaf. It adds nothing to the name of the leaf."""
 
     def __call__(self, obj: Any) -> Any:
@@ -203,7 +203,7 @@ def is_sharded(leaf: Any) -> bool:
     return type(leaf).__name__ == "DTensor" and type(leaf) is sharded_type()
 
 
-def is_shard(entry: optree.PyTreeEntry) -> bool:
+def is_shard(entry: PyTreeEntry) -> bool:
     """Whether an entry of a key path leads into a sharded leaf."""
     return isinstance(entry, _ShardEntry)
 

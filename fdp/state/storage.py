@@ -210,7 +210,8 @@ class Reader(dcp.FileSystemReader):
         place = self._index().storage_data[item.storage_index]
         with (Path(self.path) / place.relative_path).open("rb") as file:
             file.seek(place.offset)
-            return file.read(place.length)
+            result: bytes = file.read(place.length)
+            return result
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):

@@ -261,7 +261,6 @@ class Step:
         return known.emitted.run(tensors)
 
     def _run_first(self, known: Known, tensors: list[torch.Tensor], args: tuple[Any, ...], roles: Roles) -> Any:
-        # Here ranks agree on what has been prepared.
         progress, known.progress = known.progress or Progress(self._name), None
         with progress, progress.stage("first run"):
             result = self._run(known, tensors, args, roles)

@@ -173,7 +173,8 @@ class Timeline(Printed):
         """
         from fdp.timeline.picture import draw
 
-        return draw(self, path, beside)
+        result: Figure = draw(self, path, beside)
+        return result
 
     @hiding_frames
     def save_trace(self, path: str | os.PathLike[str]) -> None:

@@ -146,7 +146,8 @@ class Execution(TermMachine):
         copy.__kwdefaults__ = bound
         try:
             with without_autograd_kernels() if self._whole else nullcontext(), self._dispatch:
-                return copy(list(self.inputs), self._start, self._wait)
+                result: list[torch.Tensor] = copy(list(self.inputs), self._start, self._wait)
+                return result
         except Exception as error:
             line = _line_of(error, function.__code__)
             what = str(error) if isinstance(error, VerificationError) else f"{type(error).__name__}: {error}"

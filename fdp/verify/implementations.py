@@ -252,7 +252,7 @@ class _Noting(TorchDispatchMode):
     """Records operators with their arguments, and runs none."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch's
         self.calls: list[tuple[Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

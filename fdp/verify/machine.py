@@ -24,7 +24,7 @@ class Dispatch(TorchDispatchMode):
     """Passes each called operator to a function, unless it is idle."""
 
     def __init__(self, carry_out: Callable[..., Any]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch's
         self._carry_out = carry_out
         self.idle = False
 

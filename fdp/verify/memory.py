@@ -373,7 +373,8 @@ def _is_small(lies: Any, unit: int, size: int) -> bool:
         if type(number) is not int or type(step) is not int:
             return False
         elements *= number if step else 1
-    return max(elements, size) <= _EXACT_UNITS
+    result: bool = max(elements, size) <= _EXACT_UNITS
+    return result
 
 
 def _mask(lies: Any, start: int, size: int, unit: int) -> torch.Tensor:

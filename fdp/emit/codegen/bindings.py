@@ -75,7 +75,7 @@ class _Witness(TorchDispatchMode):
     """Notes which operators are called."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch's
         self.calls = 0
         self.called: tuple[Any, Sequence[Any], Mapping[str, Any]] = (None, (), {})
         self._inside = False

@@ -144,11 +144,13 @@ def _flops(node: fx.Node) -> float:
 
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
+    result: int = sdpa_flop_count(query.shape, key.shape, value.shape)
+    return result
 
 
 def _attention_backward(grad_out: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    return sdpa_backward_flop_count(grad_out.shape, query.shape, key.shape, value.shape)
+    result: int = sdpa_backward_flop_count(grad_out.shape, query.shape, key.shape, value.shape)
+    return result
 
 
 _ATTENTION_ON_CPU: dict[Any, Callable[..., int]] = {

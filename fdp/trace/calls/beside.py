@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import optree
 import torch
+from optree.accessors import PyTreeEntry
 
 from fdp import pytree
 from fdp.collectives.markers import all_gather
@@ -45,7 +45,7 @@ class _Part(enum.Enum):
     MEANS = "means"
 
 
-class _Entry(optree.PyTreeEntry):
+class _Entry(PyTreeEntry):
     """The step of a key path into what a step returns."""
 
     def __call__(self, obj: Any) -> Any:
@@ -56,7 +56,7 @@ class _Entry(optree.PyTreeEntry):
         return node if self.entry is _Part.RESULT else f"finite({self.entry.value})"
 
 
-def is_hidden(entry: optree.PyTreeEntry) -> bool:
+def is_hidden(entry: PyTreeEntry) -> bool:
     """Whether a step of a key path is one that a user does not see."""
     return entry.entry is _Part.RESULT
 

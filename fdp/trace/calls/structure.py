@@ -94,7 +94,8 @@ class Structure:
             return leaves if spec == self.spec else None
         try:
             if len(args) == self._length and self._known.holds(args):
-                return self.spec.flatten_up_to(args)
+                result: list[Any] = self.spec.flatten_up_to(args)
+                return result
         except (ValueError, KeyError):
             pass  # other keys
         return None

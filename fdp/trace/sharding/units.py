@@ -89,7 +89,8 @@ def is_same_view(node: fx.Node) -> bool:
         return not effects_of(node.all_input_nodes[0]).view  # one of several results
     if not (isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor)):
         return False
-    return _lie(one) == _lie(two)
+    result: bool = _lie(one) == _lie(two)
+    return result
 
 
 def _lie(x: torch.Tensor) -> Any:
