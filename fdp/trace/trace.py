@@ -15,15 +15,16 @@ from fdp.distributed.collective import COLLECTIVES, Collective
 from fdp.distributed.wire import Wire
 from fdp.errors import ArgumentError, build_message
 from fdp.state.shards import Part
-from fdp.tables import Printed, Table, count, format_bytes, heading
+from fdp.tables import Printed, Table, clipped, count, format_bytes, heading
 from fdp.trace.operators.effects import storages_of
+from fdp.tracebacks import hiding_frames
 
 if TYPE_CHECKING:
     from fdp.plan import Costs, Network, Plan
     from fdp.plan.buckets import Caps
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Input:
     """A tensor that goes into the step.
 
@@ -52,13 +53,16 @@ class Input:
     shares_memory: bool
     part: Part | None = None
 
+    def __repr__(self) -> str:
+        return f"<Input {clipped(self.name)}: {self.role}, {_short(self.dtype)} {list(self.shape)} on {self.device}>"
+
     @property
     def replicated(self) -> bool:
         """Whether all ranks hold the same bits."""
         return self.role == "state"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Output:
     """A leaf of what the step returns.
 
@@ -86,8 +90,12 @@ class Output:
     labelled: bool = False
     part: Part | None = None
 
+    def __repr__(self) -> str:
+        shape = "constant" if self.shape is None else f"{_short(self.dtype)} {list(self.shape)}"
+        return f"<Output {clipped(self.name)}: {shape}, {'varying' if self.varying else 'replicated'}>"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Operation:
     """One operator call, or one entry (of the lists) of a call that can be taken apart.
 
@@ -112,8 +120,11 @@ class Operation:
     backward: bool = False
     source: str = ""
 
+    def __repr__(self) -> str:
+        return f"<Operation {clipped(self.node, 30)}: {clipped(self.target, 30)}>"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Reduction:
     """A value that ranks combine: a gradient, a metric, a statistic, or what a derivative sends back.
 
@@ -150,6 +161,9 @@ class Reduction:
     source: str
     accumulate_dtype: torch.dtype | None = None
     pairs: tuple[tuple[int, int], ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<Reduction {clipped(self.name)}: {self.op} of {_short(self.dtype)} {list(self.shape)}>"
 
     @property
     def collective(self) -> Collective:
@@ -303,6 +317,7 @@ class Trace(Printed):
                     return True
         return False
 
+    @hiding_frames
     def plan(
         self,
         bucket_cap_mb: Caps = "auto",
