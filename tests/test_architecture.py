@@ -41,7 +41,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "random": ("hashing", "keys", "generators"),
     "data": ("permutation", "batch_sampler"),
     "state": (
-        "index labels lock pace pieces rank_local shards unwritten", "replicate shard storage", "contents",
+        "labels lock pace pieces rank_local seal shards unwritten", "index", "replicate shard storage", "contents",
         "checkpoint", "checkpoint_manager",
     ),
     "collectives": ("operators", "markers", "over_pytrees transposes", "exchanges"),

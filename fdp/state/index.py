@@ -8,6 +8,7 @@ part of which has to be of its type, and to lie in its file.
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import os
@@ -33,6 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fdp.errors import ArgumentError, build_message
+from fdp.state.seal import without_seal
 
 INDEX = ".metadata"
 """The file of a checkpoint that says what lies in which other file of its directory."""
@@ -48,14 +50,20 @@ def read_index(path: Path) -> Metadata:
         The index; it holds each tensor whole, in files that are there.
 
     Raises:
-        ArgumentError: it is damaged, or is none; or files are missing, cut off, or outside of its directory.
+        ArgumentError: it is damaged, be it in one bit, or is none; or files are missing, cut off, or outside of its
+            directory.
         OSError: it is not there, or cannot be read.
     """
     if path.exists() and not path.is_file() and not path.is_dir():  # a pipe would be waited for
         raise _refused(path, "it is no file")
     with path.open("rb") as file:
         try:
-            return _index_of(_IndexUnpickler(file).load(), path.parent)
+            content, is_sealed = without_seal(file.read())
+            stream = io.BytesIO(content)
+            root = _IndexUnpickler(stream).load()
+            if stream.read(1):  # such as a seal of which a bit has flipped
+                raise _Broken("it goes on after its end" if not is_sealed else "it ends before its seal")
+            return _index_of(root, path.parent)
         except OSError:
             raise
         except Exception as error:  # whatever a damaged pickle makes of itself

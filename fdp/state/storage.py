@@ -27,6 +27,7 @@ from fdp.errors import ArgumentError, FdpError, build_message, first_line
 from fdp.state.index import INDEX, files_of, read_index
 from fdp.state.pace import Pace, Paced
 from fdp.state.pieces import is_intact, refuse_changed
+from fdp.state.seal import seal_of
 from fdp.state.unwritten import with_reasons
 
 _DATA = "*.distcp"
@@ -137,10 +138,19 @@ class _ReplacesAtOnce(FileSystem):
             super().rm_file(path)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        _seal(Path(path))
         self._check(Path(path))
         _sync(Path(path).parent)  # the names of data files are there before the index names them
         os.replace(path, new_path)
         _sync(Path(path).parent)
+
+
+def _seal(path: Path) -> None:
+    """Write a checksum behind what a file holds, and have both outlive a loss of power."""
+    with path.open("r+b") as file:
+        file.write(seal_of(file.read()))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def delete_checkpoint(directory: Path) -> None:
