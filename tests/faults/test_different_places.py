@@ -66,7 +66,7 @@ RESTORE, STEP = "CheckpointManager.restore(step=None, random=True)", "call 4 of 
             ["new step", "step", "step"],
             ("rank 0 waits in call 1 of step 'other', in the store", f" waits in {STEP}"),
         ),
-        (["assert_replicated", "step", "step"], ("rank 0 waits in the store, for ", f" waits in {STEP}")),
+        (["assert_replicated", "step", "step"], ("rank 0 waits in an all-gather", f" waits in {STEP}")),
         (["restore", "save", "save"], (f"{RESTORE} was called", "CheckpointManager.save(step=4, ")),
     ],
     ids=lambda each: "-".join(each) if isinstance(each, list) else "",

@@ -106,14 +106,15 @@ class Watched:
 
         Args:
             message: the number of the message that it waits for; 0 if it waits for none.
-            what: it waits in.
+            what: it waits in; of a message its kind, the same on all ranks.
         """
         # Where several threads talk to other ranks, there is no order in which they do.
         if self._talking != {threading.get_ident()} or not (message or self.exchanging):
             return
+        kind = what if message else ""
         if self.is_calling_here:
             what = f"call {self.number} of step {self.step!r}" + (f", in {what}" if not message else "")
-        place = PlaceOfWait(not message, self.turns, message or self.messages, self.rank, shortened(what, TEXT_BYTES))
+        place = PlaceOfWait(kind, self.turns, message or self.messages, self.rank, shortened(what, TEXT_BYTES))
         self._has_told_place = True
         self.monitor.command(do="waits", group=self.key, place=place.as_json())
 

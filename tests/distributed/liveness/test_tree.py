@@ -329,11 +329,11 @@ def test_all_hear_of_two_ranks_in_different_places(size: int) -> None:
     network = Network(size)
     network.run(3.0)
     step, restore = (
-        PlaceOfWait(False, 6, 21, size - 1, "call 5 of step 'train'"),
-        PlaceOfWait(True, 7, 20, 1, "restore"),
+        PlaceOfWait("a sum", 6, 21, size - 1, "call 5 of step 'train'"),
+        PlaceOfWait("", 7, 20, 1, "restore"),
     )
     for rank in range(2, size):
-        network.nodes[rank].waits(PlaceOfWait(False, 6, 21, rank, step.text), network.now_s)
+        network.nodes[rank].waits(PlaceOfWait("a sum", 6, 21, rank, step.text), network.now_s)
     network.run(1.0)
     assert not any(node.mismatch for node in network.nodes.values())
     network.nodes[1].waits(restore, network.now_s)
@@ -350,10 +350,10 @@ def test_all_hear_of_two_ranks_in_different_places(size: int) -> None:
 
 def test_a_place_that_a_rank_has_left_is_forgotten() -> None:
     network = Network(3)
-    network.nodes[1].waits(PlaceOfWait(True, 7, 20, 1, "restore"), network.now_s)
+    network.nodes[1].waits(PlaceOfWait("", 7, 20, 1, "restore"), network.now_s)
     network.run(1.0)
     network.nodes[1].waits(None, network.now_s)
     network.run(1.0)
-    network.nodes[2].waits(PlaceOfWait(False, 6, 21, 2, "call 5 of step 'train'"), network.now_s)
+    network.nodes[2].waits(PlaceOfWait("a sum", 6, 21, 2, "call 5 of step 'train'"), network.now_s)
     network.run(3.0)
     assert not any(node.mismatch for node in network.nodes.values())
