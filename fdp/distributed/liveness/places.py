@@ -76,7 +76,7 @@ def contradiction(places: Iterable[PlaceOfWait]) -> tuple[PlaceOfWait, PlaceOfWa
         >>> save, step = PlaceOfWait("", 7, 20, 0, "fdp.save"), PlaceOfWait("sum", 6, 21, 1, "call 5 of step 'train'")
         >>> [place.text for place in contradiction([save, step])]
         ['fdp.save', "call 5 of step 'train'"]
-        >>> contradiction([save, PlaceOfWait("sum", 6, 20, 1, "call 4 of step 'train'")])  # rank 1 is on its way to fdp.save
+        >>> contradiction([save, PlaceOfWait("sum", 6, 20, 1, "call 4 of step 'train'")])  # it is on its way
     """
     known = list(places)
     for one in known:
