@@ -154,6 +154,7 @@ ENTRIES: dict[str, Callable[[], Any]] = {
     "random": lambda: fdp.random.normal(3, (2,)),
     "shard": lambda: fdp.shard(W, "text"),
     "from_torch": lambda: fdp.optim.from_torch(torch.optim.LBFGS),
+    "update": lambda: fdp.optim.from_torch(torch.optim.SGD, lr=0.1).update(W, {}, W),
     "BatchSampler": lambda: fdp.BatchSampler(-1, 2),
 }
 

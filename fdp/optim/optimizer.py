@@ -129,13 +129,15 @@ def from_torch(cls: type[optim.Optimizer], **hyperparameters: Any) -> Optimizer:
     fixed = ", ".join(f"{k}={v!r}" for k, v in hyperparameters.items() if k not in held) or "none"
 
     # Behind one more function: `torch.compile` looks through the wrapper of what it is given itself.
-    run_init = breaks_graph(_BREAK_REASON)(hiding_frames(rule.init))
-    run_update = breaks_graph(_BREAK_REASON)(hiding_frames(rule.update))
+    run_init = breaks_graph(_BREAK_REASON)(rule.init)
+    run_update = breaks_graph(_BREAK_REASON)(rule.update)
 
     # Functions, not the bound methods: make_fx counts the arguments of a bound method wrongly.
+    @hiding_frames
     def init(params: Tree) -> Tree:
         return run_init(params)
 
+    @hiding_frames
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
         return run_update(grads, opt_state, params)
 
