@@ -11,6 +11,7 @@ import torch
 
 from fdp.distributed.desynchronised import alone_on, mark_desynchronised, refuse_desynchronised
 from fdp.distributed.group import Group, Ranks, resolve_group
+from fdp.distributed.liveness.patience import refuse_gone
 from fdp.distributed.liveness.watch import watched_ranks
 from fdp.distributed.other_ranks import Kind, OtherRanks
 from fdp.emit.compiled import Options, compile_program, resolve_options, why_not_recorded
@@ -191,9 +192,18 @@ class Emitted:
         Args:
             tensors: as for `run`.
             kind: whether this rank takes the others to hold something else ("different"), or the same ("equal").
+
+        Raises:
+            PeerError: another rank is gone. A comparison of a large step takes long, and sees it here.
         """
-        others = OtherRanks(self.group.size, self.group.rank, kind)
-        return self.runner.put_together(self.runner.run_alone(tensors, others))
+        others, reference = OtherRanks(self.group.size, self.group.rank, kind), self.group.reference
+        watched = watched_ranks(None if reference is None else reference())
+
+        def look() -> None:
+            if watched is not None:
+                refuse_gone(watched)
+
+        return self.runner.put_together(self.runner.run_alone(tensors, others, look))
 
     def arm(self) -> None:
         """From now on calls are in earnest: a step that can be recorded as a CUDA graph is, after a few of them."""

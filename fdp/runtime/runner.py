@@ -49,18 +49,22 @@ class Runner:
         with plain_context(), torch.no_grad():
             return self._residence.call(self.function, tensors, start, wait)
 
-    def run_alone(self, tensors: list[torch.Tensor], others: OtherRanks) -> Sequence[torch.Tensor]:
+    def run_alone(
+        self, tensors: list[torch.Tensor], others: OtherRanks, look: Callable[[], None]
+    ) -> Sequence[torch.Tensor]:
         """As `run`, on this rank alone; nothing is sent.
 
         Args:
             tensors: the inputs.
             others: what other ranks are taken to hold.
+            look: is called at each start and wait: such a run may take long, and another rank may be gone meanwhile.
         """
 
         def start(index: int, into: torch.Tensor | None = None) -> None:
+            look()
             self._residence.buffers[index].pretend(others, into)
 
-        return self.run(tensors, start, lambda index: None)
+        return self.run(tensors, start, lambda index: look())
 
     def put_together(self, outputs: Sequence[Any]) -> Any:
         """What the step returns, of its tensors."""
