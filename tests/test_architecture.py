@@ -84,8 +84,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "emit": (
         "memory.constants memory.elements memory.layout memory.liveness memory.map_picture memory.out_variants "
         "memory.savings memory.views",
-        "memory.deferred_products", "memory.analysis", "memory.donation", "memory.planning", "memory.instructions",
-        "memory.memory_plan", "memory.allocation", "memory.memory_table memory.decisions", "memory.peak",
+        "memory.deferred_products memory.own_memory", "memory.analysis", "memory.donation", "memory.planning",
+        "memory.instructions", "memory.memory_plan", "memory.allocation", "memory.memory_table memory.decisions", "memory.peak",
         "memory.peak_picture",
         "codegen.bindings codegen.lines", "codegen.writer",
         "codegen.added_products codegen.loop_bodies codegen.packing codegen.shortcuts", "codegen.calls",

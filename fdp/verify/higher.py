@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from fdp.pytorch.overloads import OpOverload
-from fdp.verify.machine import Fresh, TermMachine
+from fdp.verify.machine import Fresh, TermMachine, places
 from fdp.verify.memory import View
 from fdp.verify.operators import operator_of
 
@@ -23,6 +23,19 @@ def draws_in(value: Any) -> bool:
     if isinstance(value, fx.GraphModule):
         return any(_node_draws(node) for node in value.graph.nodes)
     return isinstance(value, (list, tuple)) and type(value) is not View and any(map(draws_in, value))
+
+
+def looks_at_places_in(value: Any) -> bool:
+    """Whether graphs among arguments mean elements of what they are given by their places in memory."""
+    if isinstance(value, fx.GraphModule):
+        return any(map(_node_looks_at_places, value.graph.nodes))
+    return isinstance(value, (list, tuple)) and type(value) is not View and any(map(looks_at_places_in, value))
+
+
+def _node_looks_at_places(node: fx.Node) -> bool:
+    if node.op == "get_attr":
+        return looks_at_places_in(getattr(node.graph.owning_module, str(node.target), None))
+    return isinstance(node.target, OpOverload) and node.target.name().startswith("aten::as_strided")
 
 
 def _node_draws(node: fx.Node) -> bool:
@@ -41,6 +54,8 @@ def higher_order(machine: TermMachine, name: str, given: Sequence[Any], fresh: F
     random = draws_in(given)
     if random:
         arguments["*drawn"] = machine.drawn
+    if looks_at_places_in(given):
+        arguments["*lies"] = tuple(map(places, all_views(given)))
     call = values.call(name, arguments)
     results: list[Any] = fresh(call, list(all_views(given)))
     for index, result in enumerate(results):

@@ -14,7 +14,7 @@ from fdp.verify.terms import Term
 from fdp.verify.values import Arguments, Values
 
 _BY_PLACES = frozenset({"aten::as_strided_scatter", "aten::as_strided_copy"})
-"""Operators that say by its place in memory which element of an argument they mean."""
+"""Operators that say by its place in memory which element of their first argument they mean."""
 
 Fresh = Callable[[Term, list[View]], list[Any]]
 """(call, the tensors that it is given) -> its results in new memory: views, numbers; None for what is an argument."""
@@ -96,7 +96,7 @@ class TermMachine:
             arguments["*drawn"] = self.drawn
             arguments["*lies"] = tuple(map(_lies, values_read))
         elif name in _BY_PLACES:
-            arguments["*lies"] = tuple(map(_places, values_read))
+            arguments["*lies"] = places(values_read[0])
         call = values.call(name, arguments)
         if not operator.results and not written:
             self.checked[call] += 1
@@ -222,9 +222,13 @@ def _lies(view: View) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _places(view: View) -> tuple[int, ...]:
-    """The offset of a tensor in its memory, and its strides."""
-    return view.start, *(step for step, size in zip(view.stride, view.shape, strict=True) if size != 1)
+def places(view: View) -> tuple[Any, ...]:
+    """Where a tensor begins in its memory, and the distances of its elements.
+
+    Memory of a step's arguments is told apart from other memory: at run time an argument may begin late in its own.
+    """
+    steps = (step for step, size in zip(view.stride, view.shape, strict=True) if size != 1)
+    return view.block.kind == "input", view.start, *steps
 
 
 def views_in(value: Any) -> Sequence[tuple[Any, View]]:

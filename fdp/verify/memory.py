@@ -224,7 +224,9 @@ class Memory:
                 continue
             if len(pieces) == 1 and len(layers) == 1 and _is_exactly(layers[0], view):
                 return layers[0].term
-            inside = tuple((s.term, s.start - start, s.shape, s.stride, s.dtype) for s in layers)
+            inside = tuple(
+                s if s[0] is UNDEFINED else (s.term, s.start - start, s.shape, s.stride, s.dtype) for s in layers
+            )
             whole = len(pieces) == 1
             found.append((0 if whole else low - start, 0 if whole else high - start, inside))
         key = ("load", view.shape, view.stride, view.dtype, tuple(found))
@@ -363,6 +365,7 @@ def _touched_in_runs(view: View, pieces: list[Any], stores: list[Store]) -> list
 
 
 UNDEFINED = Term(("undefined",), (), None, False)
+"""What happened to be in memory: the same wherever that lies."""
 _NOTHING = Store(UNDEFINED, 0, (), (), torch.uint8)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import functools
 import traceback
-import warnings
 from collections import Counter
 from typing import Any
 
@@ -200,8 +199,6 @@ def check_sample(info: Any, seeds: list[list[Any]], index: int) -> bool:
 
 def check_modules(names: list[str]) -> dict[str, list[tuple[str, str]]]:
     """One rank's verdict on every sample of the named modules."""
-    # Where operators overlap what they write to, the plainer program may run: it is right, which is what is asked here.
-    warnings.filterwarnings("default", message="fdp: a faster program")
     from torch.testing._internal.common_modules import module_db
 
     import fdp

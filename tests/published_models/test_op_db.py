@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -234,8 +233,6 @@ def test_nearly_all_operators_are_right_and_could_have_been_wrong() -> None:
 
 def over_ranks(names: list[str]) -> list[str]:
     """Each rank has data of its own; a tree of ones that is multiplied with it is the parameter. Who is wrong."""
-    # Where operators overlap what they write to, the plainer program may run: it is right, which is what is asked here.
-    warnings.filterwarnings("default", message="fdp: a faster program")
     rank, wrong = dist.get_rank(), []
     for name in names:
         info = operators()[name]

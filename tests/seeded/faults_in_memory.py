@@ -198,7 +198,7 @@ DONATION = (
     Fault(
         "one value written into two inputs",
         "emit/memory/donation.py",
-        "elif memory not in owned and _can_write(",
+        "elif free and _can_write(",
         "elif _can_write(",
         "a value that is the new state of two leaves is written into one",
     ),

@@ -17,9 +17,10 @@ from fdp.emit.codegen.shortcuts import counted_up, transposed_weight
 from fdp.emit.codegen.writer import Writer, bind_object, bind_operator, emit, literal, name_of
 from fdp.emit.memory.instructions import arguments_of, is_part
 from fdp.emit.memory.out_variants import Form, form_of
+from fdp.emit.memory.own_memory import row_name
 from fdp.emit.memory.planning import result_name
 from fdp.trace.graph.loops import is_loop
-from fdp.trace.operators.effects import effects_of, is_marker, storages_of
+from fdp.trace.operators.effects import by_places, effects_of, is_marker, storages_of
 
 _aten = torch.ops.aten
 
@@ -49,7 +50,30 @@ def write_call(writer: Writer, node: fx.Node, entries: Sequence[int]) -> None:
         constant = bind_object(writer, own, "axis_index")
         emit(writer, f"{bind_operator(writer, _aten.clone.default)}({constant})", uses, node)
     else:
+        lent = _own_memory(writer, node)
         _write_operator(writer, node, entries)
+        writer.local.update(lent)
+
+
+def _own_memory(writer: Writer, node: fx.Node) -> dict[fx.Node, str]:
+    """Copy what a call looks at by places out of a bucket, where the same places are those of other values.
+
+    Returns:
+        What the values were called before.
+    """
+    before: dict[fx.Node, str] = {}
+    for argument in by_places(node):
+        row, holder = row_name(argument), writer.memory.value_of(argument)
+        if row not in writer.memory.places.named or holder in before:
+            continue
+        value: torch.Tensor = argument.meta["val"]
+        clone, as_strided = (bind_operator(writer, each) for each in (_aten.clone.default, _aten.as_strided.default))
+        copied, own = f"copied_{node.name}_{len(before)}", f"own_{node.name}_{len(before)}"
+        shape, stride, offset = list(value.shape), list(value.stride()), value.storage_offset()
+        writer.lines.append(Line(f"{copied} = {clone}({row})", {row}, (copied,)))
+        writer.lines.append(Line(f"{own} = {as_strided}({copied}, {shape}, {stride}, {offset})", {copied}, (own,)))
+        before[holder], writer.local[holder] = writer.local[holder], own
+    return before
 
 
 def _write_entry(writer: Writer, node: fx.Node) -> None:

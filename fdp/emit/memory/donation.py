@@ -21,7 +21,7 @@ from fdp.emit.memory.liveness import Accesses
 from fdp.emit.memory.out_variants import form_of
 from fdp.emit.memory.views import geometry
 from fdp.plan import Plan
-from fdp.trace.operators.effects import collective_of, effects_of, storages_of
+from fdp.trace.operators.effects import collective_of, effects_of, memory_by_places, storages_of
 from fdp.trace.trace import Trace
 
 
@@ -106,10 +106,12 @@ class _Builder:
         }
         same, accesses, owned, gathering = self.analysis.same, self.analysis.accesses, self.owned, self.gathering
         clones = _clones(self.analysis.plan.trace.graph.graph, same)
+        by_places = memory_by_places(self.analysis.plan.trace.graph.graph)  # a donated input may begin late in memory
         for position, (node, target) in enumerate(self.pairs):
             if target is None:
                 continue
             (home,), (memory,) = storages_of(target), storages_of(node)
+            free = memory not in owned and memory not in by_places
             if _is_same(node, target):
                 owned.add(home)
             elif home in taken or home in accesses.writes or not _fits(node, target):
@@ -119,16 +121,16 @@ class _Builder:
                 owned.add(home)
             elif (
                 (clone := clones.get((memory, target))) is not None
-                and memory not in owned
+                and free
                 and geometry(clone.meta["val"]) == geometry(node.meta["val"]) == geometry(target.meta["val"])
                 and accesses.last_read(home, except_by=clone) < accesses.first_write(memory)
             ):
                 self.replaced[clone] = target
                 owned.update((memory, home))
-            elif memory not in owned and _can_write(same.get(node, node), target, accesses):
+            elif free and _can_write(same.get(node, node), target, accesses):
                 self.written[same.get(node, node)] = target
                 owned.update((memory, home))
-            elif memory not in owned and _can_gather(node, target, gathering.get(memory), accesses):
+            elif free and _can_gather(node, target, gathering.get(memory), accesses):
                 self.gathered[gathering[memory][0]] = target
                 owned.update((memory, home))
             else:

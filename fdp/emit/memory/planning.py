@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -20,11 +20,12 @@ from fdp.emit.memory.constants import constant_values
 from fdp.emit.memory.donation import Placement
 from fdp.emit.memory.layout import round_up
 from fdp.emit.memory.out_variants import Form, form_of
+from fdp.emit.memory.own_memory import looked_at_by_places, row_name
 from fdp.emit.memory.views import geometry
 from fdp.plan import Bucket
 from fdp.pytorch.overloads import OpOverload
 from fdp.trace.graph.loops import is_loop
-from fdp.trace.operators.effects import storages, storages_of
+from fdp.trace.operators.effects import memory_by_places, storages, storages_of
 
 _SCALED_WHEN_PACKED_BYTES = 2**20
 """From this size on, the division of a mean is part of packing the bucket; below, a call for each member would cost
@@ -128,6 +129,7 @@ class _Builder:
         makers: the node that makes it, if it has memory of its own.
         kept: pieces that belong, or may come to belong, to something else.
         late: the position at which a piece is last read for the sake of outputs.
+        by_places: pieces of which an operator means elements by their places.
     """
 
     def __init__(self, analysis: Analysis, placement: Placement) -> None:
@@ -146,6 +148,7 @@ class _Builder:
         self.makers: dict[int, fx.Node] = {}
         self.kept: set[int] = set()
         self.late: dict[int, float] = {}
+        self.by_places = memory_by_places(self.graph)
         self._root: dict[int, int] = {}
 
     def places(self) -> Places:
@@ -187,6 +190,7 @@ class _Builder:
             # A dimension of one element may have any stride, and an operator that writes where it reads looks at it.
             and source.meta["val"].stride() == node.meta["val"].stride()
             and not any(storage in written for storage in storages_of(node))
+            and self.by_places.isdisjoint(storages_of(node))
             and not any(
                 storage in inputs or self.accesses.last_write(storage) > self.accesses.last_read_by(storage, node)
                 for storage in storages_of(source)
@@ -291,11 +295,21 @@ class _Builder:
                     self.memory[name] = found[0]
                     if isinstance(value, torch.Tensor) and not value.is_conj() and not value.is_neg():
                         self.named[name] = _place(found, value)
+        for argument in looked_at_by_places(self.graph):
+            if (place := self.named.get(argument.name)) is not None:  # in a bucket: other memory was kept
+                self.named[row_name(argument)] = _row(place, argument.meta["val"])
+                self.memory[row_name(argument)] = place.memory
 
 
 def _place(found: tuple[Any, int], value: torch.Tensor) -> Place:
     shape, stride, offset, dtype, *_ = geometry(value)
     return Place(*found, shape, stride, offset, dtype)
+
+
+def _row(place: Place, value: torch.Tensor) -> Place:
+    """All memory that a value lies in, as a row of its elements."""
+    numel = value.untyped_storage().nbytes() // value.itemsize
+    return replace(place, shape=(numel,), stride=(1,), offset=0)
 
 
 def _named_values(node: fx.Node, builder: _Builder) -> Iterator[tuple[str, Any]]:
@@ -326,6 +340,8 @@ def _kept_elsewhere(graph: fx.Graph, placement: Placement) -> Iterator[int]:
         elif node.op == "call_function" and node.target is not operator.getitem and not _only_computes(node):
             for argument in node.all_input_nodes:
                 yield from storages_of(argument)
+    for argument in looked_at_by_places(graph):
+        yield from storages_of(argument)
     for position, node in enumerate(placement.returned):
         if position not in placement.cloned:
             yield from storages_of(node)

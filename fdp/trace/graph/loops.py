@@ -16,7 +16,7 @@ from torch import fx
 from fdp import pytree
 from fdp.errors import TraceError, build_message
 from fdp.trace.graph.dependencies import operations_of
-from fdp.trace.operators.effects import collective_of, effects_of, is_marker, storages_of
+from fdp.trace.operators.effects import by_places, collective_of, effects_of, is_marker, storages_of
 from fdp.trace.operators.source import located
 from fdp.trace.trace import Input, Loop, Trace
 
@@ -251,7 +251,7 @@ def _refuse_places(name: str, body: fx.Graph, operands: list[fx.Node]) -> None:
     offenders = [
         located(node)
         for node in body.nodes
-        if node.op == "call_function" and "as_strided" in str(node.target) and not given.isdisjoint(storages_of(node))
+        if any(not given.isdisjoint(storages_of(argument)) for argument in by_places(node))
     ]
     if offenders:
         raise TraceError(

@@ -178,6 +178,32 @@ def _effects_inside(node: fx.Node) -> Effects:
     )
 
 
+def by_places(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The arguments of which a node means elements by their places in memory, counted from where that memory begins.
+
+    Such an argument has to lie in memory of its own, as in the trace: where it begins late in other memory, the same
+    places are those of other values. A branch of a condition may mean any of what the condition is given; a microbatch
+    of `fdp.accumulate` means none so.
+    """
+    if node.op != "call_function":
+        return ()
+    if getattr(node.target, "namespace", "") == "higher_order":
+        return tuple(node.all_input_nodes) if any(map(by_places, inner_nodes(node))) else ()
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
+        return ()
+    return tuple(nodes_in(node.args[0])) if operator_name(node) in _BY_PLACES else ()
+
+
+_BY_PLACES = frozenset({"as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter"})
+
+
+def memory_by_places(graph: fx.Graph) -> frozenset[int]:
+    """The memory of which some node of a graph means elements by their places; see `by_places`."""
+    return frozenset(
+        storage for node in graph.nodes for argument in by_places(node) for storage in storages_of(argument)
+    )
+
+
 def replaces_elements(node: fx.Node) -> bool:
     """Whether a node writes to elements of its first argument without reading any."""
     given = {argument.name: value for argument, value in bound_arguments(node)}
