@@ -150,7 +150,8 @@ def _touches(node: Any, memory: set[int]) -> bool:
 def _refusal(name: str, changed: list[str]) -> PurityError:
     return PurityError(
         build_message(
-            f"step {name!r} changes tensors that it closes over; they have been put back to what they were.",
+            f"step {name!r} changes tensors that it closes over; they have been put back to what they were before the "
+            "comparison of step and trace.",
             changed,
             remedy="pass them as donated arguments, and return their new values.",
         )

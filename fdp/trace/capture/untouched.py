@@ -2,7 +2,8 @@
 
 A step runs once, as Python, when it is traced. What it does out of the dispatcher's sight it does for real: it writes
 to a NumPy array that a tensor looks at, sets `.grad`, gives a buffer of a module another tensor. No later call would
-do it again. So all of this is undone, and the step is refused for what would make its results differ.
+do it again. So the step is refused for what would make its results differ; and all of this is undone, but for changes
+of large tensors.
 """
 
 from __future__ import annotations
@@ -13,12 +14,19 @@ from typing import Any
 
 import torch
 
+from fdp.distributed.checksum import checksum_of_memory
 from fdp.errors import PurityError, build_message
 from fdp.pytorch.registries import REGISTRIES
 from fdp.trace.calls.closure import closed_over_modules, closed_over_tensors
 
 _MAX_KEPT = 2**16
-"""Larger tensors are not copied. Operators cannot change them while a step is traced; NumPy can, unnoticed."""
+"""Tensors of more elements are not copied: a change of one is seen by a number for its memory, and not undone.
+
+Operators cannot change them while a step is traced; NumPy can.
+"""
+
+_MAX_READ_BYTES = 2**30
+"""Of larger memory a change goes unnoticed: it may be a file that would be read as a whole."""
 
 
 @contextmanager
@@ -38,6 +46,11 @@ def untouched(function: Callable[..., Any]) -> Iterator[list[str]]:
         for known, tensor in tensors
         if _is_plain(tensor) and tensor.numel() <= _MAX_KEPT
     ]
+    large = {
+        tensor.untyped_storage().data_ptr(): (known, tensor, _number_of_memory(tensor))
+        for known, tensor in tensors
+        if _is_plain(tensor) and tensor.numel() > _MAX_KEPT and tensor.untyped_storage().nbytes() <= _MAX_READ_BYTES
+    }
     flags = [(known, tensor, tensor.requires_grad, tensor.grad) for known, tensor in tensors if tensor.is_leaf]
     modules = [(known, module, _contents(module)) for known, module in closed_over_modules(function)]
     changes: list[str] = []
@@ -46,6 +59,12 @@ def untouched(function: Callable[..., Any]) -> Iterator[list[str]]:
     finally:
         with torch.no_grad():
             changes += _values_put_back(kept)
+        changes += (
+            f"{known}: its values changed, through NumPy or another view of its memory. It is too large to have been "
+            "kept, and stays as it is now"
+            for known, tensor, number in large.values()
+            if _number_of_memory(tensor) != number
+        )
         changes += _flags_put_back(flags)
         for known, module, contents in modules:
             changes += _contents_put_back(known, module, contents)
@@ -66,6 +85,12 @@ def check_untouched(name: str, changes: Sequence[str]) -> None:
                 "fdp.from_module(module).",
             )
         )
+
+
+def _number_of_memory(tensor: torch.Tensor) -> int:
+    """A number that another value of any element, or of any that lies around it, changes."""
+    memory = tensor.untyped_storage()
+    return checksum_of_memory(memory.data_ptr(), memory.nbytes())
 
 
 def _values_put_back(kept: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> Iterator[str]:

@@ -104,6 +104,25 @@ def test_donated_arguments(name: str, compiled: bool) -> None:
             ours, plain = found, cloned(expected)
 
 
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize(("rows", "after"), [(2**8, 0.0), (2**8 + 1, 1.0)], ids=["kept", "too large to be kept"])
+def test_writes_to_an_array_that_a_tensor_looks_at(rows: int, after: float, check: bool) -> None:
+    array = np.zeros((rows, 2**8), dtype=np.float32)
+    table = torch.from_numpy(array)
+
+    def step(b: Tensor) -> Tensor:
+        array[-1, -1] += 1
+        return fdp.pmean(b.sum()) + table.sum()
+
+    with pytest.raises(fdp.PurityError, match="table: its values changed") as caught:
+        fdp.data_parallel(step, check_trace=check)(torch.ones(3))
+    assert ("stays as it is now" in str(caught.value)) == bool(after)
+    assert array[-1, -1] == after
+    array[-1, -1] = 0
+    steady = fdp.data_parallel(lambda b: fdp.pmean(b.sum()) + table.sum(), check_trace=check)
+    assert steady(torch.ones(3)) == 3 and not array.any()
+
+
 def all_arguments_of_a_module(s: Tree, b: Tensor) -> Tree:
     """A module that changes its own parameters by `.data` while it runs, as a momentum encoder does."""
 
