@@ -55,6 +55,20 @@ _BY_FUNCTION = {
     "save": "save what the step returns, outside of it, for instance with fdp.save.",
     "dumps": "save what the step returns, outside of it, for instance with fdp.save.",
 }
+_BY_FUNCTION_OF_PYTHON = {
+    "sqrt": "of a tensor take x.sqrt(); of a number that x.item() gives at each call, torch.sym_sqrt(number), or "
+    "number ** 0.5.",
+    "pow": "write a ** b: math.pow takes no number that is read at each call.",
+    "min": "of tensors take torch.minimum(a, b); of numbers that are read at each call, torch.sym_min(a, b).",
+    "max": "of tensors take torch.maximum(a, b); of numbers that are read at each call, torch.sym_max(a, b).",
+    **{
+        name: f"math.{name} takes no number that is read at each call: take x.{name}() of the tensor, then .item()."
+        for name in ("cos", "erf", "exp", "expm1", "lgamma", "log", "log10", "log1p", "log2", "sin", "tan", "tanh")
+    },
+}
+"""Of Python's own functions and those of `math`, which take a number out of what they are given."""
+
+_WHOLE_POWER = "write 2.0 ** n for 2 ** n: of a whole number Python asks first whether n is negative."
 _BY_TEXT = {
     "its data is not allocated yet": "put tensors together with torch.stack, not with torch.tensor; give operators "
     "numbers where they take numbers.",
@@ -92,13 +106,17 @@ def remedy_for(error: BaseException, usual: str, operator: str = "") -> str:
         return _BY_FUNCTION[inner.function]
     if operator:
         return usual
-    for word in _called(failing_line(error.__traceback__)):
+    text = _text_of(failing_line(error.__traceback__))
+    for word in re.findall(r"(\w+)\(", text):
         if word in _BY_FUNCTION:
             return _BY_FUNCTION[word]
+    for word in re.findall(r"(?<![\w.])(?:math\.)?(\w+)\(", text):
+        if word in _BY_FUNCTION_OF_PYTHON:
+            return _BY_FUNCTION_OF_PYTHON[word]
+    if re.search(r"(?<![\w.])\d+ ?\*\*", text):
+        return _WHOLE_POWER
     return next((remedy for text, remedy in _BY_TEXT.items() if text in error_text(error)), usual)
 
 
-def _called(line: Source | None) -> list[str]:
-    """The names in a line of code that are called as functions."""
-    text = "" if line is None else linecache.getline(line.file, line.line)
-    return re.findall(r"(\w+)\(", text)
+def _text_of(line: Source | None) -> str:
+    return "" if line is None else linecache.getline(line.file, line.line)

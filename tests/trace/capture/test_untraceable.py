@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import math
 import re
 import threading
 from collections.abc import Callable
@@ -258,9 +259,13 @@ REFUSED: dict[str, tuple[Case, str, str]] = {
     "float": (lambda w, b: w * float(b.sum()), VALUE, WHERE),
     "numpy": (lambda w, b: torch.from_numpy(np.sin(w.numpy())), VALUE, WHERE),
     "a function of numpy": (lambda w, b: np.sin(w), VALUE, WHERE),
-    "max of tensors": (lambda w, b: max(w[0], w[1]), VALUE, WHERE),
+    "max of tensors": (lambda w, b: max(w[0], w[1]), VALUE, "torch.maximum(a, b)"),
+    "if a method": (lambda w, b: w if b.sqrt().max() > 3 else -w, VALUE, WHERE),
     "sorted": (lambda w, b: torch.stack(sorted(w)), VALUE, WHERE),
-    "math.sqrt of item": (lambda w, b: w * max(b.sum().item(), 1.0), VALUE, WHERE),
+    "max of item": (lambda w, b: w * max(b.sum().item(), 1.0), VALUE, "torch.sym_max(a, b)"),
+    "math.sqrt of item": (lambda w, b: w * math.sqrt(b.sum().item()), VALUE, "torch.sym_sqrt(number)"),
+    "math.exp of item": (lambda w, b: w * math.exp(b.sum().item()), VALUE, "x.exp()"),
+    "a whole power of item": (lambda w, b: w * 2 ** b.sum().long().item(), VALUE, "2.0 ** n"),
     "a list at the place of a tensor": (lambda w, b: NAMES[w.argmax() % 2] and w, VALUE, "index_select"),
     "a row at the place of a tensor": (lambda w, b: b[b[:, 0].argmax()], PLACE, "index_select"),
     "a slice up to a tensor": (lambda w, b: b[: b[:, 0].argmax()], VALUE, WHERE),
@@ -376,3 +381,20 @@ def test_values_are_validated_where_there_are_values() -> None:
         assert Distribution._validate_args
     finally:
         Distribution.set_default_validate_args(before)
+
+
+def test_numbers_that_are_read_are_computed_with_anew() -> None:
+    def step(state: dict[str, Tensor], b: Tensor) -> Any:
+        t = state["t"].item()
+        size = torch.sym_sqrt(1 - 0.999**t) / (1 - 0.9**t) + 2.0**t + t**0.5 + abs(t - 2)
+        return {"t": state["t"] + 1}, fdp.pmean(b * size * torch.sym_max(t, 2.0) * torch.sym_min(t, 2.0))
+
+    for first in (torch.tensor(1.0), torch.tensor(1)):
+        state, plain = {"t": first}, {"t": first}
+        traced = fdp.data_parallel(step)
+        for _ in range(3):
+            t = plain["t"].item()
+            size = math.sqrt(1 - 0.999**t) / (1 - 0.9**t) + 2.0**t + math.sqrt(t) + abs(t - 2)
+            state, found = traced(state, torch.ones(2))
+            torch.testing.assert_close(found, torch.full((2,), size * max(t, 2.0) * min(t, 2.0)))
+            plain = {"t": plain["t"] + 1}
