@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fdp.emit.compiled.special_values import AS_KERNELS_DO
 from fdp.pytorch.parts import release
 from fdp.trace.calls.arguments import overlaps_itself
 
@@ -122,6 +123,7 @@ def _alone(x: Any, dim: int, half_to_float: bool) -> Any:
 
 
 _OWN: Mapping[Any, Callable[..., Any]] = {
+    **AS_KERNELS_DO,
     _aten._softmax.default: _alone,
     _aten.add.Tensor: _add_of_a_product,
     _aten.as_strided_copy.default: _copy_of_places,

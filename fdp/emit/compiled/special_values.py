@@ -1,0 +1,93 @@
+"""What inductor is wrong about in elementwise operators of floating-point numbers, put right as the kernels do it.
+
+A quotient is rounded down by what is left over: 1.5 / 0.3 rounds to 5, but 0.3 fits into 1.5 four times. Inductor
+takes the floor of the rounded quotient, and what is left over from that of `fmod` and an addition, which makes other
+numbers of infinite ones. (Seen in torch 2.13, with `torch.compile` as well.) What still differs: the sign of zeros,
+numbers too small for a full mantissa, sums whose parts overflow, and constants that a kernel rounds to sixteen bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+
+_NARROW = (torch.float16, torch.bfloat16)
+_LARGE = 1e9
+"""From here on one and the square of a number have a sum that is the square, in any dtype."""
+
+
+def _operands(one: Any, other: Any) -> tuple[torch.dtype, torch.Tensor, torch.Tensor] | None:
+    """The dtype of a result, and tensors of the dtype that a kernel computes in; None if that is not floating-point."""
+    dtype = torch.result_type(one, other)
+    if not dtype.is_floating_point:
+        return None
+    wide = torch.float32 if dtype in _NARROW else dtype
+    device = one.device if isinstance(one, torch.Tensor) and one.dim() else getattr(other, "device", None)
+    device = one.device if device is None else device
+
+    def operand(value: Any) -> torch.Tensor:
+        if isinstance(value, torch.Tensor):
+            return value.to(device, wide)
+        return torch.full([], value, dtype=wide, device=device)
+
+    return dtype, operand(one), operand(other)
+
+
+def _left_over(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What C's `fmod` leaves over; and where that is on the other side of zero than the divisor."""
+    rest = _aten.fmod.Tensor(one, other)
+    return rest, (rest != 0) & ((other < 0) != (rest < 0))
+
+
+def _remainder(one: Any, other: Any) -> Any:
+    if (operands := _operands(one, other)) is None:
+        return NotImplemented
+    dtype, one, other = operands
+    rest, across = _left_over(one, other)
+    return torch.where(across, rest + other, rest).to(dtype)
+
+
+def _divided_down(one: Any, other: Any, *, rounding_mode: str | None = "floor") -> Any:
+    if rounding_mode != "floor" or (operands := _operands(one, other)) is None:
+        return NotImplemented
+    dtype, one, other = operands
+    rest, across = _left_over(one, other)
+    whole = one / other
+    # Of a quotient that overflows, some kernels' `fmod` leaves no number over.
+    overflows = (whole.abs() == math.inf) & (one.abs() != math.inf)
+    quotient = torch.where(overflows, one, one - rest) / other
+    quotient = torch.where(across, quotient - 1, quotient)
+    down = quotient.floor()
+    down = torch.where(quotient - down > 0.5, down + 1, down)
+    down = torch.where(quotient != 0, down, _aten.copysign.Tensor(torch.zeros_like(whole), whole))
+    return torch.where(other == 0, whole, down).to(dtype)
+
+
+def _inverse_root(x: Any, exponent: Any) -> Any:
+    """The inverse of a root: `x ** -0.5` is that where operators run one by one, also of minus zero and infinity."""
+    return _aten.rsqrt.default(x) if exponent == -0.5 and x.is_floating_point() else NotImplemented
+
+
+def _acosh(x: Any) -> Any:
+    """Inductor takes the square of a number, which overflows."""
+    if not x.is_floating_point():
+        return NotImplemented
+    wide = x.to(torch.float32) if x.dtype in _NARROW else x
+    large = wide > _LARGE
+    some = torch.where(large, 2.0, wide)
+    near = some.log() + (((some - 1) / some).sqrt() * ((some + 1) / some).sqrt()).log1p()
+    return torch.where(large, wide.log() + math.log(2), near).to(x.dtype)
+
+
+AS_KERNELS_DO: Mapping[Any, Callable[..., Any]] = {
+    **dict.fromkeys((_aten.div.Tensor_mode, _aten.div.Scalar_mode, _aten.floor_divide.default), _divided_down),
+    **dict.fromkeys((_aten.remainder.Tensor, _aten.remainder.Scalar, _aten.remainder.Scalar_Tensor), _remainder),
+    _aten.pow.Tensor_Scalar: _inverse_root,
+    _aten.acosh.default: _acosh,
+}
+"""What is taken apart as its kernel computes it; where that returns `NotImplemented`, inductor is right."""
