@@ -136,7 +136,7 @@ def program(contender: str, kind: str, victim: int, at: int, folder: pathlib.Pat
                     manager.save(call, state)
             time.sleep(0.005)
     except Exception as error:
-        if rank != victim or kind in ON_ALL:
+        if rank != victim or kind in (CUT, *ON_ALL):
             facts = {name: getattr(error, name, None) for name in ("ranks", "reason")}
             tell(event="error", kind=type(error).__name__, text=str(error)[:500], **facts)
         elif kind == "raises and stays":
