@@ -23,6 +23,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -263,7 +264,9 @@ def _names(error: dict[str, Any], kind: str, size: int, victim: int) -> bool:
     """Whether an error names the rank, or after a cut all ranks of the other side."""
     if kind == CUT:
         return error["ranks"] == [rank for rank in range(size) if 2 * rank // size != 2 * error["rank"] // size]
-    return error["ranks"] == [victim] or (error["kind"] == "ReplicationError" and f"rank {victim}" in error["text"])
+    if error["kind"] == "ReplicationError":  # it has no `ranks`: its second line says which differ
+        return str(victim) in re.findall(r"\d+", error["text"].partition(": rank")[2].partition(";")[0])
+    return bool(error["ranks"] == [victim])
 
 
 def compare(sizes: list[int], kinds: list[str], patience_s: float) -> None:
