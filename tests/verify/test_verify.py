@@ -44,11 +44,12 @@ def prove(step: Callable[..., Any], *args: Any, world: int = 1, donate: Any = ()
 
 
 def test_the_validator_shares_no_code_with_what_it_checks() -> None:
-    # Values of the trace and the plan, what the trace says of control flow, how operators are seen, how PyTorch takes a
-    # graph apart for a compiler. And how Python's search for garbage is switched off.
+    # Values of the trace and the plan, what the trace says of control flow, how PyTorch's operators and tensors are
+    # seen, how it takes a graph apart for a compiler. And how Python's search for garbage is switched off.
     allowed = {
-        "fdp.context.garbage", "fdp.errors", "fdp.plan.plan", "fdp.pytorch.dispatch",
-        "fdp.trace.capture.capture", "fdp.trace.operators.control", "fdp.trace.capture.functional", "fdp.trace.trace",
+        "fdp.context.garbage", "fdp.errors", "fdp.plan.plan", "fdp.trace.trace",
+        "fdp.pytorch.dispatch", "fdp.pytorch.overloads", "fdp.pytorch.tensors",
+        "fdp.trace.capture.capture", "fdp.trace.capture.functional", "fdp.trace.operators.control",
     }  # fmt: skip
     found = set()
     for path in (ROOT / "fdp" / "verify").glob("*.py"):
