@@ -223,7 +223,7 @@ def _lies(view: View) -> tuple[Any, ...]:
 
 
 def places(view: View) -> tuple[Any, ...]:
-    """Where a tensor begins in its memory, and the distances of its elements.
+    """The offset of a tensor in its memory, and its strides.
 
     Memory of a step's arguments is told apart from other memory: at run time an argument may begin late in its own.
     """

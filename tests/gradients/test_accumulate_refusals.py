@@ -54,7 +54,7 @@ REFUSED = {
     "norm": (norm_of_gradient, "the gradient of params['w1'] is used while fdp.accumulate adds it up"),
     "drops": (drops_gradient, "'drops_gradient', which fdp.accumulate called, does not return the gradients"),
     "averages": (averages_inside, "fdp.pmean was called inside the function of fdp.accumulate"),
-    "nested": (differentiates_inside, "fdp.value_and_grad, inside of another one, was called inside of what"),
+    "nested": (differentiates_inside, "fdp.value_and_grad, inside of another one, was called inside the function"),
     "nothing": (lambda params, batch: batch["x"].sum(), "has no gradients to add up"),
     "itself": (fdp.accumulate(GRAD, microbatches=2), "fdp.accumulate was called inside the function of fdp.accumulate"),
 }
