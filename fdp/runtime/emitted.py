@@ -135,7 +135,7 @@ class Emitted:
         """The same step operator by operator, in a program that can be timed.
 
         Args:
-            tick: called at the beginning of the program and at the end of each of its `parts`.
+            tick: called at the beginning of the program and at the end of each part of its program.
             apart: whether buckets are packed in a world of one, too, where nothing is sent. What is made then is for
                 `dry_run` alone.
 

@@ -209,12 +209,14 @@ def test_a_program_with_ticks_is_the_program() -> None:
     with torch.random.fork_rng():
         one = timed.dry_run([tensor.clone() for tensor in tensors])
     two = emitted.dry_run([tensor.clone() for tensor in tensors])
-    assert len(ticks) == len(timed.parts) + 1
+    assert len(ticks) == len(timed.program.parts) + 1
     apart = emitted.timed(lambda: None, apart=True)
     for kind in ("start", "wait"):
-        assert sorted(part.index for part in apart.parts if part.kind == kind) == list(range(len(emitted.plan.buckets)))
+        assert sorted(part.index for part in apart.program.parts if part.kind == kind) == list(
+            range(len(emitted.plan.buckets))
+        )
     between = apart.source.split("const_tick()")[1:-1]
-    assert [(part.kind == "start", part.kind == "wait") for part in apart.parts] == [
+    assert [(part.kind == "start", part.kind == "wait") for part in apart.program.parts] == [
         ("start(" in text, "wait(" in text) for text in between
     ]
     assert all(torch.equal(a, b) for a, b in zip(optree.tree_leaves(one), optree.tree_leaves(two), strict=True))  # type: ignore[arg-type]

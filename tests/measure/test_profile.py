@@ -182,7 +182,7 @@ def test_messages_out_of_sight_are_not_made_up(monkeypatch: pytest.MonkeyPatch) 
         armed = True
 
     emitted = fdp.data_parallel(train).plan(make_state(SIZES), torch.randn(8, SIZES[0])).emit()
-    monkeypatch.setattr(emitted, "_program", dataclasses.replace(emitted.program, recording=Armed()))
+    monkeypatch.setattr(emitted, "program", dataclasses.replace(emitted.program, recording=Armed()))
     with pytest.raises(fdp.CompileError) as caught:
         profile_step(emitted, [], 1)
     check_message(str(caught.value), "step 'train' cannot be profiled", "without CUDA graphs")
