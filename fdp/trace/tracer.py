@@ -93,12 +93,7 @@ def trace_step(
     outputs = assign_slots(outputs, out_spec, whole, flat, roles)
     outputs = assign_labels(outputs, out_spec, whole, flat, roles)
     if check_replication:
-        kinds = {"per rank": "labelled argument", "batch": "batch argument"}
-        named = {
-            node.name: f"{kinds.get(item.role, 'argument')} {item.name}"
-            for node, item in zip(placeholders, whole, strict=True)
-        }
-        check_outputs(name, outputs, causes, named)
+        check_outputs(name, outputs, causes, _arguments_by_node(placeholders, whole))
 
     def traced(
         module: fx.GraphModule, inputs: Sequence[Input], outputs: Sequence[Output], in_spec: Any, out_spec: Any
@@ -134,6 +129,15 @@ def trace_step(
     made = traced(one.module, inputs, one.outputs, flat.spec, spec)
     calls = tuple(replicated_calls(captured.module, varying))
     return replace(made, replicated_calls=calls, whole=replicated, links=one.links)
+
+
+def _arguments_by_node(placeholders: Sequence[fx.Node], inputs: Sequence[Input]) -> dict[str, str]:
+    """What messages call each argument, by the name of its node."""
+    kinds = {"per rank": "labelled argument", "batch": "batch argument"}
+    return {
+        node.name: f"{kinds.get(item.role, 'argument')} {item.name}"
+        for node, item in zip(placeholders, inputs, strict=True)
+    }
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,14 +65,7 @@ def operations_of(graph: fx.Graph) -> tuple[list[Operation], dict[fx.Node, int],
             for argument in _arguments(node, entry):
                 needs.update(_producers(node, argument, made_by))
             reads, writes = touched(node, effects, entry)
-            for storage in reads:
-                if (writer := memory[storage].writer) is not None:
-                    needs.add(writer)
-            for storage in writes:
-                place = memory[storage]
-                needs.update(place.readers)
-                if place.writer is not None:
-                    needs.add(place.writer)
+            needs.update(_earlier_accesses(memory, reads, writes))
             before = [first[name] for name in node.meta.get("after", ()) if name in first]
             needs.update(before)
             if is_marker(node):
@@ -106,6 +99,15 @@ def operations_of(graph: fx.Graph) -> tuple[list[Operation], dict[fx.Node, int],
                 )
             )
     return operations, markers, produced
+
+
+def _earlier_accesses(memory: Mapping[int, _Memory], reads: set[int], writes: set[int]) -> Iterator[int]:
+    """The operations that must have read or written memory before it is read or written here."""
+    for storage in reads | writes:
+        if (writer := memory[storage].writer) is not None:
+            yield writer
+    for storage in writes:
+        yield from memory[storage].readers
 
 
 def _sent(node: fx.Node, reads: set[int]) -> set[int]:
