@@ -38,7 +38,7 @@ class TraceFault(Fault):
 
 FAULTS = (
     TraceFault("reads not waited for", "trace/graph/dependencies.py",
-               "                needs.update(place.readers)\n", "",
+               "        yield from before.readers\n", "",
                "a value is changed before it was read", "read then changed"),
     TraceFault("readers are forgotten", "trace/graph/dependencies.py",
                "                memory[storage].readers.append(index)\n", "                pass\n",
@@ -48,12 +48,13 @@ FAULTS = (
                "                memory[storage] = _Memory()\n",
                "memory is read before it was changed", "changed then read"),
     TraceFault("changes not waited for", "trace/graph/dependencies.py",
-               "                if (writer := memory[storage].writer) is not None:\n",
-               "                if (writer := memory[storage].writer) is None:\n                    continue\n"
-               "                elif index < 0:\n",
+               "        if (writer := memory[storage].writer) is not None:\n",
+               "        if (writer := memory[storage].writer) is None:\n            continue\n"
+               "        elif writer < 0:\n",
                "memory is read before it was changed", "changed then read"),
     TraceFault("changes in any order", "trace/graph/dependencies.py",
-               "                if place.writer is not None:\n", "                if index < 0 and place.writer:\n",
+               "        if before.writer is not None:\n",
+               "        if before.writer is not None and before.writer < 0:\n",
                "of two changes the wrong one is the last", "changed twice"),
     TraceFault("random numbers in any order", "trace/graph/dependencies.py",
                "                last_random = index\n", "                last_random = None\n",

@@ -103,11 +103,14 @@ def operations_of(graph: fx.Graph) -> tuple[list[Operation], dict[fx.Node, int],
 
 def _earlier_accesses(memory: Mapping[int, _Memory], reads: set[int], writes: set[int]) -> Iterator[int]:
     """The operations that must have read or written memory before it is read or written here."""
-    for storage in reads | writes:
+    for storage in reads:
         if (writer := memory[storage].writer) is not None:
             yield writer
     for storage in writes:
-        yield from memory[storage].readers
+        before = memory[storage]
+        yield from before.readers
+        if before.writer is not None:
+            yield before.writer
 
 
 def _sent(node: fx.Node, reads: set[int]) -> set[int]:
