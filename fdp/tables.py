@@ -148,11 +148,11 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def clipped(text: str, cells: int = 40) -> str:
+def cut_short(text: str, cells: int = 40) -> str:
     """Cut a text that is to be part of one line.
 
     Example:
-        >>> clipped("encoder.layers.11.attention", 12)
+        >>> cut_short("encoder.layers.11.attention", 12)
         'encoder.lay…'
     """
     line = rich.text.Text(" ".join(text.split()))

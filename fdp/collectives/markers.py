@@ -53,7 +53,7 @@ class AllReduce(torch.autograd.Function):
         return all_reduce(x, *rest), in_dims[0]
 
 
-class NarrowMean(torch.autograd.Function):
+class WireMean(torch.autograd.Function):
     """Mean over ranks in the wire dtype; the result has its own dtype, and the transpose is sent uncast."""
 
     @staticmethod
@@ -75,7 +75,7 @@ class NarrowMean(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, Any]:
-        return narrow_mean(x, *rest), in_dims[0]
+        return wire_mean(x, *rest), in_dims[0]
 
 
 class AllGather(torch.autograd.Function):
@@ -219,8 +219,8 @@ class ForwardAllReduce(AllReduce):
         return all_reduce(tangent, ctx.op, ctx.axis, "tangent", ctx.label)
 
 
-class ForwardNarrowMean(NarrowMean):
-    """NarrowMean, in forward mode; the tangent is sent as it is."""
+class ForwardWireMean(WireMean):
+    """WireMean, in forward mode; the tangent is sent as it is."""
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
@@ -281,9 +281,9 @@ def all_reduce(x: torch.Tensor, op: str, axis: str, kind: str, label: str) -> to
     return out
 
 
-def narrow_mean(x: torch.Tensor, axis: str, size: int, label: str, wire: Wire) -> torch.Tensor:
-    """See `NarrowMean`."""
-    out: torch.Tensor = (ForwardNarrowMean if in_forward_mode() else NarrowMean).apply(x, axis, size, label, wire)
+def wire_mean(x: torch.Tensor, axis: str, size: int, label: str, wire: Wire) -> torch.Tensor:
+    """See `WireMean`."""
+    out: torch.Tensor = (ForwardWireMean if in_forward_mode() else WireMean).apply(x, axis, size, label, wire)
     return out
 
 

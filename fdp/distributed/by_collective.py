@@ -38,7 +38,7 @@ class Sent(Protocol):
         """Rows that these are in: one for each rank where the collective splits, else one."""
 
 
-def start_message(
+def start_collective(
     sent: Sent, own: torch.Tensor, into: torch.Tensor | None, scaled: bool, group: Group, arrived: Arrived | None
 ) -> Callable[[], None]:
     """Start a message.
@@ -73,7 +73,7 @@ def pretend_message(sent: Sent, own: torch.Tensor, into: torch.Tensor | None, sc
     """Do what a message would do, with what this rank takes the others to hold.
 
     Args:
-        sent: as for `start_message`.
+        sent: as for `start_collective`.
         own: likewise, without a header.
         into: likewise.
         scaled: likewise.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fdp.collectives.markers import all_reduce, narrow_mean
+from fdp.collectives.markers import all_reduce, wire_mean
 from fdp.collectives.operators import in_forward_mode
 from fdp.context.accumulating import memory_order
 from fdp.context.axis import Axis, current_axis
@@ -75,4 +75,4 @@ def _no_view(x: torch.Tensor) -> torch.Tensor:
 def _mean(grad: torch.Tensor, axis: Axis, label: str) -> torch.Tensor:
     if axis.wire is None:
         return all_reduce(grad, "mean", axis.name, "gradient", label)
-    return narrow_mean(grad, axis.name, axis.size, label, axis.wire)
+    return wire_mean(grad, axis.name, axis.size, label, axis.wire)

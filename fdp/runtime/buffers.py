@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from fdp.distributed.by_collective import arriving_shape, pretend_message, start_message
+from fdp.distributed.by_collective import arriving_shape, pretend_message, start_collective
 from fdp.distributed.group import Group
 from fdp.distributed.other_ranks import OtherRanks
 from fdp.distributed.sending import Arrived
@@ -67,7 +67,7 @@ class Buffer:
 
     def _start(self, group: Group, arrived: Arrived | None, into: torch.Tensor | None) -> Callable[[], None]:
         message = self.own if self.message is None else self.message
-        return start_message(self.bucket, message, self._arriving(into), self.scaled, group, arrived)
+        return start_collective(self.bucket, message, self._arriving(into), self.scaled, group, arrived)
 
     def start_wide(self, group: Group, arrived: Arrived | None = None) -> WideMean:
         """Start the mean that is added up in a wider dtype."""

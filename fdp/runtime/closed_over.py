@@ -23,7 +23,7 @@ class ClosedOver:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._held = [(getattr(trace.graph, target), name) for target, name in trace.closed_over]
-        self._kinds = [_kind(tensor) for tensor, _ in self._held]
+        self._kinds = [_layout_of(tensor) for tensor, _ in self._held]
         self._strided = [tensor for tensor, _ in self._held if tensor.layout == torch.strided]
         self._like = tensors_like(self._strided)
         self._donated = [at for at, item in enumerate(trace.inputs) if item.donated]
@@ -55,9 +55,9 @@ class ClosedOver:
     def _compare_kinds(self) -> None:
         """Values may change in place; a graph that was made for another shape would compute something else."""
         offenders = [
-            f"{name}: traced as {_described(kind)}, now {_described(_kind(tensor))}"
+            f"{name}: traced as {_layout_text(kind)}, now {_layout_text(_layout_of(tensor))}"
             for (tensor, name), kind in zip(self._held, self._kinds, strict=True)
-            if _kind(tensor) != kind
+            if _layout_of(tensor) != kind
         ]
         if offenders:
             raise PurityError(
@@ -70,11 +70,11 @@ class ClosedOver:
             )
 
 
-def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     strides = tensor.stride() if tensor.layout == torch.strided else None
     return tuple(tensor.shape), tensor.dtype, tensor.device, strides, tensor.layout
 
 
-def _described(kind: tuple[Any, ...]) -> str:
+def _layout_text(kind: tuple[Any, ...]) -> str:
     shape, dtype, device, strides, layout = kind
     return f"{list(shape)} {dtype} {device} " + (f"{layout}" if strides is None else f"strides {list(strides)}")

@@ -43,7 +43,7 @@ class Consensus:
     ) -> None:
         self._plan, self._program, self._group = plan, program, group
         self._agreed, self._compare_state, self._communicates = agreed, compare_state, communicates
-        self._how = as_text(options)
+        self._how = options_text(options)
         self._key = digest(plan, self._how), group
         self._order: Order | None = None
 
@@ -64,7 +64,7 @@ class Consensus:
         """
         if not self._communicates:
             return False
-        how = self._how if options is None else as_text(options.settled(devices_of(self._plan)))
+        how = self._how if options is None else options_text(options.settled(devices_of(self._plan)))
         if (key := self._key_of(how)) in self._agreed:
             return False
         number, compares = agree(self._plan, self._group, tensors, self._compare_state, how)
@@ -73,7 +73,7 @@ class Consensus:
 
     def forget(self, options: Options | None = None) -> None:
         """Forget that ranks agreed, so that they do it again: something came between."""
-        how = self._how if options is None else as_text(options.settled(devices_of(self._plan)))
+        how = self._how if options is None else options_text(options.settled(devices_of(self._plan)))
         self._agreed.pop(self._key_of(how), None)
         self._order = None
 
@@ -109,6 +109,6 @@ def devices_of(plan: Plan) -> set[torch.device]:
     return {value.device for value in values if isinstance(value, torch.Tensor)}
 
 
-def as_text(options: Options | None) -> str:
+def options_text(options: Options | None) -> str:
     """How a program is compiled, as ranks compare it; empty if it is not."""
     return "" if options is None else comparable(options)

@@ -32,7 +32,7 @@ from fdp.runtime.runner import Runner
 from fdp.runtime.signature import check_signature
 from fdp.state import rank_local
 from fdp.state.shards import flatten_to_parts
-from fdp.tables import clipped, count
+from fdp.tables import count, cut_short
 from fdp.tracebacks import hiding_frames
 
 BREAK_REASON = (
@@ -101,7 +101,7 @@ class Emitted:
     def __repr__(self) -> str:
         buckets, ranks = count(len(self.plan.buckets), "bucket"), count(self.group.size, "rank")
         how = "operator by operator" if self.options is None else "compiled"
-        return f"<Emitted {clipped(self.plan.trace.name)}: {buckets}, {ranks}, {how}>"
+        return f"<Emitted {cut_short(self.plan.trace.name)}: {buckets}, {ranks}, {how}>"
 
     @breaks_graph(BREAK_REASON)
     @hiding_frames

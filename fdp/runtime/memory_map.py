@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fdp.emit.codegen.program import Program
 from fdp.emit.memory.map_picture import draw_map
 from fdp.plan import Plan
-from fdp.tables import Printed, Table, clipped, count, format_bytes
+from fdp.tables import Printed, Table, count, cut_short, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,7 +43,7 @@ class Piece:
 
     def __repr__(self) -> str:
         size, when = format_bytes(self.size_bytes), f"instructions {self.first} to {self.last}"
-        return f"<Piece {clipped(self.name)}: {size} on {self.device} at {self.offset_bytes}, {when}>"
+        return f"<Piece {cut_short(self.name)}: {size} on {self.device} at {self.offset_bytes}, {when}>"
 
 
 @dataclass(frozen=True, repr=False)
@@ -84,7 +84,7 @@ class MemoryMap(Printed):
 
     def __repr__(self) -> str:
         total = format_bytes(sum(size for _, size in self.size_bytes))
-        return f"<MemoryMap of {clipped(self.name)}: {count(len(self.pieces), 'piece')}, {total}>"
+        return f"<MemoryMap of {cut_short(self.name)}: {count(len(self.pieces), 'piece')}, {total}>"
 
     def __str__(self) -> str:
         needed = dict(self.needed_bytes)

@@ -34,7 +34,7 @@ from fdp.step.finite import result_if_finite
 from fdp.step.first_call import Preparation, Settings
 from fdp.step.memory_limit import resolve_limit
 from fdp.step.progress import Progress
-from fdp.tables import clipped, count
+from fdp.tables import count, cut_short
 from fdp.timeline import Timeline
 from fdp.trace import (
     Flat,
@@ -43,7 +43,7 @@ from fdp.trace import (
     Roles,
     Trace,
     by_position,
-    flatten,
+    flatten_call,
     resolve_roles,
     set_apart,
     signature_of,
@@ -111,7 +111,7 @@ class Step:
         return self._preparation.traces
 
     def __repr__(self) -> str:
-        return f"<fdp.Step {clipped(self._name)}, traced {count(self.traces, 'time')}>"
+        return f"<fdp.Step {cut_short(self._name)}, traced {count(self.traces, 'time')}>"
 
     def __reduce__(self) -> Any:
         """Copying and unpickling make a new step with the same function and settings, and without traces."""
@@ -247,7 +247,7 @@ class Step:
         roles = self._roles_for(len(args))
         recognised = self._calls.recognise(place, *set_apart(args, roles))
         if recognised is None:
-            recognised = self._look_up(flatten(args, roles), roles, place)
+            recognised = self._look_up(flatten_call(args, roles), roles, place)
         known, tensors = recognised
         known.last_call = next(clock)
         known.calls += 1
@@ -273,7 +273,7 @@ class Step:
         assert again is not None
         try:
             return again.look(
-                lambda: self._preparation.check_again(known.emitted, flatten(args, roles), roles),
+                lambda: self._preparation.check_again(known.emitted, flatten_call(args, roles), roles),
                 lambda: known.emitted.run(tensors),
             )
         finally:
@@ -307,7 +307,7 @@ class Step:
         if kwargs:
             args = by_position(self._name, self._signature, args, kwargs)
         roles = self._roles_for(len(args))
-        return flatten(args, roles), roles, (len(args), resolve_group(self._group), ambient_context())
+        return flatten_call(args, roles), roles, (len(args), resolve_group(self._group), ambient_context())
 
     def _roles_for(self, count: int) -> Roles:
         roles = self._roles.get(count)

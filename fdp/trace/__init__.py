@@ -3,7 +3,7 @@
 operators -> trace -> calls -> capture -> graph -> checks -> sharding -> tracer
 """
 
-from fdp.trace.calls.arguments import Flat, Roles, flatten, refuse_unhashable, resolve_roles, set_apart, sharing
+from fdp.trace.calls.arguments import Flat, Roles, flatten_call, refuse_unhashable, resolve_roles, set_apart, sharing
 from fdp.trace.calls.beside import Beside, LooksAtGradients
 from fdp.trace.calls.changes import Summary, describe_change, summarise
 from fdp.trace.calls.keywords import by_position, signature_of
@@ -31,7 +31,7 @@ __all__ = [
     "by_position",
     "capture_functional",
     "describe_change",
-    "flatten",
+    "flatten_call",
     "recording",
     "refuse_unhashable",
     "resolve_roles",

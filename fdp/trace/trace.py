@@ -15,7 +15,7 @@ from fdp.distributed.collective import COLLECTIVES, Collective
 from fdp.distributed.wire import Wire
 from fdp.errors import ArgumentError, build_message
 from fdp.state.shards import Part
-from fdp.tables import Printed, Table, clipped, count, format_bytes, heading
+from fdp.tables import Printed, Table, count, cut_short, format_bytes, heading
 from fdp.trace.operators.effects import storages_of
 from fdp.tracebacks import hiding_frames
 
@@ -54,7 +54,7 @@ class Input:
     part: Part | None = None
 
     def __repr__(self) -> str:
-        return f"<Input {clipped(self.name)}: {self.role}, {_short(self.dtype)} {list(self.shape)} on {self.device}>"
+        return f"<Input {cut_short(self.name)}: {self.role}, {_short(self.dtype)} {list(self.shape)} on {self.device}>"
 
     @property
     def replicated(self) -> bool:
@@ -92,7 +92,7 @@ class Output:
 
     def __repr__(self) -> str:
         shape = "constant" if self.shape is None else f"{_short(self.dtype)} {list(self.shape)}"
-        return f"<Output {clipped(self.name)}: {shape}, {'varying' if self.varying else 'replicated'}>"
+        return f"<Output {cut_short(self.name)}: {shape}, {'varying' if self.varying else 'replicated'}>"
 
 
 @dataclass(frozen=True, repr=False)
@@ -121,7 +121,7 @@ class Operation:
     source: str = ""
 
     def __repr__(self) -> str:
-        return f"<Operation {clipped(self.node, 30)}: {clipped(self.target, 30)}>"
+        return f"<Operation {cut_short(self.node, 30)}: {cut_short(self.target, 30)}>"
 
 
 @dataclass(frozen=True, repr=False)
@@ -163,7 +163,7 @@ class Reduction:
     pairs: tuple[tuple[int, int], ...] = ()
 
     def __repr__(self) -> str:
-        return f"<Reduction {clipped(self.name)}: {self.op} of {_short(self.dtype)} {list(self.shape)}>"
+        return f"<Reduction {cut_short(self.name)}: {self.op} of {_short(self.dtype)} {list(self.shape)}>"
 
     @property
     def collective(self) -> Collective:

@@ -22,7 +22,7 @@ from fdp.trace.calls.arguments import Flat, Roles, describe_inputs
 from fdp.trace.calls.closure import closed_over_names, closed_over_tensors
 from fdp.trace.calls.pairing import assign_labels, assign_slots, sharded_sources
 from fdp.trace.calls.results import plain, refuse_foreign_outputs
-from fdp.trace.capture.calling import call_with, name_of, runs_by_itself
+from fdp.trace.capture.calling import call_with, name_of_step, runs_by_itself
 from fdp.trace.capture.capture import capture, untraceable
 from fdp.trace.capture.reshapes import reshape_by_views
 from fdp.trace.capture.untouched import check_untouched, untouched
@@ -81,7 +81,7 @@ def trace_step(
         PurityError: it changes an input in place, or uses parameters that are not among its arguments.
         ReplicationError: it returns a value that may differ from rank to rank.
     """
-    name = name_of(step)
+    name = name_of_step(step)
     names, inputs = describe_inputs(name, flat, roles, group)
     whole = whole_inputs(inputs, flat)
     captured = _captured(name, step, flat, roles, group, wire, whole)

@@ -17,7 +17,7 @@ import fdp
 from fdp.compare import check_emitted
 from fdp.plan import Plan, Run, Start
 from fdp.runtime import Emitted, in_flight
-from fdp.trace import Roles, flatten, resolve_roles
+from fdp.trace import Roles, flatten_call, resolve_roles
 
 Tree = dict[str, torch.Tensor]
 
@@ -47,7 +47,7 @@ def plan_for(size: int, cap: Any = 0.0015, step: Any = sgd, **options: Any) -> P
 
 def roles_and_flat(step: Any, *args: Any) -> tuple[Any, Roles]:
     roles = resolve_roles(step, len(args), -1, (), ())
-    return flatten(args, roles), roles
+    return flatten_call(args, roles), roles
 
 
 # --- plans -------------------------------------------------------------------------------------------

@@ -342,9 +342,9 @@ def test_replicate_and_assert_replicated_leave_labelled_leaves_alone() -> None:
 
 
 def test_the_trace_of_many_ranks_takes_labels() -> None:
-    from fdp.trace import flatten, resolve_roles, trace_step
+    from fdp.trace import flatten_call, resolve_roles, trace_step
 
     state, batch = residual_state(0), batch_of(0, 0)
     roles = resolve_roles(residual_step, 2, -1, (), ())
-    trace = trace_step(residual_step, flatten((state, batch), roles), roles, fake_group(8))
+    trace = trace_step(residual_step, flatten_call((state, batch), roles), roles, fake_group(8))
     assert [o.labelled for o in trace.outputs] == [True, True, True, False, False]

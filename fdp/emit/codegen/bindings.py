@@ -36,7 +36,7 @@ def bind(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     Returns:
         A function that does what `operator(*args, **kwargs)` does outside of autograd.
     """
-    key = (operator, *map(_kind, args), *((name, _kind(value)) for name, value in kwargs.items()))
+    key = (operator, *map(_parsed_as, args), *((name, _parsed_as(value)) for name, value in kwargs.items()))
     found = _known.get(key)
     if found is None:
         found = _known[key] = _search(operator, args, kwargs)
@@ -123,10 +123,10 @@ def _has_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple)) and any(map(_has_tensor, value)))
 
 
-def _kind(value: Any) -> Any:
+def _parsed_as(value: Any) -> Any:
     """What decides on how Python arguments are parsed: of a list, the kinds in it, and whether it has one entry."""
     if isinstance(value, torch.Tensor):
         return torch.Tensor, value.dim() == 0
     if isinstance(value, (list, tuple)):
-        return tuple(dict.fromkeys(map(_kind, value))), len(value) == 1
+        return tuple(dict.fromkeys(map(_parsed_as, value))), len(value) == 1
     return type(value)

@@ -14,7 +14,7 @@ from fdp.emit.codegen.lines import Line
 from fdp.emit.codegen.loop_bodies import write_loop
 from fdp.emit.codegen.packing import write_division
 from fdp.emit.codegen.shortcuts import counted_up, transposed_weight
-from fdp.emit.codegen.writer import Writer, bind_object, bind_operator, emit, literal, name_of
+from fdp.emit.codegen.writer import Writer, bind_object, bind_operator, emit, literal, name_in_program
 from fdp.emit.memory.instructions import arguments_of, is_part
 from fdp.emit.memory.out_variants import Form, form_of
 from fdp.emit.memory.own_memory import row_name
@@ -130,7 +130,7 @@ def _write_into_place(writer: Writer, node: fx.Node) -> None:
     """Compute a node into its fixed place."""
     if node in writer.memory.placement.written:
         # The new value of a donated input, in place of the old one.
-        target = name_of(writer, node)
+        target = name_in_program(writer, node)
         _write_out_call(writer, node, _form(node), [target], {target})
         return
     form = writer.memory.places.forms[node]

@@ -24,7 +24,7 @@ from fdp.emit.codegen.writer import (
     emit,
     free_name,
     literal,
-    name_of,
+    name_in_program,
     names_of_values,
 )
 from fdp.emit.memory.decisions import plan_memory
@@ -193,7 +193,7 @@ def _write_alone(writer: Writer, node: fx.Node) -> None:
         emit(writer, f"{empty}({shape}, dtype={dtype}, device={device})", uses, node)
     elif node in writer.memory.places.alone:
         source: Any = node.args[0]
-        writer.local[node] = name_of(writer, source)
+        writer.local[node] = name_in_program(writer, source)
     else:
         name = literal(writer, node.args[0], uses)
         format_ = bind_object(writer, torch.contiguous_format, "contiguous_format")
@@ -231,7 +231,7 @@ def _write_copy(writer: Writer, node: fx.Node, name: str, own: str) -> None:
 def _write_outputs(writer: Writer) -> None:
     """Name what is returned, and copy results whose memory belongs to something else."""
     for position, node in enumerate(writer.memory.placement.returned):
-        name = name_of(writer, node)
+        name = name_in_program(writer, node)
         if position in writer.memory.placement.cloned:
             own = f"output_{position}"
             _write_copy(writer, node, name, own)

@@ -55,7 +55,7 @@ class Writer:
         return self.memory.savings == NONE
 
 
-def name_of(writer: Writer, node: fx.Node) -> str:
+def name_in_program(writer: Writer, node: fx.Node) -> str:
     """The name of a value in the program."""
     return writer.local[writer.memory.value_of(node)]
 
@@ -109,7 +109,7 @@ def bind_operator(writer: Writer, target: Any, args: Any = (), kwargs: Mapping[s
 def literal(writer: Writer, value: Any, uses: set[str]) -> str:
     """An argument as text; the names in it are added to `uses`."""
     if isinstance(value, fx.Node):
-        name = name_of(writer, value)
+        name = name_in_program(writer, value)
         uses.add(name)
         return name
     if isinstance(value, (list, tuple)):

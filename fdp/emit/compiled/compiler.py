@@ -18,7 +18,7 @@ from fdp.emit.codegen.program import Program
 from fdp.emit.compiled.barriers import IMPLEMENTED, running
 from fdp.emit.compiled.drawing import as_it_is
 from fdp.emit.compiled.draws import functions_that_draw, generators_of, operands_of
-from fdp.emit.compiled.graph import functional_graph, result_name
+from fdp.emit.compiled.graph import functional_graph, received_name
 from fdp.emit.compiled.inductor import Lowered, decompositions, lower, traced_under
 from fdp.emit.compiled.options import Options
 from fdp.emit.compiled.passes import declare
@@ -205,7 +205,7 @@ def _buckets(memory: MemoryPlan) -> Buckets:
     for index, members in memory.markers.items():
         for at, marker in enumerate(members):
             places[slot_name(index, at)] = named[slot_name(index, at)]
-            places[result_name(index, at)] = named[marker.name]
+            places[received_name(index, at)] = named[marker.name]
     return Buckets(places, memory.layouts, memory.places.scaled)
 
 

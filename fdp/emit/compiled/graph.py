@@ -99,7 +99,7 @@ class _Lowering:
             case Await(bucket):
                 wait(self._slots_of(bucket), bucket)
                 for at, marker in enumerate(self.memory.markers[bucket]):
-                    self.values[marker] = self.slots[result_name(bucket, at)]
+                    self.values[marker] = self.slots[received_name(bucket, at)]
             case Update(target, new):
                 self.values[target].copy_(self._value(new))
             case Divide():
@@ -116,7 +116,7 @@ class _Lowering:
         """All tensors that a message reads or writes."""
         names: dict[str, None] = {}
         for at in range(len(self.memory.markers[bucket])):
-            names[slot_name(bucket, at)] = names[result_name(bucket, at)] = None
+            names[slot_name(bucket, at)] = names[received_name(bucket, at)] = None
         return [self.slots[name] for name in names]
 
     def _pack(self, index: int, member: int) -> None:
@@ -265,7 +265,7 @@ def _batch_norm(
     return _aten._native_batch_norm_legit.default(x, weight, bias, mean, variance, training, momentum, eps)
 
 
-def result_name(bucket: int, member: int) -> str:
+def received_name(bucket: int, member: int) -> str:
     """The name of the place where what comes back is: the member's own by another name, unless results lie apart.
 
     A compiler may use the memory that it filled itself again, if it sees nothing read it as it was then.

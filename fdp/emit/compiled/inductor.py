@@ -216,7 +216,7 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
         except FdpError:
             raise
         except Exception as error:
-            raise refusal(name, error) from error
+            raise lowering_refusal(name, error) from error
     if not getattr(compiled, "_boxed_call", False) or not hasattr(compiled, "source_code"):
         raise _unusable("what compile_fx_inner returns does not take one list of inputs, or has no text")
     return Lowered(compiled, str(compiled.source_code))
@@ -346,7 +346,7 @@ def _let_readers_come_first() -> None:
             _comes_last.add(operator)
 
 
-def refusal(name: str, error: Exception) -> CompileError:
+def lowering_refusal(name: str, error: Exception) -> CompileError:
     """The refusal for a step that inductor cannot compile."""
     inner = getattr(error, "inner_exception", None) or error
     lines = [line.strip() for line in str(inner).strip().splitlines() if line.strip()]

@@ -104,9 +104,9 @@ class MemoryPlan(Printed):
         return f"<MemoryPlan of {self.plan.trace.name}: {count(pieces, 'piece')}, {total}>"
 
     def __str__(self) -> str:
-        from fdp.emit.memory.memory_table import as_text
+        from fdp.emit.memory.memory_table import memory_text
 
-        return as_text(self)
+        return memory_text(self)
 
 
 def _changes_memory(node: fx.Node) -> bool:

@@ -156,7 +156,7 @@ def _donated(memory: MemoryPlan) -> Iterator[tuple[fx.Node, tuple[str, str]]]:
             yield node, (item.name, f"donated: {how[node]}")
 
 
-def as_text(memory: MemoryPlan) -> str:
+def memory_text(memory: MemoryPlan) -> str:
     """A table of the largest pieces."""
     blocks = "; ".join(
         f"{format_bytes(each.size_bytes)} on {device}, of which {format_bytes(each.needed_bytes)} are in use at once"

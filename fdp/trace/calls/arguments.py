@@ -172,7 +172,7 @@ def sharing_pattern(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], .
     )
 
 
-def flatten(args: tuple[Any, ...], roles: Roles) -> Flat:
+def flatten_call(args: tuple[Any, ...], roles: Roles) -> Flat:
     """Put the leaves of the arguments in a row and work out the signature in full."""
     trees, static = set_apart(args, roles)
     leaves, spec = flatten_to_parts(trees)

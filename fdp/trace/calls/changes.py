@@ -42,7 +42,7 @@ class Summary:
 
 def summarise(flat: Flat) -> Summary:
     """Describe a call without holding on to its tensors."""
-    return Summary(flat.spec, flat.static, tuple(map(_kind, flat.leaves)))
+    return Summary(flat.spec, flat.static, tuple(map(_kind_of_leaf, flat.leaves)))
 
 
 def describe_change(old: Summary, new: Flat, step_name: str, roles: Roles) -> tuple[str, str]:
@@ -64,7 +64,7 @@ def describe_change(old: Summary, new: Flat, step_name: str, roles: Roles) -> tu
     names, _ = describe_inputs(step_name, new, roles)
     changed = [
         (name, before, after)
-        for name, before, after in zip(names, old.leaves, map(_kind, new.leaves), strict=True)
+        for name, before, after in zip(names, old.leaves, map(_kind_of_leaf, new.leaves), strict=True)
         if before != after
     ]
     if not changed:
@@ -72,12 +72,12 @@ def describe_change(old: Summary, new: Flat, step_name: str, roles: Roles) -> tu
     name, before, after = changed[0]
     more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
     if [part for part, _ in before] != [part for part, _ in after]:
-        return f"{name}: {_text(before)} became {_text(after)}{more}", _REMEDIES["value"]
+        return f"{name}: {_kind_text(before)} became {_kind_text(after)}{more}", _REMEDIES["value"]
     part, was, now = next((part, a, b) for (part, a), (_, b) in zip(before, after, strict=True) if a != b)
     return f"{name}: {'' if part == 'value' else part + ' '}{was} became {now}{more}", _REMEDIES[part]
 
 
-def _kind(leaf: Any) -> Kind:
+def _kind_of_leaf(leaf: Any) -> Kind:
     if not isinstance(leaf, torch.Tensor):
         return (("value", repr(leaf)),)
     # The shape first: if it changes, so do strides, and need no mention.
@@ -89,5 +89,5 @@ def _kind(leaf: Any) -> Kind:
     )
 
 
-def _text(kind: Kind) -> str:
+def _kind_text(kind: Kind) -> str:
     return kind[0][1] if len(kind) == 1 else f"a tensor of shape {kind[0][1]} and {kind[1][1]}"

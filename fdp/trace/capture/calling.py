@@ -23,7 +23,7 @@ from fdp.trace.capture.switches import recording
 from fdp.trace.capture.untouched import untouched
 
 
-def name_of(step: Callable[..., Any]) -> str:
+def name_of_step(step: Callable[..., Any]) -> str:
     """What a step is called in messages."""
     return getattr(step, "__name__", type(step).__name__)
 
@@ -91,7 +91,7 @@ def run_untraced(
 def _kept(step: Callable[..., Any]) -> TraceError:
     return TraceError(
         build_message(
-            f"step {name_of(step)!r} uses tensors that it kept when it was traced; they have no values.",
+            f"step {name_of_step(step)!r} uses tensors that it kept when it was traced; they have no values.",
             kept_by(step, is_fake),
             remedy="make such tables before the first call, or in every call; what a step is to keep, it returns.",
         )

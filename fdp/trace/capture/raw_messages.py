@@ -65,7 +65,7 @@ _MODULES = {
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
 
-def refusal(what: str) -> TraceError:
+def raw_message_refusal(what: str) -> TraceError:
     """The refusal of a function or an operator of torch.distributed."""
     bare = what.rpartition(".")[2].replace("_", "")
     remedy = next((text for part, text in _REMEDIES if part in bare), _OUTSIDE)
@@ -111,7 +111,7 @@ def _unless(tracing: Callable[[], bool], what: str, original: Any) -> Any:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         if tracing():
-            raise refusal(what)
+            raise raw_message_refusal(what)
         return original(*args, **kwargs)
 
     return call
@@ -119,6 +119,6 @@ def _unless(tracing: Callable[[], bool], what: str, original: Any) -> Any:
 
 def _refusing(name: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise refusal(name)
+        raise raw_message_refusal(name)
 
     return refuse

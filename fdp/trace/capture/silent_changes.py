@@ -115,9 +115,10 @@ class Unseen:
 
     def _refuse_other_kinds(self, moved: Mapping[int, torch.Tensor]) -> None:
         offenders = [
-            f"{self._names[at]}: {_kind(before)} became {_kind(self._arguments[at])} by .data = at {self._moved[at][1]}"
+            f"{self._names[at]}: {_what_stays(before)} became {_what_stays(self._arguments[at])} "
+            f"by .data = at {self._moved[at][1]}"
             for at, before in moved.items()
-            if _kind(before) != _kind(self._arguments[at])
+            if _what_stays(before) != _what_stays(self._arguments[at])
         ]
         if offenders:
             raise PurityError(
@@ -269,5 +270,5 @@ def _touch(one: Any, two: Any) -> bool:
     return bool(first < second + two.nbytes() and second < first + one.nbytes())
 
 
-def _kind(tensor: torch.Tensor) -> str:
+def _what_stays(tensor: torch.Tensor) -> str:
     return f"{list(tensor.shape)} {tensor.dtype} {tensor.device}"

@@ -63,7 +63,7 @@ class KernelStrides:
         if not given or size > _MOST_ELEMENTS or all(map(_is_in_rows, given)):
             return None
         try:
-            key = (func, _described(args), _described(kwargs))
+            key = (func, _what_strides_depend_on(args), _what_strides_depend_on(kwargs))
             if key not in self._known:
                 with plain_context():
                     self._known[key] = _measured(func, args, kwargs, results)
@@ -113,16 +113,16 @@ def _with_zeros(value: Any) -> Any:
     return {key: _with_zeros(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
-def _described(value: Any) -> Any:
+def _what_strides_depend_on(value: Any) -> Any:
     """A value as far as strides depend on it."""
     if isinstance(value, torch.Tensor):
         return "tensor", tuple(value.shape), tuple(value.stride()), value.dtype, value.device
     if type(value) in _READ:
         return type(value)
     if isinstance(value, (list, tuple)):
-        return tuple(map(_described, value))
+        return tuple(map(_what_strides_depend_on, value))
     if isinstance(value, Mapping):
-        return tuple((key, _described(each)) for key, each in value.items())
+        return tuple((key, _what_strides_depend_on(each)) for key, each in value.items())
     return type(value), value
 
 
