@@ -94,8 +94,7 @@ class Scaling(Printed):
         """
         from fdp.plan.scaling_picture import draw_scaling
 
-        result: Figure = draw_scaling(self, path)
-        return result
+        return draw_scaling(self, path)
 
     def __repr__(self) -> str:
         sizes = [str(scale.world_size) for scale in self.scales]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fdp.plan.scaling import Scaling
 from fdp.timeline.picture import check_path, new_figure, save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _INK, _FONT = "#262626", 9.0
 _LINES = (
@@ -16,7 +19,7 @@ _LINES = (
 )
 
 
-def draw_scaling(scaling: Scaling, path: str | os.PathLike[str] | None) -> Any:
+def draw_scaling(scaling: Scaling, path: str | os.PathLike[str] | None) -> Figure:
     """Draw both panels; see `Scaling.draw`."""
     check_path(path)
     figure = new_figure(10.0, 3.6)
@@ -38,7 +41,7 @@ def draw_scaling(scaling: Scaling, path: str | os.PathLike[str] | None) -> Any:
     ends: list[tuple[float, str, str]] = []
     for attribute, name, colour, dash, mark in _LINES:
         seconds = [getattr(scale, attribute) for scale in scaling.scales]
-        style = {"color": colour, "linestyle": dash, "marker": mark, "markersize": 4, "linewidth": 1.8}
+        style: dict[str, Any] = {"color": colour, "linestyle": dash, "marker": mark, "markersize": 4, "linewidth": 1.8}
         left.plot(sizes, [s * 1e3 for s in seconds], **style)
         shares = [scaling.efficiency(s) * 100 for s in seconds]
         right.plot(sizes, shares, **style)

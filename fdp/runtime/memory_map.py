@@ -79,8 +79,7 @@ class MemoryMap(Printed):
         Raises:
             ArgumentError: matplotlib is not installed, or the suffix names no kind of picture.
         """
-        result: Figure = draw_map(self.name, "memory", self.size_bytes, self.needed_bytes, self.pieces, path)
-        return result
+        return draw_map(self.name, "memory", self.size_bytes, self.needed_bytes, self.pieces, path)
 
     def __repr__(self) -> str:
         total = format_bytes(sum(size for _, size in self.size_bytes))

@@ -6,12 +6,15 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fdp.errors import ArgumentError, build_message
 from fdp.tables import count, format_bytes
 from fdp.timeline.rows import Bar, bars_of, rows, shared_s, used, waits
 from fdp.timeline.timeline import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's palette (Color Universal Design, 2008), distinct for every common colour blindness, without its
 # black. Neighbouring buckets differ in lightness, too.
@@ -28,7 +31,7 @@ _MOST_LINKS = 24
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
-def new_figure(width_in: float, height_in: float) -> Any:
+def new_figure(width_in: float, height_in: float) -> Figure:
     """Make an empty figure outside of matplotlib's windows and global state.
 
     Raises:
@@ -61,7 +64,7 @@ def check_path(path: str | os.PathLike[str] | None) -> None:
         )
 
 
-def save_figure(figure: Any, path: str | os.PathLike[str] | None) -> Any:
+def save_figure(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
     """Write a figure, the same bytes each time, and return it."""
     if path is not None:
         from matplotlib import rc_context
@@ -74,7 +77,7 @@ def save_figure(figure: Any, path: str | os.PathLike[str] | None) -> Any:
     return figure
 
 
-def draw(timeline: Timeline, path: str | os.PathLike[str] | None, beside: Timeline | None) -> Any:
+def draw(timeline: Timeline, path: str | os.PathLike[str] | None, beside: Timeline | None) -> Figure:
     """Draw one timeline, or two over each other on one axis of time; see `Timeline.draw`."""
     check_path(path)
     shown = [timeline] if beside is None else [timeline, beside]

@@ -173,8 +173,7 @@ class Timeline(Printed):
         """
         from fdp.timeline.picture import draw
 
-        result: Figure = draw(self, path, beside)
-        return result
+        return draw(self, path, beside)
 
     @hiding_frames
     def save_trace(self, path: str | os.PathLike[str]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -37,11 +37,11 @@ class Lifetime:
         may_reuse: pieces whose place it may take at `first`, if that is their last use.
     """
 
-    key: Any
+    key: Hashable
     size_bytes: int
     first: int
     last: int
-    may_reuse: tuple[Any, ...] = ()
+    may_reuse: tuple[Hashable, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Layout:
         pieces: what was placed.
     """
 
-    offsets: Mapping[Any, int]
+    offsets: Mapping[Hashable, int]
     size_bytes: int
     needed_bytes: int
     pieces: tuple[Lifetime, ...] = ()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fdp.tables import format_bytes
 from fdp.timeline.picture import BUCKET_COLOURS, check_path, new_figure, save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 VALUE, LIGHT = "#B4B4B4", "#DEDEDE"
 """What values are drawn in, and what some of them may be told apart by."""
@@ -48,8 +51,8 @@ def draw_map(
     needed_bytes: Sequence[tuple[str, int]],
     pieces: Sequence[Drawn],
     path: str | os.PathLike[str] | None,
-    light: Collection[Any] = (),
-) -> Any:
+    light: Collection[object] = (),
+) -> Figure:
     """Draw a panel for each device.
 
     Args:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
@@ -74,7 +74,7 @@ class MemoryPlan(Printed):
         # A view of a fixed place is one itself.
         return node in self.placement.written or node.name not in self.places.named or _changes_memory(node)
 
-    def piece_of(self, node: fx.Node) -> Any:
+    def piece_of(self, node: fx.Node) -> Hashable | None:
         """The piece of memory that a value lies in; None if it has no fixed place."""
         return self.places.memory.get(self.value_of(node).name)
 
@@ -95,8 +95,7 @@ class MemoryPlan(Printed):
         """
         from fdp.emit.memory.memory_table import draw_plan
 
-        result: Figure = draw_plan(self, path)
-        return result
+        return draw_plan(self, path)
 
     def __repr__(self) -> str:
         pieces = sum(len(layout.pieces) for layout in self.layouts.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -16,6 +16,9 @@ from fdp.emit.memory.map_picture import draw_map
 from fdp.emit.memory.memory_plan import MemoryPlan
 from fdp.tables import Table, count, format_bytes
 from fdp.trace.operators.effects import storages, storages_of, tensors_in
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _MOST_ROWS = 24
 _FIRST = "first in its place"
@@ -182,7 +185,7 @@ def memory_text(memory: MemoryPlan) -> str:
     return "\n".join(lines)
 
 
-def draw_plan(memory: MemoryPlan, path: str | os.PathLike[str] | None) -> Any:
+def draw_plan(memory: MemoryPlan, path: str | os.PathLike[str] | None) -> Figure:
     """Draw what lies in the blocks, address against time; see `MemoryPlan.draw`."""
     rows = [row for row in rows_of(memory) if row.offset_bytes >= 0]
     sizes = [(str(device), layout.size_bytes) for device, layout in memory.layouts.items()]

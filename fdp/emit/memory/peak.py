@@ -112,8 +112,7 @@ class MemoryForecast(Printed):
         """
         from fdp.emit.memory.peak_picture import draw_forecast
 
-        result: Figure = draw_forecast(self, path)
-        return result
+        return draw_forecast(self, path)
 
     def __repr__(self) -> str:
         return f"<MemoryForecast of {self.name}: {format_bytes(self.peak_bytes)}>"

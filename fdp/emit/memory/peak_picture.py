@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fdp.emit.memory.peak import DeviceMemory, MemoryForecast
 from fdp.tables import format_bytes
 from fdp.timeline.picture import check_path, new_figure, save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _INK, _FONT = "#262626", 9.0
 _WIDTH_IN, _TOP_IN, _HIGH_IN, _BOTTOM_IN = 10.0, 0.55, 2.9, 0.55
@@ -23,7 +26,7 @@ _KINDS = (
 )
 
 
-def draw_forecast(forecast: MemoryForecast, path: str | os.PathLike[str] | None) -> Any:
+def draw_forecast(forecast: MemoryForecast, path: str | os.PathLike[str] | None) -> Figure:
     """Draw a panel for each device; see `MemoryForecast.draw`."""
     check_path(path)
     panel_in = _TOP_IN + _HIGH_IN + _BOTTOM_IN

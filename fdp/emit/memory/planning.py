@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -72,8 +72,8 @@ class Places:
 
     forms: Mapping[fx.Node, Form]
     named: Mapping[str, Place]
-    sizes: Mapping[Any, tuple[torch.device, int]]
-    memory: Mapping[str, Any]
+    sizes: Mapping[Hashable, tuple[torch.device, int]]
+    memory: Mapping[str, Hashable]
     direct: frozenset[fx.Node]
     scaled: frozenset[int]
     divided: Mapping[fx.Node, fx.Node]
@@ -137,8 +137,8 @@ class _Builder:
         self.placement, self.graph = placement, analysis.plan.trace.graph.graph
         self.forms: dict[fx.Node, Form] = {}
         self.named: dict[str, Place] = {}
-        self.sizes: dict[Any, tuple[torch.device, int]] = {}
-        self.memory: dict[str, Any] = {}
+        self.sizes: dict[Hashable, tuple[torch.device, int]] = {}
+        self.memory: dict[str, Hashable] = {}
         self.direct: set[fx.Node] = set()
         self.scaled: set[int] = set()
         self.divided: dict[fx.Node, fx.Node] = {}
