@@ -58,7 +58,11 @@ def start_message(
     """Start a message; returns the function that waits for it, and that raises if a rank is lost."""
     ranks = group.process_group
     watched = watch_over(group)
-    number = 0 if watched is None else watched.starts_message()
+    # A wait of gloo's that has run out of time may be made again. Of other backends that is not known, and those of
+    # devices do not block this thread.
+    gloo = group.backend_for(buffer.device) == "gloo"
+    # Others are not counted: a rank that replays a CUDA graph starts them unseen, and a rank beside it may not replay.
+    number = 0 if watched is None else watched.starts_message(counts=gloo)
     try:
         work = send(ranks)
     except RuntimeError as error:
@@ -66,9 +70,6 @@ def start_message(
             raise explained from error
         raise
     _call_back(work, arrived)
-    # A wait of gloo's that has run out of time may be made again. Of other backends that is not known, and those of
-    # devices do not block this thread.
-    gloo = group.backend_for(buffer.device) == "gloo"
     return functools.partial(finish, work, ranks, what, number) if gloo else work.wait
 
 

@@ -40,7 +40,7 @@ class Watched:
         gave_up_on: ranks for want of which this one has left a call in the middle, and what had become of each.
         waits_since_s: since when this rank waits for others, by the monotonic clock; None if it does not.
         turns: in exchanges through the store, as many as this rank has taken.
-        messages: as many as this rank has started.
+        messages: as many as this rank has started, of those whose starts are seen on all ranks.
         exchanging: whether it waits in an exchange whose turn was the last one.
     """
 
@@ -81,11 +81,11 @@ class Watched:
         self._phase = status_of.CALLING
         self.monitor.status.say(self._phase, number, step)
 
-    def starts_message(self) -> int:
-        """A message is about to start; returns its number, from 1 on."""
+    def starts_message(self, counts: bool) -> int:
+        """A message is about to start; returns its number, from 1 on, or 0 if it does not count."""
         self._talking.add(threading.get_ident())
-        self.messages += 1
-        return self.messages
+        self.messages += counts
+        return self.messages if counts else 0
 
     def takes_turn(self, turns: int) -> None:
         """It has taken a turn in exchanges: so many by now."""

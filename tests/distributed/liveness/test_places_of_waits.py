@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fdp.distributed import sending
 from fdp.distributed.liveness.places import PlaceOfWait, contradiction, merged
+from fdp.distributed.liveness.watched import Watched
 
 EVENTS = st.lists(st.sampled_from(["sum", "gather", "exchange"]), min_size=1, max_size=8)
 
@@ -33,3 +40,17 @@ def test_ranks_in_another_order_do(events: list[str], rank: int, order: list[str
     found = contradiction(merged([one, other, place_of(events, 0, rank + 2)]))
     assert found is not None
     assert set(found) == {one, other}
+
+
+def test_messages_of_devices_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank replays them in a CUDA graph, unseen, while another one starts them by itself: counts would differ."""
+    nothing: Any = None
+    watched = Watched("group", 0, 2, nothing)
+    monkeypatch.setattr(sending, "watch_over", lambda group: watched)
+    backends = {"cpu": "gloo", "meta": "nccl"}
+    group: Any = SimpleNamespace(process_group=None, backend_for=lambda device: backends[device.type])
+    for device, count in (("cpu", 1), ("meta", 1), ("meta", 1), ("cpu", 2)):
+        sending.start_message(
+            "a sum", torch.empty(1, device=device), group, None, lambda ranks: SimpleNamespace(wait=None)
+        )
+        assert watched.messages == count
