@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -32,6 +32,10 @@ def timeout_s() -> float:
 
 _ANNOUNCES_S = 5.0
 """So long a rank tries to tell others what they need not know."""
+
+_ANSWERS_S = 2.0
+"""So long the store may take to answer. Only then it is asked who is gone: a rank may leave when it has told its part,
+and a busy store answers others later."""
 
 _LONGEST_PAUSE_S = 0.05
 """From one look into the store to the next."""
@@ -61,7 +65,8 @@ def ask(
         return question()
     answers: list[Answer] = []
     asking, limit_s = Elsewhere(lambda: answers.append(question()), what), timeout_s() if limit_s is None else limit_s
-    if not asking.comes(None if group is None else group.process_group, limit_s):
+    process_group = None if group is None else group.process_group
+    if not (asking.comes(None, min(limit_s, _ANSWERS_S)) or asking.comes(process_group, limit_s)):
         raise dist.DistStoreError(f"the store did not answer within {limit_s:g} s")
     return answers[0]
 
@@ -139,10 +144,17 @@ def wait_for_keys(
         pause_s = 0.001
         while not (there := store.check(list(names))) and time.monotonic() < end_s and not over.wait(pause_s):
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        found.append(there)
+        found.append(there or store.check(list(names)))
 
+    looking = Elsewhere(look, what)
     try:
-        return Elsewhere(look, what).comes(process_group, timeout_s + _ANNOUNCES_S) and found[0]
+        return looking.comes(process_group, timeout_s + _ANNOUNCES_S) and found[0]
+    except PeerError:
+        over.set()
+        with suppress(RuntimeError, dist.DistError):
+            if looking.comes(None, _ANSWERS_S) and found[0]:
+                return True  # it had told its part
+        raise
     except (RuntimeError, dist.DistError) as error:  # the store is gone, perhaps with the rank that held it
         if (explained := explain(process_group, what)) is not None:
             raise explained from error

@@ -1,0 +1,51 @@
+"""A store that is slow to answer, as one of many ranks is: who has told what it had to tell may leave meanwhile."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import ranks
+import torch.distributed as dist
+
+from fdp.distributed.exchange import tell_all
+from fdp.distributed.group import Group, resolve_group
+from fdp.distributed.liveness.patience import until
+from fdp.distributed.liveness.watch import has_met
+
+
+class Busy:
+    """A store that takes its time for questions of one kind."""
+
+    def __init__(self, store: Any, question: str) -> None:
+        self._store, self._question = store, question
+
+    def __getattr__(self, name: str) -> Any:
+        asked = getattr(self._store, name)
+
+        def late(*args: Any) -> Any:
+            time.sleep(0.8)
+            return asked(*args)
+
+        return late if name == self._question else asked
+
+
+def told(question: str) -> list[dict[str, Any]]:
+    group = resolve_group()
+    tell_all(group, {}, "a test", "has begun")
+    until(lambda: has_met(dist.group.WORLD), dist.group.WORLD, 10.0, "a test")
+    if group.rank == 0:
+        busy = Busy(group.store(), question)
+        Group.store = lambda self: busy  # type: ignore[method-assign]
+    found = tell_all(group, {"rank": group.rank}, "a test", "goes on")
+    if group.rank == 1:
+        dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("question", ["check", "get"])
+def test_who_has_told_may_leave_before_others_hear_it(question: str) -> None:
+    for outcome in ranks.run_fresh(2, told, question):
+        assert outcome.ok, outcome.describe()
+        assert outcome.value == [{"rank": 0}, {"rank": 1}]
