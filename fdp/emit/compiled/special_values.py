@@ -32,7 +32,8 @@ def _operands(one: Any, other: Any) -> tuple[torch.dtype, torch.Tensor, torch.Te
 
     def operand(value: Any) -> torch.Tensor:
         if isinstance(value, torch.Tensor):
-            return value.to(device, wide)
+            # Kernels take a whole number of many digits for one of sixteen bits first.
+            return (value.to(dtype) if value.dim() else value).to(device, wide)
         return torch.full([], value, dtype=wide, device=device)
 
     return dtype, operand(one), operand(other)
@@ -69,8 +70,12 @@ def _divided_down(one: Any, other: Any, *, rounding_mode: str | None = "floor") 
 
 
 def _inverse_root(x: Any, exponent: Any) -> Any:
-    """The inverse of a root: `x ** -0.5` is that where operators run one by one, also of minus zero and infinity."""
-    return _aten.rsqrt.default(x) if exponent == -0.5 and x.is_floating_point() else NotImplemented
+    """The inverse of a root: `x ** -0.5` is that where operators run one by one, also of minus zero and infinity.
+
+    The kernel of CPUs for float16 takes a power.
+    """
+    is_power = x.dtype == torch.float16 and x.device.type == "cpu"
+    return _aten.rsqrt.default(x) if exponent == -0.5 and x.is_floating_point() and not is_power else NotImplemented
 
 
 def _acosh(x: Any) -> Any:

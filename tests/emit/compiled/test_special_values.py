@@ -109,3 +109,15 @@ def test_whole_numbers_are_divided_down_as_ever() -> None:
     found = fdp.data_parallel(down, compile=True, check_replication=False)(x, y)
     for one, two in zip(found, down(x, y), strict=True):
         assert one.dtype == two.dtype and torch.equal(one, two)
+
+
+def with_whole_numbers(n: Tensor, x: Tensor) -> Any:
+    return n % x, n.int() % x, torch.div(n, x, rounding_mode="floor"), x**-0.5
+
+
+def test_sixteen_bits_hold_no_long_whole_numbers() -> None:
+    n, x = torch.tensor([2049, -4099, 70001, 3, 257, 1]), torch.tensor([2.0, 7.0, 7.0, -0.0, -math.inf, 4.0])
+    step = fdp.data_parallel(with_whole_numbers, compile=True, check_trace=False, check_replication=False)
+    for one, two in zip(step(n, x.half()), with_whole_numbers(n, x.half()), strict=True):
+        assert one.dtype == two.dtype
+        torch.testing.assert_close(one, two, rtol=0.0, atol=0.0, equal_nan=True)
