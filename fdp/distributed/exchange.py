@@ -64,7 +64,8 @@ def ask(
     if sys.is_finalizing():  # no thread can start any more
         return question()
     answers: list[Answer] = []
-    asking, limit_s = Elsewhere(lambda: answers.append(question()), what), timeout_s() if limit_s is None else limit_s
+    asking = Elsewhere(lambda: answers.append(question()), what, uses_device=False)
+    limit_s = timeout_s() if limit_s is None else limit_s
     process_group = None if group is None else group.process_group
     if not (asking.comes(None, min(limit_s, _ANSWERS_S)) or asking.comes(process_group, limit_s)):
         raise dist.DistStoreError(f"the store did not answer within {limit_s:g} s")
@@ -146,7 +147,7 @@ def wait_for_keys(
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         found.append(there or store.check(list(names)))
 
-    looking = Elsewhere(look, what)
+    looking = Elsewhere(look, what, uses_device=False)
     try:
         return looking.comes(process_group, timeout_s + _ANNOUNCES_S) and found[0]
     except PeerError:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import ranks
+import torch
 import torch.distributed as dist
 
-from fdp.distributed.exchange import tell_all
+from fdp.distributed.exchange import ask, tell_all
 from fdp.distributed.group import Group, resolve_group
 from fdp.distributed.liveness.patience import until
 from fdp.distributed.liveness.watch import has_met
@@ -49,3 +50,12 @@ def test_who_has_told_may_leave_before_others_hear_it(question: str) -> None:
     for outcome in ranks.run_fresh(2, told, question):
         assert outcome.ok, outcome.describe()
         assert outcome.value == [{"rank": 0}, {"rank": 1}]
+
+
+def test_a_question_to_the_store_sets_up_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sets_up() -> int:
+        raise AssertionError("a program for the CPU would take memory of a GPU")
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", sets_up)
+    assert ask(None, lambda: 7) == 7

@@ -21,12 +21,14 @@ class Elsewhere:
     Args:
         work: what it does.
         name: of the work, for errors.
+        uses_device: whether it works with tensors, on the device that is current here. To ask which one that is makes
+            torch set up the device.
     """
 
-    def __init__(self, work: Callable[[], None], name: str) -> None:
+    def __init__(self, work: Callable[[], None], name: str, uses_device: bool = True) -> None:
         self._work, self._name, self._done = work, name, threading.Event()
         self._error: BaseException | None = None
-        accelerator = torch.accelerator.is_available()
+        accelerator = uses_device and torch.accelerator.is_available()
         self._device = torch.accelerator.current_device_index() if accelerator else None
         start_thread(self._run, name)
 
