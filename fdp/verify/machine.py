@@ -96,7 +96,9 @@ class TermMachine:
             arguments["*drawn"] = self.drawn
             arguments["*lies"] = tuple(map(_lies, values_read))
         elif name in _BY_PLACES:
-            arguments["*lies"] = places(values_read[0])
+            where = places(values_read[0])
+            # Without an offset it looks from where the tensor begins, wherever that is.
+            arguments["*lies"] = where if operator.by_name(given).get("storage_offset") is not None else where[2:]
         call = values.call(name, arguments)
         if not operator.results and not written:
             self.checked[call] += 1

@@ -189,5 +189,5 @@ def test_it_is_drawn_kind_upon_kind(tmp_path: pathlib.Path) -> None:
 
 def test_it_prints_as_a_table() -> None:
     memory = small().memory()
-    assert str(memory).startswith("Memory of <lambda> on each of 1 ranks: ")
+    assert str(memory).startswith("Memory of <lambda> on 1 rank: ")
     assert "256.0 KiB | 4.0 KiB" in str(memory) and repr(memory).startswith("<MemoryForecast of <lambda>: ")

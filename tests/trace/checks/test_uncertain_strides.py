@@ -46,7 +46,7 @@ def test_kernels_are_asked_how_they_lay_results_out(name: str, how: str) -> None
 @pytest.mark.parametrize("name", OTHERWISE)
 def test_values_that_lie_otherwise_than_torch_says_are_refused(name: str, how: str) -> None:
     x = torch.randn(6, 5).t()
-    with pytest.raises(fdp.TraceError, match="lie in memory in another order than torch says") as caught:
+    with pytest.raises(fdp.TraceError, match="memory order differs from what torch predicts") as caught:
         assert_draws_like_eager(OTHERWISE[name], x, how)
     assert "strides" in str(caught.value) and "test_uncertain_strides.py" in str(caught.value)
     assert ".contiguous()" in str(caught.value)
@@ -69,7 +69,7 @@ def test_the_refusal_leaves_random_numbers_and_arguments_alone() -> None:
 @pytest.mark.usefixtures("nothing_asked")
 @pytest.mark.parametrize("how", ["plain", "compiled"])
 def test_the_comparison_says_so_as_well(how: str) -> None:
-    with pytest.raises(fdp.TraceError, match="lie in memory in another order than torch says"):
+    with pytest.raises(fdp.TraceError, match="memory order differs from what torch predicts"):
         assert_draws_like_eager(OTHERWISE["logsigmoid"], torch.randn(6, 5).t(), how, check_trace=True)
 
 
@@ -83,7 +83,7 @@ def test_microbatches_are_looked_at() -> None:
         return {"w": params["w"] - grads["w"]}, fdp.pmean(loss)
 
     fitted = fdp.data_parallel(step, check_trace=False)
-    with pytest.raises(fdp.TraceError, match="lie in memory in another order than torch says"):
+    with pytest.raises(fdp.TraceError, match="memory order differs from what torch predicts"):
         fitted({"w": torch.randn(4, 5)}, torch.randn(6, 4))
 
 
