@@ -66,7 +66,8 @@ def checkpoint() -> None:
 LAYER, GROUP = torch.nn.SyncBatchNorm(2), torch.distributed.ProcessGroup(0, 1)
 USES: dict[str, Callable[[], Any]] = {
     "importing fdp": lambda: parts.require("importing fdp"),
-    "tracing a step": lambda: call(),
+    # Not by a call, which torch's own `disable` lies around: that asks for some of these parts itself.
+    "tracing a step": lambda: fdp.data_parallel(double).trace(torch.ones(2), torch.ones(2)),
     "fdp.optim.from_torch": lambda: fdp.optim.from_torch(torch.optim.SGD, lr=0.1),
     "nn.SyncBatchNorm": lambda: synchronised_forward(LAYER, torch.ones(3, 2)),
     "activation checkpointing": checkpoint,
