@@ -96,9 +96,9 @@ class TermMachine:
             arguments["*drawn"] = self.drawn
             arguments["*lies"] = tuple(map(_lies, values_read))
         elif name in _BY_PLACES:
-            where = places(values_read[0])
             # Without an offset it looks from where the tensor begins, wherever that is.
-            arguments["*lies"] = where if operator.by_name(given).get("storage_offset") is not None else where[2:]
+            relative = operator.by_name(given).get("storage_offset") is None
+            arguments["*lies"] = steps(values_read[0]) if relative else places(values_read[0])
         call = values.call(name, arguments)
         if not operator.results and not written:
             self.checked[call] += 1
@@ -224,13 +224,17 @@ def _lies(view: View) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def steps(view: View) -> tuple[Any, ...]:
+    """The distances of the elements of a tensor, along the dimensions that have more than one."""
+    return tuple(step for step, size in zip(view.stride, view.shape, strict=True) if size != 1)
+
+
 def places(view: View) -> tuple[Any, ...]:
-    """The offset of a tensor in its memory, and its strides.
+    """Where a tensor begins in its memory, and the distances of its elements.
 
     Memory of a step's arguments is told apart from other memory: at run time an argument may begin late in its own.
     """
-    steps = (step for step, size in zip(view.stride, view.shape, strict=True) if size != 1)
-    return view.block.kind == "input", view.start, *steps
+    return view.block.kind == "input", view.start, *steps(view)
 
 
 def views_in(value: Any) -> Sequence[tuple[Any, View]]:

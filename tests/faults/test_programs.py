@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from programs import end_ranks, printed_events, start_ranks
+from programs import end_ranks, errors_of_others, printed_events, start_ranks
 
 PROGRAM = pathlib.Path(__file__).with_name("program.py")
 
@@ -30,17 +30,7 @@ PROGRAM = pathlib.Path(__file__).with_name("program.py")
 def test_every_other_rank_names_it(kind: str, victim: int, reason: str, words: str, tmp_path: pathlib.Path) -> None:
     # How it ends is what the others hear of.
     forked = {0, 1, 2} - {victim if kind in ("raised", "left", "raised before the first call") else -1}
-    arguments = [kind, str(victim), str(tmp_path)]
-    started = start_ranks(PROGRAM, arguments, 3, forked=forked, FDP_LIVENESS_S="3")
-    others = [process for rank, process in enumerate(started) if rank != victim]
-    printed = "\n".join(end_ranks(others, 180))  # which end, though a message is pending and the victim may be there
-    started[victim].kill()
-    end_ranks([started[victim]], 10)
-    assert "it did not end in time" not in printed, printed
-    lines = printed_events(tmp_path)
-    (fault,) = [line for line in lines if line["event"] == "fault"]
-    errors = [line for line in lines if line["event"] == "error"]
-    assert sorted(error["rank"] for error in errors) == sorted({0, 1, 2} - {victim}), printed
+    fault, errors = errors_of_others(PROGRAM, kind, victim, tmp_path, forked, 180)
     for error in errors:
         assert (error["ranks"], error["reason"]) == ([victim], reason), error
         assert words in error["text"]

@@ -84,3 +84,32 @@ def printed_events(folder: pathlib.Path) -> list[dict[str, Any]]:
     """What ranks have written into a folder, in the order in which they did."""
     lines = [json.loads(line) for path in folder.glob("rank*") for line in path.read_text().splitlines()]
     return sorted(lines, key=lambda line: line["when_s"])
+
+
+def errors_of_others(
+    script: pathlib.Path, kind: str, victim: int, folder: pathlib.Path, forked: Collection[int], deadline_s: float
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Let one of three ranks fail, and see each of the others raise.
+
+    Args:
+        script: what each runs: it takes the kind of fault, the victim and the folder.
+        kind: of the fault.
+        victim: the rank that fails, and is killed when the others have ended.
+        folder: where ranks write what happens.
+        forked: as for `start_ranks`.
+        deadline_s: seconds in which the others have to end.
+
+    Returns:
+        The event of the fault, and those of the errors: one of each other rank.
+    """
+    started = start_ranks(script, [kind, str(victim), str(folder)], 3, forked=forked, FDP_LIVENESS_S="3")
+    others = [process for rank, process in enumerate(started) if rank != victim]
+    printed = "\n".join(end_ranks(others, deadline_s))  # though a message is pending and the victim may be there
+    started[victim].kill()
+    end_ranks([started[victim]], 10)
+    assert "it did not end in time" not in printed, printed
+    lines = printed_events(folder)
+    (fault,) = [line for line in lines if line["event"] == "fault"]
+    errors = [line for line in lines if line["event"] == "error"]
+    assert sorted(error["rank"] for error in errors) == sorted({0, 1, 2} - {victim}), printed
+    return fault, errors

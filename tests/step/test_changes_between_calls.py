@@ -142,7 +142,7 @@ def test_any_change_between_calls_is_noticed(fn: Callable[..., Any], donate: Any
         place = (3, resolve_group(None), ambient_context())
         found = step._calls.recognise(place, *arguments.set_apart(args, roles))
         if found is not None:
-            assert found[0] is step._known[step._key(arguments.flatten(args, roles), place)]
+            assert found[0] is step._known[step._key(arguments.flatten_call(args, roles), place)]
         try:
             result = step(*args)
         except fdp.TraceError as error:
