@@ -36,7 +36,7 @@ def group_beside(ranks: Group, what: str) -> dist.ProcessGroup:
     """
     process_group, made = ranks.process_group, list[dist.ProcessGroup | None]()
     assert process_group is not None
-    # They look for each other in the store, which nobody can while the group is made.
+    # They look for each other in the store, which does not answer while the group is made.
     until(lambda: has_met(process_group), process_group, _MEETS_S, what)
     everybody = dist.get_process_group_ranks(process_group)
 

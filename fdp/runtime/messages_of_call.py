@@ -41,7 +41,7 @@ class MessagesOfCall:
         residence: has the buckets in memory, once the program runs.
         consensus: knows why a message may fail.
         order: says of the call which it is; None where nothing is sent.
-        watched: what is known of the other ranks; None where nobody watches.
+        watched: what is known of the other ranks; None where none is watched.
         observer: who is told when messages arrive, if anybody is.
     """
 
