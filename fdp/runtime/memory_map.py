@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fdp.emit.codegen.program import Program
+from fdp.emit.memory.allocation import blocks_text, names_of_pieces
 from fdp.emit.memory.map_picture import draw_map
 from fdp.plan import Plan
 from fdp.tables import Printed, Table, count, cut_short, format_bytes
@@ -87,12 +88,9 @@ class MemoryMap(Printed):
 
     def __str__(self) -> str:
         needed = dict(self.needed_bytes)
-        blocks = "; ".join(
-            f"{format_bytes(size)} on {device}, of which {format_bytes(needed[device])} are in use at once"
-            for device, size in self.size_bytes
-        )
+        blocks = blocks_text((device, size, needed[device]) for device, size in self.size_bytes)
         table = Table(
-            f"Memory of {self.name}: {blocks or 'none'}",
+            f"Memory of {self.name}: {blocks}",
             ("value", "bytes", "begins at", "used from", "to", "computed in"),
         )
         largest = sorted(self.pieces, key=lambda piece: -piece.size_bytes)[:_MOST_ROWS]
@@ -112,9 +110,7 @@ def memory_map(plan: Plan, program: Program) -> MemoryMap:
     Returns:
         The map.
     """
-    names: dict[Any, str] = {}
-    for name, place in program.places.items():
-        names.setdefault(place.memory, name)
+    names = names_of_pieces(program.places)
     pieces = []
     for device, layout in program.layouts.items():
         for piece in layout.pieces:

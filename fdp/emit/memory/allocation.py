@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from fdp.emit.memory.instructions import Await, Compute, Divide, Instruction, Ke
 from fdp.emit.memory.layout import Layout, Lifetime, lay_out
 from fdp.emit.memory.memory_plan import MemoryPlan
 from fdp.emit.memory.planning import Place, result_name
+from fdp.tables import format_bytes
 from fdp.trace.operators.effects import effects_of, nodes_in, storages, storages_of
 
 
@@ -170,3 +171,24 @@ def _replaceable(memory: MemoryPlan, instruction: Instruction, piece: Any) -> tu
 
 def _lies(place: Place) -> tuple[Any, ...]:
     return place.shape, place.stride, place.offset, place.dtype
+
+
+def names_of_pieces(named: Mapping[str, Place]) -> dict[Hashable, str]:
+    """For each piece of memory that has values, the name of the first of them."""
+    names: dict[Hashable, str] = {}
+    for name, place in named.items():
+        names.setdefault(place.memory, name)
+    return names
+
+
+def blocks_text(blocks: Iterable[tuple[str, int, int]]) -> str:
+    """How large the block of each device is.
+
+    Args:
+        blocks: device, size in bytes, and the most bytes that are in use there at once.
+    """
+    texts = (
+        f"{format_bytes(size)} on {device}, of which {format_bytes(needed)} are in use at once"
+        for device, size, needed in blocks
+    )
+    return "; ".join(texts) or "none"

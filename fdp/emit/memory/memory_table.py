@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from fdp.emit.memory.allocation import carried_out, placed_storages, used_by
+from fdp.emit.memory.allocation import blocks_text, carried_out, names_of_pieces, placed_storages, used_by
 from fdp.emit.memory.layout import Layout, Lifetime
 from fdp.emit.memory.map_picture import draw_map
 from fdp.emit.memory.memory_plan import MemoryPlan
-from fdp.tables import Table, count, format_bytes
+from fdp.tables import Table, count
 from fdp.trace.operators.effects import storages, storages_of, tensors_in
 
 if TYPE_CHECKING:
@@ -61,9 +61,7 @@ def rows_of(memory: MemoryPlan) -> tuple[Row, ...]:
 
 def _in_block(memory: MemoryPlan, device: torch.device, layout: Layout) -> Iterator[Row]:
     """What lies in the block of a device, which the step keeps from call to call."""
-    names: dict[Any, str] = {}
-    for name, place in memory.places.named.items():
-        names.setdefault(place.memory, name)
+    names = names_of_pieces(memory.places.named)
     pieces = sorted(layout.pieces, key=lambda piece: piece.first)
     for at, piece in enumerate(pieces):
         bucket = None
@@ -161,11 +159,8 @@ def _donated(memory: MemoryPlan) -> Iterator[tuple[fx.Node, tuple[str, str]]]:
 
 def memory_text(memory: MemoryPlan) -> str:
     """A table of the largest pieces."""
-    blocks = "; ".join(
-        f"{format_bytes(each.size_bytes)} on {device}, of which {format_bytes(each.needed_bytes)} are in use at once"
-        for device, each in memory.layouts.items()
-    )
-    title = f"Memory plan of {memory.plan.trace.name}: {blocks or 'none'}"
+    blocks = blocks_text((str(device), each.size_bytes, each.needed_bytes) for device, each in memory.layouts.items())
+    title = f"Memory plan of {memory.plan.trace.name}: {blocks}"
     table = Table(title, ("value", "bytes", "from", "to", "why"))
     rows = rows_of(memory)
     largest = set(sorted(range(len(rows)), key=lambda at: -rows[at].size_bytes)[:_MOST_ROWS])
