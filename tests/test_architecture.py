@@ -34,7 +34,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "liveness.monitor liveness.unreached liveness.watch",
         "liveness.aborting liveness.patience liveness.report", "liveness.elsewhere",
         "collective comparable fingerprint other_ranks sending wire", "messages", "group",
-        "by_collective checksum desynchronised exchange header launch", "second_group",
+        "attempt by_collective checksum desynchronised exchange header", "launch second_group",
     ),
     "context": ("accumulating ambient axis garbage looking",),
     # what a user calls

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fdp.distributed.attempt import NotJoined, join_attempt
 from fdp.distributed.group import resolve_group
 from fdp.distributed.liveness.introduction import is_held_by_rank_0
 from fdp.distributed.sending import watch_over
@@ -30,7 +31,6 @@ class Launch:
         local_rank: of this process among those of its machine; None if that is not known.
         address: where rank 0 can be reached.
         port: likewise.
-        attempt: how often the job has been started again.
     """
 
     launcher: str
@@ -39,7 +39,6 @@ class Launch:
     local_rank: int | None
     address: str
     port: int
-    attempt: int = 0
 
 
 @hiding_frames
@@ -88,7 +87,7 @@ def initialize(backend: str | None = None, timeout: float | datetime.timedelta |
         dist.init_process_group(
             backend or _BACKENDS.get(kind, "gloo"), store=store, rank=found.rank, world_size=found.size, timeout=limit
         )
-    except (dist.DistError, RuntimeError, OSError) as error:
+    except (NotJoined, dist.DistError, RuntimeError, OSError) as error:
         raise PeerError(
             build_message(
                 f"fdp.initialize: rank {found.rank} of {found.size}, started by {found.launcher}, could not join the "
@@ -96,7 +95,8 @@ def initialize(backend: str | None = None, timeout: float | datetime.timedelta |
                 [first_line(error)],
                 remedy="look for the first error among the logs of all ranks. Set MASTER_ADDR and MASTER_PORT to where "
                 "rank 0 can be reached from all machines.",
-            )
+            ),
+            ranks=error.ranks if isinstance(error, NotJoined) else (),
         ) from error
     watch_over(resolve_group())
 
@@ -119,17 +119,19 @@ def _store(found: Launch, limit: datetime.timedelta | None) -> Any:
     """The store of the ranks, with separate keys for each attempt."""
     # torchrun's agent may hold the store, for all attempts; otherwise rank 0 does.
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    wait = limit or datetime.timedelta(minutes=5)
     store = dist.TCPStore(  # type: ignore[attr-defined]
         found.address,
         found.port,
         found.size,
         is_master=found.rank == 0 and not agents,
-        timeout=limit or datetime.timedelta(minutes=5),
+        timeout=wait,
         multi_tenant=True,
     )
     if not agents:
         is_held_by_rank_0(store)
-    return dist.PrefixStore(f"fdp/attempt/{found.attempt}", store)  # type: ignore[attr-defined]
+    attempt = join_attempt(store, found.rank, found.size, wait.total_seconds())
+    return dist.PrefixStore(f"fdp/attempt/{found.size}/{attempt}", store)  # type: ignore[attr-defined]
 
 
 def launch_of(environment: Mapping[str, str]) -> Launch | None:
@@ -153,7 +155,6 @@ def launch_of(environment: Mapping[str, str]) -> Launch | None:
             read.number_if("LOCAL_RANK"),
             read.text("MASTER_ADDR"),
             read.number("MASTER_PORT"),
-            read.number_if("TORCHELASTIC_RESTART_COUNT") or 0,
         )
     mpi = next((names for names in _MPI if names[0] in environment), None)
     # mpirun in an allocation of Slurm starts a daemon on each machine by srun, and programs inherit its variables.
@@ -167,7 +168,6 @@ def launch_of(environment: Mapping[str, str]) -> Launch | None:
             read.number_if("SLURM_LOCALID"),
             environment.get("MASTER_ADDR", host),
             read.number_if("MASTER_PORT") or port,
-            read.number_if("SLURM_RESTART_COUNT") or 0,
         )
     if mpi is None:
         return None

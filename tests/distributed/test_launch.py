@@ -36,24 +36,23 @@ MPICH = {"PMI_RANK": "0", "PMI_SIZE": "2", **AT_TWO}
     [
         ({}, None),
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),  # a batch script
-        (TORCHRUN, Launch("torchrun", 3, 4, 1, "one", 29501, 0)),
-        ({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}, Launch("torchrun", 3, 4, 1, "one", 29501, 2)),
-        (SRUN, Launch("srun", 2, 4, 0, "gpu07", 20000 + 123459 % 20000, 0)),
-        ({**SRUN, "MASTER_ADDR": "a", "MASTER_PORT": "7"}, Launch("srun", 2, 4, 0, "a", 7, 0)),
-        ({**SRUN, **TORCHRUN}, Launch("torchrun", 3, 4, 1, "one", 29501, 0)),  # torchrun, started by srun
-        (MPIRUN, Launch("mpirun", 1, 2, 1, "127.0.0.1", 29400, 0)),
-        (MPICH, Launch("mpirun", 0, 2, None, "two", 5000, 0)),
+        (TORCHRUN, Launch("torchrun", 3, 4, 1, "one", 29501)),
+        (SRUN, Launch("srun", 2, 4, 0, "gpu07", 20000 + 123459 % 20000)),
+        ({**SRUN, "MASTER_ADDR": "a", "MASTER_PORT": "7"}, Launch("srun", 2, 4, 0, "a", 7)),
+        ({**SRUN, **TORCHRUN}, Launch("torchrun", 3, 4, 1, "one", 29501)),  # torchrun, started by srun
+        (MPIRUN, Launch("mpirun", 1, 2, 1, "127.0.0.1", 29400)),
+        (MPICH, Launch("mpirun", 0, 2, None, "two", 5000)),
         # mpirun in an allocation of Slurm: its own variables are those of this rank.
         (
             {**ORTED, **MPIRUN, "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", **AT_TWO},
-            Launch("mpirun", 5, 8, 1, "two", 5000, 0),
+            Launch("mpirun", 5, 8, 1, "two", 5000),
         ),
-        ({**ORTED, **MPICH}, Launch("mpirun", 0, 2, None, "two", 5000, 0)),
-        ({**ORTED, **MPIRUN}, Launch("mpirun", 1, 2, 1, "127.0.0.1", 29400, 0)),
+        ({**ORTED, **MPICH}, Launch("mpirun", 0, 2, None, "two", 5000)),
+        ({**ORTED, **MPIRUN}, Launch("mpirun", 1, 2, 1, "127.0.0.1", 29400)),
         # srun --mpi=pmix and --mpi=pmi2 say the same twice.
-        ({**SRUN, "PMIX_RANK": "2"}, Launch("srun", 2, 4, 0, "gpu07", 20000 + 123459 % 20000, 0)),
-        ({**SRUN, "PMI_RANK": "2", "PMI_SIZE": "4"}, Launch("srun", 2, 4, 0, "gpu07", 20000 + 123459 % 20000, 0)),
-        ({**TORCHRUN, "PMIX_RANK": "0"}, Launch("torchrun", 3, 4, 1, "one", 29501, 0)),
+        ({**SRUN, "PMIX_RANK": "2"}, Launch("srun", 2, 4, 0, "gpu07", 20000 + 123459 % 20000)),
+        ({**SRUN, "PMI_RANK": "2", "PMI_SIZE": "4"}, Launch("srun", 2, 4, 0, "gpu07", 20000 + 123459 % 20000)),
+        ({**TORCHRUN, "PMIX_RANK": "0"}, Launch("torchrun", 3, 4, 1, "one", 29501)),
     ],
 )
 def test_who_started_this_process(environment: dict[str, str], expected: Launch | None) -> None:

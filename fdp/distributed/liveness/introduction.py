@@ -68,7 +68,9 @@ def monitored_group_name(store: Any, name: str, rank: int) -> str | None:
     Returns:
         The name; None if the store is gone.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # Of several machines each counts its own failures.
+    several = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
+    attempt = "" if several else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         return f"{name}/{attempt}/{store.add(f'fdp/liveness/{name}/{attempt}/{rank}', 1)}"
     except (RuntimeError, dist.DistError):
