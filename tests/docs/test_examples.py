@@ -23,6 +23,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from samples import exhaustive
+from tensorboard.backend.event_processing import event_accumulator
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
 
@@ -86,6 +87,27 @@ def test_comparison_with_ddp() -> None:
 def test_comparison_with_ddp_of_another_model() -> None:
     text = on_two_ranks("compare_with_ddp", "--steps", "3", "--model", "deep")
     assert "parameters equal, bit for bit" in text
+
+
+def test_train(tmp_path: pathlib.Path) -> None:
+    """The program with everything: it learns, goes on with other numbers of ranks, and writes scalars."""
+    options = ["--folder", str(tmp_path), "--workers=0", "--tensorboard"]
+    with contextlib.redirect_stderr(io.StringIO()):
+        first = on_two_ranks("train", *options, "--epochs=1")
+        assert "step 25: test accuracy" in first and "all 2 ranks hold the same bits" in first
+        second = on_two_ranks("train", *options, "--epochs=2")
+    assert "goes on from step 25, on 2 ranks" in second
+    (accuracy,) = numbers("step 50: test accuracy @,", second)
+    assert accuracy > 0.85
+    scalars = event_accumulator.EventAccumulator(str(tmp_path)).Reload()
+    assert scalars.Tags()["scalars"] == ["loss", "lr", "test accuracy", "test loss"]
+    assert [(each.step, round(each.value, 4)) for each in scalars.Scalars("test accuracy")][1] == (50, accuracy)
+
+
+def test_train_with_ddp(tmp_path: pathlib.Path) -> None:
+    first, second = ranks.run(2, printed, "train_ddp", "--folder", str(tmp_path), "--workers=0", "--epochs=2")
+    (accuracy,) = numbers("step 50: test accuracy @,", first)
+    assert second == "" and accuracy > 0.85
 
 
 def test_gpt() -> None:
