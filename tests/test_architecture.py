@@ -7,6 +7,7 @@ import functools
 import pathlib
 import re
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 from imports import Import, cycles, imports_of, own_module
@@ -29,10 +30,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "distributed": (
         "liveness.addresses liveness.fault liveness.links liveness.machines liveness.news liveness.places "
         "liveness.process liveness.session liveness.status liveness.threads",
-        "liveness.beside liveness.neighbour liveness.tree",
+        "liveness.neighbour liveness.own_monitor liveness.tree",
         "liveness.connections liveness.introduction liveness.watched",
         "liveness.monitor liveness.unreached liveness.watch",
-        "liveness.aborting liveness.patience liveness.report", "liveness.elsewhere",
+        "liveness.aborting liveness.on_signal liveness.patience", "liveness.elsewhere",
         "collective comparable fingerprint other_ranks sending wire", "messages", "group",
         "attempt by_collective checksum desynchronised exchange header", "launch second_group",
     ),
@@ -45,7 +46,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "checkpoint", "checkpoint_manager",
     ),
     "collectives": ("operators", "markers", "over_pytrees transposes", "exchanges"),
-    "gradients": ("averaging", "autodiff", "accumulation"),
+    "gradients": ("mean_over_ranks", "autodiff", "accumulation"),
     "nn": ("batch_norm meta_copy", "modules"),
     "optim": (
         "argument_checks tracing", "rule", "optimizer", "entries", "clipping partition schedules", "skipping",
@@ -56,7 +57,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "trace": (
         "operators.control operators.effects operators.source", "operators.kernel_strides", "operators.fake_rules",
         "trace",
-        "calls.beside calls.keywords calls.overlap calls.structure", "calls.arguments calls.closure",
+        "calls.finite_flags calls.keywords calls.overlap calls.structure", "calls.arguments calls.closure",
         "calls.changes calls.pairing calls.recognise calls.results",
         "capture.functional capture.remedies capture.reshapes capture.rng_replay capture.silent_changes "
         "capture.untouched",
@@ -75,9 +76,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "build", "scaling", "scaling_picture",
     ),
     "verify": (
-        "combined extents failure operators program_protocol runs terms", "bucket_memory", "made memory",
+        "combined extents failure program_protocol runs schemas terms", "bucket_memory", "made memory",
         "kernels meta_tensors values",
-        "messages rules", "machine",
+        "message_checks rules", "machine",
         "followed higher", "decomposed reference sent", "execution graphs implementations", "drawn obligations",
         "lowered",
     ),
@@ -295,6 +296,17 @@ def test_an_import_downwards_is_let_through() -> None:
 
 def test_a_cycle_is_seen() -> None:
     assert rings({**files(), "fdp.trace.operators.source": ast.parse("from fdp.trace.tracer import x")})
+
+
+def names_used_twice(modules: Iterable[str]) -> list[str]:
+    """Base names of more than one file: in the listing, and in what is said of it, each names one idea."""
+    return [name for name, count in Counter(module.rpartition(".")[2] for module in modules).items() if count > 1]
+
+
+def test_base_names_are_unique() -> None:
+    modules = [module for module in files() if path_of(module).name != "__init__.py"]
+    assert names_used_twice(modules) == []
+    assert names_used_twice([*modules, "fdp.compare.planning"]) == ["planning"]
 
 
 @pytest.mark.parametrize("module", files())

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from fdp.distributed.liveness.aborting import abort_when_ranks_are_gone
+from fdp.distributed.liveness.on_signal import report_on_signal
 from fdp.distributed.liveness.patience import explain, finish
-from fdp.distributed.liveness.report import report_on_signal
 from fdp.distributed.liveness.watch import is_known, watch, watched_ranks
 from fdp.distributed.liveness.watched import Watched
 

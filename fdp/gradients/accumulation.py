@@ -19,7 +19,7 @@ from fdp.context.accumulating import (
 )
 from fdp.context.axis import current_axis
 from fdp.errors import ArgumentError, build_message
-from fdp.gradients.averaging import average
+from fdp.gradients.mean_over_ranks import average
 from fdp.pytorch.dynamo import breaks_graph
 from fdp.pytorch.tensors import under_transform, version_of
 from fdp.pytree import leaf_names

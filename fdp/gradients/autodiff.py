@@ -25,7 +25,7 @@ from fdp.context.accumulating import (
     refuse_while_accumulating,
 )
 from fdp.errors import ArgumentError, build_message
-from fdp.gradients.averaging import average, refuse_sparse
+from fdp.gradients.mean_over_ranks import average, refuse_sparse
 from fdp.pytorch.dynamo import breaks_graph
 from fdp.pytorch.tensors import is_transformed, place_of, under_transform
 from fdp.pytree import leaf_names

@@ -4,8 +4,8 @@ operators -> trace -> calls -> capture -> graph -> checks -> sharding -> tracer
 """
 
 from fdp.trace.calls.arguments import Flat, Roles, flatten_call, refuse_unhashable, resolve_roles, set_apart, sharing
-from fdp.trace.calls.beside import Beside, LooksAtGradients
 from fdp.trace.calls.changes import Summary, describe_change, summarise
+from fdp.trace.calls.finite_flags import Beside, LooksAtGradients
 from fdp.trace.calls.keywords import by_position, signature_of
 from fdp.trace.calls.recognise import RememberedCalls
 from fdp.trace.capture.calling import run_untraced

@@ -24,7 +24,7 @@ from fdp.trace.trace import Trace
 from fdp.verify.combined import OPERATORS
 from fdp.verify.failure import VerificationError
 from fdp.verify.higher import draws_in
-from fdp.verify.operators import HIDDEN_VIEWS, operator_of
+from fdp.verify.schemas import HIDDEN_VIEWS, operator_of
 
 _aten = torch.ops.aten
 _library = torch.library.Library("fdp_verify", "DEF")

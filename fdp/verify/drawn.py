@@ -20,7 +20,7 @@ from fdp.verify.decomposed import Call, is_draw
 from fdp.verify.graphs import GraphOnTerms
 from fdp.verify.higher import function_name, higher_order
 from fdp.verify.memory import Block, View, view_of
-from fdp.verify.operators import operator_of
+from fdp.verify.schemas import operator_of
 from fdp.verify.terms import Term
 
 

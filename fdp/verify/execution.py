@@ -29,9 +29,9 @@ from fdp.verify.kernels import why_not_trusted
 from fdp.verify.machine import Dispatch, TermMachine
 from fdp.verify.memory import Block, View, view_of
 from fdp.verify.meta_tensors import MetaTensors
-from fdp.verify.operators import Operator, is_taken_apart, operator_of
 from fdp.verify.program_protocol import PlaceProtocol, ProgramProtocol
 from fdp.verify.reference import Record, Reference, hidden, layout_arguments
+from fdp.verify.schemas import Operator, is_taken_apart, operator_of
 from fdp.verify.terms import Term, term_text
 
 

@@ -11,7 +11,7 @@ from fdp.pytorch.tensors import storage_id
 from fdp.verify.failure import VerificationError
 from fdp.verify.machine import Dispatch, TermMachine
 from fdp.verify.memory import Block, View, view_of
-from fdp.verify.operators import operator_of
+from fdp.verify.schemas import operator_of
 from fdp.verify.terms import Term
 from fdp.verify.values import Values
 

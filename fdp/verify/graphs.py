@@ -14,7 +14,7 @@ from fdp.pytorch.tensors import storage_id
 from fdp.verify.higher import function_name, higher_order
 from fdp.verify.machine import TermMachine
 from fdp.verify.memory import Block, View, marks_of, view_of
-from fdp.verify.operators import Operator, operator_of
+from fdp.verify.schemas import Operator, operator_of
 from fdp.verify.terms import Term
 from fdp.verify.values import Values
 

@@ -10,7 +10,7 @@ from torch import fx
 from fdp.pytorch.overloads import OpOverload
 from fdp.verify.machine import Fresh, TermMachine, places
 from fdp.verify.memory import View
-from fdp.verify.operators import operator_of
+from fdp.verify.schemas import operator_of
 
 
 def function_name(target: Any) -> str:

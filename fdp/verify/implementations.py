@@ -22,7 +22,7 @@ from fdp.verify.decomposed import changed_by
 from fdp.verify.extents import Extent, extent_of
 from fdp.verify.failure import VerificationError
 from fdp.verify.followed import Followed
-from fdp.verify.operators import operator_of
+from fdp.verify.schemas import operator_of
 from fdp.verify.terms import Term, term_text
 from fdp.verify.values import Values
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fdp.verify.memory import View
-from fdp.verify.operators import Operator
+from fdp.verify.schemas import Operator
 
 _WRITE_ONCE_TEXT = """
     addmm addmv baddbmm bmm linear mm

@@ -21,9 +21,9 @@ from fdp.verify.failure import VerificationError
 from fdp.verify.graphs import GraphOnTerms, Special
 from fdp.verify.higher import run_loop
 from fdp.verify.memory import Block, View, view_of
-from fdp.verify.messages import Messages
-from fdp.verify.operators import operator_of
+from fdp.verify.message_checks import Messages
 from fdp.verify.reference import fill_with_own
+from fdp.verify.schemas import operator_of
 from fdp.verify.terms import Term, term_text
 from fdp.verify.values import Values
 

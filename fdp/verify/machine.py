@@ -8,8 +8,8 @@ from typing import Any
 
 from fdp.pytorch.dispatch import TorchDispatchMode
 from fdp.verify.memory import View
-from fdp.verify.operators import Operator
 from fdp.verify.rules import NEEDS_NO_ARGUMENT, RULES
+from fdp.verify.schemas import Operator
 from fdp.verify.terms import Term
 from fdp.verify.values import Arguments, Values
 

@@ -14,7 +14,7 @@ from fdp.trace.trace import Trace
 from fdp.verify.execution import Execution
 from fdp.verify.failure import VerificationError
 from fdp.verify.memory import Block, View, view_of
-from fdp.verify.messages import Messages
+from fdp.verify.message_checks import Messages
 from fdp.verify.program_protocol import ProgramProtocol
 from fdp.verify.reference import Reference
 from fdp.verify.terms import term_text

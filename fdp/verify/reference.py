@@ -17,7 +17,7 @@ from fdp.verify.extents import comparable_number
 from fdp.verify.higher import function_name, higher_order, run_loop
 from fdp.verify.machine import TermMachine, views_in
 from fdp.verify.memory import Block, View, is_undefined, marks_of, view_of
-from fdp.verify.operators import Operator, operator_of
+from fdp.verify.schemas import Operator, operator_of
 from fdp.verify.terms import Term
 from fdp.verify.values import Values
 

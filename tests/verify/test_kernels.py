@@ -20,7 +20,7 @@ from fdp.emit.memory import out_variants
 from fdp.verify import VerificationError, verify_program
 from fdp.verify.kernels import WRITE_ONCE, why_not_trusted
 from fdp.verify.memory import Block, View, view_of
-from fdp.verify.operators import operator_of
+from fdp.verify.schemas import operator_of
 
 
 def as_it_is(x: torch.Tensor) -> torch.Tensor:

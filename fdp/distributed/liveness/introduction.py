@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fdp.distributed.liveness.addresses import host_name, own_addresses
-from fdp.distributed.liveness.beside import OwnMonitor
+from fdp.distributed.liveness.own_monitor import OwnMonitor
 from fdp.distributed.liveness.threads import start_thread
 from fdp.distributed.liveness.tree import children_of, parent_of
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fdp.distributed.liveness.beside import OwnMonitor
 from fdp.distributed.liveness.introduction import Introduction, held_by, innermost, monitored_group_name
+from fdp.distributed.liveness.own_monitor import OwnMonitor
 from fdp.distributed.liveness.watched import Watched, text_of
 from fdp.errors import ArgumentError, PeerError, build_message, first_line
 

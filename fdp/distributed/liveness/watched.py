@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fdp.distributed.liveness import status as status_of
-from fdp.distributed.liveness.beside import OwnMonitor
 from fdp.distributed.liveness.fault import Fault, order_by_cause, with_causes
 from fdp.distributed.liveness.news import TEXT_BYTES, shortened
+from fdp.distributed.liveness.own_monitor import OwnMonitor
 from fdp.distributed.liveness.places import PlaceOfWait
 from fdp.errors import PeerError, first_line
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fdp.trace.calls.beside import LooksAtGradients
+from fdp.trace.calls.finite_flags import LooksAtGradients
 
 _MAX_DEPTH = 4
 

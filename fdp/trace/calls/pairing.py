@@ -16,7 +16,7 @@ from fdp import pytree
 from fdp.state import labels
 from fdp.state.shards import is_shard
 from fdp.trace.calls.arguments import Flat, Roles
-from fdp.trace.calls.beside import is_hidden
+from fdp.trace.calls.finite_flags import is_hidden
 from fdp.trace.trace import Input, Output
 
 _Path = tuple[Any, ...]

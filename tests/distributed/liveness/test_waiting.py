@@ -19,7 +19,7 @@ from fdp.distributed.exchange import tell_all
 from fdp.distributed.group import resolve_group
 from fdp.distributed.liveness import aborting, patience, watched
 from fdp.distributed.liveness.fault import Fault, order_by_cause
-from fdp.distributed.liveness.report import where
+from fdp.distributed.liveness.on_signal import where
 from fdp.distributed.liveness.watch import liveness_s
 from fdp.distributed.liveness.watched import age
 
