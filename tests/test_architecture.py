@@ -299,7 +299,7 @@ def test_a_cycle_is_seen() -> None:
 
 
 def names_used_twice(modules: Iterable[str]) -> list[str]:
-    """Base names of more than one file: in the listing, and in what is said of it, each names one idea."""
+    """Base names that more than one of them has; a name names one idea."""
     return [name for name, count in Counter(module.rpartition(".")[2] for module in modules).items() if count > 1]
 
 
@@ -307,6 +307,12 @@ def test_base_names_are_unique() -> None:
     modules = [module for module in files() if path_of(module).name != "__init__.py"]
     assert names_used_twice(modules) == []
     assert names_used_twice([*modules, "fdp.compare.planning"]) == ["planning"]
+
+
+def test_class_names_are_unique() -> None:
+    classes = [node.name for tree in files().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    assert names_used_twice(classes) == []
+    assert names_used_twice([*classes, "Trace"]) == ["Trace"]
 
 
 @pytest.mark.parametrize("module", files())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fdp.emit.codegen.lines import Part
+from fdp.emit.codegen.lines import ProgramPart
 from fdp.measure.clock import Clock
 from fdp.plan import Plan, Run, Start, Wait
 from fdp.plan.simulate import buckets_released, message_name, operation_label, phases
@@ -61,7 +61,7 @@ class EventRecorder:
         return sorted(found, key=lambda event: event.second)
 
 
-def operations(plan: Plan, parts: Sequence[Part], seconds: Sequence[float]) -> list[Interval]:
+def operations(plan: Plan, parts: Sequence[ProgramPart], seconds: Sequence[float]) -> list[Interval]:
     """The compute lane of a step that runs operator by operator.
 
     Args:

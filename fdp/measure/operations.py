@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fdp.compare import give_back_memory, inputs_for_one_run, undisturbed
-from fdp.emit.codegen.lines import Part
+from fdp.emit.codegen.lines import ProgramPart
 from fdp.measure.agreed import agreed_costs
 from fdp.measure.clock import Clock, clock_for, cost_of_a_stamp
 from fdp.measure.link import measure_link
@@ -117,7 +117,12 @@ def _time(clock: Clock, step: Emitted, inputs: list[torch.Tensor]) -> float:
 
 
 def _costs(
-    plan: Plan, parts: Sequence[Part], seconds: Sequence[float], total_s: float | None, sends: bool, start_s: float
+    plan: Plan,
+    parts: Sequence[ProgramPart],
+    seconds: Sequence[float],
+    total_s: float | None,
+    sends: bool,
+    start_s: float,
 ) -> Costs:
     """Divide the seconds of a program's parts among operations.
 

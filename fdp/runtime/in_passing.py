@@ -21,7 +21,7 @@ from fdp.distributed.exchange import exchange, timeout_s
 from fdp.distributed.group import Group
 from fdp.errors import ReplicationError, build_message
 from fdp.plan import Plan
-from fdp.runtime.rounds import ROUNDS, Piece, last_compared, share_out
+from fdp.runtime.rounds import ROUNDS, LeafSlice, last_compared, share_out
 from fdp.runtime.written_early import written_early
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -170,7 +170,7 @@ class InPassing:
         return {rank: json.loads(text) for rank, text in enumerate(answers) if text is not None}
 
     def _report(
-        self, look: Look, differing: Mapping[Piece, _Difference], since: int, silent: Sequence[int], late: bool
+        self, look: Look, differing: Mapping[LeafSlice, _Difference], since: int, silent: Sequence[int], late: bool
     ) -> ReplicationError:
         name, last = self._plan.trace.name, last_compared(self.rounds, look.call, since)
         lines = []
@@ -215,8 +215,8 @@ class _Difference:
 
 
 def _differing(
-    pieces: Sequence[Piece], numbers: Mapping[int, Sequence[int]], call: int
-) -> Iterable[tuple[Piece, _Difference]]:
+    pieces: Sequence[LeafSlice], numbers: Mapping[int, Sequence[int]], call: int
+) -> Iterable[tuple[LeafSlice, _Difference]]:
     for at, piece in enumerate(pieces):
         each = {rank: of_rank[at] for rank, of_rank in numbers.items()}
         if len(set(each.values())) > 1:

@@ -16,18 +16,18 @@ A prime: a loop may call a step with two or three states in turn. Each of them t
 """
 
 _LEAST_BYTES = 8192
-"""Large leaves are cut into slices of no fewer bytes."""
+"""Large leaves are cut into slices of at least so many bytes."""
 
-_LOOK_BYTES = 4096
-"""To begin with a piece takes as long as to read so many bytes."""
+_START_COST_BYTES = 4096
+"""Starting on one slice takes as long as reading so many bytes."""
 
 _ALIGNED = 64
 """Slices begin at a multiple of so many elements, so that words of eight bytes are in one slice."""
 
 
 @dataclass(frozen=True, order=True)
-class Piece:
-    """Some elements of a leaf.
+class LeafSlice:
+    """A range of the elements of one leaf.
 
     Attributes:
         leaf: the index of the leaf.
@@ -40,8 +40,8 @@ class Piece:
     stop: int
 
 
-Rounds = tuple[tuple[Piece, ...], ...]
-"""The pieces of each round."""
+Rounds = tuple[tuple[LeafSlice, ...], ...]
+"""The slices of each round."""
 
 
 def share_out(sizes: Sequence[tuple[int, int]]) -> Rounds:
@@ -51,47 +51,48 @@ def share_out(sizes: Sequence[tuple[int, int]]) -> Rounds:
         sizes: for each leaf its number of elements, and the bytes of one.
 
     Returns:
-        `ROUNDS` rounds. Few pieces come again and again, at least one in each round; all are empty if there is nothing.
+        `ROUNDS` rounds. Few slices come again and again, at least one in each round; all rounds are empty if there is
+        nothing to compare.
 
     Example:
         >>> rounds = share_out([(3, 4), (10_000_000, 4)])
-        >>> sum(len(pieces) for pieces in rounds), rounds[0]
-        (98, (Piece(leaf=1, start=0, stop=103104),))
+        >>> sum(len(slices) for slices in rounds), rounds[0]
+        (98, (LeafSlice(leaf=1, start=0, stop=103104),))
     """
     total = sum(numel * itemsize for numel, itemsize in sizes)
     most = max(_LEAST_BYTES, -(-total // ROUNDS))
-    pieces = []
+    slices = []
     for leaf, (numel, itemsize) in enumerate(sizes):
-        slices = max(1, -(-numel * itemsize // most))
-        step = -(-numel // (slices * _ALIGNED)) * _ALIGNED
-        pieces += [Piece(leaf, start, min(start + step, numel)) for start in range(0, numel, step or 1)]
+        count = max(1, -(-numel * itemsize // most))
+        step = -(-numel // (count * _ALIGNED)) * _ALIGNED
+        slices += [LeafSlice(leaf, start, min(start + step, numel)) for start in range(0, numel, step or 1)]
 
-    def cost(piece: Piece) -> int:
-        return _LOOK_BYTES + (piece.stop - piece.start) * sizes[piece.leaf][1]
+    def cost(part: LeafSlice) -> int:
+        return _START_COST_BYTES + (part.stop - part.start) * sizes[part.leaf][1]
 
     # The largest first, each to the round with the least: no round gets much more than another one.
     least = [(0, at) for at in range(ROUNDS)]
-    rounds: list[list[Piece]] = [[] for _ in range(ROUNDS)]
-    for piece in sorted(pieces, key=lambda piece: (-cost(piece), piece)):
+    rounds: list[list[LeafSlice]] = [[] for _ in range(ROUNDS)]
+    for part in sorted(slices, key=lambda part: (-cost(part), part)):
         taken, at = least[0]
-        rounds[at].append(piece)
-        heapq.heapreplace(least, (taken + cost(piece), at))
+        rounds[at].append(part)
+        heapq.heapreplace(least, (taken + cost(part), at))
     full = [tuple(each) for each in rounds if each]
     return tuple(full[at % len(full)] if full else () for at in range(ROUNDS))
 
 
-def last_compared(rounds: Rounds, call: int, since: int) -> dict[Piece, int]:
-    """When each piece was compared last before a call.
+def last_compared(rounds: Rounds, call: int, since: int) -> dict[LeafSlice, int]:
+    """When each slice was compared last before a call.
 
     Args:
-        rounds: the pieces of each round.
+        rounds: the slices of each round.
         call: the call.
         since: the first call at which anything was compared.
 
     Returns:
-        For each piece that was compared before, the number of the call.
+        For each slice that was compared before, the number of the call.
     """
-    found: dict[Piece, int] = {}
+    found: dict[LeafSlice, int] = {}
     for before in range(max(since, call - ROUNDS), call):
         found.update(dict.fromkeys(rounds[before % ROUNDS], before))
     return found

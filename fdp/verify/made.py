@@ -19,7 +19,7 @@ from fdp.verify.bucket_memory import bucket_parts, received_shape
 from fdp.verify.failure import VerificationError
 from fdp.verify.program_protocol import ProgramProtocol
 
-_Memory = tuple[int, int]
+_AddressInStorage = tuple[int, int]
 """Where some memory begins, and which storage it belongs to (which is on one device)."""
 
 
@@ -65,7 +65,7 @@ def verify_made(
     Raises:
         VerificationError: a tensor lies elsewhere, or otherwise; names each.
     """
-    memory: dict[torch.device, _Memory] = {}
+    memory: dict[torch.device, _AddressInStorage] = {}
     offenders = []
     for device, layout in program.layouts.items():
         block = blocks.get(device)
@@ -96,9 +96,9 @@ def _holds(block: torch.Tensor, device: torch.device, size_bytes: int) -> bool:
     )
 
 
-def _wrong_places(program: ProgramProtocol, memory: Mapping[torch.device, _Memory]) -> Iterator[str]:
+def _wrong_places(program: ProgramProtocol, memory: Mapping[torch.device, _AddressInStorage]) -> Iterator[str]:
     """The tensors that a function finds, and those that the bodies of its loops do."""
-    where: dict[Any, _Memory] = {}
+    where: dict[Any, _AddressInStorage] = {}
     for device, layout in program.layouts.items():
         address, storage = memory[device]
         where.update((key, (address + offset, storage)) for key, offset in layout.offsets.items())
@@ -125,7 +125,10 @@ def _wrong_places(program: ProgramProtocol, memory: Mapping[torch.device, _Memor
 
 
 def _wrong_buffers(
-    plan: Plan, program: ProgramProtocol, memory: Mapping[torch.device, _Memory], buffers: Mapping[int, BufferProtocol]
+    plan: Plan,
+    program: ProgramProtocol,
+    memory: Mapping[torch.device, _AddressInStorage],
+    buffers: Mapping[int, BufferProtocol],
 ) -> Iterator[str]:
     size = plan.trace.world_size
     starts = {}
@@ -170,7 +173,7 @@ def _wrong_buffers(
 
 def _lies(
     tensor: torch.Tensor | None,
-    memory: _Memory,
+    memory: _AddressInStorage,
     start_bytes: int,
     shape: tuple[int, ...],
     stride: tuple[int, ...],
@@ -190,7 +193,7 @@ def _lies(
     )
 
 
-def _tensor_text(tensor: Any, memory: _Memory) -> str:
+def _tensor_text(tensor: Any, memory: _AddressInStorage) -> str:
     if not isinstance(tensor, torch.Tensor):
         return "it is missing"
     where = f"{tensor.data_ptr() - memory[0]} bytes from the beginning of its piece"

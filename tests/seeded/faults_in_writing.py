@@ -71,9 +71,9 @@ WRITING = (
     Fault(
         "no wait for lone members",
         "emit/codegen/program.py",
-        '            writer.lines.append(Line(text, set(), part=Part("wait", bucket)))\n',
+        '            writer.lines.append(Line(text, set(), part=ProgramPart("wait", bucket)))\n',
         "            if len(writer.memory.markers[bucket]) > 1:\n"
-        '                writer.lines.append(Line(text, set(), part=Part("wait", bucket)))\n',
+        '                writer.lines.append(Line(text, set(), part=ProgramPart("wait", bucket)))\n',
         "a bucket of one member is not waited for",
     ),
     Fault(

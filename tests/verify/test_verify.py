@@ -245,7 +245,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "gradients are not copied": (packing, "_write_copy", nothing),
     "any output is written into the state": (donation, "_can_write", yes),
     "shares of a mean are averaged": (program, "Program", forgetful),
-    "any gradient is computed in its bucket": (planning._Builder, "_fits_bucket", fits_whatever_reads_it),
+    "any gradient is computed in its bucket": (planning._PlacesBuilder, "_fits_bucket", fits_whatever_reads_it),
     "results take the place of any argument": (allocation, "_replaceable", any_argument),
 }
 

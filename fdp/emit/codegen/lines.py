@@ -14,8 +14,8 @@ from fdp.tables import format_bytes
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a line of a program is there for.
+class ProgramPart:
+    """The part of a program that a line belongs to: one item of the plan's schedule.
 
     Attributes:
         kind: "run" (an operation), "pack" (packing a bucket), "start" or "wait".
@@ -26,7 +26,7 @@ class Part:
     index: int
 
 
-BEFORE = Part("run", -1)
+BEFORE = ProgramPart("run", -1)
 
 
 @dataclass
@@ -38,14 +38,14 @@ class Line:
         uses: names of values that it reads or changes.
         defines: local names that it gives.
         pure: it does nothing but give its names values: without a reader it can be left out.
-        part: what it is there for, if that is known.
+        part: the part of the program that it belongs to; None if not set.
     """
 
     text: str
     uses: set[str]
     defines: tuple[str, ...] = ()
     pure: bool = False
-    part: Part | None = None
+    part: ProgramPart | None = None
 
 
 def drop_unused(lines: Sequence[Line], outputs: Iterable[str]) -> list[Line]:
@@ -59,13 +59,13 @@ def drop_unused(lines: Sequence[Line], outputs: Iterable[str]) -> list[Line]:
     return kept[::-1]
 
 
-def belongs(lines: Iterable[Line], part: Part) -> None:
-    """Say what lines are there for, unless it has been said."""
+def assign_part(lines: Iterable[Line], part: ProgramPart) -> None:
+    """Set the part of the lines that have none."""
     for line in lines:
         line.part = line.part or part
 
 
-def parts_of(lines: Iterable[Line]) -> tuple[Part, ...]:
+def parts_of(lines: Iterable[Line]) -> tuple[ProgramPart, ...]:
     """The parts of a program, in order; each once where its lines follow each other."""
     return tuple(part or BEFORE for part, _ in itertools.groupby(line.part for line in lines))
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp.emit.codegen.lines import Line, Part
+from fdp.emit.codegen.lines import Line, ProgramPart
 from fdp.emit.codegen.writer import Writer, bind_operator, literal
 from fdp.emit.memory.instructions import Divide, Pack
 from fdp.emit.memory.planning import slot_name
@@ -26,12 +26,12 @@ def write_packing(writer: Writer, pack: Pack) -> None:
     uses = set(slots)
     pieces = ", ".join(literal(writer, source, uses) for source in sources)
     call = bind_operator(writer, _aten._foreach_copy_.default, (sources, sources))
-    writer.lines.append(Line(f"{call}([{', '.join(slots)}], [{pieces}])", uses, part=Part("pack", pack.bucket)))
+    writer.lines.append(Line(f"{call}([{', '.join(slots)}], [{pieces}])", uses, part=ProgramPart("pack", pack.bucket)))
 
 
 def _write_copy(writer: Writer, bucket: int, slot: str, source: fx.Node) -> None:
     """Copy a member into its bucket, and divide it on the way if that is due."""
-    uses, part = {slot}, Part("pack", bucket)
+    uses, part = {slot}, ProgramPart("pack", bucket)
     text = literal(writer, source, uses)
     if bucket in writer.memory.places.scaled:
         share = 1 / writer.memory.plan.trace.world_size
@@ -45,10 +45,10 @@ def _write_copy(writer: Writer, bucket: int, slot: str, source: fx.Node) -> None
 def write_division_in_bucket(writer: Writer, divide: Divide) -> None:
     """Divide a member where it was computed: in its bucket."""
     marker = writer.memory.markers[divide.bucket][divide.member]
-    write_division(writer, marker, slot_name(divide.bucket, divide.member), Part("pack", divide.bucket))
+    write_division(writer, marker, slot_name(divide.bucket, divide.member), ProgramPart("pack", divide.bucket))
 
 
-def write_division(writer: Writer, marker: fx.Node, name: str, part: Part | None = None) -> None:
+def write_division(writer: Writer, marker: fx.Node, name: str, part: ProgramPart | None = None) -> None:
     """Divide what was computed for a marker in its bucket, where it has a name."""
     share = 1 / writer.memory.plan.trace.world_size
     call = bind_operator(writer, _aten.mul_.Tensor, (marker.args[0], share))

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fdp.emit.codegen.calls import write_call
-from fdp.emit.codegen.lines import Line, Part, assemble, belongs, drop_unused, parts_of
+from fdp.emit.codegen.lines import Line, ProgramPart, assemble, assign_part, drop_unused, parts_of
 from fdp.emit.codegen.packing import write_division_in_bucket, write_packing
 from fdp.emit.codegen.writer import (
     Writer,
@@ -66,7 +66,7 @@ class Program:
     layouts: Mapping[torch.device, Layout]
     scaled: frozenset[int]
     recording: Any = None
-    parts: tuple[Part, ...] = ()
+    parts: tuple[ProgramPart, ...] = ()
     loops: Mapping[str, Program] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     gathered: frozenset[int] = frozenset()
@@ -136,7 +136,7 @@ def _write_instructions(writer: Writer) -> None:
         first = len(writer.lines)
         for _, instruction in group:
             _write(writer, instruction)
-        belongs(writer.lines[first:], Part("run", at))
+        assign_part(writer.lines[first:], ProgramPart("run", at))
 
 
 def _write(writer: Writer, instruction: Instruction) -> None:
@@ -154,7 +154,7 @@ def _write(writer: Writer, instruction: Instruction) -> None:
             _write_start(writer, bucket)
         case Await(bucket):
             text = f"{writer.reserved['wait']}({bucket})"
-            writer.lines.append(Line(text, set(), part=Part("wait", bucket)))
+            writer.lines.append(Line(text, set(), part=ProgramPart("wait", bucket)))
             writer.local.update((marker, marker.name) for marker in writer.memory.markers[bucket])
         case Update(target, value):
             uses: set[str] = set()
@@ -169,7 +169,7 @@ def _filled(memory: MemoryPlan, bucket: int) -> fx.Node | None:
 
 def _write_start(writer: Writer, bucket: int) -> None:
     """Start the message of a bucket, in the memory of a donated input if it is to arrive there."""
-    start, part = writer.reserved["start"], Part("start", bucket)
+    start, part = writer.reserved["start"], ProgramPart("start", bucket)
     target = _filled(writer.memory, bucket)
     if target is None:
         writer.lines.append(Line(f"{start}({bucket})", set(), part=part))
@@ -237,7 +237,7 @@ def _write_outputs(writer: Writer) -> None:
             _write_copy(writer, node, name, own)
             name = own
         writer.outputs.append(name)
-    belongs(writer.lines, Part("run", len(writer.memory.plan.schedule) - 1))
+    assign_part(writer.lines, ProgramPart("run", len(writer.memory.plan.schedule) - 1))
 
 
 def _leave_out_unused(writer: Writer) -> None:

@@ -27,7 +27,7 @@ def is_written(schema: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _DrawingCall:
     """A call that draws, read from its text.
 
     Attributes:
@@ -79,7 +79,7 @@ class _Call:
 
 
 @functools.lru_cache(4096)
-def _call_of(text: str) -> _Call:
+def _call_of(text: str) -> _DrawingCall:
     """Read a call from its text."""
     said = json.loads(text)
     namespace, packet, overload = said["operator"].split(".")
@@ -89,7 +89,7 @@ def _call_of(text: str) -> _Call:
     written = (given.get(each.name) for each in schema_of(operator).arguments if is_written(each))
     owned = frozenset(each["read"] for value in written for each in _records(value) if "read" in each)
     lies = [each for each in (*said["results"], *said["written"]) if each is not None]
-    return _Call(operator, arguments, keywords, owned, _literal(lies))
+    return _DrawingCall(operator, arguments, keywords, owned, _literal(lies))
 
 
 def _records(value: Any) -> Iterator[dict[str, Any]]:

@@ -62,13 +62,13 @@ def place_outputs(analysis: Analysis) -> Placement:
     pairs = [(node, None if slot is None else placeholders[slot]) for node, slot in zip(made, slots, strict=True)]
     donated = {storage for node in analysis.accesses.donated for storage in storages_of(node)}
     gathering = _gathering(plan) if analysis.savings.results else {}
-    builder = _Builder(analysis, pairs, donated, gathering)
+    builder = _PlacementBuilder(analysis, pairs, donated, gathering)
     builder.place_new_values()
     builder.copy_what_is_shared(_foreign_memory(trace))
     return builder.placement()
 
 
-class _Builder:
+class _PlacementBuilder:
     """The placement so far.
 
     Args:

@@ -106,7 +106,7 @@ def find_places(analysis: Analysis, placement: Placement) -> Places:
     Returns:
         The places.
     """
-    builder, accesses = _Builder(analysis, placement), analysis.accesses
+    builder, accesses = _PlacesBuilder(analysis, placement), analysis.accesses
     if analysis.savings.views:
         builder.join_alone(analysis.alone)
     if analysis.savings.results:
@@ -119,7 +119,7 @@ def find_places(analysis: Analysis, placement: Placement) -> Places:
     return builder.places()
 
 
-class _Builder:
+class _PlacesBuilder:
     """The places so far (see `Places`), and what is known of each piece of memory of the trace on the way.
 
     Such a piece is a number, see `storages`.
@@ -312,7 +312,7 @@ def _row(place: Place, value: torch.Tensor) -> Place:
     return replace(place, shape=(numel,), stride=(1,), offset=0)
 
 
-def _named_values(node: fx.Node, builder: _Builder) -> Iterator[tuple[str, Any]]:
+def _named_values(node: fx.Node, builder: _PlacesBuilder) -> Iterator[tuple[str, Any]]:
     """What a node makes, with the names in the program."""
     value: Any = node.meta.get("val")
     if node.op != "call_function" or node in builder.constants:

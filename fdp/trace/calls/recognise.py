@@ -41,7 +41,7 @@ _address = torch.Tensor.data_ptr
 _offset = torch.Tensor.storage_offset
 
 
-class _Call(Generic[T]):
+class _RememberedCall(Generic[T]):
     """One call, as far as it can be recognised again.
 
     Its tensors are of two kinds. Those that the step returns in the same memory stay: at the next call they most often
@@ -236,7 +236,7 @@ class RememberedCalls(Generic[T]):
 
     def __init__(self) -> None:
         # Replaced as a whole, never changed: threads may read it at any time.
-        self._calls: tuple[_Call[T], ...] = ()
+        self._calls: tuple[_RememberedCall[T], ...] = ()
 
     def recognise(
         self, place: Any, args: tuple[Any, ...], static: tuple[Any, ...]
@@ -265,7 +265,9 @@ class RememberedCalls(Generic[T]):
                 return call.value, tensors
         return None
 
-    def remember(self, place: Any, flat: Flat, trace: Trace, value: T, earlier: _Call[T] | None = None) -> _Call[T]:
+    def remember(
+        self, place: Any, flat: Flat, trace: Trace, value: T, earlier: _RememberedCall[T] | None = None
+    ) -> _RememberedCall[T]:
         """Remember a call, and forget the one that was made longest ago.
 
         Args:
@@ -281,7 +283,7 @@ class RememberedCalls(Generic[T]):
         calls = self._calls
         if earlier is None or earlier.recognise(list(flat.leaves), flat.static) is None:
             same = (call.structure for call in calls if call.structure.spec == flat.spec)
-            earlier = _Call(place, flat, next(same, None) or Structure(flat.spec), trace, value)
+            earlier = _RememberedCall(place, flat, next(same, None) or Structure(flat.spec), trace, value)
         self._calls = (earlier, *calls[: MOST - 1])
         return earlier
 

@@ -28,7 +28,7 @@ from fdp.trace.trace import Operation
 
 
 @dataclass
-class _Memory:
+class _LastAccesses:
     """Who wrote a piece of memory last, and who has read it since."""
 
     writer: int | None = None
@@ -49,7 +49,7 @@ def operations_of(graph: fx.Graph) -> tuple[list[Operation], dict[fx.Node, int],
     markers: dict[fx.Node, int] = {}
     produced: dict[fx.Node, int] = {}
     made_by: dict[fx.Node, list[int]] = {}
-    memory: defaultdict[int, _Memory] = defaultdict(_Memory)
+    memory: defaultdict[int, _LastAccesses] = defaultdict(_LastAccesses)
     first: dict[str, int] = {}
     last_random: int | None = None
     operations: list[Operation] = []
@@ -80,7 +80,7 @@ def operations_of(graph: fx.Graph) -> tuple[list[Operation], dict[fx.Node, int],
             for storage in reads:
                 memory[storage].readers.append(index)
             for storage in writes:
-                memory[storage] = _Memory(writer=index)
+                memory[storage] = _LastAccesses(writer=index)
             if entry is None and not effects.view:
                 for storage in set(storages_of(node)) - writes:
                     memory[storage].writer = index
@@ -101,7 +101,7 @@ def operations_of(graph: fx.Graph) -> tuple[list[Operation], dict[fx.Node, int],
     return operations, markers, produced
 
 
-def _earlier_accesses(memory: Mapping[int, _Memory], reads: set[int], writes: set[int]) -> Iterator[int]:
+def _earlier_accesses(memory: Mapping[int, _LastAccesses], reads: set[int], writes: set[int]) -> Iterator[int]:
     """The operations that must have read or written memory before it is read or written here."""
     for storage in reads:
         if (writer := memory[storage].writer) is not None:

@@ -41,7 +41,7 @@ from fdp.trace.sharding.units import (
 
 
 @dataclass
-class _Memory:
+class _MemoryUse:
     """What a graph does with a piece of memory."""
 
     made_by: list[Unit] = field(default_factory=list)
@@ -75,7 +75,7 @@ class _Decision:
         self._graph, self._sharded = graph, sharded
         self._varying = ever_varying(graph, varying_inputs)
         self._units = [unit for node in graph.nodes if node.op == "call_function" for unit in units_of(node)]
-        self._memory: defaultdict[int, _Memory] = defaultdict(_Memory)
+        self._memory: defaultdict[int, _MemoryUse] = defaultdict(_MemoryUse)
         self._whole: set[int] = set()
         self._look()
 
