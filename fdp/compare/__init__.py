@@ -11,15 +11,15 @@ from fdp.compare.op_by_op import check_emitted
 from fdp.compare.partitioned import check_partition, on_whole_values
 from fdp.compare.recheck import Again
 from fdp.compare.restored import undisturbed
-from fdp.compare.strides import check_lies
+from fdp.compare.strides import check_strides
 
 __all__ = [
     "Again",
     "check_again",
     "check_compiled",
     "check_emitted",
-    "check_lies",
     "check_partition",
+    "check_strides",
     "copy_of",
     "give_back_memory",
     "if_memory_allows",

@@ -48,7 +48,7 @@ _SHOWN = 5
 def unlike_graph(
     emitted: Emitted, inputs: list[torch.Tensor], others: OtherRanks
 ) -> tuple[list[str], list[torch.Tensor]]:
-    """Run a program beside the graph of its trace.
+    """Run a program in lockstep with the graph of its trace.
 
     Args:
         emitted: the program, operator by operator.
@@ -59,20 +59,20 @@ def unlike_graph(
         The operators whose results in the program are not theirs, with their lines and by how much; the first few. And
         the tensors among the results of the program.
     """
-    beside: list[_Beside] = []
+    runs: list[_GraphRun] = []
 
     def tick() -> None:
-        beside[0].look(sys._getframe(1))
+        runs[0].look(sys._getframe(1))
 
     timed = emitted.timed(tick)
-    beside.append(_Beside(timed, [copy_of(tensor) for tensor in inputs], others))
+    runs.append(_GraphRun(timed, [copy_of(tensor) for tensor in inputs], others))
     try:
         leaves = leaves_apart(timed.dry_run(inputs, others.kind))
     finally:
-        timed.residence.move_out()
+        timed.residence.release()
     found = [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    beside[0].compare_outputs(found)
-    return beside[0].offenders[:_SHOWN], found
+    runs[0].compare_outputs(found)
+    return runs[0].offenders[:_SHOWN], found
 
 
 def in_order_of_plan(emitted: Emitted, inputs: Sequence[torch.Tensor], others: OtherRanks) -> list[torch.Tensor]:
@@ -84,11 +84,11 @@ def in_order_of_plan(emitted: Emitted, inputs: Sequence[torch.Tensor], others: O
         The tensors among its results.
     """
     with torch.no_grad(), undisturbed(emitted), plain_context():
-        return _Beside(emitted, inputs, others, alone=True).run()
+        return _GraphRun(emitted, inputs, others, alone=True).run()
 
 
-class _Beside:
-    """The graph beside a program, in the order of the plan.
+class _GraphRun:
+    """A run of the graph in the order of the plan, in lockstep with a program.
 
     Args:
         timed: the program.

@@ -25,7 +25,7 @@ class _AllSeen(Exception):
     """Nothing that runs later matters."""
 
 
-def check_lies(emitted: Emitted, tensors: Sequence[torch.Tensor]) -> None:
+def check_strides(emitted: Emitted, tensors: Sequence[torch.Tensor]) -> None:
     """Check the strides of values that numbers are drawn for, where the trace is uncertain.
 
     The comparison with the step sees it as well: other numbers are drawn. This is for steps that are not compared. The
@@ -36,7 +36,7 @@ def check_lies(emitted: Emitted, tensors: Sequence[torch.Tensor]) -> None:
         tensors: those of a call; they are not changed.
 
     Raises:
-        TraceError: names each value that lies otherwise, and the line.
+        TraceError: names each value whose strides differ, and the line.
     """
     left = unsure_for_draws(emitted.plan.trace)
     if not left:

@@ -84,7 +84,7 @@ def alone_on(group: Group, name: str, call: int = 0) -> Iterator[None]:
 
     Raises:
         PeerError: another rank is gone. Or another step, or another call of this one, is running on the group: the
-            other ranks may have run the two one after the other, so this rank counts as left behind.
+            other ranks may have run the two one after the other, so this rank counts as desynchronised.
     """
     process_group = group.process_group
     if process_group is None or group.size == 1:

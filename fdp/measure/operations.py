@@ -71,7 +71,7 @@ def measure_costs(emitted: Emitted, tensors: Sequence[torch.Tensor], start_s: fl
             # Of a long step stamps are a small part.
             if emitted.options is not None or time.perf_counter() - begun <= _BUDGET_S:
                 totals.append(_time(clock, emitted, inputs_for_one_run(plan, tensors)))
-    timed.residence.move_out()
+    timed.residence.release()
     give_back_memory()
     stamp_s = cost_of_a_stamp(clock)
     usual = [max(statistics.median(seconds) - stamp_s, 0.0) for seconds in zip(*runs, strict=True)]

@@ -79,7 +79,7 @@ def agree(
                 build_message(
                     f"rank {rank} could not prepare step {name!r}, so the ranks cannot run it together.",
                     [f"rank {rank}: {other['failed']}"],
-                    remedy=f"mend the error on rank {rank}; the other ranks wait for it in vain.",
+                    remedy=f"fix the error on rank {rank}; the other ranks wait for it in vain.",
                 )
             )
     first = found[0]

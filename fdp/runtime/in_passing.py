@@ -1,4 +1,4 @@
-"""The state of a step, compared between ranks while it trains: a part at each call, in a message that travels anyway.
+"""The state of a step, compared between ranks while it trains: a part at each call, in a message that is sent anyway.
 
 Each call takes a number of the part that is due, from its inputs, before anything is computed. `Order` mixes it into
 the number by which a call says which it is. If that is not the same on all ranks, they tell each other the numbers of

@@ -54,7 +54,7 @@ class Residence:
         arena = None
         try:
             arena = ARENAS.borrow(self.arena)
-            self._settle_in(arena)
+            self._place_tensors(arena)
             return function(*args)
         except BaseException:
             # Messages may still be in flight: their memory is left to them, and the next call takes new.
@@ -88,7 +88,7 @@ class Residence:
     def _is_in_here(self, frame: FrameType) -> bool:
         return frame.f_code is Residence.call.__code__ and frame.f_locals.get("self") is self
 
-    def _settle_in(self, arena: Arena) -> None:
+    def _place_tensors(self, arena: Arena) -> None:
         """Make the tensors at the program's fixed places, unless they are there from the last call."""
         blocks = arena.fit(self._program.layouts)
         if self.arena is arena and self.blocks is blocks:
@@ -102,8 +102,8 @@ class Residence:
             prove_made(self._plan, self._program, blocks, self.buffers)
             arena.tenants.add(self)
 
-    def move_out(self) -> None:
-        """Leave the memory of the last call; the next call takes what it needs."""
+    def release(self) -> None:
+        """Release the memory of the last call; the next call borrows an arena again."""
         self.leave(self.arena)
 
     def leave(self, arena: Arena | None) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from fdp.errors import NonFiniteError, build_message
-from fdp.trace import Beside
+from fdp.trace import WithFiniteFlags
 
 
-def result_if_finite(name: str, made: Beside, call: int) -> Any:
+def result_if_finite(name: str, made: WithFiniteFlags, call: int) -> Any:
     """The results of a step, if its gradients are finite on every rank.
 
     Args:

@@ -21,8 +21,8 @@ from fdp.compare import (
     check_again,
     check_compiled,
     check_emitted,
-    check_lies,
     check_partition,
+    check_strides,
     if_memory_allows,
     on_whole_values,
 )
@@ -46,7 +46,7 @@ from fdp.step.memory_limit import fits, trace_within
 from fdp.step.progress import Progress
 from fdp.trace import (
     Flat,
-    LooksAtGradients,
+    ReturnsFiniteFlags,
     Roles,
     Summary,
     Trace,
@@ -140,7 +140,7 @@ class Preparation:
                     self._step, flat, roles, group, settings.check_replication, settings.wire, gather_again
                 )
             except PurityError as error:
-                if isinstance(self._step, LooksAtGradients):
+                if isinstance(self._step, ReturnsFiniteFlags):
                     hint = "check_finite=True keeps every argument as it is: donated ones cannot be changed in place."
                     raise PurityError(f"{error}\n{hint}") from error
                 raise
@@ -196,7 +196,7 @@ class Preparation:
             if settings.check_trace and plan.trace.whole is not None:
                 self._check_on_whole_values(emitted, flat, roles)
             if not settings.check_trace:
-                self._check_lies(emitted, flat)
+                self._check_strides(emitted, flat)
             elif settings.options is None:
                 self._check(emitted, flat, lambda: self._check_on_call(emitted, flat, roles))
         return emitted
@@ -214,7 +214,7 @@ class Preparation:
 
         with _one_at_a_time:
             if_memory_allows(whole, "the comparison on whole values", compare)
-            whole.residence.move_out()
+            whole.residence.release()
 
     def check_again(self, emitted: Emitted, flat: Flat, roles: Roles) -> bool:
         """Compare a step that has been running; returns whether to repeat that later."""
@@ -236,7 +236,7 @@ class Preparation:
             try:
                 compare()
             except (TraceError, CompileError):
-                check_lies(emitted, flat.tensors)  # which names the operator, if that is why
+                check_strides(emitted, flat.tensors)  # which names the operator, if that is why
                 raise
 
         begun = time.perf_counter()
@@ -250,13 +250,13 @@ class Preparation:
         that is called once need not wait for it, and what it returns has been compared."""
         self._finite[emitted] = check_emitted(emitted, self._step, flat, roles, on="call")
 
-    def _check_lies(self, emitted: Emitted, flat: Flat) -> None:
+    def _check_strides(self, emitted: Emitted, flat: Flat) -> None:
         """Check the strides of values that are drawn for, in a step that is not compared."""
         options = self._settings.options
         if options is None or options.settled(tensor.device for tensor in flat.tensors).draws_alike:
             with _one_at_a_time:
                 what = "a run that shows how its values lie in memory"
-                if_memory_allows(emitted, what, lambda: check_lies(emitted, flat.tensors))
+                if_memory_allows(emitted, what, lambda: check_strides(emitted, flat.tensors))
 
     def again(self, emitted: Emitted) -> Again | None:
         """When to compare a prepared step again; None for never."""
@@ -289,7 +289,7 @@ class Preparation:
         with progress.stage("writing and proving"):
             emitted = Emitted(first, group, self._agreed, self._settings.check_replication)
         plan = self._automatic.choose(emitted, flat.tensors, progress)
-        emitted.residence.move_out()
+        emitted.residence.release()
         # Should these buckets be the chosen ones, ranks still have to hear whether all could prepare the step.
         emitted.consensus.forget()
         with progress.stage("planning"):
@@ -309,8 +309,8 @@ class Preparation:
                     with progress.stage("comparing"):
                         self._check(made, flat, lambda: check_compiled(made, emitted, self._step, flat, roles))
                     # What they shared was large enough for the other one, whose values all have places in it.
-                    emitted.residence.move_out()
-                    made.residence.move_out()
+                    emitted.residence.release()
+                    made.residence.release()
             made.arm()
             return made
 

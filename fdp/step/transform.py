@@ -38,8 +38,8 @@ from fdp.tables import count, cut_short
 from fdp.timeline import Timeline
 from fdp.trace import (
     Flat,
-    LooksAtGradients,
     RememberedCalls,
+    ReturnsFiniteFlags,
     Roles,
     Trace,
     by_position,
@@ -94,7 +94,7 @@ class Step:
             bucket_cap_mb, options, check_replication, check_trace, wire, network, resolve_limit(memory_limit_mb)
         )
         self._preparation = Preparation(
-            LooksAtGradients(step_fn) if check_finite else step_fn, self._name, self._settings
+            ReturnsFiniteFlags(step_fn) if check_finite else step_fn, self._name, self._settings
         )
         self._attempts = self._preparation.attempts
         self._check_finite, self._numbers = check_finite, itertools.count(1)

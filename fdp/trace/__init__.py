@@ -5,7 +5,7 @@ operators -> trace -> calls -> capture -> graph -> checks -> sharding -> tracer
 
 from fdp.trace.calls.arguments import Flat, Roles, flatten_call, refuse_unhashable, resolve_roles, set_apart, sharing
 from fdp.trace.calls.changes import Summary, describe_change, summarise
-from fdp.trace.calls.finite_flags import Beside, LooksAtGradients
+from fdp.trace.calls.finite_flags import ReturnsFiniteFlags, WithFiniteFlags
 from fdp.trace.calls.keywords import by_position, signature_of
 from fdp.trace.calls.recognise import RememberedCalls
 from fdp.trace.capture.calling import run_untraced
@@ -16,18 +16,18 @@ from fdp.trace.trace import Input, Operation, Output, Reduction, Trace
 from fdp.trace.tracer import trace_step
 
 __all__ = [
-    "Beside",
     "Flat",
     "Geometry",
     "Input",
-    "LooksAtGradients",
     "Operation",
     "Output",
     "Reduction",
     "RememberedCalls",
+    "ReturnsFiniteFlags",
     "Roles",
     "Summary",
     "Trace",
+    "WithFiniteFlags",
     "by_position",
     "capture_functional",
     "describe_change",

@@ -108,7 +108,7 @@ def drawn_as_said(
         graph: it.
         node: the call.
         read: the tensors that it is given.
-        text: which operator it calls, with what, and how all of that lies, and what it returns.
+        text: which operator it calls, with what, the layouts of these, and what it returns.
         generators: those that the text means by numbers.
 
     Returns:
@@ -127,7 +127,7 @@ def drawn_as_said(
         if "read" in value:
             return copied(value["read"], value["stride"])
         if "size" in value:
-            return _said_to_lie(value)
+            return _view_of_layout(value)
         if "generator" in value:
             return generators[value["generator"]]
         ((kind, name),) = value.items()
@@ -143,14 +143,14 @@ def drawn_as_said(
     arguments = operator.bind(
         given(said["arguments"]), {name: given(value) for name, value in said["keywords"].items()}
     )
-    new = [None if lies is None else _said_to_lie(lies) for lies in said["results"]]
+    new = [None if layout is None else _view_of_layout(layout) for layout in said["results"]]
     made = graph.perform(operator, arguments, _fresh(new))
     changed = [view for at in operator.written(arguments) for view in _views(arguments[at])]
     return _returned(graph, node, [*(each for each in made if isinstance(each, View)), *changed])
 
 
-def _said_to_lie(lies: Mapping[str, Any]) -> View:
-    return view_of(Block("fresh"), 0, lies["size"], lies["stride"], getattr(torch, lies["dtype"]))
+def _view_of_layout(layout: Mapping[str, Any]) -> View:
+    return view_of(Block("fresh"), 0, layout["size"], layout["stride"], getattr(torch, layout["dtype"]))
 
 
 def _lying(example: Any) -> Any:

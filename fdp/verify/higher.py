@@ -55,7 +55,7 @@ def higher_order(machine: TermMachine, name: str, given: Sequence[Any], fresh: F
     if random:
         arguments["*drawn"] = machine.drawn
     if looks_at_places_in(given):
-        arguments["*lies"] = tuple(map(places, all_views(given)))
+        arguments["*layout"] = tuple(map(places, all_views(given)))
     call = values.call(name, arguments)
     results: list[Any] = fresh(call, list(all_views(given)))
     for index, result in enumerate(results):
@@ -95,8 +95,8 @@ def run_loop(
     for at in changed:
         for other, view in enumerate(operands):
             if other != at and view.overlaps(operands[at]):
-                lies = (view.start - operands[at].start, view.shape, view.stride, view.dtype)
-                arguments["*overlaps", at, other] = lies
+                geometry = (view.start - operands[at].start, view.shape, view.stride, view.dtype)
+                arguments["*overlaps", at, other] = geometry
     if draws:
         arguments["*drawn"] = machine.drawn
     call = values.call(name, arguments)

@@ -30,7 +30,7 @@ Running = Callable[[Any, Any, Any], AbstractContextManager[Any]]
 """(start, wait, loops) -> a context in which the operators call these."""
 
 _CHANGED = {
-    "start_": "slots", "wait_": "slots", "loop_": "changed", "multiply_into": "target", "rewind_": "state",
+    "start_": "slots", "wait_": "slots", "loop_": "changed", "multiply_into": "target", "replay_": "state",
     "resume_": "state",
 }  # fmt: skip
 """What operators have to say that they change, so that a compiler keeps them where they are."""
@@ -107,7 +107,7 @@ def _copies(implementations: Mapping[str, Callable[..., Any]]) -> Iterator[str]:
 
 def _draws(implementations: Mapping[str, Callable[..., Any]]) -> Iterator[str]:
     """A draw calls the operator of its text once, on its arguments or on copies of them."""
-    lies = {"size": [2, 3], "stride": [3, 1], "dtype": "float32", "device": "meta"}
+    layout = {"size": [2, 3], "stride": [3, 1], "dtype": "float32", "device": "meta"}
     read = {"read": 0, "stride": [3, 1]}
     keywords = {"dtype": {"dtype": "float32"}, "device": {"device": "meta"}}
     kind: dict[str, Any] = {"dtype": _FLOAT, "device": "meta"}
@@ -119,7 +119,7 @@ def _draws(implementations: Mapping[str, Callable[..., Any]]) -> Iterator[str]:
     for name, operator, arguments, named, directly in calls:
         changes = operator.split(".")[1].endswith("_")
         said = {"operator": operator, "arguments": arguments, "keywords": named}
-        text = json.dumps({**said, "results": [None if changes else lies], "written": [lies] if changes else []})
+        text = json.dumps({**said, "results": [None if changes else layout], "written": [layout] if changes else []})
         values = Values(0, 1)
         ours, theirs = Followed(values), Followed(values)
         value, other = (each.given((2, 3), _FLOAT, "a value") for each in (ours, theirs))

@@ -104,8 +104,8 @@ def _wrong(
         if value is not term:
             yield f"{output.name} is {term_text(value)}, not {term_text(term)}"
         said = trace.nodes[str(output.node)].meta["val"]
-        lies = general_extent(said.shape, said.stride())
-        if (found.shape, found.stride, found.dtype) != (lies.shape, lies.stride, view.dtype):
+        extent = general_extent(said.shape, said.stride())
+        if (found.shape, found.stride, found.dtype) != (extent.shape, extent.stride, view.dtype):
             yield f"{output.name} has shape {found.shape}, strides {found.stride}, {found.dtype}"
         if where == "given":
             given_back.add(number)
@@ -242,7 +242,7 @@ class _Lowered:
             for name, run in {
                 "start_": self._start, "wait_": self._wait, "loop_": self._loop, "snapshot": _snapshot,
                 "multiply_into": _multiply_into, "draw": self._draw,
-                "draw_of_nothing": self._draw_of_nothing, "rewind_": _generator("rewind"),
+                "draw_of_nothing": self._draw_of_nothing, "replay_": _generator("replay"),
                 "resume_": _generator("resume"), **_fused(),
             }.items()
         }  # fmt: skip

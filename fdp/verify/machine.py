@@ -92,13 +92,13 @@ class TermMachine:
         arguments, reads, values_read = self._arguments(operator, given, written)
         draws = operator.draws(given)
         if draws:
-            # Which number is drawn for which element is a matter of how they lie.
+            # Which number is drawn for which element depends on their order in memory.
             arguments["*drawn"] = self.drawn
-            arguments["*lies"] = tuple(map(_lies, values_read))
+            arguments["*layout"] = tuple(map(_memory_order, values_read))
         elif name in _BY_PLACES:
             # Without an offset it looks from where the tensor begins, wherever that is.
             relative = operator.by_name(given).get("storage_offset") is None
-            arguments["*lies"] = steps(values_read[0]) if relative else places(values_read[0])
+            arguments["*layout"] = steps(values_read[0]) if relative else places(values_read[0])
         call = values.call(name, arguments)
         if not operator.results and not written:
             self.checked[call] += 1
@@ -131,8 +131,8 @@ class TermMachine:
             self.memory.write(view, term)
             self.wrote(term)
         if draws:
-            lies = tuple((_lies(view), view.dtype) for _, view in targets)
-            self.drawn = values.terms.make(("drawn", call, lies))
+            orders = tuple((_memory_order(view), view.dtype) for _, view in targets)
+            self.drawn = values.terms.make(("drawn", call, orders))
         return results
 
     def _arguments(
@@ -207,7 +207,7 @@ class TermMachine:
                     arguments["*both written", at, other] = (view.start - target.start, view.shape, view.stride)
 
 
-def _lies(view: View) -> tuple[Any, ...]:
+def _memory_order(view: View) -> tuple[Any, ...]:
     """The memory order of a tensor's elements, as far as random draws depend on it.
 
     That is in which order, and where there are gaps, however wide; of elements that share memory, all of it.

@@ -110,7 +110,7 @@ def _wrong_places(program: ProgramProtocol, memory: Mapping[torch.device, _Addre
             continue  # a value that turned out not to be used: the program was proved without it
         tensor = found.get(name)
         start_bytes = place.start_bytes + place.offset * place.dtype.itemsize
-        if not _lies(tensor, at, start_bytes, place.shape, place.stride, place.dtype):
+        if not _is_at(tensor, at, start_bytes, place.shape, place.stride, place.dtype):
             yield f"{name} is not the place that it should be: {_tensor_text(tensor, at)}"
         elif id(tensor) in seen:
             yield f"{name} is one object with another place, and would take part in a change of its shape"
@@ -166,12 +166,12 @@ def _wrong_buffers(
                 right = tensor is None
             else:
                 stride = (1,) if len(shape) == 1 else (shape[1], 1)
-                right = _lies(tensor, at, start_bytes, shape, stride, dtype)
+                right = _is_at(tensor, at, start_bytes, shape, stride, dtype)
             if not right:
                 yield f"{what} of bucket {index} is not what it should be: {_tensor_text(tensor, at)}"
 
 
-def _lies(
+def _is_at(
     tensor: torch.Tensor | None,
     memory: _AddressInStorage,
     start_bytes: int,
@@ -179,7 +179,7 @@ def _lies(
     stride: tuple[int, ...],
     dtype: torch.dtype,
 ) -> bool:
-    """Whether a tensor lies in some memory at a given byte and geometry, without a lazy conjugate or negative."""
+    """Whether a tensor begins at a byte of some memory, with a shape, strides and dtype, and no lazy conjugate."""
     return (
         tensor is not None
         # Of no elements, it lies nowhere.

@@ -5,7 +5,7 @@ A block of memory is cut into cells, intervals of bytes. A write of a dense tens
 write of one with gaps lies over what was there, as a layer. A read sees, for each byte, the newest write to it: if that
 is one write under the same geometry, the value is what was written; otherwise it is a term of its own, made of the
 pieces that are looked at and of how they are looked at, relative to where the tensor begins. So a value is the same
-wherever it lies.
+wherever it geometry.
 """
 
 from __future__ import annotations
@@ -316,7 +316,7 @@ def _touched(view: View, pieces: list[Any]) -> list[Any]:
     edges = [view.start, *(store.start for store in stores), *(low for low, _, _ in pieces)]
     if view.span >= UNBOUNDED or any((edge - view.start) % unit for edge in edges):
         return pieces
-    if not all(_is_small(lies, unit, size) for lies in (view, *stores)):
+    if not all(_is_small(each, unit, size) for each in (view, *stores)):
         return pieces
     needed = _mask(view, view.start, size, unit)
     found: list[Any] = []
@@ -365,14 +365,14 @@ def _touched_in_runs(view: View, pieces: list[Any], stores: list[Store]) -> list
 
 
 UNDEFINED = Term(("undefined",), (), None, False)
-"""What happened to be in memory: the same wherever that lies."""
+"""What happened to be in memory: the same wherever that geometry."""
 _NOTHING = Store(UNDEFINED, 0, (), (), torch.uint8)
 
 
-def _is_small(lies: Any, unit: int, size: int) -> bool:
+def _is_small(geometry: Any, unit: int, size: int) -> bool:
     """Whether a geometry can be looked at element by element."""
-    elements = lies.dtype.itemsize // unit
-    for number, step in zip(lies.shape, lies.stride, strict=True):
+    elements = geometry.dtype.itemsize // unit
+    for number, step in zip(geometry.shape, geometry.stride, strict=True):
         if type(number) is not int or type(step) is not int:
             return False
         elements *= number if step else 1
@@ -380,11 +380,11 @@ def _is_small(lies: Any, unit: int, size: int) -> bool:
     return result
 
 
-def _mask(lies: Any, start: int, size: int, unit: int) -> torch.Tensor:
+def _mask(geometry: Any, start: int, size: int, unit: int) -> torch.Tensor:
     """The units of memory that a geometry touches, from a byte on."""
-    each = lies.dtype.itemsize // unit
-    at = torch.arange(each, device="cpu") + (lies.start - start) // unit
-    for number, step in zip(lies.shape, lies.stride, strict=True):
+    each = geometry.dtype.itemsize // unit
+    at = torch.arange(each, device="cpu") + (geometry.start - start) // unit
+    for number, step in zip(geometry.shape, geometry.stride, strict=True):
         if step:
             at = (at.unsqueeze(-1) + torch.arange(number, device="cpu") * (step * each)).reshape(-1)
     mask = torch.zeros(size, dtype=torch.bool, device="cpu")

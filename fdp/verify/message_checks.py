@@ -84,7 +84,7 @@ class Messages:
             self._into[index] = into
         for at, member in enumerate(bucket.members):
             reduction = self._trace.reductions[member]
-            slot, result = self._lies(execution, bucket, at)
+            slot, result = self._slot_and_result(execution, bucket, at)
             term = execution.values.read(slot)
             op = bucket.op
             if index in self._program.scaled:
@@ -141,8 +141,8 @@ class Messages:
                 raise VerificationError(f"bucket {bucket.index} lies beyond the memory of the step")
             yield execution.arena[device], start + begin, size
 
-    def _lies(self, execution: RunningProgram, bucket: Bucket, at: int) -> tuple[View, View]:
-        """A member of a bucket: the place of the sent value, and that of the result."""
+    def _slot_and_result(self, execution: RunningProgram, bucket: Bucket, at: int) -> tuple[View, View]:
+        """Where a member of a bucket is sent from, and where its result arrives."""
         if ("bucket", bucket.index) not in execution.where:
             raise VerificationError(f"bucket {bucket.index} has no memory")
         device, start = execution.where["bucket", bucket.index]

@@ -12,20 +12,20 @@ _MOST = 4096
 """Of more runs than that a tensor is looked at element by element, or as a whole."""
 
 
-def runs_of(lies: Any) -> Runs | None:
+def runs_of(tensor: Any) -> Runs | None:
     """The bytes of a tensor.
 
     Args:
-        lies: has `start` (in bytes), `shape`, `stride` (in elements) and `dtype`.
+        tensor: has `start` (in bytes), `shape`, `stride` (in elements) and `dtype`.
 
     Returns:
         The runs; None if there are too many, or if a size is not known.
     """
-    if not all(type(number) is int for number in (*lies.shape, *lies.stride)):
+    if not all(type(number) is int for number in (*tensor.shape, *tensor.stride)):
         return None
-    size = lies.dtype.itemsize
+    size = tensor.dtype.itemsize
     length, outer = size, []
-    for number, step in sorted(zip(lies.shape, lies.stride, strict=True), key=lambda pair: pair[1]):
+    for number, step in sorted(zip(tensor.shape, tensor.stride, strict=True), key=lambda pair: pair[1]):
         if number == 1 or step == 0:
             continue
         if step < 0:
@@ -34,7 +34,7 @@ def runs_of(lies: Any) -> Runs | None:
             length = (number - 1) * step * size + length
         else:
             outer.append((number, step * size))
-    starts = [lies.start]
+    starts = [tensor.start]
     for number, step in outer:
         if len(starts) * number > _MOST:
             return None

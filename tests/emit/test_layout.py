@@ -21,8 +21,8 @@ def lifetimes(draw: Any) -> list[Lifetime]:
         last = first + draw(st.integers(0, 8))
         size = draw(st.sampled_from((1, 64, 65, 128, 1000, 4096)))
         older = [piece.key for piece in pieces if piece.first < piece.last == first]
-        heirs = tuple(draw(st.lists(st.sampled_from(older), max_size=2))) if older else ()
-        pieces.append(Lifetime(key, size, first, last, heirs))
+        reusable = tuple(draw(st.lists(st.sampled_from(older), max_size=2))) if older else ()
+        pieces.append(Lifetime(key, size, first, last, reusable))
     return pieces
 
 
@@ -47,11 +47,11 @@ def test_pieces_that_are_in_use_at_once_do_not_overlap(pieces: list[Lifetime]) -
 
 @examples(100)
 @given(lifetimes())
-def test_one_place_is_inherited_once(pieces: list[Lifetime]) -> None:
+def test_one_place_is_reused_once(pieces: list[Lifetime]) -> None:
     layout = lay_out(pieces)
     for index, one in enumerate(pieces):
         for two in pieces[:index]:
-            # Two heirs of one piece begin at the same position, and must not both have its place.
+            # Two pieces that may reuse one place begin at the same position, and must not both have it.
             if one.first == two.first:
                 assert layout.offsets[one.key] != layout.offsets[two.key]
 
@@ -62,9 +62,7 @@ def test_a_chain_of_pointwise_results_takes_one_place() -> None:
     assert lay_out([Lifetime(k, 100, k, k + 1) for k in range(9)]).size_bytes == 256
 
 
-@pytest.mark.parametrize(
-    "check", [test_pieces_that_are_in_use_at_once_do_not_overlap, test_one_place_is_inherited_once]
-)
+@pytest.mark.parametrize("check", [test_pieces_that_are_in_use_at_once_do_not_overlap, test_one_place_is_reused_once])
 def test_placed_the_largest_first_they_lie_apart_too(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     in_order, largest_first = layout_room._in_order, layout_room._largest_first
     monkeypatch.setattr(f"{__name__}.lay_out", lambda pieces: largest_first(*in_order(pieces)))

@@ -158,12 +158,12 @@ def test_the_recomputation_really_happens(compiled: bool) -> None:
         emitted = step.plan(*state, batch(512, 32)).emit(compile=compiled)
         inputs = (*state, batch(512, 32))
         emitted(*inputs)
-        emitted.residence.move_out()
+        emitted.residence.release()
         peaks.append(peak_bytes(lambda emitted=emitted, inputs=inputs: emitted(*inputs)))
     assert peaks[1] < 0.5 * peaks[0]
 
 
-def test_nothing_is_rewound_where_nothing_is_drawn() -> None:
+def test_no_state_is_replayed_where_nothing_is_drawn() -> None:
     def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return PLAIN(lambda v: torch.tanh(x * v).square().sum(), w)
 
@@ -171,7 +171,7 @@ def test_nothing_is_rewound_where_nothing_is_drawn() -> None:
     assert "fdp_generator" not in str(trace.graph.graph)
     _, state = step_of(PLAIN)
     trace = step_of(PLAIN)[0].trace(*state, batch())
-    assert str(trace.graph.graph).count("fdp_generator.rewind") == 5
+    assert str(trace.graph.graph).count("fdp_generator.replay") == 5
 
 
 def test_random_numbers_that_are_not_to_be_preserved_are_refused() -> None:
@@ -348,5 +348,5 @@ def test_library_models_that_checkpoint_their_layers() -> None:
 
         found.append(seeded(step, params, {"x": tokens}))
         trace = step.trace(params, {"x": tokens})
-        assert ("fdp_generator.rewind" in str(trace.graph.graph)) == checkpoints
+        assert ("fdp_generator.replay" in str(trace.graph.graph)) == checkpoints
     torch.testing.assert_close(found[1], found[0])

@@ -192,7 +192,7 @@ FAMILIES: dict[str, Family] = {
 
 # What torch cannot trace, and so does fdp not: each with the line that its refusal names.
 REFUSED: dict[str, tuple[Family, str]] = {
-    "DeBERTa-v2 that guesses its problem": (
+    "DeBERTa-v2 without problem_type": (
         Family("DebertaV2ForSequenceClassification", _ENCODER, text, classes), "modeling_deberta_v2.py"
     ),
     "I-BERT": (Family("IBertForSequenceClassification", {**_ENCODER, "quant_mode": False}, text, classes),

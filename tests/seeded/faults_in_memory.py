@@ -111,7 +111,7 @@ LIFETIMES = (
     Fault(
         "result over an argument of another shape",
         "emit/memory/allocation.py",
-        "all(place and _lies(place) == own for place in places)",
+        "all(place and _geometry_of(place) == own for place in places)",
         "all(place and place.dtype == own[-1] for place in places)",
         "a result takes the place of an argument that is transposed, or spread",
     ),

@@ -18,7 +18,7 @@ from torch import fx
 
 from fdp.emit.memory.elements import laid_out
 from fdp.pytorch.overloads import schema_of
-from fdp.trace.capture.rng_replay import RESUME, REWIND, STATE, rewind
+from fdp.trace.capture.rng_replay import REPLAY, RESUME, STATE, replay
 from fdp.trace.operators.effects import FUSED_OPTIMIZERS
 
 _aten = torch.ops.aten
@@ -145,11 +145,12 @@ wait_ = define("wait_", "(Tensor(a!)[] slots, int bucket) -> ()", _wait)
 multiply_into = define("multiply_into", "(Tensor(a!) target, Tensor one, Tensor two, float factor) -> ()", _multiply)
 _random = torch.Tag.nondeterministic_seeded
 loop_ = define("loop_", "(Tensor(a!)[] changed, Tensor[] others, int number) -> ()", _loop, _random)
-rewind_ = define("rewind_", "(Tensor(a!) state, Device device) -> Tensor", rewind, _random, fake=_fake_like)
+replay_ = define("replay_", "(Tensor(a!) state, Device device) -> Tensor", replay, _random, fake=_fake_like)
 resume_ = define("resume_", "(Tensor(a!) state, Device device) -> ()", RESUME, _random)
-"""They change the generator, of which a schema cannot tell: said of the state, it keeps them. The tag keeps their place
-among the operators that draw, as a loop may: the compiler lets those that have it follow one another."""
-DECLARED.update({REWIND: rewind_, RESUME: resume_})
+"""They change the generator, which a schema cannot say. The schema says it of the state instead, so that they are not
+left out. The tag keeps their order among the operators that draw, as for a loop: the compiler keeps the order of
+operators that have it."""
+DECLARED.update({REPLAY: replay_, RESUME: resume_})
 DECLARED.update({start: start_, wait: wait_, loop: loop_, copy_into: _aten.copy_.default})
 
 FUSED: dict[Any, Any] = {}
@@ -176,7 +177,7 @@ for _name in FUSED_OPTIMIZERS:
         _define_fused(getattr(_packet, _overload))
 
 
-for _operator in (STATE, REWIND, RESUME):
+for _operator in (STATE, REPLAY, RESUME):
     torch.fx.has_side_effect(_operator)
 
 CHANGING = (

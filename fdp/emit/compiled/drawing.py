@@ -1,4 +1,4 @@
-"""What a compiled step calls where it draws random numbers: what a text says, on tensors that lie as the text says."""
+"""What a compiled step calls to draw random numbers: the operator that a text names, on tensors with its strides."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class _DrawingCall:
         arguments: by position, with records in place of tensors and generators.
         keywords: by name, likewise.
         owned: numbers of tensors that are read and written: they get memory of their own.
-        lies: how what is returned lies.
+        layouts: sizes, strides and kinds of what is returned.
     """
 
     operator: Any
     arguments: list[Any]
     keywords: dict[str, Any]
     owned: frozenset[int]
-    lies: list[dict[str, Any]]
+    layouts: list[dict[str, Any]]
 
     def run(self, read: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         given: dict[int, torch.Tensor] = {}
@@ -75,7 +75,7 @@ class _DrawingCall:
         for argument in filter(is_written, schema.arguments):
             value = given_as.get(argument.name, [])
             found += value if isinstance(value, list) else [value]
-        return [laid_out(each, lies["stride"]) for each, lies in zip(found, self.lies, strict=True)]
+        return [laid_out(each, layout["stride"]) for each, layout in zip(found, self.layouts, strict=True)]
 
 
 @functools.lru_cache(4096)
@@ -88,8 +88,8 @@ def _call_of(text: str) -> _DrawingCall:
     given = dict(zip((each.name for each in schema_of(operator).arguments), arguments, strict=False)) | keywords
     written = (given.get(each.name) for each in schema_of(operator).arguments if is_written(each))
     owned = frozenset(each["read"] for value in written for each in _records(value) if "read" in each)
-    lies = [each for each in (*said["results"], *said["written"]) if each is not None]
-    return _DrawingCall(operator, arguments, keywords, owned, _literal(lies))
+    layouts = [each for each in (*said["results"], *said["written"]) if each is not None]
+    return _DrawingCall(operator, arguments, keywords, owned, _literal(layouts))
 
 
 def _records(value: Any) -> Iterator[dict[str, Any]]:
@@ -118,11 +118,11 @@ def _draw(read: Sequence[torch.Tensor], call: str) -> list[torch.Tensor]:
 
 
 def _fake_draw(read: Sequence[torch.Tensor], call: str) -> list[torch.Tensor]:
-    return [_empty(lies) for lies in _call_of(call).lies]
+    return [_empty(layout) for layout in _call_of(call).layouts]
 
 
-def _empty(lies: Mapping[str, Any]) -> torch.Tensor:
-    return torch.empty_strided(lies["size"], lies["stride"], dtype=lies["dtype"], device=lies["device"])
+def _empty(layout: Mapping[str, Any]) -> torch.Tensor:
+    return torch.empty_strided(layout["size"], layout["stride"], dtype=layout["dtype"], device=layout["device"])
 
 
 _random = torch.Tag.nondeterministic_seeded

@@ -1,8 +1,8 @@
 """Draws of random numbers in a compiled step, each a call that a compiler can neither lay out anew nor leave out.
 
 Which number an operator draws for which element depends on how the elements lie in memory. A compiler lays values out
-as it likes. So a draw becomes a call of `drawing.draw`, which is told in text what the step itself calls, and how all
-tensors lie that this call reads, fills and returns. What lies otherwise when it runs is laid out like that first.
+as it likes. So a draw becomes a call of `drawing.draw`. A text says what the step itself calls, and the strides of all
+tensors that this call reads, fills and returns. A tensor that has other strides at run time is copied to these first.
 
 A condition, or another function of functions, in which anything is drawn is not compiled at all: a compiler would lay
 out what is in it, and keep no order between its draws and others. It runs operator by operator, as loops run apart.
@@ -31,7 +31,7 @@ _LIKE = ("rand_like", "randn_like", "randint_like")
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether a node of a trace is an operator that draws. (Those that turn generators back are fdp's own.)"""
+    """Whether a node of a trace is an operator that draws. (Replays of a state are not.)"""
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace.startswith("fdp"):
         return False
@@ -92,7 +92,7 @@ def described(node: fx.Node) -> Draw:
         name: value for schema, value in bound if is_written(schema) for name in schema.alias_info.before_set
     }  # fmt: skip
     results: list[tuple[str, Any]] = []
-    lies: list[dict[str, Any] | None] = []
+    layouts: list[dict[str, Any] | None] = []
     count, example = 0, node.meta["val"]
     returned: list[Any] = schema_of(target).returns
     examples = [example] if len(returned) == 1 else example
@@ -101,17 +101,17 @@ def described(node: fx.Node) -> Draw:
             results.append(("changed", next(owners[name] for name in schema.alias_info.before_set)))
         elif isinstance(each, torch.Tensor):
             results.append(("made", count))
-            lies.append(_lies(each))
+            layouts.append(_layout_record(each))
             count += 1
         else:
             results.append(("known", each))
-            lies.append(None)
+            layouts.append(None)
     text = {
         "operator": str(target),
         "arguments": arguments,
         "keywords": keywords,
-        "results": lies,
-        "written": [_lies(each.meta["val"]) for each in written],
+        "results": layouts,
+        "written": [_layout_record(each.meta["val"]) for each in written],
     }
     return Draw(json.dumps(text), tuple(read), tuple(written), tuple(results))
 
@@ -123,7 +123,7 @@ def _encoded(node: fx.Node, value: Any, read: Mapping[fx.Node, int]) -> Any:
         example = value.meta.get("val")
         if isinstance(example, torch.Tensor):
             known = next((at for each, at in read.items() if _lie_alike(each, value)), None)
-            return _lies(example) if known is None else {"read": known, "stride": _narrowed(example)}
+            return _layout_record(example) if known is None else {"read": known, "stride": _narrowed(example)}
         module: Any = node.graph.owning_module
         value = getattr(module, str(value.target), None) if value.op == "get_attr" else value
         if isinstance(value, torch.Generator):
@@ -139,8 +139,8 @@ def _encoded(node: fx.Node, value: Any, read: Mapping[fx.Node, int]) -> Any:
     raise _refusal(node, "is given a number that is read from a tensor", "draw with numbers that Python knows.")
 
 
-def _lies(example: torch.Tensor) -> dict[str, Any]:
-    """How a tensor lies in memory of its own."""
+def _layout_record(example: torch.Tensor) -> dict[str, Any]:
+    """What `drawing` needs to make a tensor of this layout: size, strides, dtype and device."""
     kind = {"dtype": str(example.dtype).removeprefix("torch."), "device": str(example.device)}
     return {"size": list(example.shape), "stride": _narrowed(example), **kind}
 

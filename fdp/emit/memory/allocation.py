@@ -161,15 +161,17 @@ def _replaceable(memory: MemoryPlan, instruction: Instruction, piece: Any) -> tu
     for argument in node.all_input_nodes:
         if (other := memory.piece_of(argument)) is not None:
             found.setdefault(other, []).append(named.get(memory.value_of(argument).name))
-    own = _lies(named[node.name])
+    own = _geometry_of(named[node.name])
     return tuple(
         other
         for other, places in found.items()
-        if not isinstance(other, tuple) and other != piece and all(place and _lies(place) == own for place in places)
+        if not isinstance(other, tuple)
+        and other != piece
+        and all(place and _geometry_of(place) == own for place in places)
     )
 
 
-def _lies(place: Place) -> tuple[Any, ...]:
+def _geometry_of(place: Place) -> tuple[Any, ...]:
     return place.shape, place.stride, place.offset, place.dtype
 
 

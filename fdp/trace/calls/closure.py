@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fdp.trace.calls.finite_flags import LooksAtGradients
+from fdp.trace.calls.finite_flags import ReturnsFiniteFlags
 
 _MAX_DEPTH = 4
 
@@ -56,7 +56,7 @@ def closed_over_modules(function: Any) -> list[tuple[str, torch.nn.Module]]:
 
 
 def _reachable(function: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(function, LooksAtGradients):
+    if isinstance(function, ReturnsFiniteFlags):
         function = function.step
     if isinstance(function, functools.partial):
         yield from _reachable(function.func)

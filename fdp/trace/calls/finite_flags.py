@@ -1,4 +1,4 @@
-"""A step that returns, beside its result, what shows whether its gradients are finite; only fdp sees that."""
+"""Wraps a step so that it returns flags together with its result: which gradients are finite, on which ranks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from fdp.errors import ArgumentError, build_message
 
 
 @dataclass(frozen=True)
-class Beside:
-    """What a step returns, and flags beside it.
+class WithFiniteFlags:
+    """The result of a step, and flags that say which gradients are finite.
 
-    To optree it is a container; the key paths of the result are what they were without it.
+    It is a container that optree knows. The key paths that users see are those of the result alone.
 
     Attributes:
         result: what the user's function returned.
@@ -38,7 +38,7 @@ class Beside:
 
 
 class _Part(enum.Enum):
-    """Which part of it something is: no string, which could be a key of the user's as well."""
+    """The children of a `WithFiniteFlags`. No strings: these could be keys of the user's, too."""
 
     RESULT = "result"
     OWN = "own"
@@ -46,35 +46,35 @@ class _Part(enum.Enum):
 
 
 class _Entry(PyTreeEntry):
-    """The step of a key path into what a step returns."""
+    """The entry of a key path that leads into a `WithFiniteFlags`."""
 
     def __call__(self, obj: Any) -> Any:
         return getattr(obj, self.entry.value)
 
     def codify(self, /, node: str = "") -> str:
-        """The expression for it; a user sees his own result, and what is beside it has a name of its own."""
+        """The expression for the child: nothing is added for the result; the flags are called `finite(...)`."""
         return node if self.entry is _Part.RESULT else f"finite({self.entry.value})"
 
 
 def is_hidden(entry: PyTreeEntry) -> bool:
-    """Whether a step of a key path is one that a user does not see."""
+    """Whether an entry of a key path leads to the result in a `WithFiniteFlags`, which users do not see."""
     return entry.entry is _Part.RESULT
 
 
-def _parts(beside: Beside) -> tuple[tuple[Any, ...], tuple[str, ...], tuple[_Part, ...]]:
-    return (beside.result, beside.own, beside.means), beside.names, tuple(_Part)
+def _flattened(made: WithFiniteFlags) -> tuple[tuple[Any, ...], tuple[str, ...], tuple[_Part, ...]]:
+    return (made.result, made.own, made.means), made.names, tuple(_Part)
 
 
-def _whole(children: Iterable[Any], names: tuple[str, ...]) -> Beside:
+def _unflattened(children: Iterable[Any], names: tuple[str, ...]) -> WithFiniteFlags:
     result, own, means = children
-    return Beside(result, own, means, names)
+    return WithFiniteFlags(result, own, means, names)
 
 
-pytree.register_everywhere(Beside, _parts, _whole, _Entry)
+pytree.register_everywhere(WithFiniteFlags, _flattened, _unflattened, _Entry)
 
 
-class LooksAtGradients:
-    """A step that returns a `Beside`.
+class ReturnsFiniteFlags:
+    """A step that returns a `WithFiniteFlags` in place of its result.
 
     Args:
         step: the user's function.
@@ -84,7 +84,7 @@ class LooksAtGradients:
         functools.update_wrapper(self, step)
         self.step = step
 
-    def __call__(self, *args: Any) -> Beside:
+    def __call__(self, *args: Any) -> WithFiniteFlags:
         with looking() as look:
             result = self.step(*args)
         if not look.names:
@@ -97,7 +97,7 @@ class LooksAtGradients:
             )
         axis = current_axis()
         own = all_gather(_flags(look.own).to(torch.uint8), axis.size, axis.name, "finite")
-        return Beside(result, own, _flags(look.means).to(torch.uint8), tuple(look.names))
+        return WithFiniteFlags(result, own, _flags(look.means).to(torch.uint8), tuple(look.names))
 
 
 def _flags(found: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:

@@ -32,7 +32,7 @@ from fdp.pytorch.recomputation import why_not
 from fdp.trace.capture.raw_messages import raw_messages_refused, refused_operators
 from fdp.trace.capture.remedies import MADE_SHAPE, READ_VALUE, remedy_for
 from fdp.trace.capture.reshapes import refuse_foreign
-from fdp.trace.capture.rng_replay import drop_idle_rewinds, rewound
+from fdp.trace.capture.rng_replay import drop_unused_replays, replaying_rng_state
 from fdp.trace.capture.silent_changes import Unseen
 from fdp.trace.capture.switches import (
     TRACING,
@@ -135,7 +135,7 @@ def capture(
     if called and not any("source" in node.meta for node in called):
         raise parts.unsupported_torch(TRACING, ["the tracer makes nodes in another way than by its create_node"])
     _drop_ranges(graph_module)
-    drop_idle_rewinds(graph_module.graph)
+    drop_unused_replays(graph_module.graph)
     _drop_dead_code(graph_module)
     _complete_examples(graph_module.graph, graph_module, fake_mode)
     return graph_module
@@ -163,7 +163,7 @@ def _as_for_a_compiler(fakes: Sequence[torch.Tensor]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(compiling())
         stack.enter_context(recording())
-        stack.enter_context(rewound(fakes))
+        stack.enter_context(replaying_rng_state(fakes))
         # That of oneDNN cannot be replayed: its backward takes a tensor that the trace does not have.
         stack.enter_context(without_fused_lstm())
         # The code of the graph module is never run: what is emitted is. Writing it would take a tenth of the time.

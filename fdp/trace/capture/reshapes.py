@@ -94,7 +94,7 @@ def refuse_foreign(name: str, graph: fx.Graph, holder: Any, inputs: Sequence[str
         f"{owners[owner]}: {located(node)}"
         for node in graph.nodes
         for given, value, _ in _reshaped_in_place(node)
-        if (owner := _object(given)) in owners and _lies(given.meta["val"]) != _lies(value)
+        if (owner := _object(given)) in owners and _memory_and_layout(given.meta["val"]) != _memory_and_layout(value)
     ]
     if foreign:
         raise PurityError(
@@ -124,7 +124,7 @@ def _refuse_wrong_derivatives(name: str, graph: fx.Graph) -> None:
         for node in order
         if order[node] < last and not node.meta.get("backward")
         for given, value, _ in _reshaped_in_place(node)
-        if _lies(given.meta["val"]) != _lies(value) and _is_used_otherwise(given, node, order)
+        if _memory_and_layout(given.meta["val"]) != _memory_and_layout(value) and _is_used_otherwise(given, node, order)
     ]
     if at_fault:
         raise TraceError(
@@ -161,7 +161,7 @@ def _reshaped_in_place(node: fx.Node) -> Iterator[tuple[fx.Node, Any, bool]]:
     """Of the tensors that a node changes and returns, those that may lie in another way, or elsewhere, afterwards."""
     for given, value, is_out in _changed_in_place(node):
         moves = operator_name(node) in (*_VIEWS, "resize_", "resize_as_", "set_")
-        if moves or _lies(given.meta["val"]) != _lies(value):
+        if moves or _memory_and_layout(given.meta["val"]) != _memory_and_layout(value):
             yield given, value, is_out
 
 
@@ -218,8 +218,8 @@ def _changed_in_place(node: fx.Node) -> Iterator[tuple[fx.Node, Any, bool]]:
                 yield given, value, argument.is_out
 
 
-def _lies(value: Any) -> tuple[Any, ...]:
-    """In which memory a tensor lies, and how."""
+def _memory_and_layout(value: Any) -> tuple[Any, ...]:
+    """The storage of a tensor, and its layout there: equal for tensors that are the same elements in the same order."""
     return (
         storages(value), tuple(value.shape), tuple(value.stride()), value.storage_offset(), value.dtype,
         value.is_conj(), value.is_neg(),
@@ -249,7 +249,7 @@ def _replacement(
     if name in _VIEWS:
         view = _view_of(target)
         return lambda: become(view, *node.args, **node.kwargs)
-    if _lies(given.meta["val"]) == _lies(value):
+    if _memory_and_layout(given.meta["val"]) == _memory_and_layout(value):
         return lambda: become(_aten.alias.default, given)
     if target is _aten.set_.source_Tensor:
         return lambda: become(_aten.alias.default, bound["source"])

@@ -1,8 +1,9 @@
-"""Random numbers of a checkpointed function, which draws them again in the backward pass: the same ones.
+"""RNG state replay: a checkpointed function draws the same random numbers when the backward pass recomputes it.
 
-torch keeps the state of its generators, and sets it back around the recomputation. A trace has neither the state nor
-the moment; so both become operators of the graph: `state` keeps it, `rewind` goes back to it and keeps where it was,
-`resume` goes on from there. They count as random themselves, so they keep their places among those that draw.
+torch saves the states of its generators, and restores them around the recomputation. A trace cannot: it holds no state,
+and the recomputation happens in each later call. So operators of the graph do it. `state` returns the state of a
+generator, `replay` restores it and returns the present one, and `resume` restores that after the recomputation. They
+are tagged as random themselves, so they keep their order among the operators that draw.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def _set(state: torch.Tensor, device: torch.device) -> None:
         torch.cuda.set_rng_state(state, device)
 
 
-def rewind(state: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Go back to a state of a device's generator; returns the one that it was in."""
+def replay(state: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Restore an earlier state of a device's generator; returns its present state."""
     before = _get(device)
     _set(state, device)
     return before
@@ -47,7 +48,7 @@ def _fake_state(device: torch.device) -> torch.Tensor:
 
 for _schema, _real, _fake in (
     ("state(Device device) -> Tensor", _get, _fake_state),
-    ("rewind(Tensor state, Device device) -> Tensor", rewind, lambda state, device: torch.empty_like(state)),
+    ("replay(Tensor state, Device device) -> Tensor", replay, lambda state, device: torch.empty_like(state)),
     ("resume(Tensor state, Device device) -> ()", _set, lambda state, device: None),
 ):
     _library.define(_schema, tags=(torch.Tag.nondeterministic_seeded,))
@@ -55,12 +56,12 @@ for _schema, _real, _fake in (
     _library.impl(_name, _real, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fdp_generator::{_name}", _fake, lib=_library)
 
-STATE, REWIND, RESUME = (getattr(torch.ops.fdp_generator, name).default for name in ("state", "rewind", "resume"))
-let_pass((STATE, REWIND, RESUME))
+STATE, REPLAY, RESUME = (getattr(torch.ops.fdp_generator, name).default for name in ("state", "replay", "resume"))
+let_pass((STATE, REPLAY, RESUME))
 
 
 @contextmanager
-def rewound(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+def replaying_rng_state(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Trace checkpointed functions so that they draw the same random numbers when they run again.
 
     Args:
@@ -74,7 +75,7 @@ def rewound(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         states = [STATE(device) for device in devices]
 
         def same_numbers(*args: Any, **kwargs: Any) -> Any:
-            before = [REWIND(state, device) for state, device in zip(states, devices, strict=True)]
+            before = [REPLAY(state, device) for state, device in zip(states, devices, strict=True)]
             try:
                 return function(*args, **kwargs)
             finally:  # torch leaves the function by an exception when it has all that it needs
@@ -87,15 +88,15 @@ def rewound(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         yield
 
 
-def drop_idle_rewinds(graph: fx.Graph) -> None:
-    """Leave out what goes back to a state from which nothing is drawn."""
+def drop_unused_replays(graph: fx.Graph) -> None:
+    """Remove the replays during which no random number is drawn, and the states that nothing replays."""
     drawn: dict[fx.Node, int] = {}
     count = 0
     for node in graph.nodes:
         drawn[node] = count
-        count += node.op == "call_function" and node.target not in (STATE, REWIND, RESUME) and effects_of(node).random
+        count += node.op == "call_function" and node.target not in (STATE, REPLAY, RESUME) and effects_of(node).random
     for node in reversed(list(graph.nodes)):
-        if node.target is REWIND:
+        if node.target is REPLAY:
             (resume,) = node.users
             if drawn[node] == drawn[resume]:
                 graph.erase_node(resume)
@@ -105,13 +106,13 @@ def drop_idle_rewinds(graph: fx.Graph) -> None:
 
 
 def drawn_anew(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The operators that draw random numbers in a backward pass, and not again those of the forward pass.
+    """The operators of a backward pass that draw random numbers other than those of the forward pass.
 
-    So does what is recomputed with a generator of its own: only those of devices are gone back to.
+    Among them are recomputed operators with a generator of the user's: only states of default generators are replayed.
     """
     depth = 0
     for node in graph.nodes:
-        if node.target is REWIND:
+        if node.target is REPLAY:
             depth += 1
         elif node.target is RESUME:
             depth -= 1
@@ -119,13 +120,13 @@ def drawn_anew(graph: fx.Graph) -> Iterator[fx.Node]:
             node.op == "call_function"
             and node.meta.get("backward")
             and effects_of(node).random
-            and not (depth and _is_gone_back_to(node.kwargs.get("generator")))
+            and not (depth and _is_replayed(node.kwargs.get("generator")))
         ):
             yield node
 
 
-def _is_gone_back_to(generator: Any) -> bool:
-    """Whether what an operator is given as its generator is the one of a device."""
+def _is_replayed(generator: Any) -> bool:
+    """Whether the generator that an operator is given is the default one of a device, whose state is replayed."""
     if isinstance(generator, fx.Node):  # a constant of the graph
         generator = getattr(generator.graph.owning_module, str(generator.target), generator)
     # Not the objects: an operator is given another one for the same generator.
