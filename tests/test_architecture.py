@@ -94,8 +94,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "proved",
         "compiled.barriers compiled.layouts compiled.recording compiled.special_values compiled.unaliased",
         "compiled.corrections",
-        "compiled.by_places compiled.drawing compiled.inductor", "compiled.passes", "compiled.draws compiled.options",
-        "compiled.graph", "compiled.compiler",
+        "compiled.drawing compiled.inductor compiled.storage_indexing", "compiled.passes",
+        "compiled.draws compiled.options", "compiled.graph", "compiled.compiler",
     ),
     "runtime": (
         "agreement arena closed_over diagnostics frames memory_map replication rounds signature written_early",

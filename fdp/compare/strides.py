@@ -16,7 +16,7 @@ from fdp.context.ambient import plain_context
 from fdp.distributed.other_ranks import OtherRanks
 from fdp.errors import TraceError, build_message
 from fdp.runtime.emitted import Emitted
-from fdp.trace import unsure_for_draws
+from fdp.trace import uncertain_for_draws
 from fdp.trace.operators.effects import tensors_in
 from fdp.trace.operators.source import located
 
@@ -38,7 +38,7 @@ def check_strides(emitted: Emitted, tensors: Sequence[torch.Tensor]) -> None:
     Raises:
         TraceError: names each value whose strides differ, and the line.
     """
-    left = unsure_for_draws(emitted.plan.trace)
+    left = uncertain_for_draws(emitted.plan.trace)
     if not left:
         return
     otherwise: dict[fx.Node, str] = {}

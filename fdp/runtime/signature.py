@@ -40,7 +40,7 @@ def check_signature(trace: Trace, leaves: Sequence[Any], spec: pytree.Spec) -> N
         for item, tensor in zip(trace.inputs, tensors, strict=False)
         if (item.shape, item.dtype, item.device, item.stride, False, False)
         != (*_geometry(tensor), tensor.is_conj(), tensor.is_neg())
-        or (trace.tells_places and item.offset != tensor.storage_offset())
+        or (trace.depends_on_storage_offsets and item.offset != tensor.storage_offset())
     ]
     if any(item.donated for item in trace.inputs):
         offenders += [

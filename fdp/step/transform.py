@@ -45,8 +45,8 @@ from fdp.trace import (
     by_position,
     flatten_call,
     resolve_roles,
-    set_apart,
     signature_of,
+    split_static,
 )
 from fdp.tracebacks import hide_frames, hiding_frames
 
@@ -101,7 +101,7 @@ class Step:
         self._known = Signatures(self._name)
         self._roles: dict[int, Roles] = {}
         self._calls: RememberedCalls[Known] = RememberedCalls()
-        self._by_places = False  # whether programs differ where inputs begin elsewhere in their memory
+        self._offsets_matter = False  # whether programs differ where inputs begin elsewhere in their memory
         self._preparing = threading.RLock()
         self._signature = signature_of(step_fn)
 
@@ -245,7 +245,7 @@ class Step:
     def _call(self, args: tuple[Any, ...], group: Group, number: int) -> Any:
         place = (len(args), group, ambient_context())
         roles = self._roles_for(len(args))
-        recognised = self._calls.recognise(place, *set_apart(args, roles))
+        recognised = self._calls.recognise(place, *split_static(args, roles))
         if recognised is None:
             recognised = self._look_up(flatten_call(args, roles), roles, place)
         known, tensors = recognised
@@ -292,14 +292,14 @@ class Step:
                     emitted = self._preparation.prepare(flat, roles, place[1], progress)
                     again = self._preparation.again(emitted)
                     known = Known(emitted, again, 0 if again is None else again.at, progress=progress)
-                    self._by_places |= known.emitted.plan.trace.tells_places
+                    self._offsets_matter |= known.emitted.plan.trace.depends_on_storage_offsets
                     self._known.keep(self._key(flat, place), known)
         known.remembered = self._calls.remember(place, flat, known.emitted.plan.trace, known, known.remembered)
         return known, flat.tensors
 
     def _key(self, flat: Flat, place: _Place) -> Any:
         """The key by which the program of a call is found."""
-        offsets = tuple(tensor.storage_offset() for tensor in flat.tensors) if self._by_places else ()
+        offsets = tuple(tensor.storage_offset() for tensor in flat.tensors) if self._offsets_matter else ()
         return flat.key, place, offsets
 
     def _resolve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Flat, Roles, _Place]:

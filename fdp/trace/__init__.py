@@ -3,7 +3,7 @@
 operators -> trace -> calls -> capture -> graph -> checks -> sharding -> tracer
 """
 
-from fdp.trace.calls.arguments import Flat, Roles, flatten_call, refuse_unhashable, resolve_roles, set_apart, sharing
+from fdp.trace.calls.arguments import Flat, Roles, flatten_call, refuse_unhashable, resolve_roles, sharing, split_static
 from fdp.trace.calls.changes import Summary, describe_change, summarise
 from fdp.trace.calls.finite_flags import ReturnsFiniteFlags, WithFiniteFlags
 from fdp.trace.calls.keywords import by_position, signature_of
@@ -11,7 +11,7 @@ from fdp.trace.calls.recognise import RememberedCalls
 from fdp.trace.capture.calling import run_untraced
 from fdp.trace.capture.capture import Geometry, capture_functional
 from fdp.trace.capture.switches import recording, without_fused_lstm
-from fdp.trace.checks.uncertain_strides import unsure_for_draws
+from fdp.trace.checks.uncertain_strides import uncertain_for_draws
 from fdp.trace.trace import Input, Operation, Output, Reduction, Trace
 from fdp.trace.tracer import trace_step
 
@@ -36,12 +36,12 @@ __all__ = [
     "refuse_unhashable",
     "resolve_roles",
     "run_untraced",
-    "set_apart",
     "sharing",
     "signature_of",
+    "split_static",
     "summarise",
     "trace_step",
-    "unsure_for_draws",
+    "uncertain_for_draws",
     "without_fused_lstm",
 ]
 

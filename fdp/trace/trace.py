@@ -178,7 +178,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Link:
-    """A collective that was put in where a step has sharded state, and what it stands for in the step on whole values.
+    """A collective that was inserted for sharded state, and the value of the whole step that it stands for.
 
     Attributes:
         node: the name of its node.
@@ -208,7 +208,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Loop:
-    """What a step does several times.
+    """A loop of a step: a body, and how often it runs.
 
     Attributes:
         node: the name of the node that stands for it in the graph.
@@ -224,7 +224,7 @@ class Loop:
 
 @dataclass(frozen=True, repr=False)
 class Trace(Printed):
-    """What a step does, read off without running it.
+    """Everything that a step does, as a value; nothing was computed for it.
 
     Attributes:
         name: the user's function.
@@ -286,7 +286,7 @@ class Trace(Printed):
         return self.nodes[self.operations[self.reductions[reduction].operation].node]
 
     def refuse_other_ranks(self, world_size: int) -> None:
-        """Refuse to think of another number of ranks, where the step has parts that are those of one number.
+        """Refuse another number of ranks for a step with sharded state: its parts are those of one number.
 
         Args:
             world_size: number of ranks.
@@ -304,8 +304,8 @@ class Trace(Printed):
             )
 
     @cached_property
-    def tells_places(self) -> bool:
-        """Whether the step may compute something else where an input begins elsewhere in its memory."""
+    def depends_on_storage_offsets(self) -> bool:
+        """Whether the step may compute something else if an input has another storage offset."""
         inputs = {number for node in self.graph.graph.find_nodes(op="placeholder") for number in storages_of(node)}
         for module in self.graph.modules():
             for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
@@ -345,7 +345,7 @@ class Trace(Printed):
 
         return plan_trace(self, bucket_cap_mb, costs, network, world_size)
 
-    def _of_which_loops(self) -> str:
+    def _loops_text(self) -> str:
         bodies = [f"{loop.count} times {count(len(loop.body.operations), 'operation')}" for loop in self.loops]
         return f" ({count(len(bodies), 'loop')}: {'; '.join(bodies)})" if bodies else ""
 
@@ -357,7 +357,7 @@ class Trace(Printed):
         head = (
             f"Trace of {self.name} ({self.source}), {count(self.world_size, 'rank')}: "
             f"{count(len(self.inputs), 'input')}, {count(len(self.outputs), 'output')}, "
-            f"{count(len(self.operations), 'operation')}{self._of_which_loops()}, "
+            f"{count(len(self.operations), 'operation')}{self._loops_text()}, "
             f"{count(len(self.gradients), 'gradient')} of {format_bytes(total)}"
         )
         reductions = Table("reductions, in the order in which they are produced",

@@ -22,7 +22,7 @@ from fdp.trace.calls.arguments import Flat, Roles, describe_inputs
 from fdp.trace.calls.closure import closed_over_names, closed_over_tensors
 from fdp.trace.calls.pairing import assign_labels, assign_slots, sharded_sources
 from fdp.trace.calls.results import plain, refuse_foreign_outputs
-from fdp.trace.capture.calling import call_with, name_of_step, runs_by_itself
+from fdp.trace.capture.calling import call_with, name_of_step, runs_untraced
 from fdp.trace.capture.capture import capture, untraceable
 from fdp.trace.capture.reshapes import reshape_by_views
 from fdp.trace.capture.untouched import check_untouched, untouched
@@ -47,7 +47,7 @@ from fdp.trace.graph.dependencies import operations_of
 from fdp.trace.graph.loops import loops_of, outline_loops
 from fdp.trace.graph.replicated import closed_over, replicated_calls
 from fdp.trace.graph.variance import Cause, varying_nodes
-from fdp.trace.graph.wire_cast import is_rounded, round_early
+from fdp.trace.graph.wire_cast import cast_early, is_wire_cast
 from fdp.trace.operators.effects import bound_arguments, collective_of, is_marker
 from fdp.trace.sharding.sharded import examples_of, for_one_rank, refuse_held, shards_of, whole_inputs
 from fdp.trace.trace import Input, Operation, Output, Reduction, Trace
@@ -132,7 +132,7 @@ def trace_step(
 
 
 def _arguments_by_node(placeholders: Sequence[fx.Node], inputs: Sequence[Input]) -> dict[str, str]:
-    """What messages call each argument, by the name of its node."""
+    """The name of each argument in messages, by the name of its node."""
     kinds = {"per rank": "labelled argument", "batch": "batch argument"}
     return {
         node.name: f"{kinds.get(item.role, 'argument')} {item.name}"
@@ -166,7 +166,7 @@ def _captured(
     wire: Wire | None,
     inputs: Sequence[Input],
 ) -> _Captured:
-    """The graph of a step, which has been found to be one that fdp can take."""
+    """The graph of a step that has passed all checks."""
     returned: list[Any] = []
     examples = examples_of(inputs, flat)
 
@@ -186,18 +186,18 @@ def _captured(
         raise
     except Exception as error:
         # The tracer's fault, or the step's own? Its author wants to see his own mistakes as they are.
-        if runs_by_itself(step, flat, roles, group):
+        if runs_untraced(step, flat, roles, group):
             raise untraceable(name, error) from error
         raise
     closure = closed_over_names(step)
-    _settle(name, module, inputs, closure, changes)
+    _finish_and_check(name, module, inputs, closure, changes)
     check_closure_memory(name, module, inputs, flat.tensors, closure)
     leaves, out_spec = returned
     return _Captured(module, leaves, out_spec, closure)
 
 
 def _operations(graph: fx.Graph) -> tuple[list[Operation], list[Reduction]]:
-    """What a graph computes, in order, and what ranks combine of it."""
+    """The operations of a graph in order, and its reductions."""
     operations, markers, produced = operations_of(graph)
     reductions = _reductions(operations, markers, produced)
     for index, reduction in enumerate(reductions):
@@ -205,15 +205,15 @@ def _operations(graph: fx.Graph) -> tuple[list[Operation], list[Reduction]]:
     return operations, reductions
 
 
-def _settle(
+def _finish_and_check(
     name: str, graph_module: fx.GraphModule, inputs: Sequence[Input], closure: Mapping[int, str], changes: Sequence[str]
 ) -> None:
-    """Bring a graph into the form in which it stays, and refuse what a step must not do."""
+    """Bring a graph into its final form, and refuse what a step must not do."""
     graph = graph_module.graph
     check_views(name, graph)
     check_shapes(name, graph)
     reshape_by_views(name, graph_module, inputs, closure)
-    round_early(graph)
+    cast_early(graph)
     check_views(name, graph)
     check_places(name, graph, inputs)
     check_gaps(name, graph, inputs)
@@ -255,7 +255,7 @@ def _reductions(
         dtype, accumulate = value.dtype, None
         if "wire" in given:
             dtype, accumulate = given["wire"], given.get("accumulate")
-            maker = _behind_cast(operations, position) if is_rounded(node) else position
+            maker = _before_cast(operations, position) if is_wire_cast(node) else position
         found.append(
             Reduction(
                 name=given["label"],
@@ -277,8 +277,8 @@ def _reductions(
     return sorted(found, key=lambda reduction: (reduction.position, reduction.operation))
 
 
-def _behind_cast(operations: Sequence[Operation], position: int) -> int:
-    """The operation that makes what is cast for the wire, which is the one that a reader of a trace looks for."""
+def _before_cast(operations: Sequence[Operation], position: int) -> int:
+    """The operation behind the cast to the wire dtype: readers of a trace look for that one."""
     position = max(operations[position].needs, default=-1)
     while position >= 0 and operations[position].view:
         position = max(operations[position].needs, default=-1)

@@ -131,7 +131,7 @@ def test_nothing_is_traced_without_the_flag_that_libraries_ask_for(monkeypatch: 
     ("module", "name", "put", "reason"),
     [
         (torch._dynamo, "run", lambda function: function, "do not ask eval_frame._callback_from_stance"),
-        (capture_module, "teach", lambda mode: lambda: False, "not made by FakeTensorMode.dispatch"),
+        (capture_module, "add_fake_rules", lambda mode: lambda: False, "not made by FakeTensorMode.dispatch"),
         (capture_module, "source_lines", lambda tracer: contextlib.nullcontext(), "makes nodes in another way"),
     ],
     ids=["callback", "fake tensors", "tracer"],

@@ -25,7 +25,7 @@ Tree = Any
 def recognised(step: Any, *args: Any) -> bool:
     roles = step._roles_for(len(args))
     place = (len(args), resolve_group(None), ambient_context())
-    return step._calls.recognise(place, *arguments.set_apart(args, roles)) is not None
+    return step._calls.recognise(place, *arguments.split_static(args, roles)) is not None
 
 
 @pytest.mark.parametrize("donate", [(), 0], ids=["kept", "donated"])

@@ -140,7 +140,7 @@ def test_any_change_between_calls_is_noticed(fn: Callable[..., Any], donate: Any
         args = (state, options, batch)
         copies = (apart(state), Options(options.scale), apart(batch))
         place = (3, resolve_group(None), ambient_context())
-        found = step._calls.recognise(place, *arguments.set_apart(args, roles))
+        found = step._calls.recognise(place, *arguments.split_static(args, roles))
         if found is not None:
             assert found[0] is step._known[step._key(arguments.flatten_call(args, roles), place)]
         try:

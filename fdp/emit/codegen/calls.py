@@ -20,7 +20,7 @@ from fdp.emit.memory.out_variants import Form, form_of
 from fdp.emit.memory.own_memory import row_name
 from fdp.emit.memory.planning import result_name
 from fdp.trace.graph.loops import is_loop
-from fdp.trace.operators.effects import by_places, effects_of, is_marker, storages_of
+from fdp.trace.operators.effects import effects_of, is_marker, storage_indexed, storages_of
 
 _aten = torch.ops.aten
 
@@ -62,7 +62,7 @@ def _own_memory(writer: Writer, node: fx.Node) -> dict[fx.Node, str]:
         What the values were called before.
     """
     before: dict[fx.Node, str] = {}
-    for argument in by_places(node):
+    for argument in storage_indexed(node):
         row, holder = row_name(argument), writer.memory.value_of(argument)
         if row not in writer.memory.places.named or holder in before:
             continue

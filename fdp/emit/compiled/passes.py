@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fdp.emit.compiled.barriers import DECLARED, copy_into, declare_effects, multiply_into, snapshot
-from fdp.emit.compiled.by_places import read_places_from_rows
+from fdp.emit.compiled.storage_indexing import index_flat_copies
 from fdp.emit.memory.views import geometry
 from fdp.pytorch.overloads import schema_of
 from fdp.trace.operators.effects import bound_arguments, storages_of
@@ -224,7 +224,7 @@ def _copy_early(graph: fx.Graph) -> None:
 
 PASSES: tuple[Callable[[fx.Graph], object], ...] = (
     fx.Graph.eliminate_dead_code,
-    read_places_from_rows,
+    index_flat_copies,
     _scatter_into_copies,
     _keep_snapshots,
     _copy_early,

@@ -21,7 +21,7 @@ from fdp.emit.memory.liveness import Accesses
 from fdp.emit.memory.out_variants import form_of
 from fdp.emit.memory.views import geometry
 from fdp.plan import Plan
-from fdp.trace.operators.effects import collective_of, effects_of, memory_by_places, storages_of
+from fdp.trace.operators.effects import collective_of, effects_of, storage_indexed_memory, storages_of
 from fdp.trace.trace import Trace
 
 
@@ -106,12 +106,13 @@ class _PlacementBuilder:
         }
         same, accesses, owned, gathering = self.analysis.same, self.analysis.accesses, self.owned, self.gathering
         clones = _clones(self.analysis.plan.trace.graph.graph, same)
-        by_places = memory_by_places(self.analysis.plan.trace.graph.graph)  # a donated input may begin late in memory
+        # A donated input may have a storage offset.
+        storage_indexed = storage_indexed_memory(self.analysis.plan.trace.graph.graph)
         for position, (node, target) in enumerate(self.pairs):
             if target is None:
                 continue
             (home,), (memory,) = storages_of(target), storages_of(node)
-            free = memory not in owned and memory not in by_places
+            free = memory not in owned and memory not in storage_indexed
             if _is_same(node, target):
                 owned.add(home)
             elif home in taken or home in accesses.writes or not _fits(node, target):

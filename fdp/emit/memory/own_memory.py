@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from fdp.trace.operators.effects import by_places, effects_of
+from fdp.trace.operators.effects import effects_of, storage_indexed
 
 
-def looked_at_by_places(graph: fx.Graph) -> Iterator[fx.Node]:
+def storage_indexed_values(graph: fx.Graph) -> Iterator[fx.Node]:
     """The values of which a call means elements by their places.
 
     Views are not called: they have places with what they are views of. But what stands for the conjugate of what lies
@@ -22,7 +22,7 @@ def looked_at_by_places(graph: fx.Graph) -> Iterator[fx.Node]:
     for node in graph.nodes:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or not effects_of(node).view or value.is_conj() or value.is_neg():
-            yield from by_places(node)
+            yield from storage_indexed(node)
 
 
 def row_name(node: fx.Node) -> str:

@@ -20,12 +20,12 @@ from fdp.emit.memory.constants import constant_values
 from fdp.emit.memory.donation import Placement
 from fdp.emit.memory.layout import round_up
 from fdp.emit.memory.out_variants import Form, form_of
-from fdp.emit.memory.own_memory import looked_at_by_places, row_name
+from fdp.emit.memory.own_memory import row_name, storage_indexed_values
 from fdp.emit.memory.views import geometry
 from fdp.plan import Bucket
 from fdp.pytorch.overloads import OpOverload
 from fdp.trace.graph.loops import is_loop
-from fdp.trace.operators.effects import memory_by_places, storages, storages_of
+from fdp.trace.operators.effects import storage_indexed_memory, storages, storages_of
 
 _SCALED_WHEN_PACKED_BYTES = 2**20
 """From this size on, the division of a mean is part of packing the bucket; below, a call for each member would cost
@@ -129,7 +129,7 @@ class _PlacesBuilder:
         makers: the node that makes it, if it has memory of its own.
         kept: pieces that belong, or may come to belong, to something else.
         late: the position at which a piece is last read for the sake of outputs.
-        by_places: pieces of which an operator means elements by their places.
+        storage_indexed: pieces of which an operator means elements by their places.
     """
 
     def __init__(self, analysis: Analysis, placement: Placement) -> None:
@@ -148,7 +148,7 @@ class _PlacesBuilder:
         self.makers: dict[int, fx.Node] = {}
         self.kept: set[int] = set()
         self.late: dict[int, float] = {}
-        self.by_places = memory_by_places(self.graph)
+        self.storage_indexed = storage_indexed_memory(self.graph)
         self._root: dict[int, int] = {}
 
     def places(self) -> Places:
@@ -190,7 +190,7 @@ class _PlacesBuilder:
             # A dimension of one element may have any stride, and an operator that writes where it reads looks at it.
             and source.meta["val"].stride() == node.meta["val"].stride()
             and not any(storage in written for storage in storages_of(node))
-            and self.by_places.isdisjoint(storages_of(node))
+            and self.storage_indexed.isdisjoint(storages_of(node))
             and not any(
                 storage in inputs or self.accesses.last_write(storage) > self.accesses.last_read_by(storage, node)
                 for storage in storages_of(source)
@@ -295,7 +295,7 @@ class _PlacesBuilder:
                     self.memory[name] = found[0]
                     if isinstance(value, torch.Tensor) and not value.is_conj() and not value.is_neg():
                         self.named[name] = _place(found, value)
-        for argument in looked_at_by_places(self.graph):
+        for argument in storage_indexed_values(self.graph):
             if (place := self.named.get(argument.name)) is not None:  # in a bucket: other memory was kept
                 self.named[row_name(argument)] = _row(place, argument.meta["val"])
                 self.memory[row_name(argument)] = place.memory
@@ -340,7 +340,7 @@ def _kept_elsewhere(graph: fx.Graph, placement: Placement) -> Iterator[int]:
         elif node.op == "call_function" and node.target is not operator.getitem and not _only_computes(node):
             for argument in node.all_input_nodes:
                 yield from storages_of(argument)
-    for argument in looked_at_by_places(graph):
+    for argument in storage_indexed_values(graph):
         yield from storages_of(argument)
     for position, node in enumerate(placement.returned):
         if position not in placement.cloned:

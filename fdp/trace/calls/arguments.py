@@ -1,4 +1,4 @@
-"""The arguments of a step: what each is to it, its tensors in a row, and the signature that decides on a retrace."""
+"""The arguments of a step: roles, flat list of tensors, and the signature that decides on a retrace."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 @dataclass(frozen=True)
 class Roles:
-    """What each positional argument is to the step.
+    """The role of each positional argument: batch, static, donated, or replicated state.
 
     Attributes:
         names: parameter names.
@@ -130,8 +130,8 @@ def _parameter_names(step: Callable[..., Any], count: int) -> tuple[str, ...]:
     return tuple(names[:count])
 
 
-def set_apart(args: tuple[Any, ...], roles: Roles) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The arguments that are trees, and the static ones; runs at every call."""
+def split_static(args: tuple[Any, ...], roles: Roles) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Split arguments into pytrees and static ones; runs at every call."""
     if not roles.static:
         return args, ()
     trees = tuple(arg for i, arg in enumerate(args) if i not in roles.static)
@@ -139,11 +139,12 @@ def set_apart(args: tuple[Any, ...], roles: Roles) -> tuple[tuple[Any, ...], tup
 
 
 def describe_leaf(leaf: Any) -> tuple[Any, ...]:
-    """What a signature holds of a leaf."""
+    """The part of a signature that describes a leaf."""
     if isinstance(leaf, torch.Tensor):
         if type(leaf) not in _TENSOR_TYPES or leaf.layout != torch.strided:
             return type(leaf), leaf.layout, leaf.shape  # to be refused, whatever else it is
-        # Not where it begins in its memory: batches are often slices, and few graphs tell (`Trace.tells_places`).
+        # Not the storage offset: batches are often slices, and few graphs depend on it
+        # (`Trace.depends_on_storage_offsets`).
         return (
             leaf.shape,
             leaf.dtype,
@@ -157,7 +158,7 @@ def describe_leaf(leaf: Any) -> tuple[Any, ...]:
 
 
 def describe_static(static: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a signature holds of the static arguments."""
+    """The part of a signature that describes the static arguments."""
     return tuple((type(value), value, _exact(value)) for value in static)
 
 
@@ -173,8 +174,8 @@ def sharing_pattern(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], .
 
 
 def flatten_call(args: tuple[Any, ...], roles: Roles) -> Flat:
-    """Put the leaves of the arguments in a row and work out the signature in full."""
-    trees, static = set_apart(args, roles)
+    """Flatten the arguments, and compute the whole signature."""
+    trees, static = split_static(args, roles)
     leaves, spec = flatten_to_parts(trees)
     key: tuple[Any, ...] = (spec, describe_static(static), *map(describe_leaf, leaves))
     if not roles.donated:
@@ -199,12 +200,12 @@ def _leaves_of(positions: frozenset[int], spec: pytree.Spec, roles: Roles) -> tu
 
 
 def _is_bound(tensor: torch.Tensor) -> bool:
-    """Whether autograd does not let a tensor be changed in place from outside."""
+    """Whether autograd forbids in-place changes of a tensor from outside of its graph."""
     return tensor.grad_fn is not None or tensor.is_inference()
 
 
 def _exact(value: Any) -> str | None:
-    """What equality does not see: 1 == True == 1.0, 0.0 == -0.0, also inside of tuples and dataclasses."""
+    """What tells equal values apart: 1 == True == 1.0, 0.0 == -0.0, also inside of tuples and dataclasses."""
     text = repr(value)
     return None if " at 0x" in text else text
 
@@ -296,14 +297,14 @@ def _role(position: int, is_labelled: bool, layout: ShardLayout | None, roles: R
 
 
 def sharing(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """For each tensor, whether it overlaps itself or lies in the memory of another one."""
+    """For each tensor, whether it overlaps itself or shares memory with another one."""
     groups = memory_groups(tensors)
     counts = collections.Counter(groups)
     return [counts[group] > 1 or overlaps_itself(tensor) for group, tensor in zip(groups, tensors, strict=True)]
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements may lie in one place: a dimension's stride does not step over all that lies inside it."""
+    """Whether two elements may share memory: a stride is smaller than the extent of the dimensions inside of it."""
     inside = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:

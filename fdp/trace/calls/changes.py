@@ -27,7 +27,7 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class Summary:
-    """What is remembered of a call for a later message, without its tensors.
+    """A summary of a call for a later message; it holds no tensors.
 
     Attributes:
         spec: the structure of its arguments.

@@ -32,8 +32,8 @@ def closed_over_names(function: Any) -> dict[int, str]:
     return {key: name for key, (name, _) in closed_over_tensors(function).items()}
 
 
-def kept_by(function: Any, wanted: Callable[[torch.Tensor], bool]) -> list[str]:
-    """The names of those tensors that a function can reach, without being passed them, of which something is true."""
+def closed_over_where(function: Any, wanted: Callable[[torch.Tensor], bool]) -> list[str]:
+    """The names of the closed-over tensors of a function for which a predicate holds."""
     return [name for name, tensor in closed_over_tensors(function).values() if wanted(tensor)]
 
 

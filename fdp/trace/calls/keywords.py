@@ -1,4 +1,4 @@
-"""Arguments that are passed by name: where they stand among the positions that roles are given to."""
+"""Arguments that are passed by name, put at their positions: roles are given by position."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def signature_of(step: Callable[..., Any]) -> inspect.Signature | None:
 def by_position(
     name: str, signature: inspect.Signature | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """Put arguments that were passed by name in their positions.
+    """Put arguments that were passed by name at their positions.
 
     Args:
         name: the user's function, for messages.

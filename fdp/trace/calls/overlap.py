@@ -1,4 +1,4 @@
-"""Which tensors lie in the same memory, by address.
+"""Which tensors share memory, by address.
 
 Two tensors may have storages of their own and share bytes all the same: views of one NumPy array, or of one DLPack
 capsule. So memory is compared by the addresses at which storages begin and end. (Memory that the system has mapped
@@ -17,7 +17,7 @@ from fdp.pytorch.tensors import is_zero_without_memory, storage_id
 
 
 def memory_groups(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Number the pieces of memory that tensors lie in.
+    """Number the pieces of memory of tensors: tensors that share memory get one number.
 
     Args:
         tensors: of any layout; one that is not strided, or zeros without memory, lies nowhere that can be asked for.
@@ -63,7 +63,7 @@ def _merged(pieces: Iterable[tuple[str, int, int, int, int]]) -> Iterable[tuple[
 
 
 def overlap(starts: Sequence[int], sizes_bytes: Sequence[int]) -> bool:
-    """Whether any of some pieces of memory shares a byte with another.
+    """Whether any two pieces of memory share a byte.
 
     Args:
         starts: where each begins.
@@ -90,7 +90,7 @@ def overlap(starts: Sequence[int], sizes_bytes: Sequence[int]) -> bool:
 
 
 def reaches_beyond(view: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Whether a view holds bytes of its memory that another tensor in the same memory does not hold.
+    """Whether a view has bytes that another tensor in the same storage has not.
 
     Args:
         view: of any dtype; only its places are looked at.
@@ -122,7 +122,7 @@ def _ends(x: torch.Tensor) -> tuple[int, int]:
 
 
 def _bytes_of(memory: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """What a tensor holds of a memory in which each element stands for a byte."""
+    """The bytes of a tensor, as elements of `memory`, which has one element for each byte of the storage."""
     size = x.element_size()
     strides = [stride * size for stride in x.stride()]
     return memory.as_strided([*x.shape, size], [*strides, 1], int(x.storage_offset()) * size)

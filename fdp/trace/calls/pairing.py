@@ -1,7 +1,7 @@
-"""Which output is the new value of which input: that under its key path, at the root of what is returned or one below.
+"""Which output is the new value of which input: the one that has the input's key path, from the root or a child of it.
 
-Two things go by it: the memory of a donated input is for the output that is its new value, and the output in the place
-of a labelled input is labelled as well.
+Two decisions follow: the output that is the new value of a donated input may take its memory, and the new value of a
+labelled input is labelled as well.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Path = tuple[Any, ...]
 def assign_slots(
     outputs: Sequence[Output], out_spec: pytree.Spec, inputs: Sequence[Input], flat: Flat, roles: Roles
 ) -> list[Output]:
-    """Say of each output which donated input's memory it goes to, if there is one."""
+    """Assign to each output the donated input whose memory it may take, if there is one."""
     if not roles.donated:
         return list(outputs)
 
@@ -47,7 +47,7 @@ def assign_slots(
 def assign_labels(
     outputs: Sequence[Output], out_spec: pytree.Spec, inputs: Sequence[Input], flat: Flat, roles: Roles
 ) -> list[Output]:
-    """Say of each output whether it comes out labelled: in a labelled input's place, or because the step labels it."""
+    """For each output, whether it is labelled: as the new value of a labelled input, or by the step itself."""
     per_leaf = zip(labels.labelled(flat.spec), flat.leaves, strict=True)
     flags = [flag for flag, leaf in per_leaf if isinstance(leaf, torch.Tensor)]
     taken: dict[int, int] = {}
@@ -79,7 +79,7 @@ def assign_labels(
 def sharded_sources(
     outputs: Sequence[Output], out_spec: pytree.Spec, inputs: Sequence[Input], flat: Flat, roles: Roles
 ) -> list[int | None]:
-    """For each output the sharded input in whose place it comes out, if there is one.
+    """For each output the sharded input that it is the new value of, if there is one.
 
     Args:
         outputs: of whole shapes, as the inputs.
@@ -102,7 +102,7 @@ def sharded_sources(
 
 
 def _arguments(flat: Flat, roles: Roles) -> list[dict[_Path, int]]:
-    """For each argument the tensors in it: key path without labels, and number among the inputs."""
+    """For each argument its tensors: key path without labels, and index among the inputs."""
     found: list[dict[_Path, int]] = [{} for _ in range(len(roles.names) - len(roles.static))]
     index = -1
     for path, leaf in zip(_plain_paths(flat.spec), flat.leaves, strict=True):
@@ -118,7 +118,7 @@ def _plain_paths(spec: pytree.Spec) -> list[_Path]:
 
 
 def _is_unseen(entry: Any) -> bool:
-    """Whether a step of a key path is not in what a user writes: into a label, or into a sharded leaf."""
+    """Whether an entry of a key path is one that users do not write: into a label, or into a sharded leaf."""
     return entry.type is labels.PerRank or is_shard(entry) or is_hidden(entry)
 
 
@@ -128,7 +128,8 @@ def _paired(
     goes: Callable[[int, int], bool],
     score: Callable[[dict[int, int]], Any],
 ) -> dict[int, int]:
-    """Pair outputs with inputs, argument by argument: with the root, or what lies under one key, that scores best."""
+    """Pair outputs with inputs, argument by argument: with the root of the outputs or its child, whichever fits
+    best."""
     below: dict[_Path, list[int]] = {(): list(range(len(out_paths)))}
     for at, path in enumerate(out_paths):
         if path:

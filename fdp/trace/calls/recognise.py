@@ -1,4 +1,4 @@
-"""Recognise a call that is like an earlier one without working its signature out.
+"""Recognise a call that has the signature of an earlier one, without computing its signature.
 
 A signature asks every leaf for shape, strides, memory and more, and hashes the answers. A training loop makes the same
 call again and again: whether a call is like one that is remembered is found out far faster, by comparison in C++ and
@@ -32,20 +32,20 @@ from fdp.trace.trace import Trace
 T = TypeVar("T")
 
 MOST = 8
-"""So many calls are remembered: that many signatures may take turns before a call is worked out in full again."""
+"""The number of calls that are remembered. If more signatures take turns, each call computes its signature in full."""
 
 _FEW = 32
-"""Of so many tensors each can be compared with all others in less time than it takes to look at those again."""
+"""Up to so many passing tensors are compared with each other in less time than it takes to check the staying ones."""
 
 _address = torch.Tensor.data_ptr
 _offset = torch.Tensor.storage_offset
 
 
 class _RememberedCall(Generic[T]):
-    """One call, as far as it can be recognised again.
+    """What is remembered of one call, to recognise a later call like it.
 
-    Its tensors are of two kinds. Those that the step returns in the same memory stay: at the next call they most often
-    lie where they lay. The others pass.
+    Its tensors are of two kinds. Staying ones are returned by the step in the same memory, so that the next call most
+    often has them at the same addresses. All others are passing ones.
     """
 
     def __init__(self, place: Any, flat: Flat, structure: Structure, trace: Trace, value: T) -> None:
@@ -68,20 +68,20 @@ class _RememberedCall(Generic[T]):
         self._any_empty = any(tensor.numel() == 0 for tensor in tensors)
         sharing = {position for pair in flat.shared or () for position in pair}
         free = flat.shared is not None and not self._any_empty
-        stay = [position for position in _that_stay(trace) if position not in sharing] if free else []
+        stay = [position for position in _returned_in_place(trace) if position not in sharing] if free else []
         pass_by = sorted(set(range(len(tensors))) - set(stay))
         self._staying, self._passing = _picker(stay, len(tensors)), _picker(pass_by, len(tensors))
         self._staying_like = tensors_like(self._staying(tensors))
         self._passing_like = tensors_like(self._passing(tensors))
         self._staying_offsets = _Offsets(self._staying(tensors), True)
-        self._passing_offsets = _Offsets(self._passing(tensors), trace.tells_places)
+        self._passing_offsets = _Offsets(self._passing(tensors), trace.depends_on_storage_offsets)
         self._staying_sizes = list(map(_extent_bytes, self._staying(tensors)))
-        self._lay = _Addresses(list(map(_address, self._staying(tensors))), self._staying_sizes)
+        self._last = _Addresses(list(map(_address, self._staying(tensors))), self._staying_sizes)
         self._pieces = _Pieces(self._passing(tensors) + self._staying(tensors), flat.shared or ())
         self._passing_pieces = _Pieces(self._passing(tensors), flat.shared or ())
 
     def recognise(self, leaves: list[Any], static: tuple[Any, ...]) -> list[torch.Tensor] | None:
-        """The tensors among leaves of the same structure if this call's program certainly serves them, else None."""
+        """The tensors among leaves of the same structure, if this call's program certainly serves them; else None."""
         for index, described in self._constants:
             if describe_leaf(leaves[index]) != described:
                 return None
@@ -89,12 +89,12 @@ class _RememberedCall(Generic[T]):
             return None
         tensors = self._tensors(leaves)
         passing, staying = self._passing(tensors), self._staying(tensors)
-        if not (self._passing_like(passing) and self._staying_like(staying) and self._passing_offsets.are_of(passing)):
+        if not (self._passing_like(passing) and self._staying_like(staying) and self._passing_offsets.match(passing)):
             return None
         for position, history in self._history:
             if (tensors[position].grad_fn is not None) != history:
                 return None
-        return tensors if self._shared is None or self._lie_as_before(tensors, passing, staying) else None
+        return tensors if self._shared is None or self._share_memory_as_before(tensors, passing, staying) else None
 
     def _has_equal(self, static: tuple[Any, ...]) -> bool:
         described = describe_static(static)
@@ -104,7 +104,7 @@ class _RememberedCall(Generic[T]):
         except TypeError:
             return False  # what cannot be hashed is refused later on
 
-    def _lie_as_before(
+    def _share_memory_as_before(
         self, tensors: list[torch.Tensor], passing: list[torch.Tensor], staying: list[torch.Tensor]
     ) -> bool:
         """Whether the same tensors share memory as in the earlier call, and offsets are the same where they matter."""
@@ -113,27 +113,27 @@ class _RememberedCall(Generic[T]):
             return sharing_pattern(tensors) == self._shared
         bases = self._passing_offsets.bases(passing)
         addresses = list(map(_address, staying))
-        lay = self._lay
-        if addresses and addresses == lay.addresses and len(passing) <= _FEW:
+        last = self._last
+        if addresses and addresses == last.addresses and len(passing) <= _FEW:
             # The same bytes in the same shapes. They shared no memory a call ago, so they share none now, and a program
             # can find nothing different about them; their offset is not in it.
             sizes = [tensor.untyped_storage().nbytes() for tensor in passing]
-            if not all(map(lay.are_apart_from, bases, sizes)):
+            if not all(map(last.are_apart_from, bases, sizes)):
                 return False
             if not self._shared:
                 return not overlap(bases, sizes)
-            lie = self._passing_pieces.lie_apart(bases, list(map(_address, passing))) and self._pairs_share(tensors)
-            return lie or sharing_pattern(tensors) == self._shared
-        if not self._staying_offsets.are_of(staying):
+            apart = self._passing_pieces.are_apart(bases, list(map(_address, passing))) and self._pairs_share(tensors)
+            return apart or sharing_pattern(tensors) == self._shared
+        if not self._staying_offsets.match(staying):
             return False
         bases += self._staying_offsets.bases_at(addresses)
         # If those share that did, and no bytes of others lie in one place, the same share. (Storages that touch beyond
         # what the tensors use, or begin in one place, may still be apart, or not.)
-        lie_apart = self._pieces.lie_apart(bases, list(map(_address, passing)) + addresses)
-        if not (lie_apart and self._pairs_share(tensors)):
+        apart = self._pieces.are_apart(bases, list(map(_address, passing)) + addresses)
+        if not (apart and self._pairs_share(tensors)):
             return sharing_pattern(tensors) == self._shared
         # As a whole, since another thread may be reading it.
-        self._lay = _Addresses(addresses, self._staying_sizes)
+        self._last = _Addresses(addresses, self._staying_sizes)
         return True
 
     def _pairs_share(self, tensors: list[torch.Tensor]) -> bool:
@@ -146,7 +146,7 @@ class _RememberedCall(Generic[T]):
 
 
 class _Offsets:
-    """How far into their memory tensors begin, and whether that has to stay so."""
+    """The storage offsets of tensors, and whether later calls must have the same."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], matter: bool) -> None:
         self._matter = matter
@@ -154,14 +154,14 @@ class _Offsets:
         self._bytes = [o * t.element_size() for o, t in zip(self._elements, tensors, strict=True)]
         self._any = any(self._elements)
 
-    def are_of(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether as many tensors begin as far into theirs, if that matters."""
+    def match(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether tensors have these offsets, if offsets matter."""
         if not self._matter:
             return True
         return list(map(_offset, tensors)) == self._elements if self._any else not any(map(_offset, tensors))
 
     def bases(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """The address where the memory of each begins; equal for tensors that share it."""
+        """The address at which the storage of each tensor begins; equal for tensors that share it."""
         if not self._matter and any(map(_offset, tensors)):
             return [tensor.untyped_storage().data_ptr() for tensor in tensors]
         if not self._matter:
@@ -169,12 +169,12 @@ class _Offsets:
         return self.bases_at(list(map(_address, tensors)))
 
     def bases_at(self, addresses: list[int]) -> list[int]:
-        """Likewise, for tensors at these addresses."""
+        """The same, for tensors at these addresses."""
         return list(map(operator.sub, addresses, self._bytes)) if self._any else addresses
 
 
 class _Addresses:
-    """Where tensors lie that share no memory, and how many bytes each takes."""
+    """The addresses and sizes of tensors that share no memory."""
 
     def __init__(self, addresses: list[int], sizes_bytes: list[int]) -> None:
         self.addresses = addresses
@@ -186,7 +186,7 @@ class _Addresses:
         return [start for start, _ in pieces], [start + size for start, size in pieces]
 
     def are_apart_from(self, base: int, size_bytes: int) -> bool:
-        """Whether none has a byte in a piece of memory."""
+        """Whether none of them has a byte in a piece of memory."""
         starts, ends = self._in_order
         # They overlap nowhere, so the one that begins last before the end of the piece also ends last.
         before = bisect.bisect_left(starts, base + size_bytes)
@@ -194,7 +194,7 @@ class _Addresses:
 
 
 class _Pieces:
-    """The pieces of memory that tensors lie in: those that share one count as one.
+    """The pieces of memory of the tensors of a call; tensors that share memory have one piece.
 
     Args:
         tensors: in the order in which they are asked about.
@@ -206,8 +206,8 @@ class _Pieces:
         self._sizes_bytes = list(map(_extent_bytes, tensors))
         self._count = len(tensors) - len(shared)
 
-    def lie_apart(self, bases: Sequence[int], addresses: Sequence[int]) -> bool:
-        """Whether there are as many pieces as there were, and no tensor has a byte of another piece.
+    def are_apart(self, bases: Sequence[int], addresses: Sequence[int]) -> bool:
+        """Whether there are as many pieces as before, and no two pieces overlap.
 
         Args:
             bases: where the memory of each tensor begins.
@@ -224,7 +224,7 @@ class _Pieces:
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:
-    """How many bytes lie between the first element and the end of the last."""
+    """The number of bytes from the first element to the end of the last."""
     if tensor.numel() == 0:
         return 0
     steps = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -232,7 +232,7 @@ def _extent_bytes(tensor: torch.Tensor) -> int:
 
 
 class RememberedCalls(Generic[T]):
-    """The last few calls of different signatures, the latest first, each with a value that belongs to it."""
+    """The last few calls of different signatures, latest first, each with a value (its program)."""
 
     def __init__(self) -> None:
         # Replaced as a whole, never changed: threads may read it at any time.
@@ -241,7 +241,7 @@ class RememberedCalls(Generic[T]):
     def recognise(
         self, place: Any, args: tuple[Any, ...], static: tuple[Any, ...]
     ) -> tuple[T, list[torch.Tensor]] | None:
-        """Find what belongs to a call that is certainly like a remembered one.
+        """Find the value of a remembered call that certainly has this call's signature.
 
         Args:
             place: whatever else calls must have in common; compared by equality.
@@ -268,7 +268,7 @@ class RememberedCalls(Generic[T]):
     def remember(
         self, place: Any, flat: Flat, trace: Trace, value: T, earlier: _RememberedCall[T] | None = None
     ) -> _RememberedCall[T]:
-        """Remember a call, and forget the one that was made longest ago.
+        """Remember a call, and forget the oldest one if there are too many.
 
         Args:
             place: as for `recognise`.
@@ -288,15 +288,16 @@ class RememberedCalls(Generic[T]):
         return earlier
 
 
-def _that_stay(trace: Trace) -> list[int]:
-    """Which of its input tensors a step returns in the same memory; none if an offset may be a number in its graph."""
-    if trace.tells_places:
+def _returned_in_place(trace: Trace) -> list[int]:
+    """The positions of the input tensors that a step returns in the same memory; none if its graph may depend on
+    offsets."""
+    if trace.depends_on_storage_offsets:
         return []
     return sorted({output.slot for output in trace.outputs if output.slot is not None})
 
 
 def _picker(indices: Sequence[int], length: int) -> Callable[[list[Any]], list[Any]]:
-    """A function that gets the items at some places, in ascending order, of a list of that length."""
+    """A function that gets the items at some indices (ascending) of a list of that length."""
     if not indices:
         return lambda items: []
     first, count = indices[0], len(indices)

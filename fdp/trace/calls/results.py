@@ -1,4 +1,4 @@
-"""What a step may return, and in which form."""
+"""Which values a step may return."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fdp.trace.calls.arguments import PLAIN_TYPES
 
 
 def refuse_foreign_outputs(name: str, leaves: Sequence[Any], spec: pytree.Spec) -> None:
-    """Refuse a step that returns what it cannot compute anew at each call.
+    """Refuse a step that returns a value which a program cannot compute anew at each call.
 
     Raises:
         TraceError: names each leaf that is a value of a tensor as a number or a text, sparse, or no plain constant.
@@ -62,7 +62,7 @@ def refuse_foreign_outputs(name: str, leaves: Sequence[Any], spec: pytree.Spec) 
 
 
 def plain(leaf: Any) -> Any:
-    """A result without the flags of a value that is yet to be negated, conjugated, or filled with zeros.
+    """A result with its lazy negation, conjugation or zeros (flags of the tensor) carried out.
 
     Such a tensor could not go in again.
     """

@@ -1,4 +1,4 @@
-"""Flatten arguments that have the same tree structure as earlier ones, without working their structure out.
+"""Flatten arguments that have the same tree structure as earlier ones, without computing their structure.
 
 Taking a tree apart along a structure that is known is ten times cheaper than finding the structure. optree does it, but
 is lenient: it takes an `OrderedDict` for a dict, in any order. And when a container is of the wrong type it writes the
@@ -26,7 +26,7 @@ _Getter = Callable[[Any], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class _Container:
-    """What is known of a container.
+    """A container of the known structure.
 
     Attributes:
         nothing: gets the children that are None; None itself if there are none.
@@ -47,7 +47,7 @@ class _Container:
     order: list[Any] | None
 
     def holds(self, tree: Any) -> bool:
-        """Whether the containers in a container of the right type and length are those that are known."""
+        """Whether the children of a container that has the right type and length have the known structure, too."""
         if self.order is not None and list(tree) != self.order:
             return False
         if self.nothing is not None and any(child is not None for child in self.nothing(tree)):
@@ -63,7 +63,7 @@ class _Container:
 
 
 class Structure:
-    """A tree structure of arguments that came before.
+    """The tree structure of the arguments of an earlier call.
 
     Attributes:
         spec: the structure, a tuple.
@@ -78,7 +78,7 @@ class Structure:
         self._each = () if alone else tuple(Structure(pytree.tuple_of([child])) for child in spec.children())
 
     def flatten(self, args: tuple[Any, ...]) -> list[Any] | None:
-        """The leaves of arguments of this structure, None if theirs is another one.
+        """The leaves of arguments; None if they have another structure.
 
         Args:
             args: a tuple of trees.
@@ -119,7 +119,7 @@ def _is_plain(spec: pytree.Spec) -> bool:
 
 
 def _is_label(spec: pytree.Spec) -> bool:
-    """Whether it is a label around a leaf, as it should be."""
+    """Whether a tree is a label around one leaf."""
     return spec.type is PerRank and spec.child(0).kind == PyTreeKind.LEAF
 
 

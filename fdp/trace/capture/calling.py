@@ -1,4 +1,4 @@
-"""How a step is called with other tensors in the place of its arguments': while it is traced, and by itself."""
+"""Call a step with other tensors in place of those in its arguments: traced, and untraced."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from fdp.pytorch.dynamo import uncompiled
 from fdp.state.labels import PerRank, unlabelled
 from fdp.state.shards import Whole, is_sharded, sharded
 from fdp.trace.calls.arguments import Flat, Roles
-from fdp.trace.calls.closure import kept_by
+from fdp.trace.calls.closure import closed_over_where
 from fdp.trace.capture.capture import is_fake
 from fdp.trace.capture.switches import recording
 from fdp.trace.capture.untouched import untouched
 
 
 def name_of_step(step: Callable[..., Any]) -> str:
-    """What a step is called in messages."""
+    """The name of a step in messages."""
     return getattr(step, "__name__", type(step).__name__)
 
 
 def call_with(step: Callable[..., Any], flat: Flat, roles: Roles, values: Sequence[torch.Tensor]) -> Any:
-    """Call a step with other tensors in the place of those that it was flattened with."""
+    """Call a step with other tensors in place of those in the flattened arguments."""
     it = iter(values)
     leaves = [next(it) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.leaves]
     leaves = [leaf if shard is None else Whole(leaf) for leaf, shard in zip(leaves, sharded(flat.spec), strict=True)]
@@ -38,11 +38,11 @@ def call_with(step: Callable[..., Any], flat: Flat, roles: Roles, values: Sequen
     return step(*(next(fixed) if i in roles.static else next(moving) for i in range(len(roles.names))))
 
 
-def _call_by_itself(step: Callable[..., Any], flat: Flat, roles: Roles, values: Sequence[torch.Tensor]) -> Any:
-    """Call a step as its caller did, with other tensors in the place of those that he gave.
+def _call_like_the_caller(step: Callable[..., Any], flat: Flat, roles: Roles, values: Sequence[torch.Tensor]) -> Any:
+    """Call a step as its caller did, with other tensors in place of the caller's.
 
-    Each takes the place of one in the caller's own arguments, wherever that stands. `call_with`, with which the step is
-    traced, goes by positions in a row; what goes wrong there shows where the two are compared.
+    Each replaces a tensor in the caller's own arguments, found by its `id`. Tracing uses `call_with`, which goes by
+    position in the flat list. A mistake there shows when the trace is compared with this call.
     """
     others: dict[int, list[torch.Tensor]] = {}
     for tensor, value in zip(flat.tensors, values, strict=True):
@@ -69,7 +69,7 @@ def run_untraced(
     wire: Wire | None = None,
     others: Kind = "different",
 ) -> Any:
-    """Run a step as it is, on this rank alone: collectives take the other ranks to hold something else, or the same.
+    """Run a step untraced, on this rank alone: `others` says which values collectives assume on the other ranks.
 
     With a wire, gradients are rounded to what is sent.
 
@@ -78,9 +78,9 @@ def run_untraced(
     """
     try:
         with step_axis(f"{others} ranks", group, wire), recording(), uncompiled():
-            out = _call_by_itself(step, flat, roles, values)
+            out = _call_like_the_caller(step, flat, roles, values)
     except Exception as error:
-        if kept_by(step, is_fake):
+        if closed_over_where(step, is_fake):
             raise _kept(step) from error
         raise
     if any(is_fake(leaf) for leaf in pytree.leaves_of(out)):
@@ -92,14 +92,14 @@ def _kept(step: Callable[..., Any]) -> TraceError:
     return TraceError(
         build_message(
             f"step {name_of_step(step)!r} uses tensors that it kept when it was traced; they have no values.",
-            kept_by(step, is_fake),
+            closed_over_where(step, is_fake),
             remedy="make such tables before the first call, or in every call; what a step is to keep, it returns.",
         )
     )
 
 
-def runs_by_itself(step: Callable[..., Any], flat: Flat, roles: Roles, group: Group) -> bool:
-    """Whether a step runs where nothing traces it: what went wrong under the tracer is then the tracer's."""
+def runs_untraced(step: Callable[..., Any], flat: Flat, roles: Roles, group: Group) -> bool:
+    """Whether a step runs untraced. If it does, an error under the tracer is due to tracing."""
     if any(map(is_sharded, pytree.leaves_of(flat.args))):
         return False  # it would take all of what is sharded
     values = [tensor.detach().clone() for tensor in flat.tensors]

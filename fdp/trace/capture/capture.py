@@ -33,7 +33,7 @@ from fdp.trace.capture.raw_messages import raw_messages_refused, refused_operato
 from fdp.trace.capture.remedies import MADE_SHAPE, READ_VALUE, remedy_for
 from fdp.trace.capture.reshapes import refuse_foreign
 from fdp.trace.capture.rng_replay import drop_unused_replays, replaying_rng_state
-from fdp.trace.capture.silent_changes import Unseen
+from fdp.trace.capture.silent_changes import UndispatchedChanges
 from fdp.trace.capture.switches import (
     TRACING,
     caching_casts,
@@ -43,9 +43,9 @@ from fdp.trace.capture.switches import (
     silenced,
     without_fused_lstm,
 )
-from fdp.trace.capture.value_reads import read_anew, values_anew
+from fdp.trace.capture.value_reads import value_read_decompositions, value_reads_patched
 from fdp.trace.operators.effects import effects_of, is_marker, storages_of
-from fdp.trace.operators.fake_rules import teach
+from fdp.trace.operators.fake_rules import add_fake_rules
 from fdp.trace.operators.source import Source, failing_line, library_line, source_lines, users_lines
 
 Geometry = tuple[Sequence[int], Sequence[int], int, torch.dtype, torch.device]
@@ -114,9 +114,13 @@ def capture(
         torch.ops.aten._efficientzerotensor.default: torch.ops.aten.zeros.default
     }
     # The tracer takes its arguments' mode, or that which is on.
-    with step_axis("traced", group, wire), _as_for_a_compiler(fakes), nullcontext() if fakes else fake_mode:
+    with step_axis("traced", group, wire), _tracing_settings(fakes), nullcontext() if fakes else fake_mode:
         try:
-            table = {**read_anew(is_fake, _judge_constant), **with_memory, **refused_operators()}
+            table = {
+                **value_read_decompositions(is_fake, _forget_false_constant),
+                **with_memory,
+                **refused_operators(),
+            }
             tracer = make_fx(recorded, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)
             graph_module = tracer(*fakes)
         except Exception as error:
@@ -124,7 +128,7 @@ def capture(
                 for tracer in tracers:
                     _refuse_foreign(name, tracer, fake_mode, names, closed_over)
             if isinstance(error, FdpError):
-                _name_place(name, error)
+                _add_location(name, error)
                 # Of the way through the tracer, which is long, the author of the step wants to see his own lines.
                 raise error.with_traceback(users_lines(error.__traceback__)) from None
             refusal = _explain(name, error)
@@ -146,7 +150,7 @@ def _without_values(fake_mode: FakeTensorMode, tensors: Sequence[torch.Tensor]) 
 
     Each has memory of its own: to a pure function it does not matter which of its arguments overlap.
     """
-    taught = teach(fake_mode)
+    taught = add_fake_rules(fake_mode)
     with fake_mode, recording():
         fakes = [
             torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
@@ -158,8 +162,8 @@ def _without_values(fake_mode: FakeTensorMode, tensors: Sequence[torch.Tensor]) 
 
 
 @contextmanager
-def _as_for_a_compiler(fakes: Sequence[torch.Tensor]) -> Iterator[None]:
-    """How torch and libraries are to behave while a step runs on fake tensors."""
+def _tracing_settings(fakes: Sequence[torch.Tensor]) -> Iterator[None]:
+    """The settings of torch and libraries while a step runs on fake tensors."""
     with ExitStack() as stack:
         stack.enter_context(compiling())
         stack.enter_context(recording())
@@ -180,7 +184,8 @@ def _recorded(
     closed_over: Callable[[], Mapping[int, tuple[str, torch.Tensor]]],
     begun: Callable[[Any], None],
 ) -> Callable[..., Sequence[Any]]:
-    """The step as the tracer calls it: watched for what no operator says. `begun` is told the tracer."""
+    """The function that the tracer calls: the step, and what follows changes that call no operator. It calls `begun`
+    first."""
     caches = torch.is_autocast_cache_enabled()
 
     def recorded(*inputs: torch.Tensor) -> Sequence[Any]:
@@ -196,7 +201,7 @@ def _recorded(
         def tracing() -> bool:
             return get_proxy_mode() is mode
 
-        unseen = Unseen(
+        changes = UndispatchedChanges(
             inputs, names or [f"argument {i}" for i in range(len(inputs))], is_fake, stand_for,
             lambda: next(reversed(tracer.graph.nodes)), tracing, closed_over,
         )  # fmt: skip
@@ -205,11 +210,11 @@ def _recorded(
         with (
             source_lines(tracer),
             caching_casts(caches),
-            unseen.watched(),
-            values_anew(is_fake, tracing),
+            changes.patched(),
+            value_reads_patched(is_fake, tracing),
             raw_messages_refused(tracing),
         ):
-            return unseen.settle(flat_step(*inputs))
+            return changes.write_back(flat_step(*inputs))
 
     return recorded
 
@@ -221,7 +226,7 @@ def _refuse_foreign(
     names: Sequence[str],
     closed_over: Callable[[], Mapping[int, tuple[str, torch.Tensor]]],
 ) -> None:
-    """Refuse a step whose trace broke off, if what it did before is a change of shape of what it does not own."""
+    """Refuse a step whose trace failed, if the cause is that it reshaped a tensor of its caller in place."""
     graph = tracer.graph
     _complete_examples(graph, tracer.root, fake_mode)
     inputs = names or [f"argument {i}" for i in range(len(graph.find_nodes(op="placeholder")))]
@@ -244,7 +249,7 @@ def capture_functional(
     inputs: Sequence[Geometry],
     decompositions: Mapping[Any, Callable[..., Any]],
 ) -> fx.GraphModule:
-    """Run a flat function on fake tensors and keep what it does as a graph without changes of memory.
+    """Trace a flat function on fake tensors into a functional graph.
 
     Args:
         carry_out: takes one tensor for each input, and returns a flat list of tensors; it may change tensors in place.
@@ -255,7 +260,7 @@ def capture_functional(
         A graph module. Inputs that the function changed in place are changed at the very end of it, by `copy_`.
     """
     fake_mode = _fake_mode()
-    teach(fake_mode)
+    add_fake_rules(fake_mode)
     with fake_mode:
         fakes = [
             torch.empty(
@@ -271,20 +276,21 @@ def capture_functional(
 
 
 def is_fake(value: Any) -> bool:
-    """Whether a value is a tensor of a trace, which has no values."""
+    """Whether a value is a fake tensor of a trace."""
     return isinstance(value, FakeTensor)
 
 
-def _judge_constant(tensor: Any) -> None:
-    """Take a tensor for a constant only where the fake-tensor mode does: to the tracer closed-over ones are as well."""
+def _forget_false_constant(tensor: Any) -> None:
+    """Unmark a constant that the fake-tensor mode does not know as one: the tracer takes closed-over tensors for
+    constants."""
     mode = get_proxy_mode()
     slot: Any = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
     if slot is not None and tensor.constant is None:
         slot.constant = None
 
 
-def _name_place(name: str, error: FdpError) -> None:
-    """Add to a refusal that was raised inside the step which step it was, and the line."""
+def _add_location(name: str, error: FdpError) -> None:
+    """Add the step's name and line to a refusal that was raised inside of the step."""
     if f"step {name!r}" in str(error):
         return
     first, *rest = str(error).split("\n")
@@ -292,7 +298,7 @@ def _name_place(name: str, error: FdpError) -> None:
 
 
 def untraceable(name: str, error: Exception) -> TraceError:
-    """The refusal for a step that runs by itself and fails under the tracer for a reason of the tracer's."""
+    """The refusal of a step that runs untraced, and that the tracer cannot trace."""
     line = failing_line(error.__traceback__)
     first = first_line(error) or type(error).__name__
     return TraceError(
@@ -309,7 +315,7 @@ def untraceable(name: str, error: Exception) -> TraceError:
 
 
 def _explain(name: str, error: Exception) -> TraceError | None:
-    """A refusal for the failures that have a known remedy."""
+    """The refusal for a failure with a known remedy; None for any other."""
     line = failing_line(error.__traceback__)
     inner = library_line(error.__traceback__)
     text = error_text(error)
@@ -349,7 +355,7 @@ def _at(line: Source | None) -> str:
 
 
 def _drop_ranges(graph_module: fx.GraphModule) -> None:
-    """Drop the beginnings and ends of a profiler's ranges, which compute nothing: operators do not keep their order.
+    """Drop the operators that begin and end profiler ranges: the plan changes the order, so ranges would mean nothing.
 
     Every optimizer of torch opens one.
     """
@@ -377,7 +383,7 @@ def _drop_dead_code(graph_module: fx.GraphModule) -> None:
 
 
 def _complete_examples(graph: fx.Graph, holder: Any, fake_mode: FakeTensorMode) -> None:
-    """Give closed-over tensors, which the tracer takes for new memory at each use, one example value for all uses.
+    """Give each closed-over tensor one example value; the tracer makes one with new memory for each use.
 
     Relied on: what stands for a real tensor in a fake-tensor mode, and its memory, is remembered as long as anything of
     the graph looks at it. If it were not, views of a closed-over tensor would have other memory than the tensor.

@@ -1,4 +1,4 @@
-"""Values of tensors in a function whose changes of memory are made new values (`capture.capture_functional`).
+"""Values of tensors under functionalization (`capture.capture_functional`).
 
 Private to torch: `torch._C._functorch.is_functionaltensor` and `get_unwrapped`, which say whether a tensor is one whose
 changes are made new values, and give its newest value; `torch._functionalize_replace` gives it another one,
@@ -17,7 +17,7 @@ from fdp.pytorch.overloads import OpOverload, schema_of
 
 
 def keep_strides(tensor: torch.Tensor, stride: Sequence[int]) -> None:
-    """Lay the newest value of a tensor out as the tensor was made, in a function that is captured so.
+    """Under functionalization, give the newest value of a tensor the strides that the tensor was made with.
 
     A change in place makes a new value, which may lie otherwise: what is changed through a transposed view is turned
     back. Views that are taken later are views of that value; under other strides they would see other elements.
@@ -41,7 +41,7 @@ def keep_strides(tensor: torch.Tensor, stride: Sequence[int]) -> None:
 
 
 def bring_up_to_date(target: Any, args: Sequence[Any]) -> None:
-    """Before a view is taken: give the tensor its newest value, in a function that is captured so.
+    """Under functionalization, before a view is taken: give the base its newest value.
 
     What reads elements asks for the newest value itself. A view does not: it is taken of the value that its tensor had
     last, and that value may lie otherwise than `keep_strides` laid out the memory since. A view of such strides may not

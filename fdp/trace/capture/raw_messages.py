@@ -1,4 +1,4 @@
-"""Messages that a step sends by torch.distributed itself: refused, with what to call instead.
+"""Direct calls of torch.distributed in a step: refused, with what to call instead.
 
 The graph of a trace would hold none of them, or hold them where no plan sees them: ranks would wait for each other in
 an order that they have not agreed on. So the functions of torch.distributed are replaced while a step is traced; and
@@ -66,7 +66,7 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtenso
 
 
 def raw_message_refusal(what: str) -> TraceError:
-    """The refusal of a function or an operator of torch.distributed."""
+    """The error for a call of a function or an operator of torch.distributed."""
     bare = what.rpartition(".")[2].replace("_", "")
     remedy = next((text for part, text in _REMEDIES if part in bare), _OUTSIDE)
     return TraceError(
@@ -79,7 +79,7 @@ def raw_message_refusal(what: str) -> TraceError:
 
 @functools.cache
 def refused_operators() -> Mapping[Any, Callable[..., Any]]:
-    """Make what a tracer is to take the operators of torch.distributed apart with: a refusal."""
+    """A decomposition table in which each operator of torch.distributed is refused."""
     found: dict[Any, Callable[..., Any]] = {}
     for full_name in all_overloads():
         namespace, _, rest = full_name.partition("::")
@@ -92,7 +92,7 @@ def refused_operators() -> Mapping[Any, Callable[..., Any]]:
 
 @contextmanager
 def raw_messages_refused(tracing: Callable[[], bool]) -> Iterator[None]:
-    """Take the place of the functions of torch.distributed that send, or wait for other ranks.
+    """Patch the functions of torch.distributed that send, or wait for other ranks: they refuse.
 
     Args:
         tracing: whether the thread that asks is the one that traces.

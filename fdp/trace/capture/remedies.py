@@ -1,4 +1,4 @@
-"""What to do about a step that cannot be traced: the usual remedy, by the function of torch that stands in its way.
+"""The remedy for a step that cannot be traced, by the function of torch that cannot be traced.
 
 Functions of torch that are written in C++ leave no trace of themselves in an exception. So the remedy goes by the
 names in the line of the user's code, as well as by those of the functions of torch that were called from there.

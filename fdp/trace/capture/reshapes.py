@@ -1,4 +1,4 @@
-"""Operators that give a tensor another shape, or other memory, in place: in the graph they become views.
+"""Operators that change the shape or the storage of a tensor in place: in the graph they become views.
 
 In plain torch `h.t_()` turns the object `h` for all who hold it. In a graph every use of `h` after that call names
 the call's own result already. So the call can be replaced by the view `h.t()`, a value of its own, and no program ever
@@ -32,7 +32,7 @@ _VIEWS = frozenset({
 def reshape_by_views(
     name: str, graph_module: fx.GraphModule, inputs: Sequence[Input], names: Mapping[int, str]
 ) -> None:
-    """Replace, in a traced graph, what changes the shape or the memory of a tensor in place.
+    """Replace the operators of a traced graph that change the shape or the storage of a tensor in place.
 
     Args:
         name: the user's function, for messages.
@@ -71,12 +71,12 @@ def reshape_by_views(
             graph.erase_node(node)
     for module in graph_module.modules():  # branches of conditions as well
         if isinstance(module, fx.GraphModule):
-            _lay_windows_out(module.graph)
-    _look_at_the_whole(graph, owners)
+            _make_windows_strided(module.graph)
+    _apply_as_strided_to_base(graph, owners)
 
 
 def refuse_foreign(name: str, graph: fx.Graph, holder: Any, inputs: Sequence[str], names: Mapping[int, str]) -> None:
-    """Refuse what changes the shape or the memory of a tensor in place that the step does not own.
+    """Refuse in-place changes of the shape or the storage of tensors that the step does not own.
 
     Args:
         name: the user's function, for messages.
@@ -107,7 +107,7 @@ def refuse_foreign(name: str, graph: fx.Graph, holder: Any, inputs: Sequence[str
 
 
 def _refuse_wrong_derivatives(name: str, graph: fx.Graph) -> None:
-    """Refuse a change of shape in place behind which autograd may take a view for another one.
+    """Refuse an in-place change of shape after which autograd may confuse two views.
 
     When memory was changed in place, autograd finds the history of its views anew. For tensors with values it goes by
     where in memory a view lies. For those of a trace it repeats how the view was made, on a base that may have another
@@ -124,7 +124,8 @@ def _refuse_wrong_derivatives(name: str, graph: fx.Graph) -> None:
         for node in order
         if order[node] < last and not node.meta.get("backward")
         for given, value, _ in _reshaped_in_place(node)
-        if _memory_and_layout(given.meta["val"]) != _memory_and_layout(value) and _is_used_otherwise(given, node, order)
+        if _memory_and_layout(given.meta["val"]) != _memory_and_layout(value)
+        and _other_view_is_used(given, node, order)
     ]
     if at_fault:
         raise TraceError(
@@ -137,8 +138,9 @@ def _refuse_wrong_derivatives(name: str, graph: fx.Graph) -> None:
         )
 
 
-def _is_used_otherwise(given: fx.Node, node: fx.Node, order: Mapping[fx.Node, int]) -> bool:
-    """Whether a view of the same memory is used behind a change of shape in place; of a view, whether it is written."""
+def _other_view_is_used(given: fx.Node, node: fx.Node, order: Mapping[fx.Node, int]) -> bool:
+    """Whether another view is used after an in-place change of shape; if a view was changed, whether its memory is
+    written."""
     memory, changed = set(storages_of(given)), _object(given)
     sharing = [other for other in order if not memory.isdisjoint(storages_of(other))]
     if changed.op == "call_function" and effects_of(changed).view:
@@ -149,7 +151,7 @@ def _is_used_otherwise(given: fx.Node, node: fx.Node, order: Mapping[fx.Node, in
 
 
 def _owners(graph: fx.Graph, holder: Any, inputs: Sequence[str], names: Mapping[int, str]) -> dict[fx.Node, str]:
-    """The tensors that belong to the caller of a step, and what they are called."""
+    """The tensors of a step's caller, with names."""
     owners = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
     for node in graph.find_nodes(op="get_attr"):
         held = getattr(holder, str(node.target), None)
@@ -158,15 +160,15 @@ def _owners(graph: fx.Graph, holder: Any, inputs: Sequence[str], names: Mapping[
 
 
 def _reshaped_in_place(node: fx.Node) -> Iterator[tuple[fx.Node, Any, bool]]:
-    """Of the tensors that a node changes and returns, those that may lie in another way, or elsewhere, afterwards."""
+    """Of the tensors that a node changes and returns, those that may have another layout or storage afterwards."""
     for given, value, is_out in _changed_in_place(node):
         moves = operator_name(node) in (*_VIEWS, "resize_", "resize_as_", "set_")
         if moves or _memory_and_layout(given.meta["val"]) != _memory_and_layout(value):
             yield given, value, is_out
 
 
-def _lay_windows_out(graph: fx.Graph) -> None:
-    """Say of windows that are written to, and have no element in common, where they lie.
+def _make_windows_strided(graph: fx.Graph) -> None:
+    """Write `unfold` as `as_strided`, where windows do not overlap and are written to.
 
     What functionalization makes of a change of windows has zeros wherever there is no window.
     """
@@ -187,8 +189,8 @@ def _is_written_to(view: fx.Node) -> bool:
     )
 
 
-def _look_at_the_whole(graph: fx.Graph, owners: Mapping[fx.Node, str]) -> None:
-    """Let `as_strided` of a view look at what that is a view of, where it finds the same elements.
+def _apply_as_strided_to_base(graph: fx.Graph, owners: Mapping[fx.Node, str]) -> None:
+    """Apply `as_strided` of a view to the base of the view, which has the same elements.
 
     Functionalization, which compiled steps need, refuses changes of it otherwise. Of arguments it is not known here
     where in their memory they begin.
@@ -204,7 +206,7 @@ def _look_at_the_whole(graph: fx.Graph, owners: Mapping[fx.Node, str]) -> None:
 
 
 def _changed_in_place(node: fx.Node) -> Iterator[tuple[fx.Node, Any, bool]]:
-    """The tensors that a node changes and returns: what it is given, what it returns, whether as an out argument."""
+    """The tensors that a node changes and returns: argument, result, and whether it is an out argument."""
     target, result = node.target, node.meta.get("val")
     if node.op != "call_function" or not isinstance(target, OpOverload) or not schema_of(target).is_mutable:
         return
@@ -238,7 +240,7 @@ def _object(node: fx.Node) -> fx.Node:
 def _replacement(
     node: fx.Node, given: fx.Node, value: torch.Tensor, is_out: bool, order: Mapping[fx.Node, int]
 ) -> Callable[[], None] | None:
-    """What makes a view of an operator in place, or a new tensor of an out argument that it resizes."""
+    """A function that replaces an in-place operator by a view, or a resized out argument by a new tensor; else None."""
     name, target = operator_name(node), node.target
     bound = {argument.name: argument_value for argument, argument_value in bound_arguments(node)}
 
@@ -253,10 +255,10 @@ def _replacement(
         return lambda: become(_aten.alias.default, given)
     if target is _aten.set_.source_Tensor:
         return lambda: become(_aten.alias.default, bound["source"])
-    if name in ("resize_", "resize_as_") and _end(value) <= _room(given, order, order[node]):
+    if name in ("resize_", "resize_as_") and _end(value) <= _known_bytes(given, order, order[node]):
         # Without a place of its own, it begins where what it is a view of begins.
         return lambda: become(_aten.as_strided.default, given, list(value.shape), list(value.stride()))
-    if _is_named_later(given, node, order):
+    if _memory_is_used_later(given, node, order):
         return None
     made: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
     later = [other for other, index in order.items() if index >= order[node]]
@@ -265,7 +267,7 @@ def _replacement(
             return None  # what is added holds whatever was in memory
 
         def begin() -> None:
-            _move_away(given, later)
+            _give_new_storage(given, later)
             become(_aten.empty_strided.default, list(value.shape), list(value.stride()), **made)
 
         return begin
@@ -273,7 +275,7 @@ def _replacement(
         return None
 
     def give_another() -> None:
-        moved = _move_away(given, later)
+        moved = _give_new_storage(given, later)
         with node.graph.inserting_before(node):
             new = node.graph.call_function(_aten.empty_strided.default, (list(value.shape), list(value.stride())), made)
         new.meta.update(val=moved[id(value)], source=node.meta.get("source"), backward=node.meta.get("backward"))
@@ -283,8 +285,8 @@ def _replacement(
     return give_another
 
 
-def _move_away(given: fx.Node, later: Iterable[fx.Node]) -> dict[int, Any]:
-    """Say that nodes which lay in the memory of another one lie in new memory: it was left when it could not hold more.
+def _give_new_storage(given: fx.Node, later: Iterable[fx.Node]) -> dict[int, Any]:
+    """Give new storage to the values of nodes: an operator moved them out of a storage that was too small.
 
     torch keeps the storage, and gives it other memory; a trace tells memory by the storage. (A gradient that was
     averaged lies in its bucket, say, where there is room for it alone.)
@@ -320,22 +322,22 @@ def _move_away(given: fx.Node, later: Iterable[fx.Node]) -> dict[int, Any]:
 
 
 def _view_of(target: Any) -> Any:
-    """The view that does what an operator in place does."""
+    """The view operator of the same effect as an in-place operator."""
     packet = getattr(_aten, schema_of(target).name.removeprefix("aten::").removesuffix("_"))
     overload = overload_name_of(target)
     return getattr(packet, overload if overload in packet.overloads() else "int")  # transpose_ is transpose.int
 
 
 def _end(value: torch.Tensor) -> int:
-    """Where in its memory a tensor ends, in bytes."""
+    """The end of a tensor, in bytes from the beginning of its storage."""
     if value.numel() == 0:
         return 0
     steps = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
     return int(value.storage_offset() + steps + 1) * value.element_size()
 
 
-def _room(given: fx.Node, order: Mapping[fx.Node, int], at: int) -> int:
-    """How many bytes of memory a tensor certainly has behind it: as many as were in use before some place in the graph.
+def _known_bytes(given: fx.Node, order: Mapping[fx.Node, int], at: int) -> int:
+    """The bytes that the storage of a tensor certainly has: those in use before a position of the graph.
 
     (Not the size of the storage of its example value, which may have grown since.)
     """
@@ -344,8 +346,8 @@ def _room(given: fx.Node, order: Mapping[fx.Node, int], at: int) -> int:
     return max(_end(node.meta["val"]) for node in before if not memory.isdisjoint(storages_of(node)))
 
 
-def _is_named_later(given: fx.Node, node: fx.Node, order: Mapping[fx.Node, int]) -> bool:
-    """Whether anything but the changed object itself looks at its memory behind an operator in place."""
+def _memory_is_used_later(given: fx.Node, node: fx.Node, order: Mapping[fx.Node, int]) -> bool:
+    """Whether any other tensor of the same memory, or the argument itself, is used after an in-place operator."""
     memory = set(storages_of(given))
     own = {given, node}
     return any(

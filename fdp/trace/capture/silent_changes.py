@@ -1,4 +1,4 @@
-"""What Python does to a tensor without calling an operator: seen while a step is traced, or refused.
+"""Changes of tensors that call no operator: followed while a step is traced, or refused.
 
 `x.data = y` gives an object another value; NumPy, DLPack and storages hand out memory that anybody may write to;
 `torch.utils.swap_tensors` exchanges two objects. No dispatcher is told of any of these. So while a step is traced, and
@@ -34,8 +34,8 @@ _ELEMENT_WRITES = ("apply_", "map_", "map2_")
 """Methods that call a Python function for each element, and take its memory for granted: a fake tensor has none."""
 
 
-class Unseen:
-    """Follows what is done to the tensors of one trace out of the dispatcher's sight.
+class UndispatchedChanges:
+    """Follows changes of the tensors of one trace that the dispatcher does not see.
 
     Args:
         arguments: the tensors that stand for the step's arguments, in order.
@@ -64,13 +64,13 @@ class Unseen:
         self._moved: dict[int, tuple[torch.Tensor, Source | None]] = {}
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Take the place of the methods that change tensors unseen."""
+    def patched(self) -> Iterator[None]:
+        """Patch the methods that change tensors without the dispatcher."""
         with ExitStack() as stack:
             for owner, name, make in (
                 (_TENSOR, "data", lambda original: property(original.__get__, self._set_data(original))),
-                (_TENSOR, "numpy", self._hand_out(".numpy()")),
-                *((owner, name, self._hand_out(_DLPACK)) for owner, name in _TO_DLPACK),
+                (_TENSOR, "numpy", self._refuse_export(".numpy()")),
+                *((owner, name, self._refuse_export(_DLPACK)) for owner, name in _TO_DLPACK),
                 *((_TENSOR, name, self._by_element) for name in _ELEMENT_WRITES),
                 (torch.utils, "swap_tensors", self._swap),
                 (torch._C, "_swap_tensor_impl", self._swap),
@@ -79,8 +79,8 @@ class Unseen:
                 stack.enter_context(replaced(owner, name, make))
             yield
 
-    def settle(self, outputs: Sequence[Any]) -> list[Any]:
-        """Write what arguments were given by `x.data = y` to their memory, behind all else that the step does.
+    def write_back(self, outputs: Sequence[Any]) -> list[Any]:
+        """Copy what `x.data = y` assigned to arguments into their memory, at the end of the step.
 
         Args:
             outputs: what the step returns.
@@ -110,15 +110,15 @@ class Unseen:
                 node = self._last_node()
                 node.meta["source"], node.meta["stands_for"] = self._moved[at][1], f"{self._names[at]}.data = ..."
             # What the step returns lies as the object does by now, if not in the argument's own memory.
-            own = {at: before if _lie_alike(before, values[at]) else values[at] for at, before in moved.items()}
+            own = {at: before if _same_layout(before, values[at]) else values[at] for at, before in moved.items()}
         return [value if at is None else own.get(at, value) for value, at in zip(kept, returned, strict=True)]
 
     def _refuse_other_kinds(self, moved: Mapping[int, torch.Tensor]) -> None:
         offenders = [
-            f"{self._names[at]}: {_what_stays(before)} became {_what_stays(self._arguments[at])} "
+            f"{self._names[at]}: {_kind_text_of(before)} became {_kind_text_of(self._arguments[at])} "
             f"by .data = at {self._moved[at][1]}"
             for at, before in moved.items()
-            if _what_stays(before) != _what_stays(self._arguments[at])
+            if _kind_text_of(before) != _kind_text_of(self._arguments[at])
         ]
         if offenders:
             raise PurityError(
@@ -149,9 +149,9 @@ class Unseen:
 
         return set_data
 
-    def _hand_out(self, how: str) -> Callable[[Any], Any]:
-        """Replaces a method that hands out the memory of a tensor. (Those of the trace have none, and refuse; but with
-        DLPack the process would end.)
+    def _refuse_export(self, how: str) -> Callable[[Any], Any]:
+        """Patch a method that exports the memory of a tensor: refuse it for closed-over tensors, and DLPack for all.
+        (Fake tensors refuse the others; with DLPack the process would end.)
 
         What is read there would be frozen, and what is written is not seen.
         """
@@ -227,7 +227,7 @@ class Unseen:
                 )
             )
         held = [tensor for _, tensor in self._closed_over().values() if tensor.layout == torch.strided]
-        found = next((tensor for tensor in held if _touch(tensor.untyped_storage(), storage)), None)
+        found = next((tensor for tensor in held if _storages_overlap(tensor.untyped_storage(), storage)), None)
         return None if found is None else self._closed_over_change(found, f"{what} of its storage", None)
 
     def _closed_over_change(self, tensor: torch.Tensor, how: str, line: Source | None) -> PurityError:
@@ -243,7 +243,7 @@ class Unseen:
 
 @contextmanager
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Put something in place of an attribute that others inherit, or look up, by name."""
+    """Patch an attribute of a class or module."""
     own = vars(owner).get(name)
     setattr(owner, name, make(getattr(owner, name)))
     try:
@@ -255,12 +255,12 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
             setattr(owner, name, own)
 
 
-def _lie_alike(one: torch.Tensor, two: torch.Tensor) -> bool:
+def _same_layout(one: torch.Tensor, two: torch.Tensor) -> bool:
     steps = zip(one.shape, one.stride(), two.stride(), strict=True)
     return one.numel() == 0 or all(size == 1 or a == b for size, a, b in steps)
 
 
-def _touch(one: Any, two: Any) -> bool:
+def _storages_overlap(one: Any, two: Any) -> bool:
     """Whether two storages share a byte."""
     if storage_id(one) == storage_id(two):
         return True
@@ -270,5 +270,5 @@ def _touch(one: Any, two: Any) -> bool:
     return bool(first < second + two.nbytes() and second < first + one.nbytes())
 
 
-def _what_stays(tensor: torch.Tensor) -> str:
+def _kind_text_of(tensor: torch.Tensor) -> str:
     return f"{list(tensor.shape)} {tensor.dtype} {tensor.device}"

@@ -1,4 +1,4 @@
-"""What is switched in torch while a step is traced, and switched back: each is a context.
+"""Settings of torch while a step is traced; each is a context manager.
 
 Private parts of torch that are relied on: the flag that tells libraries that a compiler is at work (they then skip
 checks that would read the value of a tensor), the switch of oneDNN, `torch._VF`, where torch.nn.LSTM looks
@@ -22,7 +22,7 @@ from fdp.pytorch.process_flags import onednn_enabled, set_onednn_enabled
 from fdp.trace.capture.silent_changes import replaced
 
 TRACING = "tracing a step"
-"""What cannot be done where a private part of torch is missing."""
+"""What fails if a private part of torch is missing, for the error."""
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def recording() -> Iterator[None]:
 
 @contextmanager
 def caching_casts(enabled: bool) -> Iterator[None]:
-    """Let autocast keep what it has cast, or not."""
+    """Switch the cache of autocast on or off."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(enabled)
     try:
@@ -66,7 +66,7 @@ def caching_casts(enabled: bool) -> Iterator[None]:
 
 @contextmanager
 def without_fused_lstm() -> Iterator[None]:
-    """Let an LSTM be computed by operators, and not by one of oneDNN's.
+    """Have LSTMs computed by ordinary operators, not by oneDNN's fused one.
 
     The flag of oneDNN holds for the whole process, and how a convolution lays its result out depends on it: it is off
     for no longer than a call of an LSTM takes.
@@ -110,7 +110,7 @@ def copyable(fake: type[torch.Tensor]) -> Iterator[None]:
 
 @contextmanager
 def silenced(name: str) -> Iterator[None]:
-    """Let a logger of torch say nothing."""
+    """Silence a logger of torch."""
     logger = logging.getLogger(name)
     disabled, logger.disabled = logger.disabled, True
     try:

@@ -1,4 +1,4 @@
-"""Put what a step closes over back to what it was, should the step change it while it is traced.
+"""Restore what a step closes over, if the step changes it while it is traced.
 
 A step runs once, as Python, when it is traced. What it does out of the dispatcher's sight it does for real: it writes
 to a NumPy array that a tensor looks at, sets `.grad`, gives a buffer of a module another tensor. No later call would
@@ -88,7 +88,7 @@ def check_untouched(name: str, changes: Sequence[str]) -> None:
 
 
 def _number_of_memory(tensor: torch.Tensor) -> int:
-    """A number that another value of any element, or of any that lies around it, changes."""
+    """A checksum of the whole storage of a tensor."""
     memory = tensor.untyped_storage()
     return checksum_of_memory(memory.data_ptr(), memory.nbytes())
 

@@ -1,4 +1,4 @@
-"""Values that are read from tensors while a step is traced: they are those of each call, or the step is refused.
+"""Reads of a tensor's value while a step is traced: each call reads anew, or the step is refused.
 
 The tracer takes a tensor that it has not made, one that the step closes over, for a constant. A number that is read
 there, or from what is computed from it and from constants, would be that of the first call for ever. So closed-over
@@ -27,10 +27,10 @@ _SPLIT_AT_VALUES = "tensor_split"
 """Reads places right from the memory of a tensor, without an operator."""
 
 
-def read_anew(
+def value_read_decompositions(
     is_traced: Callable[[Any], bool], judge: Callable[[torch.Tensor], None]
 ) -> Mapping[Any, Callable[..., Any]]:
-    """Make what a tracer is to take operators apart with that read values.
+    """Decompositions of the operators that read values, for the tracer.
 
     Args:
         is_traced: whether a tensor is one of the trace's own.
@@ -48,7 +48,7 @@ def read_anew(
                     judge(value)
                 elif isinstance(value, torch.Tensor):
                     foreign = True
-            return operator(*(_looked_at(is_traced, value) for value in args), **kwargs) if foreign else NotImplemented
+            return operator(*(_traced(is_traced, value) for value in args), **kwargs) if foreign else NotImplemented
 
         return read
 
@@ -56,8 +56,8 @@ def read_anew(
 
 
 @contextmanager
-def values_anew(is_traced: Callable[[Any], bool], tracing: Callable[[], bool]) -> Iterator[None]:
-    """Take the place of what reads values without an operator.
+def value_reads_patched(is_traced: Callable[[Any], bool], tracing: Callable[[], bool]) -> Iterator[None]:
+    """Patch the functions of torch that read values without an operator.
 
     Args:
         is_traced: whether a tensor is one of the trace's own.
@@ -73,8 +73,8 @@ def values_anew(is_traced: Callable[[Any], bool], tracing: Callable[[], bool]) -
     def split(original: Any) -> Any:
         def split_at(*args: Any, **kwargs: Any) -> Any:
             if tracing():
-                args = tuple(_looked_at(is_traced, value) for value in args)
-                kwargs = {name: _looked_at(is_traced, value) for name, value in kwargs.items()}
+                args = tuple(_traced(is_traced, value) for value in args)
+                kwargs = {name: _traced(is_traced, value) for name, value in kwargs.items()}
             return original(*args, **kwargs)
 
         return split_at
@@ -99,5 +99,5 @@ def values_anew(is_traced: Callable[[Any], bool], tracing: Callable[[], bool]) -
         yield
 
 
-def _looked_at(is_traced: Callable[[Any], bool], value: Any) -> Any:
+def _traced(is_traced: Callable[[Any], bool], value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) and not is_traced(value) else value

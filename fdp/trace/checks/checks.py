@@ -1,4 +1,4 @@
-"""What a traced step must not do, but for what it does with memory: train closed-over parameters, branch on values.
+"""What a traced step must not do (memory apart): train closed-over parameters, branch on values, and the like.
 
 Each check looks at the whole graph and names every offender.
 """
@@ -51,7 +51,7 @@ def check_closure(name: str, graph_module: fx.GraphModule, names: Mapping[int, s
 
 
 def check_made_here(name: str, graph_module: fx.GraphModule, names: Mapping[int, str]) -> None:
-    """Refuse a step that uses a tensor of a trace that was made unseen: in a thread, or in an earlier trace.
+    """Refuse a step that uses a fake tensor which this trace did not record: from a thread, or an earlier trace.
 
     Raises:
         TraceError: names each of them, and the line where it is used.
@@ -77,7 +77,7 @@ def check_made_here(name: str, graph_module: fx.GraphModule, names: Mapping[int,
 
 
 def check_shapes(name: str, graph: fx.Graph) -> None:
-    """Refuse tensors whose length is a number that is read from another: the results of each turn of a while_loop.
+    """Refuse tensors whose length is read from another tensor, such as the stacked results of a while_loop.
 
     Raises:
         TraceError: names each operator that makes one, and the line.

@@ -12,13 +12,13 @@ from torch import fx
 
 from fdp.errors import PurityError, TraceError, build_message
 from fdp.trace.calls.overlap import memory_groups, reaches_beyond
-from fdp.trace.operators.effects import effects_of, replaces_elements, storages_of, taken_for_shape
+from fdp.trace.operators.effects import effects_of, read_for_shape_only, replaces_elements, storages_of
 from fdp.trace.operators.source import located
 from fdp.trace.trace import Input
 
 
 def check_writes(name: str, graph_module: fx.GraphModule, inputs: Sequence[Input], names: Mapping[int, str]) -> None:
-    """Refuse a step that changes, in place, an input that it was not given for good, or a closed-over tensor.
+    """Refuse a step that changes an input that is not donated, or a closed-over tensor, in place.
 
     Raises:
         PurityError: names each of them, with the operator and the line.
@@ -55,7 +55,7 @@ def check_writes(name: str, graph_module: fx.GraphModule, inputs: Sequence[Input
 
 
 def check_initialised(name: str, graph: fx.Graph) -> None:
-    """Refuse a step that reads memory which nothing has been written to.
+    """Refuse a step that reads uninitialised memory.
 
     Raises:
         TraceError: names each operator that reads it, and the line.
@@ -63,7 +63,7 @@ def check_initialised(name: str, graph: fx.Graph) -> None:
     unset: dict[int, fx.Node] = {}
     offenders = []
     for node in graph.nodes:
-        effects, harmless = effects_of(node), taken_for_shape(node)
+        effects, harmless = effects_of(node), read_for_shape_only(node)
         for argument in node.all_input_nodes if node.op == "output" else effects.reads:
             if argument in effects.writes and replaces_elements(node):
                 continue  # those that it does not replace hold what they held, as with a copy into a part
@@ -91,7 +91,7 @@ def check_initialised(name: str, graph: fx.Graph) -> None:
 
 
 def check_views(name: str, graph: fx.Graph) -> None:
-    """Refuse views at a place that is read from a tensor: what varies is known of memory, not of places in it.
+    """Refuse views whose offset is read from a tensor: what varies is known for whole storages, not for parts of them.
 
     Raises:
         TraceError: names each such view, and the line.
@@ -114,7 +114,7 @@ def check_views(name: str, graph: fx.Graph) -> None:
 
 
 def check_places(name: str, graph: fx.Graph, inputs: Sequence[Input]) -> None:
-    """Refuse views by a place in the memory of an input that begins in the middle of it: in a trace all begin at 0.
+    """Refuse `as_strided` of an input with a storage offset: in a trace all offsets are 0.
 
     Raises:
         TraceError: names each such view, and the line.
@@ -141,7 +141,7 @@ def check_places(name: str, graph: fx.Graph, inputs: Sequence[Input]) -> None:
 
 
 def check_gaps(name: str, graph: fx.Graph, inputs: Sequence[Input]) -> None:
-    """Refuse views by places in the memory of an input that are none of its elements.
+    """Refuse `as_strided` of an input that reaches storage between or behind its elements.
 
     What lies there belongs to no argument: in a caller's tensor it may be anything, in a step's result it is unset.
 
@@ -175,7 +175,7 @@ def check_closure_memory(
     tensors: Sequence[torch.Tensor],
     names: Mapping[int, str],
 ) -> None:
-    """Refuse a closed-over tensor that lies in the memory of a donated input: it would change with the state.
+    """Refuse a closed-over tensor that shares memory with a donated input: it would change with the state.
 
     Raises:
         PurityError: names both.

@@ -1,4 +1,4 @@
-"""Values of a trace of which it is not sure how they lie in memory, where random numbers are drawn for them.
+"""Values whose strides a trace is not certain of, where random numbers are drawn for them.
 
 Which number is drawn for which element depends on how the elements lie. A trace knows that from torch's rules for fake
 tensors. Views and operators in place follow from shapes alone, and where all elements lie row by row, rule and kernel
@@ -25,7 +25,7 @@ _aten = torch.ops.aten
 _ROW_BY_ROW = frozenset({
     _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.embedding.default,
 })  # fmt: skip
-"""Operators whose results lie row by row, whatever they are given."""
+"""Operators with contiguous results, whatever they are given."""
 
 AS_GIVEN = frozenset({
     _aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default,
@@ -36,11 +36,12 @@ AS_GIVEN = frozenset({
     _aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor, _aten.where.self,
     _aten.mul.Scalar, _aten.div.Scalar, _aten.add.Scalar,
 })  # fmt: skip
-"""Operators whose results lie as what they are given, if that lies in one way: rules and kernels were compared."""
+"""Operators whose results have the memory order of their arguments, if these all have one: rules and kernels were
+compared."""
 
 
-def unsure_for_draws(trace: Trace) -> set[fx.Node]:
-    """Find the values that draws take, of which it is not sure how they lie.
+def uncertain_for_draws(trace: Trace) -> set[fx.Node]:
+    """Find the values that random draws take, and whose strides are uncertain.
 
     Args:
         trace: the trace.
@@ -52,7 +53,7 @@ def unsure_for_draws(trace: Trace) -> set[fx.Node]:
 
 
 def _unsure_in(trace: Trace, unsure: set[fx.Node]) -> Iterator[fx.Node]:
-    """Of a trace, those that draws take; `unsure` are those of its inputs that are not sure, and are added to."""
+    """The uncertain values that draws take; `unsure` has the uncertain inputs, and gets all other uncertain values."""
     bodies = {loop.node: loop.body for loop in trace.loops}
     for node in trace.graph.graph.nodes:
         if node.op != "call_function":

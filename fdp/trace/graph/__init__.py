@@ -1,1 +1,1 @@
-"""What follows from the whole graph, and how it is written anew: what must wait for what, what varies, loops."""
+"""Analyses and rewrites of the whole graph: dependencies, what varies, loops."""

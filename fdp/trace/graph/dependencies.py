@@ -1,4 +1,4 @@
-"""Which operations must run before which: by the values they pass on, and by the memory they share.
+"""Dependencies between operations: by values, and by shared memory.
 
 A list operator that does the same to each entry (a fused optimizer, a `_foreach` operator) becomes one operation
 an entry, so that a plan may run the update of one bucket while the next is on the wire.
@@ -29,7 +29,7 @@ from fdp.trace.trace import Operation
 
 @dataclass
 class _LastAccesses:
-    """Who wrote a piece of memory last, and who has read it since."""
+    """The last writer of a piece of memory, and its readers since."""
 
     writer: int | None = None
     readers: list[int] = field(default_factory=list)
@@ -102,7 +102,7 @@ def operations_of(graph: fx.Graph) -> tuple[list[Operation], dict[fx.Node, int],
 
 
 def _earlier_accesses(memory: Mapping[int, _LastAccesses], reads: set[int], writes: set[int]) -> Iterator[int]:
-    """The operations that must have read or written memory before it is read or written here."""
+    """The operations that must run before an operation that reads and writes this memory."""
     for storage in reads:
         if (writer := memory[storage].writer) is not None:
             yield writer
@@ -114,7 +114,7 @@ def _earlier_accesses(memory: Mapping[int, _LastAccesses], reads: set[int], writ
 
 
 def _sent(node: fx.Node, reads: set[int]) -> set[int]:
-    """The memory of what a marker sends: of what is put one behind the other only to be sent, that of each piece."""
+    """The memory of what a marker sends; of a concatenation that is only sent, the memory of each piece."""
     if not node.meta.get("together"):
         return reads
     return {
@@ -123,7 +123,7 @@ def _sent(node: fx.Node, reads: set[int]) -> set[int]:
 
 
 def _arguments(node: fx.Node, entry: int | None) -> Sequence[fx.Node]:
-    """The nodes that an operation takes: all of a call's, or those of one entry and those that entries share."""
+    """The arguments of an operation: all of a call's, or those of one list entry and those that entries share."""
     if entry is None:
         return node.all_input_nodes
     found: list[fx.Node] = []

@@ -1,4 +1,4 @@
-"""What a step does several times, as one operation: the microbatches of `fdp.accumulate` but for the last.
+"""Loops as one operation: all microbatches of `fdp.accumulate` but the last.
 
 A step is traced flat, one time through the loop between two marks. Here what lies between them becomes a graph of its
 own, and one call of it in the step's graph. Its effects are those of the operators in it on memory from outside: what
@@ -16,7 +16,7 @@ from torch import fx
 from fdp import pytree
 from fdp.errors import TraceError, build_message
 from fdp.trace.graph.dependencies import operations_of
-from fdp.trace.operators.effects import by_places, collective_of, effects_of, is_marker, storages_of
+from fdp.trace.operators.effects import collective_of, effects_of, is_marker, storage_indexed, storages_of
 from fdp.trace.operators.source import located
 from fdp.trace.trace import Input, Loop, Trace
 
@@ -42,12 +42,12 @@ run_loop = RunLoop()
 
 
 def is_loop(node: fx.Node) -> bool:
-    """Whether a node is what stands for a loop."""
+    """Whether a node is the call of a loop."""
     return node.op == "call_function" and node.target is run_loop
 
 
 def changed_operands(node: fx.Node) -> tuple[list[int], list[int]]:
-    """Which tensors a loop is given it changes, and which it only reads: their positions."""
+    """The positions of the tensors that a loop changes, and of those that it only reads."""
     operands: Any = node.args[2]
     writes = effects_of(node).writes
     changed = [index for index, operand in enumerate(operands) if operand in writes]
@@ -55,7 +55,7 @@ def changed_operands(node: fx.Node) -> tuple[list[int], list[int]]:
 
 
 def outline_loops(name: str, graph_module: fx.GraphModule) -> None:
-    """Make one call of each loop in a graph that was traced flat.
+    """Replace each loop of a flat graph by one call of a graph of its own.
 
     Args:
         name: the user's function, for messages.
@@ -175,7 +175,7 @@ def _outline(
 
 
 def _move_ahead(graph_module: fx.GraphModule, begin: fx.Node, region: list[fx.Node], left: set[int]) -> set[fx.Node]:
-    """Move before a loop the making of what it fills and leaves behind, and closed-over tensors."""
+    """Move the creation of tensors that outlive the loop, and closed-over tensors, in front of it."""
     moved: set[fx.Node] = set()
     inside = set(region)
     for node in region:
@@ -246,12 +246,12 @@ def _refuse_numbers(name: str, operands: list[fx.Node], region: list[fx.Node]) -
 
 
 def _refuse_places(name: str, body: fx.Graph, operands: list[fx.Node]) -> None:
-    """A view by absolute places in memory: what the loop is given lies elsewhere than when it was traced."""
+    """Refuse `as_strided` of a tensor that the loop is given: its storage offset differs from that of the trace."""
     given = {storage for operand in operands for storage in storages_of(operand)}
     offenders = [
         located(node)
         for node in body.nodes
-        if any(not given.isdisjoint(storages_of(argument)) for argument in by_places(node))
+        if any(not given.isdisjoint(storages_of(argument)) for argument in storage_indexed(node))
     ]
     if offenders:
         raise TraceError(

@@ -1,4 +1,4 @@
-"""What has to be equal on all ranks besides their messages: the arithmetic that replicated results come from.
+"""The arithmetic behind replicated results, as text: ranks compare it besides their messages.
 
 The analysis of what varies believes that a Python number is the same everywhere. One that a step makes from the
 length of its batch, or from its rank, is not; where such a number goes into a replicated result, ranks would drift
@@ -61,7 +61,7 @@ def closed_over(graph_module: fx.GraphModule, names: Mapping[int, str]) -> Itera
 
 
 def _is_made_by_step(node: fx.Node) -> bool:
-    """Whether a constant is a tensor that the step made from a Python number, as in torch.tensor(len(batch))."""
+    """Whether a constant was made by the step from a Python number, as in torch.tensor(len(batch))."""
     return all(operator_name(user) == "lift_fresh_copy" for user in node.users)
 
 

@@ -50,7 +50,7 @@ def varying_nodes(graph: fx.Graph, varying_inputs: Iterable[fx.Node]) -> Mapping
 
 
 def ever_varying(graph: fx.Graph, varying_inputs: Iterable[fx.Node]) -> frozenset[int]:
-    """The memory that may differ from rank to rank at any moment of the step, also where it does not at the end.
+    """The memory that may differ from rank to rank at any moment of the step.
 
     Args:
         graph: a traced graph.
@@ -61,7 +61,7 @@ def ever_varying(graph: fx.Graph, varying_inputs: Iterable[fx.Node]) -> frozense
 
 
 def _walk(graph: fx.Graph, varying_inputs: Iterable[fx.Node]) -> tuple[dict[int, Cause], frozenset[int]]:
-    """For the memory that varies at the end, why; and the memory that varies at any moment."""
+    """The memory that varies at the end, with causes; and the memory that varies at any moment."""
     causes: dict[int, Cause] = {}
     ever: set[int] = set()
     for node in varying_inputs:
@@ -104,7 +104,7 @@ def _only_shape(node: fx.Node) -> bool:
 
 
 def _uneven(graph: fx.Graph, varying_inputs: Iterable[fx.Node]) -> frozenset[fx.Node]:
-    """The values whose shapes may differ from rank to rank: batches may, and what is made of them.
+    """The values whose shapes may differ from rank to rank: batches, and what is computed from them.
 
     What is written in place keeps its shape, whatever is written; what comes of a collective has one on all ranks. A
     scalar counts as well: it may be expanded to the length of a batch.
@@ -127,12 +127,12 @@ def _is_scalar(node: fx.Node) -> bool:
 
 
 def _covers(writes: Iterable[fx.Node]) -> bool:
-    """Whether the written tensors are all of their memory."""
+    """Whether the written tensors cover all of their memory."""
     return all(_is_whole(write.meta["val"]) for write in writes)
 
 
 def _is_whole(value: torch.Tensor) -> bool:
-    """Whether a tensor names each byte of its memory once.
+    """Whether a tensor has each byte of its storage as an element exactly once.
 
     As many elements as there are in memory are not enough: windows that overlap leave others out.
     """

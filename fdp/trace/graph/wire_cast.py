@@ -1,7 +1,7 @@
-"""Round each gradient for the wire as soon as it is there.
+"""Cast each gradient to the wire dtype as soon as it has been computed.
 
-The program of the user rounds gradients when all of them are there, behind the whole backward pass. A bucket that
-waited for that would hide behind nothing.
+The user's program casts gradients when the whole backward pass is over. A bucket that waited for that would not overlap
+with it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from fdp.trace.graph.loops import regions_of
 from fdp.trace.operators.effects import effects_of, is_marker, storages_of
 
 
-def round_early(graph: fx.Graph) -> None:
-    """Move each cast of a gradient for the wire right behind what makes, or last changes, what it reads.
+def cast_early(graph: fx.Graph) -> None:
+    """Move each cast to the wire dtype right behind the operator that computes, or last changes, the gradient.
 
     What was made in a loop, and never changed after it, is cast behind the loop: the loop runs many times.
 
     Args:
         graph: a traced graph; its order is changed.
     """
-    casts: list[Any] = [node.args[0] for node in graph.nodes if is_marker(node, "all_reduce") and is_rounded(node)]
+    casts: list[Any] = [node.args[0] for node in graph.nodes if is_marker(node, "all_reduce") and is_wire_cast(node)]
     if not casts:
         return
     writers: dict[int, list[fx.Node]] = {}
@@ -45,8 +45,8 @@ def round_early(graph: fx.Graph) -> None:
             cast.meta["backward"], cast.meta["source"] = last.meta.get("backward"), last.meta.get("source")
 
 
-def is_rounded(marker: fx.Node) -> bool:
-    """Whether what a marker sends is a gradient that was cast for the wire."""
+def is_wire_cast(marker: fx.Node) -> bool:
+    """Whether a marker sends a gradient that was cast to the wire dtype."""
     source: Any = marker.args[0]
     wire = marker.args[5] if len(marker.args) > 5 else None
     return (

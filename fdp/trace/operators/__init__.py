@@ -1,1 +1,1 @@
-"""What is known of one operator of a graph: what it does to memory, how its results lie, which line called it."""
+"""What is known of one operator of a graph: its memory effects, the strides of its results, and its source line."""

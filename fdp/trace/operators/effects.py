@@ -1,4 +1,4 @@
-"""What an operator does to memory: which of its tensors it reads, writes, or merely looks at under another shape.
+"""The memory effects of an operator: which of its tensors it reads, writes, or only returns views of.
 
 The schema of an operator says most of it. The few operators whose schema says too little, or too much, are
 listed here, and nowhere else.
@@ -89,7 +89,7 @@ class Effects:
 
 
 def effects_of(node: fx.Node) -> Effects:
-    """Read off the memory effects of a node of a traced graph (once: the graph does not change)."""
+    """The memory effects of a node of a traced graph; they are kept with the node."""
     known: Effects | None = node.meta.get("effects")
     if known is None:
         known = node.meta["effects"] = _read_effects(node)
@@ -139,11 +139,11 @@ def _read_effects(node: fx.Node) -> Effects:
 
 
 _CHECKED_BY_TRACING = frozenset({_aten._assert_tensor_metadata.default})
-"""What is the same at every call of a signature."""
+"""Operators that check what is equal at every call of a signature."""
 
 
-def taken_for_shape(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The arguments of which a node reads the shape alone, though its schema does not say so.
+def read_for_shape_only(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The arguments of which a node reads only the shape, which its schema does not say.
 
     Such is the first argument of `rand_like`. And the backward of a convolution reads its weight for the gradient of
     the input only, and the input for that of the weight. `vmap` relies on it: where one of the two is not asked for, it
@@ -178,29 +178,29 @@ def _effects_inside(node: fx.Node) -> Effects:
     )
 
 
-def by_places(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The arguments of which a node means elements by their places in memory, counted from where that memory begins.
+def storage_indexed(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The arguments that a node indexes by position in their storage, as `as_strided` does, and not by their shape.
 
-    Such an argument has to lie in memory of its own, as in the trace: where it begins late in other memory, the same
-    places are those of other values. A branch of a condition may mean any of what the condition is given; a microbatch
-    of `fdp.accumulate` means none so.
+    Such an argument needs a storage of its own, as in the trace: in the middle of other memory, the same positions
+    belong to other values. A branch of a condition may index any operand of the condition; a microbatch of
+    `fdp.accumulate` indexes none.
     """
     if node.op != "call_function":
         return ()
     if getattr(node.target, "namespace", "") == "higher_order":
-        return tuple(node.all_input_nodes) if any(map(by_places, inner_nodes(node))) else ()
+        return tuple(node.all_input_nodes) if any(map(storage_indexed, inner_nodes(node))) else ()
     if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
         return ()
-    return tuple(nodes_in(node.args[0])) if operator_name(node) in _BY_PLACES else ()
+    return tuple(nodes_in(node.args[0])) if operator_name(node) in _INDEXES_STORAGE else ()
 
 
-_BY_PLACES = frozenset({"as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter"})
+_INDEXES_STORAGE = frozenset({"as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter"})
 
 
-def memory_by_places(graph: fx.Graph) -> frozenset[int]:
-    """The memory of which some node of a graph means elements by their places; see `by_places`."""
+def storage_indexed_memory(graph: fx.Graph) -> frozenset[int]:
+    """The memory that some node of a graph indexes by position; see `storage_indexed`."""
     return frozenset(
-        storage for node in graph.nodes for argument in by_places(node) for storage in storages_of(argument)
+        storage for node in graph.nodes for argument in storage_indexed(node) for storage in storages_of(argument)
     )
 
 
@@ -228,7 +228,7 @@ def operator_name(node: fx.Node) -> str:
 
 
 def target_text(node: fx.Node) -> str:
-    """What a node calls, as text that is the same in every process: of some functions `str` tells where they lie."""
+    """What a node calls, as text that is equal in every process: `str` of some functions has an address in it."""
     text = str(node.target)
     return text if without_addresses(text) == text else comparable(node.target)
 
@@ -260,7 +260,7 @@ def collective_of(node: fx.Node) -> Collective | None:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of a result, or of arguments: the value itself, or those in it, in order."""
+    """The tensors of a result or of arguments, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [x for item in value for x in tensors_in(item)] if isinstance(value, (list, tuple)) else []
@@ -289,7 +289,7 @@ def storages_of(node: fx.Node) -> tuple[int, ...]:
 
 
 def entries_of(node: fx.Node) -> int | None:
-    """How many tensors an operator treats independently of each other; None if it cannot be taken apart.
+    """The number of list entries that an operator treats independently of each other; None if it does not.
 
     Fused optimizers and `_foreach` operators do the same to each entry of their lists, and nothing across.
     """
@@ -310,7 +310,7 @@ def list_arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Whether an operator that can draw random numbers does: attention that drops nothing, and evaluation, do not.
+    """Whether an operator that can draw random numbers does so: attention without dropout, and evaluation mode, do not.
 
     (`native_dropout` and `bernoulli` with a probability of zero do, though nothing shows in their results.)
     """
@@ -333,7 +333,7 @@ def _updates_statistics(node: fx.Node) -> bool:
 
 
 def nodes_in(value: Any) -> Iterator[fx.Node]:
-    """The nodes of an argument: the value itself, or those in it, in order."""
+    """The nodes in an argument, in order."""
     if isinstance(value, fx.Node):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -342,7 +342,7 @@ def nodes_in(value: Any) -> Iterator[fx.Node]:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether what a node returns lies in the memory of its first argument."""
+    """Whether a node returns a view of its first argument."""
     if node.target is operator.getitem:
         return True
     if not isinstance(node.target, OpOverload) or not node.args or not isinstance(node.args[0], fx.Node):
@@ -352,7 +352,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def whole_of(node: fx.Node) -> fx.Node:
-    """What a node is a view of; as far as that has the same dtype, in whose elements places are counted."""
+    """The base of a view, as far back as the dtype is the same, so that offsets count the same elements."""
     counted = node.meta["val"].dtype
     while node.op == "call_function" and is_view(node):
         first: Any = node.args[0]

@@ -1,4 +1,4 @@
-"""Rules for fake tensors of operators that have none in torch, or bad ones.
+"""Fake-tensor rules for operators that have none in torch, or wrong ones.
 
 (This relies on every operator passing through `FakeTensorMode.dispatch`. A subclass of the mode would be unknown to
 torch.cond and the like.)
@@ -22,7 +22,7 @@ from fdp.trace.operators.kernel_strides import KernelStrides
 _CTC_LOSS = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
 
 _REAL = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-"""Types of tensors that have values: those that a step closes over."""
+"""Types of tensors with values: closed-over ones."""
 
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 """What `torch.tensor` calls on the numbers that it was given, as a tensor with values."""
@@ -36,8 +36,8 @@ _BATCH_NORMS = {torch.ops.aten.native_batch_norm.default: 0, torch.ops.aten.nati
 """Operators whose rule for fake tensors is amended, and where their input stands among the arguments."""
 
 
-def teach(fake_mode: Any) -> Callable[[], bool]:
-    """Give rules to operators that have none for fake tensors, or bad ones.
+def add_fake_rules(fake_mode: Any) -> Callable[[], bool]:
+    """Add rules for operators that have none for fake tensors, or wrong ones, to a mode.
 
     A fused optimizer does nothing to fake tensors. Some of its overloads (those whose learning rate is a tensor) have
     no rule. The mode would then run the real kernel on as many zeros as there are parameters, gradients and moments,
@@ -109,7 +109,7 @@ def _changes_a_list(name: str) -> bool:
 def _as_its_kernel(
     fake_mode: Any, kernels: KernelStrides, func: Any, args: Sequence[Any], kwargs: Any, result: Any
 ) -> Any:
-    """Results with the strides that the operator's kernel gives them."""
+    """Results with the strides that the operator's kernel returns."""
     whole = result if isinstance(result, (list, tuple)) else [result]
     results = [each for each in whole if isinstance(each, torch.Tensor)]
     strides = kernels.of(func, args, kwargs, results)
@@ -135,7 +135,7 @@ def _ctc_results(log_probs: torch.Tensor, targets: torch.Tensor, lengths: Any) -
 
 
 def _laid_out(fake_mode: Any, func: Any, args: Sequence[Any], result: Any) -> Any:
-    """The results of batch normalisation, as its kernel for CPUs makes them.
+    """The results of batch normalisation, with the strides of its CPU kernel.
 
     The rule for fake tensors keeps the strides of the input, and of a transposed one the kernel does not: a view of the
     result that is possible in one layout is not in the other. It also takes statistics to be of the dtype of the input,

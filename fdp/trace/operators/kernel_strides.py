@@ -1,4 +1,4 @@
-"""Strides that the kernel of an operator gives its results, where the rule for fake tensors may say others.
+"""The strides of a kernel's results, where the rule for fake tensors may predict others.
 
 The rules follow the kernels well where all that they are given is contiguous. Of other values some kernels make
 contiguous results and some do not, and of dimensions of size one nearly each makes strides of its own. A trace that
@@ -18,13 +18,13 @@ from fdp.pytorch.overloads import OpOverload, schema_of
 from fdp.trace.operators.effects import tensors_in
 
 _MOST_ELEMENTS = 2**28
-"""Of larger values the rule is believed: to make the call would take time and memory."""
+"""For larger values the rule is trusted: making the call would take time and memory."""
 
 _TRUSTED = frozenset(
     {"mm", "addmm", "bmm", "baddbmm", "empty_like", "zeros_like", "ones_like", "full_like",
      "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided", "_to_copy", "clone"}
 )  # fmt: skip
-"""Operators whose rules say what their kernels do, whatever they are given."""
+"""Operators whose rules always agree with their kernels."""
 
 
 class KernelStrides:
@@ -101,7 +101,7 @@ _READ: Mapping[type, Any] = {torch.SymFloat: 1.0, torch.SymInt: 1, torch.SymBool
 
 
 def _with_zeros(value: Any) -> Any:
-    """Zeros in the place of each tensor, that lie as it does."""
+    """The arguments with zeros in place of each tensor, with its strides."""
     if isinstance(value, torch.Tensor):
         span = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
         flat = torch.zeros(span if value.numel() else 0, dtype=value.dtype, device=value.device)
@@ -114,7 +114,7 @@ def _with_zeros(value: Any) -> Any:
 
 
 def _what_strides_depend_on(value: Any) -> Any:
-    """A value as far as strides depend on it."""
+    """The part of a value that strides depend on."""
     if isinstance(value, torch.Tensor):
         return "tensor", tuple(value.shape), tuple(value.stride()), value.dtype, value.device
     if type(value) in _READ:
@@ -131,7 +131,7 @@ def _has_other_layouts(value: torch.Tensor) -> bool:
 
 
 def _is_in_rows(value: torch.Tensor) -> bool:
-    """Whether a tensor has exactly the strides of a new one, also in dimensions of size one."""
+    """Whether a tensor has exactly the strides of a new contiguous one, also in dimensions of size one."""
     step = 1
     for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
         if stride != step:

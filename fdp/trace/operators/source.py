@@ -1,4 +1,4 @@
-"""Which line of the user's code each node of a trace came from, also for the backward pass.
+"""The line of the user's code that each node of a trace came from, also in the backward pass.
 
 In the forward pass the innermost line that belongs neither to torch nor to fdp is noted for every operator as it is
 recorded, under the sequence number that autograd gave the operation. In the backward pass the node of the autograd
@@ -33,7 +33,7 @@ _MODELS = tuple(
     os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), *path)
     for path in (("nn", ""), ("distributions", ""), ("optim", ""), ("amp", ""), ("functional.py",))
 )
-"""Those parts of torch that are written with the functions that users write with, and may read values as users do."""
+"""Parts of torch that call the public functions of torch as users do, and may read values."""
 
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 
@@ -93,7 +93,7 @@ def source_lines(tracer: Any) -> Iterator[None]:
 
 
 def _source_of_arguments(node: fx.Node) -> Source | None:
-    """What a hook does to a gradient belongs to the line that the gradient comes from."""
+    """The source of a node's arguments: what a hook does to a gradient belongs to the line of the gradient."""
     found = [argument.meta.get("source") for argument in node.all_input_nodes if argument.op == "call_function"]
     return next((source for source in reversed(found) if source is not None), None)
 

@@ -1,1 +1,1 @@
-"""A step with sharded state: which values lie in parts, and the graph for one rank that holds its own."""
+"""Steps with sharded state: which values are divided among ranks, and the graph for one rank."""

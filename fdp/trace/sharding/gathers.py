@@ -1,4 +1,4 @@
-"""When a whole value is gathered from its parts (once, or again for each backward pass), and when a part is taken.
+"""When whole values are gathered (once, or again for the backward pass), and when parts are taken.
 
 References:
     Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel (VLDB 2023), sections 3.2 and 3.3.
@@ -17,7 +17,7 @@ from fdp.trace.sharding.units import is_same_view
 
 
 def phases_of(graph: fx.Graph, in_loops: Container[fx.Node], again: bool) -> Mapping[fx.Node, int]:
-    """Cut a step into passes, forward and backward by turns: in each a whole value is gathered at most once.
+    """Number the forward and backward passes of a step; a whole value is gathered at most once in each.
 
     Args:
         graph: of the step on whole values.
@@ -38,10 +38,10 @@ def phases_of(graph: fx.Graph, in_loops: Container[fx.Node], again: bool) -> Map
     return found
 
 
-def begin_late(graph: fx.Graph, gathers: Sequence[tuple[fx.Node, fx.Node]]) -> None:
-    """Let each message begin when the value of the one before is there, and no earlier: it takes memory.
+def start_gathers_late(graph: fx.Graph, gathers: Sequence[tuple[fx.Node, fx.Node]]) -> None:
+    """Start each gather when the previous one has arrived, and no earlier: a gathered value takes memory.
 
-    While that value is computed with, the next one is on its way.
+    So the next value is under way while the previous one is used.
 
     Args:
         graph: of the step on one rank. The nodes of messages get a `meta["after"]`: the names of those to
@@ -59,8 +59,8 @@ def begin_late(graph: fx.Graph, gathers: Sequence[tuple[fx.Node, fx.Node]]) -> N
             rows.meta["after"] = (before.name,)
 
 
-def take_late(graph: fx.Graph, parts: Sequence[tuple[fx.Node, ...]]) -> None:
-    """Let the part of an input be taken when what it is computed with is there, and no earlier: it takes memory.
+def take_parts_late(graph: fx.Graph, parts: Sequence[tuple[fx.Node, ...]]) -> None:
+    """Take the part of an input right before its first reader, and no earlier: it takes memory.
 
     Args:
         graph: of the step on one rank. Nodes are moved, and those that copy get a `meta["after"]`.
@@ -80,7 +80,7 @@ def take_late(graph: fx.Graph, parts: Sequence[tuple[fx.Node, ...]]) -> None:
 
 
 def _read_with(reader: fx.Node, value: fx.Node) -> list[fx.Node]:
-    """What an operator reads together with a value: of an operator on lists, the same entry of each."""
+    """The other arguments of a reader of a value; of an operator on lists, those of the same entry."""
     lists = [listed for _, listed in list_arguments(reader) if listed]
     entries = {at for listed in lists for at, each in enumerate(listed) if each is value}
     if not entries:
@@ -103,7 +103,7 @@ def _first_reader(value: fx.Node, order: Mapping[fx.Node, int]) -> fx.Node | Non
 
 
 def origin_of(node: fx.Node) -> fx.Node:
-    """What a node is another name of."""
+    """The node that a chain of identical views begins with."""
     while is_same_view(node) and node.target is not operator.getitem:
         node = node.all_input_nodes[0]
     return node

@@ -1,4 +1,4 @@
-"""Which values of a traced step are computed in parts, where some of its inputs are sharded.
+"""Which values of a traced step are divided among ranks, if some of its inputs are.
 
 The step is traced on whole values. Here it is decided, for each piece of memory in that graph, whether a rank holds its
 own part of it or the whole. Three rules:
@@ -42,7 +42,7 @@ from fdp.trace.sharding.units import (
 
 @dataclass
 class _MemoryUse:
-    """What a graph does with a piece of memory."""
+    """How a graph uses a piece of memory."""
 
     made_by: list[Unit] = field(default_factory=list)
     written_by: list[Unit] = field(default_factory=list)
@@ -55,7 +55,7 @@ class _MemoryUse:
 def placements(
     graph: fx.Graph, sharded: Mapping[fx.Node, Part], varying_inputs: Iterable[fx.Node]
 ) -> Mapping[int, Part]:
-    """Decide which memory lies in parts.
+    """Decide which memory is divided among ranks.
 
     Args:
         graph: a traced graph, on whole values.
@@ -102,7 +102,7 @@ class _Decision:
         return parts
 
     def _look(self) -> None:
-        """What the graph does with its memory, and which memory cannot lie in parts."""
+        """Find how the graph uses memory, and which memory cannot be divided."""
         for node in self._graph.nodes:
             value = node.meta.get("val")
             for number, x in zip(storages(value), tensors_of(value), strict=False):
@@ -140,7 +140,7 @@ class _Decision:
                 self._whole.add(number)
 
     def _forwards(self) -> dict[int, Part]:
-        """What is computed element by element of what lies in parts, from the inputs on."""
+        """Forwards from the inputs: results that are computed element by element from divided values."""
         parts = {
             number: part
             for node, part in self._sharded.items()
@@ -161,7 +161,7 @@ class _Decision:
         return parts
 
     def _backwards(self, parts: dict[int, Part]) -> None:
-        """What only those read that compute parts, from the results on."""
+        """Backwards from the results: values that only operators on parts read."""
         either: set[int] = set()  # what only numbers are made of, and may lie as its operands do
         for unit in reversed(self._units):
             for number in unit.makes:
@@ -191,16 +191,16 @@ class _Decision:
                         parts.update(trial)
 
     def _reads_either_way(self, unit: Unit, either: set[int]) -> bool:
-        """Whether a unit makes numbers, or what only numbers are made of."""
+        """Whether a unit reduces to one number, or computes what is only used for such numbers."""
         results = unit.results
         return self._reduces(unit) or (is_elementwise(unit) and bool(results) and either.issuperset(results))
 
     def _reduces(self, unit: Unit) -> bool:
-        """Whether a unit makes one number of parts. In a loop it does not: it would send in each round."""
+        """Whether a unit may reduce parts to one number. In a loop it may not: it would send in each round."""
         return unit.node not in self._in_loops and reduces_all(unit)
 
     def _follow(self, unit: Unit, part: Part, either: set[int], parts: dict[int, Part]) -> None:
-        """Have a unit compute parts of what only numbers are made of, and those that read it."""
+        """Let a unit whose results are only used for such numbers compute parts, and its readers, too."""
         results = unit.results
         if self._reduces(unit) or not results or not either.issuperset(results) or not self._may_compute(unit, part):
             return
@@ -211,7 +211,7 @@ class _Decision:
                     self._follow(reader, part, either, parts)
 
     def _part_of_operands(self, unit: Unit, parts: Mapping[int, Part]) -> Part | None:
-        """How operands of the shape of a unit's results are divided, if any is."""
+        """How an operand of the shape of a unit's results is divided; None if none is."""
         for x in (*unit.writes, *unit.reads):
             if unit.shape is not None and tuple(x.meta["val"].shape) == unit.shape and is_own_memory(x):
                 for number in storages_of(x):
@@ -220,7 +220,7 @@ class _Decision:
         return None
 
     def _may_compute(self, unit: Unit, part: Part) -> bool:
-        """Whether a unit can compute parts, of operands that lie in parts or of which a rank can take its own."""
+        """Whether a unit can compute its results in parts: operands are divided, or each rank can take its part."""
         return (
             is_elementwise(unit)
             and unit.shape is not None
@@ -231,7 +231,7 @@ class _Decision:
         )
 
     def _computes_parts(self, unit: Unit, parts: Mapping[int, Part]) -> bool:
-        """Whether all results of a unit lie in parts, in the same way, and it can make them so."""
+        """Whether all results of a unit are divided in one way, and the unit can compute them so."""
         found = [parts.get(number) for number in unit.results]
         if not found or found[0] is None or any(part != found[0] for part in found):
             return False

@@ -1,4 +1,4 @@
-"""One number of a tensor that lies in parts: each rank makes one of its part, and the ranks put them together."""
+"""Reductions to one number of a divided tensor: each rank reduces its part, and ranks combine the numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OverRanks = Callable[[fx.Node, str], fx.Node]
 
 
 def combined(node: fx.Node, own: fx.Node, ranks: int, new: New, over_ranks: OverRanks) -> fx.Node:
-    """Put the numbers of the ranks together.
+    """Combine the numbers of the ranks.
 
     Args:
         node: the operator on the whole tensor.

@@ -1,4 +1,4 @@
-"""A step with sharded state: traced on whole values, then written anew for one rank."""
+"""A step with sharded state: traced on whole values, then rewritten for one rank."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from fdp.trace.trace import Input, Link, Output
 
 
 @dataclass(frozen=True)
-class Example:
-    """What a tracer asks of a tensor, of one that no rank holds as a whole."""
+class WholeExample:
+    """Stands for the whole of a sharded tensor while a step is traced; has what the tracer asks for."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class ForOneRank:
 
 
 def whole_inputs(inputs: Sequence[Input], flat: Flat) -> list[Input]:
-    """The inputs of a step with the whole of each that is sharded: state, as any other."""
+    """The inputs of a step, with sharded ones as whole ones."""
     found = []
     for item, shard in zip(inputs, shards_of(flat), strict=True):
         if shard is not None:
@@ -59,9 +59,9 @@ def whole_inputs(inputs: Sequence[Input], flat: Flat) -> list[Input]:
 
 
 def examples_of(inputs: Sequence[Input], flat: Flat) -> list[Any]:
-    """What stands for the inputs of a step while it is traced on whole values."""
+    """The example inputs with which a step is traced on whole values."""
     return [
-        tensor if item.part is None else Example(item.shape, item.dtype, item.device)
+        tensor if item.part is None else WholeExample(item.shape, item.dtype, item.device)
         for item, tensor in zip(inputs, flat.tensors, strict=True)
     ]
 
@@ -92,7 +92,7 @@ def for_one_rank(
     varying: Sequence[fx.Node],
     again: bool = False,
 ) -> ForOneRank:
-    """Write a step anew for one rank.
+    """Rewrite a step for one rank.
 
     Args:
         name: the user's function.
@@ -130,7 +130,7 @@ def for_one_rank(
 
 
 def _warn_of_gathered(name: str, outputs: Sequence[Output], gathered: Sequence[int], inputs: Sequence[Input]) -> None:
-    """Say once what of sharded state is returned whole: that may be a mistake."""
+    """Warn once of sharded state that is returned whole: that may be a mistake."""
     shapes = {item.shape for item in inputs if item.part is not None}
     found = [outputs[at] for at in gathered if outputs[at].slot is None and outputs[at].shape in shapes]
     if found:

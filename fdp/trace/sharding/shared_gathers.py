@@ -1,4 +1,4 @@
-"""Small values that are gathered near each other share a message: on a network each message waits for its answer once.
+"""Small values that are gathered close together share a message, which saves latency.
 
 References:
     Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training (VLDB 2020), section 3.2.3: what
@@ -17,7 +17,7 @@ from torch import fx
 
 from fdp.trace.graph.loops import regions_of
 from fdp.trace.operators.effects import effects_of, storages_of
-from fdp.trace.sharding.gathers import begin_late
+from fdp.trace.sharding.gathers import start_gathers_late
 from fdp.trace.trace import Link
 
 SMALL_BYTES = 2**20
@@ -60,7 +60,7 @@ class Gather:
 
 
 def share_messages(graph: fx.Graph, gathers: Sequence[Gather], new: Callable[..., fx.Node], few: bool) -> list[Link]:
-    """Let small values share messages, as far as each part is there when the first of them is sent.
+    """Let small values share messages, if each part has its value when the first of them is sent.
 
     Args:
         graph: of a step on one rank; it is changed.
@@ -80,12 +80,12 @@ def share_messages(graph: fx.Graph, gathers: Sequence[Gather], new: Callable[...
             links[gather] = replace(gather.link, node=message.name, start=start)
             messages[gather] = message
     if few:
-        begin_late(graph, [(messages[gather], gather.whole) for gather in gathers])
+        start_gathers_late(graph, [(messages[gather], gather.whole) for gather in gathers])
     return list(links.values())
 
 
 def _groups(graph: fx.Graph, gathers: Sequence[Gather], share: float) -> list[list[Gather]]:
-    """Which values share a message, which takes the place of the first one's."""
+    """The groups of values that share a message; it is sent where that of the first one was."""
     order = {node: index for index, node in enumerate(graph.nodes)}
     ready = _ready(graph, gathers, order)
     in_loops = {node for _, region, _ in regions_of(graph) for node in region}
@@ -106,7 +106,7 @@ def _groups(graph: fx.Graph, gathers: Sequence[Gather], share: float) -> list[li
 
 
 def _ready(graph: fx.Graph, gathers: Sequence[Gather], order: Mapping[fx.Node, int]) -> Mapping[Gather, int]:
-    """From where in the graph on each part is what it is when it is gathered."""
+    """The position from which on each part has the value that is gathered."""
     changes: defaultdict[int, list[int]] = defaultdict(list)
     for node in graph.nodes:
         for written in effects_of(node).writes if node.op == "call_function" else ():
@@ -124,7 +124,7 @@ def _ready(graph: fx.Graph, gathers: Sequence[Gather], order: Mapping[fx.Node, i
 
 
 def _together(graph: fx.Graph, group: Sequence[Gather], new: Callable[..., fx.Node]) -> tuple[fx.Node, list[int]]:
-    """Send the parts of several values one behind the other, and take apart what arrives.
+    """Concatenate the parts of several values, gather them in one message, and split the result.
 
     Returns:
         The message, and for each value how many elements of a rank's row lie before its own.

@@ -1,8 +1,8 @@
-"""A traced step on whole values, written anew for one rank that holds parts of some of them.
+"""A traced step on whole values, rewritten for one rank that holds parts of some of them.
 
-As a compiler for single programs on many devices does it: the step is traced as if there were one device, and then each
-operator is written for the part that a rank computes. What is put in between are the collectives that users can call,
-too, so that everything behind (plan, program, proofs) knows them.
+This is SPMD partitioning: the step is traced as if there were one device, and then each operator is rewritten for the
+part that a rank computes. The collectives that are inserted are those that users can call, too, so that plan, program
+and proofs know them.
 
 References:
     Xu et al., GSPMD: General and Scalable Parallelization for ML Computation Graphs (2021), section 3.
@@ -28,7 +28,7 @@ from fdp.trace.operators.effects import (
     operator_name,
     storages_of,
 )
-from fdp.trace.sharding.gathers import entry_of, origin_of, phases_of, take_late
+from fdp.trace.sharding.gathers import entry_of, origin_of, phases_of, take_parts_late
 from fdp.trace.sharding.placements import is_scattered
 from fdp.trace.sharding.reductions_of_parts import combined
 from fdp.trace.sharding.shared_gathers import Gather, share_messages
@@ -61,7 +61,7 @@ def for_rank(
     returned: Sequence[Part | None],
     again: bool = False,
 ) -> Partitioned:
-    """Write a graph on whole values anew, for one rank.
+    """Rewrite a graph on whole values for one rank.
 
     Args:
         module: the graph; it is not changed.
@@ -79,7 +79,7 @@ def for_rank(
 
 
 class _Rewriting:
-    """One graph that is written anew."""
+    """One graph that is being rewritten."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class _Rewriting:
         self._graph.output_node().meta.update(self._module.graph.output_node().meta)
         self._links += share_messages(self._graph, self._gathers, self._new, few=self._again)
         unchanged = [nodes for whole, nodes in self._taken if not self._changed.intersection(storages_of(whole))]
-        take_late(self._graph, unchanged)
+        take_parts_late(self._graph, unchanged)
         made = fx.GraphModule(self._module, self._graph)
         return Partitioned(made, self._links, gathered)
 
@@ -173,7 +173,7 @@ class _Rewriting:
         return made
 
     def _new(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A call that is put in, on behalf of the node that is being written."""
+        """Insert a call, on behalf of the node that is being rewritten."""
         node = self._graph.call_function(target, args, kwargs)
         assert self._now is not None
         node.meta = {"source": self._now.meta.get("source"), "backward": self._now.meta.get("backward", False)}
@@ -181,7 +181,7 @@ class _Rewriting:
         return node
 
     def _value(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """What a call makes of example values."""
+        """The example value of a call's result."""
         values, options = fx.map_arg((tuple(args), dict(kwargs)), lambda node: node.meta["val"])
         with self._mode, torch.no_grad():
             return target(*values, **options)
@@ -189,7 +189,7 @@ class _Rewriting:
     # --- whole values and parts -----------------------------------------------------------------------------------
 
     def _lies_in_parts(self, node: fx.Node) -> bool:
-        """Whether what stands for a node is a part: it is a whole piece of memory that lies in parts."""
+        """Whether the new graph has only this rank's part of a node: it has a divided piece of memory to itself."""
         return (
             isinstance(node.meta.get("val"), torch.Tensor)
             and is_own_memory(node)
@@ -213,7 +213,7 @@ class _Rewriting:
         return self._gathered[number, phase]
 
     def _is_whole_view(self, node: fx.Node) -> bool:
-        """Whether a node is a view of the whole of what lies in parts, and may be made anew."""
+        """Whether a node is a view of a gathered value that may be taken again from another gather."""
         numbers = storages_of(node)
         return (
             node.op == "call_function"
@@ -224,7 +224,7 @@ class _Rewriting:
         )
 
     def _viewed_again(self, node: fx.Node, phase: int) -> fx.Node:
-        """A view that was made in an earlier pass, of what is gathered in this one."""
+        """A view from an earlier pass, taken again from what is gathered in this one."""
         if (node, phase) not in self._views:
             self._views[node, phase] = self._made(node, self._whole)
         return self._views[node, phase]
@@ -265,7 +265,7 @@ class _Rewriting:
         return taken
 
     def _gather_ahead(self, inner: fx.Node, begin: fx.Node) -> None:
-        """Gather before a loop what is read in it: in each round it would be gathered anew."""
+        """Gather before a loop what the loop reads: inside, each round would gather it anew."""
         self._now = begin
         for node in inner.all_input_nodes:
             if node in self._here and self._lies_in_parts(node):
@@ -298,7 +298,7 @@ class _Rewriting:
         self._here[node] = self._entry_by_entry(node, units, in_parts, reducing)
 
     def _reduces_parts(self, unit: Unit) -> bool:
-        """Whether a unit makes one number of what lies in parts; in a loop it would send in each round."""
+        """Whether a unit reduces a divided value to one number; in a loop it would send in each round."""
         return unit.node not in self._in_loops and reduces_all(unit) and self._lies_in_parts(unit.reads[0])
 
     def _computes_parts(self, unit: Unit) -> bool:
@@ -306,7 +306,7 @@ class _Rewriting:
         return bool(results) and all(number in self._parts for number in results) and is_elementwise(unit)
 
     def _made(self, node: fx.Node, take: Callable[[fx.Node], fx.Node]) -> fx.Node:
-        """A call of the same operator, on other nodes."""
+        """The same call on nodes of the new graph."""
         args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), take)
         return self._like(node, args, kwargs)
 
@@ -333,7 +333,7 @@ class _Rewriting:
         return self._parts[unit.results[0]]
 
     def _operand(self, node: fx.Node, unit: Unit, part: Part) -> fx.Node:
-        """What an operator on parts takes: a part of what is as large, all of what is broadcast."""
+        """The operand of an operator on parts: the part of a value of full size, the whole of one that is broadcast."""
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or unit.shape is None:
             return self._here[node]
@@ -384,7 +384,7 @@ class _Rewriting:
     # --- collectives ----------------------------------------------------------------------------------------------
 
     def _scattered(self, node: fx.Node) -> fx.Node:
-        """A sum or a mean over ranks of which this rank keeps its part."""
+        """A sum or mean over ranks as a reduce-scatter: this rank keeps its part."""
         given = {argument.name: value for argument, value in bound_arguments(node)}
         part, whole = self._parts[storages_of(node)[0]], self._whole(given["x"])
         rows = self._new(torch.ops.aten.view.default, whole, part.in_rows(whole.meta["val"].shape))
@@ -397,7 +397,7 @@ class _Rewriting:
         return made
 
     def _reduced(self, node: fx.Node, unit: Unit) -> fx.Node:
-        """One number of a tensor that lies in parts."""
+        """The reduction of a divided tensor to one number."""
         own = self._made(node, lambda x: self._here[x])
         own.meta["val"] = self._value(node.target, own.args, own.kwargs)
         return self._combine(node, own, unit)

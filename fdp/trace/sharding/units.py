@@ -1,4 +1,4 @@
-"""What an operator computes of which values, one unit for each entry of its lists, and which can be done in parts."""
+"""The units of an operator call, one for each list entry, and which of them can compute parts."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def units_of(node: fx.Node) -> Iterator[Unit]:
 
 
 def is_same_view(node: fx.Node) -> bool:
-    """Whether a node is its argument under another name: of the same shape, strides and dtype, in the same memory."""
+    """Whether a node is a view with the geometry of its argument."""
     if node.op != "call_function" or not effects_of(node).view or len(node.all_input_nodes) != 1:
         return False
     one, two = node.all_input_nodes[0].meta.get("val"), node.meta.get("val")
@@ -89,16 +89,16 @@ def is_same_view(node: fx.Node) -> bool:
         return not effects_of(node.all_input_nodes[0]).view  # one of several results
     if not (isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor)):
         return False
-    result: bool = _lie(one) == _lie(two)
+    result: bool = _geometry(one) == _geometry(two)
     return result
 
 
-def _lie(x: torch.Tensor) -> Any:
+def _geometry(x: torch.Tensor) -> Any:
     return x.shape, x.stride(), x.storage_offset(), x.dtype, x.is_conj(), x.is_neg()
 
 
 def is_own_memory(node: fx.Node) -> bool:
-    """Whether a node is a whole piece of memory, and no view of it in another shape."""
+    """Whether a node has a piece of memory to itself, and is no view of another shape."""
     while is_same_view(node):
         if isinstance(node.all_input_nodes[0].meta.get("val"), (list, tuple)):
             return True
@@ -107,7 +107,7 @@ def is_own_memory(node: fx.Node) -> bool:
 
 
 def is_elementwise(unit: Unit) -> bool:
-    """Whether each element of what a unit makes or writes comes of the elements of its operands at the same place."""
+    """Whether each element of a unit's results depends only on the elements of its operands at the same index."""
     target, name = unit.node.target, operator_name(unit.node)
     if not isinstance(target, OpOverload) or target.namespace != "aten" or effects_of(unit.node).random:
         return False
@@ -120,7 +120,7 @@ def is_elementwise(unit: Unit) -> bool:
 
 @functools.cache
 def _is_elementwise_list(name: str) -> bool:
-    """Whether an operator on lists does to each tensor what one that works element by element does."""
+    """Whether an operator on lists does to each tensor what an elementwise operator does."""
     single = name.removeprefix("_foreach_").rstrip("_")
     packet = getattr(torch.ops.aten, single, None)
     if packet is None or single in _REDUCES:  # `max` is one of two tensors, too
@@ -131,7 +131,7 @@ def _is_elementwise_list(name: str) -> bool:
 
 
 def reduces_all(unit: Unit) -> bool:
-    """Whether a unit makes one number of one tensor, in a way that parts can be put together."""
+    """Whether a unit reduces one tensor to one number, such that the numbers of parts can be combined."""
     value: Any = unit.node.meta.get("val")
     name = operator_name(unit.node)
     if unit.entry is not None:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fdp
 from fdp.trace.checks.uncertain_strides import AS_GIVEN
 from fdp.trace.operators import kernel_strides
-from fdp.trace.operators.fake_rules import teach
+from fdp.trace.operators.fake_rules import add_fake_rules
 
 OTHERWISE: dict[str, Draws] = {
     "copysign": lambda x: F.dropout(torch.copysign(torch.ones(x.shape), x), 0.5),
@@ -134,7 +134,7 @@ def test_operators_that_are_trusted_lie_as_their_rules_say(operator: Any, dtype:
             calls = [(x, x), (x, 2.0), (x, torch.tensor(2.0))] if binary else [(x, 2.0)] if scalar else [given]
             for call in calls:
                 mode = FakeTensorMode()
-                teach(mode)
+                add_fake_rules(mode)
                 fakes = [mode.from_tensor(each) if isinstance(each, torch.Tensor) else each for each in call]
                 with mode:
                     said = operator(*fakes)

@@ -19,7 +19,7 @@ from fdp.trace.operators.effects import is_view, whole_of
 _aten = torch.ops.aten
 
 
-def read_places_from_rows(graph: fx.Graph) -> None:
+def index_flat_copies(graph: fx.Graph) -> None:
     """Let what looks at places look at inputs, or at rows, and what writes to places write to copies.
 
     Branches of conditions are left as they are: they are proved by their text.
