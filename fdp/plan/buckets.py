@@ -1,4 +1,4 @@
-"""Put reductions into buckets: in production order, by kind, up to a size, and never in a circle.
+"""Put reductions into buckets: in production order, by kind, up to a size, and without cyclic dependencies.
 
 References: Li et al., PyTorch Distributed (VLDB 2020), section 3.2.3.
 """
@@ -17,8 +17,8 @@ from fdp.trace.trace import Operation, Reduction
 MIB = 2**20
 _ALIGNMENT_BYTES = 64
 _ALONE_BYTES = 4 * MIB
-"""From this size on, what is split between ranks has a message of its own. Beside others its rows would lie apart, and
-it would have to be copied there."""
+"""From this size on, a value that is split between ranks has a message of its own. In a bucket with others its rows
+would not be contiguous, and it would have to be copied there."""
 AUTO_CAP_MB = (1.0, 25.0)
 """What "auto" means: a small first bucket, so that communication begins early, then DDP's usual size."""
 
@@ -102,7 +102,7 @@ def partition_by_caps(
 
 
 def kind_of(reductions: Sequence[Reduction], upstream: Sequence[int], index: int) -> tuple[Any, ...]:
-    """The properties that reductions of one bucket have in common."""
+    """The properties that all reductions of a bucket share."""
     reduction = reductions[index]
     kind: tuple[Any, ...] = (
         reduction.op, reduction.root, str(reduction.dtype), str(reduction.accumulate_dtype), str(reduction.device),
@@ -113,7 +113,7 @@ def kind_of(reductions: Sequence[Reduction], upstream: Sequence[int], index: int
 
 
 def make_buckets(reductions: Sequence[Reduction], groups: Sequence[Sequence[int]]) -> tuple[Bucket, ...]:
-    """Lay out each group of reductions as one contiguous bucket, of a row for each rank where they are split."""
+    """Lay out each group of reductions as one contiguous bucket, with a row for each rank where they are split."""
     buckets = []
     for index, members in enumerate(groups):
         first = reductions[members[0]]
@@ -172,7 +172,7 @@ def arrange(buckets: Sequence[tuple[int, ...]], upstream: Sequence[int]) -> list
 def gathered_sooner(
     buckets: Sequence[tuple[int, ...]], reductions: Sequence[Reduction], upstream: Sequence[int], lag: int
 ) -> list[tuple[int, ...]]:
-    """Let buckets that gather results of other buckets start among those, and not behind all of them.
+    """Start buckets that gather results of other buckets among those, and not behind all of them.
 
     With an optimizer whose state is sharded, new parameters are then gathered while gradients are still computed.
 

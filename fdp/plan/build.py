@@ -72,7 +72,7 @@ def plan_trace(
 def plan_groups(
     trace: Trace, groups: Sequence[Sequence[int]], caps: tuple[float, ...] = (), forecast: Forecast | None = None
 ) -> Plan:
-    """Plan a step whose reductions are in buckets already.
+    """Plan a step with given buckets.
 
     Args:
         trace: of the step.

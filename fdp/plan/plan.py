@@ -105,7 +105,7 @@ Item = Run | Start | Wait
 
 @dataclass(frozen=True, repr=False)
 class Plan(Printed):
-    """Everything that a step does, in order; made without a process group, and the same on every rank.
+    """The order of everything in a step; made without a process group, and the same on every rank.
 
     Attributes:
         trace: what was planned.

@@ -1,4 +1,4 @@
-"""Predictions of a step on other numbers of ranks, beside DDP, with one cost model."""
+"""Predictions of a step on other numbers of ranks, compared with DDP under one cost model."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Order operations, starts and waits.
 
-Each bucket starts as soon as its last member exists. What needs the result of a bucket is put off behind everything
-that needs none, and behind what needs only earlier buckets; so each bucket is waited for as late as its first
-reader allows, and the update of one bucket runs while the next is on the wire. Only what a bucket is computed from that
-has its place before others is run as soon as its turn comes: a parameter is updated during the backward pass, and its
-new value gathered.
+Each bucket starts as soon as its last member exists. Operations that need the result of a bucket run after all
+operations that need none, and after those that need only earlier buckets. So each bucket is waited for as late as its
+first reader allows, and the update of one bucket runs while the next is on the wire. There is one exception: if a
+bucket is computed from an earlier bucket's result, these operations run as soon as it is the bucket's turn. So a
+parameter is updated during the backward pass, and its new value is gathered.
 
 References: Li et al., PyTorch Distributed (VLDB 2020), section 3.2.3 (overlap with the backward pass).
 """
@@ -22,7 +22,7 @@ from fdp.trace.trace import Operation, Reduction
 def order(
     operations: Sequence[Operation], reductions: Sequence[Reduction], buckets: Sequence[Bucket]
 ) -> tuple[Item, ...]:
-    """Put operations, starts and waits into one order.
+    """Order operations, starts and waits.
 
     Args:
         operations: of the trace, each with what it needs.
@@ -85,7 +85,7 @@ class _Scheduler:
         return tuple(self.schedule)
 
     def _call(self, call: Sequence[int]) -> None:
-        """Run operations of one level, after the views that they look through and the buckets that they read."""
+        """Run an operator call, after the views that it reads through and the waits for the buckets that it reads."""
         for index in call:
             self._run_views(index)
         for index in call:
@@ -94,7 +94,7 @@ class _Scheduler:
             self._run(tuple(call))
 
     def _run_ahead(self, bucket: int) -> None:
-        """Run what is still missing for a bucket, out of turn."""
+        """Run the operations that a bucket still needs, ahead of their level."""
         needed, pending = set[int](), [self._reductions[member].operation for member in self._buckets[bucket].members]
         while pending:
             for need in self._operations[pending.pop()].needs:
@@ -113,7 +113,7 @@ class _Scheduler:
                 self._missing[waiting].discard(index)
 
     def _run_views(self, index: int) -> None:
-        """Run the views that an operation looks through, oldest first."""
+        """Run the views that an operation reads through, oldest first."""
         pending, found = list(self._operations[index].needs), set[int]()
         while pending:
             need = pending.pop()
@@ -160,7 +160,8 @@ def _levels(operations: Sequence[Operation], bucket_of: dict[int, int]) -> list[
 
 
 def real_needs(operations: Sequence[Operation], roots: Sequence[int], bucket_of: dict[int, int]) -> set[int]:
-    """What has to run before some operations can, looking through views; earlier buckets are not run but waited for."""
+    """The operations that must run before some operations, through views; earlier buckets are not run but waited
+    for."""
     found: set[int] = set()
     seen: set[int] = set()
     pending = [need for root in roots for need in operations[root].needs]

@@ -13,10 +13,10 @@ from fdp.emit.memory.layout import Layout
 
 
 class Tenant(Protocol):
-    """What has tensors in an arena."""
+    """A program with tensors in an arena."""
 
     def leave(self, arena: Arena | None) -> None:
-        """Let go of all tensors in the arena, if there are any."""
+        """Release all tensors in the arena, if there are any."""
 
 
 moving = threading.RLock()
@@ -37,7 +37,7 @@ class Arena:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def fit(self, layouts: Mapping[torch.device, Layout]) -> Mapping[torch.device, torch.Tensor]:
-        """Blocks that are large enough, as bytes; those that were too small are given back and replaced."""
+        """Blocks that are large enough, as bytes; those that were too small are freed and replaced."""
         for device, layout in layouts.items():
             if device not in self.blocks or self.blocks[device].numel() < layout.size_bytes:
                 self._grow(layouts)
@@ -59,7 +59,7 @@ class Arena:
             self.blocks[device] = torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
     def _follow(self, device: torch.device) -> None:
-        """Let the work that is queued from here on come after that of the last step, also on another stream."""
+        """Order the work of the current stream after that of the last step, which may have used another stream."""
         stream = torch.cuda.current_stream(device)
         last = self._streams.get(device)
         if last is not None and last != stream:
@@ -93,7 +93,7 @@ class Arenas:
         return Arena() if chosen is None else chosen
 
     def give_back(self, arena: Arena) -> None:
-        """Let others use an arena."""
+        """Make an arena available to others."""
         with self._lock:
             self._idle.append(weakref.ref(arena))
 

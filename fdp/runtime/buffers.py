@@ -1,4 +1,4 @@
-"""The tensors that a program works on: values at its fixed places, and its buckets, in given blocks of memory."""
+"""The tensors of a program in given blocks of memory: values at fixed places, and buckets."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Buffer:
     def start(
         self, group: Group, arrived: Arrived | None = None, into: torch.Tensor | None = None
     ) -> Callable[[], None]:
-        """Start the collective, of what is gathered into other memory than its own if so told.
+        """Start the collective; a gathered value goes to `into` if that is given.
 
         Returns:
             The function that waits for it.
@@ -76,11 +76,11 @@ class Buffer:
         return cast(WideMean, made)
 
     def _arriving(self, into: torch.Tensor | None) -> torch.Tensor | None:
-        """Where what arrives goes, if not to where the rest lies."""
+        """The tensor for what arrives, if it is separate from what is sent."""
         return self.arriving if into is None else into.view(-1, self.own.numel())
 
     def pretend(self, others: OtherRanks, into: torch.Tensor | None = None) -> None:
-        """Do what the collective would do, with what this rank takes the others to hold."""
+        """Compute what the collective would, with assumed values of the other ranks."""
         pretend_message(self.bucket, self.own, self._arriving(into), self.scaled, others)
 
 
@@ -99,7 +99,7 @@ def place_values(program: Program, blocks: Mapping[torch.device, torch.Tensor]) 
 def all_place_values(
     program: Program, blocks: Mapping[torch.device, torch.Tensor]
 ) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
-    """Likewise, for a program and the bodies of its loops: each function, with the tensors that it looks for."""
+    """The same for a program and the bodies of its loops: each function, with the tensors that it reads by name."""
     yield program.function, place_values(program, blocks)
     for node, body in program.loops.items():
         yield body.function, place_values(body, blocks_of_body(node, body, program, blocks))

@@ -1,4 +1,4 @@
-"""What a step closes over, looked at again at each call: since the trace it may have become something else."""
+"""Closed-over tensors, checked at each call: they may have changed since the trace."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ClosedOver:
         self._apart: list[int] = []
 
     def check(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Refuse a call for which the trace does not hold any longer.
+        """Refuse a call if the trace is no longer valid.
 
         Args:
             tensors: the inputs of the call.
@@ -53,7 +53,7 @@ class ClosedOver:
                 self._apart = addresses
 
     def _compare_kinds(self) -> None:
-        """Values may change in place; a graph that was made for another shape would compute something else."""
+        """Refuse closed-over tensors of another shape, strides or dtype. (Values may change in place.)"""
         offenders = [
             f"{name}: traced as {_layout_text(kind)}, now {_layout_text(_layout_of(tensor))}"
             for (tensor, name), kind in zip(self._held, self._kinds, strict=True)

@@ -27,7 +27,7 @@ def profiler_range(plan: Plan, index: int, what: str) -> Any:
 
 
 def lost_contact(plan: Plan, group: Group, index: int | None, error: Exception) -> PeerError:
-    """The error for a message that failed: of a bucket, or of one that is not known.
+    """The error for a failed message, of a bucket if that is known.
 
     Args:
         plan: of the step.
@@ -71,7 +71,7 @@ def refuse_missing_backends(plan: Plan, group: Group) -> None:
 
 
 def bucket_text(plan: Plan, index: int) -> str:
-    """What a bucket is, in words."""
+    """A bucket as text, for messages."""
     bucket = plan.buckets[index]
     return f"the {bucket.op} of bucket {index}: {_members(plan, bucket)}"
 

@@ -1,4 +1,4 @@
-"""Frames with names: what looks at the stack where a message starts reads there which bucket it is.
+"""Stack frames with a bucket's name: tools that record the stack where a message starts show which bucket it was.
 
 torch's flight recorder keeps the stack of each message, of all backends, and no name that a caller could give. (What
 `torch.distributed.record_comm` sets is shown by the profiler, not by the recorder, in 2.13 and 2.15.)
@@ -13,7 +13,7 @@ from typing import Any
 _LONGEST = 300
 
 Frame = Callable[..., Any]
-"""Calls a function with arguments, in a frame that has a name."""
+"""A function that calls another one with arguments, in a frame of some name."""
 
 
 def plain_frame(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -22,7 +22,7 @@ def plain_frame(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def named_frame(name: str) -> Frame:
-    """What calls a function in a frame of a name.
+    """A function that calls another one in a frame of this name.
 
     Args:
         name: of the frame. What is no text in UTF-8 is escaped, and the end of a long one left out.

@@ -28,13 +28,13 @@ class InFlight:
 
     def __init__(self, buffers: Mapping[int, Buffer], group: Group, order: Order | None) -> None:
         self._buffers, self._group, self._order = buffers, group, order
-        self._unseen = False  # whether the header of the first bucket is still to be looked at
+        self._header_due = False  # whether the header of the first bucket is still to be looked at
         self._finished_early = False
         self._waits: dict[int, Callable[[], None]] = {}
         self._means: dict[int, WideMean] = {}
 
     def start(self, index: int, into: torch.Tensor | None = None, arrived: Arrived | None = None) -> None:
-        """Start a bucket; of those in two messages, also the second message of the one that started before it.
+        """Start a bucket. If it takes two messages, also start the second message of the bucket before it.
 
         Args:
             index: which bucket.
@@ -47,7 +47,7 @@ class InFlight:
         buffer = self._buffers[index]
         if index == 0 and self._order is not None:  # the first to start, on all ranks
             self._order.before_start(buffer)
-            self._unseen = self._order.awaits_first
+            self._header_due = self._order.awaits_first
         if buffer.received is None:
             self._waits[index] = buffer.start(self._group, arrived, into)
             return
@@ -57,14 +57,14 @@ class InFlight:
             mean.turn()
 
     def wait(self, index: int) -> None:
-        """Wait for a bucket; of those in two messages, start the second message of the one that started after it.
+        """Wait for a bucket. If it takes two messages, also start the second message of the bucket after it.
 
         Raises:
             AgreementError: another rank is at another call.
         """
-        if self._unseen:
+        if self._header_due:
             # Before anything that came back is read, though it be of another bucket.
-            self._unseen, self._finished_early = False, index != 0
+            self._header_due, self._finished_early = False, index != 0
             self._finish(0)
             assert self._order is not None
             self._order.after_wait(self._buffers[0])

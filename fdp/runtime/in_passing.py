@@ -1,8 +1,8 @@
 """The state of a step, compared between ranks while it trains: a part at each call, in a message that is sent anyway.
 
-Each call takes a number of the part that is due, from its inputs, before anything is computed. `Order` mixes it into
-the number by which a call says which it is. If that is not the same on all ranks, they tell each other the numbers of
-all parts through the store. So each of them can say what differs, and on which ranks.
+Each call computes a checksum of the part that is due, from its inputs, before anything else. `Order` mixes it into the
+number that identifies the call. If that differs between ranks, they exchange the checksums of all parts through the
+store. So each of them can say what differs, and on which ranks.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MASK = 2**BITS - 1
 
 _PATIENCE_S = 60.0
-"""So long a rank waits for the others to look at all of their state, some gigabytes a second."""
+"""Seconds for which a rank waits until the others have checksummed all of their state, at some gigabytes a second."""
 
 
 @dataclass
 class Look:
-    """What a call saw of its state.
+    """The checksums that a call took of its state.
 
     Attributes:
         call: which call.
-        mixed: one number of all parts that were due.
-        numbers: that of each of them.
+        mixed: one number from the checksums of all parts that were due.
+        numbers: the checksum of each part.
         state: the inputs of the call, as long as they may be asked for.
     """
 
@@ -49,7 +49,7 @@ class Look:
 
 
 class InPassing:
-    """Looks at the replicated state of a step, a part at each call.
+    """Compares the replicated state of a step between ranks, a part at each call.
 
     Args:
         plan: the plan.
@@ -80,7 +80,7 @@ class InPassing:
         self._at = [leaf[0] for leaf in leaves]
         self.rounds = share_out([(torch.Size(shape).numel(), dtype.itemsize) for _, shape, dtype, _, _ in leaves])
         plain = [
-            place.type == "cpu" and not dtype.is_complex and _in_rows(shape, stride)
+            place.type == "cpu" and not dtype.is_complex and _is_contiguous(shape, stride)
             for _, shape, dtype, stride, place in leaves
         ]
         sizes = [dtype.itemsize for _, _, dtype, _, _ in leaves]
@@ -109,7 +109,7 @@ class InPassing:
         return self._on_device
 
     def look(self, tensors: Sequence[torch.Tensor], call: int) -> Look:
-        """Take the number of what is due at a call.
+        """Take the checksums of the parts that are due at a call.
 
         Args:
             tensors: its inputs.
@@ -135,7 +135,7 @@ class InPassing:
         return Look(call, mixed if apart is None else apart ^ mixed, numbers, state)
 
     def error(self, look: Look, since: int, now: tuple[int, Sequence[torch.Tensor]] | None) -> ReplicationError:
-        """Find out together with the other ranks what is not the same on all of them.
+        """Find out, together with the other ranks, what differs between them.
 
         Args:
             look: what this rank saw at the call at which the numbers differed.
@@ -160,7 +160,7 @@ class InPassing:
         return self._report(look, differing, since, silent, late=now is not None)
 
     def _tell_all(self, call: int, own: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        """Tell every rank what this one holds, and hear what the others do; by rank, of those that tell."""
+        """Exchange checksums through the store; by rank, of those that answer."""
         key = f"fdp/state/{self._group.name}/{self._number}/{call}"
         try:
             payload = json.dumps(own).encode()
@@ -203,7 +203,7 @@ class InPassing:
 
 @dataclass(frozen=True)
 class _Difference:
-    """A piece that ranks hold otherwise.
+    """A slice that differs between ranks.
 
     Attributes:
         numbers: that of each rank.
@@ -224,7 +224,7 @@ def _differing(
 
 
 def _whose(parts: Sequence[Mapping[int, int]]) -> str:
-    """Which ranks differ from the others: the fewer ones, if more than half of the ranks agree."""
+    """The ranks that differ, as text: the minority, if more than half of the ranks agree."""
     ranks = sorted(parts[0])
     held = {rank: tuple(part[rank] for part in parts) for rank in ranks}
     usual, count = Counter(held.values()).most_common(1)[0]
@@ -240,8 +240,8 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def _in_rows(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements lie in memory in the order of the shape, without gaps."""
+def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether strides are contiguous."""
     expected = 1
     for size, step in reversed(list(zip(shape, stride, strict=True))):
         if size != 1 and step != expected:

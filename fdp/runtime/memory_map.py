@@ -1,4 +1,4 @@
-"""What lies where in the memory of a program, and from when to when: as a value, a table and a picture."""
+"""The memory map of a program: address and lifetime of each piece of memory, as a value, a table and a picture."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class MemoryMap(Printed):
 
 
 def memory_map(plan: Plan, program: Program) -> MemoryMap:
-    """Read off a program what lies where in its memory.
+    """The memory map of a program.
 
     Args:
         plan: that it carries out.

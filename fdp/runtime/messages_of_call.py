@@ -20,20 +20,20 @@ from fdp.runtime.residence import Residence
 
 
 class Observer(Protocol):
-    """Who is told about the messages of a run."""
+    """An observer of the messages of a run."""
 
     def around_start(self, start: Callable[[int], None]) -> Callable[[int], None]:
-        """What is called in place of `start`, with the index of a bucket."""
+        """Wrap `start`, which takes the index of a bucket."""
 
     def around_wait(self, wait: Callable[[int], None]) -> Callable[[int], None]:
-        """What is called in place of `wait`, with the index of a bucket."""
+        """Wrap `wait`, which takes the index of a bucket."""
 
     def arrived(self, index: int) -> None:
-        """The message of a bucket is there. Called by any thread; never, if the backend does not tell."""
+        """Called when the message of a bucket has arrived, by any thread; never, if the backend does not report it."""
 
 
 class MessagesOfCall:
-    """Sends the messages of one call, tells the watch what is awaited, and says of one that fails what became of it.
+    """Sends the messages of one call, reports what is awaited to the monitor, and explains failures.
 
     Args:
         plan: of the step.
@@ -60,7 +60,7 @@ class MessagesOfCall:
         self._flying: InFlight | None = None
 
     def start(self, index: int, into: torch.Tensor | None = None) -> None:
-        """Start a bucket; what is gathered may go right into memory of an input.
+        """Start a bucket; a gathered value may go right into the memory of an input.
 
         Raises:
             PeerError: another rank is gone.

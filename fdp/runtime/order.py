@@ -35,18 +35,18 @@ from fdp.runtime.buffers import Buffer
 from fdp.runtime.in_passing import InPassing, Look
 
 _PATIENCE_S = 30.0
-"""So long a rank waits for the others to say where they are: they find out when they wait for the same message."""
+"""Seconds for which a rank waits for the positions of the others, which notice when they wait for the same message."""
 
 _PATIENCE_WITH_THE_LOST_S = 2.0
-"""Likewise where the backend failed: most often a rank is gone, which says nothing any more."""
+"""The same after a failure of the backend: most often a rank is gone, and sends no position."""
 
 Kind = tuple[Any, ...]
-"""What two first messages have in common that can be paired with each other."""
+"""The properties of a first message; those of equal kind can be paired."""
 
 
 @dataclass
 class Agreed:
-    """What ranks have agreed on: a step and its schedule.
+    """An agreement of ranks on a step and its schedule.
 
     Attributes:
         number: of the agreement: the same on all ranks, and no other one's on the group.
@@ -65,7 +65,7 @@ class Agreed:
 
 @dataclass
 class Attempts:
-    """The calls of one step that were refused on this rank before they sent anything.
+    """Counts the calls of one step that were refused on this rank before they sent anything.
 
     They count as calls. If they did not, and one rank went on after an error that the others did not have, its next
     call would meet the call that it left out, and so on.
@@ -79,13 +79,13 @@ class Attempts:
     begun: bool = False
 
     def ends_by_error(self) -> None:
-        """The call that is under way ends by an error."""
+        """Record that the present call ends by an error."""
         if not self.begun:
             self.refused += 1
 
 
 class Agreements(dict[tuple[str, Group], Agreed]):
-    """What has been agreed on so far of one step, by the digest of the schedule and the group.
+    """The agreements on one step, by the digest of the schedule and the group.
 
     Attributes:
         attempts: its calls that were refused.
@@ -97,8 +97,8 @@ class Agreements(dict[tuple[str, Group], Agreed]):
 
 
 @dataclass
-class _Roll:
-    """The steps that have run on a process group: on all ranks the same ones, since each run follows its agreement.
+class _GroupHistory:
+    """What has run on a process group: the same on all ranks, since each run follows its agreement.
 
     Attributes:
         kinds: those of their first messages.
@@ -109,12 +109,12 @@ class _Roll:
     newest: int = 0
 
 
-_rolls: weakref.WeakKeyDictionary[dist.ProcessGroup, _Roll] = weakref.WeakKeyDictionary()
-_enrolling = threading.Lock()
+_histories: weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupHistory] = weakref.WeakKeyDictionary()
+_histories_lock = threading.Lock()
 
 
 class Order:
-    """Says of each call of a step which it is, and looks whether other ranks say the same.
+    """Identifies each call of a step in a message, and checks that all ranks are at the same call.
 
     Args:
         plan: of the step; it has a bucket.
@@ -129,8 +129,8 @@ class Order:
         # Otherwise messages start without `start` being called: a recording does it.
         self._in_sight = program.recording is None
         assert group.process_group is not None
-        with _enrolling:
-            self._roll = _rolls.setdefault(group.process_group, _Roll())
+        with _histories_lock:
+            self._history = _histories.setdefault(group.process_group, _GroupHistory())
         first = plan.buckets[0]
         self._carries = self._in_sight and header_numel(first, group.size) > 0
         op = "sum" if 0 in program.scaled else first.op
@@ -139,15 +139,15 @@ class Order:
         self._kind: Kind = alike if self._carries else (agreed.number,)
         self._numbers = numbers(agreed.number, agreed.digest)
         self._header: Header | None = None
-        self._ahead: _Ahead | None = None
-        self._late: list[_Late] = []
+        self._call_message: _CallMessage | None = None
+        self._header_copies: list[_HeaderCopy] = []
         in_passing = InPassing(plan, group, agreed.number, first.device) if agreed.compares else None
         self._in_passing = None if in_passing is None or in_passing.is_empty else in_passing
         self._look: Look | None = None
         self._sent: Sent = 0
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
-        """A call begins: look at the state that is due, and say so ahead of the first message, if it has to be ahead.
+        """Begin a call: checksum the state that is due, and send the call's own message if it needs one.
 
         Args:
             tensors: the inputs of the call.
@@ -156,32 +156,32 @@ class Order:
             AgreementError: at an earlier call, of which that was not known yet, another rank was elsewhere.
             ReplicationError: at an earlier call, likewise, another rank had other state.
         """
-        roll, agreed = self._roll, self._agreed
+        history, agreed = self._history, self._agreed
         self._attempts.begun = True
-        self._look_back(tensors)
-        if self._kind not in roll.kinds:
-            roll.kinds.add(self._kind)
-        roll.newest = max(roll.newest, agreed.number)
+        self._check_header_copies(tensors)
+        if self._kind not in history.kinds:
+            history.kinds.add(self._kind)
+        history.newest = max(history.newest, agreed.number)
         agreed.calls += 1
-        ahead = self._goes_ahead
+        ahead = self._needs_call_message
         if self._in_passing is not None and (ahead or self._carries):
             agreed.compared_since = agreed.compared_since or self._call
             self._look = self._in_passing.look(tensors, self._call)
         if ahead:
-            if self._ahead is None:
-                self._ahead = _Ahead(self._numbers, self._group, self._device_ahead())
-            self._sent = self._ahead.start(self._call, self._mixed)
+            if self._call_message is None:
+                self._call_message = _CallMessage(self._numbers, self._group, self._call_message_device())
+            self._sent = self._call_message.start(self._call, self._mixed)
             if not self._in_sight:
-                self._finish_ahead()
+                self._finish_call_message()
 
     def before_start(self, buffer: Buffer) -> None:
-        """The first message of the call is about to start.
+        """Before the first message of the call starts: write its header, or wait for the call's own message.
 
         Raises:
             AgreementError: another rank is elsewhere.
         """
-        if self._goes_ahead:
-            self._finish_ahead()
+        if self._needs_call_message:
+            self._finish_call_message()
         elif self._carries and buffer.header is not None:
             if self._header is None:
                 self._header = Header(self._numbers, buffer.header.dtype, buffer.header.device)
@@ -189,31 +189,31 @@ class Order:
 
     @property
     def _call(self) -> int:
-        """The number of the call that is under way: calls that were refused count."""
+        """The number of the present call; calls that were refused count."""
         return self._agreed.calls + self._attempts.refused
 
     @property
-    def _goes_ahead(self) -> bool:
-        """Whether a call says which it is in a message of its own."""
-        return len(self._roll.kinds) > 1 or (self._in_passing is not None and self._in_sight and not self._carries)
+    def _needs_call_message(self) -> bool:
+        """Whether a call is identified by a message of its own."""
+        return len(self._history.kinds) > 1 or (self._in_passing is not None and self._in_sight and not self._carries)
 
     @property
     def _mixed(self) -> int | torch.Tensor:
         return 0 if self._look is None else self._look.mixed
 
-    def _device_ahead(self) -> torch.device:
-        """Where that message lies: on the CPU if it can, unless the number of the state would have to be waited for."""
+    def _call_message_device(self) -> torch.device:
+        """The device of that message: the CPU if possible, unless it would have to wait for a checksum on a device."""
         cpu, device = torch.device("cpu"), self._plan.buckets[0].device
         stays = self._in_passing is not None and self._in_passing.on_device
         return device if stays or self._group.backend_for(cpu) is None else cpu
 
     @property
     def awaits_first(self) -> bool:
-        """Whether the first message has to be there before anything that came back is used."""
-        return self._carries and len(self._roll.kinds) == 1
+        """Whether the first message has to arrive before any received value is used."""
+        return self._carries and len(self._history.kinds) == 1
 
     def after_wait(self, buffer: Buffer) -> None:
-        """The first message of the call is there.
+        """Check the header when the first message of the call has arrived.
 
         Raises:
             AgreementError: another rank is elsewhere.
@@ -222,29 +222,29 @@ class Order:
         if buffer.header is not None and self.awaits_first:
             self._check(buffer.header)
 
-    def _finish_ahead(self) -> None:
-        assert self._ahead is not None
-        self._check(self._ahead.finish())
+    def _finish_call_message(self) -> None:
+        assert self._call_message is not None
+        self._check(self._call_message.finish())
 
     def _check(self, arrived: torch.Tensor) -> None:
         calls, sent, look, self._look = self._call, self._sent, self._look, None
-        if _is_at_hand(arrived):
+        if _is_on_cpu(arrived):
             if not is_unanimous(arrived, sent):
                 raise self._mismatch(calls, look)
         elif not (arrived.is_cuda and torch.cuda.is_current_stream_capturing()):
             # To look at it now would wait for the device: it is looked at when it has come over.
             if look is not None:
                 look.state.clear()
-            self._late.append(_Late(sent, arrived, calls, look))
+            self._header_copies.append(_HeaderCopy(sent, arrived, calls, look))
 
-    def _look_back(self, tensors: Sequence[torch.Tensor]) -> None:
-        while self._late and self._late[0].is_here():
-            late = self._late.pop(0)
-            if not late.is_unanimous():
-                raise self._mismatch(late.call, late.look, tensors)
+    def _check_header_copies(self, tensors: Sequence[torch.Tensor]) -> None:
+        while self._header_copies and self._header_copies[0].has_arrived():
+            copy = self._header_copies.pop(0)
+            if not copy.is_unanimous():
+                raise self._mismatch(copy.call, copy.look, tensors)
 
     def _mismatch(self, call: int, look: Look | None, inputs: Sequence[torch.Tensor] | None = None) -> FdpError:
-        """Why ranks did not say the same.
+        """The error for ranks whose headers differ.
 
         Args:
             call: at which.
@@ -252,7 +252,7 @@ class Order:
             inputs: those of the call that begins, if that is a later one.
         """
         returned, name = inputs is not None, self._plan.trace.name
-        found = self._tell_where(call, _PATIENCE_S)
+        found = self._exchange_positions(call, _PATIENCE_S)
         own = found[self._group.rank]
         if self._in_passing is not None and look is not None and all(each and _same(each, own) for each in found):
             now = None if inputs is None else (self._call + 1, inputs)
@@ -260,11 +260,11 @@ class Order:
         what = f"call {call} of step {name!r} on rank {self._group.rank} met another call on another rank."
         if returned:
             what += " What it returned is wrong."
-        return _elsewhere(what, found, self._group, self._plan)
+        return _mismatch_error(what, found, self._group, self._plan)
 
     def explain(self) -> AgreementError | None:
-        """Why the backend failed in the middle of a call, if it is that another rank was elsewhere."""
-        found = self._tell_where(self._call, _PATIENCE_WITH_THE_LOST_S)
+        """The error for a failure of the backend, if the cause is that another rank was at another call; else None."""
+        found = self._exchange_positions(self._call, _PATIENCE_WITH_THE_LOST_S)
         own = found[self._group.rank]
         if all(other is None or _same(other, own) for other in found):
             return None
@@ -272,10 +272,10 @@ class Order:
             f"a message of call {self._call} of step {self._plan.trace.name!r} failed on rank "
             f"{self._group.rank}, since another rank was elsewhere."
         )
-        return _elsewhere(what, found, self._group, self._plan)
+        return _mismatch_error(what, found, self._group, self._plan)
 
-    def _tell_where(self, call: int, patience_s: float) -> list[dict[str, Any] | None]:
-        """Tell the other ranks where this one is, and hear where they are; None for those that do not say."""
+    def _exchange_positions(self, call: int, patience_s: float) -> list[dict[str, Any] | None]:
+        """Exchange which call each rank is at, through the store; None for ranks that do not answer."""
         trace, group, agreed = self._plan.trace, self._group, self._agreed
         own = {
             "agreement": agreed.number, "digest": agreed.digest, "call": call, "name": trace.name,
@@ -283,7 +283,7 @@ class Order:
         }  # fmt: skip
         # A rank that has left a call never comes back: one key a rank is enough. A group that is made anew in the same
         # store agrees anew, under greater numbers.
-        key = f"fdp/order/{group.name}/{self._roll.newest}"
+        key = f"fdp/order/{group.name}/{self._history.newest}"
         found: list[Any] = [None] * group.size
         try:
             payload = json.dumps(own).encode()
@@ -297,8 +297,8 @@ class Order:
         return found
 
 
-class _Ahead:
-    """A message of a call's own, that says which it is: the same in size and kind for all steps of a group."""
+class _CallMessage:
+    """A call's own message, which identifies it: of the same size and kind for all steps of a group."""
 
     def __init__(self, call_numbers: list[int], group: Group, device: torch.device) -> None:
         self._header = Header(call_numbers, torch.int32, device)
@@ -317,8 +317,8 @@ class _Ahead:
         return self._message
 
 
-class _Late:
-    """A header that came back on a device, on its way to the CPU."""
+class _HeaderCopy:
+    """A received header on a device, while it is copied to the CPU."""
 
     def __init__(self, sent: Sent, arrived: torch.Tensor, call: int, look: Look | None) -> None:
         self.call, self.look = call, look
@@ -329,7 +329,7 @@ class _Late:
         self._event = torch.Event(arrived.device.type)
         self._event.record()
 
-    def is_here(self) -> bool:
+    def has_arrived(self) -> bool:
         return bool(self._event.query())
 
     def is_unanimous(self) -> bool:
@@ -337,8 +337,8 @@ class _Late:
         return is_unanimous(arrived, sent if self._sent is None else self._sent)
 
 
-def _is_at_hand(arrived: torch.Tensor) -> bool:
-    """Whether to look at a tensor waits for nothing."""
+def _is_on_cpu(arrived: torch.Tensor) -> bool:
+    """Whether a tensor can be read without waiting for a device."""
     return arrived.device.type == "cpu"
 
 
@@ -346,7 +346,7 @@ def _same(one: Any, two: Any) -> bool:
     return (one["agreement"], one["digest"], one["call"]) == (two["agreement"], two["digest"], two["call"])
 
 
-def _elsewhere(what: str, found: list[dict[str, Any] | None], group: Group, plan: Plan) -> AgreementError:
+def _mismatch_error(what: str, found: list[dict[str, Any] | None], group: Group, plan: Plan) -> AgreementError:
     offenders = []
     for rank, other in enumerate(found):
         if other is None:

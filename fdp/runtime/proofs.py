@@ -1,4 +1,4 @@
-"""What is proved of a program when it is made ready to run: its memory, and what sends its messages."""
+"""Proofs when a program gets its memory: of its tensors, and of the code that sends its messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fdp.verify import VerificationError, verify_made, verify_sent
 def prove_made(
     plan: Plan, program: Program, blocks: Mapping[torch.device, torch.Tensor], buffers: Mapping[int, Buffer]
 ) -> None:
-    """Prove that the tensors that were made for a program lie where its proof had them.
+    """Prove that the tensors of a program are where the proof of the program assumes them.
 
     Args:
         plan: the plan.
@@ -35,7 +35,7 @@ def prove_made(
 
 
 def prove_sent(plan: Plan, program: Program, rank: int) -> None:
-    """Prove that what sends the messages of a program sends what the proof of the program took for granted.
+    """Prove that the messages of a program carry what the proof of the program assumes.
 
     Args:
         plan: the plan.

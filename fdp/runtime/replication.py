@@ -1,4 +1,4 @@
-"""What a step returned as each rank's own does not go in again as replicated state, unless it is labelled."""
+"""Refuses rank-local results of a step as replicated state of a later call, unless they are labelled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fdp.trace.operators.effects import storages_of
 
 
 class Replication:
-    """Looks at the inputs of a step, and notes which of its results are each rank's own.
+    """Checks the inputs of a step, and notes which of its results are rank-local.
 
     Args:
         trace: of the step.
@@ -56,7 +56,7 @@ class Replication:
         ]
 
     def refuse(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Refuse inputs of a call that other ranks may hold otherwise.
+        """Refuse inputs of a call that may differ between ranks.
 
         Raises:
             ReplicationError: names each, and which result of which step it was.
@@ -79,7 +79,7 @@ class Replication:
         )
 
     def note(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Note which results are each rank's own, and which are no longer."""
+        """Note which results are rank-local, and which memory no longer holds one."""
         if self._own and not self._looked:
             # A compiler may lay a replicated result into memory of another one: then that is not noted.
             own = {at for at, _ in self._own}
@@ -93,7 +93,7 @@ class Replication:
 
 
 def _kind_of(output: Output) -> str:
-    """What a result is to its user, before its name."""
+    """The kind of a result, as text before its name."""
     return "the value of the labelled " if output.labelled else "this rank's part of " if output.part else ""
 
 

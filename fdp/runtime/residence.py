@@ -1,4 +1,4 @@
-"""Where a program lives: it borrows an arena for each call, and keeps its tensors there as long as nothing moves."""
+"""The memory of a program: each call borrows an arena, and reuses the tensors of the last call if it is the same."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Residence:
         self._running: dict[str, object] = {}  # the call that runs, if one does; `setdefault` is one instruction
 
     def call(self, function: Callable[..., _Result], *args: Any) -> _Result:
-        """Call the program's function while its tensors are in an arena.
+        """Call the program's function with its tensors in an arena.
 
         An interrupt may come between any two instructions, so also where the call has begun and no `finally` is in
         force yet, or any more. Then the next call sees that no thread is in here, and goes on.
@@ -119,7 +119,7 @@ class Residence:
 
 
 def _all_frames() -> Iterator[FrameType]:
-    """What all threads are in the middle of."""
+    """The frames of all threads."""
     for frame in sys._current_frames().values():
         each: FrameType | None = frame
         while each is not None:

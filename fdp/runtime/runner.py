@@ -1,4 +1,4 @@
-"""What runs: the program of a step, on its input tensors, in the memory of the step."""
+"""Runs the program of a step on input tensors, in the memory of the step."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Runner:
         return self.run(tensors, start, lambda index: look())
 
     def put_together(self, outputs: Sequence[Any]) -> Any:
-        """What the step returns, of its tensors."""
+        """The result of the step, built from its tensors."""
         if not self._all_tensors:
             it = iter(outputs)
             outputs = [next(it) if constant is _TENSOR else constant for constant in self._constants]

@@ -48,7 +48,7 @@ class WideMean:
         self._finish: Callable[[], None] | None = None
 
     def turn(self) -> None:
-        """Wait for everybody's values of this rank's piece, add them up, and start sending the mean to all ranks."""
+        """Wait for all ranks' values of this rank's piece, add them up, and start sending the mean."""
         if self._finish is not None:
             return
         self._wait()

@@ -1,4 +1,4 @@
-"""Which inputs a call may have written to before it looks at its first message."""
+"""Inputs that a call may have written to before it checks the header of its first message."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fdp.trace.operators.effects import effects_of, operator_name, storages_of
 
 
 def written_early(plan: Plan) -> frozenset[int]:
-    """The donated inputs that a call may have written to before it looks at its first message.
+    """The donated inputs that a call may have written to before it checks the header of its first message.
 
     They may hold anything between their old value and their new one, so they cannot be compared then.
 

@@ -114,7 +114,7 @@ def _draws(implementations: Mapping[str, Callable[..., Any]]) -> Iterator[str]:
     calls: tuple[tuple[str, str, list[Any], dict[str, Any], Callable[[torch.Tensor], torch.Tensor]], ...] = (
         ("draw", "aten.bernoulli.default", [read], {}, torch.bernoulli),
         ("draw", "aten.bernoulli_.float", [read, 0.25], {}, lambda value: value.bernoulli_(0.25)),
-        ("draw_of_nothing", "aten.rand.default", [[2, 3]], keywords, lambda _: torch.rand([2, 3], **kind)),
+        ("draw_without_inputs", "aten.rand.default", [[2, 3]], keywords, lambda _: torch.rand([2, 3], **kind)),
     )
     for name, operator, arguments, named, directly in calls:
         changes = operator.split(".")[1].endswith("_")
@@ -125,7 +125,8 @@ def _draws(implementations: Mapping[str, Callable[..., Any]]) -> Iterator[str]:
         value, other = (each.given((2, 3), _FLOAT, "a value") for each in (ours, theirs))
         before = ours.read(value)
         with ours:
-            made = implementations[name](text) if name == "draw_of_nothing" else implementations[name]([value], text)
+            inputs = () if name == "draw_without_inputs" else ([value],)
+            made = implementations[name](*inputs, text)
         with theirs:
             expected = directly(other)
         yield from _unlike(f"{name} of {operator}", ours.read(made[0]), theirs.read(expected))

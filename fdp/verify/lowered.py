@@ -242,7 +242,7 @@ class _Lowered:
             for name, run in {
                 "start_": self._start, "wait_": self._wait, "loop_": self._loop, "snapshot": _snapshot,
                 "multiply_into": _multiply_into, "draw": self._draw,
-                "draw_of_nothing": self._draw_of_nothing, "replay_": _generator("replay"),
+                "draw_without_inputs": self._draw_without_inputs, "replay_": _generator("replay"),
                 "resume_": _generator("resume"), **_fused(),
             }.items()
         }  # fmt: skip
@@ -279,7 +279,7 @@ class _Lowered:
     def _draw(self, graph: GraphOnTerms, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[View]:
         return drawn_as_said(graph, node, args[0], args[1], self.generators)
 
-    def _draw_of_nothing(
+    def _draw_without_inputs(
         self, graph: GraphOnTerms, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[View]:
         return drawn_as_said(graph, node, (), args[0], self.generators)

@@ -25,7 +25,7 @@ class Comparing(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        form = out_variants.form_of(n) if n.op == "call_function" else None
+        form = out_variants.out_variant_of(n) if n.op == "call_function" else None
         if form is None or form.kind != "out":
             return super().run_node(n)
         before = optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, (args, kwargs))

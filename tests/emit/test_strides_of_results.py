@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fdp
-from fdp.emit.memory.elements import has_gaps, laid_out
+from fdp.emit.memory.elements import has_gaps, with_strides
 
 
 def test_a_result_with_gaps_keeps_them() -> None:
@@ -80,8 +80,8 @@ def test_results_lie_in_memory_as_plain_pytorch_leaves_them(compile: bool, step:
     """What asks how its state lies (`contiguous`, `reshape`) gets a copy at one call, the state itself at another."""
     run = fdp.data_parallel(step, donate_argnums=0, compile=compile)
     expected, state = (
-        {"a": laid_out(first, first.stride(), anew=True)},
-        {"a": laid_out(first, first.stride(), anew=True)},
+        {"a": with_strides(first, first.stride(), anew=True)},
+        {"a": with_strides(first, first.stride(), anew=True)},
     )
     for _ in range(4):
         expected, state = step(expected, None), run(state, torch.ones(2))
@@ -124,10 +124,10 @@ def test_tensors_are_laid_out(size: tuple[int, ...]) -> None:
         # Elements that are to lie in one place have to be equal.
         reach = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if value.numel() else 0
         given = torch.randn(reach).as_strided(size, stride).clone()
-        found = laid_out(given, stride)
+        found = with_strides(given, stride)
         assert torch.equal(found, given)
         assert all(n == 1 or s == t for n, s, t in zip(size, stride, found.stride(), strict=True))
-        anew = laid_out(given, stride, anew=True)
+        anew = with_strides(given, stride, anew=True)
         assert torch.equal(anew, given) and (anew.data_ptr() != given.data_ptr() or not given.numel())
 
 

@@ -58,7 +58,7 @@ def looks(this: InPassing, tensors: list[torch.Tensor]) -> list[int]:
 def test_each_element_is_seen(device: bool, seed: int) -> None:
     generator = random.Random(seed)
     with (
-        mock.patch.object(in_passing, "_in_rows", (lambda *_: False) if device else in_passing._in_rows),
+        mock.patch.object(in_passing, "_is_contiguous", (lambda *_: False) if device else in_passing._is_contiguous),
         mock.patch.object(
             in_passing,
             "checksum",

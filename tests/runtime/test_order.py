@@ -328,12 +328,12 @@ def look_back() -> str:
         call, look = 1, None
 
         def __init__(self, here: bool, unanimous: bool) -> None:
-            self.is_here, self.is_unanimous = (lambda: here), (lambda: unanimous)
+            self.has_arrived, self.is_unanimous = (lambda: here), (lambda: unanimous)
 
     order = known.emitted.consensus._order
-    order._late += [Late(True, True), Late(False, False)]
-    assert first(w, b).tolist() == [2.0] * 3 and len(order._late) == 1
-    order._late[:] = [Late(True, False)]
+    order._header_copies += [Late(True, True), Late(False, False)]
+    assert first(w, b).tolist() == [2.0] * 3 and len(order._header_copies) == 1
+    order._header_copies[:] = [Late(True, False)]
     outcome = attempt(lambda: first(w, b))
     assert isinstance(outcome, fdp.AgreementError) and "What it returned is wrong" in str(outcome)
     assert isinstance(attempt(lambda: first(w, b)), fdp.PeerError)

@@ -238,7 +238,7 @@ def test_without_a_majority_all_ranks_are_named() -> None:
         ), outcome.describe()
 
 
-class Arrived(order._Late):
+class Arrived(order._HeaderCopy):
     """What came back on a device, and has come over when the next call begins."""
 
     def __init__(self, sent: Any, arrived: torch.Tensor, call: int, look: Any) -> None:
@@ -246,7 +246,7 @@ class Arrived(order._Late):
         self._sent = None
         self._host = torch.stack((arrived, sent))
 
-    def is_here(self) -> bool:
+    def has_arrived(self) -> bool:
         return True
 
 
@@ -255,15 +255,15 @@ def as_on_a_device(ahead: bool) -> list[str]:
     group, said = dist.new_group(), []
     other = fdp.data_parallel(lambda w, b: w - fdp.pmean(b.repeat(5000)).sum(), group=group, check_replication=False)
     with (
-        mock.patch.object(in_passing, "_in_rows", lambda shape, stride: False),
+        mock.patch.object(in_passing, "_is_contiguous", lambda shape, stride: False),
         mock.patch.object(in_passing, "checksum", lambda x, start, stop: mixed_sum(_elements(x, start, stop))),
-        mock.patch.object(order, "_is_at_hand", lambda arrived: False),
-        mock.patch.object(order, "_Late", Arrived),
+        mock.patch.object(order, "_is_on_cpu", lambda arrived: False),
+        mock.patch.object(order, "_HeaderCopy", Arrived),
     ):
         step, state, _ = network(group)
         for call in range(1, AT + ROUNDS + 3):
             if call == 3 and ahead:  # from now on calls say which they are in messages of their own
-                with mock.patch.object(order, "_is_at_hand", lambda arrived: True):
+                with mock.patch.object(order, "_is_on_cpu", lambda arrived: True):
                     other(torch.ones(3), torch.ones(3))
             if call == AT + 1 and dist.get_rank() == victim():
                 flip(state["params"]["0.weight"])

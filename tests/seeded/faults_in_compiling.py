@@ -22,14 +22,14 @@ GRAPH = (
     Fault(
         "compiled, bucket returned",
         "emit/compiled/graph.py",
-        "outputs.append(_own(value) if position in placement.cloned else value)",
+        "outputs.append(_copy_with_strides(value) if position in placement.cloned else value)",
         "outputs.append(value)",
         "an average is returned in its bucket",
     ),
     Fault(
         "compiled, copies are dense",
         "emit/compiled/graph.py",
-        "outputs.append(_own(value) if position in placement.cloned else value)",
+        "outputs.append(_copy_with_strides(value) if position in placement.cloned else value)",
         "outputs.append(value.clone() if position in placement.cloned else value)",
         "a copy of state with gaps has none: the next call does not copy it where it should",
     ),
@@ -143,7 +143,7 @@ DRAWS = (
     Fault(
         "compiled, drawn row by row",
         "emit/compiled/draws.py",
-        '"stride": _narrowed(example), **kind',
+        '"stride": _strides_with_small_gaps(example), **kind',
         '"stride": torch.empty(example.shape, device="cpu").stride(), **kind',
         "a draw fills memory in the order of the rows, and not as the step does",
     ),

@@ -104,7 +104,7 @@ LIFETIMES = (
     Fault(
         "result over any argument",
         "emit/memory/allocation.py",
-        "if _results(memory, node) != [node.name] or not memory.places.forms[node].pointwise:",
+        "if _results(memory, node) != [node.name] or not memory.places.out_variants[node].pointwise:",
         "if _results(memory, node) != [node.name]:",
         "a product is computed over one of its factors",
     ),
@@ -212,8 +212,8 @@ DONATION = (
     Fault(
         "written by what reads elsewhere",
         "emit/memory/donation.py",
-        "    return not read or (\n        form.pointwise and ",
-        "    return not read or (\n        form.pointwise or ",
+        "    return not read or (\n        variant.pointwise and ",
+        "    return not read or (\n        variant.pointwise or ",
         "a product is written over its factor",
     ),
     Fault(

@@ -152,8 +152,8 @@ FORMS = (
     Fault(
         "filled with whole numbers",
         "emit/memory/out_variants.py",
-        'Form("fill", value=value) if isinstance(value, (int, float))',
-        'Form("fill", value=int(value)) if isinstance(value, (int, float))',
+        'OutVariant("fill", value=value) if isinstance(value, (int, float))',
+        'OutVariant("fill", value=int(value)) if isinstance(value, (int, float))',
         "0.75 becomes 0",
     ),
     Fault(

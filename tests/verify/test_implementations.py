@@ -52,7 +52,7 @@ def other_numbers(name: str) -> Callable[..., None]:
 
 
 def twice(call: str) -> list[torch.Tensor]:
-    made: list[torch.Tensor] = IMPLEMENTED["draw_of_nothing"](call)
+    made: list[torch.Tensor] = IMPLEMENTED["draw_without_inputs"](call)
     made[0].new_empty(1).normal_()
     return made
 
@@ -64,7 +64,7 @@ WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
     "a copy that is none": ("snapshot", lambda value, stride=None: value, "returns what it was given"),
     "a copy of nothing": ("copy_into", lambda target, value: None, "copy_into computes what was there"),
     "numbers from elsewhere": ("draw", lambda read, call: [torch.rand_like(read[0])], "draw of aten.bernoulli.default"),
-    "unused numbers": ("draw_of_nothing", twice, "draws something else as well"),
+    "unused numbers": ("draw_without_inputs", twice, "draws something else as well"),
     "a draw in place": ("draw", lambda read, call: [read[0].bernoulli_(0.25)], "changes what it is given"),
     "a parameter is left out": ("fused_adam_", without_the_last("fused_adam_"), "fused_adam_ does not hand"),
     "a setting is left out": ("fused_sgd", other_numbers("fused_sgd"), "fused_sgd does not hand"),

@@ -75,7 +75,7 @@ class Trying(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         result = super().run_node(n)
-        form = out_variants.form_of(n) if n.op == "call_function" else None
+        form = out_variants.out_variant_of(n) if n.op == "call_function" else None
         if form is not None and form.kind == "out":
             for lay in WAYS:
                 self.try_one(n, form, lay, args, kwargs)

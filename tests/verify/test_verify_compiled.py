@@ -218,7 +218,7 @@ def drawing(params: Any, batch: Any) -> Any:
 
 
 def with_text(change: Callable[[dict[str, Any]], None]) -> Callable[[Any], Any]:
-    right = graph.described
+    right = graph.describe_draw
 
     def described(node: Any) -> Any:
         found = right(node)
@@ -275,7 +275,7 @@ def refuses_draws(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, wrong:
     ids=lambda change: change.__name__,
 )
 def test_other_draws_are_refused(change: Callable[[dict[str, Any]], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    refuses_draws(monkeypatch, graph, "described", with_text(change))
+    refuses_draws(monkeypatch, graph, "describe_draw", with_text(change))
 
 
 def test_draws_that_are_left_out_or_change_places_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,16 +286,16 @@ def test_draws_that_are_left_out_or_change_places_are_refused(monkeypatch: pytes
         """Draws that are not handed what the one before returned."""
         for node in module.find_nodes(op="call_function", target=own.draw.default):
             *read, last = node.args[0]
-            if last.args[0].target in (own.draw.default, own.draw_of_nothing.default):
+            if last.args[0].target in (own.draw.default, own.draw_without_inputs.default):
                 node.args = (read, node.args[1]) if read else (node.args[1],)
-                node.target = node.target if read else own.draw_of_nothing.default
+                node.target = node.target if read else own.draw_without_inputs.default
         module.eliminate_dead_code()
 
     def without_the_unused(module: torch.fx.Graph, *options: bool) -> None:
         right(module, *options)
         apart(module)
         for node in module.nodes:
-            if node.target is own.draw_of_nothing.default and not node.users:
+            if node.target is own.draw_without_inputs.default and not node.users:
                 module.erase_node(node)
                 return
         raise AssertionError("there is none")
@@ -303,7 +303,7 @@ def test_draws_that_are_left_out_or_change_places_are_refused(monkeypatch: pytes
     def in_another_order(module: torch.fx.Graph, *options: bool) -> None:
         right(module, *options)
         apart(module)
-        drawn = module.find_nodes(op="call_function", target=own.draw_of_nothing.default)
+        drawn = module.find_nodes(op="call_function", target=own.draw_without_inputs.default)
         drawn[0].prepend(drawn[1])
 
     for wrong in (without_the_unused, in_another_order):

@@ -1,4 +1,4 @@
-"""Matrix products that are computed and added in one pass, without memory for the product.
+"""Matrix products fused with the addition that reads them (`addmm` and the like): the product needs no memory.
 
 The library's kernel adds each tile of a product as it is done; what it rounds to differs from the product and the sum
 one after the other in the last digit, as the sum over a larger batch does.

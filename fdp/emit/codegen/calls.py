@@ -1,4 +1,4 @@
-"""How one call of the graph is written: into its fixed place, as an entry of another, or into new memory."""
+"""Write one call of the graph: into its fixed place, as one of several results, or into new memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fdp.emit.codegen.added_products import write_added
 from fdp.emit.codegen.lines import Line
 from fdp.emit.codegen.loop_bodies import write_loop
 from fdp.emit.codegen.packing import write_division
-from fdp.emit.codegen.shortcuts import counted_up, transposed_weight
+from fdp.emit.codegen.shortcuts import scalars_added, transposed_weight
 from fdp.emit.codegen.writer import Writer, bind_object, bind_operator, emit, literal, name_in_program
 from fdp.emit.memory.instructions import arguments_of, is_part
-from fdp.emit.memory.out_variants import Form, form_of
+from fdp.emit.memory.out_variants import OutVariant, out_variant_of
 from fdp.emit.memory.own_memory import row_name
 from fdp.emit.memory.planning import result_name
 from fdp.trace.graph.loops import is_loop
@@ -26,7 +26,7 @@ _aten = torch.ops.aten
 
 
 def write_call(writer: Writer, node: fx.Node, entries: Sequence[int]) -> None:
-    """Write what computes a node, if anything has to; of a call that is made in parts, these entries of its lists."""
+    """Write the lines that compute a node, if there are any; of a call that is made in parts, these list entries."""
     uses: set[str] = set()
     memory = writer.memory
     if not memory.is_called(node):
@@ -34,7 +34,7 @@ def write_call(writer: Writer, node: fx.Node, entries: Sequence[int]) -> None:
     if node in memory.added:
         write_added(writer, node, memory.added[node])
         return
-    if node in memory.places.forms or node in memory.placement.written:
+    if node in memory.places.out_variants or node in memory.placement.written:
         _write_into_place(writer, node)
     elif node.target is operator.getitem:
         _write_entry(writer, node)
@@ -56,7 +56,7 @@ def write_call(writer: Writer, node: fx.Node, entries: Sequence[int]) -> None:
 
 
 def _own_memory(writer: Writer, node: fx.Node) -> dict[fx.Node, str]:
-    """Copy what a call looks at by places out of a bucket, where the same places are those of other values.
+    """Copy a storage-indexed argument out of its bucket, where the same positions belong to other values.
 
     Returns:
         What the values were called before.
@@ -81,7 +81,7 @@ def _write_entry(writer: Writer, node: fx.Node) -> None:
     uses: set[str] = set()
     sequence: Any = node.args[0]
     index: Any = node.args[1]
-    if sequence in writer.memory.places.forms:
+    if sequence in writer.memory.places.out_variants:
         writer.local[node] = result_name(sequence, index)
     elif writer.local.get(sequence) is None:
         # An entry of a call that was made in parts, or unpacked: each has its own name.
@@ -96,7 +96,7 @@ def _write_operator(writer: Writer, node: fx.Node, entries: Sequence[int]) -> No
     target: Any = node.target
     split = is_part(node, entries)
     args, kwargs = arguments_of(node, entries)
-    if not writer.plain and (shorter := counted_up(target, args, kwargs)) is not None:
+    if not writer.plain and (shorter := scalars_added(target, args, kwargs)) is not None:
         target, args, kwargs = shorter
     parts = [literal(writer, value, uses) for value in args]
     parts += [f"{key}={literal(writer, value, uses)}" for key, value in kwargs.items()]
@@ -117,7 +117,7 @@ def _entry_name(node: fx.Node, index: Any) -> str:
 
 
 def _is_unpacked(writer: Writer, node: fx.Node) -> bool:
-    """Whether a call returns several values that are only ever looked at one by one."""
+    """Whether a call returns several values, all of whose readers take one of them."""
     return (
         isinstance(node.meta.get("val"), (list, tuple))
         and bool(node.users)
@@ -131,49 +131,49 @@ def _write_into_place(writer: Writer, node: fx.Node) -> None:
     if node in writer.memory.placement.written:
         # The new value of a donated input, in place of the old one.
         target = name_in_program(writer, node)
-        _write_out_call(writer, node, _form(node), [target], {target})
+        _write_out_call(writer, node, _variant_of(node), [target], {target})
         return
-    form = writer.memory.places.forms[node]
+    variant = writer.memory.places.out_variants[node]
     outs = [node.name] if isinstance(node.meta["val"], torch.Tensor) else [
         result_name(node, index) for index in range(len(node.meta["val"]))
     ]  # fmt: skip
     uses = set(outs)
     marker = writer.memory.places.divided.get(node)
-    divides_itself = marker is not None and form.scaled is not None and not node.kwargs
-    if form.kind == "fill":
-        name = bind_operator(writer, _aten.fill_.Scalar, (node, form.value))
-        writer.lines.append(Line(f"{name}({outs[0]}, {literal(writer, form.value, uses)})", uses))
-    elif form.kind == "copy":
+    divides_itself = marker is not None and variant.scaled is not None and not node.kwargs
+    if variant.kind == "fill":
+        name = bind_operator(writer, _aten.fill_.Scalar, (node, variant.value))
+        writer.lines.append(Line(f"{name}({outs[0]}, {literal(writer, variant.value, uses)})", uses))
+    elif variant.kind == "copy":
         name = bind_operator(writer, _aten.copy_.default, (node, node.args[0]))
         source = literal(writer, node.args[0], uses)
         writer.lines.append(Line(f"{name}({outs[0]}, {source})", uses))
     else:
-        _write_out_call(writer, node, form, outs, uses, divides_itself)
+        _write_out_call(writer, node, variant, outs, uses, divides_itself)
     if marker is not None and not divides_itself:
         averaged: Any = marker.args[0]
         write_division(writer, marker, outs[storages_of(node).index(*storages_of(averaged))])
 
 
-def _form(node: fx.Node) -> Form:
-    form = form_of(node)
-    assert form is not None
-    return form
+def _variant_of(node: fx.Node) -> OutVariant:
+    variant = out_variant_of(node)
+    assert variant is not None
+    return variant
 
 
 def _write_out_call(
-    writer: Writer, node: fx.Node, form: Form, outs: list[str], uses: set[str], divides: bool = False
+    writer: Writer, node: fx.Node, variant: OutVariant, outs: list[str], uses: set[str], divides: bool = False
 ) -> None:
-    """Call the operator with its out arguments, or the one that also divides by the number of ranks."""
-    args, kwargs, call = [*node.args, *form.extra], dict(node.kwargs), form.operator
+    """Call the out variant, or the one that also divides by the number of ranks."""
+    args, kwargs, call = [*node.args, *variant.extra], dict(node.kwargs), variant.operator
     if (weight := transposed_weight(writer, node)) is not None:
         call, args = _aten.linear.out, [node.args[1], weight, node.args[0]]
     if divides:
         # The product is divided on its way into the bucket.
-        call, args = form.scaled, [node, *args]
+        call, args = variant.scaled, [node, *args]
         kwargs = {"beta": 0, "alpha": 1 / writer.memory.plan.trace.world_size}
     parts = [literal(writer, value, uses) for value in args]
     parts += [f"{key}={literal(writer, value, uses)}" for key, value in kwargs.items()]
-    parts += [f"{key}={name}" for key, name in zip(form.names, outs, strict=True)]
+    parts += [f"{key}={name}" for key, name in zip(variant.names, outs, strict=True)]
     examples = [node.meta["val"]] if len(outs) == 1 else node.meta["val"]
-    name = bind_operator(writer, call, args, {**kwargs, **dict(zip(form.names, examples, strict=True))})
+    name = bind_operator(writer, call, args, {**kwargs, **dict(zip(variant.names, examples, strict=True))})
     writer.lines.append(Line(f"{name}({', '.join(parts)})", uses))

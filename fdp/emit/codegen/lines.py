@@ -1,4 +1,4 @@
-"""The lines of a generated program: what they need, and when values are dropped."""
+"""The lines of a generated program: what they use and define, and where names are deleted."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Line:
 
 
 def drop_unused(lines: Sequence[Line], outputs: Iterable[str]) -> list[Line]:
-    """Leave out what only led to values that are not needed, such as views of fixed places."""
+    """Drop pure lines whose names no later line needs, such as views of fixed places."""
     needed = set(outputs)
     kept = []
     for line in reversed(lines):
@@ -80,7 +80,7 @@ def assemble(
     reserved: Mapping[str, str],
     tick: str | None = None,
 ) -> str:
-    """Put a program together, and after each line the names that are not needed any more.
+    """Join the lines of a program, and delete each name after its last use.
 
     Args:
         lines: of the program.

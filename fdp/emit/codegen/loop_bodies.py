@@ -11,14 +11,14 @@ from torch import fx
 from fdp.emit.codegen.lines import Line
 from fdp.emit.codegen.writer import Writer, bind_object, literal
 from fdp.emit.memory.allocation import memory_of_body
-from fdp.emit.memory.elements import laid_out
+from fdp.emit.memory.elements import with_strides
 from fdp.emit.memory.layout import Layout
 from fdp.trace.graph.loops import changed_operands
 from fdp.trace.operators.control import Repeated
 
 
 class Body(Protocol):
-    """A program, as far as a loop around it has to know it; the program around a loop is one, too."""
+    """What the code of a loop reads of a program: the loop's body, or the program around it."""
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -44,7 +44,7 @@ def write_loop(writer: Writer, node: fx.Node) -> None:
 def blocks_of_body(
     node: str, body: Body, around: Body, blocks: Mapping[torch.device, torch.Tensor]
 ) -> dict[torch.device, torch.Tensor]:
-    """The memory of a loop's body, out of that of the program around it."""
+    """The memory of a loop's body: a piece of that of the program around it."""
     found = {}
     for key, (device, size_bytes) in memory_of_body(node, body.layouts):
         start = around.layouts[device].offsets[key]
@@ -53,7 +53,7 @@ def blocks_of_body(
 
 
 def compiled_loop(body: Body, count: int, node: fx.Node) -> Callable[..., None]:
-    """What runs a loop in a compiled program, which keeps apart the tensors that the loop changes.
+    """A function that runs a loop in a compiled program; it takes the tensors that the loop changes separately.
 
     The body was compiled for tensors that lie as those of the trace do. Those of a compiled program may lie otherwise:
     where the trace writes zeros into a tensor, a compiler goes on with a tensor of zeros of its own.
@@ -66,7 +66,7 @@ def compiled_loop(body: Body, count: int, node: fx.Node) -> Callable[..., None]:
 
     def run_apart(changed: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
         given = [*changed, *others]
-        lying = [laid_out(given[at], stride) for at, stride in zip(back, strides, strict=True)]
+        lying = [with_strides(given[at], stride) for at, stride in zip(back, strides, strict=True)]
         run(lying)
         for at, tensor in zip(back, lying, strict=True):
             if at < len(changed) and tensor is not given[at]:

@@ -16,7 +16,7 @@ _aten = torch.ops.aten
 
 
 def write_packing(writer: Writer, pack: Pack) -> None:
-    """Copy members into their bucket: those that need not be divided with one call."""
+    """Write copies of members into their bucket; those that need no division are copied by one call."""
     slots = [slot_name(pack.bucket, member) for member in pack.members]
     sources: list[Any] = [writer.memory.markers[pack.bucket][member].args[0] for member in pack.members]
     if pack.bucket in writer.memory.places.scaled or len(slots) == 1:
@@ -30,7 +30,7 @@ def write_packing(writer: Writer, pack: Pack) -> None:
 
 
 def _write_copy(writer: Writer, bucket: int, slot: str, source: fx.Node) -> None:
-    """Copy a member into its bucket, and divide it on the way if that is due."""
+    """Write the copy of a member into its bucket, divided if the bucket is scaled."""
     uses, part = {slot}, ProgramPart("pack", bucket)
     text = literal(writer, source, uses)
     if bucket in writer.memory.places.scaled:
@@ -43,13 +43,13 @@ def _write_copy(writer: Writer, bucket: int, slot: str, source: fx.Node) -> None
 
 
 def write_division_in_bucket(writer: Writer, divide: Divide) -> None:
-    """Divide a member where it was computed: in its bucket."""
+    """Write the division of a member that was computed in its bucket."""
     marker = writer.memory.markers[divide.bucket][divide.member]
     write_division(writer, marker, slot_name(divide.bucket, divide.member), ProgramPart("pack", divide.bucket))
 
 
 def write_division(writer: Writer, marker: fx.Node, name: str, part: ProgramPart | None = None) -> None:
-    """Divide what was computed for a marker in its bucket, where it has a name."""
+    """Write the division of a marker's value in its bucket, by its name there."""
     share = 1 / writer.memory.plan.trace.world_size
     call = bind_operator(writer, _aten.mul_.Tensor, (marker.args[0], share))
     writer.lines.append(Line(f"{call}({name}, {share!r})", {name}, part=part))

@@ -119,7 +119,7 @@ def _write_program(memory: MemoryPlan, rank: int, tick: Callable[[], None] | Non
 
 
 def _name_what_is_there(writer: Writer) -> None:
-    """Name inputs, closed-over tensors, constants, and values at fixed places."""
+    """Give names to inputs, closed-over tensors, constants, and values at fixed places."""
     places, trace = writer.memory.places, writer.memory.plan.trace
     for node in trace.graph.graph.nodes:
         if node.op == "placeholder" or node.name in places.named:
@@ -163,7 +163,7 @@ def _write(writer: Writer, instruction: Instruction) -> None:
 
 
 def _filled(memory: MemoryPlan, bucket: int) -> fx.Node | None:
-    """The donated input that the message of a bucket fills, if there is one."""
+    """The donated input that the message of a bucket writes to, if there is one."""
     return memory.placement.gathered.get(memory.markers[bucket][0])
 
 
@@ -183,7 +183,7 @@ def _write_start(writer: Writer, bucket: int) -> None:
 
 
 def _write_alone(writer: Writer, node: fx.Node) -> None:
-    """A reduction that sends nothing: of one rank, or of no elements."""
+    """Write a reduction that sends nothing: over one rank, or of no elements."""
     uses: set[str] = set()
     value = node.meta["val"]
     if value.numel() == 0:
@@ -202,7 +202,7 @@ def _write_alone(writer: Writer, node: fx.Node) -> None:
 
 
 def _empty_like(writer: Writer, node: fx.Node) -> str:
-    """A call that makes memory of a value's shape and strides."""
+    """The call that makes an empty tensor of a value's shape and strides."""
     value = node.meta["val"]
     device, dtype = bind_object(writer, value.device, "device"), bind_object(writer, value.dtype, "dtype")
     empty = bind_operator(writer, _aten.empty_strided.default)
@@ -229,7 +229,7 @@ def _write_copy(writer: Writer, node: fx.Node, name: str, own: str) -> None:
 
 
 def _write_outputs(writer: Writer) -> None:
-    """Name what is returned, and copy results whose memory belongs to something else."""
+    """Write the names of the results, and copies of those whose memory belongs to something else."""
     for position, node in enumerate(writer.memory.placement.returned):
         name = name_in_program(writer, node)
         if position in writer.memory.placement.cloned:
@@ -241,13 +241,13 @@ def _write_outputs(writer: Writer) -> None:
 
 
 def _leave_out_unused(writer: Writer) -> None:
-    """Leave out lines that nothing needs."""
+    """Drop lines that nothing needs."""
     if not writer.plain:
         writer.lines = drop_unused(writer.lines, writer.outputs)
 
 
 def _put_together(writer: Writer) -> None:
-    """Make a text of the lines."""
+    """Join the lines into the text of a program."""
     memory = writer.memory
     inputs = [writer.local[node] for node in memory.plan.trace.graph.graph.find_nodes(op="placeholder")]
     tick = None if writer.tick is None else bind_object(writer, writer.tick, "tick")

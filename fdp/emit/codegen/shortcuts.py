@@ -14,7 +14,8 @@ _aten = torch.ops.aten
 
 
 def transposed_weight(writer: Writer, node: fx.Node) -> fx.Node | None:
-    """The weight of a linear layer, for an operator that takes it as it is: one view less to make at every call."""
+    """The weight of a linear layer before `t()`, for an operator that takes it as it is: one view less at every
+    call."""
     if node.target is not _aten.addmm.default or node.kwargs:
         return None
     bias, rows, columns = (_node(argument) for argument in node.args)
@@ -25,10 +26,10 @@ def transposed_weight(writer: Writer, node: fx.Node) -> fx.Node | None:
     return weight if plain and columns not in writer.memory.same else None
 
 
-def counted_up(
+def scalars_added(
     target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, list[Any], dict[str, Any]] | None:
-    """Another way to add a number to many scalars, such as the step counts of an optimizer.
+    """A cheaper call that adds a number to many scalars, such as the step counts of an optimizer.
 
     On a CPU `_foreach_add_` makes a tensor of the number for each of them, which takes three times as long as to add.
     """

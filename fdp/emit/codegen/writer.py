@@ -1,4 +1,4 @@
-"""What the writers of a program share: names for values, operators and other objects, and the lines so far."""
+"""The state of writing a program: names of values, operators and other objects, and the lines so far."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Writer:
 
     @property
     def plain(self) -> bool:
-        """Whether every operator is called as it was traced."""
+        """Whether every operator is called as it was traced, without any saving."""
         return self.memory.savings == NONE
 
 
@@ -61,7 +61,7 @@ def name_in_program(writer: Writer, node: fx.Node) -> str:
 
 
 def names_of_values(writer: Writer, graph: fx.Graph) -> dict[str, str]:
-    """Names of values that a program computes as the graph does: not within an addition, nor divided for a mean."""
+    """Names of values that a program computes as the graph does: neither fused into an addition, nor divided."""
     memory = writer.memory
     apart = {*memory.added.values(), *memory.places.divided}
     found = {node.name: writer.local.get(memory.value_of(node)) for node in graph.nodes if node not in apart}
@@ -120,7 +120,7 @@ def literal(writer: Writer, value: Any, uses: set[str]) -> str:
 
 
 def emit(writer: Writer, expression: str, uses: set[str], node: fx.Node) -> None:
-    """Write a line that computes a node, and give its result a name if anybody asks for it."""
+    """Write a line that computes a node, with a name for its result if anything reads it."""
     defines: tuple[str, ...] = ()
     if node.name in writer.memory.places.named:
         uses.add(node.name)  # changed in place

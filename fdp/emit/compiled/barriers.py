@@ -1,8 +1,8 @@
-"""Operators that a compiler must leave where they are: they start and await messages, or change memory in place.
+"""Operators that a compiler must not move: they start messages and wait for them, or change memory in place.
 
-Each comes in two forms. The first has a schema without side effects: functionalization, which knows no message and
-turns every change of memory into a new value, leaves such an operator alone. The second says what it really changes;
-`declare_effects` puts it in place of the first when the graph is functional, so that the compiler keeps the order.
+Each exists twice. The first has a schema without side effects: functionalization, which knows no messages and turns
+every change of memory into a new value, leaves such an operator alone. The second declares what it changes;
+`declare_effects` replaces the first by it when the graph is functional, so that the compiler keeps the order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp.emit.memory.elements import laid_out
+from fdp.emit.memory.elements import with_strides
 from fdp.pytorch.overloads import schema_of
 from fdp.trace.capture.rng_replay import REPLAY, RESUME, STATE, replay
 from fdp.trace.operators.effects import FUSED_OPTIMIZERS
@@ -49,7 +49,7 @@ _running = _Running()
 def running(
     start: Any, wait: Any, loops: Sequence[Callable[..., None]] = (), generators: Sequence[torch.Generator] = ()
 ) -> Iterator[None]:
-    """Say what the operators `start`, `wait` and `loop` do in this thread, and what `draw` knows by number.
+    """Set what `start`, `wait` and `loop` call in this thread, and the generators that `draw` knows by number.
 
     Compiled code is cached across processes and shared between steps, so it cannot hold them itself.
     """
@@ -61,8 +61,8 @@ def running(
         _running.start, _running.wait, _running.loops, _running.generators = before
 
 
-def generators_running() -> Sequence[torch.Generator]:
-    """What the step that this thread is running draws from, besides torch's own generators."""
+def current_generators() -> Sequence[torch.Generator]:
+    """The generators of the step that this thread is running, besides torch's own."""
     return _running.generators
 
 
@@ -94,7 +94,7 @@ def _multiply(target: torch.Tensor, one: torch.Tensor, two: torch.Tensor, factor
 
 
 def _snapshot(value: torch.Tensor, stride: Sequence[int] | None = None) -> torch.Tensor:
-    return laid_out(value, value.stride() if stride is None else stride, anew=True)
+    return with_strides(value, value.stride() if stride is None else stride, anew=True)
 
 
 def _fake_snapshot(value: torch.Tensor, stride: Sequence[int] | None = None) -> torch.Tensor:
@@ -138,7 +138,7 @@ wait = define("wait", "(Tensor[] slots, int bucket) -> ()", _wait)
 loop = define("loop", "(Tensor[] changed, Tensor[] others, int number) -> ()", _loop)
 copy_into = define("copy_into", "(Tensor target, Tensor value) -> ()", _copy)
 snapshot = define("snapshot", "(Tensor value, int[]? stride=None) -> Tensor", _snapshot, fake=_fake_snapshot)
-"""A copy that lies as its original does, or as told, and that no pass may replace by it: that is changed later."""
+"""A copy with the original's strides, or given ones. No pass may replace it by the original, which is changed later."""
 
 start_ = define("start_", "(Tensor(a!)[] slots, int bucket) -> ()", _start)
 wait_ = define("wait_", "(Tensor(a!)[] slots, int bucket) -> ()", _wait)
@@ -188,7 +188,7 @@ CHANGING = (
 
 
 def declare_effects(graph: fx.Graph) -> None:
-    """Let every operator of a functional graph that changes memory say so."""
+    """Replace operators of a functional graph by those that declare their changes of memory."""
     for node in graph.nodes:
         if node.op == "call_function" and node.target in DECLARED:
             node.target = DECLARED[node.target]

@@ -16,14 +16,14 @@ from fdp.distributed.group import Group
 from fdp.emit.codegen.loop_bodies import compiled_loop
 from fdp.emit.codegen.program import Program
 from fdp.emit.compiled.barriers import IMPLEMENTED, running
-from fdp.emit.compiled.drawing import as_it_is
+from fdp.emit.compiled.drawing import run_uncompiled
 from fdp.emit.compiled.draws import functions_that_draw, generators_of, operands_of
 from fdp.emit.compiled.graph import functional_graph, received_name
 from fdp.emit.compiled.inductor import Lowered, decompositions, lower, traced_under
 from fdp.emit.compiled.options import Options
 from fdp.emit.compiled.passes import declare
 from fdp.emit.compiled.recording import Recording
-from fdp.emit.compiled.unaliased import Apart
+from fdp.emit.compiled.unaliased import UnaliasedResults
 from fdp.emit.memory.decisions import plan_memory
 from fdp.emit.memory.layout import Layout
 from fdp.emit.memory.memory_plan import MemoryPlan
@@ -39,7 +39,7 @@ from fdp.verify.lowered import Returned, verify_lowered
 
 @dataclass(frozen=True)
 class Buckets:
-    """The buckets of a compiled program: where members lie, and which hold values divided by the number of ranks.
+    """The buckets of a compiled program: where members are, and which hold values divided by the number of ranks.
 
     What is gathered arrives in its bucket.
     """
@@ -52,7 +52,7 @@ class Buckets:
 
 @dataclass(frozen=True)
 class _Job:
-    """What is to be compiled, and all that is known of it beforehand.
+    """A plan to compile, with all that was decided before.
 
     Attributes:
         memory: the memory plan.
@@ -128,7 +128,7 @@ def _compile(memory: MemoryPlan, group: Group, communicates: bool, options: Opti
 
 
 def _proved_graph(job: _Job) -> fx.GraphModule:
-    """The graph that the compiler gets: carried out, effects declared, and proved."""
+    """The graph that the compiler gets: made from the plan, effects declared, and proved."""
     plan, options = job.plan, job.options
     settings = dict(options.settings)
     decomposed = decompositions(settings)
@@ -163,10 +163,10 @@ def _program(job: _Job, lowered: Lowered, records: bool) -> Program:
         )
     by_number = [compiled_loop(job.bodies[loop.node], loop.count, trace.nodes[loop.node]) for loop in trace.loops]
     namespace: dict[str, Any] = {
-        "compiled": Apart(function, _strides(job.memory, job.returned), free, alone=bool(donated)),
+        "compiled": UnaliasedResults(function, _strides(job.memory, job.returned), free, alone=bool(donated)),
         "constants": job.held,
         "running": running,
-        "loops": [*by_number, *(as_it_is(node, operands_of(node)) for node in job.apart)],
+        "loops": [*by_number, *(run_uncompiled(node, operands_of(node)) for node in job.apart)],
         "generators": job.generators,
     }
     exec(compile(source, f"<fdp step {trace.name}>", "exec"), namespace)
@@ -178,7 +178,7 @@ def _program(job: _Job, lowered: Lowered, records: bool) -> Program:
 
 @functools.cache
 def _prove_own_operators() -> None:
-    """Prove, once in a process, that fdp's own operators do what the proof of graphs takes them for."""
+    """Prove, once in a process, that fdp's own operators compute what the proof of graphs assumes."""
     verify_implementations(IMPLEMENTED, running)
 
 
@@ -200,7 +200,7 @@ def _constants(graph: fx.GraphModule, rank: int) -> tuple[list[fx.Node], list[to
 
 
 def _buckets(memory: MemoryPlan) -> Buckets:
-    """The buckets of a compiled step: what comes back is a name of its own, where the memory plan has it."""
+    """The buckets of a compiled step; a received value has a name of its own if the memory plan gives it one."""
     named, places = memory.places.named, dict[str, Place]()
     for index, members in memory.markers.items():
         for at, marker in enumerate(members):
@@ -210,7 +210,7 @@ def _buckets(memory: MemoryPlan) -> Buckets:
 
 
 def _returned(memory: MemoryPlan) -> list[Returned]:
-    """Where each result of a step is: a donated input goes back to the caller as the object that it is."""
+    """Where each result of a step comes from; a donated input is returned as the caller's own object."""
     graph, placement = memory.plan.trace.graph.graph, memory.placement
     position = {node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))}
     found: list[Returned] = []
@@ -225,7 +225,7 @@ def _returned(memory: MemoryPlan) -> list[Returned]:
 
 
 def _strides(memory: MemoryPlan, returned: Sequence[Returned]) -> list[tuple[int, ...]]:
-    """How each result lies that is made by what is compiled."""
+    """The strides of each result that the compiled function makes."""
     results = zip(memory.placement.returned, returned, strict=True)
     return [tuple(node.meta["val"].stride()) for node, (where, _) in results if where == "made"]
 

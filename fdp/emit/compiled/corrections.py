@@ -1,6 +1,6 @@
-"""What inductor is known to be wrong about, put right: each with the torch that it was seen in.
+"""Corrections of known mistakes of inductor, each with the releases of torch in which it was seen.
 
-`torch.compile` is wrong about the same. A step is compared with its operators at its first call, and would be refused.
+`torch.compile` makes the same mistakes. Without corrections the comparison at the first call would refuse such a step.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from fdp.emit.compiled.special_values import AS_KERNELS_DO
+from fdp.emit.compiled.special_values import KERNEL_DECOMPOSITIONS
 from fdp.pytorch.parts import release
 from fdp.trace.calls.arguments import overlaps_itself
 
 _aten = torch.ops.aten
 
 
-def _add_of_a_product(one: Any, other: Any, *, alpha: Any = 1) -> Any:
-    """A sum with a factor, taken apart: inductor makes one kernel of a product and a sum, and forgets the factor.
+def _scaled_add(one: Any, other: Any, *, alpha: Any = 1) -> Any:
+    """`add` with `alpha`, as a product and a sum: inductor fuses the sum with a matrix product, and forgets `alpha`.
 
     (`addmm` in its pass behind the backward pass; seen in torch 2.13, with `torch.compile` as well.) Of a factor that
     is known at each call only, nothing can be asked here.
@@ -29,11 +29,11 @@ def _add_of_a_product(one: Any, other: Any, *, alpha: Any = 1) -> Any:
     return NotImplemented if is_one else _aten.add.Tensor(one, _aten.mul.Tensor(other, alpha))
 
 
-def _first_of_all(operator: Any) -> Callable[..., Any]:
-    """The place of an extreme among all elements, looked for along a row: the first one counts, of several equal.
+def _first_extreme(operator: Any) -> Callable[..., Any]:
+    """`argmax` and `argmin` of a whole tensor, on a flat copy: of several equal elements the first counts.
 
-    Inductor goes through a whole tensor in the order in which it lies, and takes what comes first there (seen in torch
-    2.13, with `torch.compile` as well).
+    Inductor walks the tensor in memory order, and takes the first one there (seen in torch 2.13, with `torch.compile`
+    as well).
     """
 
     def place(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
@@ -45,16 +45,17 @@ def _first_of_all(operator: Any) -> Callable[..., Any]:
     return place
 
 
-def _copy_of_places(x: Any, *where: Any, **named: Any) -> Any:
-    """Elements by their places, copied: inductor keeps how a tensor lies for those who look at places, not for those
-    who copy from there (seen in torch 2.13, in branches of conditions, where views become copies)."""
+def _strided_copy(x: Any, *where: Any, **named: Any) -> Any:
+    """`as_strided_copy` as a copy of `as_strided`: only for the latter inductor keeps the strides of the argument (seen
+    in torch 2.13, in branches of conditions, where views become copies)."""
     return _aten.as_strided.default(x, *where, **named).clone()
 
 
-def _shares_of_windows(operator: Any, dims: int) -> Any:
-    """The gradient of averages over windows of which some reach beyond the input: divided by what each averages.
+def _average_pool_gradient(operator: Any, dims: int) -> Any:
+    """The gradient of average pooling, divided by the number of elements that each window averages.
 
-    Inductor divides by the whole window (seen in torch 2.13 to 2.15, with `torch.compile` as well).
+    Inductor divides by the whole window, also where that reaches beyond the input (seen in torch 2.13 to 2.15, with
+    `torch.compile` as well).
     """
 
     def gradient(
@@ -72,11 +73,11 @@ def _shares_of_windows(operator: Any, dims: int) -> Any:
     return gradient
 
 
-def _in_memory_of_its_own(operator: Any) -> Callable[..., Any]:
-    """A scatter into something that lies upon itself, as a row that is repeated does: into a copy that does not.
+def _scatter_into_copy(operator: Any) -> Callable[..., Any]:
+    """A scatter into a tensor that overlaps itself, such as an expanded one: into a contiguous copy.
 
-    Inductor scatters in place where nothing else reads the old value, and changes all elements that lie in one place
-    (seen in torch 2.13 to 2.15, with `torch.compile` as well).
+    Inductor scatters in place where nothing else reads the old value, and changes all elements that share memory (seen
+    in torch 2.13 to 2.15, with `torch.compile` as well).
     """
 
     def scattered(x: Any, *how: Any, **named: Any) -> Any:
@@ -87,13 +88,13 @@ def _in_memory_of_its_own(operator: Any) -> Callable[..., Any]:
     return scattered
 
 
-def _by_mask(operator: Any) -> Callable[..., Any]:
-    """One value, put where a mask says: a choice between the value and what was there.
+def _put_by_mask(operator: Any) -> Callable[..., Any]:
+    """`index_put` of one value by a mask, as `where`.
 
-    Inductor makes the same choice in place, and loses a scatter that came before (seen in torch 2.13 and 2.14, with
+    Inductor does the same in place, and loses a scatter that came before (seen in torch 2.13 and 2.14, with
     `torch.compile` as well).
     """
-    otherwise = _in_memory_of_its_own(operator)
+    otherwise = _scatter_into_copy(operator)
 
     def put(x: Any, indices: Any, values: Any, accumulate: bool = False, *rest: Any) -> Any:
         mask = indices[0]
@@ -101,13 +102,13 @@ def _by_mask(operator: Any) -> Callable[..., Any]:
             return otherwise(x, indices, values, accumulate, *rest)
         value = values.reshape([]).to(x.device)
         mask = mask.bool().reshape([*mask.shape, *[1] * (x.dim() - mask.dim())])
-        return _laid_out_as(torch.empty_like(x), _aten.where.self(mask, x + value if accumulate else value, x))
+        return _in_memory_order_of(torch.empty_like(x), _aten.where.self(mask, x + value if accumulate else value, x))
 
     return put
 
 
-def _laid_out_as(one: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-    """A value, in the order of memory that another one has, without gaps: `where`, say, takes that of its mask."""
+def _in_memory_order_of(one: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    """A value in the memory order of another one, without gaps: `where`, say, has that of its mask."""
     strides = one.stride()
     if made.stride() == strides:
         return made
@@ -117,25 +118,25 @@ def _laid_out_as(one: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
 
 
 def _alone(x: Any, dim: int, half_to_float: bool) -> Any:
-    """A softmax over one element, which is one: inductor fails where it looks for two of them, one behind the other
-    (seen in torch 2.13 to 2.15, with `torch.compile` as well)."""
+    """The softmax of a scalar, which is one: inductor fails on two of them, one after the other (seen in torch 2.13 to
+    2.15, with `torch.compile` as well)."""
     return (x - x).exp() if x.dim() == 0 and not half_to_float else NotImplemented
 
 
-_OWN: Mapping[Any, Callable[..., Any]] = {
-    **AS_KERNELS_DO,
+_CORRECTIONS: Mapping[Any, Callable[..., Any]] = {
+    **KERNEL_DECOMPOSITIONS,
     _aten._softmax.default: _alone,
-    _aten.add.Tensor: _add_of_a_product,
-    _aten.as_strided_copy.default: _copy_of_places,
+    _aten.add.Tensor: _scaled_add,
+    _aten.as_strided_copy.default: _strided_copy,
     **{
-        each: _shares_of_windows(each, dims)
+        each: _average_pool_gradient(each, dims)
         for each, dims in (
             (_aten.avg_pool2d_backward.default, 2),
             (_aten.avg_pool3d_backward.default, 3),
         )
     },
     **{
-        each: _in_memory_of_its_own(each)
+        each: _scatter_into_copy(each)
         for each in (
             _aten.select_scatter.default,
             _aten.slice_scatter.default,
@@ -143,17 +144,17 @@ _OWN: Mapping[Any, Callable[..., Any]] = {
             _aten.as_strided_scatter.default,
         )
     },
-    **{each: _by_mask(each) for each in (_aten.index_put.default, _aten._unsafe_index_put.default)},
-    **{each: _first_of_all(each) for each in (_aten.argmax.default, _aten.argmin.default)},
+    **{each: _put_by_mask(each) for each in (_aten.index_put.default, _aten._unsafe_index_put.default)},
+    **{each: _first_extreme(each) for each in (_aten.argmax.default, _aten.argmin.default)},
 }
-"""What is taken apart since inductor is wrong about the whole; where that returns `NotImplemented`, it is not."""
+"""Decompositions of operators that inductor computes wrongly; `NotImplemented` where inductor is right."""
 
 
 def with_corrections(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """A table of decompositions, with those first that put inductor right."""
+    """A table of decompositions in which the corrections come first."""
     # Complex sums stay whole: inductor would take them apart into views of other dtypes.
     rest = {operator: found for operator, found in table.items() if operator is not _aten.add.Tensor}
-    return {**rest, **{operator: _or_else(own, rest.get(operator)) for operator, own in _OWN.items()}}
+    return {**rest, **{operator: _or_else(own, rest.get(operator)) for operator, own in _CORRECTIONS.items()}}
 
 
 def _or_else(own: Callable[..., Any], otherwise: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -165,8 +166,8 @@ def _or_else(own: Callable[..., Any], otherwise: Callable[..., Any] | None) -> C
 
 
 @contextmanager
-def changed_memory_stays_known(node: Any) -> Iterator[None]:
-    """Let what reads changed memory wait for the change.
+def reads_ordered_after_changes(node: Any) -> Iterator[None]:
+    """Order reads of changed memory after the change, in inductor's scheduler.
 
     Before inductor fuses loops it may lay them out anew. In torch 2.13 it then forgets that a loop reads what another
     one has changed: a scatter, say, may be written behind its reader. Later releases remember.

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp.emit.compiled.barriers import define, generators_running
-from fdp.emit.memory.elements import laid_out
+from fdp.emit.compiled.barriers import current_generators, define
+from fdp.emit.memory.elements import with_strides
 from fdp.pytorch.overloads import schema_of
 from fdp.trace.operators.control import choose
 
 NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
-"""Kinds of arguments that are written by the name that they have in torch."""
+"""Types of arguments that are written by their names in torch."""
 
 
 def is_written(schema: Any) -> bool:
-    """Whether an operator changes what it is given for an argument, or a result is what it changed."""
+    """Whether an argument is written, or a result is a written argument."""
     return schema.alias_info is not None and schema.alias_info.is_write
 
 
@@ -53,12 +53,12 @@ class _DrawingCall:
             if not isinstance(value, dict):
                 return value
             if "generator" in value:
-                return generators_running()[value["generator"]]
+                return current_generators()[value["generator"]]
             if "size" in value:
                 return _empty(value)
             number = value["read"]
             if number not in given:
-                given[number] = laid_out(read[number], value["stride"], anew=number in self.owned)
+                given[number] = with_strides(read[number], value["stride"], anew=number in self.owned)
             return given[number]
 
         arguments = [built(value) for value in self.arguments]
@@ -75,7 +75,7 @@ class _DrawingCall:
         for argument in filter(is_written, schema.arguments):
             value = given_as.get(argument.name, [])
             found += value if isinstance(value, list) else [value]
-        return [laid_out(each, layout["stride"]) for each, layout in zip(found, self.layouts, strict=True)]
+        return [with_strides(each, layout["stride"]) for each, layout in zip(found, self.layouts, strict=True)]
 
 
 @functools.lru_cache(4096)
@@ -101,7 +101,7 @@ def _records(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _literal(value: Any) -> Any:
-    """A value of the text, with what has a name in torch in place of the name."""
+    """A value of the text, with torch's objects in place of their names."""
     if isinstance(value, list):
         return [_literal(each) for each in value]
     if not isinstance(value, dict):
@@ -127,20 +127,20 @@ def _empty(layout: Mapping[str, Any]) -> torch.Tensor:
 
 _random = torch.Tag.nondeterministic_seeded
 draw = define("draw", "(Tensor[] read, str call) -> Tensor[]", _draw, _random, fake=_fake_draw)
-"""(the tensors that a call reads, the call in text) -> its new results, and what it changes, anew.
+"""(the tensors that a call reads, the call as text) -> its new results, and new values of what it changes.
 
 The tag keeps draws in order: the compiler lets operators that have it follow one another."""
-draw_of_nothing = define(
-    "draw_of_nothing", "(str call) -> Tensor[]", partial(_draw, ()), _random, fake=partial(_fake_draw, ())
+draw_without_inputs = define(
+    "draw_without_inputs", "(str call) -> Tensor[]", partial(_draw, ()), _random, fake=partial(_fake_draw, ())
 )
 """The same for a call that reads no tensor. Functionalization sees by that, and not by an empty list, that what comes
 out is new."""
 
 
-def as_it_is(
+def run_uncompiled(
     node: fx.Node, operands: Sequence[fx.Node]
 ) -> Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]:
-    """What runs a function of functions in a compiled program, operator by operator.
+    """A function that runs a higher-order operator in a compiled program, operator by operator.
 
     Args:
         node: of a trace.
@@ -154,7 +154,7 @@ def as_it_is(
     strides = [each.meta["val"].stride() for each in operands]
 
     def run(changed: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
-        lying = [laid_out(each, stride) for each, stride in zip(others, strides, strict=True)]
+        lying = [with_strides(each, stride) for each, stride in zip(others, strides, strict=True)]
         given = dict(zip(operands, lying, strict=True))
 
         def value(each: fx.Node) -> Any:

@@ -1,4 +1,4 @@
-"""Draws of random numbers in a compiled step, each a call that a compiler can neither lay out anew nor leave out.
+"""Random draws in a compiled step, each as a call whose strides and place in the order a compiler cannot change.
 
 Which number an operator draws for which element depends on how the elements lie in memory. A compiler lays values out
 as it likes. So a draw becomes a call of `drawing.draw`. A text says what the step itself calls, and the strides of all
@@ -27,7 +27,7 @@ from fdp.trace.graph.loops import is_loop
 from fdp.trace.operators.effects import bound_arguments, effects_of, nodes_in, operator_name, storages_of
 
 _LIKE = ("rand_like", "randn_like", "randint_like")
-"""Operators that look at their first argument for shape, dtype and strides alone."""
+"""Operators that read only shape, dtype and strides of their first argument."""
 
 
 def draws(node: fx.Node) -> bool:
@@ -39,13 +39,13 @@ def draws(node: fx.Node) -> bool:
 
 
 def functions_that_draw(module: fx.GraphModule) -> list[fx.Node]:
-    """The nodes of a trace that call functions which draw. (Loops of fdp's own are programs of their own.)"""
+    """The higher-order operators of a trace whose functions draw. (Loops of fdp's own are programs of their own.)"""
     called = [node for node in module.graph.nodes if node.op == "call_function" and not is_loop(node)]
     return [node for node in called if not isinstance(node.target, OpOverload) and effects_of(node).random]
 
 
 def generators_of(module: fx.GraphModule) -> list[torch.Generator]:
-    """The generators that a trace draws from besides torch's own; `draw` knows them by their number."""
+    """The generators that a trace draws from besides torch's own, in the order in which `draw` numbers them."""
     held = (getattr(module, str(node.target), None) for node in module.graph.find_nodes(op="get_attr"))
     # The same one may be another object.
     found = {generator_id(each): each for each in held if isinstance(each, torch.Generator)}
@@ -54,7 +54,7 @@ def generators_of(module: fx.GraphModule) -> list[torch.Generator]:
 
 @dataclass(frozen=True)
 class Draw:
-    """What a node that draws becomes.
+    """The call that replaces a node which draws.
 
     Attributes:
         text: the argument `call` of `draw`.
@@ -70,8 +70,8 @@ class Draw:
     results: tuple[tuple[str, Any], ...]
 
 
-def described(node: fx.Node) -> Draw:
-    """Say in text what a node of a trace draws.
+def describe_draw(node: fx.Node) -> Draw:
+    """Describe the draw of a node as text, for `drawing.draw`.
 
     Raises:
         CompileError: it is given a number that is read from a tensor, or it draws into memory that it reads otherwise.
@@ -81,7 +81,7 @@ def described(node: fx.Node) -> Draw:
     read: dict[fx.Node, int] = {}
     for schema, value in bound:
         for each in _tensors_in(value):
-            if _is_read(node, schema, each) and not any(_lie_alike(each, other) for other in read):
+            if _is_read(node, schema, each) and not any(_same_elements(each, other) for other in read):
                 read[each] = len(read)
     written = [each for schema, value in bound if is_written(schema) for each in _tensors_in(value)]
     if any(_overlap(one, two) for one in written for two in (*read, *written)):
@@ -122,8 +122,12 @@ def _encoded(node: fx.Node, value: Any, read: Mapping[fx.Node, int]) -> Any:
     if isinstance(value, fx.Node):
         example = value.meta.get("val")
         if isinstance(example, torch.Tensor):
-            known = next((at for each, at in read.items() if _lie_alike(each, value)), None)
-            return _layout_record(example) if known is None else {"read": known, "stride": _narrowed(example)}
+            known = next((at for each, at in read.items() if _same_elements(each, value)), None)
+            return (
+                _layout_record(example)
+                if known is None
+                else {"read": known, "stride": _strides_with_small_gaps(example)}
+            )
         module: Any = node.graph.owning_module
         value = getattr(module, str(value.target), None) if value.op == "get_attr" else value
         if isinstance(value, torch.Generator):
@@ -142,10 +146,10 @@ def _encoded(node: fx.Node, value: Any, read: Mapping[fx.Node, int]) -> Any:
 def _layout_record(example: torch.Tensor) -> dict[str, Any]:
     """What `drawing` needs to make a tensor of this layout: size, strides, dtype and device."""
     kind = {"dtype": str(example.dtype).removeprefix("torch."), "device": str(example.device)}
-    return {"size": list(example.shape), "stride": _narrowed(example), **kind}
+    return {"size": list(example.shape), "stride": _strides_with_small_gaps(example), **kind}
 
 
-def _narrowed(example: torch.Tensor) -> list[int]:
+def _strides_with_small_gaps(example: torch.Tensor) -> list[int]:
     """The strides of a tensor, with gaps of one element where it has larger ones.
 
     Operators see in which order elements lie, and whether there are gaps, and not how wide these are. A column of a
@@ -175,8 +179,8 @@ def _tensors_in(value: Any) -> Iterator[fx.Node]:
     return (node for node in nodes_in(value) if isinstance(node.meta.get("val"), torch.Tensor))
 
 
-def _lie_alike(one: fx.Node, two: fx.Node) -> bool:
-    """Whether two nodes are the same elements in the same order."""
+def _same_elements(one: fx.Node, two: fx.Node) -> bool:
+    """Whether two nodes have the same elements of one storage, in the same order."""
     if storages_of(one) != storages_of(two):
         return False
     a, b = one.meta["val"], two.meta["val"]
@@ -184,14 +188,14 @@ def _lie_alike(one: fx.Node, two: fx.Node) -> bool:
 
 
 def _overlap(one: fx.Node, two: fx.Node) -> bool:
-    """Whether two nodes share some of their elements, but are not the same ones in the same order."""
-    if one is two or storages_of(one) != storages_of(two) or _lie_alike(one, two):
+    """Whether two nodes share some elements of one storage, but not all in the same order."""
+    if one is two or storages_of(one) != storages_of(two) or _same_elements(one, two):
         return False
     a, b = one.meta["val"], two.meta["val"]
-    return a.dtype != b.dtype or bool(torch.isin(_places(a), _places(b)).any())
+    return a.dtype != b.dtype or bool(torch.isin(_storage_positions(a), _storage_positions(b)).any())
 
 
-def _places(example: torch.Tensor) -> torch.Tensor:
+def _storage_positions(example: torch.Tensor) -> torch.Tensor:
     return offsets(example.shape, example.stride()) + int(example.storage_offset())
 
 
@@ -206,7 +210,7 @@ def _refusal(node: fx.Node, what: str, remedy: str) -> CompileError:
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
-    """The tensors that a function of functions is given.
+    """The tensor operands of a higher-order operator.
 
     Raises:
         CompileError: it is given, or returns, a number that is read from a tensor.

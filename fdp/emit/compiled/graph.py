@@ -15,9 +15,9 @@ import torch
 from torch import fx
 
 from fdp.emit.compiled.barriers import FUSED, copy_into, loop, snapshot, start, wait
-from fdp.emit.compiled.drawing import draw, draw_of_nothing
-from fdp.emit.compiled.draws import Draw, described, draws, operands_of
-from fdp.emit.compiled.layouts import Branch, Changes, as_traced, empty_like, lying_as
+from fdp.emit.compiled.drawing import draw, draw_without_inputs
+from fdp.emit.compiled.draws import Draw, describe_draw, draws, operands_of
+from fdp.emit.compiled.layouts import Branch, StrideKeeper, empty_like, with_strides_of, with_traced_strides
 from fdp.emit.memory.instructions import (
     Await,
     Compute,
@@ -47,11 +47,11 @@ _VIEWS = {
     _aten.unsafe_split_with_sizes.default: _aten.split_with_sizes.default,
     _aten._unsafe_view.default: _aten.view.default,
 }
-"""Operators that return views and do not say so, with those that do: no pass may take their results for apart."""
+"""Operators that return views and do not declare it, with equivalents that do, so that passes know of the alias."""
 
 
 class _Lowering:
-    """Carries a plan out on the values of a tracer."""
+    """Executes a plan on the values of a tracer."""
 
     def __init__(self, memory: MemoryPlan, drawn: Mapping[fx.Node, Draw], apart: Sequence[fx.Node]) -> None:
         self.memory, self.plan, self.trace = memory, memory.plan, memory.plan.trace
@@ -59,7 +59,7 @@ class _Lowering:
         graph = self.trace.graph
         placeholders = graph.graph.find_nodes(op="placeholder")
         inside = {node for node, item in zip(placeholders, self.trace.inputs, strict=True) if item.offset}
-        self.changes = Changes(graph.graph, inside)
+        self.changes = StrideKeeper(graph.graph, inside)
         # Branches of a condition, and generators of random numbers; tensors come in as inputs.
         self.values: dict[fx.Node, Any] = {
             node: getattr(graph, str(node.target), None) for node in graph.graph.find_nodes(op="get_attr")
@@ -77,8 +77,8 @@ class _Lowering:
             if node.op == "placeholder" and position not in placement.cloned:
                 continue  # it goes back to the caller as the object that it is
             value = self._value(node)
-            value = lying_as(node.meta["val"], value)
-            outputs.append(_own(value) if position in placement.cloned else value)
+            value = with_strides_of(node.meta["val"], value)
+            outputs.append(_copy_with_strides(value) if position in placement.cloned else value)
         return outputs
 
     def _carry_out(self, instruction: Instruction) -> None:
@@ -109,11 +109,11 @@ class _Lowering:
         return self.values[self.memory.value_of(node)]
 
     def _found(self, node: fx.Node) -> Any:
-        """The value of a node, if it has one by now."""
+        """The value of a node; None if it has none yet."""
         return self.values.get(self.memory.value_of(node))
 
     def _slots_of(self, bucket: int) -> list[torch.Tensor]:
-        """All tensors that a message reads or writes."""
+        """All tensors that the message of a bucket reads or writes."""
         names: dict[str, None] = {}
         for at in range(len(self.memory.markers[bucket])):
             names[slot_name(bucket, at)] = names[received_name(bucket, at)] = None
@@ -141,7 +141,7 @@ class _Lowering:
             self._loop(node)
             return
         if node.name in self.numbers:
-            self._as_it_is(node)
+            self._uncompiled(node)
             return
         if is_marker(node, "vary"):
             self.values[node] = _copy(self._value(node.args[0]))  # type: ignore[arg-type]
@@ -152,7 +152,7 @@ class _Lowering:
         split = is_part(node, entries)
         args, kwargs = arguments_of(node, entries)
         args, kwargs = fx.map_arg(args, self._value), fx.map_arg(kwargs, self._value)
-        args = self.changes.of_the_whole(node, args, self._found)
+        args = self.changes.applied_to_base(node, args, self._found)
         bring_up_to_date(target, args)
         try:
             result = self._draw(node) if node in self.drawn else self._run(target, args, kwargs)
@@ -161,7 +161,9 @@ class _Lowering:
         except Exception as error:
             raise self._refusal(node, error) from error
         example: Any = node.meta.get("val")
-        result = as_traced(target, [example[entry] for entry in entries] if split and example else example, result)
+        result = with_traced_strides(
+            target, [example[entry] for entry in entries] if split and example else example, result
+        )
         if split:
             if isinstance(result, (list, tuple)):
                 self.entries.update(((node, entry), one) for entry, one in zip(entries, result, strict=True))
@@ -170,10 +172,10 @@ class _Lowering:
         if (donated := self.memory.placement.written.get(node)) is not None:
             self.values[donated].copy_(result)
             self.values[node] = self.values[donated]
-        self.changes.keep_places(node, self._found)
+        self.changes.restore_strides(node, self._found)
 
     def _loop(self, node: fx.Node) -> None:
-        """Call what runs a loop; the tensors that it changes are from here on others, which no pass sees through."""
+        """Insert the call of a loop, opaque to all passes. The tensors that it changes are new values from here on."""
         operands: Any = node.args[2]
         changed, others = changed_operands(node)
         for each in changed:
@@ -181,8 +183,8 @@ class _Lowering:
         given = ([self._value(operands[each]) for each in group] for group in (changed, others))
         loop(*given, self.numbers[node.name])
 
-    def _as_it_is(self, node: fx.Node) -> None:
-        """Call what runs a function of functions, which puts its results into places that no pass sees through."""
+    def _uncompiled(self, node: fx.Node) -> None:
+        """Insert the call of a higher-order operator that runs uncompiled, opaque to all passes."""
         example: Any = node.meta["val"]
         results = example if isinstance(example, (list, tuple)) else [example]
         operands = [self._value(each) for each in operands_of(node)]
@@ -191,14 +193,14 @@ class _Lowering:
         self.values[node] = places if isinstance(example, (list, tuple)) else places[0]
 
     def _draw(self, node: fx.Node) -> Any:
-        """Draw as the step does; what that changes is changed to what was drawn.
+        """Insert a draw; tensors that the operator changes get the drawn values.
 
         Each draw takes the result of the draw before as one more operand, which it ignores. A compiler orders draws by
         their results; without this operand it may reorder a draw whose result is not used.
         """
         found = self.drawn[node]
         read = [*(self._value(each) for each in found.read), *self.last_drawn]
-        made = draw(read, found.text) if read else draw_of_nothing(found.text)
+        made = draw(read, found.text) if read else draw_without_inputs(found.text)
         self.last_drawn = made[:1] or self.last_drawn
         for each, value in zip(reversed(found.written), reversed(made), strict=False):
             self._value(each).copy_(value)
@@ -247,8 +249,8 @@ class _Lowering:
         return _VIEWS.get(target, target)(*args, **kwargs)
 
 
-def _own(value: torch.Tensor) -> torch.Tensor:
-    """A copy that lies as the value does; `clone` would close gaps, and take repeated elements apart."""
+def _copy_with_strides(value: torch.Tensor) -> torch.Tensor:
+    """A copy with the strides of a value; `clone` would close gaps, and copy repeated elements separately."""
     return value.clone() if _aten.is_non_overlapping_and_dense.default(value) else snapshot(value)
 
 
@@ -266,7 +268,7 @@ def _batch_norm(
 
 
 def received_name(bucket: int, member: int) -> str:
-    """The name of the place where what comes back is: the member's own by another name, unless results lie apart.
+    """The name of a received value; it is the member's slot, unless results have memory of their own.
 
     A compiler may use the memory that it filled itself again, if it sees nothing read it as it was then.
     """
@@ -280,7 +282,7 @@ def functional_graph(
     decompositions: Mapping[Any, Callable[..., Any]],
     apart: Sequence[fx.Node] | None,
 ) -> fx.GraphModule:
-    """Carry a plan out on fake tensors, and keep what it does.
+    """Execute a plan on fake tensors, and record it as a functional graph.
 
     Args:
         memory: where values lie, and what is done when.
@@ -310,7 +312,7 @@ def functional_graph(
     for node in plan.trace.nodes.values():
         if effects_of(node).checks and isinstance(node.target, OpOverload):
             torch.fx.has_side_effect(node.target)  # so that no pass takes it for dead code
-    drawn = {node: described(node) for node in plan.trace.graph.graph.nodes if apart is not None and draws(node)}
+    drawn = {node: describe_draw(node) for node in plan.trace.graph.graph.nodes if apart is not None and draws(node)}
 
     def carry_out(*values: torch.Tensor) -> list[torch.Tensor]:
         given = (*placeholders, *constants)
@@ -326,7 +328,7 @@ def functional_graph(
 
 
 def _give_numbers_examples(graph: fx.GraphModule) -> None:
-    """Say in the branches of conditions which of their operands are numbers: a compiler takes none without an example.
+    """Give operands of conditions that are numbers an example value in the branches: a compiler needs one.
 
     Dynamo hands a branch the sizes of its operands where it has seen the branch with others before.
     """
@@ -342,14 +344,14 @@ def _give_numbers_examples(graph: fx.GraphModule) -> None:
 
 
 def _refuse_unused_draws_before_loops(plan: Plan, graph: fx.Graph) -> None:
-    """Refuse an unused draw right before a function of functions: a compiler might change their order.
+    """Refuse an unused draw right before a higher-order operator: a compiler might change their order.
 
     A compiler orders draws by their results, so each has to be used. The next draw uses it; behind the loop of an
     accumulation there is one, that of the last microbatch. Other functions of functions take only their own operands.
     """
     last: fx.Node | None = None
     for node in graph.nodes:
-        if node.target in (draw, draw_of_nothing):
+        if node.target in (draw, draw_without_inputs):
             last = node
         elif (
             node.target is loop

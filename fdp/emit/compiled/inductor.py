@@ -42,7 +42,7 @@ import torch
 from torch import fx
 
 from fdp.emit.compiled.barriers import CHANGING, start_, wait_
-from fdp.emit.compiled.corrections import changed_memory_stays_known, with_corrections
+from fdp.emit.compiled.corrections import reads_ordered_after_changes, with_corrections
 from fdp.errors import CompileError, FdpError, build_message
 from fdp.pytorch.fake_modes import fake_mode_at_work, traced_with
 from fdp.pytorch.overloads import schema_of
@@ -63,7 +63,7 @@ KEPT: Mapping[str, Any] = {
     # not share. The same arithmetic with tensors of ones and zeros (torch 2.13) is left alone as well.
     "joint_graph_constant_folding": False,
 }
-"""Settings that keep the plan, or the numbers; a user cannot change them."""
+"""Settings that keep the order of the plan or the numbers; users cannot change them."""
 
 _SETTLED: Mapping[str, Any] = {
     # The signature of a call was compared before; the program need not do it again for every tensor.
@@ -73,10 +73,10 @@ _SETTLED: Mapping[str, Any] = {
     # Otherwise a cast to sixteen bits and back is left out: of `x - x.bfloat16().float()` nothing is left.
     "emulate_precision_casts": True,
 }
-"""Settings that a user may change."""
+"""Defaults of settings that users may change."""
 
 Settings = Mapping[str, Any]
-"""Settings of inductor that differ from what holds around the call, by name."""
+"""Settings of inductor that a step changes, by name."""
 
 
 def settings_now() -> dict[str, Any]:
@@ -115,7 +115,7 @@ def decompositions(settings: Settings) -> Mapping[Any, Callable[..., Any]]:
 
 @contextmanager
 def traced_under(settings: Settings) -> Iterator[None]:
-    """While a graph is traced that inductor will get, let its settings hold.
+    """Apply the settings while a graph for inductor is traced.
 
     The tracer notes which operators have to round to sixteen bits where `emulate_precision_casts` is on.
     """
@@ -130,7 +130,7 @@ _lowering = threading.RLock()
 
 
 def _unusable(why: str) -> CompileError:
-    """The refusal where the private parts of inductor are not what this file takes them for."""
+    """The refusal if the private parts of inductor are not what this file expects."""
     return CompileError(
         build_message(
             f"torch {torch.__version__} does not have the entry to inductor that fdp knows.",
@@ -154,7 +154,7 @@ def _patches(settings: Settings) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Lowered:
-    """What inductor made of a graph.
+    """A graph that inductor compiled.
 
     Attributes:
         function: takes one list of inputs, empties it, and returns the outputs.
@@ -180,7 +180,7 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
         CompileError: inductor cannot compile it (names the operator), or is another one than fdp knows.
     """
     if _computes_nothing(graph):
-        return Lowered(_given_back(graph), graph.code)
+        return Lowered(_run_identity(graph), graph.code)
     examples = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     with _lowering, ExitStack() as stack:
         with _as_expected():
@@ -192,26 +192,26 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
             output: Any = graph.graph.output_node()
             # Results keep the strides that the step gives them; values inside may have others.
             output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-            tag = f"{torch.compiler.config.cache_key_tag} fdp {_own_version()}"
+            tag = f"{torch.compiler.config.cache_key_tag} fdp {_cache_key()}"
             stack.enter_context(config.patch(_patches(settings)))
             stack.enter_context(torch.compiler.config.patch(cache_key_tag=tag))  # type: ignore[attr-defined]
             stack.enter_context(V.set_fake_mode(mode))
-            stack.enter_context(V.set_choices_handler(_keeping(V.choices)))
+            stack.enter_context(V.set_choices_handler(_keeping_message_order(V.choices)))
             stack.enter_context(traced_with(mode))
             stack.enter_context(torch.no_grad())
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\._inductor")  # about itself
-            _let_readers_come_first()
-            stack.enter_context(changed_memory_stays_known(SchedulerNode))
+            _lower_readers_first()
+            stack.enter_context(reads_ordered_after_changes(SchedulerNode))
             prepare, compile_inner = compile_fx._recursive_joint_graph_passes, compile_fx.compile_fx_inner
             inspect.signature(prepare).bind(graph)
             inspect.signature(compile_inner).bind(graph, examples, is_inference=True)
         try:
             if any(example.device.type == "cpu" for example in examples):
-                _try_the_best_vectors()  # the first to ask for a C++ compiler
+                _try_best_vector_isa_only()  # the first to ask for a C++ compiler
             prepared = prepare(graph)
             if _computes_nothing(prepared):
-                return Lowered(_given_back(prepared), prepared.code)
+                return Lowered(_run_identity(prepared), prepared.code)
             compiled: Any = compile_inner(prepared, examples, is_inference=True)
         except FdpError:
             raise
@@ -223,12 +223,12 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
 
 
 def _computes_nothing(graph: fx.GraphModule) -> bool:
-    """Whether there is nothing to compile: inductor gives such a graph back, and has no text for it."""
+    """Whether there is nothing to compile: inductor returns such a graph itself, without source code."""
     return all(node.op in ("placeholder", "output") for node in graph.graph.nodes)
 
 
-def _given_back(graph: fx.GraphModule) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
-    """A graph that only returns some of its inputs, called as a compiled one is."""
+def _run_identity(graph: fx.GraphModule) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
+    """A graph that only returns some of its inputs, with the calling convention of a compiled one."""
 
     def run(inputs: list[Any]) -> Sequence[torch.Tensor]:
         given = list(inputs)
@@ -240,14 +240,14 @@ def _given_back(graph: fx.GraphModule) -> Callable[[list[Any]], Sequence[torch.T
 
 
 @functools.cache
-def _own_version() -> str:
-    """Changes with this package: what another version of it had compiled is not taken from the cache."""
+def _cache_key() -> str:
+    """A hash of this package's files, for the cache key: results of another version are not reused."""
     texts = [path.read_bytes() for path in sorted(pathlib.Path(__file__).parent.glob("*.py"))]
     return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
 
 
-def _keeping(choices: Any) -> Any:
-    """Inductor's choices, but for loops that would move a message.
+def _keeping_message_order(choices: Any) -> Any:
+    """Inductor's choices, but without fusions that would move work across a message.
 
     What is fused stands where the first part stood, and all that any part needs is moved before it. A gradient that is
     fused with another one from further back in the backward pass would put off the start of its bucket until then; an
@@ -282,7 +282,7 @@ def _keeping(choices: Any) -> Any:
 
 
 def _messages(scheduler: Any) -> list[int]:
-    """The places of all starts and waits in a graph, in order."""
+    """The positions of all starts and waits in a graph, ascending."""
     return sorted(
         node.min_order
         for node in scheduler.name_to_node.values()
@@ -291,8 +291,8 @@ def _messages(scheduler: Any) -> list[int]:
 
 
 @functools.cache
-def _try_the_best_vectors() -> None:
-    """Try the C++ compiler with the best vector instructions of this processor, and not with all the others as well.
+def _try_best_vector_isa_only() -> None:
+    """Try the C++ compiler with this processor's best vector instructions only, not with every kind.
 
     Inductor tries each kind, which takes seconds where nothing is cached, and then takes the best that works. A
     compiler that knows the best of an x86 processor knows the others, which are older. Where anything is not as
@@ -312,12 +312,12 @@ def _try_the_best_vectors() -> None:
         return
 
 
-_comes_last: set[Any] = set()
-"""Operators that inductor lowers behind all that reads what they change."""
+_lowered_last: set[Any] = set()
+"""Operators that inductor now lowers after everything that reads what they change."""
 
 
-def _let_readers_come_first() -> None:
-    """Let inductor compute what reads the old value of a tensor before the operator that changes it.
+def _lower_readers_first() -> None:
+    """Have inductor compute readers of a tensor's old value before the operator that changes it.
 
     It notes pointwise arithmetic down until the result is needed. Of an operator that it does not know it computes
     what still reads changed tensors as well, but puts that behind the operator.
@@ -340,10 +340,10 @@ def _let_readers_come_first() -> None:
         return lower_changing
 
     for operator in CHANGING:
-        if operator not in _comes_last:
+        if operator not in _lowered_last:
             lowering.make_fallback(operator, warn=False)
             lowering.lowerings[operator] = lowered(operator, lowering.lowerings[operator])
-            _comes_last.add(operator)
+            _lowered_last.add(operator)
 
 
 def lowering_refusal(name: str, error: Exception) -> CompileError:

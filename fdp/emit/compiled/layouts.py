@@ -1,10 +1,9 @@
-"""Values of a graph to be compiled lie as they lie in the trace.
+"""Values of a graph to be compiled have the strides of the trace.
 
-What an operator is taken apart into may lay its result out otherwise than its kernel does: `cat` of one tensor that
-holds anything keeps the order of that tensor. The views that follow are those of the trace. Of other strides they would
-see other elements (`as_strided`), or would not exist (`view`). The same goes for what is changed through a view in
-another order: its new value is that of the view, turned back. Such values are copied, which a compiler fuses with what
-is computed around it.
+A decomposition may give its result other strides than the operator's kernel does. The views that follow are those of
+the trace. With other strides they would have other elements (`as_strided`), or would not exist (`view`). The same goes
+for a value that is changed through a view: functionalization makes its new value from the view's. Such values are
+copied, which a compiler fuses with the computation around.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp.emit.memory.elements import has_each_element_once, lies_under
+from fdp.emit.memory.elements import has_each_element_once, has_strides
 from fdp.pytorch.overloads import OpOverload, schema_of
 from fdp.trace.capture.functional import bring_up_to_date, keep_strides
 from fdp.trace.operators.effects import effects_of, storages_of
@@ -24,19 +23,19 @@ _aten = torch.ops.aten
 
 
 def empty_like(example: torch.Tensor) -> torch.Tensor:
-    """New memory that lies as an example does."""
+    """An empty tensor with the strides of an example."""
     return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=example.device)
 
 
-def lying_as(example: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """A value with the strides of another one; a copy, if it had others."""
-    if lies_under(value, example.stride()) or value.numel() == 0 or not has_each_element_once(example):
+def with_strides_of(example: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A value with the strides of an example; a copy if it had others."""
+    if has_strides(value, example.stride()) or value.numel() == 0 or not has_each_element_once(example):
         return value
     return empty_like(example).copy_(value)
 
 
-def as_traced(target: Any, example: Any, result: Any) -> Any:
-    """The result of a call, with new tensors that lie as in the trace.
+def with_traced_strides(target: Any, example: Any, result: Any) -> Any:
+    """The result of a call, with new tensors in the strides of the trace.
 
     Args:
         target: what was called. What it says to be its argument, or a view of it, stays that.
@@ -46,21 +45,22 @@ def as_traced(target: Any, example: Any, result: Any) -> Any:
     if isinstance(result, (list, tuple)):
         owned = [each.alias_info is not None for each in schema_of(target).returns] if _has_schema(target) else [False]
         owned = owned if len(owned) == len(result) else owned * len(result)
-        laid = [one if old else _laid(at, one) for at, one, old in zip(example, result, owned, strict=True)]
+        laid = [one if old else _restrided(at, one) for at, one, old in zip(example, result, owned, strict=True)]
         return tuple(laid) if isinstance(result, tuple) else laid
-    return result if _has_schema(target) and schema_of(target).returns[0].alias_info else _laid(example, result)
+    return result if _has_schema(target) and schema_of(target).returns[0].alias_info else _restrided(example, result)
 
 
 def _has_schema(target: Any) -> bool:
     return isinstance(target, OpOverload) and len(schema_of(target).returns) > 0
 
 
-def _laid(example: Any, value: Any) -> Any:
-    return lying_as(example, value) if isinstance(value, torch.Tensor) and value.layout is torch.strided else value
+def _restrided(example: Any, value: Any) -> Any:
+    is_strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return with_strides_of(example, value) if is_strided else value
 
 
-class Changes:
-    """Changes of memory in a graph, after which the memory is to lie as before.
+class StrideKeeper:
+    """Keeps the strides of memory that a functionalized graph changes.
 
     Args:
         graph: of a trace, or of a branch.
@@ -75,8 +75,8 @@ class Changes:
                 for memory in storages_of(node):
                     self._makers.setdefault(memory, node)
 
-    def of_the_whole(self, node: fx.Node, args: Any, value_of: Callable[[fx.Node], Any]) -> Any:
-        """The arguments of a call; for `as_strided` of a view those by which it sees the same in the whole.
+    def applied_to_base(self, node: fx.Node, args: Any, value_of: Callable[[fx.Node], Any]) -> Any:
+        """The arguments of a call; for `as_strided` of a view those that select the same elements of the base.
 
         Functionalization takes changes through `as_strided` of a whole, and refuses them of a view.
 
@@ -89,7 +89,7 @@ class Changes:
             return args
         maker = self._makers[memory[0]]
         seen, example, whole = node.meta["val"], maker.meta["val"], value_of(maker)
-        if not isinstance(whole, torch.Tensor) or whole is args[0] or not lies_under(whole, example.stride()):
+        if not isinstance(whole, torch.Tensor) or whole is args[0] or not has_strides(whole, example.stride()):
             return args
         if any((each.dtype, each.is_conj(), each.is_neg()) != (seen.dtype, False, False) for each in (seen, example)):
             return args
@@ -100,8 +100,8 @@ class Changes:
         known = place > 0 and maker not in self._inside and whole.storage_offset() == 0
         return (whole, *args[1:3], place) if known else args
 
-    def keep_places(self, node: fx.Node, value_of: Callable[[fx.Node], Any]) -> None:
-        """Lay what a node changed out as before.
+    def restore_strides(self, node: fx.Node, value_of: Callable[[fx.Node], Any]) -> None:
+        """Restore the strides of what a node changed.
 
         Args:
             node: what was called just now.
@@ -117,11 +117,11 @@ class Changes:
 
 
 class Branch(fx.Interpreter):
-    """Runs a graph that a function such as `cond` is given, in which values lie as they were traced, too."""
+    """Runs a branch of an operator such as `cond`; its values have the strides of the trace, too."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
-        self._changes = Changes(module.graph)
+        self._changes = StrideKeeper(module.graph)
 
     def __call__(self, *operands: Any) -> Any:
         """Its results."""
@@ -135,7 +135,7 @@ class Branch(fx.Interpreter):
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
         """What a function is called with."""
         args, kwargs = super().fetch_args_kwargs_from_env(n)
-        return self._changes.of_the_whole(n, args, self.env.get), kwargs
+        return self._changes.applied_to_base(n, args, self.env.get), kwargs
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """What a function makes of arguments."""
@@ -146,6 +146,6 @@ class Branch(fx.Interpreter):
         """The result of one call."""
         result = super().run_node(n)
         if n.op == "call_function":
-            result = as_traced(n.target, n.meta.get("val"), result)
-            self._changes.keep_places(n, self.env.get)
+            result = with_traced_strides(n.target, n.meta.get("val"), result)
+            self._changes.restore_strides(n, self.env.get)
         return result

@@ -1,4 +1,4 @@
-"""From a functional graph to the one that a compiler gets: effects declared, each where the plan wants it."""
+"""Passes from a functional graph to the one that a compiler gets: effects are declared, in the order of the plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _aten = torch.ops.aten
 
 
 def declare(graph: fx.Graph, multiply: bool) -> None:
-    """Say in a functional graph what changes memory, and when.
+    """Declare in a functional graph what changes memory, and when.
 
     Args:
         graph: changed in place.
@@ -32,7 +32,7 @@ def declare(graph: fx.Graph, multiply: bool) -> None:
 
 
 def _written_by(node: fx.Node) -> Iterator[int]:
-    """Memory that a node changes, whether its schema says so or the one that will take its place."""
+    """The memory that a node changes, by its schema or by that of the operator that will replace it."""
     if node.target in (copy_into, _aten.copy_.default):
         yield from storages_of(node.args[0])  # type: ignore[arg-type]
     elif node.target in DECLARED:
@@ -44,7 +44,7 @@ def _written_by(node: fx.Node) -> Iterator[int]:
 
 
 def _scatter_into_copies(graph: fx.Graph) -> None:
-    """Let scatters into an input that is then written again change a copy of it.
+    """Let scatters into an input that is written again later change a copy of it.
 
     Inductor does them in place. What is computed of the input afterwards, and written to it in turn, then reads in one
     loop what the same loop has overwritten (seen in torch 2.13 to 2.15, with `torch.compile` as well). Where scatters
@@ -66,7 +66,7 @@ def _scatter_into_copies(graph: fx.Graph) -> None:
 
 
 def _comes_of_scatters(value: Any, first: fx.Node) -> bool:
-    """Whether a value is the result of a scatter, or of further ones into that."""
+    """Whether a value is the result of a chain of scatters."""
     while value is not first:
         source = value.args[0] if value.op == "call_function" and value.args else None
         if not isinstance(source, fx.Node):
@@ -87,7 +87,7 @@ _SCATTERS = frozenset({
 
 
 def _keep_snapshots(graph: fx.Graph) -> None:
-    """Make copies of what is changed for good: a compiler takes a copy with the same strides for its original.
+    """Turn copies of values that are changed later into snapshots: a compiler might use the original for a copy.
 
     It knows other operators that may copy and do nothing else: a sum with zeros, a cast to the same type and back.
     """
@@ -100,7 +100,7 @@ def _keep_snapshots(graph: fx.Graph) -> None:
         if node.op == "call_function" and all(argument in constants for argument in node.all_input_nodes):
             constants.add(node)
         source = _copied(node, constants)
-        if source is None or _laid_out(source) != _laid_out(node):
+        if source is None or _stride_order_of(source) != _stride_order_of(node):
             continue
         last = max(changes.get(number, -1) for number in (*storages_of(node), *storages_of(source)))
         if node.target is _aten.clone.default:
@@ -113,13 +113,13 @@ def _keep_snapshots(graph: fx.Graph) -> None:
             node.replace_all_uses_with(kept, delete_user_cb=partial(operator.is_not, kept))
 
 
-def _laid_out(node: fx.Node) -> Any:
+def _stride_order_of(node: fx.Node) -> Any:
     value = node.meta["val"]
     return geometry(value)[:2], value.dtype
 
 
 def _copied(node: fx.Node, constants: set[fx.Node]) -> fx.Node | None:
-    """What a compiler may put in place of a node that is no view, if the two are laid out alike.
+    """The value that a compiler may take a node for, if both have the same strides.
 
     Args:
         node: any node.
@@ -158,11 +158,11 @@ _COPIED: dict[Any, int] = {
     _aten.constant_pad_nd.default: 0,
     torch.ops.prims.device_put.default: 0,
 }
-"""Operators whose result may be one of their arguments, and its position."""
+"""Operators whose result may equal an argument, with the position of that."""
 
 
 def _multiply_into_slots(graph: fx.Graph) -> None:
-    """Compute a product right in its bucket, if nothing else reads it."""
+    """Compute a product into its bucket, if nothing else reads it."""
     for node in graph.find_nodes(op="call_function", target=copy_into):
         slot, value = node.args
         factor = 1.0
@@ -192,7 +192,7 @@ _VIEWS = frozenset(
 
 
 def _copy_early(graph: fx.Graph) -> None:
-    """Move each change of an input from the end to right behind the last reader of the old value.
+    """Move each copy into an input from the end of the graph to right behind the last reader of the old value.
 
     With all of them at the end, a compiler that computes values where they are used would put off the updates of all
     buckets until the last one has come back.

@@ -20,14 +20,14 @@ from fdp.distributed.group import Group
 from fdp.plan import Plan
 
 _WARM_UP = 2
-"""Calls that run as they are before one is recorded: kernels are loaded, and memory pools filled."""
+"""Calls before the one that is recorded: they load kernels, and fill memory pools."""
 
 
 class Graph(Protocol):
     """What records work and replays it."""
 
     def record(self, work: Callable[[], Any]) -> Any:
-        """Run some work without executing it on the device; returns what the work returns."""
+        """Record some work without executing it on the device; returns what the work returns."""
 
     def replay(self) -> None:
         """Execute what was recorded."""
@@ -150,7 +150,7 @@ class Recording:
     def _compare(
         self, before: list[torch.Tensor], inputs: Sequence[torch.Tensor], outputs: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Run the program plainly on copies; if the replay differs, take these results and record no more."""
+        """Run the program on copies without a graph; if the replay differs, return these results and stop recording."""
         plain = list(self._function([*before, *inputs[self._own :]]))
         pairs = list(zip(outputs, plain, strict=True))
         pairs += [(inputs[index], before[index]) for index in self._donated]

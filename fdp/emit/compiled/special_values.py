@@ -1,4 +1,4 @@
-"""What inductor is wrong about in elementwise operators of floating-point numbers, put right as the kernels do it.
+"""Elementwise operators that inductor computes wrongly for some values, decomposed as the kernels compute them.
 
 A quotient is rounded down by what is left over: 1.5 / 0.3 rounds to 5, but 0.3 fits into 1.5 four times. Inductor
 takes the floor of the rounded quotient, and what is left over from that of `fmod` and an addition, which makes other
@@ -18,11 +18,12 @@ _aten = torch.ops.aten
 
 _NARROW = (torch.float16, torch.bfloat16)
 _LARGE = 1e9
-"""From here on one and the square of a number have a sum that is the square, in any dtype."""
+"""From this number on 1 + x * x rounds to x * x, in any dtype."""
 
 
 def _operands(one: Any, other: Any) -> tuple[torch.dtype, torch.Tensor, torch.Tensor] | None:
-    """The dtype of a result, and tensors of the dtype that a kernel computes in; None if that is not floating-point."""
+    """The dtype of a result, and the operands in the dtype that a kernel computes in; None if it is not
+    floating-point."""
     dtype = torch.result_type(one, other)
     if not dtype.is_floating_point:
         return None
@@ -39,8 +40,8 @@ def _operands(one: Any, other: Any) -> tuple[torch.dtype, torch.Tensor, torch.Te
     return dtype, operand(one), operand(other)
 
 
-def _left_over(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What C's `fmod` leaves over; and where that is on the other side of zero than the divisor."""
+def _fmod(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The remainder of C's `fmod`, and where its sign differs from the divisor's."""
     rest = _aten.fmod.Tensor(one, other)
     return rest, (rest != 0) & ((other < 0) != (rest < 0))
 
@@ -49,15 +50,15 @@ def _remainder(one: Any, other: Any) -> Any:
     if (operands := _operands(one, other)) is None:
         return NotImplemented
     dtype, one, other = operands
-    rest, across = _left_over(one, other)
+    rest, across = _fmod(one, other)
     return torch.where(across, rest + other, rest).to(dtype)
 
 
-def _divided_down(one: Any, other: Any, *, rounding_mode: str | None = "floor") -> Any:
+def _floor_divide(one: Any, other: Any, *, rounding_mode: str | None = "floor") -> Any:
     if rounding_mode != "floor" or (operands := _operands(one, other)) is None:
         return NotImplemented
     dtype, one, other = operands
-    rest, across = _left_over(one, other)
+    rest, across = _fmod(one, other)
     whole = one / other
     # Of a quotient that overflows, some kernels' `fmod` leaves no number over.
     overflows = (whole.abs() == math.inf) & (one.abs() != math.inf)
@@ -79,7 +80,7 @@ def _inverse_root(x: Any, exponent: Any) -> Any:
 
 
 def _acosh(x: Any) -> Any:
-    """Inductor takes the square of a number, which overflows."""
+    """Inductor squares the number, which overflows."""
     if not x.is_floating_point():
         return NotImplemented
     wide = x.to(torch.float32) if x.dtype in _NARROW else x
@@ -89,10 +90,10 @@ def _acosh(x: Any) -> Any:
     return torch.where(large, wide.log() + math.log(2), near).to(x.dtype)
 
 
-AS_KERNELS_DO: Mapping[Any, Callable[..., Any]] = {
-    **dict.fromkeys((_aten.div.Tensor_mode, _aten.div.Scalar_mode, _aten.floor_divide.default), _divided_down),
+KERNEL_DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
+    **dict.fromkeys((_aten.div.Tensor_mode, _aten.div.Scalar_mode, _aten.floor_divide.default), _floor_divide),
     **dict.fromkeys((_aten.remainder.Tensor, _aten.remainder.Scalar, _aten.remainder.Scalar_Tensor), _remainder),
     _aten.pow.Tensor_Scalar: _inverse_root,
     _aten.acosh.default: _acosh,
 }
-"""What is taken apart as its kernel computes it; where that returns `NotImplemented`, inductor is right."""
+"""Decompositions that compute as kernels do; `NotImplemented` where inductor is right."""

@@ -1,9 +1,9 @@
-"""Values that are read by their places in memory, as `as_strided` does, lie there as in the trace.
+"""`as_strided` in a compiled graph: it indexes a flat copy of the storage, laid out as in the trace.
 
-Inductor lays values inside of a graph out as it sees fit, and computes transposed, cut and repeated ones where they are
-used. What looks at places then finds other elements (seen in torch 2.13 to 2.15, with `torch.compile` as well). So it
-looks at a copy of the whole memory, as a row. Inputs lie where they lie. What writes to places writes to a copy that
-lies as in the trace, whatever becomes of the strides of what is copied.
+Inductor chooses the strides of values inside of a graph, and computes transposed, sliced and expanded ones where they
+are used. `as_strided` then finds other elements (seen in torch 2.13 to 2.15, with `torch.compile` as well). So it is
+applied to a flat copy of the whole storage. Inputs keep their strides, and are indexed directly. `as_strided_scatter`
+writes to a copy with the strides of the trace, whatever strides the original gets.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _aten = torch.ops.aten
 
 
 def index_flat_copies(graph: fx.Graph) -> None:
-    """Let what looks at places look at inputs, or at rows, and what writes to places write to copies.
+    """Let `as_strided` read inputs or flat copies, and `as_strided_scatter` write to copies.
 
     Branches of conditions are left as they are: they are proved by their text.
 
@@ -29,23 +29,23 @@ def index_flat_copies(graph: fx.Graph) -> None:
     """
     for node in list(graph.find_nodes(op="call_function", target=_aten.as_strided_scatter.default)):
         into = node.args[0]
-        if into.op == "call_function" and _fills_memory(into.meta["val"]):
+        if into.op == "call_function" and _fills_storage(into.meta["val"]):
             with graph.inserting_before(node):
                 node.update_arg(0, _call(graph, snapshot, into, list(into.meta["val"].stride())))
     rows: dict[fx.Node, fx.Node] = {}
     for node in list(graph.find_nodes(op="call_function", target=_aten.as_strided.default)):
         value, size, stride, *offset = node.args
         seen = value.meta["val"]
-        place = offset[0] if offset and offset[0] is not None else seen.storage_offset()
+        at = offset[0] if offset and offset[0] is not None else seen.storage_offset()
         whole = whole_of(value)
         if whole.op == "call_function":
-            if not _fills_memory(whole.meta["val"]):
-                continue  # of what lies between its elements nothing is known
+            if not _fills_storage(whole.meta["val"]):
+                continue  # nothing is known of the storage between its elements
             if whole not in rows:
                 with graph.inserting_before(whole.next):
-                    rows[whole] = _row(graph, whole)
+                    rows[whole] = _flat_copy(graph, whole)
             whole = rows[whole]
-        node.args = (whole, size, stride, place)
+        node.args = (whole, size, stride, at)
         node.kwargs = {}
     moved: set[fx.Node] = set()
     for node in graph.nodes if rows else ():
@@ -55,19 +55,19 @@ def index_flat_copies(graph: fx.Graph) -> None:
             moved.add(node)
 
 
-def _fills_memory(value: torch.Tensor) -> bool:
+def _fills_storage(value: torch.Tensor) -> bool:
     return value.storage_offset() == 0 and bool(_aten.is_non_overlapping_and_dense.default(value))
 
 
-def _row(graph: fx.Graph, whole: fx.Node) -> fx.Node:
-    """A copy of the memory of a value, as one row."""
+def _flat_copy(graph: fx.Graph, whole: fx.Node) -> fx.Node:
+    """A flat copy of the storage of a value."""
     value: torch.Tensor = whole.meta["val"]
-    turned = _call(graph, _aten.permute.default, whole, _order(value))
+    turned = _call(graph, _aten.permute.default, whole, _memory_order(value))
     return _call(graph, snapshot, _call(graph, _aten.reshape.default, turned, [value.numel()]))
 
 
-def _order(value: torch.Tensor) -> list[int]:
-    """The dimensions of a value in the order in which it lies, the one with the largest steps first."""
+def _memory_order(value: torch.Tensor) -> list[int]:
+    """The dimensions of a value in memory order, the one with the largest stride first."""
     strides = value.stride()
     return sorted(range(value.dim()), key=lambda dim: (-strides[dim], -value.shape[dim], dim))
 

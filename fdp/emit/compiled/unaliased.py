@@ -1,9 +1,9 @@
-"""Results of compiled programs in memory of their own, where they lie as the trace says.
+"""Results of compiled programs in memory of their own, with the strides of the trace.
 
-What a compiler makes of a graph may return memory that it was given, where it sees that nothing else reads it: that of
-a bucket, or of donated state, which the next call writes. The graph does not say whose memory that is, so the first
-results are looked at, and those that do not lie in memory of their own are copied at every call. So are those whose
-strides are not those of the trace: a compiler is asked for them, and may prefer what a reader inside likes better.
+A compiled program may return memory that it was given, if nothing else in the graph reads it: that of a bucket, or of
+donated state, which the next call writes. The graph does not say whose memory that is. So the first results are
+inspected, and those that share such memory are copied at every call. So are results whose strides are not those of the
+trace: a compiler may choose others.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from fdp.emit.memory.elements import laid_out
+from fdp.emit.memory.elements import with_strides
 
 
-class Apart:
-    """A compiled program whose results share memory with nothing that a later call writes.
+class UnaliasedResults:
+    """A compiled program, with copies of results that share memory which a later call writes.
 
     Args:
         function: takes one list of tensors, empties it, and returns the results.
@@ -44,7 +44,7 @@ class Apart:
         if self._copied is None:
             self._copied = self._shared(given, made)
         for at in self._copied:
-            made[at] = laid_out(made[at], self._strides[at], anew=True)
+            made[at] = with_strides(made[at], self._strides[at], anew=True)
         return made
 
     def _shared(self, given: Sequence[Any], made: Sequence[Any]) -> tuple[int, ...]:
@@ -58,7 +58,7 @@ class Apart:
             memory = _memory(tensor)
             if memory is None:
                 continue
-            if memory in taken or laid_out(tensor, self._strides[at]) is not tensor:
+            if memory in taken or with_strides(tensor, self._strides[at]) is not tensor:
                 found.append(at)
             elif self._alone:
                 taken.add(memory)

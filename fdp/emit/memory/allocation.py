@@ -1,4 +1,4 @@
-"""Where pieces of memory lie: each is in use from the first instruction that touches it to the last one."""
+"""Offsets of pieces of memory; each is live from the first instruction that touches it to the last one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def allocate(memory: MemoryPlan) -> dict[torch.device, Layout]:
     first: dict[Any, int] = {}
     last: dict[Any, int] = {}
     may_reuse: dict[Any, tuple[Any, ...]] = {}
-    done = [memory.instructions[at][1] for at in carried_out(memory)]
+    done = [memory.instructions[at][1] for at in effective_instructions(memory)]
     for position, instruction in enumerate(done):
         for piece in _touched(memory, instruction):
             if piece not in first:
@@ -53,7 +53,7 @@ def allocate(memory: MemoryPlan) -> dict[torch.device, Layout]:
 def memory_of_body(
     node: str, layouts: Mapping[torch.device, Layout]
 ) -> Iterator[tuple[tuple[Any, ...], tuple[torch.device, int]]]:
-    """The memory that the body of a loop works in, on each device: the key of the piece, its device and its size.
+    """The memory that the body of a loop needs on each device: key of the piece, device and size.
 
     It is in use while the loop runs.
     """
@@ -62,8 +62,8 @@ def memory_of_body(
             yield ("loop", node, device), (device, layout.size_bytes)
 
 
-def carried_out(memory: MemoryPlan) -> list[int]:
-    """The instructions that do something, by their places among all: lifetimes in a layout count these alone."""
+def effective_instructions(memory: MemoryPlan) -> list[int]:
+    """The indices of the instructions that do something; lifetimes in a layout are counted in these."""
     return [
         at
         for at, (_, each) in enumerate(memory.instructions)
@@ -72,13 +72,13 @@ def carried_out(memory: MemoryPlan) -> list[int]:
 
 
 def _computes(memory: MemoryPlan, compute: Compute) -> bool:
-    """Whether a call computes anything: not what only looks at a value, or takes one of several."""
+    """Whether a call computes anything; views, and taking one of several results, do not."""
     node = compute.node
     return memory.is_called(node) and node.target is not operator.getitem and not effects_of(node).view
 
 
 def _touched(memory: MemoryPlan, instruction: Instruction) -> Iterator[Any]:
-    """The pieces of memory that an instruction reads or writes, in an order that never changes."""
+    """The pieces of memory that an instruction reads or writes, in a fixed order."""
     match instruction:
         case Compute(node, _):
             yield from (memory.places.memory[name] for name in _results(memory, node))
@@ -93,8 +93,8 @@ def read_by(memory: MemoryPlan, instruction: Instruction) -> Iterator[fx.Node]:
     """The values that an instruction reads, and the donated input that it updates."""
     match instruction:
         case Compute(node, entries):
-            form = memory.places.forms.get(node)
-            if form is None or form.kind != "fill":
+            variant = memory.places.out_variants.get(node)
+            if variant is None or variant.kind != "fill":
                 args, kwargs = arguments_of(node, entries)
                 product = memory.added[node].args if node in memory.added else ()
                 yield from nodes_in([args, list(kwargs.values()), product])
@@ -119,7 +119,7 @@ def used_by(memory: MemoryPlan, instruction: Instruction) -> Iterator[fx.Node]:
 
 
 def placed_storages(memory: MemoryPlan) -> set[int]:
-    """The memory that is an input's, a constant, or in the block of the step."""
+    """The memory that has a place before a call: of inputs and constants, and in the block of the step."""
     found: set[int] = set()
     for node in memory.plan.trace.graph.graph.nodes:
         value = node.meta.get("val")
@@ -140,14 +140,14 @@ def placed_storages(memory: MemoryPlan) -> set[int]:
 
 def _results(memory: MemoryPlan, node: fx.Node) -> list[str]:
     """The names of what a call computes into fixed places."""
-    if node not in memory.places.forms:
+    if node not in memory.places.out_variants:
         return []
     value = node.meta["val"]
     return [node.name] if isinstance(value, torch.Tensor) else [result_name(node, at) for at in range(len(value))]
 
 
 def _replaceable(memory: MemoryPlan, instruction: Instruction, piece: Any) -> tuple[Any, ...]:
-    """Arguments whose place the result of a pointwise operator may take: those that are laid out as it is.
+    """The arguments whose memory the result of a pointwise operator may reuse: those with its geometry.
 
     An argument that is there twice, once under another shape, is read in another order than it would be written. A
     bucket may be on the wire, and neither takes a place nor gives its own.
@@ -155,7 +155,7 @@ def _replaceable(memory: MemoryPlan, instruction: Instruction, piece: Any) -> tu
     if not isinstance(instruction, Compute) or isinstance(piece, tuple):
         return ()
     node, named = instruction.node, memory.places.named
-    if _results(memory, node) != [node.name] or not memory.places.forms[node].pointwise:
+    if _results(memory, node) != [node.name] or not memory.places.out_variants[node].pointwise:
         return ()
     found: dict[Any, list[Place | None]] = {}
     for argument in node.all_input_nodes:
@@ -176,7 +176,7 @@ def _geometry_of(place: Place) -> tuple[Any, ...]:
 
 
 def names_of_pieces(named: Mapping[str, Place]) -> dict[Hashable, str]:
-    """For each piece of memory that has values, the name of the first of them."""
+    """For each piece of memory that holds values, the name of the first one."""
     names: dict[Hashable, str] = {}
     for name, place in named.items():
         names.setdefault(place.memory, name)

@@ -1,4 +1,4 @@
-"""What is found out about a plan before its memory is planned: aliases, accesses, and what is sent."""
+"""Facts about a plan that memory planning needs: aliases, liveness, and what is sent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import MappingProxyType
 from torch import fx
 
 from fdp.emit.memory.deferred_products import find_added
-from fdp.emit.memory.liveness import Accesses
+from fdp.emit.memory.liveness import Liveness
 from fdp.emit.memory.savings import Savings
 from fdp.emit.memory.views import redundant_views
 from fdp.plan import Plan
@@ -18,7 +18,7 @@ from fdp.trace.operators.effects import storages_of
 
 @dataclass(frozen=True)
 class Analysis:
-    """What all decisions about memory look at.
+    """The facts that all decisions about memory use.
 
     Attributes:
         plan: the plan.
@@ -34,13 +34,13 @@ class Analysis:
     savings: Savings
     same: Mapping[fx.Node, fx.Node]
     added: Mapping[fx.Node, fx.Node]
-    accesses: Accesses
+    accesses: Liveness
     markers: Mapping[int, tuple[fx.Node, ...]]
     alone: frozenset[fx.Node]
 
 
 def analyse(plan: Plan, communicates: bool, savings: Savings) -> Analysis:
-    """Find out about a plan what decisions about its memory depend on.
+    """Collect the facts about a plan that decisions about its memory depend on.
 
     Args:
         plan: the plan.
@@ -51,7 +51,7 @@ def analyse(plan: Plan, communicates: bool, savings: Savings) -> Analysis:
         The facts; a function of the arguments alone.
     """
     trace, graph = plan.trace, plan.trace.graph.graph
-    accesses = Accesses(plan)
+    accesses = Liveness(plan)
     same = redundant_views(graph) if savings.views else {}
     if not savings.changed_views:
         same = {view: base for view, base in same.items() if accesses.writes.keys().isdisjoint(storages_of(view))}

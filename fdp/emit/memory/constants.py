@@ -13,14 +13,14 @@ from fdp.pytorch.overloads import OpOverload, schema_of
 from fdp.trace.operators.effects import effects_of, storages_of
 
 _LARGEST_BYTES = 2**16
-"""Larger constants are computed anew at every call: they would be held for as long as the step is."""
+"""Larger constants are computed anew at every call: kept ones take memory as long as the step exists."""
 
 _LIKE = ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
-"""Operators that take a tensor for its shape alone."""
+"""Operators that read only the shape of a tensor."""
 
 
 def constant_values(graph: fx.Graph, excluded: AbstractSet[int]) -> dict[fx.Node, torch.Tensor]:
-    """Compute what depends on no input.
+    """Compute the values that depend on no input.
 
     Args:
         graph: a traced graph.

@@ -17,7 +17,7 @@ from fdp.plan import Plan
 
 
 def plan_memory(plan: Plan, communicates: bool, savings: Savings = ALL) -> MemoryPlan:
-    """Decide on everything that concerns memory.
+    """Make all decisions about the memory of a plan.
 
     Args:
         plan: the plan.

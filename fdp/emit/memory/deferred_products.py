@@ -1,4 +1,4 @@
-"""Matrix products that are only added to something: the addition can compute them, and they need no memory.
+"""Matrix products that are only added to something: they are computed by the addition, without memory of their own.
 
 A gradient that `fdp.accumulate` adds to a total is most often the product of a layer's input and what came back to it.
 """
@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp.emit.memory.liveness import Accesses
-from fdp.emit.memory.out_variants import form_of
+from fdp.emit.memory.liveness import Liveness
+from fdp.emit.memory.out_variants import out_variant_of
 from fdp.trace.operators.effects import effects_of, storages_of
 
 _aten = torch.ops.aten
 
 
-def find_added(graph: fx.Graph, same: Mapping[fx.Node, fx.Node], accesses: Accesses) -> dict[fx.Node, fx.Node]:
-    """Find the products that are read by nothing but an addition in place, and defer them to it.
+def find_added(graph: fx.Graph, same: Mapping[fx.Node, fx.Node], accesses: Liveness) -> dict[fx.Node, fx.Node]:
+    """Find the products that only an in-place addition reads, and defer them to it.
 
     From here on `accesses` says that the addition reads what the product is made of. So it has to be the first decision
     about a program: all others, such as what is computed in a bucket or may replace donated state, then see the reads
@@ -42,7 +42,7 @@ def find_added(graph: fx.Graph, same: Mapping[fx.Node, fx.Node], accesses: Acces
         product = same.get(node.args[1], node.args[1])
         if (
             product.target is _aten.mm.default
-            and form_of(product) is not None
+            and out_variant_of(product) is not None
             and _is_like(node.args[0], product)
             and set(storages_of(node.args[0])).isdisjoint(storages_of(product))  # not a product that is added to itself
             and _readers(product) == {node}
@@ -71,8 +71,8 @@ def _readers(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _may_change(product: fx.Node, node: fx.Node, accesses: Accesses, donated: AbstractSet[int]) -> bool:
-    """Whether what a product is made of changes before it would be read, or while it is read: by the addition itself.
+def _may_change(product: fx.Node, node: fx.Node, accesses: Liveness, donated: AbstractSet[int]) -> bool:
+    """Whether a factor of a product changes before the addition reads it, or by the addition itself.
 
     Donated state may become the new state at any time after its last reader, which is better if it comes early.
     """

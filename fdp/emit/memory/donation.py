@@ -1,4 +1,4 @@
-"""Where each output of an emitted step lives: in a donated input, in memory of its own, or in a copy.
+"""The memory of each output of a step: a donated input, memory of its own, or a copy.
 
 An optimizer step is traced as a clone of the state that is updated in place. If the state is donated, and nothing
 reads the old value after the update begins, the clone is the old state itself: no copy, no second state. A new value
@@ -16,9 +16,9 @@ from types import MappingProxyType
 from torch import fx
 
 from fdp.emit.memory.analysis import Analysis
-from fdp.emit.memory.elements import has_each_element_once, lies_as
-from fdp.emit.memory.liveness import Accesses
-from fdp.emit.memory.out_variants import form_of
+from fdp.emit.memory.elements import has_each_element_once, same_strides
+from fdp.emit.memory.liveness import Liveness
+from fdp.emit.memory.out_variants import out_variant_of
 from fdp.emit.memory.views import geometry
 from fdp.plan import Plan
 from fdp.trace.operators.effects import collective_of, effects_of, storage_indexed_memory, storages_of
@@ -27,7 +27,7 @@ from fdp.trace.trace import Trace
 
 @dataclass(frozen=True)
 class Placement:
-    """Where results go.
+    """The memory of results.
 
     Attributes:
         replaced: clones that are not made: for each, the donated input that takes its place.
@@ -47,7 +47,7 @@ class Placement:
 
 
 def place_outputs(analysis: Analysis) -> Placement:
-    """Decide where every output of a plan lives.
+    """Decide on the memory of every output of a plan.
 
     Args:
         analysis: of the plan.
@@ -95,7 +95,7 @@ class _PlacementBuilder:
         self.cloned: set[int] = set()
 
     def place_new_values(self) -> None:
-        """Decide how the new value of each donated input gets there."""
+        """Decide how the new value of each donated input gets into it."""
         # Memory of donated inputs that some other output reads until the end.
         taken = {
             storage
@@ -141,7 +141,7 @@ class _PlacementBuilder:
             self.returned[position] = target
 
     def copy_what_is_shared(self, foreign: AbstractSet[int]) -> None:
-        """Find the results to be copied at the end: those in memory that belongs to something else.
+        """Find the results to be copied at the end: their memory belongs to something else.
 
         Where state is donated, what is returned in new memory may be what is donated next (state that shared memory,
         or has grown): one result to a piece of memory, so that the next call changes no other.
@@ -166,22 +166,23 @@ class _PlacementBuilder:
 
 
 def _is_same(node: fx.Node, target: fx.Node) -> bool:
-    """Whether a value is an input itself, perhaps changed in place."""
+    """Whether a value is an input itself, unchanged or changed in place."""
     return storages_of(node) == storages_of(target) and geometry(node.meta["val"]) == geometry(target.meta["val"])
 
 
 def _fits(node: fx.Node, target: fx.Node) -> bool:
-    """Whether a value lies as a donated input does: a step that asks how its state lies must find what it returned."""
-    return lies_as(node.meta["val"], target.meta["val"]) and has_each_element_once(target.meta["val"])
+    """Whether a value has the geometry of a donated input: a step that depends on strides must find those that it
+    returned."""
+    return same_strides(node.meta["val"], target.meta["val"]) and has_each_element_once(target.meta["val"])
 
 
-def _can_write(node: fx.Node, target: fx.Node, accesses: Accesses) -> bool:
-    """Whether an operator can write its result into a donated input whose new value that is.
+def _can_write(node: fx.Node, target: fx.Node, accesses: Liveness) -> bool:
+    """Whether an operator can write its result into the donated input that it is the new value of.
 
     The input must not be read afterwards; nor by the operator itself, unless it reads each element before writing it.
     """
-    form = form_of(node) if node in accesses.ran else None
-    if form is None or form.kind != "out" or len(form.names) != 1:
+    variant = out_variant_of(node) if node in accesses.ran else None
+    if variant is None or variant.kind != "out" or len(variant.names) != 1:
         return False
     (home,), (memory,) = storages_of(target), storages_of(node)
     if geometry(node.meta["val"]) != geometry(target.meta["val"]) or memory in accesses.writes:
@@ -190,12 +191,12 @@ def _can_write(node: fx.Node, target: fx.Node, accesses: Accesses) -> bool:
         return False
     read = [argument for argument in node.all_input_nodes if home in storages_of(argument)]
     return not read or (
-        form.pointwise and all(geometry(each.meta["val"]) == geometry(target.meta["val"]) for each in read)
+        variant.pointwise and all(geometry(each.meta["val"]) == geometry(target.meta["val"]) for each in read)
     )
 
 
 def _gathering(plan: Plan) -> dict[int, tuple[fx.Node, int]]:
-    """The all-gathers of a plan: by the memory of each result its marker, and the bucket, in which it is alone."""
+    """The all-gathers of a plan that are alone in their buckets: by the memory of the result, marker and bucket."""
     found = {}
     for bucket in plan.buckets:
         if bucket.collective.gathers and not bucket.collective.splits:
@@ -204,8 +205,9 @@ def _gathering(plan: Plan) -> dict[int, tuple[fx.Node, int]]:
     return found
 
 
-def _can_gather(node: fx.Node, target: fx.Node, gathering: tuple[fx.Node, int] | None, accesses: Accesses) -> bool:
-    """Whether a message can fill a donated input whose new value it carries: nothing reads that when it starts."""
+def _can_gather(node: fx.Node, target: fx.Node, gathering: tuple[fx.Node, int] | None, accesses: Liveness) -> bool:
+    """Whether a message can write into the donated input that its result is the new value of: no later node reads
+    that."""
     if gathering is None:
         return False
     (home,), (memory,) = storages_of(target), storages_of(node)
@@ -234,7 +236,7 @@ def _clones(graph: fx.Graph, same: Mapping[fx.Node, fx.Node]) -> dict[tuple[int,
 
 
 def _foreign_memory(trace: Trace) -> set[int]:
-    """Memory that a result must not be left in: that of closed-over tensors and of buckets.
+    """Memory in which no result may be returned: that of closed-over tensors and of buckets.
 
     Each use of a closed-over tensor, and each first view of it, may have an example storage of its own.
     """

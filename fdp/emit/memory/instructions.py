@@ -1,4 +1,4 @@
-"""What a program does, one thing after the other: a plan's schedule, with what packing and donation add to it."""
+"""The instructions of a program: the plan's schedule, and those that packing and donation add."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Keep:
-    """Take a value as its own reduction: over one rank, or of no elements."""
+    """Use a value as its own reduction: over one rank, or of no elements."""
 
     marker: fx.Node
 
@@ -77,11 +77,11 @@ class Update:
 Instruction = Compute | Keep | Pack | Divide | Send | Await | Update
 
 BEFORE = -1
-"""The position of what happens before everything that is scheduled."""
+"""The position of instructions before the whole schedule."""
 
 
 def instructions_of(analysis: Analysis, placement: Placement, places: Places) -> tuple[tuple[int, Instruction], ...]:
-    """List what a program does.
+    """List the instructions of a program.
 
     Args:
         analysis: of the plan.
@@ -143,7 +143,7 @@ def _send(
 
 
 def _packed_early(analysis: Analysis, places: Places) -> dict[fx.Node, list[tuple[int, int, tuple[fx.Node, ...]]]]:
-    """Members that can be packed as soon as they are computed, so that their own memory can be given back.
+    """Members that are packed as soon as they are computed, so that their own memory can be reused.
 
     Smaller ones than the backend says are packed together, when their bucket is sent.
 
@@ -170,12 +170,12 @@ def _packed_early(analysis: Analysis, places: Places) -> dict[fx.Node, list[tupl
 
 
 def is_part(node: fx.Node, entries: Sequence[int]) -> bool:
-    """Whether a call with some entries of its lists is not the whole call."""
+    """Whether a call with these list entries is only a part of the call."""
     return bool(entries) and len(entries) < max(len(value) for _, value in list_arguments(node))
 
 
 def arguments_of(node: fx.Node, entries: Sequence[int]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of a call, with only some entries of its lists; with all of them if none are named."""
+    """The arguments of a call, with only these list entries; with all of them if none are given."""
     args, kwargs = list(node.args), dict(node.kwargs)
     if not is_part(node, entries):
         return args, kwargs

@@ -1,7 +1,7 @@
-"""Where each value lies in the memory of a step: values that are not needed at the same time share it.
+"""Buffer reuse: offsets for pieces of memory, such that pieces that are live at the same time do not overlap.
 
-Two ways are tried. One walks through the order of events with a free list, which is quick. If that leaves large gaps,
-the other places the largest values first, each where it fits best.
+Two algorithms are tried. One walks through time with a free list, which is quick. If that leaves large gaps, the other
+places the largest pieces first, each in the smallest gap that fits.
 
 References: Pisarchyk and Lee, Efficient Memory Management for Deep Neural Net Inference (2020), section 5.
 """
@@ -19,10 +19,10 @@ ALIGNMENT_BYTES = 64
 """As torch's own allocator aligns memory: kernels load whole cache lines, and their results can depend on it."""
 
 _GAPS = 1.02
-"""How much larger than what is in use at once a block may be before the other way is tried."""
+"""The second algorithm is tried if the block is so many times larger than what is live at once."""
 
 _MOST_PIECES = 4096
-"""With more of them the other way would take seconds: it looks at each pair."""
+"""With more pieces the second algorithm would take seconds: it compares all pairs."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Layout:
 
 
 def lay_out(pieces: Sequence[Lifetime]) -> Layout:
-    """Place pieces of memory so that no two that are in use at the same time overlap.
+    """Place pieces of memory so that no two that are live at the same time overlap.
 
     Args:
         pieces: with their lifetimes, each at least one position long; both ends count.
@@ -82,7 +82,8 @@ def lay_out(pieces: Sequence[Lifetime]) -> Layout:
 
 
 def _in_order(pieces: Sequence[Lifetime]) -> tuple[Layout, Mapping[Any, Any]]:
-    """Place each piece when it is first used; and say which one first had the place that a piece took over."""
+    """Place each piece at its first use; also return, for each, the first piece of the chain whose place it took
+    over."""
     beginning: defaultdict[int, list[Lifetime]] = defaultdict(list)
     ending: defaultdict[int, list[Any]] = defaultdict(list)
     for piece in pieces:
@@ -123,7 +124,7 @@ def _in_order(pieces: Sequence[Lifetime]) -> tuple[Layout, Mapping[Any, Any]]:
 
 
 def _largest_first(found: Layout, heads: Mapping[Any, Any]) -> Layout:
-    """The same pieces, the largest placed first. What took the place of another one takes it here, too."""
+    """Place the largest pieces first. Pieces that took over a place in the first layout do so here, too."""
     chains: defaultdict[Any, list[Lifetime]] = defaultdict(list)
     for piece in found.pieces:
         chains[heads[piece.key]].append(piece)
@@ -140,7 +141,7 @@ def _largest_first(found: Layout, heads: Mapping[Any, Any]) -> Layout:
 
 
 def _best_gap(taken: Sequence[tuple[int, int]], size: int) -> int:
-    """Where something of a size begins: in the smallest gap that fits, or behind all that is taken."""
+    """The offset for a piece of some size: in the smallest gap that fits, else behind everything."""
     end, best = 0, None
     for begin, until in taken:
         room = begin - end
@@ -182,5 +183,5 @@ class _Block:
 
 
 def round_up(size_bytes: int) -> int:
-    """The next size at which another piece of memory may begin."""
+    """A size rounded up to the alignment of pieces."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

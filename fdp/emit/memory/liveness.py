@@ -1,4 +1,4 @@
-"""When, in the order of a plan, each piece of memory is made, read and written; and what is never read."""
+"""Liveness: when, in the order of a plan, each piece of memory is made, read and written; and what is never read."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fdp.trace.graph.dependencies import touched
 from fdp.trace.operators.effects import effects_of, is_marker, storages_of
 
 
-class Accesses:
-    """The accesses of a plan, by position in its schedule.
+class Liveness:
+    """When each piece of memory is accessed, by position in the schedule of a plan.
 
     Attributes:
-        reads: for each piece of memory, the position and node of each read; a look under another shape is none.
+        reads: for each piece of memory, the position and node of each read; taking a view is none.
         writes: for each piece of memory, the positions at which an operator changes it.
         made: for each piece of memory, the position at which an operator returns it, or a view of it.
         ran: for each node, the position at which it runs, or the last of its entries does.
@@ -60,7 +60,7 @@ class Accesses:
                     self.made.update(dict.fromkeys(storages_of(marker), at))
 
     def defer(self, node: fx.Node, to: fx.Node) -> None:
-        """Let a node be computed by another one that runs later, which then reads what the node reads."""
+        """Let a later node compute this one, and read what this one reads."""
         at = self.ran[to]
         for storage in {storage for argument in effects_of(node).reads for storage in storages_of(argument)}:
             self.reads[storage] = [
@@ -86,7 +86,7 @@ class Accesses:
 
 
 def unused_nodes(graph: fx.Graph, constants: Container[fx.Node]) -> frozenset[fx.Node]:
-    """Nodes that only compute what nothing reads: a loss whose gradient alone is asked for.
+    """Nodes whose results nothing reads, such as a loss of which only the gradient is used.
 
     Args:
         graph: of a trace.

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 VALUE, LIGHT = "#B4B4B4", "#DEDEDE"
-"""What values are drawn in, and what some of them may be told apart by."""
+"""The colours of values, and of values that are drawn lighter."""
 
 _INK, _FONT = "#262626", 9.0
 _TOP_IN, _HEIGHT_IN, _BOTTOM_IN = 0.4, 2.9, 0.55
 
 
 class Drawn(Protocol):
-    """A piece of memory, as far as it is drawn; see `fdp.runtime.memory_map.Piece`."""
+    """What is drawn of a piece of memory; see `fdp.runtime.memory_map.Piece`."""
 
     @property
     def name(self) -> str: ...

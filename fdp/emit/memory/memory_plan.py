@@ -1,4 +1,4 @@
-"""What a plan does to memory: which values have a place, where it lies, and what is copied when."""
+"""The memory plan: which values have a fixed place, where, and what is copied when."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class MemoryPlan(Printed):
-    """What a plan does to memory, decided for one backend.
+    """All decisions about the memory of a plan, for one backend.
 
     It prints as a table: which value lies where, from which instruction of the program to which, and why.
 
@@ -69,17 +69,17 @@ class MemoryPlan(Printed):
             return False
         if node in self.unused or node in self.added.values():
             return False
-        if node in self.places.forms:
-            return self.places.forms[node].kind != "nothing"
+        if node in self.places.out_variants:
+            return self.places.out_variants[node].kind != "nothing"
         # A view of a fixed place is one itself.
         return node in self.placement.written or node.name not in self.places.named or _changes_memory(node)
 
     def piece_of(self, node: fx.Node) -> Hashable | None:
-        """The piece of memory that a value lies in; None if it has no fixed place."""
+        """The piece of memory that holds a value; None if it has no fixed place."""
         return self.places.memory.get(self.value_of(node).name)
 
     def draw(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Draw what lies in the block of each device as rectangles, address against time.
+        """Draw the pieces in the block of each device as rectangles, address against time.
 
         Buckets have colours. Values are grey: light where they are the first in their place, dark where they lie in
         memory that others are done with.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from fdp.emit.memory.allocation import blocks_text, carried_out, names_of_pieces, placed_storages, used_by
+from fdp.emit.memory.allocation import blocks_text, effective_instructions, names_of_pieces, placed_storages, used_by
 from fdp.emit.memory.layout import Layout, Lifetime
 from fdp.emit.memory.map_picture import draw_map
 from fdp.emit.memory.memory_plan import MemoryPlan
@@ -26,7 +26,7 @@ _FIRST = "first in its place"
 
 @dataclass(frozen=True)
 class Row:
-    """A piece of memory, and why it is where it is.
+    """A piece of memory, with the reason for its place.
 
     Attributes:
         name: of the first value in it; of the donated input that it is; or "bucket 0", or "memory of" a loop.
@@ -50,7 +50,7 @@ class Row:
 
 
 def rows_of(memory: MemoryPlan) -> tuple[Row, ...]:
-    """Say of each piece of memory of a step why it is where it is, in the order of first use.
+    """Explain the place of each piece of memory of a step, in the order of first use.
 
     Inputs that are not donated, and what the step closes over, belong to others and are left out.
     """
@@ -60,7 +60,7 @@ def rows_of(memory: MemoryPlan) -> tuple[Row, ...]:
 
 
 def _in_block(memory: MemoryPlan, device: torch.device, layout: Layout) -> Iterator[Row]:
-    """What lies in the block of a device, which the step keeps from call to call."""
+    """The pieces in the block of a device, which the step keeps from call to call."""
     names = names_of_pieces(memory.places.named)
     pieces = sorted(layout.pieces, key=lambda piece: piece.first)
     for at, piece in enumerate(pieces):
@@ -87,7 +87,7 @@ def _filled(memory: MemoryPlan, bucket: int) -> str:
 
 
 def _why_there(layout: Layout, before: list[Lifetime], piece: Lifetime, names: dict[Any, str]) -> str:
-    """Whether a value has the place of an argument, memory that others are done with, or memory that is new."""
+    """Whether a value reuses the place of an argument, the memory of dead values, or has new memory."""
     begin = layout.offsets[piece.key]
     end = begin + piece.size_bytes
     over = [each for each in before if layout.offsets[each.key] < end and begin < _end(layout, each)]
@@ -103,7 +103,7 @@ def _end(layout: Layout, piece: Lifetime) -> int:
 
 def _elsewhere(memory: MemoryPlan) -> Iterator[Row]:
     """Donated inputs, constants, and what has new memory at each call."""
-    done = [memory.instructions[at][1] for at in carried_out(memory)]
+    done = [memory.instructions[at][1] for at in effective_instructions(memory)]
     end, placement = len(done), memory.placement
     uses = [(position, node) for position, instruction in enumerate(done) for node in used_by(memory, instruction)]
     uses += [(end, node) for node in placement.returned]
@@ -134,7 +134,7 @@ def _elsewhere(memory: MemoryPlan) -> Iterator[Row]:
 
 
 def _makers(graph: fx.Graph) -> dict[int, tuple[fx.Node, str, torch.Tensor]]:
-    """For each piece of memory of a graph the node that makes it, the name of the result that it is, and that."""
+    """For each piece of memory of a graph, the node that makes it, with name and example value of the result."""
     found: dict[int, tuple[fx.Node, str, torch.Tensor]] = {}
     for node in graph.nodes:
         value = node.meta.get("val")
@@ -181,7 +181,7 @@ def memory_text(memory: MemoryPlan) -> str:
 
 
 def draw_plan(memory: MemoryPlan, path: str | os.PathLike[str] | None) -> Figure:
-    """Draw what lies in the blocks, address against time; see `MemoryPlan.draw`."""
+    """Draw the pieces in the blocks, address against time; see `MemoryPlan.draw`."""
     rows = [row for row in rows_of(memory) if row.offset_bytes >= 0]
     sizes = [(str(device), layout.size_bytes) for device, layout in memory.layouts.items()]
     needed = [(str(device), layout.needed_bytes) for device, layout in memory.layouts.items()]

@@ -1,4 +1,4 @@
-"""How an operator can write its result to a place that is already there, instead of taking new memory for it.
+"""Out variants: operators that write their results to given memory.
 
 An emitted step computes on the same shapes again and again. Where every result has its place, no step asks the
 allocator for memory, pages that were touched once stay touched, and a gradient is written straight into its bucket.
@@ -48,8 +48,8 @@ _WRITES_IN_PLACE_TEXT = """
     mse_loss_backward nll_loss_backward nll_loss_forward
 """
 _WRITES_IN_PLACE = frozenset(_WRITES_IN_PLACE_TEXT.split())
-"""Operators whose out variants are known (and tested) to write each result once, where they are told to. Others may
-resize what they are given on the way, or compute elsewhere and copy."""
+"""Operators whose out variants are known (and tested) to write each result once, to the given memory. Others may resize
+it, or compute elsewhere and copy."""
 
 _COPIES = (_aten.clone.default, _aten._to_copy.default)
 _FILLED: dict[str, float] = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
@@ -57,8 +57,8 @@ _FILLED_WITH_ARGUMENT = ("full", "full_like", "new_full")
 
 
 @dataclass(frozen=True)
-class Form:
-    """How to compute a node into given memory.
+class OutVariant:
+    """How a node is computed into given memory.
 
     Attributes:
         kind: "out" (call `operator` with the node's arguments, `extra` ones and out arguments), "copy" (copy its first
@@ -84,14 +84,14 @@ class Form:
         return _SCALED.get(self.operator)
 
 
-def form_of(node: fx.Node) -> Form | None:
-    """The way to compute a node into given memory, None if its operator has none of its own.
+def out_variant_of(node: fx.Node) -> OutVariant | None:
+    """The out variant of a node; None if its operator has none.
 
     Args:
         node: a call of an operator in a traced graph.
 
     Returns:
-        A form whose results have the bits, the shape and the strides of the node's.
+        A variant whose results have the bits, the shape and the strides of the node's.
     """
     target, values = node.target, _results(node)
     if not isinstance(target, OpOverload) or target.namespace != "aten" or not values:
@@ -107,24 +107,24 @@ def form_of(node: fx.Node) -> Form | None:
     if len(values) == 1 and target in _COPIES:
         source = node.args[0]
         same = isinstance(source, fx.Node) and source.meta["val"].device == device
-        return Form("copy", pointwise=True) if same else None
+        return OutVariant("copy", pointwise=True) if same else None
     if effects_of(node).uninitialised:
-        return Form("nothing")
+        return OutVariant("nothing")
     if name in _FILLED:
-        return Form("fill", value=_FILLED[name])
+        return OutVariant("fill", value=_FILLED[name])
     if name in _FILLED_WITH_ARGUMENT:
         given = {argument.name: value for argument, value in bound_arguments(node)}
         value = given.get("fill_value")
-        return Form("fill", value=value) if isinstance(value, (int, float)) else None
+        return OutVariant("fill", value=value) if isinstance(value, (int, float)) else None
     if target in _WITH_OUT_UNDER_ANOTHER_NAME and device.type in ("cpu", "cuda") and not _takes_alpha(node):
         operator, extra = _WITH_OUT_UNDER_ANOTHER_NAME[target]
         names = _out_names(operator)
-        return Form("out", operator, names, extra, pointwise=_is_pointwise(target))
+        return OutVariant("out", operator, names, extra, pointwise=_is_pointwise(target))
     operator = _out_variant(target, device.type)
     if operator is None:
         return None
     names = _out_names(operator)
-    return Form("out", operator, names, pointwise=_is_pointwise(target)) if len(names) == len(values) else None
+    return OutVariant("out", operator, names, pointwise=_is_pointwise(target)) if len(names) == len(values) else None
 
 
 def _results(node: fx.Node) -> list[torch.Tensor]:
@@ -137,7 +137,7 @@ def _results(node: fx.Node) -> list[torch.Tensor]:
 
 
 def _is_plain(value: torch.Tensor) -> bool:
-    """Whether a result is exactly its memory: dense, from the beginning to the end, of known size."""
+    """Whether a result is dense, covers its storage from the beginning to the end, and has a known size."""
     return (
         value.layout == torch.strided
         and all(isinstance(number, int) for number in (*value.shape, *value.stride()))
@@ -152,14 +152,14 @@ def _is_plain(value: torch.Tensor) -> bool:
 
 
 def _is_contiguous(node: Any) -> bool:
-    """Whether a value lies in memory as one of torch's memory formats has it."""
+    """Whether a value is contiguous in one of torch's memory formats."""
     value = node.meta["val"]
     formats = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}.get(value.dim(), ())
     return any(value.is_contiguous(memory_format=format) for format in (torch.contiguous_format, *formats))
 
 
 def _takes_alpha(node: fx.Node) -> bool:
-    """Whether x + alpha * number is asked for, where alpha stands third and is by name only in the out variant."""
+    """Whether a call is x + alpha * number, with alpha by position; the out variant takes it by name only."""
     return len(node.args) > 2 or bool(node.kwargs)
 
 

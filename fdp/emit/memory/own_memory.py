@@ -1,6 +1,6 @@
-"""Values that have to lie in memory of their own: an operator means elements of them by their places in memory.
+"""Values that need a storage of their own: an operator indexes their storage by position.
 
-In the memory of a step, and in a bucket, the same places are those of other values.
+In the memory of a step, and in a bucket, the same positions belong to other values.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from fdp.trace.operators.effects import effects_of, storage_indexed
 
 
 def storage_indexed_values(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The values of which a call means elements by their places.
+    """The values whose storage a call indexes by position.
 
-    Views are not called: they have places with what they are views of. But what stands for the conjugate of what lies
-    in memory has no place.
+    Most views are not called: they have a fixed place with their base. But a lazily conjugated or negated view has
+    none.
     """
     for node in graph.nodes:
         value = node.meta.get("val")
@@ -26,5 +26,5 @@ def storage_indexed_values(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def row_name(node: fx.Node) -> str:
-    """The name, in a program, of all memory that such a value lies in, as a row, if that is part of a bucket."""
+    """The name, in a program, of the whole storage of such a value as a flat tensor, if it is a part of a bucket."""
     return f"{node.name}_row"

@@ -1,4 +1,4 @@
-"""What a step will hold in memory, before anything runs: as a value, a table and a picture."""
+"""Predicts the memory that a step will hold: as a value, a table and a picture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import fx
 
 from fdp.distributed.by_collective import arriving_shape
 from fdp.distributed.messages import MOST_RANKS_IN_ROWS
-from fdp.emit.memory.allocation import carried_out, placed_storages, used_by
+from fdp.emit.memory.allocation import effective_instructions, placed_storages, used_by
 from fdp.emit.memory.decisions import plan_memory
 from fdp.emit.memory.instructions import Await, Compute, Instruction, Send
 from fdp.emit.memory.memory_plan import MemoryPlan
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _AT_ONCE = 2
-"""As many messages gloo works on at once: the number of its threads, unless that is set."""
+"""The number of messages that gloo works on at once: its default number of threads."""
 
 
 @dataclass(frozen=True)
 class InUse:
-    """What is in use beside state and batch while one instruction of a program is carried out.
+    """The memory in use, besides state and batch, during one instruction of a program.
 
     Attributes:
         values_bytes: of the block of the step, by what operators compute.
@@ -50,7 +50,7 @@ class InUse:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What a rank holds on one device.
+    """The memory that a rank holds on one device.
 
     Attributes:
         device: it.
@@ -77,7 +77,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True, repr=False)
 class MemoryForecast(Printed):
-    """What a rank holds while a step runs operator by operator.
+    """The memory that a rank holds while a step runs operator by operator.
 
     What a kernel works in for itself is not known to a plan, and of the backend of the process group only what gloo
     gathers into.
@@ -130,7 +130,7 @@ class MemoryForecast(Printed):
 
 
 def forecast_memory(plan: Plan) -> MemoryForecast:
-    """Predict what a rank holds while a plan is carried out.
+    """Predict the memory that a rank holds while a plan is executed.
 
     Args:
         plan: it.
@@ -167,8 +167,8 @@ def _bytes_of(item: Input) -> int:
 
 
 def _over_time(memory: MemoryPlan, device: torch.device, other: list[int] | None) -> tuple[InUse, ...]:
-    """What is in use on a device during each instruction that does something, and when the program returns."""
-    moments = [*carried_out(memory), len(memory.instructions)]
+    """The memory in use on a device during each instruction that does something, and when the program returns."""
+    moments = [*effective_instructions(memory), len(memory.instructions)]
     values, buckets, gathered = ([0] * len(moments) for _ in range(3))
     layout = memory.layouts.get(device)
     for piece in layout.pieces if layout is not None else ():
@@ -188,7 +188,7 @@ def _is_backward(instruction: Instruction) -> bool:
 
 
 def _elsewhere(memory: MemoryPlan) -> dict[torch.device, list[int]]:
-    """What lies on each device in memory that is neither an input's nor in the block of the step.
+    """The values on each device that are neither inputs nor in the block of the step.
 
     For each instruction its bytes, and at last those when the program returns.
     """
@@ -244,8 +244,7 @@ def _elsewhere(memory: MemoryPlan) -> dict[torch.device, list[int]]:
 
 
 def _copied_by_backend(memory: MemoryPlan, index: int) -> tuple[torch.device, int] | None:
-    """What gloo gathers into, before it copies that to where it was told to, where ranks are too many to exchange rows;
-    other backends do not."""
+    """The buffer that gloo gathers into, and copies from, if ranks are too many to exchange rows; others have none."""
     bucket, size = memory.plan.buckets[index], memory.plan.trace.world_size
     if bucket.device.type != "cpu" or not bucket.collective.gathers or size <= MOST_RANKS_IN_ROWS:
         return None

@@ -75,7 +75,7 @@ def _draw_device(axes: Any, forecast: MemoryForecast, device: DeviceMemory) -> N
 
 
 def _mark_backward(axes: Any, device: DeviceMemory) -> None:
-    """Say above the picture from where to where backward passes go."""
+    """Mark the backward passes above the picture."""
     at = [index for index, each in enumerate(device.over_time) if each.backward]
     if not at:
         return
@@ -91,7 +91,7 @@ def _mark_backward(axes: Any, device: DeviceMemory) -> None:
 
 
 def _name_bands(axes: Any, shown: list[tuple[str, str, int]], held: int) -> None:
-    """Write at the right what each colour is, with the most that it takes, in the order in which they lie."""
+    """Label each colour at the right, with its largest size, in the order of the bands."""
     lines = [(f"held: {format_bytes(held)} (dashed)", _INK)]
     lines += [(f"{name}: up to {format_bytes(most)}", colour) for name, colour, most in reversed(shown)]
     for index, (text, colour) in enumerate(lines):

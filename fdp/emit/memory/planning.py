@@ -19,7 +19,7 @@ from fdp.emit.memory.analysis import Analysis
 from fdp.emit.memory.constants import constant_values
 from fdp.emit.memory.donation import Placement
 from fdp.emit.memory.layout import round_up
-from fdp.emit.memory.out_variants import Form, form_of
+from fdp.emit.memory.out_variants import OutVariant, out_variant_of
 from fdp.emit.memory.own_memory import row_name, storage_indexed_values
 from fdp.emit.memory.views import geometry
 from fdp.plan import Bucket
@@ -58,7 +58,7 @@ class Places:
     """The fixed places of a program.
 
     Attributes:
-        forms: for each node that is computed into a fixed place, how.
+        out_variants: for each node that is computed into a fixed place, how.
         named: the place of each value, by its name in the program.
         sizes: device and size in bytes of each piece of memory.
         memory: for each name, also of views that are made at every call, the piece of memory that it lies in.
@@ -70,7 +70,7 @@ class Places:
         constants: values that are the same at every call.
     """
 
-    forms: Mapping[fx.Node, Form]
+    out_variants: Mapping[fx.Node, OutVariant]
     named: Mapping[str, Place]
     sizes: Mapping[Hashable, tuple[torch.device, int]]
     memory: Mapping[str, Hashable]
@@ -120,22 +120,22 @@ def find_places(analysis: Analysis, placement: Placement) -> Places:
 
 
 class _PlacesBuilder:
-    """The places so far (see `Places`), and what is known of each piece of memory of the trace on the way.
+    """The places so far (see `Places`), and facts about each piece of memory of the trace.
 
     Such a piece is a number, see `storages`.
 
     Attributes:
-        home: where in the step's memory a piece begins: in what, and at which byte.
+        home: where a piece begins in the step's memory: key of the piece there, and byte.
         makers: the node that makes it, if it has memory of its own.
         kept: pieces that belong, or may come to belong, to something else.
         late: the position at which a piece is last read for the sake of outputs.
-        storage_indexed: pieces of which an operator means elements by their places.
+        storage_indexed: pieces that an operator indexes by position.
     """
 
     def __init__(self, analysis: Analysis, placement: Placement) -> None:
         self.plan, self.same, self.accesses = analysis.plan, analysis.same, analysis.accesses
         self.placement, self.graph = placement, analysis.plan.trace.graph.graph
-        self.forms: dict[fx.Node, Form] = {}
+        self.out_variants: dict[fx.Node, OutVariant] = {}
         self.named: dict[str, Place] = {}
         self.sizes: dict[Hashable, tuple[torch.device, int]] = {}
         self.memory: dict[str, Hashable] = {}
@@ -155,16 +155,17 @@ class _PlacesBuilder:
         """All of them."""
         frozen = MappingProxyType
         return Places(
-            frozen(self.forms), frozen(self.named), frozen(self.sizes), frozen(self.memory), frozenset(self.direct),
-            frozenset(self.scaled), frozen(self.divided), frozenset(self.alone), frozen(self.constants),
+            frozen(self.out_variants), frozen(self.named), frozen(self.sizes), frozen(self.memory),
+            frozenset(self.direct), frozenset(self.scaled), frozen(self.divided), frozenset(self.alone),
+            frozen(self.constants),
         )  # fmt: skip
 
     def _root_of(self, storage: int) -> int:
-        """The memory that a piece turned out to be: that of a marker which sends nothing is its argument's."""
+        """The memory that a piece is an alias of: a marker that sends nothing returns its argument."""
         return self._root.get(storage, storage)
 
     def join_alone(self, alone: AbstractSet[fx.Node]) -> None:
-        """Find the markers that return their argument itself."""
+        """Find the markers that return their argument itself, and join their memory."""
         inputs = {
             storage
             for node in self.graph.nodes
@@ -198,7 +199,7 @@ class _PlacesBuilder:
         )
 
     def find_owners(self) -> None:
-        """Find the memory that is not the program's alone, and until when outputs need what."""
+        """Find the memory that the program does not own alone, and until when outputs need each piece."""
         self.kept.update(map(self._root_of, _kept_elsewhere(self.graph, self.placement)))
         for at, pairs in self.placement.copies.items():
             for _, node in pairs:
@@ -223,17 +224,17 @@ class _PlacesBuilder:
                 or any(number in self.kept or number in self.home for number in own)
             ):
                 continue
-            form = form_of(node)
-            if form is None:
+            variant = out_variant_of(node)
+            if variant is None:
                 continue
-            self.forms[node] = form
+            self.out_variants[node] = variant
             values = [node.meta["val"]] if isinstance(node.meta["val"], torch.Tensor) else node.meta["val"]
             for number, value in zip(own, values, strict=True):
                 self.home[number], self.makers[number] = (number, 0), node
                 self.sizes[number] = (value.device, value.untyped_storage().nbytes())
 
     def place_bucket(self, bucket: Bucket, markers: Sequence[fx.Node]) -> None:
-        """Put the results of a bucket into it, and the arguments as well where they can be computed there."""
+        """Place the results of a bucket in it, and the arguments, too, where they can be computed there."""
         key, size, itemsize = ("bucket", bucket.index), self.plan.trace.world_size, bucket.dtype.itemsize
         collective = bucket.collective
         behind = result_at_bytes(bucket)
@@ -259,7 +260,7 @@ class _PlacesBuilder:
                 self._place_directly(bucket, marker, start_bytes)
 
     def _fits_bucket(self, bucket: Bucket, marker: fx.Node) -> bool:
-        """Whether a bucket's member is all of a result with memory of its own, done with when the bucket starts."""
+        """Whether a member is a whole result with memory of its own that nothing needs once the bucket has started."""
         source: Any = marker.args[0]
         value, number, start = source.meta["val"], storages_of(source)[0], self.accesses.starts[bucket.index]
         return (
@@ -286,7 +287,7 @@ class _PlacesBuilder:
             self.divided[self.makers[number]] = marker
 
     def name_places(self) -> None:
-        """Name the places, and those of all views of them."""
+        """Give names to the places, and to those of all views of them."""
         for node in self.graph.nodes:
             for name, value in _named_values(node, self):
                 roots = map(self._root_of, storages(value))
@@ -307,17 +308,17 @@ def _place(found: tuple[Any, int], value: torch.Tensor) -> Place:
 
 
 def _row(place: Place, value: torch.Tensor) -> Place:
-    """All memory that a value lies in, as a row of its elements."""
+    """The whole storage of a value, as a flat tensor."""
     numel = value.untyped_storage().nbytes() // value.itemsize
     return replace(place, shape=(numel,), stride=(1,), offset=0)
 
 
 def _named_values(node: fx.Node, builder: _PlacesBuilder) -> Iterator[tuple[str, Any]]:
-    """What a node makes, with the names in the program."""
+    """The results of a node, with their names in the program."""
     value: Any = node.meta.get("val")
     if node.op != "call_function" or node in builder.constants:
         return
-    if node in builder.forms and not isinstance(value, torch.Tensor):
+    if node in builder.out_variants and not isinstance(value, torch.Tensor):
         for index, item in enumerate(value):
             yield result_name(node, index), item
     else:
@@ -333,7 +334,7 @@ def result_name(node: fx.Node, index: int) -> str:
 
 
 def _kept_elsewhere(graph: fx.Graph, placement: Placement) -> Iterator[int]:
-    """Memory that belongs, or may come to belong, to something else."""
+    """Memory that belongs, or may later belong, to something outside of the program."""
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             yield from storages_of(node)
@@ -350,7 +351,7 @@ def _kept_elsewhere(graph: fx.Graph, placement: Placement) -> Iterator[int]:
 
 
 def _only_computes(node: fx.Node) -> bool:
-    """Whether an operator neither keeps an argument, nor returns it as its own, nor gives it other memory.
+    """Whether an operator neither keeps an argument, nor returns it, nor gives it another storage.
 
     A branch of a condition may return its argument; what operators of other libraries do is not known.
     """
@@ -362,27 +363,27 @@ def _only_computes(node: fx.Node) -> bool:
 
 
 def arrives_at_bytes(bucket: Bucket) -> int:
-    """Where, in the memory of a bucket whose results lie apart, what arrives begins: behind what this rank sends."""
+    """The offset, in the memory of a bucket with separate results, of what arrives: behind what this rank sends."""
     return round_up(bucket.numel * bucket.dtype.itemsize)
 
 
 def result_at_bytes(bucket: Bucket) -> int:
-    """Where, in the memory of a bucket, its results begin: those of a reduce-scatter are its first row."""
+    """The offset, in the memory of a bucket, of its results: those of a reduce-scatter are its first row."""
     return 0 if bucket.collective.reduction is not None or bucket.collective.in_place else arrives_at_bytes(bucket)
 
 
 def header_numel(bucket: Bucket, world_size: int) -> int:
-    """Elements behind a bucket's members that say which call it belongs to: only in the one that starts first."""
+    """The number of header elements behind a bucket's members; only the bucket that starts first has a header."""
     return NUMEL if bucket.index == 0 and carries(bucket.collective, bucket.dtype, world_size) else 0
 
 
 def shared_numel(bucket: Bucket, world_size: int) -> int:
-    """Elements of a bucket and its header, filled up so that all ranks can share them evenly."""
+    """The elements of a bucket and its header, padded so that ranks can share them evenly."""
     return -(-(bucket.numel + header_numel(bucket, world_size)) // world_size) * world_size
 
 
 def received_at_bytes(bucket: Bucket, world_size: int) -> int:
-    """Where, in the memory of a bucket that is added up piece by piece, the pieces of all ranks begin."""
+    """The offset, in the memory of a bucket that is added up in a wider dtype, of the pieces of all ranks."""
     return round_up(shared_numel(bucket, world_size) * bucket.dtype.itemsize)
 
 

@@ -1,4 +1,4 @@
-"""Which ways to save memory a backend makes use of."""
+"""Which savings of memory a backend uses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Savings:
-    """Which ways to save memory a backend makes use of.
+    """Which savings of memory a backend uses.
 
     Attributes:
         views: views that change nothing, and reductions that send nothing, are the tensor that they are given.
@@ -35,7 +35,7 @@ ALL = Savings(True, True, True, True, True, True, pack_from_bytes=2**16)
 """For a program that runs operator by operator. The memory of smaller members matters less than a call for each."""
 
 COMPILER = Savings(True, False, False, False, False, True, pack_from_bytes=0)
-"""For a graph that a compiler gets, which finds places for its values itself."""
+"""For a graph that a compiler gets; it plans the memory of values itself."""
 
 NONE = Savings(False, False, False, False, False, False, pack_from_bytes=math.inf)
-"""For a program that does what the trace says, in the plainest way."""
+"""For a plain program that does exactly what the trace says."""

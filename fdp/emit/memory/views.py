@@ -1,7 +1,7 @@
 """Views that change nothing: `detach`, `t` of `t`, a `view` to the shape that is there already.
 
-In an emitted step nothing is recorded for autograd, so a view with the geometry of the tensor that it looks at can
-be replaced by that tensor. Each one costs a call into the dispatcher.
+In an emitted step nothing is recorded for autograd, so a view with the geometry of its base can be replaced by the
+base. Each one costs a call into the dispatcher.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def redundant_views(graph: fx.Graph) -> Mapping[fx.Node, fx.Node]:
 
 
 def geometry(value: Any) -> tuple[Any, ...]:
-    """How a tensor lies in its memory: two tensors of one memory with the same geometry are the same tensor."""
+    """The geometry of a tensor: two tensors of one storage with the same geometry have the same elements."""
     return (
         tuple(value.shape),
         tuple(value.stride()),

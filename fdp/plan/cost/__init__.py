@@ -1,4 +1,4 @@
-"""What operations and messages take, in seconds: measured costs, estimates, and the network.
+"""Seconds of operations and messages: measured costs, estimates, and the network.
 
 costs, network -> estimate, forecast, ticks
 """

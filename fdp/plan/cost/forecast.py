@@ -11,7 +11,7 @@ from fdp.tables import Printed, count, heading, ms
 
 @dataclass(frozen=True)
 class Alternative:
-    """Buckets that were considered.
+    """Buckets that the planner considered, with their predicted time.
 
     Attributes:
         name: the caps, as one would pass them to `bucket_cap_mb`; or how else they were chosen.

@@ -181,8 +181,7 @@ def _ring(collective: Collective, size: int, link: _Link) -> _Link:
 
 
 def _directly(collective: Collective, hosts: int, within: int, outer: _Link, inner: _Link) -> _Link:
-    """Each rank sends to each other rank its part, one after the other; in a permutation each to the next, as in a
-    ring."""
+    """Each rank sends its part to each other rank in turn; in a permutation each sends to one, as in a ring."""
     if collective.paired:
         return max(outer[0], inner[0]), max(outer[1], inner[1])
     others = (hosts - 1) * within, within - 1

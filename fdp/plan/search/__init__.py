@@ -1,4 +1,4 @@
-"""Which cuts into buckets are the best: by dynamic programming over the gradients in the order of their production.
+"""The best cuts into buckets: dynamic programming over the gradients in production order.
 
 chain -> layers -> optimum -> planner
 """

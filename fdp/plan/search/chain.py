@@ -1,4 +1,4 @@
-"""The planner's view of a step: gradients of one kind as a chain, each with the work before and after it.
+"""The planner's view of a step: gradients of one kind in production order, each with the work before and after it.
 
 The reductions of one kind are cut into buckets; the buckets of all other kinds stay as they are, and start where their
 last member comes. Work that needs no gradient (the body: forward and backward) runs first; work that needs some (the
@@ -42,7 +42,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Chain:
-    """Reductions that may share buckets with their neighbours, with all that happens around them, in nanoseconds.
+    """Reductions that may share buckets with their neighbours, with the work and messages around them, in nanoseconds.
 
     Attributes:
         members: their indices in `Trace.reductions`, in production order.
@@ -74,11 +74,12 @@ class Chain:
 
     @property
     def cut_anywhere(self) -> bool:
-        """Whether nothing else starts in between, and any neighbours may share a bucket."""
+        """Whether no other bucket starts in between, and any neighbours may share a bucket."""
         return not self.fixed and not any(self.not_with)
 
     def next_read(self) -> list[int]:
-        """From each link on, the first that some work waits for: a bucket that ends before is waited for last."""
+        """For each link, the first one from there on that some work waits for: a bucket that ends before is waited for
+        last."""
         found = [len(self.read)] * (len(self.read) + 1)
         for link in range(len(self.read) - 1, -1, -1):
             found[link] = link if self.read[link] else found[link + 1]
@@ -142,7 +143,7 @@ def chain_of(trace: Trace, members: Sequence[int], others: Sequence[tuple[int, .
         pack=tuple(ticks.pack[member] for member in members),
         on_link=tuple(ticks.on_link[member] for member in members),
         read=tuple(reductions[member].operation in read for member in members),
-        not_with=_not_with(members, upstream) if inexact else (0,) * len(members),
+        not_with=_last_upstream(members, upstream) if inexact else (0,) * len(members),
         fixed=tuple(fixed),
         body=body,
         tail=_tail(behind, len(members), len(others)),
@@ -172,14 +173,14 @@ def _fixed(
     read: AbstractSet[int],
     ticks: Ticks,
 ) -> Fixed:
-    """The bucket of some reductions of other kinds, behind so many links."""
+    """A bucket of reductions of another kind, behind so many links."""
     whole, occupied = ticks.message(reductions[group[0]].op, sum(ticks.on_link[member] for member in group))
     packing = ticks.start + sum(ticks.pack[member] for member in group)
     known = any(reductions[member].operation in read for member in group)
     return Fixed(after, ready, packing, whole, occupied, known)
 
 
-def _not_with(members: Sequence[int], upstream: Sequence[int]) -> tuple[int, ...]:
+def _last_upstream(members: Sequence[int], upstream: Sequence[int]) -> tuple[int, ...]:
     """For each link, the last one in front of it that it depends on, and so cannot share a bucket with; 0 for none."""
     return tuple(
         max((at for at, earlier in enumerate(members[:number], 1) if upstream[member] >> earlier & 1), default=0)
@@ -188,7 +189,7 @@ def _not_with(members: Sequence[int], upstream: Sequence[int]) -> tuple[int, ...
 
 
 def _start_in_order(own: list[float], fixed: list[float], after: Sequence[int]) -> None:
-    """All start in one order, so none starts before those in front of it can.
+    """Buckets start in one order, so delay each until those in front of it can start.
 
     Args:
         own: when each link could start; changed to when it can.
@@ -205,7 +206,7 @@ def _start_in_order(own: list[float], fixed: list[float], after: Sequence[int]) 
 
 
 def _tail(work: Sequence[tuple[int, int, float]], members: int, others: int) -> tuple[tuple[float, ...], ...]:
-    """What of the tail can be done when so many links, and so many buckets of other kinds, have come back.
+    """The work of the tail that can be done when so many links, and so many buckets of other kinds, have arrived.
 
     Args:
         work: the last link and the last other bucket that each operation needs, and what it takes.

@@ -1,9 +1,9 @@
-"""Cut a chain into one, two, three, ... buckets: what settles whether a plan for many gradients is the best.
+"""Cut a chain into one, two, three, ... buckets: proves that a plan for many gradients is the best, or finds a better.
 
-When the compute lane has packed a bucket depends only on where the bucket ends and on how many there are before it. So
-for each end and number of buckets all that counts is how early the link can be free, among the ways that hold nothing
-up too long. Of the places where the bucket may begin, few come into question: where the link is idle by then, the last
-of them; and where it is busy, those where it is done earliest for the bytes that were sent.
+The time at which the compute lane has packed a bucket depends only on the bucket's end and on the number of buckets
+before it. So for each end and number of buckets only one thing counts: how early the link can be free, among the
+solutions that delay nothing beyond the bound. Few beginnings of the bucket need to be tried: if the link is idle by
+then, only the last one; if it is busy, those with the earliest end for the bytes that were sent.
 
 References: Shi, Chu and Li, MG-WFBP (INFOCOM 2019), section IV.
 """
@@ -19,11 +19,11 @@ from fdp.plan.cost.ticks import Ticks
 from fdp.plan.search.chain import Chain
 
 _MOST_STEPS = 400_000
-"""After so many places looked at, all together, the search gives up."""
+"""After so many beginnings tried in all, the search gives up."""
 
 
 class Layers:
-    """Searches for ways to cut a chain that end before a bound.
+    """Searches for cuts of a chain with which the step ends before a bound.
 
     Args:
         chain: of gradients; it is all that is sent, and each bucket may hold any neighbours.
@@ -45,7 +45,7 @@ class Layers:
         self.steps = 0
 
     def before(self, bound: float) -> tuple[tuple[int, ...], float] | None:
-        """Find a way to cut that ends before a bound.
+        """Find cuts with which the step ends before a bound.
 
         Args:
             bound: nanoseconds.
@@ -71,11 +71,11 @@ class Layers:
 
     @property
     def gave_up(self) -> bool:
-        """Whether the search has looked at so many places that it is over."""
+        """Whether the search has tried so many beginnings that it gave up."""
         return self.steps > _MOST_STEPS
 
     def _packed_at(self, number: int, end: int) -> float:
-        """When the last of some buckets is packed that ends at a link."""
+        """When the last of so many buckets, which ends at a link, is packed."""
         return self.chain.ready[end - 1] + number * self.ticks.start + self.packed[end]
 
     def _over(self, number: int) -> float:
@@ -83,12 +83,12 @@ class Layers:
         return self._packed_at(number, self.count) + self.chain.body - self.chain.ready[-1] + self.total
 
     def _until(self, begin: float, first: int, end: int) -> float:
-        """How late the step ends because of a message."""
+        """The end of the step that a message alone would cause."""
         done = begin + self.latency + self.on_link[end] - self.on_link[first]
         return done + self.behind[first] if self.next_read[first] < end else done
 
     def _layer(self, number: int, free: list[float], bound: float) -> tuple[list[float], list[int]]:
-        """How early the link can be free of one more bucket, for each end of it; and where that one begins.
+        """How early the link can be free after one more bucket, for each end of that; and where the bucket begins.
 
         Args:
             number: of buckets.
@@ -134,7 +134,7 @@ class Layers:
         return tuple(reversed(ends))
 
     def _end(self, ends: tuple[int, ...]) -> float:
-        """When a step ends that is cut so."""
+        """When a step with these cuts ends."""
         free, last, first = 0.0, self._over(len(ends)), 0
         for number, end in enumerate(ends, 1):
             begin = max(self._packed_at(number, end), free)

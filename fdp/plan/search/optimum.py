@@ -1,10 +1,10 @@
 """Cut a chain of gradients into buckets such that the step ends as early as it can: dynamic programming, exactly.
 
-A partial solution is a way to cut the first gradients. A few numbers say all about it that matters later: when the
-compute lane has packed the last bucket, when the link is free again, and how late the optimizer ends because of what
-was sent. One that is no worse in any of them dominates another. Of each prefix only the Pareto front is kept, and of it
-only what can still beat the best plan known. A partial solution also dominates those of a shorter prefix, if it has
-done more by then at no cost.
+A partial solution is a way to cut the first gradients. Only three numbers of it matter later: when the compute lane has
+packed the last bucket, when the link is free again, and the end of the optimizer that the messages so far cause. One
+that is no worse in any of them dominates another. Of each prefix only the Pareto front is kept, and of it only what can
+still beat the best plan known. A partial solution also dominates those of a shorter prefix, if it has done more by then
+at no cost.
 
 References: Shi, Chu and Li, MG-WFBP: Efficient Data Communication for Distributed Synchronous SGD Algorithms
 (INFOCOM 2019), section IV, merges gradients under latency and bandwidth. Here messages also cost time on the compute
@@ -24,7 +24,7 @@ from fdp.plan.search.chain import Chain, Fixed
 from fdp.plan.search.layers import Layers
 
 _MOST_WAYS = 32
-"""Partial solutions of a prefix that are kept. Were there more, those that promise least would go, with a word."""
+"""Partial solutions that are kept for a prefix. Of more, the least promising are dropped, and the result says so."""
 
 _QUICK_WAYS, _QUICK_OPEN = 8, 24
 """The same in a quick search, and how many shorter prefixes it goes on from. It finds an end by which to judge all
@@ -32,18 +32,18 @@ others; and where messages slow computing down it is all there is. Then every me
 leaves another time behind, and hardly any partial solution dominates another."""
 
 _DIVES = 8
-"""Partial solutions that are followed before, the most promising each time, for a first such end."""
+"""The number of dives: greedy runs that give a first bound."""
 
 _PATIENCE = 60_000
-"""After so many buckets tried in all, the full search gives up, and that is said."""
+"""After so many buckets tried in all, the full search gives up, and the result says so."""
 
 _FEW_FIXED = 8
-"""With no more buckets of other kinds than these, what they wait for is looked at in full."""
+"""Up to so many buckets of other kinds, what they wait for is computed exactly."""
 
 
 @dataclass(frozen=True)
 class Cuts:
-    """Where a chain is cut.
+    """The cuts of a chain into buckets.
 
     Attributes:
         ends: for each bucket, how many links come before its end; empty if nothing ends before the bound.
@@ -60,7 +60,7 @@ class Cuts:
 
 @dataclass(slots=True)
 class _Partial:
-    """A way to cut a prefix.
+    """A partial solution: cuts of a prefix.
 
     Attributes:
         cut: how many links the prefix has.
@@ -148,7 +148,7 @@ class _Search:
         self.last_behind = self.total - chain.tail[-2][-1] if chain.read[-1] else 0.0
 
     def dive(self) -> _Partial | None:
-        """Follow the most promising partial solutions to the end, some of them; lowers the bound."""
+        """Extend the most promising partial solutions greedily to the end, a few times; lowers the bound."""
         chain, count = self.chain, len(self.chain.ready)
         best: _Partial | None = None
         number = itertools.count()  # ties are broken by what comes first
@@ -174,7 +174,7 @@ class _Search:
         return best
 
     def run(self, quick: bool) -> _Partial | None:
-        """Search among all, or most; lowers the bound. None if nothing ends before it."""
+        """Search all partial solutions, or most if quick; lowers the bound. None if nothing ends before it."""
         chain, count = self.chain, len(self.chain.ready)
         self.dropped = False
         opened = [self._nothing()]
@@ -213,7 +213,7 @@ class _Search:
         return _Partial(0, None, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
     def _finish(self, partial: _Partial, events: int) -> _Partial | None:
-        """Take a partial solution of the whole chain to the end of the step; lowers the bound, or is None."""
+        """The end of a step whose whole chain is cut; lowers the bound. None if it does not end before it."""
         last = partial
         for number in range(events, len(self.chain.fixed)):
             last = self._pass(last, number)
@@ -224,7 +224,7 @@ class _Search:
         return partial
 
     def _advance(self, now: float, work: float, busy: float) -> float:
-        """When the compute lane has done some work."""
+        """When the compute lane has finished some work."""
         if self.speed == 1:
             return now + work
         slow = min(max(busy - now, 0.0), work / self.speed)

@@ -32,16 +32,16 @@ from fdp.plan.simulate import outcome
 from fdp.trace.trace import Trace
 
 FIXED_CAPS_MB: tuple[tuple[float, ...], ...] = (AUTO_CAP_MB, (1.0,), (5.0,), (25.0,), (100.0,), (math.inf,))
-"""What "auto" is compared with, and never worse than: what people pass by hand, DDP's default among it."""
+"""Caps that "auto" is compared with, and never worse than: common choices, among them DDP's default."""
 
 _MOST_KINDS = 4
-"""Kinds of reductions whose cuts are chosen; what is left after the largest ones is small."""
+"""The number of kinds of reductions whose cuts are searched: those with the most bytes."""
 
 _NEARLY = 0.01
 """Ends that differ by less than this share are as good as equal: no step is measured more exactly."""
 
 _LAGS = (1, 2, 4)
-"""So many other messages are under way while the one is waited for whose result is gathered: each of these is tried."""
+"""Numbers of other messages under way while a bucket is waited for whose result is gathered; each is tried."""
 
 _EARLIEST = "auto, on this network alone"
 
@@ -67,7 +67,7 @@ def consider(
         ArgumentError: the costs are those of another trace, or there is no such number of ranks.
     """
     judge = _Judge(trace, ticks_of(trace, costs, network, world_size))
-    groups = _gathered_when_best(judge, partition_by_caps(trace.reductions, trace.operations, caps_mb))
+    groups = _with_best_gathers(judge, partition_by_caps(trace.reductions, trace.operations, caps_mb))
     chosen = _alternative(_caps_name(caps_mb), groups, *judge.end_of(groups))
     return groups, Forecast(network, world_size, costs, chosen)
 
@@ -106,12 +106,12 @@ def choose_buckets(
     """
     judge = _Judge(trace, ticks_of(trace, costs, network, world_size))
     by_caps = {
-        _caps_name(caps): _gathered_when_best(judge, partition_by_caps(trace.reductions, trace.operations, caps))
+        _caps_name(caps): _with_best_gathers(judge, partition_by_caps(trace.reductions, trace.operations, caps))
         for caps in FIXED_CAPS_MB
     }
     fixed = list(by_caps.values())
     best, proven = _earliest(judge, fixed)
-    chosen = _steadiest(judge, best, fixed, costs, network, world_size, spread) if spread else best
+    chosen = _most_robust(judge, best, fixed, costs, network, world_size, spread) if spread else best
     others = dict(by_caps) if chosen == best else {_EARLIEST: best, **by_caps}
     return chosen, Forecast(
         network,
@@ -157,17 +157,17 @@ def _earliest(judge: _Judge, start: Sequence[Groups]) -> tuple[Groups, bool]:
         own = [tuple(chain.members[a:b]) for a, b in zip((0, *cuts.ends), cuts.ends, strict=False)]
         groups = arrange([*others, *own], judge.upstream)
         if own and len(groups) == len(others) + len(own):
-            best = min(best, _gathered_when_best(judge, groups), key=judge.end_of)
+            best = min(best, _with_best_gathers(judge, groups), key=judge.end_of)
     return best, proven
 
 
-def _gathered_when_best(judge: _Judge, groups: Groups) -> Groups:
-    """The same buckets, with gathers of what is computed from others as early as makes the step end earliest."""
+def _with_best_gathers(judge: _Judge, groups: Groups) -> Groups:
+    """The same buckets, with gathers of results of other buckets started such that the step ends earliest."""
     orders = [gathered_sooner(groups, judge.trace.reductions, judge.upstream, lag) for lag in _LAGS]
     return min((groups, *orders), key=judge.end_of)
 
 
-def _steadiest(
+def _most_robust(
     judge: _Judge,
     best: Groups,
     by_caps: Sequence[Groups],
@@ -176,7 +176,7 @@ def _steadiest(
     world_size: int,
     spread: float,
 ) -> Groups:
-    """Of buckets that end as early as any, or nearly, those that end earliest on average if the network differs."""
+    """Among buckets with nearly the earliest end, those that end earliest on average on slower and faster networks."""
     judges = [judge]
     for factor in (1 + spread, 1 / (1 + spread)):
         other = replace(network, bandwidth_bytes_per_s=network.bandwidth_bytes_per_s * factor)

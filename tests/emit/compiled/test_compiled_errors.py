@@ -106,14 +106,14 @@ def test_a_missing_compiler_is_an_error(first: bool, monkeypatch: pytest.MonkeyP
     def step(state: Tree, batch: torch.Tensor) -> Tree:
         return {"w": state["w"] * (1.25 if first else 1.5) - 3, "n": state["n"] + 1}
 
-    untried = functools.cache(inductor._try_the_best_vectors.__wrapped__)
+    untried = functools.cache(inductor._try_best_vector_isa_only.__wrapped__)
     with monkeypatch.context() as patch, config.patch({"cpp.cxx": ("no-such-compiler",)}):
         if first:
             patch.setattr(cpu_vec_isa, "supported_vec_isa_list", [Instructions()])
             patch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["some"])
-            patch.setattr(inductor, "_try_the_best_vectors", untried)
+            patch.setattr(inductor, "_try_best_vector_isa_only", untried)
         else:
-            patch.setattr(inductor, "_try_the_best_vectors", lambda: None)
+            patch.setattr(inductor, "_try_best_vector_isa_only", lambda: None)
         check_refused(step, "InvalidCxxCompiler", "found no C++ compiler", "install a C++ compiler")
     assert tried == []
     if first:  # a compiler that is there by the next time is tried, and found

@@ -110,7 +110,7 @@ def test_the_generated_program_keeps_the_plan(name: str, donate: bool) -> None:
     ("name", "default"),
     [
         ("cnn", ("KEPT", {**inductor.KEPT, "reorder_for_peak_memory": True, "reorder_for_locality": True})),
-        ("gpt", ("_keeping", lambda choices: choices)),
+        ("gpt", ("_keeping_message_order", lambda choices: choices)),
     ],
     ids=["settings of the scheduler", "what may be fused"],
 )

@@ -36,7 +36,7 @@ def test_only_the_best_is_tried_unless_it_fails(works: bool, monkeypatch: pytest
     monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["old", "new"])
     found = functools.cache(cpu_vec_isa.valid_vec_isa_list.__wrapped__)
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", found)
-    inductor._try_the_best_vectors.__wrapped__()
+    inductor._try_best_vector_isa_only.__wrapped__()
     assert tried == ["new"]
     assert [str(kind) for kind in found()] == (["new", "old"] if works else ["old"])
     assert tried == (["new"] if works else ["new", "new", "old"])
@@ -47,7 +47,7 @@ def test_settings_of_the_user_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", [Instructions("old", True, tried)])
     monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["old"])
     with config.patch({"cpp.vec_isa_ok": False}):
-        inductor._try_the_best_vectors.__wrapped__()
+        inductor._try_best_vector_isa_only.__wrapped__()
     assert tried == []
 
 
@@ -55,5 +55,5 @@ def test_another_inductor_tries_what_it_likes(monkeypatch: pytest.MonkeyPatch) -
     tried: list[str] = []
     monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", [Instructions("old", True, tried)])
     monkeypatch.delattr(cpu_vec_isa, "x86_isa_checker")
-    inductor._try_the_best_vectors.__wrapped__()
+    inductor._try_best_vector_isa_only.__wrapped__()
     assert tried == []

@@ -50,7 +50,7 @@ def test_what_reads_changed_memory_comes_after_the_change() -> None:
 @pytest.mark.skipif(release(torch.__version__) >= (2, 14), reason="inductor does it right by itself from torch 2.14 on")
 def test_a_read_before_the_change_would_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of a maximum excuses nothing: rounding does not move it away from what it was taken from."""
-    monkeypatch.setattr(inductor, "changed_memory_stays_known", lambda node: contextlib.nullcontext())
+    monkeypatch.setattr(inductor, "reads_ordered_after_changes", lambda node: contextlib.nullcontext())
     step = fdp.data_parallel(reads_what_was_scattered, compile=True)
     with config.patch(force_disable_caches=True), pytest.raises(fdp.CompileError, match="rounding does not explain it"):
         step(*arguments())
