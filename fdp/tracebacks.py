@@ -87,7 +87,7 @@ def hiding_frames(function: _Function) -> _Function:
     """Hide frames of what a function raises.
 
     Args:
-        function: of fdp, that a user calls. With `breaks_graph`, which Dynamo has to meet first, this one is the inner.
+        function: of fdp, that a user calls. (`breaks_graph` hides them as well.)
 
     Returns:
         The function, which belongs to the same module, so that its doctests are found there.

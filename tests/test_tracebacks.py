@@ -17,13 +17,15 @@ import pytest
 import torch
 
 import fdp
+from fdp.pytorch import dynamo
 from fdp.step import first_call
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="a bare `raise` of Python 3.10 shows all frames")
 
 HERE = str(pathlib.Path(__file__))
 PACKAGE = str(pathlib.Path(fdp.__file__).parent) + os.sep
-TRACER = str(pathlib.Path(torch.__file__).parent / "fx") + os.sep
+TRACER, DYNAMO = (str(pathlib.Path(torch.__file__).parent / name) + os.sep for name in ("fx", "_dynamo"))
+HIDDEN = (PACKAGE, TRACER, DYNAMO)
 W, X = torch.ones(2, 2), torch.ones(3, 2)
 
 
@@ -85,7 +87,7 @@ def test_a_call_shows_no_frame_of_fdp_or_of_the_tracer(step: Callable[..., Any])
     if step is not branches:  # which is refused by fdp, and names the line in its message
         assert frames(error).count(HERE) >= 2, "the step itself is shown"
     while error is not None:
-        assert [file for file in frames(error) if file.startswith((PACKAGE, TRACER)) or file == "<string>"] == []
+        assert [file for file in frames(error) if file.startswith(HIDDEN) or file == "<string>"] == []
         error = error.__cause__ or error.__context__
 
 
@@ -162,10 +164,30 @@ ENTRIES: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_every_entry_hides_its_frames(entry: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = frames(caught(ENTRIES[entry]))
-    assert [file for file in found if file.startswith((PACKAGE, TRACER))] == []
+    assert [file for file in found if file.startswith(HIDDEN)] == []
     assert found[:2] == [HERE, HERE], "where it was called"
     monkeypatch.setenv("FDP_TRACEBACK_FILTERING", "off")
     assert any(file.startswith(PACKAGE) for file in frames(caught(ENTRIES[entry])))
+
+
+def test_a_torch_without_the_part_that_hides_its_own_frame_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dynamo, "_skip", None)
+    found = frames(caught(dynamo.breaks_graph("why")(helper), W))
+    assert [file.startswith(DYNAMO) for file in found] == [False, True, False] and found[0] == found[2] == HERE
+
+
+def test_dynamo_compiles_nothing_of_what_breaks_its_graph() -> None:
+    graphs: list[Any] = []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    double = dynamo.breaks_graph("why")(lambda x: x * 2)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    assert torch.compile(lambda x: double(x + 1) + 1, backend=compiler)(W).equal(W * 5)
+    assert len(graphs) == 2 and torch._dynamo.utils.counters["frames"]["total"] == 2
 
 
 def test_a_function_that_hides_frames_is_of_its_own_module() -> None:

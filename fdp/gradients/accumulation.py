@@ -23,7 +23,6 @@ from fdp.gradients.mean_over_ranks import average
 from fdp.pytorch.dynamo import breaks_graph
 from fdp.pytorch.tensors import under_transform, version_of
 from fdp.pytree import leaf_names
-from fdp.tracebacks import hiding_frames
 
 _BREAK_REASON = (
     "fdp.accumulate differentiates as PyTorch runs; in a step under fdp.data_parallel(compile=True) it becomes part of "
@@ -32,7 +31,6 @@ _BREAK_REASON = (
 
 
 @breaks_graph(_BREAK_REASON)
-@hiding_frames
 def accumulate(
     grad_fn: Callable[..., Any], microbatches: int, *, batch_argnums: int | Sequence[int] = -1
 ) -> Callable[..., Any]:
@@ -75,7 +73,6 @@ def accumulate(
     _refuse_arguments(grad_fn, microbatches)
 
     @breaks_graph(_BREAK_REASON)
-    @hiding_frames
     @functools.wraps(grad_fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         name = getattr(grad_fn, "__name__", type(grad_fn).__name__)

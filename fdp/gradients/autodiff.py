@@ -39,7 +39,6 @@ _BREAK_REASON = (
 
 
 @breaks_graph(_BREAK_REASON)
-@hiding_frames
 def value_and_grad(
     fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
@@ -79,7 +78,6 @@ def value_and_grad(
     numbers = _positions(argnums)
 
     @breaks_graph(_BREAK_REASON)
-    @hiding_frames
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         name = getattr(fn, "__name__", type(fn).__name__)
@@ -121,7 +119,6 @@ def value_and_grad(
 
 
 @breaks_graph(_BREAK_REASON)
-@hiding_frames
 def grad(fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
     """Make a function that returns the gradient of `fn`, averaged across ranks.
 

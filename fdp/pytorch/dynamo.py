@@ -6,18 +6,25 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
 from fdp.errors import CompileError, build_message
 from fdp.pytorch.parts import unsupported_torch
+from fdp.tracebacks import hide_frames, hiding_frames
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_skip: Callable[[Any], Any] | None = getattr(torch._dynamo.decorators, "skip", None)
+"""Has Dynamo leave the frames of a function alone, but not those of functions that it calls."""
 
 
 def breaks_graph(reason: str) -> Callable[[_Function], _Function]:
     """Keep a function out of the graphs of others: a graph under `torch.compile` breaks once, around its call.
+
+    It hides frames of what the function raises, as `hiding_frames` does. (For torch's own this relies on
+    `torch._dynamo.decorators.skip`; a torch without it shows one frame.)
 
     Args:
         reason: what is said where one whole graph is asked for (`fullgraph=True`).
@@ -27,8 +34,20 @@ def breaks_graph(reason: str) -> Callable[[_Function], _Function]:
     """
 
     def decorate(function: _Function) -> _Function:
-        apart: _Function = torch.compiler.disable(function, reason=reason)
-        return apart
+        if _skip is None:
+            return cast(_Function, torch.compiler.disable(hiding_frames(function), reason=reason))
+        disabled = torch.compiler.disable(function, reason=reason)
+
+        def hiding(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return disabled(*args, **kwargs)
+            except Exception as error:
+                hide_frames(error)
+                raise
+
+        # Around torch's wrapper, whose frame is one of those to hide. It gets the marks of that wrapper, by which
+        # Dynamo breaks its graph; and its own frame is skipped, so that Dynamo does not compile it after the break.
+        return cast(_Function, _skip(functools.wraps(disabled)(hiding)))
 
     return decorate
 

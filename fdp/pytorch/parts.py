@@ -137,6 +137,8 @@ KNOWN_OTHERWISE: Mapping[str, tuple[str, ...]] = {
         "torch._inductor.scheduler.SchedulerNode",
         "torch._inductor.virtualized.V",
     ),
+    # Without it tracebacks show one frame of torch.
+    "tracebacks": ("torch._dynamo.decorators.skip",),
     # Without these a slower way is taken.
     "substitutes": (
         "torch._C._dynamo.guards.TensorGuards",

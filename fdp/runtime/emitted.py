@@ -33,7 +33,6 @@ from fdp.runtime.signature import check_signature
 from fdp.state import rank_local
 from fdp.state.shards import flatten_to_parts
 from fdp.tables import count, cut_short
-from fdp.tracebacks import hiding_frames
 
 BREAK_REASON = (
     "an fdp step is one program already, with messages in it that a second compiler must not move. Leave "
@@ -104,7 +103,6 @@ class Emitted:
         return f"<Emitted {cut_short(self.plan.trace.name)}: {buckets}, {ranks}, {how}>"
 
     @breaks_graph(BREAK_REASON)
-    @hiding_frames
     def __call__(self, *args: Any) -> Any:
         """Run the step.
 

@@ -48,7 +48,7 @@ from fdp.trace import (
     signature_of,
     split_static,
 )
-from fdp.tracebacks import hide_frames, hiding_frames
+from fdp.tracebacks import hiding_frames
 
 _Place = tuple[int, Group, Any]
 """Where a call happens: its number of arguments, the group, and what `ambient_context` says."""
@@ -170,10 +170,8 @@ class Step:
                 return self._call(args, group, next(self._numbers))
             with alone_on(group, self._name, number := next(self._numbers)):
                 return self._call(args, group, number)
-        except BaseException as error:
+        except BaseException:
             self._attempts.ends_by_error()
-            if isinstance(error, Exception):
-                hide_frames(error)
             raise
 
     @hiding_frames
