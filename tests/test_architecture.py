@@ -76,7 +76,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "build", "scaling", "scaling_picture",
     ),
     "verify": (
-        "combined extents failure program_protocol runs schemas terms", "bucket_memory", "made memory",
+        "combined extents failure program_protocol runs schemas terms", "bucket_memory visible_writes", "made memory",
         "kernels meta_tensors values",
         "message_checks rules", "machine",
         "followed higher", "decomposed reference sent", "execution graphs implementations", "drawn obligations",

@@ -4,8 +4,7 @@ geometry.
 A block of memory is cut into cells, intervals of bytes. A write of a dense tensor replaces the cells that it covers. A
 write of one with gaps lies over what was there, as a layer. A read sees, for each byte, the newest write to it: if that
 is one write under the same geometry, the value is what was written; otherwise it is a term of its own, made of the
-pieces that are looked at and of how they are looked at, relative to where the tensor begins. So a value is the same
-wherever it geometry.
+pieces that it reads and of its geometry, relative to where the tensor begins. So a value does not depend on its place.
 """
 
 from __future__ import annotations
@@ -17,11 +16,8 @@ import torch
 
 from fdp.verify.extents import UNBOUNDED, extent_of, general_extent
 from fdp.verify.failure import VerificationError
-from fdp.verify.runs import both, runs_of, without
 from fdp.verify.terms import Term, Terms
-
-_EXACT_UNITS = 2**22
-"""Up to so many elements, what a view with gaps touches is looked at element by element."""
+from fdp.verify.visible_writes import visible_writes
 
 
 class Block:
@@ -216,7 +212,9 @@ class Memory:
         if any(layers is IN_FLIGHT for _, _, layers in pieces):
             raise _in_flight("read", view.block)
         if (len(pieces) > 1 and not view.dense) or not all(_is_one(layers) for _, _, layers in pieces):
-            pieces = _touched(view, pieces)
+            only = pieces[0][2] if len(pieces) == 1 else None
+            if only is None or len(only) != 1 or not _is_exactly(only[0], view):
+                pieces = visible_writes(view, pieces, _NOTHING)
         found: list[tuple[int, int, tuple[Any, ...]]] = []
         for low, high, layers in pieces:
             if layers is None:
@@ -303,93 +301,9 @@ def _pieces(block: Block, start: int, end: int, at: int) -> list[tuple[int, int,
     return found
 
 
-def _touched(view: View, pieces: list[Any]) -> list[Any]:
-    """Of pieces, those that a view touches, and of their layers those that it sees."""
-    stores = [store for _, _, layers in pieces for store in layers or ()]
-    if len(pieces) == 1 and len(stores) == 1 and _is_exactly(stores[0], view):
-        return pieces
-    in_runs = _touched_in_runs(view, pieces, stores)
-    if in_runs is not None:
-        return in_runs
-    unit = min(view.dtype.itemsize, *(store.dtype.itemsize for store in stores), 8)
-    size = -(-view.span // unit)
-    edges = [view.start, *(store.start for store in stores), *(low for low, _, _ in pieces)]
-    if view.span >= UNBOUNDED or any((edge - view.start) % unit for edge in edges):
-        return pieces
-    if not all(_is_small(each, unit, size) for each in (view, *stores)):
-        return pieces
-    needed = _mask(view, view.start, size, unit)
-    found: list[Any] = []
-    for low, high, layers in pieces:
-        first, last = (low - view.start) // unit, (high - view.start) // unit
-        left = needed[first:last].clone()
-        if not bool(left.any()):
-            continue
-        seen = []
-        for store in layers or ():
-            covered = _mask(store, view.start, size, unit)[first:last]
-            if bool((left & covered).any()):
-                seen.append(store)
-                left &= ~covered
-        whole = (*seen, _NOTHING) if bool(left.any()) else tuple(seen)
-        if found and found[-1][2] == whole:
-            found[-1] = (found[-1][0], high, whole)
-        else:
-            found.append((low, high, whole))
-    return found
-
-
-def _touched_in_runs(view: View, pieces: list[Any], stores: list[Store]) -> list[Any] | None:
-    """As `_touched`, if the views have few runs of bytes."""
-    whole = runs_of(view)
-    covers = {id(store): runs_of(store) for store in stores}
-    if whole is None or any(runs is None for runs in covers.values()):
-        return None
-    found: list[Any] = []
-    for low, high, layers in pieces:
-        left = both(whole, [(low, high)])
-        if not left:
-            continue
-        seen = []
-        for store in layers or ():
-            covered = covers[id(store)] or []
-            if both(left, covered):
-                seen.append(store)
-                left = without(left, covered)
-        all_seen = (*seen, _NOTHING) if left else tuple(seen)
-        if found and found[-1][2] == all_seen:
-            found[-1] = (found[-1][0], high, all_seen)
-        else:
-            found.append((low, high, all_seen))
-    return found
-
-
 UNDEFINED = Term(("undefined",), (), None, False)
-"""What happened to be in memory: the same wherever that geometry."""
+"""The content of uninitialised memory, at any place."""
 _NOTHING = Store(UNDEFINED, 0, (), (), torch.uint8)
-
-
-def _is_small(geometry: Any, unit: int, size: int) -> bool:
-    """Whether a geometry can be looked at element by element."""
-    elements = geometry.dtype.itemsize // unit
-    for number, step in zip(geometry.shape, geometry.stride, strict=True):
-        if type(number) is not int or type(step) is not int:
-            return False
-        elements *= number if step else 1
-    result: bool = max(elements, size) <= _EXACT_UNITS
-    return result
-
-
-def _mask(geometry: Any, start: int, size: int, unit: int) -> torch.Tensor:
-    """The units of memory that a geometry touches, from a byte on."""
-    each = geometry.dtype.itemsize // unit
-    at = torch.arange(each, device="cpu") + (geometry.start - start) // unit
-    for number, step in zip(geometry.shape, geometry.stride, strict=True):
-        if step:
-            at = (at.unsqueeze(-1) + torch.arange(number, device="cpu") * (step * each)).reshape(-1)
-    mask = torch.zeros(size, dtype=torch.bool, device="cpu")
-    mask[at[(at >= 0) & (at < size)]] = True
-    return mask
 
 
 def is_undefined(term: Any) -> bool:

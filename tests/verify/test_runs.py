@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fdp
-from fdp.verify import memory
+from fdp.verify import memory, visible_writes
 from fdp.verify.memory import Store, view_of
 from fdp.verify.runs import both, joined, runs_of, without
 from fdp.verify.terms import Term
@@ -21,7 +21,7 @@ DTYPES = st.sampled_from([torch.uint8, torch.int16, torch.float32])
 DIMENSIONS = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 24)), max_size=4)
 
 
-def lies(start: int, dimensions: list[tuple[int, int]], dtype: torch.dtype) -> Store:
+def store_at(start: int, dimensions: list[tuple[int, int]], dtype: torch.dtype) -> Store:
     shape, stride = zip(*dimensions, strict=True) if dimensions else ((), ())
     return Store(Term(("x",), (), None, False), start, shape, stride, dtype)
 
@@ -44,7 +44,7 @@ def as_bytes(runs: Any) -> set[int]:
 def test_runs_are_the_bytes_that_are_touched(
     one_at: int, one_dims: Any, one_dtype: torch.dtype, two_at: int, two_dims: Any, two_dtype: torch.dtype
 ) -> None:
-    one, two = lies(one_at, one_dims, one_dtype), lies(two_at, two_dims, two_dtype)
+    one, two = store_at(one_at, one_dims, one_dtype), store_at(two_at, two_dims, two_dtype)
     mine, theirs = runs_of(one), runs_of(two)
     assert as_bytes(mine) == touched(one) and as_bytes(theirs) == touched(two)
     assert mine is not None and theirs is not None
@@ -53,8 +53,8 @@ def test_runs_are_the_bytes_that_are_touched(
 
 
 def test_what_has_too_many_runs_has_none() -> None:
-    assert runs_of(lies(0, [(5000, 2)], torch.float32)) is None
-    assert runs_of(lies(0, [(4000, 2)], torch.float32)) is not None
+    assert runs_of(store_at(0, [(5000, 2)], torch.float32)) is None
+    assert runs_of(store_at(0, [(4000, 2)], torch.float32)) is not None
 
 
 def scattered_together(units: int) -> None:
@@ -65,7 +65,7 @@ def scattered_together(units: int) -> None:
         return w + sum(fdp.psum(part.sum()) for part in found)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "_EXACT_UNITS", units)  # as for large tensors
+        patch.setattr(visible_writes, "_EXACT_UNITS", units)  # as for large tensors
         made = fdp.data_parallel(step, bucket_cap_mb=100)
         x = torch.randn(8, 64, generator=torch.Generator().manual_seed(int(fdp.axis_index())))
         assert len(made.plan(torch.zeros(()), x).buckets) == 2
