@@ -25,16 +25,16 @@ def draws_in(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and type(value) is not View and any(map(draws_in, value))
 
 
-def looks_at_places_in(value: Any) -> bool:
-    """Whether graphs among arguments mean elements of what they are given by their places in memory."""
+def indexes_storage_in(value: Any) -> bool:
+    """Whether graphs among arguments index the storage of their operands by position."""
     if isinstance(value, fx.GraphModule):
-        return any(map(_node_looks_at_places, value.graph.nodes))
-    return isinstance(value, (list, tuple)) and type(value) is not View and any(map(looks_at_places_in, value))
+        return any(map(_node_indexes_storage, value.graph.nodes))
+    return isinstance(value, (list, tuple)) and type(value) is not View and any(map(indexes_storage_in, value))
 
 
-def _node_looks_at_places(node: fx.Node) -> bool:
+def _node_indexes_storage(node: fx.Node) -> bool:
     if node.op == "get_attr":
-        return looks_at_places_in(getattr(node.graph.owning_module, str(node.target), None))
+        return indexes_storage_in(getattr(node.graph.owning_module, str(node.target), None))
     return isinstance(node.target, OpOverload) and node.target.name().startswith("aten::as_strided")
 
 
@@ -54,7 +54,7 @@ def higher_order(machine: TermMachine, name: str, given: Sequence[Any], fresh: F
     random = draws_in(given)
     if random:
         arguments["*drawn"] = machine.drawn
-    if looks_at_places_in(given):
+    if indexes_storage_in(given):
         arguments["*layout"] = tuple(map(places, all_views(given)))
     call = values.call(name, arguments)
     results: list[Any] = fresh(call, list(all_views(given)))

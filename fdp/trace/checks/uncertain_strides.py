@@ -1,10 +1,10 @@
 """Values whose strides a trace is not certain of, where random numbers are drawn for them.
 
-Which number is drawn for which element depends on how the elements lie. A trace knows that from torch's rules for fake
-tensors. Views and operators in place follow from shapes alone, and where all elements lie row by row, rule and kernel
-agree. But where an operator takes or makes a value that lies otherwise, the rules of two dozen operators say another
-order than their kernels for CPUs choose (torch 2.13: `copysign`, `logsigmoid`, `2 ** x`, `div` with rounding; in
-bfloat16 even a sum with an expanded tensor), and those of an operator of another library are not known.
+Which number is drawn for which element depends on the memory order of the elements. A trace knows it from torch's rules
+for fake tensors. Views and in-place operators follow from shapes alone, and for contiguous values rule and kernel
+agree. But if an operator takes or makes a value of other strides, the rules of two dozen operators predict another
+order than their CPU kernels choose (torch 2.13: `copysign`, `logsigmoid`, `2 ** x`, `div` with rounding; in bfloat16
+even a sum with an expanded tensor), and those of an operator of another library are not known.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Partitioned:
     Attributes:
         module: the graph.
         links: the collectives that were put in.
-        gathered: which results are gathered for being returned, by their places.
+        gathered: the positions of the results that are gathered because they are returned whole.
     """
 
     module: fx.GraphModule
