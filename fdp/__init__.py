@@ -10,7 +10,11 @@ Each stage is a value: `step.trace(*args)`, `trace.plan()`, `plan.emit()`. They 
 tested without a process group.
 """
 
-import fdp.pytorch.parts  # noqa: F401  (first: it says what is wrong where nothing else could be imported)
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import fdp.pytorch.parts  # first: it says what is wrong where nothing else could be imported
 
 # isort: split
 from fdp import optim, random
@@ -36,8 +40,6 @@ from fdp.nn.batch_norm import sync_batch_norm
 from fdp.nn.modules import from_module
 from fdp.plan import Network, Plan, Scaling, scaling
 from fdp.random.generators import seed
-from fdp.state.checkpoint import load, save
-from fdp.state.checkpoint_manager import CheckpointManager
 from fdp.state.labels import PerRank
 from fdp.state.replicate import assert_replicated, replicate
 from fdp.state.shard import shard, unshard
@@ -45,7 +47,24 @@ from fdp.step.transform import Step, data_parallel
 from fdp.timeline import Timeline
 from fdp.trace import Trace
 
+if TYPE_CHECKING:
+    from fdp.state.checkpoint import load, save
+    from fdp.state.checkpoint_manager import CheckpointManager
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # torch.distributed.checkpoint takes longer to import than all of fdp: it waits until one of these is asked for.
+    if name in ("CheckpointManager", "load", "save"):
+        fdp.pytorch.parts.require("saving and loading")
+        from fdp.state import checkpoint, checkpoint_manager
+
+        globals().update(
+            CheckpointManager=checkpoint_manager.CheckpointManager, load=checkpoint.load, save=checkpoint.save
+        )
+        return globals()[name]
+    raise AttributeError(f"module 'fdp' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

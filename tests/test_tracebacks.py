@@ -171,7 +171,7 @@ def test_every_entry_hides_its_frames(entry: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_torch_without_the_part_that_hides_its_own_frame_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dynamo, "_skip", None)
+    monkeypatch.setattr(dynamo, "_eval_frame", None)
     found = frames(caught(dynamo.breaks_graph("why")(helper), W))
     assert [file.startswith(DYNAMO) for file in found] == [False, True, False] and found[0] == found[2] == HERE
 

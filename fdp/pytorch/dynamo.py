@@ -14,17 +14,22 @@ from fdp.errors import CompileError, build_message
 from fdp.pytorch.parts import unsupported_torch
 from fdp.tracebacks import hide_frames, hiding_frames
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_eval_frame: Any = getattr(torch._C._dynamo, "eval_frame", None)
+"""The part of Dynamo in C, which decides about frames; it is there before Dynamo is imported."""
 
-_skip: Callable[[Any], Any] | None = getattr(torch._dynamo.decorators, "skip", None)
-"""Has Dynamo leave the frames of a function alone, but not those of functions that it calls."""
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def breaks_graph(reason: str) -> Callable[[_Function], _Function]:
     """Keep a function out of the graphs of others: a graph under `torch.compile` breaks once, around its call.
 
-    It hides frames of what the function raises, as `hiding_frames` does. (For torch's own this relies on
-    `torch._dynamo.decorators.skip`; a torch without it shows one frame.)
+    It hides frames of what the function raises, as `hiding_frames` does.
+
+    It is what `torch.compiler.disable` does, without importing Dynamo, which takes most of a second, and without a
+    frame of torch in tracebacks. (This relies on the marks by which Dynamo breaks its graph at a function, and on two
+    functions of Dynamo's part in C, which is there before the rest: `set_eval_frame`, which says what compiles frames,
+    and `set_code_exec_strategy`, which keeps the frame around the function from being compiled after the break. On a
+    torch without them it is done by `torch.compiler.disable`.)
 
     Args:
         reason: what is said where one whole graph is asked for (`fullgraph=True`).
@@ -34,20 +39,30 @@ def breaks_graph(reason: str) -> Callable[[_Function], _Function]:
     """
 
     def decorate(function: _Function) -> _Function:
-        if _skip is None:
+        if not all(hasattr(_eval_frame, name) for name in ("set_eval_frame", "set_code_exec_strategy")):
             return cast(_Function, torch.compiler.disable(hiding_frames(function), reason=reason))
-        disabled = torch.compiler.disable(function, reason=reason)
+        compiles = _eval_frame.set_eval_frame
 
-        def hiding(*args: Any, **kwargs: Any) -> Any:
+        def apart(*args: Any, **kwargs: Any) -> Any:
+            before = compiles(None)
             try:
-                return disabled(*args, **kwargs)
+                return function(*args, **kwargs)
             except Exception as error:
                 hide_frames(error)
                 raise
+            finally:
+                compiles(before)
 
-        # Around torch's wrapper, whose frame is one of those to hide. It gets the marks of that wrapper, by which
-        # Dynamo breaks its graph; and its own frame is skipped, so that Dynamo does not compile it after the break.
-        return cast(_Function, _skip(functools.wraps(disabled)(hiding)))
+        # The frame of this function is skipped, but not those of functions that it calls.
+        actions = _eval_frame._FrameAction
+        strategy = _eval_frame._FrameExecStrategy(actions.SKIP, actions.DEFAULT)
+        _eval_frame.set_code_exec_strategy(apart.__code__, strategy)
+        functools.update_wrapper(apart, function)
+        apart.__dict__.update(
+            _torchdynamo_disable=True, _torchdynamo_disable_msg=reason, _torchdynamo_disable_recursive=True,
+            _torchdynamo_orig_callable=function,
+        )  # fmt: skip
+        return cast(_Function, apart)
 
     return decorate
 
@@ -158,7 +173,17 @@ def uncompiled_module(module: Any) -> torch.nn.Module:
     return found
 
 
-def _refuse(graph: Any, inputs: Any, **options: Any) -> Any:
+def refuse_as_backend(graph: Any, inputs: Any, **options: Any) -> Any:
+    """Say why there is no `torch.compile(step, backend="fdp")`: pyproject.toml has Dynamo find this under the name.
+
+    Args:
+        graph: what Dynamo has captured.
+        inputs: its arguments.
+        options: of the backend.
+
+    Raises:
+        CompileError: always.
+    """
     raise CompileError(
         build_message(
             'torch.compile(step, backend="fdp"): fdp has no front end through Dynamo. A captured graph does not say '
@@ -166,7 +191,3 @@ def _refuse(graph: Any, inputs: Any, **options: Any) -> Any:
             remedy="decorate the step: fdp.data_parallel(step, compile=True).",
         )
     )
-
-
-# So that the reason is given, and not that there is no such backend.
-torch._dynamo.register_backend(compiler_fn=_refuse, name="fdp")

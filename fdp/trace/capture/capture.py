@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from fdp.context.axis import step_axis
 from fdp.distributed.group import Group
@@ -51,10 +50,6 @@ from fdp.trace.operators.source import Source, failing_line, library_line, sourc
 Geometry = tuple[Sequence[int], Sequence[int], int, torch.dtype, torch.device]
 """Shape, strides and offset in elements, dtype, device."""
 
-_VALUE_READ = (
-    DataDependentOutputException,
-    GuardOnDataDependentSymNode,
-)
 _VALUE_READ_TEXTS = (
     "trying to get value out of a tracing tensor",
     "Cannot cast FakeTensor",
@@ -234,6 +229,8 @@ def _refuse_foreign(
 
 
 def _fake_mode(**options: Any) -> FakeTensorMode:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # imports sympy
+
     return FakeTensorMode(
         allow_fallback_kernels=True,
         # A number read from a tensor (Tensor.item() in an optimizer) is read anew at every replay. Python cannot branch
@@ -327,7 +324,10 @@ def _explain(name: str, error: Exception) -> TraceError | None:
                 remedy=remedy_for(error, MADE_SHAPE, str(error.func)),
             )
         )
-    if isinstance(error, _VALUE_READ) or any(part in text for part in _VALUE_READ_TEXTS):
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    reads_value = isinstance(error, (DataDependentOutputException, GuardOnDataDependentSymNode))
+    if reads_value or any(part in text for part in _VALUE_READ_TEXTS):
         if line is not None and line.text.startswith("assert "):
             return TraceError(
                 build_message(
