@@ -52,14 +52,14 @@ _registered: set[type] = set()
 
 
 def flatten(
-    tree: Tree, none_is_leaf: bool = False, whole: type | None = None, apart: bool = False
+    tree: Tree, none_is_leaf: bool = False, whole: frozenset[type] = frozenset(), apart: bool = False
 ) -> tuple[list[Any], Spec]:
     """Take a tree apart.
 
     Args:
         tree: any pytree.
         none_is_leaf: whether None is a leaf, or a container of nothing.
-        whole: a type of containers that are leaves for once.
+        whole: types of containers that are leaves for once.
         apart: whether what was registered by `register_where_taken_apart` is taken apart, too.
 
     Returns:
@@ -72,7 +72,7 @@ def flatten(
         >>> flatten({"w": 1, "b": (2, None)})
         ([2, 1], PyTreeSpec({'b': (*, None), 'w': *}))
     """
-    kept = (frozenset() if apart else _apart) | (frozenset() if whole is None else {whole})
+    kept = whole if apart else _apart | whole
     is_leaf = (lambda node: type(node) in kept) if kept else None
     while True:
         leaves, spec = optree.tree_flatten(tree, is_leaf, none_is_leaf=none_is_leaf, namespace=_NAMESPACE)
@@ -89,7 +89,7 @@ def unflatten(spec: Spec, leaves: Iterable[Any]) -> Tree:
 def register_everywhere(
     kind: type,
     parts: Callable[[Any], tuple[Sequence[Any], Any, Sequence[Any]]],
-    whole: Callable[[Iterable[Any], Any], Any],
+    whole: Callable[[Any, Iterable[Any]], Any],
     entry: type[PyTreeEntry],
 ) -> None:
     """Make a container of fdp's own known to optree, in all namespaces, and to torch's pytrees.
@@ -98,16 +98,14 @@ def register_everywhere(
         kind: its type.
         parts: takes one apart: children, what is no child and belongs to the structure, and for each child the
             attribute that holds it, by its name or otherwise.
-        whole: makes one of its children and the rest.
+        whole: makes one of the rest and its children.
         entry: a step of a key path into it.
     """
-    optree.register_pytree_node(
-        kind, parts, lambda rest, children: whole(children, rest), path_entry_type=entry, namespace=_EVERYWHERE
-    )
+    optree.register_pytree_node(kind, parts, whole, path_entry_type=entry, namespace=_EVERYWHERE)
     register_torch_node(
         kind,
         lambda it: (list(parts(it)[0]), parts(it)[1]),
-        whole,
+        lambda children, rest: whole(rest, children),
         serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
         flatten_with_keys_fn=lambda it: (
             [(GetAttrKey(str(name)), child) for child, name in zip(parts(it)[0], parts(it)[2], strict=True)],
@@ -230,6 +228,18 @@ class _Context:
 
 _Parts = tuple[Sequence[Any], _Context, Sequence[Any]]
 """The children of a container, what it is beside them, and the entry of each."""
+
+
+class Unseen(PyTreeEntry):
+    """The step of a key path into a container of one child, which adds nothing to the name of the child."""
+
+    def __call__(self, obj: Any) -> Any:
+        (child,), *_ = optree.tree_flatten_one_level(obj, namespace=_NAMESPACE)
+        return child
+
+    def codify(self, /, node: str = "") -> str:
+        """The expression for the child."""
+        return node
 
 
 def _register(kinds: Iterable[type]) -> bool:

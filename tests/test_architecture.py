@@ -42,8 +42,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "random": ("hashing", "keys", "generators"),
     "data": ("permutation", "batch_sampler"),
     "state": (
-        "labels lock pace pieces rank_local seal shards unwritten", "index", "replicate shard storage", "contents",
-        "checkpoint", "checkpoint_manager",
+        "labels lock pace pieces rank_local seal shards unwritten", "containers index", "replicate shard storage",
+        "contents", "checkpoint", "checkpoint_manager",
     ),
     "collectives": ("operators", "markers", "over_pytrees transposes", "exchanges"),
     "gradients": ("mean_over_ranks", "autodiff", "accumulation"),

@@ -18,8 +18,8 @@ from fdp.context.accumulating import refuse_while_accumulating
 from fdp.context.axis import current_axis, inside_step
 from fdp.errors import ArgumentError, build_message
 from fdp.pytree import Tree
-from fdp.state.labels import PerRank, unlabelled
-from fdp.state.shards import is_sharded
+from fdp.state.containers import LABELS, PLAIN, Container, bare, bare_spec, container_of, containers_of
+from fdp.state.labels import PerRank
 from fdp.tracebacks import hiding_frames
 
 _SUMMABLE = frozenset({
@@ -55,7 +55,7 @@ def map_tensors(
         ArgumentError: a leaf is sparse, or no tensor, or was refused.
     """
     refuse_while_accumulating(f"fdp.{name}")
-    leaves, spec = pytree.flatten(unlabelled(tree))  # what comes out is the same on every rank
+    leaves, spec = pytree.flatten(bare(tree))  # what comes out is the same on every rank
     given = []
     for leaf, path in zip(leaves, pytree.names_in(spec, ""), strict=True):
         label = f"{name}({path})" if path else name
@@ -68,11 +68,12 @@ def map_tensors(
             )
         if not isinstance(leaf, torch.Tensor):
             leaf = markers.vary(torch.tensor(leaf), "number")
-        if is_sharded(leaf):
+        if (container := container_of(leaf)).role == "part":
+            what = f"a {container.adjective} leaf at {path or 'its argument'}, of which each rank has a part"
             raise ArgumentError(
                 build_message(
-                    f"fdp.{name} was given a sharded leaf at {path or 'its argument'}, of which each rank has a part.",
-                    remedy="call it in a step, where such a leaf is whole; or on fdp.unshard(tree).",
+                    f"fdp.{name} was given {what}.",
+                    remedy=f"call it in a step, where such a leaf is whole; or on {container.undone_by}(tree).",
                 )
             )
         if leaf.layout != torch.strided:
@@ -372,7 +373,14 @@ def per_rank(tree: Tree) -> Tree:
     """
     inside = inside_step()
 
-    def declare(x: Any, path: str) -> Any:
+    def declare(x: Any, container: Container, path: str) -> Any:
+        if container not in (PLAIN, LABELS):
+            raise ArgumentError(
+                build_message(
+                    f"fdp.per_rank was given a {container.adjective} leaf{f' at {path}' if path else ''}.",
+                    remedy=f"{container.verb} what is the same on every rank; label what is each rank's own.",
+                )
+            )
         if isinstance(x, (bool, int, float, complex)):
             x = torch.tensor(x)
         if not isinstance(x, torch.Tensor):
@@ -382,14 +390,8 @@ def per_rank(tree: Tree) -> Tree:
                     remedy="pass tensors, or convert them first.",
                 )
             )
-        if is_sharded(x):
-            raise ArgumentError(
-                build_message(
-                    f"fdp.per_rank was given a sharded leaf{f' at {path}' if path else ''}.",
-                    remedy="shard what is the same on every rank; label what is each rank's own.",
-                )
-            )
         return markers.vary(x, "per_rank") if inside else PerRank(x)
 
-    leaves, spec = pytree.flatten(unlabelled(tree))
-    return pytree.unflatten(spec, map(declare, leaves, pytree.names_in(spec, "")))
+    leaves, spec = pytree.flatten(tree)
+    declared = map(declare, leaves, containers_of(leaves, spec), pytree.names_in(spec, ""))
+    return pytree.unflatten(bare_spec(spec), list(declared))

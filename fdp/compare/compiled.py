@@ -10,7 +10,7 @@ import torch
 
 from fdp.compare.copies import copy_of, give_back_memory
 from fdp.compare.fits_in_memory import if_memory_allows
-from fdp.compare.leaves import Difference, leaves_apart
+from fdp.compare.leaves import Difference
 from fdp.compare.op_by_op import check_emitted, check_graph
 from fdp.compare.restored import closed_over_unchanged, undisturbed
 from fdp.compare.rounding import Excuses
@@ -127,15 +127,16 @@ def _check_shapes(compiled: Emitted, emitted: Emitted, flat: Flat) -> None:
     give_back_memory()
     with undisturbed(emitted):
         try:
-            found = leaves_apart(compiled.dry_run([copy_of(x) for x in flat.tensors]))
+            found = compiled.dry_run_apart([copy_of(x) for x in flat.tensors])
         except FdpError:
             raise
         except Exception as error:
             raise _not_runnable(emitted.plan.trace.name, error) from error
+    tensors = [output for output in emitted.plan.trace.outputs if output.node is not None]
     offenders = [
-        f"{due.name}: {list(one.shape)} {one.dtype} where {list(due.shape)} {due.dtype} is due"
-        for due, one in zip(emitted.plan.trace.outputs, found, strict=True)
-        if due.shape is not None and (tuple(one.shape), one.dtype) != (due.shape, due.dtype)
+        f"{due.name}: {list(one.shape)} {one.dtype} where {list(due.shape or ())} {due.dtype} is due"
+        for due, one in zip(tensors, found, strict=True)
+        if (tuple(one.shape), one.dtype) != (due.shape, due.dtype)
     ]
     give_back_memory()
     if offenders:

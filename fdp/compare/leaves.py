@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from fdp.state.labels import unlabelled
-from fdp.state.shards import flatten_to_parts
 from fdp.trace import Trace
 
 _RELATIVE = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-4, torch.complex64: 1e-4}
@@ -240,8 +238,3 @@ def _equal_constants(one: Any, two: Any) -> bool:
 def result_text(value: Any) -> str:
     """A result in words: shape and dtype of a tensor."""
     return f"{list(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else repr(value)
-
-
-def leaves_apart(tree: Any) -> list[Any]:
-    """The leaves of a result, without labels, and with parts in the place of sharded ones."""
-    return flatten_to_parts(unlabelled(tree))[0]

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from fdp.compare.copies import copy_of
-from fdp.compare.leaves import distances, gap_of, leaves_apart, usual_size
+from fdp.compare.leaves import distances, gap_of, usual_size
 from fdp.compare.replay import Lookup, call_node, held_value, makes_values
 from fdp.compare.restored import RandomState, random_states, set_random_states, undisturbed
 from fdp.compare.ulps import change_last_places_, rounds
@@ -67,10 +67,10 @@ def unlike_graph(
     timed = emitted.timed(tick)
     runs.append(_GraphRun(timed, [copy_of(tensor) for tensor in inputs], others))
     try:
-        leaves = leaves_apart(timed.dry_run(inputs, others.kind))
+        made = timed.dry_run_apart(inputs, others.kind)
     finally:
         timed.residence.release()
-    found = [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    found = [tensor.clone() for tensor in made]
     runs[0].compare_outputs(found)
     return runs[0].offenders[:_SHOWN], found
 

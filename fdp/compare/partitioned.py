@@ -54,7 +54,7 @@ def check_partition(emitted: Emitted, parts: Sequence[torch.Tensor], whole: Sequ
     trace, others = emitted.plan.trace, OtherRanks(emitted.group.size, emitted.group.rank)
     varying = _gathered_though_varying(trace)
     if varying:
-        raise wrong_partition(trace.name, varying)
+        raise wrong_partition(trace, varying)
     seen = _OnWholeValues(trace, others)
     with undisturbed(emitted):
         expected = seen.run([copy_of(x) for x in whole])
@@ -70,7 +70,7 @@ def check_partition(emitted: Emitted, parts: Sequence[torch.Tensor], whole: Sequ
         if not _close(mine, due) or (old is not None and same_bits(mine, old) and _is_moved(due, old)):
             wrong.append(f"{output.name}: {_difference(mine, due)}")
     if wrong:
-        raise wrong_partition(trace.name, wrong)
+        raise wrong_partition(trace, wrong)
 
 
 def _gathered_though_varying(trace: Trace) -> list[str]:

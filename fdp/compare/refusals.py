@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fdp.errors import TraceError, build_message, first_line
+from fdp.trace import Trace
 
 
 def wrong_trace(name: str, offenders: Sequence[str]) -> TraceError:
@@ -21,13 +22,15 @@ def wrong_trace(name: str, offenders: Sequence[str]) -> TraceError:
     )
 
 
-def wrong_partition(name: str, offenders: Sequence[str]) -> TraceError:
+def wrong_partition(trace: Trace, offenders: Sequence[str]) -> TraceError:
     """The refusal for a step that computes something else on parts than on whole values."""
+    container = next(item.container for item in trace.inputs if item.part is not None)
     return TraceError(
         build_message(
-            f"step {name!r} does not compute on parts of sharded state what it computes on whole state.",
+            f"step {trace.name!r} does not compute on parts of {container.adjective} state what it computes on whole "
+            "state.",
             offenders,
-            remedy="this is a mistake of fdp's: please report the step. fdp.unshard(state) keeps it whole; "
+            remedy=f"this is a mistake of fdp's: please report the step. {container.undone_by}(state) keeps it whole; "
             "check_trace=False runs it as it is.",
         )
     )

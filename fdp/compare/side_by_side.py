@@ -23,7 +23,7 @@ import torch
 
 from fdp import pytree
 from fdp.compare.copies import MOVES, copy_of, is_lack_of_memory, perturb_
-from fdp.compare.leaves import Difference, different, finite, leaves_apart, old_values, same_bits
+from fdp.compare.leaves import Difference, different, finite, old_values, same_bits
 from fdp.compare.refusals import changes_inputs, other_structure, unrunnable, wrong_trace
 from fdp.compare.replay import Replay
 from fdp.compare.restored import (
@@ -36,8 +36,7 @@ from fdp.compare.restored import (
 from fdp.distributed.other_ranks import Kind, OtherRanks
 from fdp.errors import FdpError
 from fdp.runtime.emitted import Emitted
-from fdp.state.labels import unlabelled
-from fdp.state.shards import flatten_to_parts
+from fdp.state.containers import in_containers_of, looked_into
 from fdp.trace import Flat, Roles, run_untraced
 
 
@@ -143,7 +142,8 @@ class SideBySide:
         if self._trace.whole is not None:
             return self._graph_by_itself(values, kind)
         wire, group = self._trace.wire, self._program.group
-        return _detached(run_untraced(self._step, self._flat, self._roles, group, values, wire, kind))
+        found = _detached(run_untraced(self._step, self._flat, self._roles, group, values, wire, kind))
+        return in_containers_of(found, self._trace.out_spec)
 
     def _graph_by_itself(self, values: list[torch.Tensor], kind: Kind) -> Any:
         """Run the graph for one rank, for a step with sharded state."""
@@ -180,7 +180,7 @@ class SideBySide:
             offenders = different(names, found, expected, before_of)
             if not offenders:
                 with undisturbed(self._program):
-                    again = leaves_apart(self._untraced(move, kind, expected))
+                    again, _ = looked_into(self._untraced(move, kind, expected))
                 # Two runs of the same code: on a CPU they agree to the bit, so the smallest difference tells.
                 offenders = different(names, again, expected, before_of, share=1.0 if self._on_accelerator else 1e-3)
         else:
@@ -194,7 +194,7 @@ class SideBySide:
                 self._kept, self._given = [None] * len(count), {}
                 with undisturbed(self._program):
                     seed_held_generators(self._program)
-                    return leaves_apart(self._untraced(move, kind))
+                    return looked_into(self._untraced(move, kind))[0]
 
             self._explain(offenders, Case(lambda: [self._copy(at, move) for at in count], others, by_itself))
         return True
@@ -216,7 +216,7 @@ class SideBySide:
             try:
                 with undisturbed(self._program):
                     alive = () if result is None else result[0]
-                    leaves, spec = flatten_to_parts(unlabelled(self._untraced(move, kind, alive)))
+                    leaves, spec = looked_into(self._untraced(move, kind, alive))
                     left = held_generator_states(self._program)
             except FdpError:
                 if not move:
@@ -244,7 +244,7 @@ class SideBySide:
 
     def _by_program(self, move: float, kind: Kind, alive: Sequence[Any]) -> tuple[list[Any], Any]:
         try:
-            return flatten_to_parts(unlabelled(self._program.dry_run(self._fresh(move, alive), kind)))
+            return looked_into(self._program.dry_run(self._fresh(move, alive), kind))
         except FdpError:
             raise
         except Exception as error:

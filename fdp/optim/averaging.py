@@ -13,6 +13,7 @@ from fdp.optim.entries import added, check_optimizer, parted
 from fdp.optim.optimizer import Optimizer
 from fdp.optim.skipping import everywhere
 from fdp.pytree import Tree
+from fdp.state.containers import copied
 from fdp.tracebacks import hiding_frames
 
 
@@ -84,8 +85,7 @@ def averaged(optimizer: Optimizer, decay: float, name: str = "average") -> Optim
     count_name = f"{name}_count"
 
     def init(params: Tree) -> Tree:
-        first = pytree.map_leaves(lambda p: p.detach().clone() if isinstance(p, Tensor) else p, params)
-        own = {name: first, count_name: torch.zeros((), dtype=torch.int64)}
+        own = {name: copied(params), count_name: torch.zeros((), dtype=torch.int64)}
         return added("averaged", optimizer.init(params), own)
 
     @torch.no_grad()

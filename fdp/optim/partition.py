@@ -11,7 +11,7 @@ from fdp.optim.argument_checks import check_gradient, mismatch, names, optimizer
 from fdp.optim.entries import check_optimizer
 from fdp.optim.optimizer import Optimizer
 from fdp.pytree import Tree
-from fdp.state.labels import unlabelled
+from fdp.state.containers import bare
 from fdp.tracebacks import hiding_frames
 
 
@@ -112,7 +112,7 @@ class _Parts:
 
 
 def _parts(label: Any, optimizers: Mapping[Any, Optimizer], params: Tree) -> _Parts:
-    params = unlabelled(params)  # labels of each rank's own leaves are no part of a path
+    params = bare(params)  # containers are no part of a path
     leaves, spec = pytree.flatten(params, none_is_leaf=True)
     if callable(label):
         found = [label(path, leaf) if trains(leaf) else None for path, leaf in zip(_paths(params), leaves, strict=True)]

@@ -25,8 +25,7 @@ from fdp.optim.argument_checks import (
 )
 from fdp.optim.tracing import compiling_flag, make_comparisons_traceable, number_of, numbers_of_tensors
 from fdp.pytree import Tree
-from fdp.state.labels import labelled_inside
-from fdp.state.shards import is_sharded, layout_of
+from fdp.state.containers import Container, bare, containers_of
 
 _HALF = (torch.bfloat16, torch.float16)
 _FUSED_DTYPES = (torch.float32, torch.float64, *_HALF)
@@ -96,16 +95,19 @@ class Rule:
 
     def init(self, params: Tree) -> Tree:
         """Make the state that the class has before its first step."""
-        leaves, spec = pytree.flatten(params, none_is_leaf=True)
-        named = zip(leaves, names(params, "params"), strict=True)
-        states = [self._first_state(p, name) if trains(p) else {} for p, name in named]
+        containers = containers_of(*pytree.flatten(params, none_is_leaf=True))
+        leaves, spec = pytree.flatten(bare(params), none_is_leaf=True)
+        named = zip(leaves, names(params, "params"), containers, strict=True)
+        states = [self._first_state(p, name, container) if trains(p) else {} for p, name, container in named]
         hyper = {name: pytree.map_leaves(_tensor, value) for name, value in self.held.items()}
-        # What belongs to a parameter that is each rank's own is so, too.
-        return {**hyper, "state": labelled_inside(spec.unflatten(states))}
+        return {**hyper, "state": spec.unflatten(states)}
 
     @torch.no_grad()
-    def _first_state(self, p: Tensor, name: str) -> dict[str, Tensor]:
-        """Let the class make its own state lazily, as at its first step, without taking the step."""
+    def _first_state(self, p: Tensor, name: str, container: Container) -> dict[str, Any]:
+        """Let the class make its own state lazily, as at its first step, without taking the step.
+
+        What belongs to a parameter that is each rank's own is so, too.
+        """
         p = p.detach().clone()
         if self.explicit.get("fused") and self.miscomputed(p):
             what = f"the fused SGD kernel loses the momentum of {name}, {value_text(p)}: its results are noise."
@@ -130,10 +132,7 @@ class Rule:
             if not isinstance(value, Tensor):
                 what = f"{self.cls.__name__} keeps {key!r} of {name} as {value_text(value)}, not a tensor."
                 raise optimizer_error(what, "use a class that keeps its state in tensors.")
-            if is_sharded(value) and layout_of(value).part is None:  # type: ignore[arg-type]
-                # Of a row, or of a column: the same on every rank.
-                state[key] = value.full_tensor()  # type: ignore[attr-defined]
-        return state
+        return {key: container.beside(value) for key, value in state.items()}
 
     def update(self, grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
         """Take one step; every argument stays as it is."""

@@ -22,17 +22,14 @@ from fdp.plan import Plan
 _ARITHMETIC = "computes "
 """How a line about the arithmetic of replicated results begins."""
 
-_KINDS = {"state": "state", "per rank": "labelled state", "part": "part of sharded state"}
-"""What inputs are called that are of the same shape on every rank; batches need not be."""
-
 
 def schedule_text(plan: Plan, how: str = "") -> str:
     """Everything about a plan, and about how it is compiled if it is, that must be equal on all ranks."""
     lines = [f"step {plan.trace.name}", *([f"compiled with {how}"] if how else [])]
     lines += [
-        f"{_KINDS[item.role]} {item.name} {list(item.shape)} {item.dtype}"
+        f"{item.container.state} {item.name} {list(item.shape)} {item.dtype}"
         for item in plan.trace.inputs
-        if item.role in _KINDS
+        if item.role != "batch"  # which need not be of the same shape on every rank
     ]
     lines += plan.messages.splitlines()
     lines += [f"argument {name} = {value}" for name, value in plan.trace.replicated_constants]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from fdp.runtime.residence import Busy, Residence
 from fdp.runtime.runner import Runner
 from fdp.runtime.signature import check_signature
 from fdp.state import rank_local
-from fdp.state.shards import flatten_to_parts
+from fdp.state.containers import flatten_apart
 from fdp.tables import count, cut_short
 
 BREAK_REASON = (
@@ -121,7 +121,7 @@ class Emitted:
         """
         self._agreed.attempts.begun = False
         try:
-            leaves, spec = flatten_to_parts(args)
+            leaves, spec = flatten_apart(args)
             check_signature(self.plan.trace, leaves, spec)
             with alone_on(self.group, self.plan.trace.name, next(self._numbers)):
                 return self.run([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
@@ -194,6 +194,10 @@ class Emitted:
         Raises:
             PeerError: another rank is gone. A comparison of a large step takes long, and sees it here.
         """
+        return self.runner.put_together(self.dry_run_apart(tensors, kind))
+
+    def dry_run_apart(self, tensors: list[torch.Tensor], kind: Kind = "equal") -> Sequence[torch.Tensor]:
+        """As `dry_run`; returns the tensors among the results in a row, as the program makes them."""
         others, reference = OtherRanks(self.group.size, self.group.rank, kind), self.group.reference
         watched = watched_ranks(None if reference is None else reference())
 
@@ -201,7 +205,7 @@ class Emitted:
             if watched is not None:
                 refuse_gone(watched)
 
-        return self.runner.put_together(self.runner.run_alone(tensors, others, look))
+        return self.runner.run_alone(tensors, others, look)
 
     def arm(self) -> None:
         """From now on calls are in earnest: a step that can be recorded as a CUDA graph is, after a few of them."""

@@ -94,7 +94,9 @@ class Replication:
 
 def _kind_of(output: Output) -> str:
     """The kind of a result, as text before its name."""
-    return "the value of the labelled " if output.labelled else "this rank's part of " if output.part else ""
+    if output.part is not None:
+        return "this rank's part of "
+    return f"the value of the {output.container.adjective} " if output.labelled else ""
 
 
 def _memory(tensor: torch.Tensor) -> int:

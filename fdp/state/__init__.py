@@ -1,4 +1,4 @@
 """State on many ranks: equal on all, or labelled as each rank's own; on disk.
 
-labels, rank_local -> replicate; index, pieces, unwritten -> storage; replicate, storage -> checkpoint
+labels, shards -> containers -> replicate, shard; index, pieces, unwritten -> storage; replicate, storage -> checkpoint
 """

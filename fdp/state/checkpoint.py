@@ -28,6 +28,7 @@ from fdp.distributed.liveness.patience import explain
 from fdp.errors import ArgumentError, FdpError, PeerError, ReplicationError, build_message, first_line
 from fdp.pytree import Tree
 from fdp.random.generators import generator_states, seed, set_generator_states
+from fdp.state.containers import containers_of
 from fdp.state.contents import (
     changed,
     check_owners,
@@ -111,13 +112,15 @@ def prepared(caller: str, state: Tree, ranks: Group, random: bool) -> dict[str, 
     """
     with ready_on_all_ranks(ranks, caller):
         leaves, spec = pytree.flatten(state)
+        containers = containers_of(leaves, spec)
+        saved = [container.saved(leaf) for leaf, container in zip(leaves, containers, strict=True)]
         named = {
             name: plain_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
-            for name, leaf in zip(names_of(spec, ranks), leaves, strict=True)
+            for name, leaf in zip(names_of(spec, containers, ranks), saved, strict=True)
         }
         _refuse_unreadable(caller, named)
-        marks = [mark_of(leaf) for leaf in leaves]
-        at = zip(named, marks, leaves, strict=True)
+        marks = [mark_of(leaf) for leaf in saved]
+        at = zip(named, marks, saved, strict=True)
         kept = {name: mark for name, mark, x in at if isinstance(x, torch.Tensor)}
         if random:
             states = {generator_name(ranks, kind): value for kind, value in generator_states().items()}
@@ -201,7 +204,9 @@ def load(path: str | os.PathLike[str], like: Tree, group: Ranks = None, *, rando
     ranks = resolve_group(group)
     refuse_desynchronised(ranks, "fdp.load")
     leaves, spec = pytree.flatten(like)
-    names = names_of(spec, ranks)
+    containers = containers_of(leaves, spec)
+    names = names_of(spec, containers, ranks)
+    wanted = [container.saved(leaf) for leaf, container in zip(leaves, containers, strict=True)]
     reader = Reader(Path(path))
     with ready_on_all_ranks(ranks, "fdp.load"):
         if not (Path(path) / INDEX).is_file():
@@ -212,12 +217,12 @@ def load(path: str | os.PathLike[str], like: Tree, group: Ranks = None, *, rando
                 )
             )
         saved = reader.read_metadata().state_dict_metadata
-        check_structure(path, saved, names, leaves)
+        check_structure(path, saved, names, wanted)
         check_owners(path, saved, ranks)
         generators = generator_templates(ranks, path, saved) if random else {}
         named = {
             name: torch.empty_like(leaf, requires_grad=False) if isinstance(leaf, torch.Tensor) else leaf
-            for name, leaf in zip(names, leaves, strict=True)
+            for name, leaf in zip(names, wanted, strict=True)
         }
         named.update(generators)
         named.update(fingerprints_of(path, saved, ranks))
@@ -230,7 +235,8 @@ def load(path: str | os.PathLike[str], like: Tree, group: Ranks = None, *, rando
     if random:
         with ready_on_all_ranks(ranks, "fdp.load"):
             _set_generators(path, states_of_generators(named))
-    return pytree.unflatten(spec, [named[name] for name in names])
+    found_leaves = zip(containers, leaves, names, strict=True)
+    return pytree.unflatten(spec, [container.with_tensor(leaf, named[name]) for container, leaf, name in found_leaves])
 
 
 def _read(caller: str, named: dict[str, Any], reader: Reader, ranks: Group, planner: LoadPlanner | None = None) -> None:

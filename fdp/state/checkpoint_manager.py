@@ -31,12 +31,12 @@ from fdp.state.checkpoint import (
     seed_anew,
     write,
 )
+from fdp.state.containers import lies_in_parts
 from fdp.state.contents import ranks_that_saved_generators
 from fdp.state.index import INDEX, read_index
 from fdp.state.lock import DirectoryLock
 from fdp.state.pace import Pace, Writing
 from fdp.state.pieces import ChangedCheckpoint
-from fdp.state.shards import is_sharded
 from fdp.state.storage import delete_checkpoint
 from fdp.state.unwritten import NotWritten, not_written, reason
 from fdp.tracebacks import hiding_frames
@@ -329,7 +329,7 @@ def _of_this_rank(named: dict[str, Any], ranks: Group) -> dict[str, Any]:
     held = [0] * ranks.size
     own: dict[str, Any] = {}
     for name, leaf in sorted(named.items(), key=lambda item: (-_bytes_of(item[1]), item[0])):
-        if not name.startswith("state") or is_sharded(leaf):
+        if not name.startswith("state") or lies_in_parts(leaf):
             own[name] = leaf
             continue
         writer = min(range(ranks.size), key=held.__getitem__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,19 @@ import torch
 from fdp import pytree
 from fdp.distributed.group import Group
 from fdp.errors import ArgumentError, build_message
+from fdp.state.containers import Container
 from fdp.state.index import INDEX, read_index
-from fdp.state.labels import labelled
 from fdp.state.replicate import NO_MARK, mark_of
 
 _OWN = re.compile(r"rank (\d+) of (\d+): (.*)", re.DOTALL)
 """The name of a labelled leaf in a checkpoint. Other leaves of the state are called state[...]."""
 
 
-def names_of(spec: pytree.Spec, ranks: Group) -> list[str]:
-    """The names of a state's leaves in a checkpoint."""
+def names_of(spec: pytree.Spec, containers: Sequence[Container], ranks: Group) -> list[str]:
+    """The names of a state's leaves in a checkpoint, given its structure and the container of each."""
     return [
-        f"rank {ranks.rank} of {ranks.size}: {name}" if own else name
-        for name, own in zip(pytree.names_in(spec, "state"), labelled(spec), strict=True)
+        f"rank {ranks.rank} of {ranks.size}: {name}" if container.role == "per rank" else name
+        for name, container in zip(pytree.names_in(spec, "state"), containers, strict=True)
     ]
 
 

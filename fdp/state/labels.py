@@ -7,16 +7,13 @@ at leaves. Inside of a step there are none: it sees the tensors, in the same tre
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from optree.accessors import PyTreeEntry
 
-from fdp import pytree
 from fdp.errors import ArgumentError, build_message
-from fdp.pytree import Spec, Tree
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -79,22 +76,13 @@ class PerRank:
     __hash__ = None  # type: ignore[assignment]  # its tensor may change in place
 
 
-class _Value(PyTreeEntry):
-    """The step of a key path into a labelled leaf. It adds nothing to the name of the leaf."""
-
-    def __call__(self, obj: Any) -> Any:
-        return obj.value
-
-    def codify(self, /, node: str = "") -> str:
-        """The expression for the leaf."""
-        return node
-
-
-def _parts(label: PerRank) -> tuple[tuple[Any], None, tuple[str]]:
+def apart(label: PerRank) -> tuple[tuple[Any], None, tuple[str]]:
+    """Take a label off: its tensor, nothing else, and the attribute of the tensor."""
     return (label.value,), None, ("value",)
 
 
-def _whole(children: Iterable[Any], _: None = None) -> PerRank:
+def together(rest: None, children: Iterable[Any]) -> PerRank:
+    """Put a label around a tensor."""
     # Not through the constructor: what is put into a tree for a while need not be a tensor.
     new = object.__new__(PerRank)
     (value,) = children
@@ -102,44 +90,4 @@ def _whole(children: Iterable[Any], _: None = None) -> PerRank:
     return new
 
 
-pytree.register_everywhere(PerRank, _parts, _whole, _Value)
 torch.serialization.add_safe_globals([PerRank])  # so that torch.load(weights_only=True) takes a state with labels
-
-
-def labelled(spec: Spec) -> list[bool]:
-    """Whether each leaf of a structure is labelled."""
-    if spec.type is PerRank:
-        return [True] * spec.num_leaves
-    if not spec.num_children:
-        return [False] * spec.num_leaves
-    return [flag for child in spec.children() for flag in labelled(child)]
-
-
-def unlabelled(tree: Tree) -> Tree:
-    """A tree with the tensors of labelled leaves in their place; the tree itself if there are none."""
-    leaves, spec = pytree.flatten(tree, none_is_leaf=True, whole=PerRank)
-    if not any(type(leaf) is PerRank for leaf in leaves):
-        return tree
-    return pytree.unflatten(spec, [unlabelled(leaf.value) if type(leaf) is PerRank else leaf for leaf in leaves])
-
-
-def with_labels(spec: Spec, which: Sequence[bool]) -> Spec:
-    """The structure of a tree after some of its leaves got a label; labelled leaves keep theirs.
-
-    Args:
-        spec: the structure.
-        which: for each leaf, whether it is to be.
-    """
-    wanted = iter([yes and not already for yes, already in zip(which, labelled(spec), strict=True)])
-    label = pytree.structure_of(_whole([0]), spec.none_is_leaf)
-    return spec.transform(None, lambda leaf: label if leaf.num_leaves and next(wanted) else leaf)
-
-
-def labelled_inside(tree: Tree) -> Tree:
-    """Label each tensor below a label, in a tree that a function made of a tree with labels."""
-    leaves, spec = pytree.flatten(tree, none_is_leaf=True, whole=PerRank)
-    return pytree.unflatten(spec, [_inside(leaf.value) if type(leaf) is PerRank else leaf for leaf in leaves])
-
-
-def _inside(tree: Tree) -> Tree:
-    return pytree.map_leaves(lambda x: PerRank(x) if isinstance(x, torch.Tensor) else x, unlabelled(tree))

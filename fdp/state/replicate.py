@@ -18,8 +18,7 @@ from fdp.distributed.messages import start_all_gather, start_broadcast
 from fdp.errors import AgreementError, ReplicationError, build_message
 from fdp.pytree import Tree
 from fdp.state import rank_local
-from fdp.state.labels import labelled
-from fdp.state.shards import is_sharded
+from fdp.state.containers import Container, containers_of, lies_in_parts
 from fdp.tracebacks import hiding_frames
 
 NO_MARK = 0
@@ -49,18 +48,17 @@ def replicate(tree: Tree, root: int = 0, group: Ranks = None) -> Tree:
     ranks = resolve_group(group)
     refuse_inside("replicate")
     leaves, spec = pytree.flatten(tree)
-    own = labelled(spec)
-    _compare_structure("fdp.replicate", pytree.names_in(spec, "tree"), leaves, own, ranks)
+    containers = containers_of(leaves, spec)
+    _compare_structure("fdp.replicate", pytree.names_in(spec, "tree"), _saved(leaves, containers), containers, ranks)
     out = []
-    for leaf, is_own in zip(leaves, own, strict=True):
-        if is_sharded(leaf):
-            leaf = leaf.detach().clone()
-        elif isinstance(leaf, torch.Tensor):
+    for leaf, container in zip(leaves, containers, strict=True):
+        tensor = container.tensor(leaf)
+        if isinstance(tensor, torch.Tensor):
             # Sent in contiguous form, and laid out as it was: a broadcast sends memory, not values.
-            message = leaf.detach().contiguous().clone()
-            if message.numel() and not is_own:
+            message = tensor.detach().contiguous().clone()
+            if message.numel() and container.role == "state":
                 start_broadcast(message, root, ranks)()
-            leaf = torch.empty_like(leaf, requires_grad=False).copy_(message)
+            leaf = container.with_tensor(leaf, torch.empty_like(tensor, requires_grad=False).copy_(message))
         out.append(leaf)
     return pytree.unflatten(spec, out)
 
@@ -95,8 +93,8 @@ def assert_replicated(tree: Tree, group: Ranks = None) -> None:
                 remedy="start from fdp.replicate(state), and let every update be a function of replicated values.",
             )
         )
-    own = labelled(spec)
-    same = [x for x, is_own in zip(leaves, own, strict=True) if not is_own and not is_sharded(x)]
+    found = zip(leaves, containers_of(leaves, spec), strict=True)
+    same = [container.tensor(leaf) for leaf, container in found if container.role == "state"]
     rank_local.forget([x for x in same if isinstance(x, torch.Tensor)])
 
 
@@ -119,11 +117,12 @@ def differing(
     Raises:
         AgreementError: ranks hold trees of different structure, shapes or dtypes.
     """
-    names, own = pytree.names_in(spec, root), labelled(spec)
-    _compare_structure(caller, names, leaves, own, ranks)
+    names, containers = pytree.names_in(spec, root), containers_of(leaves, spec)
+    leaves = _saved(leaves, containers)
+    _compare_structure(caller, names, leaves, containers, ranks)
     if ranks.size == 1:
         return []
-    compared = [at for at, is_own in enumerate(own) if not is_own]
+    compared = [at for at, container in enumerate(containers) if container.role != "per rank"]
     table = _gather_marks([marks[at] if marks else mark_of(leaves[at]) for at in compared], ranks, leaves)
     offenders = []
     for index, at in enumerate(compared):
@@ -137,8 +136,8 @@ def differing(
 
 
 def mark_of(leaf: Any) -> int:
-    """A number to compare a leaf by: of its bits, or of its type if it has none; `NO_MARK` for a sharded leaf."""
-    if is_sharded(leaf):
+    """A number to compare a leaf by: of its bits, or of its type if it has none; `NO_MARK` for one in parts."""
+    if lies_in_parts(leaf):
         return NO_MARK  # each rank has bits of its own
     if isinstance(leaf, torch.Tensor):
         parts = [fingerprint(part) for part in _parts(plain_tensor(leaf))]
@@ -197,14 +196,25 @@ def _leaf_text(leaf: Any) -> str:
     return f"{list(leaf.shape)} {leaf.dtype}" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
 
 
-def _compare_structure(caller: str, names: list[str], leaves: list[Any], own: list[bool], ranks: Group) -> None:
+def _saved(leaves: list[Any], containers: list[Container]) -> list[Any]:
+    return [container.saved(leaf) for leaf, container in zip(leaves, containers, strict=True)]
+
+
+def _adjective(container: Container) -> str:
+    # What is in parts is told by the shape of its whole.
+    return "" if container.role == "part" or not container.adjective else f"{container.adjective}, "
+
+
+def _compare_structure(
+    caller: str, names: list[str], leaves: list[Any], containers: list[Container], ranks: Group
+) -> None:
     """All ranks take part in one exchange of fixed size, so that a difference cannot make them hang."""
     if ranks.size == 1:
         return
     refuse_desynchronised(ranks, caller)
     kinds = [
-        f"{name}: {'labelled, ' if is_own else ''}{_leaf_text(leaf)}"
-        for name, leaf, is_own in zip(names, leaves, own, strict=True)
+        f"{name}: {_adjective(container)}{_leaf_text(leaf)}"
+        for name, leaf, container in zip(names, leaves, containers, strict=True)
     ]
     (marks,) = zip(*_gather_marks([_text_mark("\n".join(kinds))], ranks, leaves), strict=True)
     odd = [rank for rank, mark in enumerate(marks) if mark != marks[0]]

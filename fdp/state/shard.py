@@ -13,8 +13,8 @@ from fdp.context.axis import refuse_inside
 from fdp.distributed.group import Group, Ranks, resolve_group
 from fdp.errors import ArgumentError, build_message
 from fdp.pytree import Tree
-from fdp.state.labels import labelled
-from fdp.state.shards import Part, assembled_over, contiguous_strides, is_sharded, layout_of, part_of, sharded_type
+from fdp.state.containers import PLAIN, containers_of
+from fdp.state.shards import Part, assembled_over, contiguous_strides, is_sharded, layout_of, part_of
 from fdp.tracebacks import hiding_frames
 
 
@@ -62,12 +62,11 @@ def shard(tree: Tree, min_size: int = 1024, group: Ranks = None) -> Tree:
     if ranks.size == 1:
         return tree
     leaves, spec = pytree.flatten(tree)
-    own = labelled(spec)
     return pytree.unflatten(
         spec,
         [
-            leaf if is_own or not _is_to_be_divided(leaf, min_size) else _divided(leaf, ranks)
-            for leaf, is_own in zip(leaves, own, strict=True)
+            _divided(leaf, ranks) if container is PLAIN and _is_to_be_divided(leaf, min_size) else leaf
+            for leaf, container in zip(leaves, containers_of(leaves, spec), strict=True)
         ],
     )
 
@@ -97,12 +96,7 @@ def part_for(shape: Any, ranks: int) -> Part | None:
 
 
 def _is_to_be_divided(leaf: Any, min_size: int) -> bool:
-    return (
-        isinstance(leaf, torch.Tensor)
-        and not is_sharded(leaf)
-        and leaf.layout == torch.strided
-        and leaf.numel() >= min_size
-    )
+    return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and leaf.numel() >= min_size
 
 
 def _divided(leaf: torch.Tensor, ranks: Group) -> torch.Tensor:
@@ -111,7 +105,6 @@ def _divided(leaf: torch.Tensor, ranks: Group) -> torch.Tensor:
         return leaf
     from torch.distributed.tensor import Shard
 
-    sharded_type()
     own = torch.empty(part.of(leaf.shape), dtype=leaf.dtype, device=leaf.device)
     own.copy_(part.taken(leaf.detach(), ranks.rank))
     mesh = _mesh_of(ranks, leaf.device.type)

@@ -8,17 +8,14 @@ torch.distributed.tensor takes half a second to import. So it is imported only w
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from optree.accessors import PyTreeEntry
 from torch.distributed.device_mesh import DeviceMesh
 
-from fdp import pytree
 from fdp.errors import ArgumentError, build_message
 from fdp.pytree import Spec
 
@@ -127,13 +124,6 @@ def _text_of(mesh: DeviceMesh) -> str:
     return text
 
 
-@dataclass(frozen=True)
-class Whole:
-    """A stand-in for a part: a tree that is put together has it there unchanged."""
-
-    value: Any
-
-
 def layout_of(tensor: DTensor) -> ShardLayout:
     """What a `DTensor` is besides its own part."""
     mesh = tensor.device_mesh
@@ -160,25 +150,14 @@ def assembled(part: torch.Tensor, layout: ShardLayout) -> DTensor:
     return assembled_over(layout.mesh, part, layout.placements, layout.shape, layout.stride)
 
 
-class _ShardEntry(PyTreeEntry):
-    """The step of a key path into a sharded leaf. It adds nothing to the name of the leaf."""
-
-    def __call__(self, obj: Any) -> Any:
-        return part_of(obj)
-
-    def codify(self, /, node: str = "") -> str:
-        """The expression for the leaf."""
-        return node
-
-
-def _parts(tensor: Any) -> tuple[tuple[Any], ShardLayout, tuple[str]]:
+def apart(tensor: DTensor) -> tuple[tuple[Any], ShardLayout, tuple[str]]:
+    """Take a sharded leaf apart: this rank's part, its layout, and a name of the part."""
     return (part_of(tensor),), layout_of(tensor), ("part",)
 
 
-def _whole(layout: ShardLayout, children: Iterable[Any]) -> Any:
+def together(layout: ShardLayout, children: Iterable[Any]) -> Any:
+    """The sharded leaf of some layout of which this rank holds a part."""
     (child,) = children
-    if type(child) is Whole:
-        return child.value
     return assembled(child, layout) if isinstance(child, torch.Tensor) else _Held(layout)
 
 
@@ -189,30 +168,26 @@ class _Held:
     layout: ShardLayout
 
 
-@functools.cache
-def sharded_type() -> type[DTensor]:
-    """`DTensor`, which is a container from now on when a step flattens its arguments."""
+def is_sharded_type(kind: type) -> bool:
+    """Whether a type is `DTensor`."""
+    if kind.__name__ != "DTensor":
+        return False
     from torch.distributed.tensor import DTensor
 
-    pytree.register_where_taken_apart(DTensor, _parts, _whole, _ShardEntry)
-    return DTensor
+    return kind is DTensor
 
 
 def is_sharded(leaf: Any) -> bool:
     """Whether a leaf is a `DTensor`."""
-    return type(leaf).__name__ == "DTensor" and type(leaf) is sharded_type()
+    return is_sharded_type(type(leaf))
 
 
-def is_shard(entry: PyTreeEntry) -> bool:
-    """Whether an entry of a key path leads into a sharded leaf."""
-    return isinstance(entry, _ShardEntry)
-
-
-def flatten_to_parts(tree: Any) -> tuple[list[Any], Spec]:
-    """The leaves of a tree, with this rank's parts in the place of sharded ones, and its structure."""
-    leaves, spec = pytree.flatten(tree, apart=True)
-    # The first one that is met makes its type known.
-    return pytree.flatten(tree, apart=True) if any(map(is_sharded, leaves)) else (leaves, spec)
+def whole_unless_divided(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor itself, if it is whole or divided as a sharded leaf is; the whole of another `DTensor`."""
+    if not is_sharded(tensor):
+        return tensor
+    found: DTensor = tensor  # type: ignore[assignment]
+    return tensor if layout_of(found).part is not None else found.full_tensor()
 
 
 def sharded(spec: Spec) -> list[Spec | None]:
@@ -228,22 +203,6 @@ def layout_in(spec: Spec) -> ShardLayout:
     """The layout of a sharded leaf, from its structure."""
     held: _Held = spec.unflatten([None])
     return held.layout
-
-
-def without_shards(spec: Spec) -> Spec:
-    """The structure of a tree in which each sharded leaf is a single leaf."""
-    return pytree.structure_of(spec.unflatten([0 if shard is None else Whole(0) for shard in sharded(spec)]))
-
-
-def with_sharded(spec: Spec, which: Sequence[Spec | None]) -> Spec:
-    """The structure of a tree in which some leaves are sharded.
-
-    Args:
-        spec: the structure.
-        which: for each leaf, the structure of the sharded leaf in its place; None to leave it as it is.
-    """
-    wanted = iter(which)
-    return spec.transform(None, lambda leaf: (next(wanted) or leaf) if leaf.num_leaves else leaf)
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

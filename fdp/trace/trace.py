@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import fx
@@ -14,6 +14,7 @@ from fdp import pytree
 from fdp.distributed.collective import COLLECTIVES, Collective
 from fdp.distributed.wire import Wire
 from fdp.errors import ArgumentError, build_message
+from fdp.state.containers import PLAIN, Container, Role
 from fdp.state.shards import Part
 from fdp.tables import Printed, Table, count, cut_short, format_bytes, heading
 from fdp.trace.operators.effects import storages_of
@@ -40,6 +41,7 @@ class Input:
         donated: whether the step may write its new value into it.
         shares_memory: whether it overlaps itself or another input, so that writing into it is unsafe.
         part: how sharded state is divided; None for what is whole.
+        container: the one that it lies in outside of the step.
     """
 
     name: str
@@ -48,10 +50,11 @@ class Input:
     device: torch.device
     stride: tuple[int, ...]
     offset: int
-    role: str
+    role: Literal["batch"] | Role
     donated: bool
     shares_memory: bool
     part: Part | None = None
+    container: Container = PLAIN
 
     def __repr__(self) -> str:
         return f"<Input {cut_short(self.name)}: {self.role}, {_short(self.dtype)} {list(self.shape)} on {self.device}>"
@@ -75,8 +78,8 @@ class Output:
         per_rank: whether it was declared with `fdp.per_rank`.
         constant: the leaf itself, if it is no tensor.
         slot: the index of the donated input whose memory its value goes to, if there is one.
-        labelled: whether it comes out labelled: it takes the place of a labelled input.
         part: how it is divided, if it comes out sharded: it takes the place of a sharded input.
+        container: that of the input that it is the new value of, or that the step put it into.
     """
 
     name: str
@@ -87,12 +90,17 @@ class Output:
     per_rank: bool
     constant: Any = None
     slot: int | None = None
-    labelled: bool = False
     part: Part | None = None
+    container: Container = PLAIN
 
     def __repr__(self) -> str:
         shape = "constant" if self.shape is None else f"{_short(self.dtype)} {list(self.shape)}"
         return f"<Output {cut_short(self.name)}: {shape}, {'varying' if self.varying else 'replicated'}>"
+
+    @property
+    def labelled(self) -> bool:
+        """Whether it comes out labelled: it takes the place of a labelled input."""
+        return self.container.role == "per rank"
 
 
 @dataclass(frozen=True, repr=False)
@@ -370,7 +378,7 @@ class Trace(Printed):
             inputs.add(i.name, list(i.shape), _short(i.dtype), i.role, "yes" if i.donated else "")
         outputs = Table("outputs", ("name", "shape", "dtype", "across ranks", "made by"))
         for o in self.outputs:
-            across = "in parts" if o.part else "labelled" if o.labelled else "per rank" if o.per_rank else ""
+            across = "in parts" if o.part else o.container.adjective or ("per rank" if o.per_rank else "")
             across = across or ("varying" if o.varying else "replicated")
             shape = "" if o.shape is None else list(o.shape)
             outputs.add(o.name, shape, _short(o.dtype), across, o.node or repr(o.constant))

@@ -16,11 +16,10 @@ from fdp.distributed.comparable import comparable
 from fdp.distributed.group import Group
 from fdp.distributed.wire import Wire
 from fdp.errors import FdpError
-from fdp.state.labels import with_labels
-from fdp.state.shards import with_sharded, without_shards
+from fdp.state.containers import LeafPlace, Role, bare_spec, places_in, with_containers
 from fdp.trace.calls.arguments import Flat, Roles, describe_inputs
 from fdp.trace.calls.closure import closed_over_names, closed_over_tensors
-from fdp.trace.calls.pairing import assign_labels, assign_slots, sharded_sources
+from fdp.trace.calls.pairing import assign_containers, assign_slots
 from fdp.trace.calls.results import plain, refuse_foreign_outputs
 from fdp.trace.capture.calling import call_with, name_of_step, runs_untraced
 from fdp.trace.capture.capture import capture, untraceable
@@ -49,7 +48,7 @@ from fdp.trace.graph.replicated import closed_over, replicated_calls
 from fdp.trace.graph.variance import Cause, varying_nodes
 from fdp.trace.graph.wire_cast import cast_early, is_wire_cast
 from fdp.trace.operators.effects import bound_arguments, collective_of, is_marker
-from fdp.trace.sharding.sharded import examples_of, for_one_rank, refuse_held, shards_of, whole_inputs
+from fdp.trace.sharding.sharded import examples_of, for_one_rank, refuse_held, whole_inputs
 from fdp.trace.trace import Input, Operation, Output, Reduction, Trace
 
 
@@ -91,7 +90,7 @@ def trace_step(
     varying = varying_nodes(graph, may_differ)
     outputs, causes = _outputs(graph, captured.leaves, out_spec, varying)
     outputs = assign_slots(outputs, out_spec, whole, flat, roles)
-    outputs = assign_labels(outputs, out_spec, whole, flat, roles)
+    outputs, sources = assign_containers(outputs, out_spec, whole, flat, roles)
     if check_replication:
         check_outputs(name, outputs, causes, _arguments_by_node(placeholders, whole))
 
@@ -118,24 +117,30 @@ def trace_step(
             out_spec=out_spec,
         )
 
-    spec = with_labels(out_spec, [output.labelled for output in outputs])
+    spec = with_containers(out_spec, _around(flat, sources))
     if all(item.part is None for item in inputs):
         made = traced(captured.module, inputs, outputs, flat.spec, spec)
         return replace(made, replicated_calls=tuple(replicated_calls(captured.module, varying)))
-    sources, shards = sharded_sources(outputs, out_spec, whole, flat, roles), shards_of(flat)
     one = for_one_rank(name, captured.module, whole, outputs, sources, may_differ, gather_again)
-    replicated = traced(captured.module, whole, outputs, without_shards(flat.spec), spec)
-    spec = with_sharded(spec, [None if source is None else shards[source] for source in sources])
+    of_whole = with_containers(out_spec, _around(flat, sources, "part"))
+    replicated = traced(captured.module, whole, outputs, bare_spec(flat.spec, "part"), of_whole)
     made = traced(one.module, inputs, one.outputs, flat.spec, spec)
     calls = tuple(replicated_calls(captured.module, varying))
     return replace(made, replicated_calls=calls, whole=replicated, links=one.links)
 
 
+def _around(flat: Flat, sources: Sequence[int | None], but: Role | None = None) -> list[pytree.Spec | None]:
+    """What lies around each output, from the inputs in whose place they come out; but for containers of some role."""
+    found = zip(places_in(flat.spec), flat.leaves, strict=True)
+    places = [place for place, leaf in found if isinstance(leaf, torch.Tensor)]
+    of_outputs = [LeafPlace() if source is None else places[source] for source in sources]
+    return [None if place.container.role == but else place.around for place in of_outputs]
+
+
 def _arguments_by_node(placeholders: Sequence[fx.Node], inputs: Sequence[Input]) -> dict[str, str]:
     """The name of each argument in messages, by the name of its node."""
-    kinds = {"per rank": "labelled argument", "batch": "batch argument"}
     return {
-        node.name: f"{kinds.get(item.role, 'argument')} {item.name}"
+        node.name: f"{'batch' if item.role == 'batch' else item.container.adjective} argument {item.name}".lstrip()
         for node, item in zip(placeholders, inputs, strict=True)
     }
 

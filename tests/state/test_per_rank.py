@@ -19,7 +19,7 @@ from ways import WAYS, ways
 
 import fdp
 from fdp import pytree
-from fdp.state.labels import labelled, unlabelled, with_labels
+from fdp.state.containers import LABELS, PLAIN, bare, bare_spec, places_in, with_containers
 from fdp.trace.calls.structure import Structure
 
 Tree = Any
@@ -71,9 +71,12 @@ def test_labels_are_in_the_structure_and_not_in_key_paths() -> None:
     plain = {"a": torch.ones(1), "b": Pair(torch.ones(1), [torch.ones(1)]), "c": None}
     for none_is_leaf in (False, True):
         spec, other = (pytree.structure_of(t, none_is_leaf) for t in (tree, plain))
-        assert spec != other and labelled(spec)[:3] == [True, False, True] and not any(labelled(other))
-        assert with_labels(other, labelled(spec)) == spec == with_labels(spec, labelled(spec))
-        assert pytree.structure_of(unlabelled(tree), none_is_leaf) == other and unlabelled(plain) is plain
+        places = places_in(spec)
+        assert spec != other and [place.container for place in places[:3]] == [LABELS, PLAIN, LABELS]
+        assert all(place.container is PLAIN for place in places_in(other))
+        assert with_containers(other, [place.around for place in places]) == spec
+        assert bare_spec(spec) == other == bare_spec(other)
+        assert pytree.structure_of(bare(tree), none_is_leaf) == other and bare(plain) is plain
         assert pytree.names_in(spec, "state") == pytree.names_in(other, "state")
 
 
@@ -287,7 +290,7 @@ def test_the_state_of_an_optimizer_for_labelled_parameters_is_labelled_and_compu
         states = [step(state, torch.ones(3, 2) * i) for state in states]
     plain, marked = states
     assert step.traces == 2
-    assert repr(unlabelled(marked)) == repr(plain) and marked["params"]["w"] != params["w"]
+    assert repr(bare(marked)) == repr(plain) and marked["params"]["w"] != params["w"]
     moments = [x for x in optree.tree_leaves(marked["opt"], is_leaf=lambda x: type(x) is fdp.PerRank)
                if isinstance(x, fdp.PerRank)]  # fmt: skip
     assert len(moments) >= 6

@@ -15,8 +15,8 @@ from fdp import pytree
 from fdp.distributed.group import Group, resolve_group
 from fdp.errors import ArgumentError, TraceError, build_message
 from fdp.pytorch.tensors import is_zero_without_memory
-from fdp.state.labels import labelled
-from fdp.state.shards import ShardLayout, contiguous_strides, flatten_to_parts, layout_in, sharded
+from fdp.state.containers import flatten_apart, places_in
+from fdp.state.shards import ShardLayout, contiguous_strides, layout_in, sharded
 from fdp.trace.calls.overlap import memory_groups
 from fdp.trace.trace import Input
 
@@ -176,7 +176,7 @@ def sharing_pattern(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], .
 def flatten_call(args: tuple[Any, ...], roles: Roles) -> Flat:
     """Flatten the arguments, and compute the whole signature."""
     trees, static = split_static(args, roles)
-    leaves, spec = flatten_to_parts(trees)
+    leaves, spec = flatten_apart(trees)
     key: tuple[Any, ...] = (spec, describe_static(static), *map(describe_leaf, leaves))
     if not roles.donated:
         return Flat(leaves, spec, static, (), None, key, args)
@@ -264,9 +264,9 @@ def describe_inputs(
     layouts = [None if found is None else layout_in(found) for found in sharded(flat.spec)]
     _refuse_other_shards(step_name, names, owner, flat.leaves, layouts, roles, ranks)
     found_tensors = [
-        (name, _role(position, own, layout, roles), position in roles.donated, leaf, layout)
-        for name, position, own, leaf, layout in zip(
-            names, owner, labelled(flat.spec), flat.leaves, layouts, strict=True
+        (name, position, place.container, leaf, layout)
+        for name, position, place, leaf, layout in zip(
+            names, owner, places_in(flat.spec), flat.leaves, layouts, strict=True
         )
         if isinstance(leaf, torch.Tensor)
     ]
@@ -278,22 +278,17 @@ def describe_inputs(
             device=leaf.device,
             stride=leaf.stride(),
             offset=int(leaf.storage_offset()),
-            role=role,
-            donated=donated,
+            role="batch" if position in roles.batch else container.role,
+            donated=position in roles.donated,
             shares_memory=shared,
             part=None if layout is None else layout.part,
+            container=container,
         )
-        for (name, role, donated, leaf, layout), shared in zip(
+        for (name, position, container, leaf, layout), shared in zip(
             found_tensors, sharing([leaf for *_, leaf, _ in found_tensors]), strict=True
         )
     ]
     return names, inputs
-
-
-def _role(position: int, is_labelled: bool, layout: ShardLayout | None, roles: Roles) -> str:
-    if position in roles.batch:
-        return "batch"
-    return "part" if layout is not None else "per rank" if is_labelled else "state"
 
 
 def sharing(tensors: Sequence[torch.Tensor]) -> list[bool]:

@@ -65,7 +65,7 @@ def _flattened(made: WithFiniteFlags) -> tuple[tuple[Any, ...], tuple[str, ...],
     return (made.result, made.own, made.means), made.names, tuple(_Part)
 
 
-def _unflattened(children: Iterable[Any], names: tuple[str, ...]) -> WithFiniteFlags:
+def _unflattened(names: tuple[str, ...], children: Iterable[Any]) -> WithFiniteFlags:
     result, own, means = children
     return WithFiniteFlags(result, own, means, names)
 

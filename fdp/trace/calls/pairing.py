@@ -1,7 +1,7 @@
 """Which output is the new value of which input: the one that has the input's key path, from the root or a child of it.
 
-Two decisions follow: the output that is the new value of a donated input may take its memory, and the new value of a
-labelled input is labelled as well.
+Two decisions follow: the output that is the new value of a donated input may take its memory, and the new value of an
+input that lies in a container comes out in one as well.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from fdp import pytree
-from fdp.state import labels
-from fdp.state.shards import is_shard
+from fdp.state.containers import PLAIN, Container, places_in
 from fdp.trace.calls.arguments import Flat, Roles
 from fdp.trace.calls.finite_flags import is_hidden
 from fdp.trace.trace import Input, Output
@@ -44,42 +43,10 @@ def assign_slots(
     return [replace(output, slot=slots.get(at)) for at, output in enumerate(outputs)]
 
 
-def assign_labels(
+def assign_containers(
     outputs: Sequence[Output], out_spec: pytree.Spec, inputs: Sequence[Input], flat: Flat, roles: Roles
-) -> list[Output]:
-    """For each output, whether it is labelled: as the new value of a labelled input, or by the step itself."""
-    per_leaf = zip(labels.labelled(flat.spec), flat.leaves, strict=True)
-    flags = [flag for flag, leaf in per_leaf if isinstance(leaf, torch.Tensor)]
-    taken: dict[int, int] = {}
-    if any(flags):
-
-        def goes(at: int, source: int) -> bool:
-            # A whole argument that is one tensor has no keys to go by: then the shape has to be the same.
-            return outputs[at].shape is not None and (source in keyed or _fits(outputs[at], inputs[source]))
-
-        def score(found: dict[int, int]) -> Any:
-            # Where two parts of what is returned look alike, the one that varies just where labels are.
-            fitting = [(at, source) for at, source in found.items() if _fits(outputs[at], inputs[source])]
-            return len(fitting), sum(outputs[at].varying == flags[source] for at, source in fitting), len(found)
-
-        arguments = _arguments(flat, roles)
-        keyed = {source for argument in arguments for path, source in argument.items() if path}
-        # State first: what a batch happens to be called must not take a place from it.
-        wanted = sorted(arguments, key=lambda leaves: any(inputs[s].role == "batch" for s in leaves.values()))
-        taken = _paired(_plain_paths(out_spec), wanted, goes, score)
-    made = labels.labelled(out_spec)
-    return [
-        replace(output, labelled=True)
-        if output.node is not None and (made[at] or (at in taken and flags[taken[at]]))
-        else output
-        for at, output in enumerate(outputs)
-    ]
-
-
-def sharded_sources(
-    outputs: Sequence[Output], out_spec: pytree.Spec, inputs: Sequence[Input], flat: Flat, roles: Roles
-) -> list[int | None]:
-    """For each output the sharded input that it is the new value of, if there is one.
+) -> tuple[list[Output], list[int | None]]:
+    """For each output, its container: that of the input that it is the new value of, or one that the step itself made.
 
     Args:
         outputs: of whole shapes, as the inputs.
@@ -87,18 +54,76 @@ def sharded_sources(
         inputs: of the step.
         flat: its arguments.
         roles: what each argument is.
+
+    Returns:
+        The outputs with their containers. And for each the input that it is the new value of, if that lies in a
+        container and the step made none. If that is sharded, the output is still whole, and in no container.
     """
+    found: list[Output] = []
+    sources: list[int | None] = []
+    taken = _in_place_of_containers(outputs, out_spec, inputs, flat, roles)
+    for at, (output, made) in enumerate(zip(outputs, places_in(out_spec), strict=True)):
+        source = taken.get(at) if output.node is not None and made.container is PLAIN else None
+        container = made.container if source is None else inputs[source].container
+        is_whole = output.node is not None and container.role != "part"
+        found.append(replace(output, container=container) if is_whole else output)
+        sources.append(source)
+    return found, sources
+
+
+def _in_place_of_containers(
+    outputs: Sequence[Output], out_spec: pytree.Spec, inputs: Sequence[Input], flat: Flat, roles: Roles
+) -> dict[int, int]:
+    """The outputs that are new values of inputs in containers, each with its input."""
+    arguments, paths = _arguments(flat, roles), _plain_paths(out_spec)
+    taken: dict[int, int] = {}
+    for container in dict.fromkeys(item.container for item in inputs if item.container is not PLAIN):
+        pair = _paired_with_varying if container.role == "per rank" else _paired_with_equal
+        for at, source in pair(paths, arguments, outputs, inputs, container).items():
+            if inputs[source].container is container:
+                taken.setdefault(at, source)
+    return taken
+
+
+def _paired_with_varying(
+    paths: Sequence[_Path],
+    arguments: Sequence[dict[_Path, int]],
+    outputs: Sequence[Output],
+    inputs: Sequence[Input],
+    container: Container,
+) -> dict[int, int]:
+    """Pair outputs with inputs, for a container of values that are each rank's own."""
+    keyed = {source for argument in arguments for path, source in argument.items() if path}
+
+    def goes(at: int, source: int) -> bool:
+        # A whole argument that is one tensor has no keys to go by: then the shape has to be the same.
+        return outputs[at].shape is not None and (source in keyed or _fits(outputs[at], inputs[source]))
+
+    def score(found: dict[int, int]) -> Any:
+        # Where two parts of what is returned look alike, the one that varies just where the containers are.
+        fitting = [(at, source) for at, source in found.items() if _fits(outputs[at], inputs[source])]
+        alike = sum(outputs[at].varying == (inputs[source].container is container) for at, source in fitting)
+        return len(fitting), alike, len(found)
+
+    # State first: what a batch happens to be called must not take a place from it.
+    wanted = sorted(arguments, key=lambda leaves: any(inputs[s].role == "batch" for s in leaves.values()))
+    return _paired(paths, wanted, goes, score)
+
+
+def _paired_with_equal(
+    paths: Sequence[_Path],
+    arguments: Sequence[dict[_Path, int]],
+    outputs: Sequence[Output],
+    inputs: Sequence[Input],
+    container: Container,
+) -> dict[int, int]:
+    """Pair outputs with inputs, for a container of values that are, as a whole, the same on every rank."""
 
     def goes(at: int, source: int) -> bool:
         output = outputs[at]
-        # Of what differs from rank to rank there are no parts.
         return output.node is not None and not output.varying and _fits(output, inputs[source])
 
-    taken: dict[int, int] = {}
-    if any(item.part is not None for item in inputs):
-        taken = _paired(_plain_paths(out_spec), _arguments(flat, roles), goes, lambda found: len(found))
-    found = [taken.get(at) for at in range(len(outputs))]
-    return [None if source is None or inputs[source].part is None else source for source in found]
+    return _paired(paths, arguments, goes, lambda found: len(found))
 
 
 def _arguments(flat: Flat, roles: Roles) -> list[dict[_Path, int]]:
@@ -118,8 +143,8 @@ def _plain_paths(spec: pytree.Spec) -> list[_Path]:
 
 
 def _is_unseen(entry: Any) -> bool:
-    """Whether an entry of a key path is one that users do not write: into a label, or into a sharded leaf."""
-    return entry.type is labels.PerRank or is_shard(entry) or is_hidden(entry)
+    """Whether an entry of a key path is one that users do not write."""
+    return isinstance(entry, pytree.Unseen) or is_hidden(entry)
 
 
 def _paired(

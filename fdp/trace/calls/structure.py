@@ -3,7 +3,7 @@
 Taking a tree apart along a structure that is known is ten times cheaper than finding the structure. optree does it, but
 is lenient: it takes an `OrderedDict` for a dict, in any order. And when a container is of the wrong type it writes the
 whole of it, tensors and all, into an error message. So containers are compared first, their types and lengths; only
-the keys are left to optree. Labels are containers of one tensor, of which the type says all.
+the keys are left to optree. Of some containers of state, such as labels, the type says all.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from optree import PyTreeKind
 
 from fdp import pytree
-from fdp.state.labels import PerRank
+from fdp.state.containers import container_of_type
 
 _PLAIN = (PyTreeKind.TUPLE, PyTreeKind.LIST, PyTreeKind.DICT, PyTreeKind.ORDEREDDICT, PyTreeKind.NAMEDTUPLE)
 """Containers whose type, length and keys decide on the structure. Others are taken apart in full."""
@@ -33,7 +33,8 @@ class _Container:
         inner: gets the children that are containers; likewise.
         types: their types.
         lengths: their lengths.
-        labels: gets the children that are labelled; likewise.
+        around: gets the children that are containers of state around one leaf; likewise.
+        kinds: their types.
         deeper: for those that hold containers of their own or have an order, their position in `inner`.
         order: the keys of an `OrderedDict`, else None.
     """
@@ -42,7 +43,8 @@ class _Container:
     inner: _Getter | None
     types: list[type]
     lengths: list[int]
-    labels: _Getter | None
+    around: _Getter | None
+    kinds: list[type]
     deeper: tuple[tuple[int, _Container], ...]
     order: list[Any] | None
 
@@ -52,7 +54,7 @@ class _Container:
             return False
         if self.nothing is not None and any(child is not None for child in self.nothing(tree)):
             return False
-        if self.labels is not None and any(type(child) is not PerRank for child in self.labels(tree)):
+        if self.around is not None and list(map(type, self.around(tree))) != self.kinds:
             return False
         if self.inner is None:
             return True
@@ -113,14 +115,18 @@ class Structure:
 
 
 def _is_plain(spec: pytree.Spec) -> bool:
-    if spec.kind in (PyTreeKind.LEAF, PyTreeKind.NONE) or _is_label(spec):
+    if spec.kind in (PyTreeKind.LEAF, PyTreeKind.NONE) or _is_around_leaf(spec):
         return True
     return spec.kind in _PLAIN and all(map(_is_plain, spec.children()))
 
 
-def _is_label(spec: pytree.Spec) -> bool:
-    """Whether a tree is a label around one leaf."""
-    return spec.type is PerRank and spec.child(0).kind == PyTreeKind.LEAF
+def _is_around_leaf(spec: pytree.Spec) -> bool:
+    """Whether a tree is one leaf in a container of state, of which the type says all."""
+    return (
+        spec.kind == PyTreeKind.CUSTOM
+        and container_of_type(spec.type).told_by_type
+        and spec.child(0).kind == PyTreeKind.LEAF
+    )
 
 
 def _container(spec: pytree.Spec) -> _Container:
@@ -130,16 +136,18 @@ def _container(spec: pytree.Spec) -> _Container:
     keys = spec.entries() if with_keys else list(range(len(children)))
     inner = [(key, child) for key, child in zip(keys, children, strict=True) if child.kind in _PLAIN]
     found = [_container(child) for _, child in inner]
+    around = [(key, child.type) for key, child in zip(keys, children, strict=True) if _is_around_leaf(child)]
     return _Container(
         nothing=_getter([key for key, child in zip(keys, children, strict=True) if child.kind == PyTreeKind.NONE]),
         inner=_getter([key for key, _ in inner]),
         types=[child.type for _, child in inner],
         lengths=[child.num_children for _, child in inner],
-        labels=_getter([key for key, child in zip(keys, children, strict=True) if _is_label(child)]),
+        around=_getter([key for key, _ in around]),
+        kinds=[kind for _, kind in around],
         deeper=tuple(
             (position, known)
             for position, known in enumerate(found)
-            if (known.inner, known.nothing, known.labels, known.order) != (None, None, None, None)
+            if (known.inner, known.nothing, known.around, known.order) != (None, None, None, None)
         ),
         order=list(keys) if spec.kind == PyTreeKind.ORDEREDDICT else None,
     )

@@ -14,8 +14,7 @@ from fdp.distributed.other_ranks import Kind
 from fdp.distributed.wire import Wire
 from fdp.errors import TraceError, build_message
 from fdp.pytorch.dynamo import uncompiled
-from fdp.state.labels import PerRank, unlabelled
-from fdp.state.shards import Whole, is_sharded, sharded
+from fdp.state.containers import bare, bare_spec, lies_in_parts
 from fdp.trace.calls.arguments import Flat, Roles
 from fdp.trace.calls.closure import closed_over_where
 from fdp.trace.capture.capture import is_fake
@@ -32,8 +31,7 @@ def call_with(step: Callable[..., Any], flat: Flat, roles: Roles, values: Sequen
     """Call a step with other tensors in place of those in the flattened arguments."""
     it = iter(values)
     leaves = [next(it) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.leaves]
-    leaves = [leaf if shard is None else Whole(leaf) for leaf, shard in zip(leaves, sharded(flat.spec), strict=True)]
-    moving = iter(unlabelled(pytree.unflatten(flat.spec, leaves)))
+    moving = iter(pytree.unflatten(bare_spec(flat.spec), leaves))
     fixed = iter(flat.static)
     return step(*(next(fixed) if i in roles.static else next(moving) for i in range(len(roles.names))))
 
@@ -50,8 +48,7 @@ def _call_like_the_caller(step: Callable[..., Any], flat: Flat, roles: Roles, va
     args: list[Any] = []
     for position, arg in enumerate(flat.args):
         if position not in roles.static:
-            leaves, spec = pytree.flatten(arg, whole=PerRank)
-            leaves = [leaf.value if isinstance(leaf, PerRank) else leaf for leaf in leaves]
+            leaves, spec = pytree.flatten(bare(arg))
             if not all(others.get(id(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor)):
                 return call_with(step, flat, roles, values)  # a container that makes new tensors whenever it is asked
             found = [others[id(leaf)].pop(0) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -100,7 +97,7 @@ def _kept(step: Callable[..., Any]) -> TraceError:
 
 def runs_untraced(step: Callable[..., Any], flat: Flat, roles: Roles, group: Group) -> bool:
     """Whether a step runs untraced. If it does, an error under the tracer is due to tracing."""
-    if any(map(is_sharded, pytree.leaves_of(flat.args))):
+    if any(map(lies_in_parts, pytree.leaves_of(flat.args))):
         return False  # it would take all of what is sharded
     values = [tensor.detach().clone() for tensor in flat.tensors]
     try:

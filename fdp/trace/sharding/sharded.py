@@ -11,7 +11,8 @@ import torch
 from torch import fx
 
 from fdp.errors import TraceError, build_message
-from fdp.state.shards import contiguous_strides, is_sharded, layout_in, sharded
+from fdp.state.containers import lies_in_parts
+from fdp.state.shards import contiguous_strides, layout_in, sharded
 from fdp.tables import format_bytes
 from fdp.trace.calls.arguments import Flat
 from fdp.trace.sharding.placements import placements
@@ -50,7 +51,8 @@ class ForOneRank:
 def whole_inputs(inputs: Sequence[Input], flat: Flat) -> list[Input]:
     """The inputs of a step, with sharded ones as whole ones."""
     found = []
-    for item, shard in zip(inputs, shards_of(flat), strict=True):
+    shards = [it for it, leaf in zip(sharded(flat.spec), flat.leaves, strict=True) if isinstance(leaf, torch.Tensor)]
+    for item, shard in zip(inputs, shards, strict=True):
         if shard is not None:
             shape = tuple(layout_in(shard).shape)
             item = replace(item, shape=shape, stride=contiguous_strides(shape), offset=0, role="state")
@@ -72,7 +74,7 @@ def refuse_held(name: str, held: Iterable[tuple[str, torch.Tensor]]) -> None:
     Raises:
         TraceError: names each.
     """
-    offenders = [f"{known}: a DTensor of shape {list(tensor.shape)}" for known, tensor in held if is_sharded(tensor)]
+    offenders = [f"{known}: a DTensor of shape {list(tensor.shape)}" for known, tensor in held if lies_in_parts(tensor)]
     if offenders:
         raise TraceError(
             build_message(
@@ -99,7 +101,7 @@ def for_one_rank(
         module: its graph, on whole values; it is not changed.
         inputs: of that.
         outputs: of that.
-        sources: for each output the sharded input in whose place it comes out.
+        sources: for each output the input in whose container it comes out, if there is one.
         varying: the placeholders that differ from rank to rank.
         again: whether what is gathered for a forward pass is gathered again for the backward pass.
 
@@ -113,6 +115,8 @@ def for_one_rank(
     made, returned = [], []
     for output, source in zip(outputs, sources, strict=True):
         part = None if source is None else inputs[source].part
+        if source is not None and part is not None:
+            output = replace(output, container=inputs[source].container)
         if output.node is not None:
             returned.append(part)
         if part is not None:
@@ -141,8 +145,3 @@ def _warn_of_gathered(name: str, outputs: Sequence[Output], gathered: Sequence[i
             "What comes back under the key path of a sharded argument stays sharded.",
             stacklevel=2,
         )
-
-
-def shards_of(flat: Flat) -> list[Any]:
-    """For each tensor of the arguments the structure of the sharded leaf that it is a part of, if there is one."""
-    return [spec for spec, leaf in zip(sharded(flat.spec), flat.leaves, strict=True) if isinstance(leaf, torch.Tensor)]
