@@ -270,7 +270,7 @@ class Ranks:
             if process.is_alive():
                 process.kill()
         for process in self._processes:
-            process.join(10)
+            process.join(120)  # at once, but on a machine that has no time for it
             process.close()
         for conn in self._conns:
             conn.close()
