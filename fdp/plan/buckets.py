@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Literal, TypeAlias
 
 from fdp.errors import ArgumentError, build_message
 from fdp.plan.plan import Bucket
@@ -25,6 +25,9 @@ AUTO_CAP_MB = (1.0, 25.0)
 
 Caps: TypeAlias = float | Sequence[float] | Literal["auto"]
 """How large buckets may be, in MiB: a number, a list of them (first bucket, next, ...), or "auto"."""
+
+Kind: TypeAlias = tuple[Hashable, ...]
+"""What reductions of one bucket have in common."""
 
 
 def resolve_caps(bucket_cap_mb: Caps) -> tuple[float, ...]:
@@ -71,13 +74,13 @@ def partition_by_caps(
         elements is in none.
     """
     upstream = upstream_of(reductions, operations)
-    open_members: dict[Any, list[int]] = {}
-    open_bytes: dict[Any, int] = {}
-    open_bits: dict[Any, int] = {}
-    closed_count: defaultdict[Any, int] = defaultdict(int)
+    open_members: dict[Kind, list[int]] = {}
+    open_bytes: dict[Kind, int] = {}
+    open_bits: dict[Kind, int] = {}
+    closed_count: defaultdict[Kind, int] = defaultdict(int)
     buckets: list[tuple[int, ...]] = []
 
-    def close(kind: Any) -> None:
+    def close(kind: Kind) -> None:
         buckets.append(tuple(open_members.pop(kind)))
         del open_bits[kind]
         closed_count[kind] += 1
@@ -101,10 +104,10 @@ def partition_by_caps(
     return arrange(buckets, upstream)
 
 
-def kind_of(reductions: Sequence[Reduction], upstream: Sequence[int], index: int) -> tuple[Any, ...]:
+def kind_of(reductions: Sequence[Reduction], upstream: Sequence[int], index: int) -> Kind:
     """The properties that all reductions of a bucket share."""
     reduction = reductions[index]
-    kind: tuple[Any, ...] = (
+    kind: Kind = (
         reduction.op, reduction.root, str(reduction.dtype), str(reduction.accumulate_dtype), str(reduction.device),
         reduction.pairs, bool(upstream[index]),
     )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -11,6 +10,7 @@ from fdp.context.ambient import plain_context
 from fdp.distributed.other_ranks import OtherRanks
 from fdp.emit.codegen.program import Program
 from fdp.plan import Plan
+from fdp.pytree import Tree
 from fdp.runtime.residence import Residence
 
 
@@ -66,7 +66,7 @@ class Runner:
 
         return self.run(tensors, start, lambda index: look())
 
-    def put_together(self, outputs: Sequence[Any]) -> Any:
+    def put_together(self, outputs: Sequence[object]) -> Tree:
         """The result of the step, built from its tensors."""
         if not self._all_tensors:
             it = iter(outputs)

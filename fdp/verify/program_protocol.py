@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +12,7 @@ class PlaceProtocol(Protocol):
     """The place of a tensor, as a program states it: see `fdp.emit.memory.planning.Place`."""
 
     @property
-    def memory(self) -> Any: ...
+    def memory(self) -> Hashable: ...
 
     @property
     def start_bytes(self) -> int: ...
@@ -34,7 +34,7 @@ class LayoutProtocol(Protocol):
     """The places of pieces of memory, as a program states them: see `fdp.emit.memory.layout.Layout`."""
 
     @property
-    def offsets(self) -> Mapping[Any, int]: ...
+    def offsets(self) -> Mapping[Hashable, int]: ...
 
     @property
     def size_bytes(self) -> int: ...

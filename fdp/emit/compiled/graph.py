@@ -306,7 +306,8 @@ def functional_graph(
         value = node.meta["val"]
         inputs.append((value.shape, value.stride(), value.storage_offset(), value.dtype, value.device))
     for place in slots.values():
-        device = plan.buckets[place.memory[1]].device
+        assert place.bucket is not None
+        device = plan.buckets[place.bucket].device
         inputs.append((place.shape, place.stride, place.offset, place.dtype, device))
 
     for node in plan.trace.nodes.values():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import fx
@@ -26,9 +25,9 @@ def allocate(memory: MemoryPlan) -> dict[torch.device, Layout]:
     Returns:
         A layout for each device.
     """
-    first: dict[Any, int] = {}
-    last: dict[Any, int] = {}
-    may_reuse: dict[Any, tuple[Any, ...]] = {}
+    first: dict[Hashable, int] = {}
+    last: dict[Hashable, int] = {}
+    may_reuse: dict[Hashable, tuple[Hashable, ...]] = {}
     done = [memory.instructions[at][1] for at in effective_instructions(memory)]
     for position, instruction in enumerate(done):
         for piece in _touched(memory, instruction):
@@ -52,7 +51,7 @@ def allocate(memory: MemoryPlan) -> dict[torch.device, Layout]:
 
 def memory_of_body(
     node: str, layouts: Mapping[torch.device, Layout]
-) -> Iterator[tuple[tuple[Any, ...], tuple[torch.device, int]]]:
+) -> Iterator[tuple[tuple[str, str, torch.device], tuple[torch.device, int]]]:
     """The memory that the body of a loop needs on each device: key of the piece, device and size.
 
     It is in use while the loop runs.
@@ -77,7 +76,7 @@ def _computes(memory: MemoryPlan, compute: Compute) -> bool:
     return memory.is_called(node) and node.target is not operator.getitem and not effects_of(node).view
 
 
-def _touched(memory: MemoryPlan, instruction: Instruction) -> Iterator[Any]:
+def _touched(memory: MemoryPlan, instruction: Instruction) -> Iterator[Hashable]:
     """The pieces of memory that an instruction reads or writes, in a fixed order."""
     match instruction:
         case Compute(node, _):
@@ -146,7 +145,7 @@ def _results(memory: MemoryPlan, node: fx.Node) -> list[str]:
     return [node.name] if isinstance(value, torch.Tensor) else [result_name(node, at) for at in range(len(value))]
 
 
-def _replaceable(memory: MemoryPlan, instruction: Instruction, piece: Any) -> tuple[Any, ...]:
+def _replaceable(memory: MemoryPlan, instruction: Instruction, piece: Hashable) -> tuple[Hashable, ...]:
     """The arguments whose memory the result of a pointwise operator may reuse: those with its geometry.
 
     An argument that is there twice, once under another shape, is read in another order than it would be written. A
@@ -157,7 +156,7 @@ def _replaceable(memory: MemoryPlan, instruction: Instruction, piece: Any) -> tu
     node, named = instruction.node, memory.places.named
     if _results(memory, node) != [node.name] or not memory.places.out_variants[node].pointwise:
         return ()
-    found: dict[Any, list[Place | None]] = {}
+    found: dict[Hashable, list[Place | None]] = {}
     for argument in node.all_input_nodes:
         if (other := memory.piece_of(argument)) is not None:
             found.setdefault(other, []).append(named.get(memory.value_of(argument).name))
@@ -171,7 +170,7 @@ def _replaceable(memory: MemoryPlan, instruction: Instruction, piece: Any) -> tu
     )
 
 
-def _geometry_of(place: Place) -> tuple[Any, ...]:
+def _geometry_of(place: Place) -> tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]:
     return place.shape, place.stride, place.offset, place.dtype
 
 

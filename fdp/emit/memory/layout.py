@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 ALIGNMENT_BYTES = 64
 """As torch's own allocator aligns memory: kernels load whole cache lines, and their results can depend on it."""
@@ -81,20 +80,20 @@ def lay_out(pieces: Sequence[Lifetime]) -> Layout:
     return other if other.size_bytes < found.size_bytes else found
 
 
-def _in_order(pieces: Sequence[Lifetime]) -> tuple[Layout, Mapping[Any, Any]]:
+def _in_order(pieces: Sequence[Lifetime]) -> tuple[Layout, Mapping[Hashable, Hashable]]:
     """Place each piece at its first use; also return, for each, the first piece of the chain whose place it took
     over."""
     beginning: defaultdict[int, list[Lifetime]] = defaultdict(list)
-    ending: defaultdict[int, list[Any]] = defaultdict(list)
+    ending: defaultdict[int, list[Hashable]] = defaultdict(list)
     for piece in pieces:
         beginning[piece.first].append(piece)
         ending[piece.last].append(piece.key)
     sizes = {piece.key: round_up(piece.size_bytes) for piece in pieces}
     last = {piece.key: piece.last for piece in pieces}
     block = _Block()
-    offsets: dict[Any, int] = {}
-    inherited: set[Any] = set()
-    heads: dict[Any, Any] = {}
+    offsets: dict[Hashable, int] = {}
+    inherited: set[Hashable] = set()
+    heads: dict[Hashable, Hashable] = {}
     live = needed = 0
     for position in sorted({*beginning, *ending}):
         for piece in sorted(beginning[position], key=lambda piece: -piece.size_bytes):
@@ -123,14 +122,14 @@ def _in_order(pieces: Sequence[Lifetime]) -> tuple[Layout, Mapping[Any, Any]]:
     return Layout(MappingProxyType(offsets), block.size, needed, tuple(pieces)), heads
 
 
-def _largest_first(found: Layout, heads: Mapping[Any, Any]) -> Layout:
+def _largest_first(found: Layout, heads: Mapping[Hashable, Hashable]) -> Layout:
     """Place the largest pieces first. Pieces that took over a place in the first layout do so here, too."""
-    chains: defaultdict[Any, list[Lifetime]] = defaultdict(list)
+    chains: defaultdict[Hashable, list[Lifetime]] = defaultdict(list)
     for piece in found.pieces:
         chains[heads[piece.key]].append(piece)
     lives = {head: (min(each.first for each in c), max(each.last for each in c)) for head, c in chains.items()}
     placed: list[tuple[int, int, int, int]] = []  # (begin, end, first, last), by where they begin
-    offsets: dict[Any, int] = {}
+    offsets: dict[Hashable, int] = {}
     for head, chain in sorted(chains.items(), key=lambda item: (-item[1][0].size_bytes, lives[item[0]])):
         size, (first, last) = round_up(chain[0].size_bytes), lives[head]
         offset = _best_gap([(b, e) for b, e, f, at in placed if f <= last and first <= at], size)

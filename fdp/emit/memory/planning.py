@@ -45,12 +45,20 @@ class Place:
         dtype: its dtype.
     """
 
-    memory: Any
+    memory: Hashable
     start_bytes: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+
+    @property
+    def bucket(self) -> int | None:
+        """The index of the bucket that it is in; None if it is in none."""
+        match self.memory:
+            case ("bucket", int(index)):
+                return index
+        return None
 
 
 @dataclass(frozen=True)
@@ -144,7 +152,7 @@ class _PlacesBuilder:
         self.divided: dict[fx.Node, fx.Node] = {}
         self.alone: set[fx.Node] = set()
         self.constants: dict[fx.Node, torch.Tensor] = {}
-        self.home: dict[int, tuple[Any, int]] = {}
+        self.home: dict[int, tuple[Hashable, int]] = {}
         self.makers: dict[int, fx.Node] = {}
         self.kept: set[int] = set()
         self.late: dict[int, float] = {}
@@ -302,7 +310,7 @@ class _PlacesBuilder:
                 self.memory[row_name(argument)] = place.memory
 
 
-def _place(found: tuple[Any, int], value: torch.Tensor) -> Place:
+def _place(found: tuple[Hashable, int], value: torch.Tensor) -> Place:
     shape, stride, offset, dtype, *_ = geometry(value)
     return Place(*found, shape, stride, offset, dtype)
 
