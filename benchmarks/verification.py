@@ -27,8 +27,10 @@ from rich.table import Table
 
 import fdp
 from fdp.distributed.group import resolve_group
+from fdp.emit.backend import resolve_backend
 from fdp.emit.codegen.program import write_program
-from fdp.emit.compiled import compiler, resolve_options
+from fdp.emit.compiled import compiler
+from fdp.emit.memory.decisions import plan_memory
 from fdp.plan import Plan
 from fdp.verify import verify_program
 
@@ -91,7 +93,7 @@ def _round(step: Step, state: Any, batch: Any, found: dict[str, list[float]]) ->
     found["trace"].append(seconds)
     seconds, plan = _seconds(trace.plan)
     found["plan"].append(seconds)
-    seconds, program = _seconds(lambda: write_program(plan, 0, False))
+    seconds, program = _seconds(lambda: write_program(plan_memory(plan, False), 0))
     found["emit"].append(seconds)
     seconds, _ = _seconds(lambda: verify_program(plan, program, 0, False))
     found["verify"].append(seconds)
@@ -121,7 +123,7 @@ def _compiled(plan: Plan) -> tuple[float, float]:
 
     def make() -> None:
         try:
-            compiler.compile_program(plan, resolve_group(None), False, resolve_options(True), False)
+            resolve_backend(True).program(plan, resolve_group(None), False)
         except _Proved:
             return
 

@@ -95,7 +95,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "compiled.barriers compiled.layouts compiled.recording compiled.special_values compiled.unaliased",
         "compiled.corrections",
         "compiled.drawing compiled.inductor compiled.storage_indexing", "compiled.passes",
-        "compiled.draws compiled.options", "compiled.graph", "compiled.compiler",
+        "compiled.draws compiled.options", "compiled.graph", "compiled.compiler", "backend",
     ),
     "runtime": (
         "agreement arena closed_over diagnostics frames memory_map replication rounds signature written_early",
@@ -104,7 +104,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "compare": (
         "copies exact_operators leaves recheck refusals replay ulps", "fits_in_memory restored",
-        "lockstep partitioned rounding side_by_side strides", "op_by_op", "compiled",
+        "lockstep partitioned rounding side_by_side strides", "op_by_op", "compiled", "by_backend",
     ),
     "measure": ("agreed clock fit", "device_speed intervals link", "operations", "profile"),
     "step": (

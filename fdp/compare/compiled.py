@@ -1,4 +1,4 @@
-"""Compare a newly compiled program with the step itself, on the same inputs and random numbers."""
+"""Compare a program as a whole, such as a compiled one, with the step itself, on the same inputs and random numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from fdp.compare.copies import copy_of, give_back_memory
-from fdp.compare.fits_in_memory import if_memory_allows
 from fdp.compare.leaves import Difference
 from fdp.compare.op_by_op import check_emitted, check_graph
 from fdp.compare.restored import closed_over_unchanged, undisturbed
@@ -21,7 +20,15 @@ from fdp.trace import Flat, Roles, recording
 from fdp.trace.operators.effects import effects_of
 
 
-def check_compiled(compiled: Emitted, emitted: Emitted, step: Callable[..., Any], flat: Flat, roles: Roles) -> None:
+def check_compiled(
+    compiled: Emitted,
+    step: Callable[..., Any],
+    flat: Flat,
+    roles: Roles,
+    on: On = "both",
+    finite: Sequence[bool] = (),
+    emitted: Emitted | None = None,
+) -> list[bool]:
     """Run the compiled program beside the step itself, on this rank alone.
 
     Where both draw the same random numbers that is all, mostly: what compiles a trace that is wrong is wrong, too.
@@ -33,75 +40,47 @@ def check_compiled(compiled: Emitted, emitted: Emitted, step: Callable[..., Any]
 
     Args:
         compiled: what the compiler made.
-        emitted: the same plan, operator by operator.
         step: the user's function.
-        flat: the arguments of the first call; they are not changed.
+        flat: the arguments of a call; they are not changed.
         roles: what each argument is.
+        on: which inputs.
+        finite: what an earlier comparison returned, if this one is on perturbed inputs alone.
+        emitted: the same plan, operator by operator, if it is there already.
+
+    Returns:
+        For each leaf of the results, whether it was finite on the inputs of a call.
 
     Raises:
         CompileError: names each output that differs, and by how much.
         TraceError: likewise; it is the trace that is wrong.
         PurityError: the step changes tensors that it closes over.
     """
+
+    def by_operators() -> list[bool]:
+        return check_emitted(emitted or Emitted(compiled.plan, compiled.group), step, flat, roles)
+
     if not can_compare(compiled):
-        check_emitted(emitted, step, flat, roles)
-        _check_shapes(compiled, emitted, flat)
-        return
+        known = by_operators()
+        _check_shapes(compiled, flat)
+        return known
     try:
-        compare_compiled(compiled, step, flat, roles, "both")
+        return _compare(compiled, step, flat, roles, on, finite)
     except NotRunnable as error:
-        check_emitted(emitted, step, flat, roles)  # or it is the trace that cannot be run
+        by_operators()  # or it is the trace that cannot be run
         assert isinstance(error.__cause__, Exception)
-        raise _not_runnable(emitted.plan.trace.name, error.__cause__) from error.__cause__
-
-
-def check_again(
-    program: Emitted, step: Callable[..., Any], flat: Flat, roles: Roles, finite: Sequence[bool] | None = None
-) -> bool:
-    """Compare a step that has been running, on the inputs of another call.
-
-    Args:
-        program: what runs.
-        step: the user's function.
-        flat: the arguments of the call; they are not changed.
-        roles: what each argument is.
-        finite: what `check_emitted` returned at the first call, if the comparison on perturbed inputs is still to come.
-
-    Returns:
-        Whether it could be compared.
-
-    Raises:
-        TraceError: as at the first call.
-        CompileError: as at the first call.
-        PurityError: as at the first call.
-    """
-    recording = program.program.recording
-    # A replay does nothing but what was recorded: it cannot be run on copies.
-    if (recording is not None and recording.armed) or (program.options is not None and not can_compare(program)):
-        return False
-
-    def compare() -> None:
-        if program.options is None:
-            check_emitted(program, step, flat, roles, "call" if finite is None else "perturbed", finite or ())
-            return
-        try:
-            compare_compiled(program, step, flat, roles, "call")
-        except NotRunnable as error:
-            assert isinstance(error.__cause__, Exception)
-            raise _not_runnable(program.plan.trace.name, error.__cause__) from error.__cause__
-
-    return if_memory_allows(program, "the comparison at a later call", compare)
+        raise _not_runnable(compiled, error.__cause__) from error.__cause__
 
 
 def can_compare(compiled: Emitted) -> bool:
-    """Whether a compiled step draws the random numbers of its operators, or none."""
-    assert compiled.options is not None
+    """Whether a program draws the random numbers of the step's operators, or none."""
     graph = compiled.plan.trace.graph.graph
-    return compiled.options.draws_alike or not any(effects_of(node).random for node in graph.nodes)
+    return compiled.backend.draws_alike or not any(effects_of(node).random for node in graph.nodes)
 
 
-def compare_compiled(compiled: Emitted, step: Callable[..., Any], flat: Flat, roles: Roles, on: On) -> None:
-    """As `check_compiled`, for a compiled step that can be compared; an error of its own is a `NotRunnable`."""
+def _compare(
+    compiled: Emitted, step: Callable[..., Any], flat: Flat, roles: Roles, on: On, finite: Sequence[bool]
+) -> list[bool]:
+    """As `check_compiled`, for a program that can be compared; an error of its own is a `NotRunnable`."""
 
     def explain(offenders: list[Difference], case: Case) -> None:
         check_graph(compiled, offenders, case)
@@ -114,25 +93,26 @@ def compare_compiled(compiled: Emitted, step: Callable[..., Any], flat: Flat, ro
             if not excuses.excused(at, offender.found)
         ]
         if wrong:
-            raise _not_the_same(compiled.plan.trace.name, wrong)
+            raise _not_the_same(compiled, wrong)
 
     give_back_memory()
     with closed_over_unchanged(compiled), recording():
-        SideBySide(compiled, step, flat, roles, explain, wants_cause=True).run(on)
+        known = SideBySide(compiled, step, flat, roles, explain, wants_cause=True).run(on, finite)
     give_back_memory()
+    return known
 
 
-def _check_shapes(compiled: Emitted, emitted: Emitted, flat: Flat) -> None:
-    """Run the compiled program, and check the shapes and dtypes of its results."""
+def _check_shapes(compiled: Emitted, flat: Flat) -> None:
+    """Run the program, and check the shapes and dtypes of its results."""
     give_back_memory()
-    with undisturbed(emitted):
+    with undisturbed(compiled):
         try:
             found = compiled.dry_run_apart([copy_of(x) for x in flat.tensors])
         except FdpError:
             raise
         except Exception as error:
-            raise _not_runnable(emitted.plan.trace.name, error) from error
-    tensors = [output for output in emitted.plan.trace.outputs if output.node is not None]
+            raise _not_runnable(compiled, error) from error
+    tensors = [output for output in compiled.plan.trace.outputs if output.node is not None]
     offenders = [
         f"{due.name}: {list(one.shape)} {one.dtype} where {list(due.shape or ())} {due.dtype} is due"
         for due, one in zip(tensors, found, strict=True)
@@ -140,23 +120,24 @@ def _check_shapes(compiled: Emitted, emitted: Emitted, flat: Flat) -> None:
     ]
     give_back_memory()
     if offenders:
-        raise _not_the_same(emitted.plan.trace.name, offenders)
+        raise _not_the_same(compiled, offenders)
 
 
-def _not_runnable(name: str, error: Exception) -> CompileError:
+def _not_runnable(compiled: Emitted, error: Exception) -> CompileError:
     return CompileError(
         build_message(
-            f"the compiled step {name!r} does not run.",
+            f"the {compiled.backend.how} step {compiled.plan.trace.name!r} does not run.",
             [f"{type(error).__name__}: {first_line(error)}"],
             remedy="compile=False runs it operator by operator.",
         )
     )
 
 
-def _not_the_same(name: str, offenders: Sequence[str]) -> CompileError:
+def _not_the_same(compiled: Emitted, offenders: Sequence[str]) -> CompileError:
+    what = f"the {compiled.backend.how} step {compiled.plan.trace.name!r}"
     return CompileError(
         build_message(
-            f"the compiled step {name!r} does not compute what its operators compute on the same inputs.",
+            f"{what} does not compute what its operators compute on the same inputs.",
             offenders,
             remedy="compile=False runs it operator by operator; please report the step.",
         )

@@ -6,18 +6,22 @@ import warnings
 from collections.abc import Callable
 
 from fdp.emit.codegen.program import Program, write_program
+from fdp.emit.memory.decisions import plan_memory
+from fdp.emit.memory.memory_plan import MemoryPlan
+from fdp.emit.memory.savings import NONE
 from fdp.errors import TraceError, build_message
-from fdp.plan import Plan
 from fdp.verify import VerificationError, verify_program
 
 
-def verified_program(plan: Plan, rank: int, communicates: bool, tick: Callable[[], None] | None = None) -> Program:
+def verified_program(
+    memory: MemoryPlan, rank: int, communicates: bool, tick: Callable[[], None] | None = None
+) -> Program:
     """Write the program of a plan, and prove that it computes what the trace says.
 
     If it does not, there is one warning, and the program is written as plainly as can be.
 
     Args:
-        plan: the plan.
+        memory: what was decided of the plan.
         rank: this process's rank.
         communicates: False in a world of one, where a mean or sum of one value is that value.
         tick: as for `write_program`.
@@ -28,14 +32,15 @@ def verified_program(plan: Plan, rank: int, communicates: bool, tick: Callable[[
     Raises:
         TraceError: the plain program is wrong as well.
     """
-    program = write_program(plan, rank, communicates, tick)
+    plan = memory.plan
+    program = write_program(memory, rank, tick)
     try:
         verify_program(plan, program, rank, communicates, tick)
     except VerificationError as error:
         found = error
     else:
         return program
-    plain = write_program(plan, rank, communicates, tick, plain=True)
+    plain = write_program(plan_memory(plan, communicates, NONE), rank, tick)
     try:
         verify_program(plan, plain, rank, communicates, tick)
     except VerificationError as error:

@@ -35,8 +35,8 @@ def measure_costs(emitted: Emitted, tensors: Sequence[torch.Tensor], start_s: fl
 
     The program of the plan runs with a stamp between one operation and the next. What a stamp takes is subtracted, and
     then all is scaled so that the sum is what the step takes without stamps, and without messages (of a long step
-    stamps are next to nothing, and it is not); if it is compiled, what the compiled step takes. Entries of one call
-    share its seconds by their bytes.
+    stamps are next to nothing, and it is not); if it is compiled, or else runs in another way, what it then takes.
+    Entries of one call share its seconds by their bytes.
 
     Args:
         emitted: the step. Its buckets do not matter much: which results are written straight into them does not depend
@@ -69,7 +69,7 @@ def measure_costs(emitted: Emitted, tensors: Sequence[torch.Tensor], start_s: fl
             seconds = clock.seconds(stamps[0], stamps)
             runs.append([after - before for before, after in itertools.pairwise(seconds)])
             # Of a long step stamps are a small part.
-            if emitted.options is not None or time.perf_counter() - begun <= _BUDGET_S:
+            if not emitted.backend.by_operation or time.perf_counter() - begun <= _BUDGET_S:
                 totals.append(_time(clock, emitted, inputs_for_one_run(plan, tensors)))
     timed.residence.release()
     give_back_memory()

@@ -21,8 +21,8 @@ from fdp.timeline.timeline import Timeline
 def profile_step(emitted: Emitted, tensors: Sequence[torch.Tensor], repeats: int = 3) -> Timeline:
     """Run a step for real, including its messages, and record what happened when; its results are discarded.
 
-    A step that runs operator by operator is timed operation by operation, by a variant of its program with a stamp
-    between one and the next. A compiled one is timed from one start or wait to the next.
+    A step that runs operation by operation is timed so, by a variant of its program with a stamp between one and the
+    next. Another one, such as a compiled one, is timed from one start or wait to the next.
 
     Args:
         emitted: the step; all ranks of its group call this together.
@@ -65,7 +65,7 @@ def profile_step(emitted: Emitted, tensors: Sequence[torch.Tensor], repeats: int
     device = device_of_messages(plan)
     clock = clock_for(item.device for item in plan.trace.inputs)
     stamps: list[Any] = []
-    step = emitted.timed(lambda: stamps.append(clock.stamp())) if emitted.options is None else emitted
+    step = emitted.timed(lambda: stamps.append(clock.stamp())) if emitted.backend.by_operation else emitted
     runs: list[Timeline] = []
     with undisturbed(emitted):
         for _ in range(1 + repeats):
@@ -80,7 +80,7 @@ def profile_step(emitted: Emitted, tensors: Sequence[torch.Tensor], repeats: int
             last = clock.stamp()
             clock.settle()
             seconds = clock.seconds(first, [*stamps, last])
-            if emitted.options is None:
+            if emitted.backend.by_operation:
                 compute = operations(plan, step.program.parts, seconds)
             else:
                 compute = intervals_between_events(plan, recorder.events(first), seconds[-1])

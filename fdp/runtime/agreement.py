@@ -23,9 +23,9 @@ _ARITHMETIC = "computes "
 """How a line about the arithmetic of replicated results begins."""
 
 
-def schedule_text(plan: Plan, how: str = "") -> str:
-    """Everything about a plan, and about how it is compiled if it is, that must be equal on all ranks."""
-    lines = [f"step {plan.trace.name}", *([f"compiled with {how}"] if how else [])]
+def schedule_text(plan: Plan, made: str = "") -> str:
+    """Everything about a plan, and about how its program is made, that must be equal on all ranks."""
+    lines = [f"step {plan.trace.name}", *([made] if made else [])]
     lines += [
         f"{item.container.state} {item.name} {list(item.shape)} {item.dtype}"
         for item in plan.trace.inputs
@@ -41,13 +41,13 @@ def schedule_text(plan: Plan, how: str = "") -> str:
     return without_addresses("\n".join(lines))
 
 
-def digest(plan: Plan, how: str = "") -> str:
+def digest(plan: Plan, made: str = "") -> str:
     """A short name for a schedule: plans with one name need not be compared again."""
-    return hashlib.sha256(schedule_text(plan, how).encode()).hexdigest()
+    return hashlib.sha256(schedule_text(plan, made).encode()).hexdigest()
 
 
 def agree(
-    plan: Plan, group: Group, tensors: Sequence[torch.Tensor], compare_state: bool, how: str = ""
+    plan: Plan, group: Group, tensors: Sequence[torch.Tensor], compare_state: bool, made: str = ""
 ) -> tuple[int, bool]:
     """Compare a plan, and the state that it starts from, with those of the other ranks.
 
@@ -56,7 +56,7 @@ def agree(
         group: the ranks.
         tensors: the inputs of the call, in the order of `Trace.inputs`.
         compare_state: whether replicated inputs and closed-over tensors are compared bit for bit.
-        how: how it is compiled, as text; empty if it is not.
+        made: how its program is made, as a line of text; empty if ranks need not compare that.
 
     Returns:
         The number of this agreement, the same on all ranks and no other one's on the group; and whether all ranks
@@ -67,7 +67,7 @@ def agree(
         ReplicationError: ranks start from different values of what should be replicated.
     """
     marks = _marks(plan, tensors) if compare_state else {}
-    own = {"schedule": schedule_text(plan, how), "marks": marks, "compares": compare_state}
+    own = {"schedule": schedule_text(plan, made), "marks": marks, "compares": compare_state}
     name = plan.trace.name
     number, found = tell_all_once(group, own, f"step {name!r}", "has a new communication schedule")
     for rank, other in enumerate(found):

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from fdp.distributed.comparable import comparable
 from fdp.distributed.group import Group
+from fdp.emit.backend import Backend
 from fdp.emit.codegen.program import Program
-from fdp.emit.compiled import Options
 from fdp.errors import FdpError
 from fdp.plan import Plan
 from fdp.runtime.agreement import agree, digest
@@ -26,7 +25,7 @@ class Consensus:
         program: its program.
         group: the ranks.
         agreed: what they have agreed on before; it is added to.
-        options: how the program was compiled, settled; None if it runs operator by operator.
+        backend: what made the program, settled.
         compare_state: whether replicated inputs and closed-over tensors are compared bit for bit.
         communicates: False if nothing is ever sent.
     """
@@ -37,14 +36,14 @@ class Consensus:
         program: Program,
         group: Group,
         agreed: Agreements,
-        options: Options | None,
+        backend: Backend,
         compare_state: bool,
         communicates: bool,
     ) -> None:
         self._plan, self._program, self._group = plan, program, group
         self._agreed, self._compare_state, self._communicates = agreed, compare_state, communicates
-        self._how = options_text(options)
-        self._key = digest(plan, self._how), group
+        self._backend = backend
+        self._key = self._key_of(backend)
         self._order: Order | None = None
 
     @property
@@ -52,29 +51,29 @@ class Consensus:
         """A short name for the schedule: the same on ranks whose messages fit together."""
         return self._key[0]
 
-    def agree(self, tensors: list[torch.Tensor], options: Options | None = None) -> bool:
+    def agree(self, tensors: list[torch.Tensor], backend: Backend | None = None) -> bool:
         """Compare the schedule, and the state that it starts from, with those of the other ranks.
 
         Args:
             tensors: the inputs of the call.
-            options: how it is about to be compiled, if it is.
+            backend: what is about to make another program of the plan, if something is.
 
         Returns:
             Whether there was something to compare: the schedule had not been agreed on before.
         """
         if not self._communicates:
             return False
-        how = self._how if options is None else options_text(options.settled(devices_of(self._plan)))
-        if (key := self._key_of(how)) in self._agreed:
+        made_by = self._backend if backend is None else backend.settled(self._plan)
+        key = self._key if backend is None else self._key_of(made_by)
+        if key in self._agreed:
             return False
-        number, compares = agree(self._plan, self._group, tensors, self._compare_state, how)
+        number, compares = agree(self._plan, self._group, tensors, self._compare_state, made_by.agreed_text)
         self._agreed[key] = Agreed(number, key[0], compares)
         return True
 
-    def forget(self, options: Options | None = None) -> None:
+    def forget(self, backend: Backend | None = None) -> None:
         """Forget that ranks agreed, so that they do it again: something came between."""
-        how = self._how if options is None else options_text(options.settled(devices_of(self._plan)))
-        self._agreed.pop(self._key_of(how), None)
+        self._agreed.pop(self._key if backend is None else self._key_of(backend.settled(self._plan)), None)
         self._order = None
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> Order | None:
@@ -99,16 +98,5 @@ class Consensus:
         elsewhere = None if self._order is None else self._order.explain()
         return lost_contact(self._plan, self._group, index, error) if elsewhere is None else elsewhere
 
-    def _key_of(self, how: str) -> tuple[str, Group]:
-        return self._key if how == self._how else (digest(self._plan, how), self._group)
-
-
-def devices_of(plan: Plan) -> set[torch.device]:
-    """The devices that a plan computes on."""
-    values = (node.meta.get("val") for node in plan.trace.graph.graph.nodes)
-    return {value.device for value in values if isinstance(value, torch.Tensor)}
-
-
-def options_text(options: Options | None) -> str:
-    """How a program is compiled, as ranks compare it; empty if it is not."""
-    return "" if options is None else comparable(options)
+    def _key_of(self, settled: Backend) -> tuple[str, Group]:
+        return digest(self._plan, settled.agreed_text), self._group

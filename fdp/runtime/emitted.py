@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -14,13 +12,13 @@ from fdp.distributed.group import Group, Ranks, resolve_group
 from fdp.distributed.liveness.patience import refuse_gone
 from fdp.distributed.liveness.watch import watched_ranks
 from fdp.distributed.other_ranks import Kind, OtherRanks
-from fdp.emit.compiled import Options, compile_program, resolve_options, why_not_recorded
-from fdp.emit.proved import verified_program
+from fdp.emit.backend import OPERATOR_BY_OPERATOR, Backend, OperatorByOperator, resolve_backend
 from fdp.errors import ArgumentError, build_message, first_line
 from fdp.plan import Plan
 from fdp.pytorch.dynamo import breaks_graph
+from fdp.pytree import Tree
 from fdp.runtime.closed_over import ClosedOver
-from fdp.runtime.consensus import Consensus, devices_of
+from fdp.runtime.consensus import Consensus
 from fdp.runtime.diagnostics import refuse_missing_backends
 from fdp.runtime.memory_map import MemoryMap, memory_map
 from fdp.runtime.messages_of_call import MessagesOfCall, Observer
@@ -48,7 +46,7 @@ class Emitted:
     Attributes:
         plan: what it carries out.
         group: the ranks that it runs on.
-        options: how it was compiled; None if it runs operator by operator.
+        backend: what made its program.
         program: the program that it runs.
         source: its text.
         consensus: what it agrees on with other ranks.
@@ -63,8 +61,7 @@ class Emitted:
         group: Group,
         agreed: Agreements | None = None,
         compare_state: bool = True,
-        options: Options | None = None,
-        tick: Callable[[], None] | None = None,
+        backend: Backend = OPERATOR_BY_OPERATOR,
         apart: bool = False,
     ) -> None:
         if group.size != plan.trace.world_size:
@@ -80,16 +77,12 @@ class Emitted:
         self._compare_state = compare_state
         self._numbers = itertools.count(1)
         self._communicates = group.size > 1 or apart
-        self.options = None if options is None else options.settled(devices_of(plan))
-        if self.options is None:
-            self.program = verified_program(plan, group.rank, self._communicates, tick)
-        else:
-            records = _may_record(plan, group, self.options)
-            self.program = compile_program(plan, group, self._communicates, self.options, records)
+        self.backend = backend.settled(plan)
+        self.program = self.backend.program(plan, group, self._communicates)
         prove_sent(plan, self.program, group.rank)
         self.source = self.program.source
         self.consensus = Consensus(
-            plan, self.program, group, self._agreed, self.options, compare_state, self._communicates
+            plan, self.program, group, self._agreed, self.backend, compare_state, self._communicates
         )
         self.residence = Residence(plan, self.program)
         self.runner = Runner(plan, self.program, self.residence)
@@ -99,11 +92,10 @@ class Emitted:
 
     def __repr__(self) -> str:
         buckets, ranks = count(len(self.plan.buckets), "bucket"), count(self.group.size, "rank")
-        how = "operator by operator" if self.options is None else "compiled"
-        return f"<Emitted {cut_short(self.plan.trace.name)}: {buckets}, {ranks}, {how}>"
+        return f"<Emitted {cut_short(self.plan.trace.name)}: {buckets}, {ranks}, {self.backend.how}>"
 
     @breaks_graph(BREAK_REASON)
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Tree) -> Tree:
         """Run the step.
 
         Args:
@@ -140,7 +132,7 @@ class Emitted:
         Returns:
             Another step, of the same plan and group.
         """
-        return Emitted(self.plan, self.group, self._agreed, self._compare_state, tick=tick, apart=apart)
+        return Emitted(self.plan, self.group, self._agreed, self._compare_state, OperatorByOperator(tick), apart)
 
     @property
     def memory(self) -> MemoryMap:
@@ -153,7 +145,7 @@ class Emitted:
         recording = self.program.recording
         return recording is not None and recording.armed
 
-    def run(self, tensors: list[torch.Tensor], observer: Observer | None = None) -> Any:
+    def run(self, tensors: list[torch.Tensor], observer: Observer | None = None) -> Tree:
         """Run the step on its input tensors, in the order of `Trace.inputs`; the list is emptied.
 
         Args:
@@ -184,7 +176,7 @@ class Emitted:
         self._replication.note(outputs)
         return self.runner.put_together(outputs)
 
-    def dry_run(self, tensors: list[torch.Tensor], kind: Kind = "equal") -> Any:
+    def dry_run(self, tensors: list[torch.Tensor], kind: Kind = "equal") -> Tree:
         """Run the step on this rank alone; nothing is sent.
 
         Args:
@@ -213,19 +205,8 @@ class Emitted:
             self.program.recording.armed = True
 
 
-def _may_record(plan: Plan, group: Group, options: Options) -> bool:
-    """Whether a step can be recorded as one CUDA graph, if that was asked for."""
-    if not options.records:
-        return False
-    if (why := why_not_recorded(plan, group)) is not None:
-        warnings.warn(
-            f"fdp: step {plan.trace.name!r} is compiled, and not recorded as a CUDA graph: {why}.", stacklevel=2
-        )
-    return why is None
-
-
 def emit_plan(plan: Plan, group: Ranks = None, compile: bool | Mapping[str, object] = False) -> Emitted:
     """Make the function that carries a plan out on a group (a `ProcessGroup`, a `DeviceMesh`, or None)."""
-    emitted = Emitted(plan, resolve_group(group), options=resolve_options(compile))
+    emitted = Emitted(plan, resolve_group(group), backend=resolve_backend(compile))
     emitted.arm()
     return emitted

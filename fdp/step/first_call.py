@@ -19,9 +19,9 @@ import torch
 from fdp.compare import (
     Again,
     check_again,
-    check_compiled,
     check_emitted,
     check_partition,
+    check_program,
     check_strides,
     if_memory_allows,
     on_whole_values,
@@ -34,7 +34,7 @@ from fdp.distributed.group import Group
 from fdp.distributed.liveness.watch import watched_ranks
 from fdp.distributed.other_ranks import OtherRanks
 from fdp.distributed.wire import Wire
-from fdp.emit.compiled import Options
+from fdp.emit.backend import OPERATOR_BY_OPERATOR, Backend
 from fdp.errors import CompileError, PurityError, TraceError, first_line
 from fdp.plan import Network, Plan, plan_trace
 from fdp.plan.buckets import Caps
@@ -74,7 +74,7 @@ class Settings:
 
     Attributes:
         bucket_cap_mb: as for `data_parallel`.
-        options: how to compile the step; None to run it operator by operator.
+        backend: what makes the program that runs.
         check_replication: as for `data_parallel`.
         check_trace: as for `data_parallel`.
         wire: in which dtype gradients are sent, None for their own.
@@ -83,7 +83,7 @@ class Settings:
     """
 
     bucket_cap_mb: Caps
-    options: Options | None
+    backend: Backend
     check_replication: bool
     check_trace: bool
     wire: Wire | None
@@ -106,7 +106,7 @@ class Preparation:
     def __init__(self, step: Callable[..., Any], name: str, settings: Settings) -> None:
         self._step, self._name, self._settings = step, name, settings
         self._agreed = Agreements()
-        self._automatic = Automatic(settings.network, keeps=settings.options is not None)
+        self._automatic = Automatic(settings.network, keeps=settings.backend.compiles)
         self._again: weakref.WeakKeyDictionary[Emitted, Again] = weakref.WeakKeyDictionary()
         # Of those that are still to be compared on perturbed inputs: which results were finite on those of a call.
         self._finite: weakref.WeakKeyDictionary[Emitted, list[bool]] = weakref.WeakKeyDictionary()
@@ -170,7 +170,7 @@ class Preparation:
             if group.size > 1 and not self._prepared:
                 announce_failure(group, error)
             raise
-        if self._settings.options is not None:
+        if self._settings.backend.compiles:
             # From here on ranks hear of each other's failures.
             emitted = self._compile(emitted, flat, roles, progress)
         self._prepared += 1
@@ -187,17 +187,17 @@ class Preparation:
         return emitted
 
     def _emit(self, flat: Flat, roles: Roles, group: Group, progress: Progress) -> Emitted:
-        """Make the program that runs operator by operator, and compare it with the step."""
+        """Make the program that ranks agree on, and compare it with the step if it is the one that runs."""
         settings = self._settings
         plan = self._planned(flat, roles, group, progress)
         with progress.stage("writing and proving"):
-            emitted = Emitted(plan, group, self._agreed, settings.check_replication)
+            emitted = Emitted(plan, group, self._agreed, settings.check_replication, self._first_backend)
         with progress.stage("comparing"):
             if settings.check_trace and plan.trace.whole is not None:
                 self._check_on_whole_values(emitted, flat, roles)
             if not settings.check_trace:
                 self._check_strides(emitted, flat)
-            elif settings.options is None:
+            elif not settings.backend.compiles:
                 self._check(emitted, flat, lambda: self._check_on_call(emitted, flat, roles))
         return emitted
 
@@ -248,12 +248,15 @@ class Preparation:
     def _check_on_call(self, emitted: Emitted, flat: Flat, roles: Roles) -> None:
         """Compare on the inputs of the first call. Those of later calls are for the second one to prepare for: a step
         that is called once need not wait for it, and what it returns has been compared."""
-        self._finite[emitted] = check_emitted(emitted, self._step, flat, roles, on="call")
+        self._finite[emitted] = check_program(emitted, self._step, flat, roles, on="call")
+
+    def _check_compiled(self, made: Emitted, emitted: Emitted, flat: Flat, roles: Roles) -> None:
+        """Compare on both inputs: the first call waits for the compiler anyway."""
+        check_program(made, self._step, flat, roles, emitted=emitted)
 
     def _check_strides(self, emitted: Emitted, flat: Flat) -> None:
         """Check the strides of values that are drawn for, in a step that is not compared."""
-        options = self._settings.options
-        if options is None or options.settled(tensor.device for tensor in flat.tensors).draws_alike:
+        if self._settings.backend.settled(emitted.plan).draws_alike:
             with _one_at_a_time:
                 what = "a run that shows how its values lie in memory"
                 if_memory_allows(emitted, what, lambda: check_strides(emitted, flat.tensors))
@@ -261,6 +264,11 @@ class Preparation:
     def again(self, emitted: Emitted) -> Again | None:
         """When to compare a prepared step again; None for never."""
         return self._again.get(emitted)
+
+    @property
+    def _first_backend(self) -> Backend:
+        """What makes the programs that ranks agree on and measure: no compiler, which comes afterwards."""
+        return OPERATOR_BY_OPERATOR if self._settings.backend.compiles else self._settings.backend
 
     @property
     def _chooses(self) -> bool:
@@ -287,7 +295,7 @@ class Preparation:
                 return self._within(plan)
             first = plan_trace(trace) if self._settings.memory_limit_bytes is None else self._smallest(trace)
         with progress.stage("writing and proving"):
-            emitted = Emitted(first, group, self._agreed, self._settings.check_replication)
+            emitted = Emitted(first, group, self._agreed, self._settings.check_replication, self._first_backend)
         plan = self._automatic.choose(emitted, flat.tensors, progress)
         emitted.residence.release()
         # Should these buckets be the chosen ones, ranks still have to hear whether all could prepare the step.
@@ -303,11 +311,11 @@ class Preparation:
             with _one_at_a_time:
                 with progress.stage("compiling"):
                     made = Emitted(
-                        emitted.plan, emitted.group, self._agreed, settings.check_replication, settings.options
+                        emitted.plan, emitted.group, self._agreed, settings.check_replication, settings.backend
                     )
                 if settings.check_trace:
                     with progress.stage("comparing"):
-                        self._check(made, flat, lambda: check_compiled(made, emitted, self._step, flat, roles))
+                        self._check(made, flat, lambda: self._check_compiled(made, emitted, flat, roles))
                     # What they shared was large enough for the other one, whose values all have places in it.
                     emitted.residence.release()
                     made.residence.release()
@@ -315,12 +323,12 @@ class Preparation:
             return made
 
         with _waiting(progress, emitted.group):
-            together = emitted.consensus.agree(flat.tensors, settings.options)
+            together = emitted.consensus.agree(flat.tensors, settings.backend)
         try:
             with _waiting(progress, emitted.group):
                 return compile_together(self._name, emitted.group, together, compiled)
         except Exception:
-            emitted.consensus.forget(settings.options)  # a rank that tries again does so with all others
+            emitted.consensus.forget(settings.backend)  # a rank that tries again does so with all others
             raise
 
 

@@ -21,7 +21,7 @@ from fdp.context.axis import inside_step
 from fdp.distributed.desynchronised import alone_on
 from fdp.distributed.group import Group, Ranks, resolve_group
 from fdp.distributed.wire import Wire, resolve_wire
-from fdp.emit.compiled import resolve_options, unwrap_compiled
+from fdp.emit.backend import function_and_backend
 from fdp.errors import ArgumentError, FdpError, build_message
 from fdp.measure import profile_step
 from fdp.plan import Network, Plan
@@ -74,9 +74,7 @@ class Step:
         network: Network | None = None,
         memory_limit_mb: float | None = None,
     ) -> None:
-        step_fn, asked = unwrap_compiled(step_fn)
-        # compile=False is the default: then the options of torch.compile count.
-        options = resolve_options(asked if compile is False and asked is not None else compile)
+        step_fn, backend = function_and_backend(step_fn, compile)
         resolve_caps(bucket_cap_mb)
         if network is not None and not isinstance(network, Network):
             raise ArgumentError(
@@ -91,7 +89,7 @@ class Step:
         # As a Group, which does not keep a process group alive.
         self._group = resolve_group(group) if isinstance(group, dist.ProcessGroup) else group
         self._settings = Settings(
-            bucket_cap_mb, options, check_replication, check_trace, wire, network, resolve_limit(memory_limit_mb)
+            bucket_cap_mb, backend, check_replication, check_trace, wire, network, resolve_limit(memory_limit_mb)
         )
         self._preparation = Preparation(
             ReturnsFiniteFlags(step_fn) if check_finite else step_fn, self._name, self._settings
@@ -119,7 +117,7 @@ class Step:
         settings = self._settings
         return functools.partial(
             type(self), self._step, batch_argnums=batch, static_argnums=static, donate_argnums=donate,
-            group=self._group, bucket_cap_mb=settings.bucket_cap_mb, compile=settings.options or False,
+            group=self._group, bucket_cap_mb=settings.bucket_cap_mb, compile=settings.backend,
             check_replication=settings.check_replication, check_trace=settings.check_trace,
             check_finite=self._check_finite, wire=settings.wire, network=settings.network,
             memory_limit_mb=None if settings.memory_limit_bytes is None else settings.memory_limit_bytes / MIB,

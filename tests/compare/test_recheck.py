@@ -73,14 +73,14 @@ def test_what_the_first_inputs_hide_is_found_before_the_second_call() -> None:
 
     tracing = True
     checked = fdp.data_parallel(step, donate_argnums=0)
-    original = first_call.check_emitted
+    original = first_call.check_program
 
     def untraced(*args: Any, **kwargs: Any) -> Any:
         nonlocal tracing
         tracing = False
         return original(*args, **kwargs)
 
-    with mock.patch.object(first_call, "check_emitted", untraced):
+    with mock.patch.object(first_call, "check_program", untraced):
         first = checked({"m": torch.zeros(3)}, torch.ones(3))
     assert torch.equal(first["m"], torch.ones(3))  # which is right
     for _ in range(2):

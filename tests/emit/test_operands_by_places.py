@@ -18,6 +18,7 @@ from fake_ranks import fake_group
 from torch import Tensor
 
 import fdp
+from fdp.emit.memory.decisions import plan_memory
 from fdp.emit.proved import verified_program
 
 Step = Callable[[Tensor, Callable[[Tensor], Tensor]], Any]
@@ -69,7 +70,7 @@ def test_the_faster_program_is_right(look: str, view: str, averaged: bool, world
     plan = transformed(step_of(look, view, averaged), group=fake_group(world)).plan(batch())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        verified_program(plan, 0, world > 1)
+        verified_program(plan_memory(plan, world > 1), 0, world > 1)
 
 
 def test_slices_that_overlap_around_what_is_unset() -> None:
@@ -85,7 +86,7 @@ def test_slices_that_overlap_around_what_is_unset() -> None:
     plan = fdp.data_parallel(step, group=fake_group(2)).plan(batch())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        verified_program(plan, 0, True)
+        verified_program(plan_memory(plan, True), 0, True)
 
 
 def wrong_on_ranks() -> list[Any]:

@@ -18,7 +18,7 @@ from fake_ranks import fake_group
 
 import fdp
 from fdp.context.axis import step_axis
-from fdp.emit.codegen import program
+from fdp.emit.backend import OperatorByOperator
 from fdp.emit.memory import planning
 from fdp.emit.memory.savings import ALL
 from fdp.runtime import Emitted, arena
@@ -35,7 +35,7 @@ def executor(request: pytest.FixtureRequest) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         if request.param != "as users have it":
             patch.setattr(planning, "_SCALED_WHEN_PACKED_BYTES", 0)
-            patch.setattr(program, "ALL", dataclasses.replace(ALL, pack_from_bytes=0))
+            patch.setattr(OperatorByOperator, "savings", dataclasses.replace(ALL, pack_from_bytes=0))
             patch.setattr(arena.Arena, "fit", poisoning(arena.Arena.fit))
         yield
 

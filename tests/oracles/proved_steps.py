@@ -10,6 +10,7 @@ from fake_ranks import fake_group
 
 import fdp
 from fdp.emit.codegen.program import Program, write_program
+from fdp.emit.memory.decisions import plan_memory
 from fdp.plan import Plan
 from fdp.verify import verify_program
 
@@ -44,6 +45,6 @@ def emitted(name: str, world: int) -> tuple[Plan, Program]:
     step, state, options = STEPS[name]
     transformed = fdp.data_parallel(step, group=fake_group(world), check_replication=False, **options)
     plan = transformed.plan(state, torch.ones(4, 4))
-    program = write_program(plan, 0, world > 1)
+    program = write_program(plan_memory(plan, world > 1), 0)
     verify_program(plan, program, 0, world > 1)
     return plan, program

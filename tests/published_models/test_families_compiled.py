@@ -20,7 +20,8 @@ from samples import ALL_SAMPLES
 
 import fdp
 from fdp.distributed.group import resolve_group
-from fdp.emit.compiled import compiler, resolve_options
+from fdp.emit.backend import resolve_backend
+from fdp.emit.compiled import compiler
 
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="no transformers: pip install fdp[huggingface]")
 
@@ -75,7 +76,7 @@ def test_the_graph_of_every_family_is_made_and_proved(name: str, caches: bool) -
     with warnings.catch_warnings(), mock.patch.object(compiler, "lower", stop):
         warnings.filterwarnings("error", message="fdp: ")
         with pytest.raises(Proved):
-            compiler.compile_program(plan, resolve_group(None), False, resolve_options(True), False)
+            resolve_backend(True).program(plan, resolve_group(None), False)
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "Swin"] if ALL_SAMPLES else ["GPT-2"])

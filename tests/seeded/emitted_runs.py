@@ -178,21 +178,24 @@ class Ways:
 
 def ways_of(compiled: bool) -> Ways:
     """How programs are made, compiled or not."""
+    from fdp.emit.backend import resolve_backend
     from fdp.emit.codegen.program import write_program
-    from fdp.emit.compiled import compile_program, resolve_options
+    from fdp.emit.memory.decisions import plan_memory
     from fdp.runtime import Emitted
 
-    options = resolve_options(True) if compiled else None
+    backend = resolve_backend(compiled)
 
     def group_of(plan: Plan, rank: int) -> Group:
         return Group(None, plan.trace.world_size, rank)
 
     def given(plan: Plan, rank: int, communicates: bool) -> Any:
-        return Emitted(plan, group_of(plan, rank), options=options).program
+        return Emitted(plan, group_of(plan, rank), backend=backend).program
 
-    if options is None:
-        return Ways(write_program, given, verify_program, verify_made)
-    settled = options.settled({torch.device("cpu")})
+    def writing(plan: Plan, rank: int, communicates: bool) -> Any:
+        return write_program(plan_memory(plan, communicates), rank)
+
+    if not compiled:
+        return Ways(writing, given, verify_program, verify_made)
     refusals: list[tuple[Any, Exception]] = []
 
     def compiling(plan: Plan, rank: int, communicates: bool) -> Any:
@@ -212,7 +215,7 @@ def ways_of(compiled: bool) -> Ways:
         try:
             for name, look in looks.items():
                 setattr(compiled_program, name, noting(look))
-            made = compile_program(plan, group_of(plan, rank), communicates, settled, False)
+            made = backend.settled(plan).program(plan, group_of(plan, rank), communicates)
         finally:
             for name, look in looks.items():
                 setattr(compiled_program, name, look)

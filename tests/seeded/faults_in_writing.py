@@ -43,8 +43,8 @@ WRITING = (
     Fault(
         "rank in a loop",
         "emit/codegen/program.py",
-        "_write_program(body, rank) for",
-        "_write_program(body, 0) for",
+        "write_program(body, rank) for",
+        "write_program(body, 0) for",
         "the body of a loop is written for rank 0",
     ),
     Fault(

@@ -10,8 +10,9 @@ import torch
 from fake_ranks import fake_group
 
 import fdp
+from fdp.emit.backend import resolve_backend
 from fdp.emit.codegen.loop_bodies import compiled_loop
-from fdp.emit.compiled import Options, compiler
+from fdp.emit.compiled import compiler
 from fdp.emit.compiled.barriers import IMPLEMENTED, running
 from fdp.trace import Trace
 from fdp.trace.graph.loops import changed_operands
@@ -134,7 +135,7 @@ def test_a_step_runs_operator_by_operator_where_one_is_wrong(monkeypatch: pytest
     def compile_it() -> Any:
         group = fake_group(2)
         plan = fdp.data_parallel(looped, group=group).plan(torch.eye(4), torch.randn(6, 4))
-        return compiler.compile_program(plan, group, True, Options().settled({torch.device("cpu")}), records=False)
+        return resolve_backend(True).settled(plan).program(plan, group, True)
 
     monkeypatch.setattr(compiler, "lower", reached)
     compiler._prove_own_operators.cache_clear()

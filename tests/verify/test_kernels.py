@@ -17,6 +17,7 @@ from torch import fx
 import fdp
 from fdp.emit.codegen.program import write_program
 from fdp.emit.memory import out_variants
+from fdp.emit.memory.decisions import plan_memory
 from fdp.verify import VerificationError, verify_program
 from fdp.verify.kernels import WRITE_ONCE, why_not_trusted
 from fdp.verify.memory import Block, View, view_of
@@ -170,7 +171,7 @@ def test_statistics_are_trusted_exactly_where_they_are_right(shape: tuple[int, .
 
 def prove(step: Callable[..., Any], *args: Any) -> str:
     plan = fdp.data_parallel(step, group=fake_group(2), check_replication=False).plan(*args)
-    made = write_program(plan, 0, True)
+    made = write_program(plan_memory(plan, True), 0)
     verify_program(plan, made, 0, True)
     return made.source
 

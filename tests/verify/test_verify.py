@@ -19,8 +19,9 @@ import fdp
 from fdp.emit.codegen import calls, packing, program
 from fdp.emit.codegen.program import Program, write_program
 from fdp.emit.memory import allocation, analysis, donation, instructions, planning
+from fdp.emit.memory.decisions import plan_memory
 from fdp.emit.memory.layout import Layout, Lifetime
-from fdp.emit.memory.savings import ALL
+from fdp.emit.memory.savings import ALL, NONE, Savings
 from fdp.trace.operators.effects import storages_of
 from fdp.verify import VerificationError, verify_program
 from fdp.verify.execution import Execution
@@ -30,12 +31,12 @@ from fdp.verify.terms import Terms
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-def prove(step: Callable[..., Any], *args: Any, world: int = 1, donate: Any = (), plain: bool = False) -> str:
+def prove(step: Callable[..., Any], *args: Any, world: int = 1, donate: Any = (), savings: Savings = ALL) -> str:
     """Write a step's program and prove it; returns its text."""
     group = fake_group(world) if world > 1 else None
     transformed = fdp.data_parallel(step, donate_argnums=donate, group=group, bucket_cap_mb=1)
     plan = transformed.plan(*args)
-    made = write_program(plan, 0, world > 1, plain=plain)
+    made = write_program(plan_memory(plan, world > 1, savings), 0)
     verify_program(plan, made, 0, world > 1)
     return made.source
 
@@ -106,13 +107,13 @@ RIGHT: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
 }
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["fast", "plain"])
+@pytest.mark.parametrize("savings", [ALL, NONE], ids=["fast", "plain"])
 @pytest.mark.parametrize("donate", [(), 0], ids=["kept", "donated"])
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", RIGHT)
-def test_right_programs_are_let_through(name: str, world: int, donate: Any, plain: bool) -> None:
+def test_right_programs_are_let_through(name: str, world: int, donate: Any, savings: Savings) -> None:
     step, arguments = RIGHT[name]
-    prove(step, *arguments(), world=world, donate=donate, plain=plain)
+    prove(step, *arguments(), world=world, donate=donate, savings=savings)
 
 
 # Wrong programs: what was found in the wild, and what the writers of programs could get wrong.
@@ -191,7 +192,7 @@ REWRITTEN: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("fault", REWRITTEN)
 def test_a_program_that_says_something_else_is_found_out(fault: str) -> None:
     plan = fdp.data_parallel(looked_at, group=fake_group(2)).plan(torch.ones(4), torch.randn(4, 4))
-    made = write_program(plan, 0, True)
+    made = write_program(plan_memory(plan, True), 0)
     verify_program(plan, made, 0, True)
     old, new = REWRITTEN[fault]
     made = rewritten(made, old, new)
@@ -268,10 +269,9 @@ def test_a_wrong_program_is_found_out(fault: str, monkeypatch: Any) -> None:
     prove(faulty, *arguments, world=2, donate=0)
     target, name, wrong = FAULTS[fault]
     monkeypatch.setattr(target, name, wrong)
-    if name == "_write_copy":
-        monkeypatch.setattr(program, "ALL", dataclasses.replace(ALL, pack_from_bytes=0))
+    savings = dataclasses.replace(ALL, pack_from_bytes=0) if name == "_write_copy" else ALL
     with pytest.raises(VerificationError, match="does not compute what its trace says"):
-        prove(faulty, *arguments, world=2, donate=0)
+        prove(faulty, *arguments, world=2, donate=0, savings=savings)
 
 
 # What happens then.
@@ -309,7 +309,7 @@ def test_a_proof_leaves_nothing_for_the_garbage_collector() -> None:
     # A search for cycles among the terms of a large program takes as long as a third of its proof.
     transformed = fdp.data_parallel(train, donate_argnums=0, group=fake_group(2), bucket_cap_mb=1)
     plan = transformed.plan(start(), torch.ones(5, 4))
-    made = write_program(plan, 0, True)
+    made = write_program(plan_memory(plan, True), 0)
 
     def alive() -> list[Any]:
         return [thing for thing in gc.get_objects() if type(thing) in (Execution, Reference, Terms)]

@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fdp
-from fdp.emit.compiled import Options, compiler, graph, passes
+from fdp.emit.backend import resolve_backend
+from fdp.emit.compiled import compiler, graph, passes
 from fdp.emit.memory import analysis
 from fdp.emit.memory.planning import slot_name
 
@@ -38,8 +39,7 @@ def compile_step(step: Callable[..., Any], *args: Any, world: int = 1, **options
     group = fake_group(world)
     transformed = fdp.data_parallel(step, group=group, check_replication=False, **options)
     plan = transformed.trace(*args).plan(options.get("bucket_cap_mb", 25))
-    settled = Options().settled({torch.device("cpu")})
-    return compiler.compile_program(plan, group, world > 1, settled, records=False)
+    return resolve_backend(True).settled(plan).program(plan, group, world > 1)
 
 
 def training(optimizer_class: Any, **settings: Any) -> tuple[Callable[..., Any], Any, Any]:

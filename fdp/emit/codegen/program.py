@@ -27,14 +27,11 @@ from fdp.emit.codegen.writer import (
     name_in_program,
     names_of_values,
 )
-from fdp.emit.memory.decisions import plan_memory
 from fdp.emit.memory.elements import has_each_element_once, has_gaps, span_of
 from fdp.emit.memory.instructions import Await, Compute, Divide, Instruction, Keep, Pack, Send, Update
 from fdp.emit.memory.layout import Layout
 from fdp.emit.memory.memory_plan import MemoryPlan
 from fdp.emit.memory.planning import Place
-from fdp.emit.memory.savings import ALL, NONE
-from fdp.plan import Plan
 from fdp.tables import count, format_bytes
 
 _aten = torch.ops.aten
@@ -77,29 +74,21 @@ class Program:
         return f"<Program of {lines}: {count(len(self.places), 'place')} in {format_bytes(size_bytes)} of memory>"
 
 
-def write_program(
-    plan: Plan, rank: int, communicates: bool, tick: Callable[[], None] | None = None, plain: bool = False
-) -> Program:
+def write_program(memory: MemoryPlan, rank: int, tick: Callable[[], None] | None = None) -> Program:
     """Generate the program of a plan.
 
     Args:
-        plan: the plan.
+        memory: what was decided of the plan. If nothing is saved (`NONE`), every operator is called as it was traced,
+            with new memory for its results.
         rank: this process's rank, for `fdp.axis_index`.
-        communicates: False in a world of one, where a mean or sum of one value is that value.
         tick: called at the beginning of the program and at the end of each of its parts, to have them timed.
-        plain: whether every operator is called as it was traced, with new memory for its results, which are copied from
-            there: what runs in place of a program that turned out to be wrong.
 
     Returns:
         The program.
     """
-    return _write_program(plan_memory(plan, communicates, NONE if plain else ALL), rank, tick)
-
-
-def _write_program(memory: MemoryPlan, rank: int, tick: Callable[[], None] | None = None) -> Program:
     plan = memory.plan
     reserved = {stem: free_name(stem, plan.trace.nodes) for stem in ("inputs", "start", "wait")}
-    bodies = {loop: _write_program(body, rank) for loop, body in memory.bodies.items()}
+    bodies = {loop: write_program(body, rank) for loop, body in memory.bodies.items()}
     writer = Writer(memory, rank, reserved, bodies, tick)
     for each in PASSES:
         each(writer)

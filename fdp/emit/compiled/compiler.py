@@ -28,7 +28,6 @@ from fdp.emit.memory.decisions import plan_memory
 from fdp.emit.memory.layout import Layout
 from fdp.emit.memory.memory_plan import MemoryPlan
 from fdp.emit.memory.planning import Place, slot_name
-from fdp.emit.memory.savings import COMPILER
 from fdp.emit.proved import verified_program
 from fdp.plan import Plan
 from fdp.trace.operators.effects import effects_of, is_marker
@@ -86,11 +85,11 @@ class _Job:
         return self.memory.plan
 
 
-def compile_program(plan: Plan, group: Group, communicates: bool, options: Options, records: bool) -> Program:
-    """Compile the program of a plan: plan memory -> graph -> proof -> lowering -> program.
+def compile_program(memory: MemoryPlan, group: Group, communicates: bool, options: Options, records: bool) -> Program:
+    """Compile the program of a plan: memory plan -> graph -> proof -> lowering -> program.
 
     Args:
-        plan: the plan.
+        memory: what was decided of the plan.
         group: the ranks that it is for.
         communicates: False in a world of one, where a mean or sum of one value is that value.
         options: how.
@@ -102,12 +101,8 @@ def compile_program(plan: Plan, group: Group, communicates: bool, options: Optio
     Raises:
         CompileError: the compiler cannot take an operator.
     """
-    return _compile(plan_memory(plan, communicates, COMPILER), group, communicates, options, records)
-
-
-def _compile(memory: MemoryPlan, group: Group, communicates: bool, options: Options, records: bool) -> Program:
     plan = memory.plan
-    bodies = {loop: _compile(body, group, False, options, records=False) for loop, body in memory.bodies.items()}
+    bodies = {loop: compile_program(body, group, False, options, False) for loop, body in memory.bodies.items()}
     constants, held = _constants(plan.trace.graph, group.rank)
     apart = functions_that_draw(plan.trace.graph) if options.draws_alike else []
     job = _Job(
@@ -123,7 +118,7 @@ def _compile(memory: MemoryPlan, group: Group, communicates: bool, options: Opti
             + "; ".join(line.strip() for line in str(error).splitlines()[:-1]),
             stacklevel=2,
         )
-        return verified_program(plan, group.rank, communicates)
+        return verified_program(plan_memory(plan, communicates), group.rank, communicates)
     return _program(job, lower(plan.trace.name, graph, dict(options.settings)), records)
 
 

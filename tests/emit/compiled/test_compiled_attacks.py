@@ -11,7 +11,7 @@ import torch
 from fake_ranks import fake_group
 
 import fdp
-from fdp.emit.compiled import resolve_options
+from fdp.emit.backend import resolve_backend
 from fdp.runtime.emitted import Emitted
 
 # Modules of inductor use what torch has deprecated.
@@ -39,8 +39,8 @@ def compare(step: Callable[..., Any], world: int = 1, donate: Any = 0) -> None:
     step = fdp.data_parallel(step, group=group, donate_argnums=donate, check_replication=False)
     plan = step.plan(state, batch)
     runs = []
-    for options in (None, resolve_options(True)):
-        emitted = Emitted(plan, group, options=options)
+    for compile in (False, True):
+        emitted = Emitted(plan, group, backend=resolve_backend(compile))
         given: Tree = optree.tree_map(torch.clone, (state, batch))
         results = [emitted.dry_run(optree.tree_leaves(given)) for _ in range(2)]
         runs.append((results, given))

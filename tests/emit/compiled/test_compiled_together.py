@@ -38,10 +38,10 @@ def meanwhile(act: Any) -> None:
     compile = first_call.Emitted
 
     def emitted(*args: Any) -> Any:
-        if len(args) > 4 and args[4] is not None and dist.get_rank() == 1:
+        if len(args) > 4 and args[4].compiles and dist.get_rank() == 1:
             act()
         made = compile(*args)
-        if len(args) > 4 and args[4] is not None and dist.get_rank() == 0:
+        if len(args) > 4 and args[4].compiles and dist.get_rank() == 0:
             _get_default_store().set("rank 0 has compiled", "")
         return made
 
