@@ -178,9 +178,9 @@ def test_changes_of_inputs_before_their_last_reader_are_refused(monkeypatch: pyt
                     if reader.target is torch.ops.aten.mul.Tensor:
                         node.append(reader)
 
-    others = tuple(wrong if each is passes._copy_early else each for each in passes.PASSES)
+    others = tuple(wrong if each is passes._copy_early else each for each in passes.PASSES_THAT_MULTIPLY)
     assert wrong in others
-    refused(monkeypatch, passes, "PASSES", others, world=1)
+    refused(monkeypatch, passes, "PASSES_THAT_MULTIPLY", others, world=1)
 
 
 def test_a_message_that_is_waited_for_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

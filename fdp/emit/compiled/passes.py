@@ -26,9 +26,8 @@ def declare(graph: fx.Graph, multiply: bool) -> None:
         graph: changed in place.
         multiply: whether products are computed right in their buckets, by the library's kernel.
     """
-    for each in PASSES:
-        if multiply or each is not _multiply_into_slots:
-            each(graph)
+    for each in PASSES_THAT_MULTIPLY if multiply else PASSES:
+        each(graph)
 
 
 def _written_by(node: fx.Node) -> Iterator[int]:
@@ -222,13 +221,17 @@ def _copy_early(graph: fx.Graph) -> None:
         last.append(node)
 
 
-PASSES: tuple[Callable[[fx.Graph], object], ...] = (
+_IN_PLACE: tuple[Callable[[fx.Graph], object], ...] = (
     fx.Graph.eliminate_dead_code,
     index_flat_copies,
     _scatter_into_copies,
     _keep_snapshots,
     _copy_early,
-    _multiply_into_slots,
-    declare_effects,
 )
+"""What changes memory, and when."""
+
+PASSES = (*_IN_PLACE, declare_effects)
 """From a functional graph to the one that a compiler gets, one after the other."""
+
+PASSES_THAT_MULTIPLY = (*_IN_PLACE, _multiply_into_slots, declare_effects)
+"""Likewise, if the library multiplies."""
