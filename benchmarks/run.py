@@ -4,7 +4,7 @@
 
 Settings: "ranks" is two gloo ranks on this machine, one thread each, beside DDP; "one" is one process of one thread
 without a process group, beside plain PyTorch; "gpu" is an NCCL group of one rank. Everybody runs the fused AdamW.
-docs/benchmarks.md says what is measured, and how.
+docs/explanation/benchmarks.md says what is measured, and how.
 """
 
 from __future__ import annotations

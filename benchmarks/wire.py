@@ -2,7 +2,8 @@
 
     python benchmarks/wire.py [--setting NAME]... [--case NAME]... [--rounds N] [--json FILE]
 
-Settings: "lab-1gbit" and "lab-200mbit", as in overlap.py; they need root, ip and tc. docs/benchmarks.md says more.
+Settings: "lab-1gbit" and "lab-200mbit", as in overlap.py; they need root, ip and tc. docs/explanation/benchmarks.md
+says more.
 """
 
 from __future__ import annotations

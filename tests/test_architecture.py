@@ -203,8 +203,8 @@ def test_every_file_has_a_floor() -> None:
 
 
 def drawn_rooms() -> dict[str, set[str]]:
-    """Folder -> the names of its files, as docs/design.md draws them; files that lie in none are under ""."""
-    text = (ROOT / "docs" / "design.md").read_text()
+    """Folder -> the names of its files, as explanation/design.md draws them; files that lie in none are under ""."""
+    text = (ROOT / "docs" / "explanation" / "design.md").read_text()
     found: dict[str, set[str]] = {}
     for line in text[text.index("## Rooms and floors") : text.index("`Trace.plan`, `Plan.timeline`")].splitlines():
         heading = re.match(r"    (\S+)/ ", line)

@@ -20,7 +20,7 @@ import torch
 from fdp.errors import FdpError, build_message
 
 TESTED = ("2.13", "2.15")
-"""The oldest and the newest release that fdp takes without a warning; docs/torch.md says what was run with which."""
+"""The oldest and the newest release that fdp takes without a warning; docs/reference/torch.md has what was run."""
 
 NEEDED: Mapping[str, tuple[str, ...]] = {
     # Of modules that fdp imports when it is imported, and of what every call asks for.

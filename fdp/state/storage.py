@@ -80,7 +80,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
                 build_message(
                     f"fdp.save wrote a checkpoint to {os.fspath(self._directory)!r} in an unexpected format.",
                     remedy="this release of PyTorch writes checkpoints in a way that fdp does not know: take one that "
-                    "docs/torch.md lists.",
+                    "docs/reference/torch.md lists.",
                 )
             )
         return named

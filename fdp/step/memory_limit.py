@@ -73,7 +73,7 @@ def trace_within(
             str(forecast).splitlines(),
             remedy=f"memory_limit_mb={_rounded_up(forecast.peak_bytes)} is the least that can be kept "
             f"({format_bytes(forecast.peak_bytes)}). To take less, {advice}donate the state (donate_argnums), "
-            "accumulate over microbatches, or compute activations again (docs/memory.md).",
+            "accumulate over microbatches, or compute activations again (docs/how-to/memory.md).",
         )
     )
 

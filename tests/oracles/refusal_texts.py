@@ -3,7 +3,7 @@
 A message says what happened, names the user's function and each offender by its key path, and ends with the remedy.
 Tests write out a message as it might read, with the lines of test files as LINE, and compare its facts: whatever looks
 like code. So a sentence may be improved without a change of tests. Whole texts, one of each class, are in
-docs/errors.md, whose code prints them.
+docs/reference/errors.md, whose code prints them.
 """
 
 from __future__ import annotations

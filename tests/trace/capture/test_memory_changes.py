@@ -3,7 +3,7 @@
 What is right is compared with the step itself, as plain torch runs it, over several calls, operator by operator and
 compiled: results, what donated arguments hold afterwards, and that no tensor of the caller changes its strides. What is
 refused names its line, and leaves what the step closes over as it was (test_memory_changes_refused.py).
-docs/memory-changes.md has the same table.
+docs/reference/memory-changes.md has the same table.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def test_parameters_that_a_module_changes_while_it_runs() -> None:
 
 
 def test_the_table_in_the_documents_names_each_test() -> None:
-    page = (pathlib.Path(__file__).parents[3] / "docs" / "memory-changes.md").read_text()
+    page = (pathlib.Path(__file__).parents[3] / "docs" / "reference" / "memory-changes.md").read_text()
     rows = [line.rsplit("|", 2)[1] for line in page.splitlines() if line.startswith("|")]
     named = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
     known = {*RIGHT, *DONATED, *REFUSED}
