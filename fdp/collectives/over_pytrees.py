@@ -266,7 +266,7 @@ def all_gather(tree: Tree) -> Tree:
         tree: pytree of tensors (the same shape on every rank) and numbers.
 
     Returns:
-        The tree with each leaf of shape [*s] replaced by one of shape [ranks, *s], equal on every rank.
+        The tree with each leaf of shape `[*s]` replaced by one of shape `[ranks, *s]`, equal on every rank.
         Differentiable: the transpose sums what all ranks send back to this one.
 
     Raises:

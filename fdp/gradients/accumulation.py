@@ -51,7 +51,7 @@ def accumulate(
     Returns:
         A function of the arguments of `grad_fn` that returns what it returns, with gradients averaged over microbatches
         and ranks, and the values that were differentiated averaged over microbatches. Any other tensor (what `has_aux`
-        is for) is there once for each microbatch: those of shape [*s] are stacked to [microbatches, *s].
+        is for) is there once for each microbatch: those of shape `[*s]` are stacked to `[microbatches, *s]`.
 
     Raises:
         ArgumentError: the batch cannot be cut so; `grad_fn` returns no gradient, uses one before it is whole, or

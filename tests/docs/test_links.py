@@ -1,4 +1,4 @@
-"""Links between the files of the project lead somewhere, and files that a document names are there."""
+"""Links between the files of the project lead somewhere, and to a section; files that a document names are there."""
 
 from __future__ import annotations
 
@@ -16,6 +16,20 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 def test_links_between_files_lead_somewhere(path: pathlib.Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text())
     assert [link for link in links if "://" not in link and not (path.parent / link).exists()] == []
+
+
+def sections(document: pathlib.Path) -> set[str]:
+    """The anchors of its headings, as GitHub and the site make them."""
+    text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_to_sections_lead_to_one(path: pathlib.Path) -> None:
+    links = re.findall(r"\]\(([^)#\s:]*\.md)?#([^)\s]+)\)", path.read_text())
+    targets = [((path.parent / page if page else path), anchor) for page, anchor in links]
+    assert [f"{page.name}#{anchor}" for page, anchor in targets if anchor not in sections(page)] == []
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

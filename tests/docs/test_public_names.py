@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
-import re
-import textwrap
-from typing import Any
 
 import pytest
+from docstring_gaps import docstring_gaps
 
 import fdp
 
@@ -38,41 +35,6 @@ def test_public_names_are_the_documented_ones() -> None:
     assert set(fdp.__all__) == PUBLIC - NOT_YET
     assert len(fdp.__all__) == len(set(fdp.__all__))
     assert [name for name in NOT_YET if hasattr(fdp, name)] == []
-
-
-def sections(docstring: str) -> dict[str, str]:
-    """Google-style sections of a docstring; the text before the first is under ""."""
-    parts = re.split(r"^(Args|Attributes|Returns|Raises|Example|References):\n", docstring, flags=re.MULTILINE)
-    return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
-
-
-def docstring_gaps(name: str, obj: Any, needs_example: bool) -> list[str]:
-    """What the docstring of a function lacks."""
-    found = sections(inspect.getdoc(obj) or "")
-    gaps = []
-    first = found[""].split("\n\n")[0]
-    if not first.strip().endswith("."):
-        gaps.append("a first sentence that says what it promises")
-    signature = inspect.signature(obj)
-    for parameter in signature.parameters:
-        if parameter != "self" and not re.search(rf"^\s+\*{{0,2}}{parameter}:", found.get("Args", ""), re.MULTILINE):
-            gaps.append(f"Args: {parameter}")
-    takes_arguments = any(parameter != "self" for parameter in signature.parameters)
-    if takes_arguments and signature.return_annotation not in (None, "None") and "Returns" not in found:
-        gaps.append("Returns")
-    raises = any(isinstance(node, ast.Raise) for node in ast.walk(syntax_of(obj)))
-    if raises and "Raises" not in found:
-        gaps.append("Raises")
-    example = found.get("Example", "")
-    elsewhere = re.search(r"See `(\w+)`", example)
-    shown = ">>> " in example or (elsewhere and ">>> " in (getattr(fdp, elsewhere[1]).__doc__ or ""))
-    if needs_example and not shown:
-        gaps.append("Example that runs")
-    return [f"{name}: {gap}" for gap in gaps]
-
-
-def syntax_of(obj: Any) -> ast.AST:
-    return ast.parse(textwrap.dedent(inspect.getsource(obj)))
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC_FUNCTIONS - NOT_YET))

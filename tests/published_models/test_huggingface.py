@@ -161,7 +161,7 @@ def test_what_cannot_be_traced_is_refused(name: str) -> None:
 
 
 def test_the_table_in_the_document_is_what_is_tested() -> None:
-    text = (pathlib.Path(__file__).resolve().parents[2] / "docs" / "how-to" / "models.md").read_text()
+    text = (pathlib.Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md").read_text()
     rows = {tuple(cell.strip() for cell in row.split("|")[1:-1]) for row in text.splitlines() if row.startswith("| ")}
     said = {row[0]: row[2] for row in rows if len(row) == 3 and row[2] in ("yes", "refused")}
     assert said == {**dict.fromkeys([*FAMILIES, *MORE], "yes"), **dict.fromkeys(REFUSED, "refused")}
