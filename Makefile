@@ -6,6 +6,7 @@ TORCH ?=
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 RUN := $(VENV)/bin/python -m
 INSTALLED := $(VENV)/.installed
+SITE := .venv-site
 
 # Some machines tell Python to keep no compiled files. Each process that the tests start would then compile torch anew,
 # which is about half of its start. They go into the environment, not beside the sources.
@@ -13,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/compiled
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test faults lint format fuzz bench bench-overlap bench-compiled docs clean
+.PHONY: help demo test faults lint format fuzz bench bench-overlap bench-compiled docs site clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,8 +66,21 @@ bench-compiled: $(INSTALLED)  ## compiled steps beside DistributedDataParallel w
 	$(VENV)/bin/python benchmarks/compiled.py $(ARGS)
 
 docs: $(INSTALLED)  ## run the code in the documents and docstrings
-	$(RUN) pytest fdp tests/docs/test_docs.py tests/docs/test_links.py tests/docs/test_public_names.py
+	$(RUN) pytest fdp tests/docs/test_docs.py tests/docs/test_links.py tests/docs/test_public_names.py tests/docs/test_site.py
+
+# An environment of its own, so that nothing else waits for the generator. It finds torch and fdp in the other one.
+$(SITE)/.installed: requirements-site.lock $(INSTALLED)
+	@echo "Installing requirements-site.lock into $(SITE)."
+	@test -x $(SITE)/bin/python || $(VENV)/bin/python -m venv $(SITE)
+	@$(SITE)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --requirement requirements-site.lock
+	@$(VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+	  "$$($(SITE)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/beside.pth"
+	@touch $@
+
+site: $(SITE)/.installed  ## the documents as a web site in build/site; a broken link or a gap in a docstring fails
+	$(SITE)/bin/python -m sphinx --quiet --fail-on-warning --keep-going -d build/doctrees -b html docs build/site
+	@echo "Open build/site/index.html"
 
 clean:  ## remove the environments and everything that tools left behind
-	rm -rf .venv .venv-torch-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* .venv-site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 2 examples/train_ddp.py
     python examples/train_ddp.py           # one process, without DDP
 
-The same network, optimizer, schedule, clipping, average, accumulation and precision. docs/examples.md goes through the
-differences. Without fdp there are no restarts on other numbers of ranks, and no checks that ranks agree.
+The same network, optimizer, schedule, clipping, average, accumulation and precision. docs/tutorial/examples.md goes
+through the differences. Without fdp there are no restarts on other numbers of ranks, and no checks that ranks agree.
 """
 
 from __future__ import annotations

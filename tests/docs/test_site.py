@@ -33,6 +33,7 @@ def in_navigation(page: pathlib.Path) -> list[pathlib.Path]:
 
 def test_the_four_sections_are_those_of_diataxis() -> None:
     assert in_navigation(DOCS / "index.md") == [DOCS / section / "index.md" for section in SECTIONS]
+    assert list(DOCS.glob("*.md")) == [DOCS / "index.md"]
 
 
 @pytest.mark.parametrize("section", SECTIONS)
