@@ -39,7 +39,7 @@ def test_the_readme_shows_a_whole_step_on_its_first_screen() -> None:
     first = blocks_of((ROOT / "README.md").read_text())[0]
     assert first.runs and first.output is not None
     assert "@fdp.data_parallel" in first.source
-    assert len(first.source.splitlines()) <= 20
+    assert len(first.source.splitlines()) <= 25  # with a loop that trains
     assert first.line <= 15
 
 
