@@ -200,11 +200,6 @@ def _saved(leaves: list[Any], containers: list[Container]) -> list[Any]:
     return [container.saved(leaf) for leaf, container in zip(leaves, containers, strict=True)]
 
 
-def _adjective(container: Container) -> str:
-    # What is in parts is told by the shape of its whole.
-    return "" if container.role == "part" or not container.adjective else f"{container.adjective}, "
-
-
 def _compare_structure(
     caller: str, names: list[str], leaves: list[Any], containers: list[Container], ranks: Group
 ) -> None:
@@ -213,7 +208,7 @@ def _compare_structure(
         return
     refuse_desynchronised(ranks, caller)
     kinds = [
-        f"{name}: {_adjective(container)}{_leaf_text(leaf)}"
+        f"{name}: {container.adjective}{', ' if container.adjective else ''}{_leaf_text(leaf)}"
         for name, leaf, container in zip(names, leaves, containers, strict=True)
     ]
     (marks,) = zip(*_gather_marks([_text_mark("\n".join(kinds))], ranks, leaves), strict=True)

@@ -118,3 +118,17 @@ def test_a_checkpoint_of_parts_is_loaded_on_other_numbers_of_ranks(size: int) ->
         assert Path(folder, "once").is_dir()
         for other in (1, 2, 3, 4):
             ranks.run(other, loads, folder) if other > 1 else loads(folder)
+
+
+def mixed(function: str) -> str:
+    tree = fdp.shard({"w": numbers(8, 4)}, min_size=1) if fdp.axis_index() == 0 else {"w": numbers(8, 4)}
+    with pytest.raises(fdp.AgreementError) as caught:
+        getattr(fdp, function)(tree)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("function", ["replicate", "assert_replicated"])
+def test_sharded_on_one_rank_and_whole_on_another_is_refused_by_name(function: str) -> None:
+    for message in ranks.run(2, mixed, function):  # replicate would wait for the rank that has nothing to send
+        assert "rank 0: tree['w']: sharded, [8, 4] torch.float32" in message
+        assert "rank 1: tree['w']: [8, 4] torch.float32" in message
