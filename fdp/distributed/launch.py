@@ -52,12 +52,13 @@ def initialize(backend: str | None = None, timeout: float | datetime.timedelta |
     Args:
         backend: as for `torch.distributed.init_process_group`; None for gloo, and for the accelerator's own beside it
             where there is one. Then each rank also takes the accelerator of its local rank as its current device.
-        timeout: of messages, in seconds; None for the backend's own.
+        timeout: of messages, in seconds; None for the backend's own. Also how long other ranks may take to join; None
+            for five minutes.
 
     Raises:
         ArgumentError: some of a launcher's variables are missing, or are no numbers; names them. The process group
             is there already, with another backend.
-        PeerError: the other ranks cannot be reached.
+        PeerError: other ranks have not joined, and it names them; or they cannot be reached.
 
     Example:
         >>> initialize()
