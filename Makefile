@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/compiled
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test faults lint format fuzz bench bench-overlap bench-compiled docs site clean
+.PHONY: help demo test faults lint format fuzz bench bench-overlap bench-compiled docs site release-check clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -80,6 +80,9 @@ $(SITE)/.installed: requirements-site.lock $(INSTALLED)
 site: $(SITE)/.installed  ## the documents as a web site in build/site; a broken link or a gap in a docstring fails
 	$(SITE)/bin/python -m sphinx --quiet --fail-on-warning --keep-going -d build/doctrees -b html docs build/site
 	@echo "Open build/site/index.html"
+
+release-check: $(INSTALLED)  ## is this a release? builds it, installs that in a clean environment, trains with it
+	$(VENV)/bin/python .ci/release_check.py
 
 clean:  ## remove the environments and everything that tools left behind
 	rm -rf .venv .venv-torch-* .venv-site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
