@@ -12,6 +12,9 @@ import torch.distributed as dist
 _CHECKS_PER_S = 4000
 """Of the store by all ranks together, about; of few ranks each looks fifty times a second."""
 
+_LOOKS_WITHIN_S = 2.0
+"""A rank 0 that has not looked around for so long is gone, also on a machine that is busy."""
+
 _WARNS_S = 30.0
 """A rank that has waited so long says for whom; again each time that the wait has doubled."""
 
@@ -126,9 +129,12 @@ class _Joining:
 
     def _has_rank_0(self) -> bool:
         """Whether rank 0 of the attempt still looks around."""
-        looks = self._store.add(f"{self.attempt}/looks", 0)
-        time.sleep(5 * _pause_s(self._size))
-        return bool(self._store.add(f"{self.attempt}/looks", 0) > looks)
+        looks, end_s = self._store.add(f"{self.attempt}/looks", 0), time.monotonic() + _LOOKS_WITHIN_S
+        while time.monotonic() < end_s and not self._gave_up():
+            time.sleep(_pause_s(self._size))
+            if self._store.add(f"{self.attempt}/looks", 0) > looks:
+                return True
+        return False
 
 
 def _text(ranks: tuple[int, ...]) -> str:
