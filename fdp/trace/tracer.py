@@ -92,7 +92,8 @@ def trace_step(
     outputs = assign_slots(outputs, out_spec, whole, flat, roles)
     outputs, sources = assign_containers(outputs, out_spec, whole, flat, roles)
     if check_replication:
-        check_outputs(name, outputs, causes, _arguments_by_node(placeholders, whole))
+        only_batches = roles.batch | roles.static == set(range(len(roles.names)))
+        check_outputs(name, outputs, causes, _arguments_by_node(placeholders, whole), only_batches)
 
     def traced(
         module: fx.GraphModule, inputs: Sequence[Input], outputs: Sequence[Output], in_spec: Any, out_spec: Any

@@ -43,3 +43,23 @@ def test_error_feedback_makes_up_for_low_rank() -> None:
     assert low_rank < fed_back > whole - 3
     sent = numbers("%, @ bytes a step", text)
     assert sent[1] == sent[2] < sent[0] / 20
+
+
+def test_the_teacher_of_byol_learns_and_is_one() -> None:
+    text = on_two_ranks("recipes/byol", "--steps=60", "--batch-size=128")
+    (untrained, after) = numbers("@% right when untrained, @% after", text)
+    assert after > untrained + 2
+    assert "the teacher is equal on 2 ranks" in text
+
+
+def test_the_queue_of_moco_is_one() -> None:
+    text = on_two_ranks("recipes/moco", "--steps=60", "--batch-size=128")
+    (untrained, after) = numbers("@% right when untrained, @% after", text)
+    assert after > untrained + 4
+    assert "the queue of 1,024 keys is equal on 2 ranks" in text
+
+
+def test_ppo_keeps_the_pole_up() -> None:
+    text = on_two_ranks("recipes/ppo", "--rounds=5", "--carts=128")
+    before, *_, after = numbers("the mean return is @ of", text)
+    assert before < 30 and after > 60

@@ -122,3 +122,31 @@ step 'train' returns values that may differ from rank to rank.
   output: [] torch.float32, last varied in aten.mul.Tensor at LINE in train
 {REPLICATE}"""
     check(fdp.ReplicationError, run(train), text)
+
+
+def test_a_step_that_takes_state_alone() -> None:
+    """Its only argument is a batch by default: the remedy says how to have none."""
+
+    def meet(state: Tree, times: int = 1) -> Tree:
+        return {"w": state["w"] * times, "mean": fdp.pmean(state["w"])}
+
+    remedy = REPLICATE.replace("declare", "pass batch_argnums=() if no argument is a batch; declare")
+    of_batch = f"""
+step 'meet' returns values that may differ from rank to rank.
+  output['w']: [2] torch.float32, last varied in aten.mul.Tensor at LINE in meet
+{remedy}"""
+    state = {"w": torch.ones(2)}
+    check(fdp.ReplicationError, lambda: fdp.data_parallel(meet)(state), of_batch)
+    constant = fdp.data_parallel(meet, batch_argnums=0, static_argnums=1)
+    check(fdp.ReplicationError, lambda: constant(state, 2), of_batch)
+    assert fdp.data_parallel(meet, batch_argnums=())(state)["w"].tolist() == [1, 1]
+
+    def draw(state: Tree) -> Tree:
+        return torch.rand(2) + fdp.pmean(state["w"])
+
+    of_draws = f"""
+step 'draw' returns values that may differ from rank to rank.
+  output: [2] torch.float32, last varied in aten.add.Tensor at LINE in draw, only by the random numbers of \
+aten.rand.default at LINE in draw
+{REPLICATE_OR_DRAW}"""
+    check(fdp.ReplicationError, lambda: fdp.data_parallel(draw)(state), of_draws)

@@ -170,7 +170,13 @@ def check_devices(name: str, graph: fx.Graph) -> None:
         )
 
 
-def check_outputs(name: str, outputs: Sequence[Output], causes: Mapping[str, Cause], labels: Mapping[str, str]) -> None:
+def check_outputs(
+    name: str,
+    outputs: Sequence[Output],
+    causes: Mapping[str, Cause],
+    labels: Mapping[str, str],
+    only_batches: bool = False,
+) -> None:
     """Refuse a step that returns, undeclared, a value which may differ from rank to rank.
 
     Args:
@@ -178,16 +184,18 @@ def check_outputs(name: str, outputs: Sequence[Output], causes: Mapping[str, Cau
         outputs: every leaf that the step returns.
         causes: for the name of each varying output, why it varies.
         labels: what the inputs are, with key paths, by the name of their node.
+        only_batches: whether every argument is a batch; perhaps the last one is by default, and is meant to be state.
 
     Raises:
         ReplicationError: names each of them with shape, dtype, operation and line.
     """
-    offenders, drawn = [], False
+    offenders, drawn, of_inputs = [], False, False
     for output in outputs:
         if not output.varying or output.per_rank or output.labelled:
             continue
         cause = causes[output.name]
         origin = cause.last
+        of_inputs |= cause.draw is None
         if origin.op == "placeholder":
             why = f"is the {labels[origin.name]} itself"
         else:
@@ -205,6 +213,7 @@ def check_outputs(name: str, outputs: Sequence[Output], causes: Mapping[str, Cau
                 offenders,
                 remedy="average them with fdp.pmean (or fdp.psum, fdp.pmax, fdp.broadcast); "
                 + ("draw what is to be equal on all ranks with fdp.random; " if drawn else "")
+                + ("pass batch_argnums=() if no argument is a batch; " if only_batches and of_inputs else "")
                 + "declare those that are meant to differ with fdp.per_rank.",
             )
         )
