@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     key = fdp.random.fold_in(fdp.random.key(0), rank)
     env: Any = fdp.per_rank({"carts": start(key, args.carts // ranks), "key": key})
     for round_ in range(args.rounds + 1):
-        if round_ % (args.rounds // 2) == 0:
+        if round_ in (0, args.rounds // 2, args.rounds):
             earned = mean_return(state["params"])
             if rank == 0:
                 print(f"after {round_ * moves * args.carts:6,} moves the mean return is {earned:.0f} of 200")
