@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fdp
-from fdp.emit.compiled.layouts import Changes
+from fdp.emit.compiled.layouts import StrideKeeper
 
 Change = Callable[[torch.Tensor], object]
 
@@ -100,13 +100,13 @@ def test_what_is_changed_by_places_through_a_view(how: Callable[[Change, torch.T
 def test_the_proof_finds_a_wrong_place(
     how: Callable[[Change, torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = Changes.applied_to_base
+    right = StrideKeeper.applied_to_base
 
-    def one_further(changes: Changes, node: Any, args: Any, value_of: Any) -> Any:
+    def one_further(changes: StrideKeeper, node: Any, args: Any, value_of: Any) -> Any:
         found = right(changes, node, args, value_of)
         return found if found is args else (*found[:3], (*found, 0)[3] + 1)
 
-    monkeypatch.setattr(Changes, "applied_to_base", one_further)
+    monkeypatch.setattr(StrideKeeper, "applied_to_base", one_further)
     with pytest.warns(UserWarning, match="found to be wrong before it ran"):
         fdp.data_parallel(
             lambda x: how(CHANGES["one of several views"], x),
