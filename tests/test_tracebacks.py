@@ -183,11 +183,13 @@ def test_dynamo_compiles_nothing_of_what_breaks_its_graph() -> None:
         graphs.append(graph)
         return graph.forward
 
-    torch._dynamo.reset()  # first: it may forget which frames are skipped, of code that it has seen
+    torch._dynamo.reset()
     double = dynamo.breaks_graph("why")(lambda x: x * 2)
-    torch._dynamo.utils.counters.clear()
     assert torch.compile(lambda x: double(x + 1) + 1, backend=compiler)(W).equal(W * 5)
-    assert len(graphs) == 2 and torch._dynamo.utils.counters["frames"]["total"] == 2
+    assert len(graphs) == 2
+    # Not by the number of frames: what Python calls meanwhile, such as finalizers, may be among them.
+    seen = [reference() for reference in torch._dynamo.convert_frame.input_codes.seen]
+    assert [code.co_name for code in seen if code is not None and code.co_filename == dynamo.__file__] == []
 
 
 def test_a_function_that_hides_frames_is_of_its_own_module() -> None:
