@@ -55,7 +55,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    # torch.distributed.checkpoint takes longer to import than all of fdp: it waits until one of these is asked for.
+    # torch.distributed.checkpoint takes long to import: it waits until one of these is asked for.
     if name in ("CheckpointManager", "load", "save"):
         fdp.pytorch.parts.require("saving and loading")
         from fdp.state import checkpoint, checkpoint_manager

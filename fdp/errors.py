@@ -6,7 +6,7 @@ offender, and its last line is the remedy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class FdpError(Exception):
@@ -113,6 +113,18 @@ def first_line(error: object) -> str:
         ('no', '')
     """
     return (error_text(error).strip().splitlines() or [""])[0]
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ranks by number, for a message.
+
+    Example:
+        >>> ranks_text([3]), ranks_text([0, 2, 5])
+        ('rank 3', 'ranks 0, 2 and 5')
+    """
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def build_message(what: str, offenders: Iterable[str] = (), remedy: str = "") -> str:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fdp.errors import ranks_text
+
 _CHECKS_PER_S = 4000
 """Of the store by all ranks together, about; of few ranks each looks fifty times a second."""
 
@@ -30,7 +32,7 @@ class NotJoined(Exception):
     """
 
     def __init__(self, ranks: tuple[int, ...], limit_s: float) -> None:
-        super().__init__(f"{_text(ranks)} did not join within {limit_s:g} seconds")
+        super().__init__(f"{ranks_text(ranks)} did not join within {limit_s:g} seconds")
         self.ranks = ranks
 
 
@@ -65,12 +67,13 @@ def join_attempt(store: Any, rank: int, size: int, limit_s: float) -> int:
     warns_s = _WARNS_S
     while not joining.is_complete():
         waited_s = time.monotonic() - begun_s
-        if waited_s > limit_s:
-            raise NotJoined(joining.give_up(), limit_s)
-        if waited_s > warns_s:
+        # None is missing where the last one joins just now: it only remains to be said that all are there.
+        if waited_s > limit_s and (missing := joining.give_up()):
+            raise NotJoined(missing, limit_s)
+        if waited_s > warns_s and (missing := joining.missing()):
             warns_s *= 2
-            missing = _text(joining.missing())
-            logger.warning("rank %d has waited %.0f seconds for %s to join the job", rank, waited_s, missing)
+            text = ranks_text(missing)
+            logger.warning("rank %d has waited %.0f seconds for %s to join the job", rank, waited_s, text)
         time.sleep(_pause_s(size))
     return joining.attempt
 
@@ -119,7 +122,7 @@ class _Joining:
     def give_up(self) -> tuple[int, ...]:
         """Which ranks have not joined; if rank 0 gives up, all that give up later say what it says."""
         missing = self.missing()
-        if self._rank == 0:
+        if self._rank == 0 and missing:
             self._store.set(f"{self.attempt}/missing", json.dumps(missing))
         return missing
 
@@ -135,10 +138,6 @@ class _Joining:
             if self._store.add(f"{self.attempt}/looks", 0) > looks:
                 return True
         return False
-
-
-def _text(ranks: tuple[int, ...]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _pause_s(size: int) -> float:

@@ -25,7 +25,7 @@ def breaks_graph(reason: str) -> Callable[[_Function], _Function]:
 
     It hides frames of what the function raises, as `hiding_frames` does.
 
-    It is what `torch.compiler.disable` does, without importing Dynamo, which takes most of a second, and without a
+    It is what `torch.compiler.disable` does, without importing Dynamo, which takes long, and without a
     frame of torch in tracebacks. (This relies on the marks by which Dynamo breaks its graph at a function, and on two
     functions of Dynamo's part in C, which is there before the rest: `set_eval_frame`, which says what compiles frames,
     and `set_code_exec_strategy`, which keeps the frame around the function from being compiled after the break. On a

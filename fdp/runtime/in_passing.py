@@ -19,7 +19,7 @@ import torch.distributed as dist
 from fdp.distributed.checksum import BITS, checksum, checksum_of_memory
 from fdp.distributed.exchange import exchange, timeout_s
 from fdp.distributed.group import Group
-from fdp.errors import ReplicationError, build_message
+from fdp.errors import ReplicationError, build_message, ranks_text
 from fdp.plan import Plan
 from fdp.runtime.rounds import ROUNDS, LeafSlice, last_compared, share_out
 from fdp.runtime.written_early import written_early
@@ -186,7 +186,7 @@ class InPassing:
             lines.append(f"{what}: {whose}; {equal}, not when call {seen} began")
         if not lines:
             names = dict.fromkeys(self._names[piece.leaf] for piece in self.rounds[look.call % ROUNDS])
-            again = f"{_ranks(silent)} did not tell more" if silent else "equal on all ranks when looked at again"
+            again = f"{ranks_text(silent)} did not tell more" if silent else "equal on all ranks when looked at again"
             lines = [f"{what}: compared at this call; {again}" for what in names]
         returned = f" What it returned since call {look.call} is wrong." if late else ""
         return ReplicationError(
@@ -230,14 +230,8 @@ def _whose(parts: Sequence[Mapping[int, int]]) -> str:
     usual, count = Counter(held.values()).most_common(1)[0]
     odd = [rank for rank in ranks if held[rank] != usual]
     if 2 * count <= len(ranks):
-        return f"{_ranks(ranks)} differ"
-    return f"{_ranks(odd)} {'differs' if len(odd) == 1 else 'differ'} from the others"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+        return f"{ranks_text(ranks)} differ"
+    return f"{ranks_text(odd)} {'differs' if len(odd) == 1 else 'differ'} from the others"
 
 
 def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:

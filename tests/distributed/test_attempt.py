@@ -104,4 +104,20 @@ def test_who_is_missing_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: 
             for thread in threads:
                 thread.join()
         assert {rank: error.ranks for rank, error in found.items()} == dict.fromkeys(ranks, missing)
-    assert "rank 2 has waited 0 seconds for ranks 1, 3 to join the job" in caplog.text
+    assert "rank 2 has waited 0 seconds for ranks 1 and 3 to join the job" in caplog.text
+
+
+class JoinsAtTheLastMoment(Mortal):
+    """A store through which rank 1 joins as soon as rank 0 looks who is missing."""
+
+    def check(self, keys: list[str]) -> bool:
+        store = self._use()
+        if keys == ["fdp/2 ranks/1/joined/1"] and not store.check(keys):
+            store.add(keys[0], 1)
+            store.add("fdp/2 ranks/1/others", 1)
+        return bool(store.check(keys))
+
+
+def test_a_rank_that_joins_at_the_last_moment_is_not_missing() -> None:
+    store = JoinsAtTheLastMoment(dist.HashStore(), None, threading.Event())  # type: ignore[attr-defined]
+    assert join_attempt(store, 0, 2, 0.05) == 1

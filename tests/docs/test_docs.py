@@ -39,8 +39,8 @@ def test_the_readme_shows_a_whole_step_on_its_first_screen() -> None:
     first = blocks_of((ROOT / "README.md").read_text())[0]
     assert first.runs and first.output is not None
     assert "@fdp.data_parallel" in first.source
-    assert len(first.source.splitlines()) <= 25  # with a loop that trains
-    assert first.line <= 25  # below for whom it is, for whom not, and a picture
+    assert len(first.source.splitlines()) <= 20
+    assert first.line <= 15
 
 
 def test_make_targets_in_the_documents_exist() -> None:
