@@ -78,8 +78,11 @@ def _in_place_of_containers(
     arguments, paths = _arguments(flat, roles), _plain_paths(out_spec)
     taken: dict[int, int] = {}
     for container in dict.fromkeys(item.container for item in inputs if item.container is not PLAIN):
-        pair = _paired_with_varying if container.role == "per rank" else _paired_with_equal
-        for at, source in pair(paths, arguments, outputs, inputs, container).items():
+        if container.role == "per rank":
+            found = _paired_with_varying(paths, arguments, outputs, inputs, container)
+        else:
+            found = _paired_with_equal(paths, arguments, outputs, inputs)
+        for at, source in found.items():
             if inputs[source].container is container:
                 taken.setdefault(at, source)
     return taken
@@ -111,11 +114,7 @@ def _paired_with_varying(
 
 
 def _paired_with_equal(
-    paths: Sequence[_Path],
-    arguments: Sequence[dict[_Path, int]],
-    outputs: Sequence[Output],
-    inputs: Sequence[Input],
-    container: Container,
+    paths: Sequence[_Path], arguments: Sequence[dict[_Path, int]], outputs: Sequence[Output], inputs: Sequence[Input]
 ) -> dict[int, int]:
     """Pair outputs with inputs, for a container of values that are, as a whole, the same on every rank."""
 
