@@ -49,7 +49,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "gradients": ("mean_over_ranks", "autodiff", "accumulation"),
     "nn": ("batch_norm meta_copy", "modules"),
     "optim": (
-        "argument_checks tracing", "rule", "optimizer", "entries", "clipping partition schedules", "skipping",
+        "argument_checks first_state kept_elsewhere tracing", "rule", "optimizer", "entries gradient_transformations",
+        "clipping partition schedules", "skipping",
         "averaging loss_scale",
     ),
     "join": (),

@@ -11,15 +11,18 @@ through a class; the first that fits is taken, unless `fused=`, `foreach=` or `c
   both worlds.
 - capturable: for classes whose plain code asks Python `if` about a tensor's value (ASGD, RAdam, Rprop).
 
-Around it: `partition` (parameter groups), `scheduled`, `clipped`, `averaged`, `skip_nonfinite` and `loss_scaled` take
+`from_transform` takes optimizers in the form of Optax, whose `update` returns what is to be added to the parameters.
+
+Around both: `partition` (parameter groups), `scheduled`, `clipped`, `averaged`, `skip_nonfinite` and `loss_scaled` take
 optimizers and make one. Each adds its entries to the dict that is the state of the one inside.
 
-argument_checks, tracing -> rule -> optimizer -> entries -> clipping -> skipping -> averaging, loss_scale; partition,
-schedules
+argument_checks, tracing, first_state, kept_elsewhere -> rule -> optimizer -> entries, gradient_transformations ->
+clipping -> skipping -> averaging, loss_scale; partition, schedules
 """
 
 from fdp.optim.averaging import averaged, ema
 from fdp.optim.clipping import clip_by_global_norm, clipped, global_norm
+from fdp.optim.gradient_transformations import GradientTransformation, apply_updates, chain, from_transform
 from fdp.optim.loss_scale import loss_scaled
 from fdp.optim.optimizer import Optimizer, from_torch
 from fdp.optim.partition import partition
@@ -27,8 +30,9 @@ from fdp.optim.schedules import Schedule, schedule_from_torch, scheduled
 from fdp.optim.skipping import skip_nonfinite
 
 __all__ = [
-    "Optimizer", "Schedule", "averaged", "clip_by_global_norm", "clipped", "ema", "from_torch", "global_norm",
-    "loss_scaled", "partition", "schedule_from_torch", "scheduled", "skip_nonfinite",
+    "GradientTransformation", "Optimizer", "Schedule", "apply_updates", "averaged", "chain", "clip_by_global_norm",
+    "clipped", "ema", "from_torch", "from_transform", "global_norm", "loss_scaled", "partition", "schedule_from_torch",
+    "scheduled", "skip_nonfinite",
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from torch import Tensor, optim
 
 from fdp import pytree
 from fdp.optim.argument_checks import optimizer_error, value_text
-from fdp.optim.rule import Rule, has_first_state
+from fdp.optim.rule import OWN_PAIR, Rule
 from fdp.pytorch.dynamo import breaks_graph
 from fdp.pytorch.parts import require
 from fdp.pytree import Tree
@@ -37,7 +38,7 @@ _BREAK_REASON = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Optimizer:
     """A pair of pure functions that hold no state of their own.
 
@@ -51,8 +52,34 @@ class Optimizer:
     update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
     summary: str = field(default="Optimizer(init, update)", compare=False)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "update", _with_params(self.update))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Optimizer) and self._functions() == other._functions()
+
+    def __hash__(self) -> int:
+        return hash(self._functions())
+
+    def _functions(self) -> tuple[Any, Any]:
+        return self.init, getattr(self.update, "__wrapped__", self.update)
+
     def __repr__(self) -> str:
         return self.summary
+
+
+def _with_params(update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]) -> Callable[..., tuple[Tree, Tree]]:
+    """`update`, which says what is missing where it is called as Optax's may be."""
+
+    @functools.wraps(update)
+    @hiding_frames
+    def checked(grads: Tree, opt_state: Tree, *params: Tree) -> tuple[Tree, Tree]:
+        if not params:
+            what = "update takes the parameters as well, and returns new ones. (That of Optax returns what is added.)"
+            raise optimizer_error(what, "params, opt_state = optimizer.update(grads, opt_state, params).")
+        return update(grads, opt_state, *params)
+
+    return checked
 
 
 @hiding_frames
@@ -109,9 +136,8 @@ def from_torch(cls: type[optim.Optimizer], **hyperparameters: Any) -> Optimizer:
     if hyperparameters.get("differentiable"):
         what = f"{cls.__name__}(differentiable=True) differentiates its step, but update is without autograd."
         raise optimizer_error(what, "leave differentiable out, or write the update in torch operations.")
-    if not has_first_state(cls):
-        what = f"{cls.__name__} has no _init_group, so its state before the first step cannot be made exactly."
-        raise optimizer_error(what, "write init and update as two functions and make an Optimizer of them.")
+    if cls.step is optim.Optimizer.step:
+        raise optimizer_error(f"{cls.__name__} has no step.", OWN_PAIR)
 
     given = {name: _floats(name, value) for name, value in hyperparameters.items() if _holds_tensor(value)}
     constants = {**hyperparameters, **given}

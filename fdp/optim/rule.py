@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, optim
 
 from fdp import pytree
+from fdp.errors import ArgumentError
 from fdp.optim.argument_checks import (
     check_gradient,
     check_state,
@@ -23,6 +24,8 @@ from fdp.optim.argument_checks import (
     trains,
     value_text,
 )
+from fdp.optim.first_state import NoFirstState, first_values
+from fdp.optim.kept_elsewhere import changed_since, kept_elsewhere
 from fdp.optim.tracing import compiling_flag, make_comparisons_traceable, number_of, numbers_of_tensors
 from fdp.pytree import Tree
 from fdp.state.containers import Container, bare, containers_of
@@ -30,6 +33,9 @@ from fdp.state.containers import Container, bare, containers_of
 _HALF = (torch.bfloat16, torch.float16)
 _FUSED_DTYPES = (torch.float32, torch.float64, *_HALF)
 _FUSED_DEVICES = ("cpu", "cuda")
+OWN_PAIR = "write it as a transformation for fdp.optim.from_transform, or as Optimizer(init, update) of two functions."
+"""The remedy for a class that keeps what no tensor of a parameter's state holds."""
+
 _CAPTURABLE_ONLY = (optim.ASGD, optim.RAdam, optim.Rprop)
 
 
@@ -113,14 +119,12 @@ class Rule:
             what = f"the fused SGD kernel loses the momentum of {name}, {value_text(p)}: its results are noise."
             raise optimizer_error(what, "leave fused out.")
         try:
-            optimizer: Any = self.build([p])
-            p.grad = torch.zeros_like(p)
-            lists = len(inspect.signature(optimizer._init_group).parameters) - 1
-            optimizer._init_group(optimizer.param_groups[0], *([] for _ in range(lists)))
+            state = self._made_by_itself(p) if has_first_state(self.cls) else self._made_in_a_step(p, name)
+        except ArgumentError:
+            raise
         except (TypeError, ValueError, RuntimeError, AssertionError) as error:
             what = f"{self.cls.__name__} refuses the parameter {name}, {value_text(p)}: {error}."
             raise optimizer_error(what, "give each optimizer the part of the parameters that it supports.") from error
-        state = dict(optimizer.state[p])
         if self.has_momentum:
             # torch has no buffer before the first step and starts it with the gradient. Negative zero is what
             # can be added to any number, a negative zero too, without changing a bit.
@@ -133,6 +137,26 @@ class Rule:
                 what = f"{self.cls.__name__} keeps {key!r} of {name} as {value_text(value)}, not a tensor."
                 raise optimizer_error(what, "use a class that keeps its state in tensors.")
         return {key: container.beside(value) for key, value in state.items()}
+
+    def _made_by_itself(self, p: Tensor) -> dict[str, Any]:
+        optimizer: Any = self.build([p])
+        p.grad = torch.zeros_like(p)
+        lists = len(inspect.signature(optimizer._init_group).parameters) - 1
+        optimizer._init_group(optimizer.param_groups[0], *([] for _ in range(lists)))
+        return dict(optimizer.state[p])
+
+    def _made_in_a_step(self, p: Tensor, name: str) -> dict[str, Any]:
+        try:
+            return first_values(self.build, self._take, p)
+        except ArgumentError:
+            raise
+        except NoFirstState as error:
+            what = f"{self.cls.__name__} has no exact pure form: {error}. (Seen with {name}, {value_text(p)}.)"
+            raise optimizer_error(what, OWN_PAIR) from error
+        except Exception as error:  # whatever a class that is not torch's may raise
+            why = f"{type(error).__name__}: {error}"
+            what = f"a first step of {self.cls.__name__} raises with {name}, {value_text(p)}: {why}."
+            raise optimizer_error(what, OWN_PAIR) from error
 
     def update(self, grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
         """Take one step; every argument stays as it is."""
@@ -185,21 +209,32 @@ class Rule:
             if self.dampened:
                 group["dampening"] = started[n].item() * group["dampening"]  # a group for each parameter
 
-    def _step(self, optimizer: optim.Optimizer, params: list[Tensor], name: Callable[[int], str]) -> None:
-        """`step()` without the profiler's wrapper, whose marks would be operations of the graph."""
+    def _take(self, optimizer: optim.Optimizer) -> None:
+        """`step()` without the profiler's wrapper, whose marks would be operations of the graph.
+
+        What it keeps must be in the state of parameters: the instance ends with the update.
+        """
         step: Any = type(optimizer).step
         step = step.__wrapped__ if getattr(step, "hooked", False) else step
+        before = None if ships_with_torch(self.cls) else kept_elsewhere(optimizer)
+        with compiling_flag(any(group.get("capturable") for group in optimizer.param_groups)):
+            step(optimizer)
+        if changed := [] if before is None else changed_since(before, optimizer):
+            what = f"a step of {self.cls.__name__} changes {', '.join(changed)}, which is no state of a parameter."
+            raise optimizer_error(what, OWN_PAIR)
+
+    def _step(self, optimizer: optim.Optimizer, params: list[Tensor], name: Callable[[int], str]) -> None:
+        """A step with state that came in."""
         given = [set(optimizer.state[p]) for p in params]
         missing: KeyError | None = None
         if issubclass(self.cls, optim.Adafactor):
             make_comparisons_traceable()
-        with compiling_flag(any(group.get("capturable") for group in optimizer.param_groups)):
-            try:
-                step(optimizer)
-            except KeyError as error:
-                if all(error.args[0] in keys for keys in given):
-                    raise
-                missing = error
+        try:
+            self._take(optimizer)
+        except KeyError as error:
+            if all(error.args[0] in keys for keys in given):
+                raise
+            missing = error
         for n, p in enumerate(params):
             # A class makes state that it does not find, silently and from zero: not the state that came in.
             if set(optimizer.state[p]) != given[n] or (missing and missing.args[0] not in given[n]):

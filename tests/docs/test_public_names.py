@@ -22,8 +22,8 @@ PUBLIC_ERRORS = {
 }  # fmt: skip
 # Of `fdp.optim`, beside the class `Optimizer`.
 PUBLIC_IN_OPTIM = {
-    "averaged", "clip_by_global_norm", "clipped", "ema", "from_torch", "global_norm", "loss_scaled", "partition",
-    "schedule_from_torch", "scheduled", "skip_nonfinite",
+    "apply_updates", "averaged", "chain", "clip_by_global_norm", "clipped", "ema", "from_torch", "from_transform",
+    "global_norm", "loss_scaled", "partition", "schedule_from_torch", "scheduled", "skip_nonfinite",
 }  # fmt: skip
 PUBLIC_STAGES = {"Step", "Trace", "Plan"}
 PUBLIC_VALUES = {"BatchSampler", "CheckpointManager", "Network", "PerRank", "Scaling", "Timeline"}
@@ -63,7 +63,7 @@ def test_public_function_of_optim_is_documented(name: str) -> None:
 
 
 def test_public_names_of_optim_are_the_documented_ones() -> None:
-    assert set(fdp.optim.__all__) == PUBLIC_IN_OPTIM | {"Optimizer", "Schedule"}
+    assert set(fdp.optim.__all__) == PUBLIC_IN_OPTIM | {"GradientTransformation", "Optimizer", "Schedule"}
     assert docstring_gaps("optim.Schedule", fdp.optim.Schedule.__call__, needs_example=False) == []
 
 
