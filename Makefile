@@ -82,7 +82,7 @@ site: $(SITE)/.installed  ## the documents as a web site in build/site; a broken
 	@echo "Open build/site/index.html"
 
 release-check: $(INSTALLED)  ## is this a release? builds it, installs that in a clean environment, trains with it
-	$(VENV)/bin/python .ci/release_check.py
+	$(VENV)/bin/python .ci/release_check.py $(ARGS)
 
 clean:  ## remove the environments and everything that tools left behind
 	rm -rf .venv .venv-torch-* .venv-site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

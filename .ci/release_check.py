@@ -1,17 +1,20 @@
 """Is this checkout a release? Builds it, installs what was built in a clean environment, and trains with that.
 
-    make release-check
+    make release-check [ARGS="--out dist --tag v0.1.0"]
 
 It checks the version (one in pyproject.toml, fdp and CITATION.cff, with a dated entry in CHANGELOG.md), what wheel and
 sdist hold, that the wheel installs with no more than its requirements, and that it trains on two ranks. A version with
-no dated entry is reported last, so that everything else can be tried before.
+no dated entry is reported last, so that everything else can be tried before. With `--out` it leaves wheel and sdist in
+that folder if all is well. With `--tag` the version has to be that of the tag.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -113,8 +116,16 @@ def train(wheel: pathlib.Path, folder: pathlib.Path) -> None:
 
 def main() -> None:
     """Check one after the other, and say what was done."""
+    parser = argparse.ArgumentParser(description="Is this checkout a release?")
+    parser.add_argument("--out", type=pathlib.Path, help="where wheel and sdist are left")
+    parser.add_argument("--tag", help="the tag of the release: v and the version")
+    options = parser.parse_args()
     number = version()
     print(f"version {number}, the same everywhere")
+    if options.tag not in (None, f"v{number}"):
+        sys.exit(f"failed: the tag {options.tag} is not that of version {number}")
+    dated = rf"^## \[{re.escape(number)}\] - \d{{4}}-\d\d-\d\d$"
+    is_dated = re.search(dated, (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE) is not None
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         wheel, sdist = build(folder)
@@ -123,9 +134,11 @@ def main() -> None:
         print("they hold the package, all of it, and the license")
         train(wheel, folder)
         print("installed in a clean environment, it trains on two ranks")
-    if not re.search(
-        rf"^## \[{re.escape(number)}\] - \d{{4}}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
-    ):
+        if options.out is not None and is_dated:
+            options.out.mkdir(parents=True, exist_ok=True)
+            for built in (wheel, sdist):
+                shutil.copy(built, options.out)
+    if not is_dated:
         sys.exit(f"not released: CHANGELOG.md has no entry of version {number} with a date")
     print("CHANGELOG.md has its entry, with a date")
 

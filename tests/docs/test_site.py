@@ -52,7 +52,7 @@ def test_a_page_says_first_what_it_is_for(page: pathlib.Path) -> None:
 
 
 def test_pages_that_were_not_run_say_so_first() -> None:
-    for name in ("slurm", "kubernetes", "ray", "several-hosts"):
+    for name in ("slurm", "kubernetes", "ray", "accelerate", "several-hosts"):
         assert re.search(r"\bnot run\b|\bwas run\b|\bwere run\b", (DOCS / "how-to" / f"{name}.md").read_text()[:600])
 
 
