@@ -77,8 +77,14 @@ def train(kind: str, victim: int, seconds: float = 6.0, calls: int = 8) -> Said:
         said = _said(rank, error, call, store)
         if is_victim:
             time.sleep(8)  # it has caught its error, and stays
-        elif rank == min(other for other in range(dist.get_world_size()) if other != victim):
-            # What is frozen does not end by itself.
+            return said
+        knowing, others = store.add("knowing", 1), dist.get_world_size() - 1
+        if rank == min(other for other in range(others + 1) if other != victim):
+            # What is frozen does not end by itself. To kill it is another fault: not before all know of the first.
+            until = time.monotonic() + 30
+            while knowing < others and time.monotonic() < until:
+                time.sleep(0.05)
+                knowing = store.add("knowing", 0)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(store.get("victim")), signal.SIGKILL)
         return said
