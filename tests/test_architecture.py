@@ -155,11 +155,13 @@ def path_of(module: str) -> pathlib.Path:
     return base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
 
 
+@functools.cache
 def imported(module: str, tree: ast.Module) -> list[Import]:
     """What a file of the package imports."""
     return imports_of(tree, module if path_of(module).name == "__init__.py" else module.rpartition(".")[0])
 
 
+@functools.cache
 def height_of(module: str, known: frozenset[str]) -> tuple[int, int]:
     """The room of a file, and its floor there, as numbers; what a folder exports is its top floor."""
     if module == "fdp":

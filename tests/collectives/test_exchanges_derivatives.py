@@ -12,6 +12,7 @@ import pytest
 import ranks
 import stacked
 import torch
+from samples import exhaustive
 from torch.autograd import gradcheck, gradgradcheck
 
 import fdp
@@ -158,6 +159,7 @@ def test_inside_of_a_step(world: int) -> None:
     ranks.run(world, in_a_step, False)
 
 
+@exhaustive
 def test_compiled() -> None:
     ranks.run(2, in_a_step, True)
 

@@ -9,6 +9,7 @@ import re
 
 import pytest
 import torch
+from samples import exhaustive
 from torchrun import torchrun
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@exhaustive
 def test_finetune_on_two_ranks(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = ROOT / "examples" / "finetune.py"
     done = torchrun(script, "--epochs", "2", "--freeze-embeddings", "--save", str(tmp_path / "weights"))

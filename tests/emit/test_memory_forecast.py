@@ -9,6 +9,7 @@ import pytest
 import ranks
 import torch
 import torch.nn.functional as F
+from samples import some
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -91,7 +92,7 @@ def both(make: Any, world: int, *rest: Any) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("make", [transformer, perceptron])
-@pytest.mark.parametrize("donate", [True, False], ids=["donated", "kept"])
+@pytest.mark.parametrize("donate", some([True, False]))
 @pytest.mark.parametrize("shards", ["none", "opt", "all"])
 def test_the_prediction_is_within_a_twentieth_of_what_is_handed_out(make: Any, donate: bool, shards: str) -> None:
     predicted, measured, _ = both(make, 2, shards, donate, None)

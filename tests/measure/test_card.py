@@ -11,6 +11,7 @@ import sys
 import textwrap
 
 import pytest
+from samples import some
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 HEAD = """
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from card import Link, plug_in
+from samples import some
 import fdp
 
 torch.set_num_threads(1)
@@ -108,7 +110,7 @@ def test_messages_follow_each_other_and_none_is_early() -> None:
         """)
 
 
-@pytest.mark.parametrize("world", [2, 16])
+@pytest.mark.parametrize("world", some([2, 16]))
 def test_everybody_trains_on_it_as_alone(world: int) -> None:
     run(f"""
         from cases import Case

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from samples import some
 from torch import Tensor, nn
 
 from fdp.errors import ArgumentError
@@ -101,7 +102,7 @@ def outcome(call: Callable[[Tensor], Any]) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", some([True, False]))
 @pytest.mark.parametrize("name", FREED)
 def test_memory_goes_with_the_module_and_its_function_stays(name: str, training: bool) -> None:
     module = FREED[name]().train(not training)

@@ -7,6 +7,8 @@ through the compiler as well, what other tests show.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,6 +16,16 @@ from hypothesis import HealthCheck, settings
 ALL_SAMPLES = bool(os.environ.get("FDP_ALL_SAMPLES"))
 
 exhaustive = pytest.mark.skipif(not ALL_SAMPLES, reason="FDP_ALL_SAMPLES=1 runs it")
+
+
+def some(cases: Iterable[Any], every: int = 2) -> list[Any]:
+    """One of `every` cases by default, the first among them; all with FDP_ALL_SAMPLES=1. For cases that are alike.
+
+    A case that is a tuple is the values of several arguments.
+    """
+    values = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*each, marks=exhaustive if at % every else ()) for at, each in enumerate(values)]
+
 
 _EXAMPLES = os.environ.get("FDP_EXAMPLES")
 """How many examples a property test tries, and then new ones at each run; by default few, and always the same."""

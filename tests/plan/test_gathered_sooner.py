@@ -10,7 +10,7 @@ import torch
 from drawn_traces import traces
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import examples
+from samples import examples, exhaustive
 from schedules import check_order
 from sharded_steps import numbers
 
@@ -105,7 +105,9 @@ def with_gathers_after(lag: int | None, compile: bool) -> tuple[tuple[bool, bool
         return is_sent_among_gradients(step.plan(mine, x)), all(same)
 
 
-@pytest.mark.parametrize(("lag", "compile"), [(0, False), (1, False), (4, False), (1, True)])
+@pytest.mark.parametrize(
+    ("lag", "compile"), [(0, False), (1, False), (4, False), pytest.param(1, True, marks=exhaustive)]
+)
 def test_a_step_that_gathers_among_gradients_computes_the_same(lag: int, compile: bool) -> None:
     assert ranks.run(2, with_gathers_after, lag, compile) == [((True, True), True)] * 2
 

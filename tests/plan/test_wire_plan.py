@@ -12,6 +12,7 @@ import torch
 from bits import same_bits
 from fake_ranks import fake_group
 from printed import table_rows
+from samples import exhaustive
 
 import fdp
 from fdp.compare import check_emitted
@@ -155,7 +156,7 @@ def test_gradients_under_vmap() -> None:
 # --- a world of one ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=exhaustive)])
 @pytest.mark.parametrize("accumulate", [None, torch.float32])
 def test_one_rank_rounds_nothing(accumulate: Any, compile: bool) -> None:
     plain = fdp.data_parallel(sgd, compile=compile)(params(), X)
@@ -194,7 +195,7 @@ def test_another_number_is_a_difference_however_small(wire: Any, accumulate: Any
         checked(off_by(1.0), off_by(1 + 2**-13), 2, **options)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=exhaustive)])
 @pytest.mark.parametrize(("wire", "accumulate"), WAYS)
 def test_a_wrong_gradient_is_found(wire: Any, accumulate: Any, size: int) -> None:
     options = {"wire_dtype": wire, "accumulate_dtype": accumulate}
@@ -282,7 +283,7 @@ def named(p: Tree, x: torch.Tensor) -> Any:
     return sgd(p, x)
 
 
-@pytest.mark.parametrize("size", [3, 64])
+@pytest.mark.parametrize("size", [3, pytest.param(64, marks=exhaustive)])
 @pytest.mark.parametrize(("wire", "accumulate"), WAYS)
 @pytest.mark.parametrize("scale", [1.0, 1e-6])
 def test_tiny_and_large_gradients_pass_the_check(wire: Any, accumulate: Any, size: int, scale: float) -> None:

@@ -9,6 +9,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from samples import exhaustive
 
 import fdp
 from fdp.runtime.in_passing import InPassing
@@ -90,7 +91,7 @@ def keep_odd_state(donate: Any, compiled: bool) -> int:
     return len(counted.seen) - calls
 
 
-@pytest.mark.parametrize(("donate", "compiled"), [((), False), (0, False), (0, True)])
+@pytest.mark.parametrize(("donate", "compiled"), [((), False), (0, False), pytest.param(0, True, marks=exhaustive)])
 def test_state_of_any_kind_and_bits_is_equal(donate: Any, compiled: bool) -> None:
     for outcome in ranks.run_fresh(2, keep_odd_state, donate, compiled, deadline_s=200):
         assert outcome.ok and outcome.value == 0, outcome.describe()

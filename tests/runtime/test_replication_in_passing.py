@@ -11,6 +11,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from samples import exhaustive, some
 from torch import nn
 
 import fdp
@@ -170,7 +171,7 @@ def _copied(tree: Tree) -> Tree:
     return {key: _copied(value) for key, value in tree.items()} if isinstance(tree, dict) else tree.clone()
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", some([2, 3]))
 def test_what_comes_to_differ_is_named_on_all_ranks(world: int) -> None:
     names = [event.__name__ for event in EVENTS]
     outcomes = ranks.run_fresh(world, go_wrong, names, False, deadline_s=140)
@@ -180,6 +181,7 @@ def test_what_comes_to_differ_is_named_on_all_ranks(world: int) -> None:
     assert set(outcomes[0].value) == set(names) and all(1 <= taken <= ROUNDS for taken in outcomes[0].value.values())
 
 
+@exhaustive
 def test_what_comes_to_differ_is_named_by_compiled_steps() -> None:
     names = ["parameter", "learning_rate", "closed_over"]
     for outcome in ranks.run_fresh(2, go_wrong, names, True, deadline_s=200):

@@ -8,7 +8,6 @@ from seeded_faults_trace import FAULTS, TraceFault, outcomes
 
 # Each takes a process that imports a copy of the package.
 SOME = (
-    "changes not waited for",
     "random numbers are not drawn again",
     "the first argument again and again",
 )

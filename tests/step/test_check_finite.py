@@ -9,6 +9,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from samples import some
 from torch import Tensor
 
 import fdp
@@ -83,7 +84,7 @@ ALL = ("params['layers'][0]['w']", "params['layers'][1]['w']", "params['scale']"
 
 
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex operators:UserWarning")
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", some([False, True]))
 def test_the_gradients_and_ranks_are_named_and_the_run_goes_on(compile: bool) -> None:
     bad = {0: {1: "x nan"}, 2: {0: "weight inf", 1: "x -inf"}, 4: {0: "weight nan"}}
     found = ranks.run(2, train, bad, compile)

@@ -8,6 +8,7 @@ import pytest
 import ranks
 import torch
 import torch.nn.functional as F
+from samples import exhaustive, some
 from sharded_steps import STEPS, all_differences
 from torch import nn
 
@@ -66,6 +67,7 @@ def test_a_step_that_would_take_more_gathers_again_and_computes_the_same() -> No
     assert ranks.run(2, gathered_again, False) == [[True, True]] * 2
 
 
+@exhaustive
 def test_a_compiled_step_does() -> None:
     assert ranks.run(2, gathered_again, True) == [[True, True]] * 2
 
@@ -78,7 +80,7 @@ def no_differences_where_all_is_gathered_again(names: list[str], compile: bool) 
         first_call.trace_step = trace_step
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", some(STEPS, 3))
 def test_steps_of_all_kinds_may_gather_again(name: str) -> None:
     assert ranks.run(2, no_differences_where_all_is_gathered_again, [name], False) == [[], []]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from samples import some
 
 import fdp
 
@@ -34,7 +35,7 @@ def train_step(state: Any, batch: Any) -> Any:
 BATCH = {"[red]x": torch.ones(3)}
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", some([False, True]))
 def test_a_step_trains_what_has_such_names(compile: bool) -> None:
     state, loss = fdp.data_parallel(train_step, donate_argnums=0, compile=compile)(made(), BATCH)
     for name, before in made().items():

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from samples import some
 from torch import Tensor
 
 import fdp
@@ -125,7 +126,7 @@ def all_the_same() -> None:
         same(extremes, with_nan(row), x, f"NaN in row {row}")
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", some([2, 3]))
 def test_what_is_odd_is_the_same_on_parts(size: int) -> None:
     ranks.run(size, all_the_same)
 

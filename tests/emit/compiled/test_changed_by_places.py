@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from samples import some
 
 import fdp
 from fdp.emit.compiled.layouts import StrideKeeper
@@ -91,7 +92,7 @@ def in_a_branch(change: Change, x: torch.Tensor) -> torch.Tensor:
     return torch.cond(x.sum() > 0, lambda x: a_new_value(change, x), lambda x: x * 2, (x,))
 
 
-@pytest.mark.parametrize("how", [itself, a_new_value, in_a_branch])
+@pytest.mark.parametrize("how", some([itself, a_new_value, in_a_branch], 3))
 def test_what_is_changed_by_places_through_a_view(how: Callable[[Change, torch.Tensor], torch.Tensor]) -> None:
     of_donated_state(list(CHANGES), how, torch.arange(1.0, 17.0).view(4, 4))
 

@@ -78,7 +78,7 @@ def train_both_ways(name: str, optimizer: str, donate: bool, dtype: torch.dtype)
 CASES = [
     pytest.param("mlp", "sgd", True, torch.float32, marks=exhaustive),
     ("mlp", "fused adamw", False, torch.float64),
-    ("cnn", "sgd", True, torch.float32),
+    pytest.param("cnn", "sgd", True, torch.float32, marks=exhaustive),
     pytest.param("gpt_dropout", "fused adamw", True, torch.float64, marks=exhaustive),
 ]
 

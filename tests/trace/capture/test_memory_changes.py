@@ -33,6 +33,7 @@ from memory_changes import (
     state,
 )
 from refused_memory_changes import REFUSED
+from samples import exhaustive, some
 from torch import nn
 
 import fdp
@@ -40,7 +41,7 @@ import fdp
 pytestmark = WARNINGS
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", some([False, True]))
 def test_numbers_of_closed_over_tensors_are_read_anew(compiled: bool) -> None:
     step = fdp.data_parallel(reads_numbers_of_what_it_closes_over, check_replication=False, compile=compiled)
     try:
@@ -72,6 +73,7 @@ def all_at_once(s: Tree, b: Tensor) -> Tree:
     return {name: case(s, b) for name, case in RIGHT.items()}
 
 
+@exhaustive
 def test_values_of_a_compiled_step() -> None:
     given, table = state(), TABLE.clone()
     before = cloned(given)

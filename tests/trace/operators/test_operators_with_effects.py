@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from samples import some
 
 import fdp
 
@@ -104,7 +105,7 @@ def optimizer_inside(w: torch.Tensor, b: torch.Tensor) -> Any:
 
 
 @pytest.mark.parametrize("step", [ranged, optimizer_inside])
-@pytest.mark.parametrize("compile", [False, True], ids=["op by op", "compiled"])
+@pytest.mark.parametrize("compile", some([False, True]))
 def test_ranges_of_a_profiler_are_left_out(step: Any, compile: bool) -> None:
     """Every optimizer of torch opens one."""
     w, b = torch.tensor([0.25, 0.5]), torch.tensor([0.5, 0.25])

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import exhaustive
 from sharded_steps import numbers
 
 import fdp
@@ -132,6 +133,7 @@ def test_what_is_read_in_a_loop_is_gathered_before_it_by_one_message() -> None:
     assert ranks.run(2, together_and_each_alone, "accumulated", False, False) == [(2, 4, True)] * 2
 
 
+@exhaustive
 def test_a_compiled_step_sends_as_few() -> None:
     assert ranks.run(2, together_and_each_alone, "layers", True, False) == [(1, 6, True)] * 2
 
