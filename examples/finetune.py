@@ -3,9 +3,10 @@
     torchrun --standalone --nproc-per-node 2 examples/finetune.py     # two ranks of this machine
     python examples/finetune.py                                       # the same program, a world of one
 
-It needs `pip install fdp[huggingface]`, and downloads nothing. The model is built from its configuration, with random
-weights; `--weights FOLDER` starts from weights that `save_pretrained` wrote, `--save FOLDER` writes them. The texts are
-on every machine that runs this: Python's own sources, the headers that PyTorch ships, Python's documentation.
+It needs transformers (`pip install ".[huggingface]"` in a checkout of fdp), and downloads nothing. The model is built
+from its configuration, with random weights; `--weights FOLDER` starts from weights that `save_pretrained` wrote,
+`--save FOLDER` writes them. The texts are on every machine that runs this: Python's own sources, the headers that
+PyTorch ships, Python's documentation.
 """
 
 from __future__ import annotations
