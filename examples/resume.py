@@ -81,9 +81,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return {"params": params, "opt": opt}, loss
 
     with fdp.CheckpointManager(args.folder) as manager:
-        step = 0
-        if manager.latest_step() is not None:
-            state, step = manager.restore(like=state)
+        state, step = manager.restore(like=state, missing_ok=True)
+        if step:
             console.print(f"goes on from step {step}, on {fdp.axis_size()} ranks")
         sampler = fdp.BatchSampler(len(train), args.batch_size).at(step)
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}")

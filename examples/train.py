@@ -120,9 +120,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[now]}")
     progress, folder = Progress(*columns, console=console), f"{args.folder}/checkpoints"
     with progress, fdp.CheckpointManager(folder) as manager:
-        step = 0
-        if manager.latest_step() is not None:
-            state, step = manager.restore(like=state)
+        state, step = manager.restore(like=state, missing_ok=True)
+        if step:
             console.print(f"goes on from step {step}, on {fdp.axis_size()} ranks")
         bar = progress.add_task("", total=steps, completed=step, now="")
         while step < steps:

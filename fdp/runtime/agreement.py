@@ -98,7 +98,7 @@ def agree(
                 "same bits on every rank.",
                 offenders,
                 remedy="start from one rank's values: state = fdp.replicate(state); an argument that is meant to "
-                "differ belongs into batch_argnums.",
+                "differ belongs in batch_argnums.",
             )
         )
     return number, all(other["compares"] for other in found)

@@ -74,7 +74,7 @@ class Replication:
                 offenders,
                 remedy="label what is each rank's own and carries on, outside of the step and before its first call: "
                 "state[...] = fdp.per_rank(state[...]). Average what is to be replicated (fdp.pmean), or take one "
-                "rank's values (fdp.replicate). Data of one call belong into batch_argnums.",
+                "rank's values (fdp.replicate). Data of one call belong in batch_argnums.",
             )
         )
 

@@ -138,7 +138,9 @@ class CheckpointManager:
         )
 
     @hiding_frames
-    def restore(self, like: Tree, step: int | None = None, random: bool = True) -> tuple[Tree, int]:
+    def restore(
+        self, like: Tree, step: int | None = None, random: bool = True, missing_ok: bool = False
+    ) -> tuple[Tree, int]:
         """Read a checkpoint, the same on every rank; every rank of the group takes part.
 
         Args:
@@ -147,6 +149,8 @@ class CheckpointManager:
                 named in a warning.
             random: whether to set this rank's generators to the states that were saved. Those of another number of
                 ranks cannot be; then torch's are seeded anew, from what was saved and the rank, with a warning.
+            missing_ok: whether a directory without a checkpoint is no error, as at the start of a run. Then all ranks
+                get `like` itself, and step 0. One whose checkpoints are all damaged is an error all the same.
 
         Returns:
             The state, with new tensors, and its step.
@@ -159,7 +163,8 @@ class CheckpointManager:
         ranks = resolve_group(self._group)
         refuse_desynchronised(ranks, "CheckpointManager.restore")
         self.wait_until_finished()
-        with ready_on_all_ranks(ranks, f"CheckpointManager.restore(step={_plain(step)}, random={bool(random)})"):
+        own = f"step={_plain(step)}, random={bool(random)}, missing_ok={bool(missing_ok)}"
+        with ready_on_all_ranks(ranks, f"CheckpointManager.restore({own})"):
             if step is not None:
                 _check_step("restore", step)
         if step is not None:
@@ -172,12 +177,14 @@ class CheckpointManager:
             seen = {"step": step, "damaged": damaged + more}
             newest = tell_all(ranks, seen, "CheckpointManager.restore", "was called")[0]
             below, damaged = newest["step"], newest["damaged"]
+            if below is None and missing_ok and not damaged:
+                return like, 0
             if below is None:
                 raise ArgumentError(
                     build_message(
                         f"there is no whole checkpoint in {os.fspath(self._directory)!r}.",
                         damaged,
-                        remedy="ask latest_step() first, which is None there, and start with a new state.",
+                        remedy="restore(like, missing_ok=True) gives the state of a new run where there is none.",
                     )
                 )
             try:
@@ -208,7 +215,10 @@ class CheckpointManager:
         return state
 
     def latest_step(self) -> int | None:
-        """The step of the newest whole checkpoint, without waiting for other ranks.
+        """The step of the newest whole checkpoint that this rank sees, without waiting for other ranks.
+
+        File systems show a new file to some ranks later. So do not decide by it whether to call `restore`, which all
+        ranks have to call: `restore(like, missing_ok=True)`.
 
         Returns:
             The step; None if there is no checkpoint. One that is being written does not count.

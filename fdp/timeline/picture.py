@@ -43,7 +43,7 @@ def new_figure(width_in: float, height_in: float) -> Figure:
         raise ArgumentError(
             build_message(
                 "a picture was asked for, and matplotlib is not installed.",
-                remedy='pip install "fdp[pictures]", or pip install matplotlib; print() and save_trace() need neither.',
+                remedy="pip install matplotlib; print() and save_trace() need neither.",
             )
         ) from error
     return Figure(figsize=(width_in, height_in), dpi=_PIXELS / width_in)

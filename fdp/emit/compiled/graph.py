@@ -212,7 +212,9 @@ class _Lowering:
 
     def _refusal(self, node: fx.Node, error: Exception) -> CompileError:
         first = first_line(error).split(". ")[0]
-        remedy = "an operator of one's own must return new tensors, and change none; compile=False runs it as it is."
+        remedy = "compile=False runs it as it is."
+        if getattr(node.target, "namespace", "aten") not in ("aten", "prims"):
+            remedy = f"an operator of your own must return new tensors, and change none; {remedy}"
         if "internal overlap" in first:
             remedy = "write to elements by indexing (x[places] = values); compile=False runs it as it is."
         if "an as_strided() call" in first:

@@ -1,0 +1,65 @@
+"""`restore(missing_ok=True)`: a new run where there is no checkpoint, on all ranks or on none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+import fdp
+
+
+def test_a_directory_without_a_checkpoint_gives_the_state_of_a_new_run(tmp_path: Path) -> None:
+    like = {"w": torch.zeros(2)}
+    with fdp.CheckpointManager(tmp_path / "run") as manager:
+        state, step = manager.restore(like, missing_ok=True)
+        assert state is like and step == 0
+        with pytest.raises(
+            fdp.ArgumentError, match=r"no whole checkpoint(.|\n)*Remedy: restore\(like, missing_ok=True\)"
+        ):
+            manager.restore(like)
+        manager.save(3, {"w": torch.ones(2)}, blocking=True)
+        state, step = manager.restore(like, missing_ok=True)
+        assert step == 3 and state["w"].tolist() == [1, 1]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path) -> None:
+    with fdp.CheckpointManager(tmp_path) as manager:
+        manager.save(3, {"w": torch.ones(200)}, blocking=True)
+        (file,) = (tmp_path / "3").glob("*.distcp")
+        file.write_bytes(file.read_bytes()[:-100])
+        with pytest.raises(fdp.ArgumentError, match="no whole checkpoint"):
+            manager.restore({"w": torch.zeros(200)}, missing_ok=True)
+
+
+def seen_late(path: str, blind: int) -> tuple[int, list[float], int | None]:
+    """The file system does not show one rank what is there."""
+    rank = dist.get_rank()
+    with fdp.CheckpointManager(path) as manager:
+        manager.save(5, {"w": torch.ones(2)}, blocking=True)
+        if rank == blind:
+            manager._newest = lambda *_: (None, [])  # type: ignore[method-assign]
+        latest = manager.latest_step()
+        state, step = manager.restore({"w": torch.zeros(2)}, missing_ok=True)
+    return step, state["w"].tolist(), latest
+
+
+@pytest.mark.parametrize(("blind", "found"), [(1, (5, [1, 1])), (0, (0, [0, 0]))])
+def test_all_ranks_go_by_what_rank_0_sees(tmp_path: Path, blind: int, found: tuple[Any, ...]) -> None:
+    outcomes = ranks.run(2, seen_late, str(tmp_path), blind)
+    assert [outcome[:2] for outcome in outcomes] == [found, found]
+    assert [outcome[2] for outcome in outcomes] == [None if rank == blind else 5 for rank in range(2)]
+
+
+def asked_otherwise(path: str) -> str:
+    with fdp.CheckpointManager(path) as manager, pytest.raises(fdp.AgreementError) as caught:
+        manager.restore({"w": torch.zeros(2)}, missing_ok=dist.get_rank() == 0)
+    return str(caught.value)
+
+
+def test_ranks_that_ask_otherwise_are_told(tmp_path: Path) -> None:
+    assert all("missing_ok=True" in text for text in ranks.run(2, asked_otherwise, str(tmp_path)))
