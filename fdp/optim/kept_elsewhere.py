@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor, optim
 
+from fdp.pytorch.tensors import version_of
+
 _OF_TORCH = frozenset({"param_groups", "state", "_warned_capturable_if_run_uncaptured"})
 """Attributes of an instance that are looked at elsewhere, or that a step may change without a meaning."""
 
@@ -54,7 +56,7 @@ def _content(value: Any) -> Any:
     if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
         return type(value), value
     if isinstance(value, Tensor):
-        return id(value), value._version
+        return id(value), version_of(value)
     if isinstance(value, dict):
         return dict, [(_content(key), _content(each)) for key, each in value.items()]
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -32,6 +32,9 @@ _REFUSED: dict[type, tuple[str, str]] = {
 }
 
 
+_LEFT_OUT: Any = object()
+"""Parameters may be any tree, None as well."""
+
 _BREAK_REASON = (
     "the update of an fdp optimizer becomes part of the graph of a step: call it in a step under "
     "fdp.data_parallel(compile=True)"
@@ -73,11 +76,11 @@ def _with_params(update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]) -> Cal
 
     @functools.wraps(update)
     @hiding_frames
-    def checked(grads: Tree, opt_state: Tree, *params: Tree) -> tuple[Tree, Tree]:
-        if not params:
+    def checked(grads: Tree, opt_state: Tree, params: Tree = _LEFT_OUT) -> tuple[Tree, Tree]:
+        if params is _LEFT_OUT:
             what = "update takes the parameters as well, and returns new ones. (That of Optax returns what is added.)"
             raise optimizer_error(what, "params, opt_state = optimizer.update(grads, opt_state, params).")
-        return update(grads, opt_state, *params)
+        return update(grads, opt_state, params)
 
     return checked
 

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from card import Link, plug_in
-from samples import some
 import fdp
 
 torch.set_num_threads(1)

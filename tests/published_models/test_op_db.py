@@ -26,7 +26,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from samples import ALL_SAMPLES, is_refused, some
+from samples import ALL_SAMPLES, exhaustive, is_refused, some
 
 import fdp
 
@@ -217,6 +217,7 @@ def test_no_operator_is_wrong(chunk: int) -> None:
     assert not wrong, "\n\n".join(wrong)
 
 
+@exhaustive
 def test_nearly_all_operators_are_right_and_could_have_been_wrong() -> None:
     found = {name: worst_of(name) for name in operators()}
     assert len(found) > 500

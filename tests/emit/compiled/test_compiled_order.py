@@ -15,7 +15,7 @@ import models
 import pytest
 import torch
 from fake_ranks import fake_group
-from samples import some
+from samples import exhaustive, some
 
 import fdp
 from fdp.emit.compiled import inductor
@@ -111,7 +111,7 @@ def test_the_generated_program_keeps_the_plan(name: str, donate: bool) -> None:
     ("name", "default"),
     [
         ("cnn", ("KEPT", {**inductor.KEPT, "reorder_for_peak_memory": True, "reorder_for_locality": True})),
-        ("gpt", ("_keeping_message_order", lambda choices: choices)),
+        pytest.param("gpt", ("_keeping_message_order", lambda choices: choices), marks=exhaustive),
     ],
     ids=["settings of the scheduler", "what may be fused"],
 )

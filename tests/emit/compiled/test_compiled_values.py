@@ -12,6 +12,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from samples import some
 
 import fdp
 
@@ -303,7 +304,7 @@ def test_what_torch_calls_unsafe_is_a_view() -> None:
         torch.testing.assert_close(found, step(state, batch))
 
 
-@pytest.mark.parametrize("lies", [lambda x: x.repeat_interleave(2, 0)[::2], lambda x: x.t().contiguous().t()])
+@pytest.mark.parametrize("lies", some([lambda x: x.repeat_interleave(2, 0)[::2], lambda x: x.t().contiguous().t()]))
 def test_a_loop_is_given_tensors_that_lie_as_it_was_compiled_for(lies: Any) -> None:
     """Zeros that a compiler goes on with lie row by row, whatever the tensor that they are written into lies like."""
 

@@ -62,7 +62,7 @@ def test_a_read_before_the_change_would_be_refused(monkeypatch: pytest.MonkeyPat
         ((1, 1), 8, None, 0, True),
         pytest.param((6, 7), (4, 3), (3, 2), (2, 0), True, marks=exhaustive),
         pytest.param((4, 4, 5), 3, 2, 1, True, marks=exhaustive),
-        ((4, 4), 3, 2, 0, False),
+        pytest.param((4, 4), 3, 2, 0, False, marks=exhaustive),
     ],
 )
 def test_gradients_of_averages_over_what_there_is(
