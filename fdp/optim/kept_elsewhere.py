@@ -30,6 +30,10 @@ def kept_elsewhere(optimizer: optim.Optimizer) -> dict[str, Any]:
         for key, value in group.items():
             if key != "params":
                 found[f"group[{key!r}]" + (f" of group {number}" if number else "")] = _content(value)
+    state: dict[Any, Any] = optimizer.state
+    for key, value in state.items():
+        if not isinstance(key, Tensor):  # what belongs to no parameter
+            found[f"state[{key!r}]"] = _content(value)
     classes = [each for each in type(optimizer).__mro__ if not each.__module__.startswith(("torch.", "builtins"))]
     for name, value in [*vars(optimizer).items(), *(pair for each in classes for pair in vars(each).items())]:
         if name not in _OF_TORCH and not name.startswith("__"):

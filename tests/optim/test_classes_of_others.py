@@ -95,14 +95,20 @@ def tensor_on_self(self: Any, group: dict[str, Any], p: Tensor, state: dict[str,
     p.sub_(group["lr"] * self.total * p.grad)
 
 
+def count_in_state_of_no_parameter(self: Any, group: dict[str, Any], p: Tensor, state: dict[str, Any]) -> None:
+    shared = self.state["shared"]
+    shared["k"] = shared.get("k", 0) + 1
+    p.sub_(group["lr"] * shared["k"] * p.grad)
+
+
 @pytest.mark.parametrize("base", [torch.optim.Optimizer, torch.optim.SGD], ids=lambda base: base.__name__)
 @pytest.mark.parametrize(
     ("move", "where"),
     [
         (count_in_group, r"group\['k'\]"), (count_on_self, r"self\.count"), (count_in_a_list, r"self\.seen"),
-        (tensor_on_self, r"self\.total"),
+        (tensor_on_self, r"self\.total"), (count_in_state_of_no_parameter, r"state\['shared'\]"),
     ],
-    ids=["group", "self", "list", "tensor"],
+    ids=["group", "self", "list", "tensor", "state"],
 )  # fmt: skip
 def test_a_count_that_an_update_would_lose_is_refused(move: Move, where: str, base: type) -> None:
     optimizer = from_torch(class_of(move, base), lr=0.5)
