@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import pathlib
-import types
+import pkgutil
 from collections.abc import Mapping
 
 import pytest
@@ -18,7 +18,7 @@ ROOT = pathlib.Path(fdp.__file__).parent
 TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
 LISTED = {path for table in (parts.NEEDED, parts.KNOWN_OTHERWISE) for paths in table.values() for path in paths}
 # Names of folders of torch count in paths alone: `tracebacks` knows them as folders.
-FOLDERS = {name for name in vars(torch) if isinstance(getattr(torch, name), types.ModuleType)}
+FOLDERS = {module.name for module in pkgutil.iter_modules(torch.__path__)}
 KNOWN = {step for path in LISTED for step in path.split(".") if is_private_name(step)} - FOLDERS
 OWN = {name for tree in TREES.values() for name in members(tree)}
 OF_OTHERS = {"_getframe", "_current_frames", "_Unpickler", "_exit", "_replace"}  # of sys, pickle, os and named tuples
