@@ -78,7 +78,7 @@ def tensorboard(folder: str) -> Callable[[dict[str, float], int], None]:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     torch.set_num_threads(1)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     is_first = int(fdp.axis_index()) == 0  # one rank speaks for all
     console = Console(quiet=not is_first, highlight=False)
     log = tensorboard(args.folder) if args.tensorboard and is_first else lambda values, step: None

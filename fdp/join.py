@@ -154,7 +154,9 @@ class _Loop:
         self._turn = next_turn(ranks) if ranks.size > 1 else ""
         cpu = torch.device("cpu")
         on_cpu = ranks.backend_for(cpu) is not None
-        self._device = cpu if on_cpu else torch.device(torch.accelerator.current_accelerator() or cpu)
+        self._device = (
+            cpu if on_cpu else torch.device(torch.accelerator.current_accelerator(check_available=True) or cpu)
+        )
         self.done = 0
 
     def start(self, state: int) -> Callable[[], list[int]]:

@@ -6,6 +6,8 @@ messages of the group may take, and keeps other threads of the process from the 
 
 from __future__ import annotations
 
+import weakref
+
 import torch.distributed as dist
 
 from fdp.distributed.desynchronised import mark_desynchronised
@@ -13,6 +15,10 @@ from fdp.distributed.group import Group, time_limit_of
 from fdp.distributed.liveness.elsewhere import Elsewhere
 from fdp.distributed.liveness.patience import explain, until
 from fdp.distributed.liveness.watch import has_met
+from fdp.pytorch.group_names import named
+
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""How many groups were made beside a group. Each of its ranks took part in all of them, so the numbers agree."""
 
 _MEETS_S = 10.0
 """So long monitors may take to find each other, when all ranks are there: they look once a second at least."""
@@ -39,16 +45,11 @@ def group_beside(ranks: Group, what: str) -> dist.ProcessGroup:
     # They look for each other in the store, which does not answer while the group is made.
     until(lambda: has_met(process_group), process_group, _MEETS_S, what)
     everybody = dist.get_process_group_ranks(process_group)
+    number = _made[process_group] = _made.get(process_group, 0) + 1
 
     def make() -> None:
-        made.append(
-            dist.new_group(
-                everybody,
-                time_limit_of(ranks),
-                backend="gloo",
-                use_local_synchronization=len(everybody) < dist.get_world_size(),
-            )
-        )
+        with named(f"fdp beside {process_group.group_name}, {number}"):
+            made.append(dist.new_group(everybody, time_limit_of(ranks), backend="gloo", use_local_synchronization=True))
 
     making = Elsewhere(make, what)
     try:

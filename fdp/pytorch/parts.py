@@ -101,6 +101,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
         "torch.distributed.distributed_c10d._world.pg_backend_config",
         "torch.distributed.distributed_c10d._world.pg_map",
     ),
+    "a process group of some ranks": ("torch.distributed.distributed_c10d._process_group_name",),
     "compile=": (
         "torch._C._functorch.get_unwrapped",
         "torch._C._functorch.is_functionaltensor",

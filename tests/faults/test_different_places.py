@@ -47,7 +47,7 @@ def waits_in(places: list[str], folder: str) -> tuple[str, str, float]:
     return "", "", 0.0
 
 
-RESTORE, STEP = "CheckpointManager.restore(step=None, random=True)", "call 4 of step 'train'"
+RESTORE, STEP = "CheckpointManager.restore(step=None, random=True, missing_ok=False)", "call 4 of step 'train'"
 
 
 @pytest.mark.parametrize(

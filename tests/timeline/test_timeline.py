@@ -236,7 +236,7 @@ def test_an_unknown_suffix_is_refused_before_anything_is_drawn(tmp_path: pathlib
 
 def test_without_matplotlib_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(fdp.ArgumentError, match=r"(?s)matplotlib is not installed.*fdp\[pictures\]"):
+    with pytest.raises(fdp.ArgumentError, match=r"(?s)matplotlib is not installed.*pip install matplotlib"):
         made().draw()
 
 
