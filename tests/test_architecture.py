@@ -25,7 +25,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "pytree": (),
     "tables": (),
     "pytorch": (
-        "dispatch fake_modes guards overloads parts process_flags tensors", "dynamo group_names recomputation registries",
+        "dispatch fake_modes guards overloads parts process_flags tensors",
+        "dynamo group_names recomputation registries",
     ),
     "distributed": (
         "liveness.addresses liveness.fault liveness.links liveness.machines liveness.news liveness.places "

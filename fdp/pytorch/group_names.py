@@ -2,8 +2,8 @@
 
 Ranks find each other in the store by the name of their new group. For a group that its members alone make, torch's name
 depends on what else a rank has made: in 2.13 on the number of groups that it is in, from 2.14 on the number of groups
-that it has made. From 2.14 it also raises that number, on members alone, and by it the next group of all ranks is named.
-Then ranks look for each other under two names, and wait until the time limit. So fdp gives its groups their names.
+that it has made. From 2.14 it also raises that number, on members alone, and the next group of all ranks is named by
+it. Then ranks look for each other under two names, and wait until the time limit. So fdp names its groups itself.
 
 This relies on `distributed_c10d._process_group_name(ranks, use_hashed_name)`, which `new_group` asks for a name once.
 """

@@ -21,7 +21,7 @@ from missing_parts import take_away
 import fdp
 from fdp.distributed.group import resolve_group
 from fdp.nn.batch_norm import synchronised_forward
-from fdp.pytorch import dynamo, parts, recomputation, registries
+from fdp.pytorch import dynamo, group_names, parts, recomputation, registries
 from fdp.trace.capture import capture as capture_module
 
 ROOT = pathlib.Path(fdp.__file__).parent
@@ -41,7 +41,9 @@ def test_what_the_package_needs_is_looked_for_before_anything_else_is_imported()
 @pytest.fixture
 def _forgotten() -> Iterator[None]:
     """What was looked at once is looked at again, in the test and after it."""
-    asked = (parts.require, parts.warn_if_untested, recomputation.why_not, dynamo._is_asked)
+    asked = (
+        parts.require, parts.warn_if_untested, recomputation.why_not, dynamo._is_asked, group_names._ask_here_first,
+    )  # fmt: skip
     for each in asked:
         each.cache_clear()
     yield
@@ -72,6 +74,7 @@ USES: dict[str, Callable[[], Any]] = {
     "nn.SyncBatchNorm": lambda: synchronised_forward(LAYER, torch.ones(3, 2)),
     "activation checkpointing": checkpoint,
     "a process group": lambda: resolve_group(GROUP),
+    "a process group of some ranks": lambda: group_names.named("beside").__enter__(),
     "compile=": lambda: fdp.data_parallel(double, compile=True),
 }
 
@@ -86,6 +89,15 @@ def test_what_depends_on_a_part_that_is_gone_is_refused(what: str, path: str, mo
     message = str(caught.value)
     assert what in message and f"{path} does not exist" in message
     assert "Remedy: install a torch from 2." in message
+
+
+@pytest.mark.usefixtures("_forgotten")
+def test_a_torch_that_does_not_ask_for_names_of_groups_is_refused() -> None:
+    with (
+        pytest.raises(fdp.FdpError, match="new_group does not ask distributed_c10d._process_group_name"),
+        group_names.named("beside"),
+    ):
+        pass
 
 
 @pytest.mark.usefixtures("_forgotten")
