@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import socket
+import stat
 import struct
 import weakref
 from contextlib import suppress
@@ -42,7 +43,7 @@ class DirectoryLock:
         """Take the lock, if it is not held already.
 
         Raises:
-            ArgumentError: another run has it, which is named.
+            ArgumentError: another run has it, which is named; or its file is a link.
             OSError: the directory cannot be written to.
         """
         if self._release is not None:
@@ -50,7 +51,7 @@ class DirectoryLock:
         key = os.path.realpath(self._directory)
         if key in _here:
             raise _taken(self._directory, "another CheckpointManager of this process")
-        file = (self._directory / _NAME).open("a+")
+        file = _opened(self._directory / _NAME)
         try:
             _lock(file)
         except OSError as error:
@@ -84,6 +85,21 @@ class DirectoryLock:
             self._release = None
             with suppress(OSError):
                 self._file.close()
+
+
+def _opened(path: Path) -> IO[str]:
+    """The file of a lock, which will be emptied and written to: so nothing that a link of a stranger's leads to."""
+    with suppress(FileNotFoundError):
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+            raise ArgumentError(
+                build_message(
+                    f"{os.fspath(path)!r} is a link, or no file, and what it leads to would be overwritten.",
+                    remedy="delete it, and find out what made it.",
+                )
+            )
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
+    return os.fdopen(os.open(path, flags, 0o666), "a+")
 
 
 def _give_back(file: IO[str]) -> None:

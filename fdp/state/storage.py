@@ -130,6 +130,8 @@ class _ReplacesAtOnce(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        if mode == "wb":  # what a link leads to is not written to, nor is a pipe waited for
+            Path(path).unlink(missing_ok=True)
         with super().create_stream(path, mode) as stream:
             yield stream if self._pace is None else cast(io.IOBase, Paced(stream, self._pace))
 

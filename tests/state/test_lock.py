@@ -72,3 +72,26 @@ def test_where_the_file_system_knows_no_locks_of_open_files(tmp_path: Path, monk
         DirectoryLock(tmp_path).acquire()
     lock.release()
     assert others_may(tmp_path)
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_what_a_link_in_its_place_leads_to_is_not_emptied(link: Any, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "precious").write_text("all there")
+    link(tmp_path / "precious", tmp_path / "run" / ".lock")
+    with (
+        fdp.CheckpointManager(tmp_path / "run") as manager,
+        pytest.raises(fdp.ArgumentError, match="is a link, or no file"),
+    ):
+        manager.save(1, {"n": 1}, blocking=True)
+    assert (tmp_path / "precious").read_text() == "all there"
+
+
+def test_what_a_link_in_the_place_of_an_unfinished_index_leads_to_is_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / "1").mkdir()
+    (tmp_path / "precious").write_text("all there")
+    (tmp_path / "1" / ".metadata.tmp").symlink_to(tmp_path / "precious")
+    with fdp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"n": 1}, blocking=True)
+        assert manager.latest_step() == 1
+    assert (tmp_path / "precious").read_text() == "all there"
