@@ -25,6 +25,9 @@ from fdp.distributed.liveness.process import Process
 from fdp.distributed.liveness.status import ROOM_BYTES, Status, activity_text
 from fdp.distributed.liveness.tree import Node
 
+_LONGEST_SLEEP_S = 3600.0
+"""So long it sleeps at most: the system knows no limit of months, such as a patience of years leads to."""
+
 _LINGERS_S = 15.0
 """So long a monitor stays, at most, when its rank has gone: others may still have to hear why."""
 
@@ -69,7 +72,7 @@ class Monitor:
             wakes_s = min((self._wakes_at(group, now_s) for group in self._groups.values()), default=now_s + 1.0)
             if self._gone_s is not None:
                 wakes_s = min(wakes_s, now_s + 0.2)
-            ready = self._selector.select(max(0.0, wakes_s - now_s))
+            ready = self._selector.select(min(max(0.0, wakes_s - now_s), _LONGEST_SLEEP_S))
             # Commands first: a rank that joins says so to its monitor before it says to others where that is.
             for key, _ in sorted(ready, key=lambda each: each[0].data != self._obey):
                 # One before it may have closed it, and registered another one with the same number.

@@ -242,6 +242,15 @@ def test_a_session_keeps_a_bounded_number_and_says_when_some_are_lost() -> None:
         one.take({"report": {}})
 
 
+def test_one_whose_patience_is_of_years_watches() -> None:
+    with watching(2, liveness_s=1e300) as (parent, child):
+        child.meets(parent)
+        parent.meets(child)
+        assert until(lambda: 0 in child.links() and 1 in parent.links())
+        child.process.kill()
+        assert until(lambda: parent.faults() == [(1, "died", False)])
+
+
 def test_only_where_a_monitor_was_does_a_refusal_show_its_end() -> None:
     refused = ConnectionRefusedError()
     other = Neighbour(1, is_child=True)
