@@ -15,6 +15,7 @@ import torch.distributed as dist
 from fdp.distributed.attempt import NotJoined, join_attempt
 from fdp.distributed.group import resolve_group
 from fdp.distributed.liveness.introduction import is_held_by_rank_0
+from fdp.distributed.liveness.watch import liveness_s
 from fdp.distributed.sending import watch_over
 from fdp.errors import ArgumentError, PeerError, build_message, first_line
 from fdp.tracebacks import hiding_frames
@@ -56,8 +57,8 @@ def initialize(backend: str | None = None, timeout: float | datetime.timedelta |
             for five minutes.
 
     Raises:
-        ArgumentError: some of a launcher's variables are missing, or are no numbers; names them. The process group
-            is there already, with another backend.
+        ArgumentError: some of a launcher's variables are missing, or are no numbers, as is FDP_LIVENESS_S; names them.
+            The process group is there already, with another backend.
         PeerError: other ranks have not joined, and it names them; or they cannot be reached.
 
     Example:
@@ -81,6 +82,7 @@ def initialize(backend: str | None = None, timeout: float | datetime.timedelta |
     found = launch_of(os.environ)
     if found is None:
         return
+    liveness_s()  # a rank that is refused later, as one of the group, would be waited for
     limit = timeout if timeout is None or isinstance(timeout, datetime.timedelta) else datetime.timedelta(0, timeout)
     kind = None if backend is not None else _take_accelerator(found)
     try:

@@ -136,3 +136,10 @@ def test_ranks_that_cannot_be_reached_are_a_peer_error(monkeypatch: pytest.Monke
         monkeypatch.setenv(name, value)
     with pytest.raises(fdp.PeerError, match=r"rank 3 of 4, started by torchrun, could not join .* 127\.0\.0\.1:1"):
         fdp.initialize(timeout=0.5)
+
+
+def test_a_variable_that_makes_no_sense_is_refused_before_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**TORCHRUN, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "FDP_LIVENESS_S": "abc"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(fdp.ArgumentError, match="FDP_LIVENESS_S='abc'"):
+        fdp.initialize(timeout=0.5)
