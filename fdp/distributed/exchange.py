@@ -199,23 +199,30 @@ def come_together(group: Group, subject: str, news: str, also: dict[str, Any] | 
     """
     own = f"{subject} {news}"
     found = tell_all(group, {**(also or {}), "schedule": own, "marks": {}}, subject, news)
-    others = [other.get("failed") or other["schedule"].splitlines()[0] for other in found]
-    offenders = [f"rank {rank}: {other}" for rank, other in enumerate(others) if other != own]
-    if offenders:
+    _refuse_others(group, own, [rank for rank, other in enumerate(found) if other.get("schedule") != own], found)
+    return found
+
+
+def _refuse_others(group: Group, own: str, ranks: Sequence[int], found: Sequence[dict[str, Any]]) -> None:
+    """Refuse that some ranks do something else than this one; `found` is what each has told."""
+    others = []
+    for rank in ranks:
+        what = found[rank].get("failed") or str(found[rank].get("schedule", "something else")).partition("\n")[0]
+        others.append(f"rank {rank}: {what}")
+    if others:
         raise AgreementError(
             build_message(
                 f"{own} on rank {group.rank}, and other ranks are about to do something else, or failed.",
-                offenders,
+                others,
                 remedy="call the same functions in the same order on every rank.",
             )
         )
-    return found
 
 
 def tell_all(group: Group, own: dict[str, Any], subject: str, news: str) -> list[dict[str, Any]]:
     """Exchange a value with every rank through the store; returns all values in rank order.
 
-    A rank that could not get so far has only "failed" to tell, and why.
+    A rank that could not get so far has only "failed" to tell, and why. Who tells a "schedule" looks at that itself.
 
     Args:
         group: the ranks.
@@ -224,7 +231,7 @@ def tell_all(group: Group, own: dict[str, Any], subject: str, news: str) -> list
         news: what is the matter with it.
 
     Raises:
-        AgreementError: another rank did not come in time.
+        AgreementError: another rank did not come in time, or has come for something else, or failed.
         PeerError: the store cannot be reached.
     """
     return tell_all_once(group, own, subject, news)[1]
@@ -258,7 +265,12 @@ def tell_all_once(group: Group, own: dict[str, Any], subject: str, news: str) ->
                 "same structure; if tracing takes that long, raise FDP_AGREE_TIMEOUT_S.",
             )
         )
-    return _number_of(turn), [json.loads(payload) for payload in found if payload is not None]
+    told = [json.loads(payload) for payload in found if payload is not None]
+    compared = {"schedule", "failed"} if "schedule" in own else set()
+    # After an error on one rank alone, that one may be in its next exchange already, of another kind.
+    elsewhere = [rank for rank, each in enumerate(told) if not (own.keys() <= each.keys() or compared & each.keys())]
+    _refuse_others(group, f"{subject} {news}", elsewhere, told)
+    return _number_of(turn), told
 
 
 def _number_of(turn: str) -> int:

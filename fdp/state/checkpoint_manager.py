@@ -157,7 +157,8 @@ class CheckpointManager:
 
         Raises:
             ArgumentError: there is no checkpoint, or none of that step; or as `fdp.load`.
-            AgreementError, FdpError: as `fdp.load`.
+            AgreementError: as `fdp.load`.
+            FdpError: the directory, or the disk, cannot be read; on every rank.
         """
         refuse_inside("CheckpointManager.restore")
         ranks = resolve_group(self._group)
@@ -173,9 +174,10 @@ class CheckpointManager:
         below = None
         while True:
             # What rank 0 sees is what all take: file systems show other ranks a new file later.
-            step, more = self._newest(below) if ranks.rank == 0 else (None, [])
-            seen = {"step": step, "damaged": damaged + more}
+            seen = self._seen(below, damaged) if ranks.rank == 0 else {"step": None, "damaged": [], "unread": ""}
             newest = tell_all(ranks, seen, "CheckpointManager.restore", "was called")[0]
+            if newest["unread"]:
+                raise FdpError(newest["unread"])
             below, damaged = newest["step"], newest["damaged"]
             if below is None and missing_ok and not damaged:
                 return like, 0
@@ -198,6 +200,19 @@ class CheckpointManager:
                     stacklevel=2,
                 )
             return state, below
+
+    def _seen(self, below: int | None, damaged: list[str]) -> dict[str, Any]:
+        """What this rank tells all of the directory: its newest whole checkpoint, or why it cannot be read."""
+        try:
+            step, more = self._newest(below)
+        except OSError as error:
+            unread = build_message(
+                f"CheckpointManager.restore could not read {os.fspath(self._directory)!r}.",
+                [f"rank 0: {type(error).__name__}: {first_line(error)}"],
+                remedy="pass a directory that all ranks can read, or one that is not there yet.",
+            )
+            return {"step": None, "damaged": damaged, "unread": unread}
+        return {"step": step, "damaged": damaged + more, "unread": ""}
 
     def _read(self, step: int, like: Tree, ranks: Group, random: bool) -> Tree:
         path = self._directory / str(step)

@@ -170,18 +170,7 @@ class Automatic:
 
 def _tell(emitted: Emitted, own: dict[str, Any]) -> list[Any]:
     """Exchange a value with all ranks while buckets are chosen."""
-    step = f"step {emitted.plan.trace.name!r}"
-    found = tell_all(emitted.group, own, step, "is to be planned")
-    failed = [f"rank {rank}: {other['failed']}" for rank, other in enumerate(found) if "failed" in other]
-    if failed:
-        raise AgreementError(
-            build_message(
-                f"{step} could not be planned on every rank.",
-                failed,
-                remedy="fix the error there; the other ranks wait for it in vain.",
-            )
-        )
-    return found
+    return tell_all(emitted.group, own, f"step {emitted.plan.trace.name!r}", "is to be planned")
 
 
 def _groups(plan: Plan) -> Groups:

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 import fdp
+from fdp.distributed.exchange import tell_all
+from fdp.distributed.group import resolve_group
 
 
 def test_a_directory_without_a_checkpoint_gives_the_state_of_a_new_run(tmp_path: Path) -> None:
@@ -63,3 +65,32 @@ def asked_otherwise(path: str) -> str:
 
 def test_ranks_that_ask_otherwise_are_told(tmp_path: Path) -> None:
     assert all("missing_ok=True" in text for text in ranks.run(2, asked_otherwise, str(tmp_path)))
+
+
+def unreadable(path: str) -> list[str]:
+    """The directory cannot be read; then, as after an error on one rank alone, ranks are in exchanges of two kinds."""
+    said = []
+    with fdp.CheckpointManager(path) as manager:
+        for missing_ok in (False, True):
+            with pytest.raises(fdp.FdpError) as caught:
+                manager.restore({"w": torch.zeros(2)}, missing_ok=missing_ok)
+            said.append(str(caught.value))
+    own: dict[str, Any] = {"changed": []} if dist.get_rank() else {"step": 1}
+    with pytest.raises(fdp.AgreementError) as caught:
+        tell_all(resolve_group(), own, f"what rank {dist.get_rank()} does", "has begun")
+    return [*said, str(caught.value)]
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_directory_that_cannot_be_read_is_an_error_on_all_ranks(tmp_path: Path, is_link: bool) -> None:
+    path = tmp_path / "run"
+    if is_link:
+        path.symlink_to(path)
+    else:
+        path.write_text("")
+    why = "OSError: [Errno 40] Too many" if is_link else "NotADirectoryError: [Errno 20] Not a"
+    for rank, (*said, last) in enumerate(ranks.run(2, unreadable, str(path))):
+        for text in said:
+            assert f"could not read '{path}'" in text and f"rank 0: {why}" in text, text
+        assert f"what rank {rank} does has begun on rank {rank}, and other ranks" in last, last
+        assert f"rank {1 - rank}: something else" in last, last
