@@ -17,6 +17,9 @@ _CHECKS_PER_S = 4000
 _LOOKS_WITHIN_S = 2.0
 """A rank 0 that has not looked around for so long is gone, also on a machine that is busy."""
 
+_TELLS_S = 1.0
+"""So long a rank 0 that gives up stays at least, so that the others learn who is missing."""
+
 _WARNS_S = 30.0
 """A rank that has waited so long says for whom; again each time that the wait has doubled."""
 
@@ -68,7 +71,9 @@ def join_attempt(store: Any, rank: int, size: int, limit_s: float) -> int:
     while not joining.is_complete():
         waited_s = time.monotonic() - begun_s
         # None is missing where the last one joins just now: it only remains to be said that all are there.
-        if waited_s > limit_s and (missing := joining.give_up()):
+        if (waited_s > limit_s or joining.is_given_up) and (missing := joining.give_up()):
+            if rank == 0:
+                time.sleep(max(_TELLS_S, 3 * _pause_s(size)))  # it may hold the store, in which others look
             raise NotJoined(missing, limit_s)
         if waited_s > warns_s and (missing := joining.missing()):
             warns_s *= 2
@@ -110,6 +115,11 @@ class _Joining:
                 if self._is_in:
                     self._store.add(f"{current}/others", 1)
         return self._is_in and bool(self._store.check([f"{self.attempt}/complete"]))
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether rank 0 of the attempt that this rank is in has given up: those who wait on would find no store."""
+        return self._rank != 0 and self._is_in and self._gave_up()
 
     def missing(self) -> tuple[int, ...]:
         """Which ranks have not joined: rank 0, as long as there is none in the attempt that this rank knows of."""

@@ -129,6 +129,7 @@ def _store(found: Launch, limit: datetime.timedelta | None) -> Any:
         found.size,
         is_master=found.rank == 0 and not agents,
         timeout=wait,
+        wait_for_workers=False,  # which would not say for whom: `join_attempt` waits
         multi_tenant=True,
     )
     if not agents:

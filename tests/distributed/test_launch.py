@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from programs import free_port
 from torchrun import torchrun
 
 import fdp
@@ -117,9 +117,7 @@ def test_each_attempt_of_torchrun_meets_anew(tmp_path: Path) -> None:
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])
 def test_ranks_that_others_started_meet(launcher: str, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(textwrap.dedent(JOINS))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     each = []
     for rank in "01":
         own = {**SRUN, "SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
@@ -136,6 +134,32 @@ def test_ranks_that_cannot_be_reached_are_a_peer_error(monkeypatch: pytest.Monke
         monkeypatch.setenv(name, value)
     with pytest.raises(fdp.PeerError, match=r"rank 3 of 4, started by torchrun, could not join .* 127\.0\.0\.1:1"):
         fdp.initialize(timeout=0.5)
+
+
+WAITS_IN_VAIN = """
+    import fdp
+    try:
+        fdp.initialize(timeout=4)
+    except fdp.PeerError as error:
+        print(error.ranks, error)
+"""
+
+
+def test_a_rank_that_never_starts_is_named_by_the_holder_of_the_store_too(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(textwrap.dedent(WAITS_IN_VAIN))
+    environment = {**os.environ, "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "job.py")],
+            env={**environment, "RANK": rank, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    for process in started:
+        said = process.communicate(timeout=120)[0]
+        assert said.startswith("(2,) fdp.initialize: rank ") and "rank 2 did not join within 4 seconds" in said, said
 
 
 def test_a_variable_that_makes_no_sense_is_refused_before_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
