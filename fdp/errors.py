@@ -42,7 +42,7 @@ class PeerError(FdpError):
 
     Args:
         message: what to say.
-        ranks: those that are missing; none where that is not known.
+        ranks: those that are missing, by their numbers in the group; none where that is not known.
         reason: "died", "frozen", "raised", "left" or "unreachable"; empty where that is not known.
         call: which call of the step it was in which it was noticed, from 1 on; 0 outside of calls.
         details: what is known of each rank, a line each.
