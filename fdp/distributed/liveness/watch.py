@@ -52,6 +52,8 @@ _TELLS_S = 0.5
 """Seconds that a process may spend at its end to find the ranks that it has to inform."""
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Watched | None] = weakref.WeakKeyDictionary()
+_inherited: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+"""Groups of the process that this one is a forked copy of, such as a worker of a data loader."""
 _own: list[OwnMonitor] = []
 _introductions: dict[str, Introduction] = {}
 _starting = threading.Lock()
@@ -92,9 +94,20 @@ def watch(group: dist.ProcessGroup, name: str, rank: int, size: int, store_of: C
     Returns:
         What is known of them; None if they are not watched: FDP_LIVENESS_S=0, a store that is not shared by processes,
         or no monitor could be started, of which there is a warning.
+
+    Raises:
+        ArgumentError: this process is a forked copy of the rank.
     """
     if group in _groups:
         return _groups[group]
+    if group in _inherited:
+        raise ArgumentError(
+            build_message(
+                f"process {os.getpid()} is a copy of rank {rank}, made by os.fork, and takes no part in its messages.",
+                remedy="call collectives, steps and the like in the program itself, not in worker processes of a data "
+                "loader.",
+            )
+        )
     with _starting:
         if group in _groups:
             return _groups[group]
@@ -131,6 +144,15 @@ def watch(group: dist.ProcessGroup, name: str, rank: int, size: int, store_of: C
         _introductions[key] = introduction
         weakref.finalize(group, _leave, made.monitor, key).atexit = False
         return made
+
+
+def _inherit() -> None:
+    """A copy says nothing in the name of the rank. What it waited for would never come."""
+    _inherited.update(_groups)
+    _groups.clear()
+
+
+os.register_at_fork(after_in_child=_inherit)
 
 
 def _address_of(store: Any) -> str | None:
