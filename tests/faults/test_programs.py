@@ -16,6 +16,7 @@ PROGRAM = pathlib.Path(__file__).with_name("program.py")
     ("kind", "victim", "reason", "words"),
     [
         ("raised", 1, "raised", "rank 1 raised: ValueError: a mistake of the user's"),
+        ("raised, with a hook of its own", 1, "raised", "rank 1 raised: ValueError: a mistake of the user's"),
         ("left", 2, "left", "rank 2 left: its program has ended (in its own code, after call 4 of step 'step')"),
         ("killed", 0, "died", "rank 0 died: in its own code, after call 4 of step 'step'"),
         ("frozen", 0, "frozen", "rank 0 is frozen"),
@@ -29,7 +30,7 @@ PROGRAM = pathlib.Path(__file__).with_name("program.py")
 )
 def test_every_other_rank_names_it(kind: str, victim: int, reason: str, words: str, tmp_path: pathlib.Path) -> None:
     # How it ends is what the others hear of.
-    forked = {0, 1, 2} - {victim if kind in ("raised", "left", "raised before the first call") else -1}
+    forked = {0, 1, 2} - {victim if kind.startswith(("raised", "left")) else -1}
     fault, errors = errors_of_others(PROGRAM, kind, victim, tmp_path, forked, 180)
     for error in errors:
         assert (error["ranks"], error["reason"]) == ([victim], reason), error

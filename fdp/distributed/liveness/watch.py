@@ -170,7 +170,9 @@ def _leave(monitor: OwnMonitor, key: str | None = None) -> None:
     error: BaseException | None = None
     if key is None:
         monitor.closing.set()
-        error = sys.exc_info()[1] or monitor.uncaught
+        # The interpreter remembers it, even if a hook of the program's, such as Rich's, is in the place of fdp's.
+        last = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+        error = sys.exc_info()[1] or monitor.uncaught or last
     reason, text = "left", "it has destroyed the process group" if key is not None else "its program has ended"
     if isinstance(error, SystemExit):
         text = f"its program has ended with exit code {first_line(error.code)}"
