@@ -63,12 +63,7 @@ class Group:
             return None
         group = self.reference()
         if group is None:
-            raise ArgumentError(
-                build_message(
-                    "a step was called on a process group that has been destroyed.",
-                    remedy="call it before destroy_process_group(), or make the group anew.",
-                )
-            )
+            raise _destroyed()
         return group
 
     @property
@@ -81,6 +76,8 @@ class Group:
         from torch.distributed import distributed_c10d as c10d
 
         assert self.process_group is not None
+        if is_destroyed(self.process_group):  # and the program still refers to it
+            raise _destroyed()
         return c10d._world.pg_map[self.process_group][1]
 
     def backend_for(self, device: torch.device) -> str | None:
@@ -89,6 +86,8 @@ class Group:
             return "none"
         from torch.distributed import distributed_c10d as c10d
 
+        if is_destroyed(self.process_group):
+            raise _destroyed()
         return _backends(str(c10d._world.pg_backend_config[self.process_group])).get(device.type)
 
     def all_reduce(self, buffer: torch.Tensor, op: str, arrived: Arrived | None = None) -> Callable[[], None]:
@@ -188,6 +187,15 @@ def _device_of(ranks: Group) -> torch.device:
     """A device whose tensors a group carries."""
     kinds = ("cpu", "cuda", "xpu", "mps")
     return torch.device(next(kind for kind in kinds if ranks.backend_for(torch.device(kind)) is not None))
+
+
+def _destroyed() -> ArgumentError:
+    return ArgumentError(
+        build_message(
+            "a step was called on a process group that has been destroyed.",
+            remedy="call it before destroy_process_group(), or make the group anew.",
+        )
+    )
 
 
 def is_destroyed(group: dist.ProcessGroup) -> bool:
