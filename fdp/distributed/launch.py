@@ -58,7 +58,7 @@ def initialize(backend: str | None = None, timeout: float | datetime.timedelta |
 
     Raises:
         ArgumentError: some of a launcher's variables are missing, or are no numbers, as is FDP_LIVENESS_S; names them.
-            The process group is there already, with another backend.
+            `timeout` is no such time. The process group is there already, with another backend.
         PeerError: other ranks have not joined, and it names them; or they cannot be reached.
 
     Example:
@@ -83,7 +83,7 @@ def initialize(backend: str | None = None, timeout: float | datetime.timedelta |
     if found is None:
         return
     liveness_s()  # a rank that is refused later, as one of the group, would be waited for
-    limit = timeout if timeout is None or isinstance(timeout, datetime.timedelta) else datetime.timedelta(0, timeout)
+    limit = _limit_of(timeout)
     kind = None if backend is not None else _take_accelerator(found)
     try:
         store = _store(found, limit)
@@ -105,6 +105,22 @@ def initialize(backend: str | None = None, timeout: float | datetime.timedelta |
 
 
 _BACKENDS: Mapping[str | None, str] = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
+
+
+def _limit_of(timeout: float | datetime.timedelta | None) -> datetime.timedelta | None:
+    """A time limit that is more than none."""
+    try:
+        limit = datetime.timedelta(0, timeout) if isinstance(timeout, (int, float)) else timeout
+        if limit is None or (isinstance(limit, datetime.timedelta) and limit > datetime.timedelta(0)):
+            return limit
+    except (ValueError, OverflowError):  # no number, or infinite
+        pass
+    raise ArgumentError(
+        build_message(
+            f"fdp.initialize was given timeout={timeout!r}.",
+            remedy="pass seconds above 0, as a number or a datetime.timedelta, or None for five minutes.",
+        )
+    )
 
 
 def _take_accelerator(found: Launch) -> str | None:

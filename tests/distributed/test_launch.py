@@ -167,3 +167,13 @@ def test_a_variable_that_makes_no_sense_is_refused_before_others_wait(monkeypatc
         monkeypatch.setenv(name, value)
     with pytest.raises(fdp.ArgumentError, match="FDP_LIVENESS_S='abc'"):
         fdp.initialize(timeout=0.5)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "5"])
+def test_a_time_limit_that_is_none_is_refused_before_anybody_waits(
+    timeout: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(fdp.ArgumentError, match=r"was given timeout=(.|\n)*Remedy: pass seconds above 0"):
+        fdp.initialize(timeout=timeout)  # type: ignore[arg-type]
