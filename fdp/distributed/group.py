@@ -76,9 +76,9 @@ class Group:
         from torch.distributed import distributed_c10d as c10d
 
         assert self.process_group is not None
-        if is_destroyed(self.process_group):  # and the program still refers to it
+        if (found := c10d._world.pg_map.get(self.process_group)) is None:  # and the program still refers to it
             raise _destroyed()
-        return c10d._world.pg_map[self.process_group][1]
+        return found[1]
 
     def backend_for(self, device: torch.device) -> str | None:
         """The name of the backend that carries tensors of a device, None if there is none."""
@@ -86,9 +86,9 @@ class Group:
             return "none"
         from torch.distributed import distributed_c10d as c10d
 
-        if is_destroyed(self.process_group):
+        if (found := c10d._world.pg_backend_config.get(self.process_group)) is None:
             raise _destroyed()
-        return _backends(str(c10d._world.pg_backend_config[self.process_group])).get(device.type)
+        return _backends(str(found)).get(device.type)
 
     def all_reduce(self, buffer: torch.Tensor, op: str, arrived: Arrived | None = None) -> Callable[[], None]:
         """As `start_all_reduce`, on these ranks."""

@@ -15,14 +15,30 @@ from fdp.pytree import Tree
 
 def mismatch(grads: Tree, params: Tree) -> ArgumentError:
     """The error for gradients and parameters of different structures, with the key paths that differ."""
-    have, want = names(grads, ""), names(params, "")
-    offenders = [f"params{name} has no gradient" for name in want if name not in have]
-    offenders += [f"grads{name} has no parameter" for name in have if name not in want]
-    if not offenders:  # the same paths, through containers of other types
-        specs = (pytree.structure_of(tree, none_is_leaf=True) for tree in (grads, params))
-        offenders = [f"{name}: {spec}" for name, spec in zip(("grads", "params"), specs, strict=True)]
     remedy = "pass the gradients that fdp.value_and_grad gives for these params; None where there is none."
-    return ArgumentError(build_message("The trees grads and params do not match.", offenders, remedy))
+    return other_structure("grads", "gradient", grads, params, remedy)
+
+
+def other_structure(root: str, each: str, tree: Tree, params: Tree, remedy: str) -> ArgumentError:
+    """The error for a tree that does not have the structure of the parameters, with the key paths that differ.
+
+    Args:
+        root: what the tree is called in messages.
+        each: what it holds for a parameter.
+        tree: it.
+        params: the parameters.
+        remedy: what to do.
+
+    Returns:
+        The error.
+    """
+    have, want = names(tree, ""), names(params, "")
+    offenders = [f"params{name} has no {each}" for name in want if name not in have]
+    offenders += [f"{root}{name} has no parameter" for name in have if name not in want]
+    if not offenders:  # the same paths, through containers of other types
+        specs = (pytree.structure_of(one, none_is_leaf=True) for one in (tree, params))
+        offenders = [f"{name}: {spec}" for name, spec in zip((root, "params"), specs, strict=True)]
+    return optimizer_error(f"The trees {root} and params do not match.", remedy, offenders)
 
 
 def checked_hyperparameters(cls: type, held: dict[str, Tree], opt_state: Tree) -> dict[str, Tree]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fdp import pytree
-from fdp.optim.argument_checks import alike, mismatch, names, optimizer_error, trains, value_text
+from fdp.optim.argument_checks import alike, mismatch, names, optimizer_error, other_structure, trains, value_text
 from fdp.optim.optimizer import Optimizer
 from fdp.pytorch.tensors import storage_id
 from fdp.pytree import Tree
@@ -171,12 +171,7 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     leaves, spec = pytree.flatten(params, none_is_leaf=True)
     added, added_spec = pytree.flatten(updates, none_is_leaf=True)
     if added_spec != spec:
-        have, want = names(updates, ""), names(params, "")
-        offenders = [f"params{name} has no update" for name in want if name not in have]
-        offenders += [f"updates{name} has no parameter" for name in have if name not in want]
-        if not offenders:  # the same paths, through containers of other types
-            offenders = [f"params: {spec}", f"updates: {added_spec}"]
-        raise optimizer_error("The trees updates and params do not match.", _MIRROR, offenders)
+        raise other_structure("updates", "update", updates, params, _MIRROR)
     bad, new = [], []
     for where, p, u in zip(names(params, "updates"), leaves, added, strict=True):
         if u is None:
@@ -253,9 +248,7 @@ def _check_gradients(grads: Tree, params: Tree) -> None:
     absent = [name for name, grad, p in pairs if grad is None and p is not None]
     if absent:
         what = "A transformation takes a gradient for each parameter, but some are None."
-        remedy = (
-            "leave parameters that are not trained out of params, or give those of fdp.optim.partition another rule."
-        )
+        remedy = "leave what is not trained out of params, or give it another optimizer (fdp.optim.partition)."
         raise optimizer_error(what, remedy, [f"{name} is None" for name in absent])
 
 

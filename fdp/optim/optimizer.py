@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class Optimizer:
 
     init: Callable[[Tree], Tree]
     update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
-    summary: str = field(default="Optimizer(init, update)", compare=False)
+    summary: str = "Optimizer(init, update)"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "update", _with_params(self.update))
@@ -65,7 +65,8 @@ class Optimizer:
         return hash(self._functions())
 
     def _functions(self) -> tuple[Any, Any]:
-        return self.init, getattr(self.update, "__wrapped__", self.update)
+        """Those that it was made of: `update` is a new function around the given one."""
+        return self.init, self.update.__wrapped__  # type: ignore[attr-defined]
 
     def __repr__(self) -> str:
         return self.summary

@@ -118,13 +118,7 @@ class Rule:
         if self.explicit.get("fused") and self.miscomputed(p):
             what = f"the fused SGD kernel loses the momentum of {name}, {value_text(p)}: its results are noise."
             raise optimizer_error(what, "leave fused out.")
-        try:
-            state = self._made_by_itself(p) if has_first_state(self.cls) else self._made_in_a_step(p, name)
-        except ArgumentError:
-            raise
-        except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-            what = f"{self.cls.__name__} refuses the parameter {name}, {value_text(p)}: {error}."
-            raise optimizer_error(what, "give each optimizer the part of the parameters that it supports.") from error
+        state = self._made_by_itself(p, name) if has_first_state(self.cls) else self._made_in_a_step(p, name)
         if self.has_momentum:
             # torch has no buffer before the first step and starts it with the gradient. Negative zero is what
             # can be added to any number, a negative zero too, without changing a bit.
@@ -138,11 +132,15 @@ class Rule:
                 raise optimizer_error(what, "use a class that keeps its state in tensors.")
         return {key: container.beside(value) for key, value in state.items()}
 
-    def _made_by_itself(self, p: Tensor) -> dict[str, Any]:
-        optimizer: Any = self.build([p])
-        p.grad = torch.zeros_like(p)
-        lists = len(inspect.signature(optimizer._init_group).parameters) - 1
-        optimizer._init_group(optimizer.param_groups[0], *([] for _ in range(lists)))
+    def _made_by_itself(self, p: Tensor, name: str) -> dict[str, Any]:
+        try:
+            optimizer: Any = self.build([p])
+            p.grad = torch.zeros_like(p)
+            lists = len(inspect.signature(optimizer._init_group).parameters) - 1
+            optimizer._init_group(optimizer.param_groups[0], *([] for _ in range(lists)))
+        except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+            what = f"{self.cls.__name__} refuses the parameter {name}, {value_text(p)}: {error}."
+            raise optimizer_error(what, "give each optimizer the part of the parameters that it supports.") from error
         return dict(optimizer.state[p])
 
     def _made_in_a_step(self, p: Tensor, name: str) -> dict[str, Any]:

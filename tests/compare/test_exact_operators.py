@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from operator_traces import graphs_of
-from samples import ALL_SAMPLES
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.common_methods_invocations import op_db
@@ -71,10 +70,10 @@ def test_exact_operators_compute_the_same_numbers_with_more_digits() -> None:
     names = _EXACT | NAMED_OTHERWISE | {each.removesuffix("_copy") for each in _EXACT}
     # Views by places are of memory that samples lay out, and copies here do not.
     ops = [op for op in op_db if op.name in names and not op.name.startswith("as_strided")]
-    graphs = [graph for op in (ops if ALL_SAMPLES else ops[::2]) for graph in graphs_of(op, 1)]
+    graphs = [graph for op in ops for graph in graphs_of(op, 1)]
     seen, rounding = looked_at(graphs)
     assert not rounding
-    assert len(seen) > (0.7 if ALL_SAMPLES else 0.35) * len(_EXACT)
+    assert len(seen) > 0.7 * len(_EXACT)
 
 
 def test_what_rounds_is_not_said_to_be_exact() -> None:

@@ -20,7 +20,8 @@ def calls_after_the_end() -> list[str]:
     known(torch.ones(2), torch.ones(2))
     dist.destroy_process_group(group)
     for length in (2, 3):  # as before, and with a first call
-        with pytest.raises(fdp.ArgumentError) as caught:
+        # Its own error, or, of the rank that called sooner and has told, that this one has raised it.
+        with pytest.raises((fdp.ArgumentError, fdp.PeerError)) as caught:
             known(torch.ones(length), torch.ones(2))
         said.append(str(caught.value))
     fdp.psum(torch.ones(2))  # the default group is there

@@ -7,10 +7,12 @@ from typing import Any, ClassVar
 
 import lion_pytorch
 import pytest
+import ranks
 import torch
 from bits import same_leaves
 from optimizer_classes import by_fdp, by_hand, sample
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import fdp
 from fdp.errors import ArgumentError
@@ -181,3 +183,29 @@ def test_a_step_with_such_a_class() -> None:
         oracle.step()
         state = step(state, grad)
         assert torch.equal(state["w"], by_class.detach())
+
+
+def trains_on_parts() -> tuple[bool, list[bool]]:
+    optimizer = from_torch(lion_pytorch.Lion, lr=0.1)
+
+    @fdp.data_parallel(donate_argnums=0)
+    def step(state: Any, batch: Tensor) -> Any:
+        grads = fdp.grad(lambda p: (p["w"] * batch).sum() ** 2 + p["b"].square().sum())(state["params"])
+        params, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": params, "opt": opt}
+
+    found = []
+    for place in (fdp.replicate, lambda params: fdp.shard(params, min_size=1)):
+        params = place({"w": torch.linspace(-1, 1, 24).reshape(6, 4), "b": torch.ones(3)})
+        state = {"params": params, "opt": optimizer.init(params)}
+        for call in range(3):
+            state = step(state, torch.full((6, 4), 0.1 * (call + 1)))
+        found.append(fdp.unshard(state["params"]))
+    one, two = found
+    return isinstance(state["opt"]["state"]["w"]["exp_avg"], DTensor), [
+        torch.equal(one[name], two[name]) for name in one
+    ]
+
+
+def test_state_of_sharded_parameters_is_sharded_and_trains_as_the_whole() -> None:
+    assert ranks.run(2, trains_on_parts) == [(True, [True, True])] * 2
