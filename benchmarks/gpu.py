@@ -41,25 +41,26 @@ def measurable() -> bool:
     return torch.cuda.is_available() and dist.is_nccl_available()
 
 
-def tables(figures: Mapping[str, Figures]) -> list[Table]:
+def tables(figures: Mapping[str, Figures], setting: Setting) -> list[Table]:
     """A table of time, a row a case and clock, and one of memory."""
-    return [_times(figures), *([_memory(figures)] if all(row.memory for row in figures.values()) else [])]
+    memory = [_memory(figures, setting)] if all(row.memory for row in figures.values()) else []
+    return [_times(figures, setting), *memory]
 
 
-def _times(figures: Mapping[str, Figures]) -> Table:
+def _times(figures: Mapping[str, Figures], setting: Setting) -> Table:
     out = markdown_table("case", "clock", "fdp, ms", "best DDP, ms", "time ratio (quartiles)")
     for case, row in figures.items():
         for clock in ("host", "device"):
-            peer = row.fastest(SETTING.peers, clock)
-            ours, theirs = milliseconds(row, SETTING.ours, clock), milliseconds(row, peer, clock)
-            out.add_row(case, clock, ours, f"{theirs} ({peer})", quartiles(row.time_ratio(SETTING.ours, peer, clock)))
+            peer = row.fastest(setting.peers, clock)
+            ours, theirs = milliseconds(row, setting.ours, clock), milliseconds(row, peer, clock)
+            out.add_row(case, clock, ours, f"{theirs} ({peer})", quartiles(row.time_ratio(setting.ours, peer, clock)))
     return out
 
 
-def _memory(figures: Mapping[str, Figures]) -> Table:
+def _memory(figures: Mapping[str, Figures], setting: Setting) -> Table:
     out = markdown_table("case", "fdp, MiB above", "best DDP, MiB above", "memory ratio")
     for case, row in figures.items():
-        peer = row.leanest(SETTING.peers)
-        ours, theirs = (mebibytes(row.memory[name].tensors_above_bytes) for name in (SETTING.ours, peer))
-        out.add_row(case, ours, f"{theirs} ({peer})", f"{row.memory_ratio(SETTING.ours, peer):.2f}")
+        peer = row.leanest(setting.peers)
+        ours, theirs = (mebibytes(row.memory[name].tensors_above_bytes) for name in (setting.ours, peer))
+        out.add_row(case, ours, f"{theirs} ({peer})", f"{row.memory_ratio(setting.ours, peer):.2f}")
     return out

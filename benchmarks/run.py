@@ -1,6 +1,7 @@
 """fdp beside DistributedDataParallel in its best setting, and beside plain PyTorch: step time and memory.
 
-    python benchmarks/run.py [--setting NAME]... [--case NAME]... [--rounds N] [--no-memory] [--json FILE]
+    python benchmarks/run.py [--setting NAME]... [--case NAME]... [--peer NAME]... [--rounds N] [--no-memory]
+                             [--json FILE]
 
 Settings: "ranks" is two gloo ranks on this machine, one thread each, beside DDP; "one" is one process of one thread
 without a process group, beside plain PyTorch; "gpu" is an NCCL group of one rank. Everybody runs the fused AdamW.
@@ -9,6 +10,7 @@ docs/explanation/benchmarks.md says what is measured, and how.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -27,18 +29,27 @@ SETTINGS = {setting.name: setting for setting in (RANKS, ONE, gpu.SETTING)}
 
 
 def _tables(setting: Setting, figures: Mapping[str, Figures]) -> list[Table]:
-    first = gpu.tables(figures) if setting is gpu.SETTING else [comparison(setting, figures)]
+    first = gpu.tables(figures, setting) if setting.name == gpu.SETTING.name else [comparison(setting, figures)]
     return [*first, everybody(setting, figures)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, prints, and writes the figures to a file if asked to."""
-    args = options(__doc__, SETTINGS).parse_args(arguments)
+    parser = options(__doc__, SETTINGS)
+    parser.add_argument("--peer", action="append", choices=DDP, help="only this one beside fdp; may be repeated")
+    args = parser.parse_args(arguments)
+    settings = SETTINGS if args.peer is None else {name: among(args.peer, each) for name, each in SETTINGS.items()}
 
     def of_case(setting: Setting, case: str, begin: Begin) -> Figures:
         return measure(setting, case, args.rounds, not args.no_memory, begin)
 
-    return carry_out(args, SETTINGS, of_case, _tables)
+    return carry_out(args, settings, of_case, _tables)
+
+
+def among(peers: Sequence[str], setting: Setting) -> Setting:
+    """A setting with some of its contenders beside fdp, and no others; as it is if it has none of them."""
+    chosen = tuple(name for name in setting.peers if name in peers)
+    return dataclasses.replace(setting, peers=chosen, also=()) if chosen else setting
 
 
 if __name__ == "__main__":

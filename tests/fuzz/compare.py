@@ -152,7 +152,7 @@ def _gap(x: Any, y: Any) -> float:
         return 0.0 if x == y else float("inf")
     if x.shape != y.shape:
         return float("inf")
-    x, y = x.double(), y.double()
+    x, y = x.cpu().double(), y.cpu().double()
     if not torch.equal(x.isfinite(), y.isfinite()):
         return float("inf")
     difference = (x - y).abs().nan_to_num(0.0)
@@ -161,7 +161,7 @@ def _gap(x: Any, y: Any) -> float:
 
 def _is_short(x: torch.Tensor) -> bool:
     """Whether sixteen bits are enough for each number."""
-    mantissa, _ = torch.frexp(x.double().nan_to_num(0.0)) if x.is_floating_point() else (torch.zeros(()), None)
+    mantissa = torch.frexp(x.double().nan_to_num(0.0))[0] if x.is_floating_point() else torch.zeros(())
     return bool((mantissa * 2**16 == (mantissa * 2**16).round()).all())
 
 

@@ -117,7 +117,8 @@ def make_step(programs: Sequence[Program], step: Any) -> Any:
     made = fdp.data_parallel(
         step,
         donate_argnums=0 if o.donate else (),
-        compile=o.compile,
+        # For a card inductor draws numbers of its own, if nothing else is said.
+        compile={"fallback_random": True} if o.compile and torch.get_default_device().type != "cpu" else o.compile,
         bucket_cap_mb=o.bucket_cap_mb,
         check_trace=o.check_trace,
         wire_dtype=getattr(torch, o.wire_dtype) if o.wire_dtype else None,
@@ -218,5 +219,5 @@ def _unequal(programs: Sequence[Program], judge: Judge) -> list[str]:
 def _bits(leaf: Any) -> str:
     if not isinstance(leaf, torch.Tensor):
         return repr(leaf)
-    dense = torch.empty(leaf.numel(), dtype=leaf.dtype).copy_(leaf.detach().reshape(-1))
+    dense = torch.empty(leaf.numel(), dtype=leaf.dtype, device="cpu").copy_(leaf.detach().reshape(-1))
     return hashlib.sha1(dense.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]

@@ -151,6 +151,6 @@ def same(x: Any, y: Any) -> bool:
     """Equal to the bit, or both NaN; constants are equal."""
     if not isinstance(x, torch.Tensor):
         return bool(x == y)
-    return (
-        x.shape == y.shape and x.dtype == y.dtype and torch.equal(x.detach().nan_to_num(12345.0), y.nan_to_num(12345.0))
-    )
+    # fdp.axis_index() is on the CPU.
+    x, y = x.detach().cpu(), y.detach().cpu()
+    return x.shape == y.shape and x.dtype == y.dtype and torch.equal(x.nan_to_num(12345.0), y.nan_to_num(12345.0))

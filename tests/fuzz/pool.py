@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from ranks import Ranks, RankTimeout
 
 from fdp.distributed.desynchronised import why_desynchronised
@@ -21,9 +22,11 @@ _DEADLINE_S = 300.0
 _COMPILED_DEADLINE_S = 600.0
 
 
-def work(jobs: Sequence[Job]) -> list[Report]:
+def work(jobs: Sequence[Job], device: str = "cpu") -> list[Report]:
     """Run jobs on this rank, until one has left the ranks where no message can be paired."""
     poison.fill_freed_memory()
+    if device != "cpu":
+        torch.set_default_device(device)
     done = []
     for job in jobs:
         report = run_programs(job)
@@ -36,12 +39,16 @@ def work(jobs: Sequence[Job]) -> list[Report]:
 class Pool:
     """So many ranks.
 
+    Args:
+        world: how many.
+        device: where programs make their tensors.
+
     Attributes:
         restarts: how many times new ones had to be started.
     """
 
-    def __init__(self, world: int) -> None:
-        self.world, self.restarts = world, 0
+    def __init__(self, world: int, device: str = "cpu") -> None:
+        self.world, self.device, self.restarts = world, device, 0
         self._ranks: Ranks | None = None
         self._last_words = ""
 
@@ -63,9 +70,10 @@ class Pool:
         compiled = sum(job[0].options.compile for job in jobs)
         deadline = _DEADLINE_S + compiled * _COMPILED_DEADLINE_S
         if self._ranks is None:
-            self._ranks = Ranks(self.world, env=_ENVIRONMENT, init=self.world > 1)
+            backend = "gloo" if self.device == "cpu" else "cpu:gloo,cuda:nccl"
+            self._ranks = Ranks(self.world, env=_ENVIRONMENT, init=self.world > 1, backend=backend)
         try:
-            outcomes = self._ranks.submit(work, jobs, deadline_s=deadline)
+            outcomes = self._ranks.submit(work, jobs, self.device, deadline_s=deadline)
         except RankTimeout as error:
             self._last_words = str(error)
             self._drop()

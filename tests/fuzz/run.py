@@ -79,12 +79,13 @@ class Fuzzer:
         out: where scripts go; None writes none.
         shrink_s: how long to shrink a failure; of one kind the first few are.
         without: programs with one of these traits are left out.
+        device: where programs make their tensors.
     """
 
     def __init__(self, world: int, seed: int, share: float, out: pathlib.Path | None, shrink_s: float, counts: Counts,
-                 without: frozenset[str] = frozenset()) -> None:  # fmt: skip
+                 without: frozenset[str] = frozenset(), device: str = "cpu") -> None:  # fmt: skip
         self.world, self.seed, self.share, self.out, self.shrink_s = world, seed, share, out, shrink_s
-        self.counts, self.pool, self.without = counts, Pool(world), without
+        self.counts, self.pool, self.without = counts, Pool(world, device), without
         self._waiting: dict[bool, list[Program]] = {False: [], True: []}
         self._rng = random.Random(seed)
 
@@ -155,7 +156,7 @@ class Fuzzer:
             return self.pool
         if not hasattr(self, "_fewer"):
             self._fewer: dict[int, Pool] = {}
-        return self._fewer.setdefault(world, Pool(world))
+        return self._fewer.setdefault(world, Pool(world, self.pool.device))
 
     def close(self) -> None:
         self.pool.close()
@@ -177,6 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--shrink", type=float, default=60.0, help="seconds for each failure; 0 leaves them as they are"
     )
     parser.add_argument("--without", default="", help="traits of programs to leave out: turns,same bytes,closed,data")
+    parser.add_argument("--device", default="cpu", help="where programs make their tensors: cpu or cuda")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(".fuzz"), help="where scripts of failures go")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -185,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     counts, start = Counts(), time.monotonic()
     without = frozenset(filter(None, chosen.without.split(",")))
     fuzzers = [
-        Fuzzer(int(world), seed, chosen.compiled, chosen.out, chosen.shrink, counts, without)
+        Fuzzer(int(world), seed, chosen.compiled, chosen.out, chosen.shrink, counts, without, chosen.device)
         for world in chosen.ranks.split(",")
     ]
     said, turn = start, 0

@@ -52,6 +52,7 @@ def script(programs: Sequence[Program], why: str) -> str:
             "",
             _part("layout.py"),
             _part("exchanges.py"),
+            _part("numbers.py"),
             _part("plain.py"),
             _part("placed.py"),
             _part("standalone.py"),

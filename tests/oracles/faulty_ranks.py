@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import re
 import signal
@@ -18,7 +19,7 @@ import fdp
 
 KINDS = (
     "killed between steps", "killed in a step", "killed in the first call", "frozen", "raised in a step",
-    "raised in a loader", "destroyed its group", "asleep", "holds the lock",
+    "raised in a loader", "destroyed its group", "destroyed a group that it refers to", "asleep", "holds the lock",
 )  # fmt: skip
 """What a rank may do. After the last two it goes on, and nothing may happen."""
 
@@ -29,7 +30,7 @@ Said = dict[str, Any]
 """What a rank saw: the class of the error, its facts, its text, and how long after the fault it came."""
 
 
-def train(kind: str, victim: int, seconds: float = 6.0, calls: int = 8) -> Said:
+def train(kind: str, victim: int, seconds: float = 6.0, calls: int = 8, device: str = "cpu") -> Said:
     """Train, and do something wrong on one rank; what an error says, on each rank.
 
     Args:
@@ -37,6 +38,7 @@ def train(kind: str, victim: int, seconds: float = 6.0, calls: int = 8) -> Said:
         victim: the rank.
         seconds: how long it sleeps, or holds the lock.
         calls: how many steps.
+        device: where the state is. The host waits for the loss of each step, as a program does that prints it.
     """
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     is_victim = rank == victim
@@ -58,10 +60,10 @@ def train(kind: str, victim: int, seconds: float = 6.0, calls: int = 8) -> Said:
             if call == AT and is_victim and kind == "raised in a loader":
                 now_it_happens()
                 raise OSError("no such shard")
-            yield torch.ones(3, 4) * (rank + 1)
+            yield torch.ones(3, 4, device=device) * (rank + 1)
 
     step = fdp.data_parallel(model, bucket_cap_mb=1)
-    state = {"a": torch.ones(4), "b": torch.ones(())}
+    state = {"a": torch.ones(4, device=device), "b": torch.ones((), device=device)}
     call = 0
     try:
         data = ((batch, None) for batch in batches()) if kind != "raised in a loader" else fdp.join(batches())
@@ -69,10 +71,12 @@ def train(kind: str, victim: int, seconds: float = 6.0, calls: int = 8) -> Said:
             if call == AT and is_victim:
                 _misbehave(kind, seconds, now_it_happens)
                 if kind == "raised in a step":
-                    batch = torch.ones(3, 5)
-                if kind == "destroyed its group":
+                    batch = torch.ones(3, 5, device=device)
+                if kind in ("destroyed its group", "destroyed a group that it refers to"):
                     return _said(rank, None, call, store)
-            state, _ = step(state, batch)
+            state, loss = step(state, batch)
+            if not math.isfinite(loss.item()):
+                return {**_said(rank, None, call, store), "error": "a loss that is not finite"}
     except Exception as error:
         said = _said(rank, error, call, store)
         if is_victim:
@@ -102,6 +106,11 @@ def _misbehave(kind: str, seconds: float, now_it_happens: Any) -> None:
     elif kind == "destroyed its group":
         dist.destroy_process_group()
         time.sleep(3)
+    elif kind == "destroyed a group that it refers to":
+        group = dist.group.WORLD
+        dist.destroy_process_group()
+        time.sleep(3)
+        del group
     elif kind == "asleep":
         time.sleep(seconds)
     elif kind == "holds the lock":
@@ -113,7 +122,8 @@ def _said(rank: int, error: Exception | None, call: int, store: Any) -> Said:
     after_s = -1.0
     if error is not None:
         with contextlib.suppress(Exception):
-            after_s = time.time() - float(store.get("when"))
+            if store.check(["when"]):  # not if it is an error of the test's own; the store would wait
+                after_s = time.time() - float(store.get("when"))
     name = "" if error is None else type(error).__name__
     return {"rank": rank, "error": name, "text": str(error or ""), "at": call, "after_s": after_s, **facts}
 

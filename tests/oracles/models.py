@@ -134,7 +134,7 @@ def digest(tree: Any) -> str:
     for leaf in optree.tree_leaves(tree):
         t = leaf.detach().contiguous()
         h.update(f"{t.dtype}{tuple(t.shape)}".encode())
-        h.update(t.reshape(-1).view(torch.uint8).numpy().tobytes() if t.numel() else b"")
+        h.update(t.reshape(-1).view(torch.uint8).cpu().numpy().tobytes() if t.numel() else b"")
     return h.hexdigest()
 
 

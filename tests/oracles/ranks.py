@@ -1,9 +1,10 @@
-"""Run module-level functions on real gloo ranks, each in a process of its own, and never hang.
+"""Run module-level functions on real ranks, each in a process of its own, and never hang.
 
 `run(world, fn, *args)` sends a job to a pool of ranks that lives as long as the test session, since
 importing torch costs seconds and joining a process group costs a fraction of one.
 `run_fresh(world, fn, *args)` starts ranks for one job alone: for jobs that kill ranks, wreck the process
-group or need their own environment. Every wait has a deadline; when one passes, the ranks' Python stacks
+group or need their own environment. Ranks speak gloo, or `cpu:gloo,cuda:nccl`; with NCCL several ranks may
+share one card. Every wait has a deadline; when one passes, the ranks' Python stacks
 are in the failure message and the ranks are gone.
 """
 
@@ -102,9 +103,12 @@ class RankTimeout(RankError):
 # --- in the rank's process ----------------------------------------------------------------------------
 
 
-def _serve(rank: int, world: int, port: int | None, conn: Any, log: str, env: Mapping[str, str]) -> None:
+def _serve(rank: int, world: int, port: int | None, backend: str, conn: Any, log: str, env: Mapping[str, str]) -> None:
     """The main loop of a rank: join the group, then run jobs until it is stopped or the parent is gone."""
     os.environ.update(env)
+    if "nccl" in backend:
+        # Ranks of one host must have a card each. Ranks that seem to be on hosts of their own may share one.
+        os.environ["NCCL_HOSTID"] = f"rank{rank}"
     handle = open(log, "a", buffering=1)  # noqa: SIM115 (lives as long as the process)
     # Straight to the file, past Python: gloo and the interpreter's last words (a segfault) come this way.
     os.dup2(handle.fileno(), 1)
@@ -112,10 +116,12 @@ def _serve(rank: int, world: int, port: int | None, conn: Any, log: str, env: Ma
     faulthandler.enable(handle)
     faulthandler.register(signal.SIGUSR1, handle, all_threads=True)
     torch.set_num_threads(1)
+    if "nccl" in backend:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     if port is not None:
         timeout = datetime.timedelta(seconds=float(env.get("RANKS_TIMEOUT_S", COLLECTIVE_TIMEOUT_S)))
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     conn.send_bytes(pickle.dumps(("ready", None)))
     while True:
         try:
@@ -144,12 +150,14 @@ def _answer(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 # --- in the test's process ----------------------------------------------------------------------------
 
 
-def context() -> Any:
+def context(backend: str = "gloo") -> Any:
     """Forkserver where there is one: ranks then start from a process that has imported what most of them need.
+
+    On cards each imports for itself: inductor, once imported, has opened the card, and no fork may use it then.
 
     However they start, they get this process's `sys.path`: what a test imports, its ranks import.
     """
-    if "forkserver" not in multiprocessing.get_all_start_methods():
+    if "nccl" in backend or "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fdp", "torch.distributed", "torch._inductor.compile_fx", "hypothesis", "pytest"])
@@ -157,9 +165,9 @@ def context() -> Any:
 
 
 class Ranks:
-    """`world` processes in one gloo group that run jobs together; `init=False` leaves them ungrouped."""
+    """`world` processes in one group that run jobs together; `init=False` leaves them ungrouped."""
 
-    def __init__(self, world: int, env: Mapping[str, str] | None = None, init: bool = True):
+    def __init__(self, world: int, env: Mapping[str, str] | None = None, init: bool = True, backend: str = "gloo"):
         self.world = world
         self._store: dist.TCPStore | None = None
         self._logs = pathlib.Path(tempfile.mkdtemp(prefix="fdp-ranks-"))
@@ -172,14 +180,14 @@ class Ranks:
         environment = {"FDP_AGREE_TIMEOUT_S": "45", **(env or {})}
         if sys.platform == "linux":  # gloo otherwise resolves the hostname, which need not resolve
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        start = context()
+        start = context(backend)
         self._conns: list[Any] = []
         self._processes: list[Any] = []
         for rank in range(world):
             ours, theirs = start.Pipe()
             process = start.Process(
                 target=_serve,
-                args=(rank, world, port, theirs, str(self._log(rank)), environment),
+                args=(rank, world, port, backend, theirs, str(self._log(rank)), environment),
                 daemon=True,
                 name=f"rank{rank}of{world}",
             )
@@ -283,31 +291,33 @@ class Ranks:
         return bool(self._processes) and all(p.is_alive() for p in self._processes)
 
 
-_pools: dict[int, Ranks] = {}
+_pools: dict[tuple[int, str], Ranks] = {}
 
 
-def run(world: int, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+def run(world: int, fn: Callable[..., Any], *args: Any, backend: str = "gloo", **kwargs: Any) -> list[Any]:
     """Runs a job on the session's pool of `world` ranks and returns their values in rank order.
 
     Args:
         world: number of ranks.
         fn: a module-level function; it and its arguments are pickled.
         args, kwargs: its arguments; `deadline_s` is for the harness.
+        backend: of the process group.
 
     Raises:
         RankError: a rank raised or died. The pool is thrown away, since its ranks may be out of step.
         RankTimeout: the deadline passed; the message shows where the ranks were.
     """
-    pool = _pools.get(world)
+    kind = (world, backend)
+    pool = _pools.get(kind)
     if pool is None or not pool.usable:
-        pool = _pools[world] = Ranks(world)
+        pool = _pools[kind] = Ranks(world, backend=backend)
     try:
         outcomes = pool.submit(fn, *args, **kwargs)
     except RankTimeout:
-        _pools.pop(world, None)
+        _pools.pop(kind, None)
         raise
     if not all(o.ok for o in outcomes):
-        _pools.pop(world).kill()
+        _pools.pop(kind).kill()
         raise RankError(outcomes)
     return [o.value for o in outcomes]
 
@@ -318,6 +328,7 @@ def run_fresh(
     *args: Any,
     env: Mapping[str, str] | None = None,
     init: bool = True,
+    backend: str = "gloo",
     **kwargs: Any,
 ) -> list[Outcome]:
     """Runs one job on ranks of its own and returns every rank's outcome, deaths and errors included.
@@ -327,12 +338,13 @@ def run_fresh(
         fn: a module-level function.
         env: environment variables for the ranks.
         init: whether the ranks form a process group first.
+        backend: of that group.
         args, kwargs: as for `run`.
 
     Raises:
         RankTimeout: the deadline passed.
     """
-    ranks = Ranks(world, env=env, init=init)
+    ranks = Ranks(world, env=env, init=init, backend=backend)
     try:
         return ranks.submit(fn, *args, **kwargs)
     finally:

@@ -20,8 +20,12 @@ State = dict[str, Any]
 Made = tuple[Callable[[State, Tensor], tuple[State, Any]], State]
 
 
+_DEVICE = "cpu"
+"""Where state and batches are; `all_differences` sets it."""
+
+
 def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / 2
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / 2).to(_DEVICE)
 
 
 def params() -> dict[str, Tensor]:
@@ -122,7 +126,7 @@ def of_other_dtypes() -> Made:
         return {"params": new, "count": count, "flags": state["flags"] ^ (count > 2)}, count.sum()
 
     start = params()
-    zeros = torch.zeros(8, 48, dtype=torch.int64)
+    zeros = torch.zeros(8, 48, dtype=torch.int64, device=_DEVICE)
     return step, {"params": start, "count": zeros, "flags": zeros.bool()}
 
 
@@ -138,7 +142,8 @@ def convolution() -> Made:
         value, grads = fdp.value_and_grad(value_of)(state)
         return pytree.map_leaves(lambda p, g: p - 0.1 * g, state, grads), fdp.pmean(value)
 
-    return step, {"kernel": numbers(24, 12, 3, 3, seed=7), "scale": torch.ones(24), "shift": torch.zeros(24)}
+    scale, shift = torch.ones(24, device=_DEVICE), torch.zeros(24, device=_DEVICE)
+    return step, {"kernel": numbers(24, 12, 3, 3, seed=7), "scale": scale, "shift": shift}
 
 
 def frozen_and_tied() -> Made:
@@ -157,7 +162,7 @@ def batch_norm() -> Made:
     # A bias before the normalisation would have a gradient of rounding alone, of which AdamW makes whole steps.
     first = torch.nn.Linear(8, 24, bias=False)
     module = torch.nn.Sequential(first, torch.nn.BatchNorm1d(24), torch.nn.Linear(24, 12))
-    apply, start, buffers = fdp.from_module(module)
+    apply, start, buffers = fdp.from_module(module.to(_DEVICE))
     optimizer = optim.from_torch(torch.optim.AdamW, lr=1e-2)
 
     def step(state: State, x: Tensor) -> tuple[State, Any]:
@@ -180,7 +185,7 @@ def drawn_by_keys() -> Made:
         grad = fdp.grad(lambda w: (x @ (w * kept)).square().mean())(state["w"])
         return {"w": state["w"] - 0.1 * grad, "key": later}, kept.sum()
 
-    return step, {"w": numbers(8, 24, seed=10), "key": fdp.random.key(3)}
+    return step, {"w": numbers(8, 24, seed=10), "key": fdp.random.key(3).to(_DEVICE)}
 
 
 def of_torch(cls: type[torch.optim.Optimizer], **options: Any) -> Callable[[], Made]:
@@ -265,6 +270,11 @@ def _close(one: Tensor, two: Tensor, exact: bool, name: str) -> bool:
     return bool(torch.allclose(one, two, rtol=1e-5, atol=slack))
 
 
-def all_differences(names: list[str], compile: bool = False) -> list[str]:
-    """Of several steps."""
-    return [line for name in names for line in differences(name, compile)]
+def all_differences(names: list[str], compile: bool = False, device: str = "cpu") -> list[str]:
+    """Of several steps, whose state is on a device."""
+    global _DEVICE
+    _DEVICE = device
+    try:
+        return [line for name in names for line in differences(name, compile)]
+    finally:
+        _DEVICE = "cpu"
