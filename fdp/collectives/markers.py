@@ -114,7 +114,7 @@ class Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         summed = all_reduce(grad, "sum", ctx.axis, "transpose", ctx.label)
-        is_root = torch.ops.fdp.axis_index.default(torch.empty(()), ctx.axis).to(grad.device) == ctx.root
+        is_root = torch.ops.fdp.axis_index.default(torch.empty((), device="cpu"), ctx.axis).to(grad.device) == ctx.root
         return torch.where(is_root, summed, torch.zeros_like(summed)), None, None, None
 
     @staticmethod

@@ -141,7 +141,7 @@ def _permute(x: torch.Tensor, pairs: Sequence[int], axis: str, kind: str, label:
 def _axis_index(like: torch.Tensor, axis: str) -> torch.Tensor:
     _refuse_traced(axis)
     others = OtherRanks.of_axis(axis)
-    return torch.full((), current_axis().rank if others is None else others.rank, dtype=torch.int64)
+    return torch.full((), current_axis().rank if others is None else others.rank, dtype=torch.int64, device="cpu")
 
 
 def _loop_begin(like: torch.Tensor, count: int) -> torch.Tensor:
@@ -164,10 +164,10 @@ for _name, _real, _fake in (
     ("permute", _permute, _empty_contiguous),
     ("vary", lambda x, kind: _contiguous_copy(x), _empty_contiguous),
     ("all_gather", _all_gather, lambda x, size, axis, label: x.new_empty((size, *x.shape))),
-    ("axis_index", _axis_index, lambda like, axis: torch.empty((), dtype=torch.int64)),
+    ("axis_index", _axis_index, lambda like, axis: torch.empty((), dtype=torch.int64, device="cpu")),
     # What is traced between these two runs `count` times; the result of the first is the number of the time.
     ("loop_begin", _loop_begin, _loop_begin),
-    ("loop_end", lambda index: torch.empty(()), lambda index: torch.empty(())),
+    ("loop_end", lambda index: torch.empty((), device="cpu"), lambda index: torch.empty((), device="cpu")),
 ):
     _library.impl(_name, _real, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fdp::{_name}", _fake, lib=_library)

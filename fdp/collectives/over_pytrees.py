@@ -188,7 +188,7 @@ def pmean(tree: Tree, weight: torch.Tensor | float | None = None) -> Tree:
         )
     if not isinstance(weight, torch.Tensor):
         # A number here is usually the length of this rank's batch: it may differ between ranks.
-        share: torch.Tensor = markers.vary(torch.tensor(float(weight), dtype=torch.float64), "number")
+        share: torch.Tensor = markers.vary(torch.tensor(float(weight), dtype=torch.float64, device="cpu"), "number")
     else:
         share = weight
     if share.dim() != 0 or share.is_complex():
@@ -324,7 +324,7 @@ def axis_index() -> torch.Tensor:
         >>> axis_index()
         tensor(0)
     """
-    out: torch.Tensor = torch.ops.fdp.axis_index.default(torch.empty(()), current_axis().name)
+    out: torch.Tensor = torch.ops.fdp.axis_index.default(torch.empty((), device="cpu"), current_axis().name)
     return out
 
 

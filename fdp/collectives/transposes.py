@@ -14,7 +14,7 @@ import torch
 
 def own_entry(stack: torch.Tensor, axis: str) -> torch.Tensor:
     """This rank's entry of a stack with one for each rank."""
-    own = torch.ops.fdp.axis_index.default(torch.empty(()), axis).to(stack.device).reshape(1)
+    own = torch.ops.fdp.axis_index.default(torch.empty((), device="cpu"), axis).to(stack.device).reshape(1)
     return stack.index_select(0, own).squeeze(0)
 
 

@@ -70,7 +70,7 @@ def perturb_(copy: torch.Tensor, move: float, seed: int) -> torch.Tensor:
     # With the gaps between elements, each of which is there once: a copy that overlaps itself still does.
     flat = copy.as_strided((copy.untyped_storage().nbytes() // copy.itemsize,), (1,), 0)[copy.storage_offset() :]
     generator = torch.Generator().manual_seed(seed)
-    shares = torch.rand(_PERIOD, generator=generator).to(device=copy.device, dtype=copy.dtype)
+    shares = torch.rand(_PERIOD, generator=generator, device="cpu").to(device=copy.device, dtype=copy.dtype)
     smaller, instead = 1 - move * shares, move / 8 * (0.25 + shares)
     whole = len(flat) // _PERIOD * _PERIOD
     for piece, rows in ((flat[:whole].view(-1, _PERIOD), 1), (flat[whole:], 0)):

@@ -342,7 +342,7 @@ def _beyond_rounding(
     usual = step * usual_size(own) + max((usual_size(two, one) for one, two in moved), default=0.0)
     values = [own, shown, *itertools.chain(*moved)]
     for mine, other, *rest in zip(*(value.reshape(-1).split(_PIECE) for value in values), strict=True):
-        moves = torch.zeros(len(mine), dtype=torch.float64)
+        moves = torch.zeros(len(mine), dtype=torch.float64, device="cpu")
         for one, two in zip(rest[::2], rest[1::2], strict=True):
             torch.maximum(moves, distances(two, one), out=moves)
         lost = moves.isinf()  # rounding makes infinity of a number, or no number: that may be found, and no other one

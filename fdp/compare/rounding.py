@@ -91,8 +91,10 @@ class Excuses:
         self._times = _TIMES_ALIKE if alike else _TIMES
         whole = replay(emitted, inputs(), others)
         self.exact = {at: whole[at] for at in positions}
-        self._bars = {at: torch.zeros(value.shape, dtype=torch.float64) for at, value in self.exact.items()}
-        self._lost = {at: torch.zeros(value.shape, dtype=torch.bool) for at, value in self.exact.items()}
+        self._bars = {
+            at: torch.zeros(value.shape, dtype=torch.float64, device="cpu") for at, value in self.exact.items()
+        }
+        self._lost = {at: torch.zeros(value.shape, dtype=torch.bool, device="cpu") for at, value in self.exact.items()}
         del whole
         for seed in range(_RUNS):
             run = replay(emitted, inputs(), others, seed)

@@ -117,7 +117,7 @@ class Header:
         return torch.stack((1 - bits, bits), 1).view(NUMEL).to(self._dtype)
 
     def _table(self, rows: list[list[int]]) -> list[torch.Tensor]:
-        return list(torch.tensor(rows).to(self._device, self._dtype).unbind(0))
+        return list(torch.tensor(rows, device="cpu").to(self._device, self._dtype).unbind(0))
 
 
 def is_unanimous(arrived: torch.Tensor, sent: Sent) -> bool:

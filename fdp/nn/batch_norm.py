@@ -95,7 +95,7 @@ def sync_batch_norm(
     forward = in_forward_mode()  # in which what is saved for a backward pass is of no use, and plain operators do
     mean, squares = _Moments.forward(x) if forward else _Moments.apply(x)
     # A number that is this rank's own: batches may differ in length.
-    own = vary(torch.tensor(float(count), dtype=mean.dtype), "number").to(x.device)
+    own = vary(torch.tensor(float(count), dtype=mean.dtype, device="cpu"), "number").to(x.device)
     if active is not None:
         counts = active.to(x.device) != 0
         mean, squares, own = (torch.where(counts, value, 0) for value in (mean, squares, own))

@@ -85,7 +85,7 @@ def averaged(optimizer: Optimizer, decay: float, name: str = "average") -> Optim
     count_name = f"{name}_count"
 
     def init(params: Tree) -> Tree:
-        own = {name: copied(params), count_name: torch.zeros((), dtype=torch.int64)}
+        own = {name: copied(params), count_name: torch.zeros((), dtype=torch.int64, device="cpu")}
         return added("averaged", optimizer.init(params), own)
 
     @torch.no_grad()

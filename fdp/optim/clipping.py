@@ -129,7 +129,7 @@ def clipped(optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Op
 def norm_of(leaves: list[Tensor], norm_type: float) -> Tensor:
     """The norm of tensors as one vector; 0 of none."""
     if not leaves:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     if _take_lists(leaves):
         return torch.nn.utils.get_total_norm(leaves, norm_type, foreach=True)
     norms = [torch.linalg.vector_norm(leaf, norm_type) for leaf in leaves]

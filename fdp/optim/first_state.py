@@ -96,9 +96,9 @@ def _after(build: Build, step: Step, p: Tensor, grad: Tensor, state: Any, seed: 
 def _drawn(p: Tensor, generator: torch.Generator) -> Tensor:
     """A gradient. That of a parameter in parts has one number everywhere, so that no rank needs the whole."""
     if container_of(p).role == "part":
-        return torch.full_like(p, float(torch.randn((), generator=generator)))
+        return torch.full_like(p, float(torch.randn((), generator=generator, device="cpu")))
     dtype = torch.complex64 if p.is_complex() else torch.float32
-    return torch.randn(p.shape, generator=generator, dtype=dtype).to(dtype=p.dtype, device=p.device)
+    return torch.randn(p.shape, generator=generator, dtype=dtype, device="cpu").to(dtype=p.dtype, device=p.device)
 
 
 def _copy(value: Any) -> Any:

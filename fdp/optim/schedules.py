@@ -95,7 +95,7 @@ def schedule_from_torch(make: Callable[[torch.optim.Optimizer], Any], lr: float,
             f"schedule_from_torch takes steps as a positive int, not {value_text(steps)}.", "steps=1000."
         )
     try:
-        optimizer = torch.optim.SGD([torch.zeros(1)], lr=float(lr))
+        optimizer = torch.optim.SGD([torch.zeros(1, device="cpu")], lr=float(lr))
     except (TypeError, ValueError) as error:
         raise optimizer_error(
             f"schedule_from_torch takes lr as a number, not {value_text(lr)}: {error}.", "lr=0.1."
@@ -129,7 +129,7 @@ def schedule_from_torch(make: Callable[[torch.optim.Optimizer], Any], lr: float,
                 warnings.filterwarnings("ignore", message=r"The epoch parameter in `scheduler.step\(\)`")
                 _step(scheduler, kind)
     summary = f"{kind}({steps} steps from {table[0]:g} to {table[-1]:g})"
-    return Schedule(torch.tensor(table, dtype=torch.float64), summary)
+    return Schedule(torch.tensor(table, dtype=torch.float64, device="cpu"), summary)
 
 
 @hiding_frames
@@ -173,7 +173,7 @@ def scheduled(optimizer: Optimizer, schedule: Callable[[Tensor], Tensor] | Mappi
         return {name: _value(name, function(count)) for name, function in by_entry.items()}
 
     def init(params: Tree) -> Tree:
-        count = torch.zeros((), dtype=torch.int64)
+        count = torch.zeros((), dtype=torch.int64, device="cpu")
         state = added("scheduled", optimizer.init(params), {_COUNT: count})
         _check_entries(optimizer, by_entry, state)
         return {**state, **now(count)}

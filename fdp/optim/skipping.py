@@ -53,7 +53,9 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
     check_optimizer("skip_nonfinite", optimizer)
 
     def init(params: Tree) -> Tree:
-        return added("skip_nonfinite", optimizer.init(params), {_SKIPPED: torch.zeros((), dtype=torch.int64)})
+        return added(
+            "skip_nonfinite", optimizer.init(params), {_SKIPPED: torch.zeros((), dtype=torch.int64, device="cpu")}
+        )
 
     @torch.no_grad()
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
@@ -72,7 +74,7 @@ def overflow(leaves: list[Tensor]) -> Tensor:
     # Not the absolute value of a complex number, which overflows sooner.
     parts = [torch.view_as_real(leaf) if leaf.is_complex() else leaf for leaf in leaves if leaf.numel()]
     if not parts:
-        return torch.zeros((), dtype=torch.bool)
+        return torch.zeros((), dtype=torch.bool, device="cpu")
     return norm_of(parts, math.inf).isfinite().logical_not()
 
 

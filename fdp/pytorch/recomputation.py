@@ -133,7 +133,7 @@ def why_not() -> tuple[str, ...]:
             return False
 
         asked.clear()
-        x = torch.ones(1, requires_grad=True)
+        x = torch.ones(1, requires_grad=True, device="cpu")
         with _asking(again, compiling):
             y: Any = torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=reentrant, preserve_rng_state=False)
             y.backward()

@@ -69,14 +69,14 @@ def generator_states() -> dict[str, torch.Tensor]:
         if _in_use(module):
             states[kind] = module.get_rng_state().cpu()
     version, words, gauss = random.getstate()
-    states["python"] = torch.tensor([version, *words], dtype=torch.int64)
+    states["python"] = torch.tensor([version, *words], dtype=torch.int64, device="cpu")
     states["python_gauss"] = _number(gauss)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         held = numpy.random.get_state(legacy=False)
         if held["bit_generator"] == "MT19937":
             words = [*held["state"]["key"].tolist(), held["state"]["pos"], held["has_gauss"]]
-            states["numpy"] = torch.tensor(words, dtype=torch.int64)
+            states["numpy"] = torch.tensor(words, dtype=torch.int64, device="cpu")
             states["numpy_gauss"] = _number(held["gauss"])
     return states
 
@@ -118,4 +118,4 @@ def _in_use(module: Any) -> bool:
 
 def _number(value: float | None) -> torch.Tensor:
     """A number or None; NaN stands for None, because no generator makes a NaN."""
-    return torch.tensor(float("nan") if value is None else value, dtype=torch.float64)
+    return torch.tensor(float("nan") if value is None else value, dtype=torch.float64, device="cpu")

@@ -81,12 +81,12 @@ def _hash(key: torch.Tensor, data: torch.Tensor, purpose: int) -> torch.Tensor:
 def _words(key: torch.Tensor, count: int, purpose: int) -> torch.Tensor:
     if key.device.type != "cpu":
         return _hash(key.unsqueeze(-1), torch.arange(count, device=key.device), purpose)
-    out = torch.empty((*key.shape, count), dtype=torch.int64)
+    out = torch.empty((*key.shape, count), dtype=torch.int64, device="cpu")
     rows, keys = out.view(-1, count) if count else out.view(0, 0), key.reshape(-1, 1)
     wide = max(1, _PIECE // max(1, keys.numel()))
     for start in range(0, count, wide):
         piece = rows[:, start : start + wide]
-        piece.copy_(_hash(keys, torch.arange(start, min(start + wide, count)), purpose))
+        piece.copy_(_hash(keys, torch.arange(start, min(start + wide, count), device="cpu"), purpose))
     return out
 
 

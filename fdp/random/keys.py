@@ -43,7 +43,8 @@ def key(seed: int | torch.Tensor, device: Any = None) -> torch.Tensor:
 
     Args:
         seed: any Python integer, of which the lowest 64 bits count; or a 0-dim integer tensor.
-        device: where the key, and by default what is drawn with it, lies; None for that of `seed`, or the CPU.
+        device: where the key, and by default what is drawn with it, lies; None for that of a tensor, and for torch's
+            default device for a number.
 
     Returns:
         A 0-dim int64 tensor; another one for each of the 2**64 seeds.

@@ -82,7 +82,7 @@ def _empty(path: str | os.PathLike[str], saved: dict[str, Any], name: str) -> to
                 remedy="load another checkpoint, and find out what wrote this one.",
             )
         )
-    return torch.empty(kept.size, dtype=dtype)
+    return torch.empty(kept.size, dtype=dtype, device="cpu")
 
 
 _FINGERPRINTS = "fingerprints"

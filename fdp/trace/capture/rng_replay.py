@@ -43,7 +43,7 @@ def replay(state: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _fake_state(device: torch.device) -> torch.Tensor:
-    return torch.empty(_CPU_BYTES if device.type == "cpu" else _CUDA_BYTES, dtype=torch.uint8)
+    return torch.empty(_CPU_BYTES if device.type == "cpu" else _CUDA_BYTES, dtype=torch.uint8, device="cpu")
 
 
 for _schema, _real, _fake in (
