@@ -41,16 +41,19 @@ def other_structure(root: str, each: str, tree: Tree, params: Tree, remedy: str)
     return optimizer_error(f"The trees {root} and params do not match.", remedy, offenders)
 
 
-def checked_hyperparameters(cls: type, held: dict[str, Tree], opt_state: Tree) -> dict[str, Tree]:
+def checked_hyperparameters(
+    cls: type, held: dict[str, Tree], opt_state: Tree, kernel_device: torch.device | None = None
+) -> dict[str, Tree]:
     """Take the hyperparameters out of an optimizer's state.
 
     Args:
         cls: the class that the state is for.
         held: the hyperparameters that live in the state, with their first values.
         opt_state: what `update` was given.
+        kernel_device: the device on which kernels read them there; None if some code reads them as numbers.
 
     Returns:
-        The value of each hyperparameter of `held`, a tree of 0-dim tensors on the CPU.
+        The value of each hyperparameter of `held`, a tree of 0-dim tensors on the CPU or that device.
 
     Raises:
         ArgumentError: keys, structures or tensors are not those that `init` makes.
@@ -70,7 +73,8 @@ def checked_hyperparameters(cls: type, held: dict[str, Tree], opt_state: Tree) -
                 what = f"{where} is {value_text(t)}, not a tensor: every new value would need a new trace."
                 number = t if isinstance(t, (int, float)) else "value"
                 raise optimizer_error(what, f"{where} = torch.tensor({number}, dtype=torch.float64)")
-            if t.dim() or not t.is_floating_point() or t.device.type != "cpu":
+            if t.dim() or not t.is_floating_point() or (t.device.type != "cpu" and t.device != kernel_device):
+                # Read as a number, from a device, it would make each update wait for all that the device has to do.
                 what = f"{where} must be a 0-dim floating point tensor on the CPU, but is {value_text(t)}."
                 raise optimizer_error(what, f"{where} = value.reshape(()).double().cpu()")
     return {name: opt_state[name] for name in held}

@@ -95,8 +95,9 @@ def from_torch(cls: type[optim.Optimizer], **hyperparameters: Any) -> Optimizer:
     `betas=(torch.tensor(0.9), torch.tensor(0.999))`: a schedule changes them there without a retrace.
     Hyperparameters given as Python numbers are constants of the optimizer. A tensor other than `lr` must be
     positive, now and later (the classes leave out a term whose factor is zero), and selects the plain code
-    (fused kernels take numbers). ASGD and Rprop also read `lr` in `init`, into `eta` and `step_size`; Rprop
-    never again.
+    (fused kernels take numbers). Where fused kernels do all updates, `lr` may also be on the device of the
+    parameters, as in a step that is recorded as a CUDA graph; they read it there as float32. ASGD and Rprop also
+    read `lr` in `init`, into `eta` and `step_size`; Rprop never again.
 
     The result is bit for bit that of the class with the same `fused`, `foreach` and `capturable`. Where the
     fused kernel is chosen for you, that is `cls(..., fused=True)`; pass `fused=False` for the bits of the
@@ -147,7 +148,7 @@ def from_torch(cls: type[optim.Optimizer], **hyperparameters: Any) -> Optimizer:
     constants = {**hyperparameters, **given}
     try:
         # 2-D, because Muon refuses anything else; every other class takes any shape.
-        defaults = cls([torch.zeros(1, 1)], **constants).defaults
+        defaults = cls([torch.zeros(1, 1, device="cpu")], **constants).defaults
     except (TypeError, ValueError, RuntimeError) as error:
         accepted = ", ".join(list(inspect.signature(cls.__init__).parameters)[2:])
         what = f"{cls.__name__} refuses its hyperparameters: {error}."

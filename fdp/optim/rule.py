@@ -33,6 +33,7 @@ from fdp.state.containers import Container, bare, containers_of
 _HALF = (torch.bfloat16, torch.float16)
 _FUSED_DTYPES = (torch.float32, torch.float64, *_HALF)
 _FUSED_DEVICES = ("cpu", "cuda")
+_FUSED_ON_CPUS_ALONE = (optim.Adagrad,)
 OWN_PAIR = "write it as a transformation for fdp.optim.from_transform, or as Optimizer(init, update) of two functions."
 """The remedy for a class that keeps what no tensor of a parameter's state holds."""
 
@@ -80,7 +81,8 @@ class Rule:
 
     def route(self, p: Tensor) -> dict[str, bool]:
         """The `fused`, `foreach` and `capturable` of the parameter group that `p` belongs to."""
-        fits = p.dtype in _FUSED_DTYPES and p.device.type in _FUSED_DEVICES and not self.miscomputed(p)
+        devices = _FUSED_DEVICES[:1] if issubclass(self.cls, _FUSED_ON_CPUS_ALONE) else _FUSED_DEVICES
+        fits = p.dtype in _FUSED_DTYPES and p.device.type in devices and not self.miscomputed(p)
         flags = {
             "fused": fits and len(self.held) == 1 and not self.dampened and not self.explicit,
             "foreach": False,
@@ -125,7 +127,7 @@ class Rule:
             state["momentum_buffer"] = torch.full_like(p, complex(-0.0, -0.0) if p.is_complex() else -0.0)
         if self.dampened:
             # The first gradient is not dampened, later ones are: a factor of the dampening, 0 and then 1.
-            state["started"] = torch.zeros((), dtype=torch.float64)
+            state["started"] = torch.zeros((), dtype=torch.float64, device="cpu")
         for key, value in state.items():
             if not isinstance(value, Tensor):
                 what = f"{self.cls.__name__} keeps {key!r} of {name} as {value_text(value)}, not a tensor."
@@ -158,8 +160,8 @@ class Rule:
 
     def update(self, grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
         """Take one step; every argument stays as it is."""
-        hyper = checked_hyperparameters(self.cls, self.held, opt_state)
         leaves, spec = pytree.flatten(params, none_is_leaf=True)
+        hyper = checked_hyperparameters(self.cls, self.held, opt_state, self._kernel_device(leaves))
         grad_leaves, grad_spec = pytree.flatten(grads, none_is_leaf=True)
         if grad_spec != spec:
             raise mismatch(grads, params)
@@ -194,12 +196,20 @@ class Rule:
                 leaves[i], states[i] = p, {**optimizer.state[p], **late}
         return spec.unflatten(leaves), {**opt_state, "state": spec.unflatten(states)}
 
+    def _kernel_device(self, leaves: list[Any]) -> torch.device | None:
+        """The device of all parameters, if fused kernels update all of them, which read the learning rate there."""
+        trained = [p for p in leaves if isinstance(p, Tensor) and trains(p)]
+        devices = {p.device for p in trained}
+        fused = len(devices) == 1 and all(self.route(p).get("fused") for p in trained)
+        return devices.pop() if fused else None
+
     def _set(self, optimizer: optim.Optimizer, hyper: dict[str, Tree], started: list[Any]) -> None:
         """Put hyperparameters into the groups: the tensor lr for fused kernels, numbers for other code."""
         numbers: dict[str, Any] = {}
         for n, group in enumerate(optimizer.param_groups):
             if group.get("fused"):
-                group.update(hyper)  # lr alone; the kernel reads it as a double
+                # lr alone. The kernel reads it as a double from the CPU, and as a float from a device.
+                group.update({k: v if v.device.type == "cpu" else v.float() for k, v in hyper.items()})
                 continue
             if not numbers:  # once for all groups: each item() is an operation of the graph
                 numbers = {k: pytree.map_leaves(number_of, v, self.held[k]) for k, v in hyper.items()}
@@ -257,4 +267,4 @@ def _in_layout_of(p: Tensor, t: Tensor) -> Tensor:
 
 
 def _tensor(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)
+    return torch.tensor(value, dtype=torch.float64, device="cpu")
