@@ -199,6 +199,7 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
             stack.enter_context(V.set_choices_handler(_keeping_message_order(V.choices)))
             stack.enter_context(traced_with(mode))
             stack.enter_context(torch.no_grad())
+            stack.enter_context(_cards_draw_nothing(examples))
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\._inductor")  # about itself
             _lower_readers_first()
@@ -220,6 +221,18 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
     if not getattr(compiled, "_boxed_call", False) or not hasattr(compiled, "source_code"):
         raise _unusable("what compile_fx_inner returns does not take one list of inputs, or has no text")
     return Lowered(compiled, str(compiled.source_code))
+
+
+@contextmanager
+def _cards_draw_nothing(examples: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Put the generators of CUDA devices back: to time a product, inductor draws numbers to multiply there."""
+    indices = sorted({example.device.index or 0 for example in examples if example.device.type == "cuda"})
+    states = [torch.cuda.get_rng_state(index) for index in indices]
+    try:
+        yield
+    finally:
+        for index, state in zip(indices, states, strict=True):
+            torch.cuda.set_rng_state(state, index)
 
 
 def _computes_nothing(graph: fx.GraphModule) -> bool:

@@ -7,8 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fdp
+from fdp.emit.compiled import inductor
 
 
 def unused_dropout(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -140,3 +142,15 @@ def test_dropout_that_drops_nothing_is_no_other_name_of_its_argument(compiled: b
             step(torch.ones(4), torch.full((4,), 3.0)), function(torch.ones(4), torch.full((4,), 3.0)), strict=True
         ):
             assert torch.equal(found, expected)
+
+
+def test_the_generator_of_a_cuda_device_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor draws numbers there, to multiply them; a step that drew afterwards had other numbers."""
+    states = {0: 1, 1: 1, 2: 1}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", states.__getitem__)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, index: states.__setitem__(index, state))
+    with FakeTensorMode():
+        examples = [torch.empty(2, device=device) for device in ("cuda:0", "cuda:1", "cpu")]
+    with inductor._cards_draw_nothing(examples):
+        states.update(dict.fromkeys(states, 2))
+    assert states == {0: 1, 1: 1, 2: 2}
