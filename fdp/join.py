@@ -152,11 +152,7 @@ class _Loop:
     def __init__(self, ranks: Group) -> None:
         self._ranks = ranks
         self._turn = next_turn(ranks) if ranks.size > 1 else ""
-        cpu = torch.device("cpu")
-        on_cpu = ranks.backend_for(cpu) is not None
-        self._device = (
-            cpu if on_cpu else torch.device(torch.accelerator.current_accelerator(check_available=True) or cpu)
-        )
+        self._device = ranks.carrier(torch.device("cpu"))
         self.done = 0
 
     def start(self, state: int) -> Callable[[], list[int]]:
@@ -242,7 +238,7 @@ def _mark(tensor: torch.Tensor) -> tuple[int, bytes]:
     version = version_of(tensor)
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or not tensor.numel():
         return version, b""
-    at = torch.linspace(0, tensor.numel() - 1, min(tensor.numel(), _SAMPLE), dtype=torch.float64).long()
+    at = torch.linspace(0, tensor.numel() - 1, min(tensor.numel(), _SAMPLE), dtype=torch.float64, device="cpu").long()
     indices = torch.unravel_index(at, tensor.shape)
     few = tensor.detach()[indices].resolve_conj().resolve_neg().contiguous().reshape(-1)
     return version, few.view(torch.uint8).numpy().tobytes()

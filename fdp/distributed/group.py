@@ -90,6 +90,14 @@ class Group:
             raise _destroyed()
         return _backends(str(found)).get(device.type)
 
+    def carrier(self, device: torch.device) -> torch.device:
+        """Where a message has to lie to be sent: the device, if a backend carries its tensors, or another one."""
+        return device if self.backend_for(device) is not None else _device_of(self)
+
+    def is_destroyed(self, group: dist.ProcessGroup) -> bool:
+        """As the function `is_destroyed`."""
+        return is_destroyed(group)
+
     def all_reduce(self, buffer: torch.Tensor, op: str, arrived: Arrived | None = None) -> Callable[[], None]:
         """As `start_all_reduce`, on these ranks."""
         return start_all_reduce(buffer, op, self, arrived)

@@ -10,11 +10,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fdp.distributed.liveness.aborting import abort_when_ranks_are_gone
 from fdp.distributed.liveness.on_signal import report_on_signal
+from fdp.distributed.liveness.once_a_second import look_after
 from fdp.distributed.liveness.patience import explain, finish
 from fdp.distributed.liveness.watch import is_known, watch, watched_ranks
 from fdp.distributed.liveness.watched import Watched
+from fdp.errors import ArgumentError, build_message
 
 _PIECE_BYTES = 2**20
 """Up to so many bytes of a message to one rank gloo sends in one piece; larger ones, which it does not pipeline, in
@@ -51,16 +52,21 @@ class Members(Protocol):
     def backend_for(self, device: torch.device) -> str | None:
         """The name of the backend that carries tensors of a device."""
 
+    def is_destroyed(self, group: dist.ProcessGroup) -> bool:
+        """Whether a process group has been destroyed."""
+
 
 def start_message(
     what: str, buffer: torch.Tensor, group: Members, arrived: Arrived | None, send: Callable[[Any], Any]
 ) -> Callable[[], None]:
     """Start a message; returns the function that waits for it, and that raises if a rank is lost."""
     ranks = group.process_group
+    if (backend := group.backend_for(buffer.device)) is None:
+        raise no_backend(what, buffer.device)
     watched = watch_over(group)
     # A wait of gloo's that has run out of time may be made again. Of other backends that is not known, and those of
     # devices do not block this thread.
-    gloo = group.backend_for(buffer.device) == "gloo"
+    gloo = backend == "gloo"
     # Others are not counted: a rank that replays a CUDA graph starts them unseen, and a rank beside it may not replay.
     number = 0 if watched is None else watched.starts_message(counts=gloo)
     try:
@@ -73,6 +79,16 @@ def start_message(
     return functools.partial(finish, work, ranks, what, number) if gloo else work.wait
 
 
+def no_backend(what: str, device: torch.device) -> ArgumentError:
+    """The error for a message on a device whose tensors the process group does not send."""
+    return ArgumentError(
+        build_message(
+            f"{what} of tensors on {device} cannot be sent: the process group has no backend for {device.type}.",
+            remedy='initialise it with one for each device: init_process_group("cpu:gloo,cuda:nccl").',
+        )
+    )
+
+
 def watch_over(group: Members) -> Watched | None:
     """Watch the ranks of a group from now on; None where they are not watched."""
     ranks = group.process_group
@@ -81,8 +97,8 @@ def watch_over(group: Members) -> Watched | None:
     made = watch(ranks, group.name, group.rank, group.size, group.store)
     if made is not None:
         report_on_signal()
-        if any(group.backend_for(torch.device(kind)) not in (None, "gloo", "mpi") for kind in ("cuda", "xpu")):
-            abort_when_ranks_are_gone(ranks, made)
+        kinds = [group.backend_for(torch.device(kind)) for kind in ("cuda", "xpu")]
+        look_after(ranks, made, group.is_destroyed, aborts=any(kind not in (None, "gloo", "mpi") for kind in kinds))
     return made
 
 

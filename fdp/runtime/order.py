@@ -26,6 +26,7 @@ import torch.distributed as dist
 from fdp.distributed.exchange import exchange, timeout_s
 from fdp.distributed.group import Group
 from fdp.distributed.header import NUMEL, Header, Sent, is_unanimous, numbers
+from fdp.distributed.liveness.patience import explain, known_loss
 from fdp.distributed.messages import start_all_reduce
 from fdp.emit.codegen.program import Program
 from fdp.emit.memory.planning import header_numel
@@ -203,9 +204,8 @@ class Order:
 
     def _call_message_device(self) -> torch.device:
         """The device of that message: the CPU if possible, unless it would have to wait for a checksum on a device."""
-        cpu, device = torch.device("cpu"), self._plan.buckets[0].device
         stays = self._in_passing is not None and self._in_passing.on_device
-        return device if stays or self._group.backend_for(cpu) is None else cpu
+        return self._plan.buckets[0].device if stays else self._group.carrier(torch.device("cpu"))
 
     @property
     def awaits_first(self) -> bool:
@@ -251,12 +251,17 @@ class Order:
             look: what it saw of its state, if it looked.
             inputs: those of the call that begins, if that is a later one.
         """
-        returned, name = inputs is not None, self._plan.trace.name
+        returned, name, ranks = inputs is not None, self._plan.trace.name, self._group.process_group
+        # NCCL, once aborted, ends a message as if it had arrived.
+        if (gone := known_loss(ranks, f"a message of call {call}, whose results are wrong")) is not None:
+            return gone
         found = self._exchange_positions(call, _PATIENCE_S)
         own = found[self._group.rank]
         if self._in_passing is not None and look is not None and all(each and _same(each, own) for each in found):
             now = None if inputs is None else (self._call + 1, inputs)
             return self._in_passing.error(look, self._agreed.compared_since, now)
+        if not all(found) and (lost := explain(ranks, f"a message of call {call}")) is not None:
+            return lost
         what = f"call {call} of step {name!r} on rank {self._group.rank} met another call on another rank."
         if returned:
             what += " What it returned is wrong."
@@ -324,7 +329,7 @@ class _HeaderCopy:
         self.call, self.look = call, look
         self._sent = sent if isinstance(sent, int) else None
         both = torch.stack((arrived, arrived if isinstance(sent, int) else sent))
-        self._host = torch.empty(both.shape, dtype=both.dtype, pin_memory=both.is_cuda)
+        self._host = torch.empty(both.shape, dtype=both.dtype, device="cpu", pin_memory=both.is_cuda)
         self._host.copy_(both, non_blocking=True)
         self._event = torch.Event(arrived.device.type)
         self._event.record()

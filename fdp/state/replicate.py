@@ -54,8 +54,9 @@ def replicate(tree: Tree, root: int = 0, group: Ranks = None) -> Tree:
     for leaf, container in zip(leaves, containers, strict=True):
         tensor = container.tensor(leaf)
         if isinstance(tensor, torch.Tensor):
-            # Sent in contiguous form, and laid out as it was: a broadcast sends memory, not values.
-            message = tensor.detach().contiguous().clone()
+            # Sent in contiguous form, and laid out as it was: a broadcast sends memory, not values. NCCL does not send
+            # what is on the CPU, as a learning rate is.
+            message = tensor.detach().contiguous().to(ranks.carrier(tensor.device), copy=True)
             if message.numel() and container.role == "state":
                 start_broadcast(message, root, ranks)()
             leaf = container.with_tensor(leaf, torch.empty_like(tensor, requires_grad=False).copy_(message))
@@ -231,9 +232,7 @@ def _compare_structure(
 
 
 def _gather_marks(marks: list[int], ranks: Group, leaves: list[Any]) -> list[list[int]]:
-    device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
-    if ranks.backend_for(torch.device("cpu")) is not None:
-        device = torch.device("cpu")
+    device = ranks.carrier(torch.device("cpu"))
     own = torch.tensor(marks, dtype=torch.int64, device=device)
     out = torch.empty((ranks.size, len(marks)), dtype=torch.int64, device=device)
     if marks:

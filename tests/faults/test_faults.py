@@ -45,6 +45,12 @@ EXPECTED = [
         10,
         "rank {} left: it has destroyed the process group (in its own code, ",
     ),
+    (
+        "destroyed a group that it refers to",
+        "left",
+        10,
+        "rank {} left: it has destroyed the process group (in its own code, ",
+    ),
 ]
 
 

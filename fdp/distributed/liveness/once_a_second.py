@@ -1,14 +1,20 @@
-"""A thread that ends messages of devices, such as those of NCCL: waiting for them blocks no thread that could ask the
-monitor."""
+"""What a thread looks at once a second for each watched group: whether it is still there, and what a device waits for.
+
+- A group that was destroyed may live on as an object: the program may refer to it, and so does NCCL.
+- Waiting for messages of a device, such as those of NCCL, blocks no thread that could ask the monitor.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from fdp.distributed.liveness.threads import start_thread
+from fdp.distributed.liveness.watch import leave
 from fdp.distributed.liveness.watched import Watched
 
 _LOOKS_S = 1.0
@@ -16,30 +22,67 @@ _GIVES_UP_S = 5.0
 """So long after a rank is known to be gone the messages of a device are ended; until then it may be done with them."""
 
 
-def abort_when_ranks_are_gone(group: Any, watched: Watched) -> threading.Thread:
-    """Abort a process group when another rank is gone, so that whoever waits for the device goes on.
+class _Looked:
+    """A group that is looked at."""
 
-    The next call of a step then says who is gone.
+    def __init__(self, group: Any, watched: Watched, is_destroyed: Callable[[Any], bool], aborts: bool) -> None:
+        self._group, self._watched = weakref.ref(group), watched
+        self._is_destroyed, self._aborts, self._seen_s = is_destroyed, aborts, 0.0
+
+    def look(self) -> bool:
+        """Look; returns whether to look again."""
+        group = self._group()
+        if group is None:
+            return False
+        if self._is_destroyed(group):
+            leave(self._watched)
+            return False
+        if self._aborts:
+            self._seen_s = self._seen_s + _LOOKS_S if self._watched.faults_begun(believing=False) else 0.0
+            if self._seen_s > _GIVES_UP_S:
+                self._aborts = False
+                with contextlib.suppress(Exception):  # it may have ended otherwise
+                    group.abort()
+        return True
+
+
+_looked: list[_Looked] = []
+_running: dict[int, threading.Thread] = {}
+_starting = threading.Lock()
+
+
+def look_after(group: Any, watched: Watched, is_destroyed: Callable[[Any], bool], aborts: bool) -> threading.Thread:
+    """Look after a process group from now on.
+
+    If it is destroyed, the other ranks are told that this one has left. If another rank is gone, or has raised in a
+    call that this one has begun, messages of a device are aborted after some seconds: then whoever waits for the device
+    goes on, and the next call of a step says who is gone.
 
     Args:
         group: the process group; it is not kept alive.
         watched: its ranks.
+        is_destroyed: says so of a group.
+        aborts: whether it has messages of a device.
 
     Returns:
         The thread that looks, once a second.
     """
-    reference = weakref.ref(group)
+    looked = _Looked(group, watched, is_destroyed, aborts)
+    with _starting:
+        thread = _running.get(os.getpid())
+        if thread is None or not thread.is_alive():
+            # A copy of the process, made by fork, has neither the thread nor the groups.
+            _looked[:] = []
+            _running.clear()
+            closing = watched.monitor.closing
+            thread = _running[os.getpid()] = start_thread(lambda: _look_at_all(closing), "looks after groups")
+        _looked.append(looked)
+    return thread
 
-    def look() -> None:
-        seen_s = 0.0
-        while not watched.monitor.closing.wait(_LOOKS_S):
-            if reference() is None:
-                return
-            gone = [fault for fault in watched.faults(believing=False) if fault.call is None]
-            seen_s = seen_s + _LOOKS_S if gone else 0.0
-            if seen_s > _GIVES_UP_S:
-                with contextlib.suppress(Exception):  # it may have ended otherwise
-                    reference().abort()  # type: ignore[union-attr]
-                return
 
-    return start_thread(look, "ends messages of devices")
+def _look_at_all(closing: threading.Event) -> None:
+    while not closing.wait(_LOOKS_S):
+        for looked in list(_looked):
+            if not looked.look():
+                with _starting:
+                    _looked.remove(looked)

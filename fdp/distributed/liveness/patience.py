@@ -265,7 +265,7 @@ def explain(group: Any, what: str) -> PeerError | AgreementError | None:
         now_s = time.monotonic()
         if (elsewhere := _different_places(watched)) is not None:
             return elsewhere
-        faults = [fault for fault in watched.faults(believing=True) if fault.call is None]
+        faults = watched.faults_begun(believing=True)
         if faults:
             news_s = min(news_s, now_s)
             if now_s - news_s >= _SETTLES_S:
@@ -273,6 +273,13 @@ def explain(group: Any, what: str) -> PeerError | AgreementError | None:
         elif now_s - begun_s >= _EXPLAINS_S:
             return None
         time.sleep(0.05)
+
+
+def known_loss(group: Any, what: str) -> PeerError | None:
+    """The error for ranks that are known to be lost by now; None if none is."""
+    watched = watched_ranks(group)
+    faults = [] if watched is None else watched.faults_begun(believing=False)
+    return peer_error(watched, faults, what) if watched is not None and faults else None
 
 
 def peer_error(watched: Watched, faults: Sequence[Fault], what: str) -> PeerError:

@@ -163,6 +163,11 @@ def _address_of(store: Any) -> str | None:
     return "" if isinstance(store, dist.FileStore) else None  # type: ignore[attr-defined]
 
 
+def leave(watched: Watched) -> None:
+    """Report that this rank has destroyed a group, which the program, or its backend, still refers to."""
+    _leave(watched.monitor, watched.key)
+
+
 def _leave(monitor: OwnMonitor, key: str | None = None) -> None:
     """Report that this rank leaves a group, or all groups as the process ends; and why."""
     if monitor.pid != os.getpid():

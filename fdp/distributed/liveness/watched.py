@@ -207,12 +207,19 @@ class Watched:
         Args:
             believing: whether to believe what is only suspected, since this rank has waited for some time.
         """
+        return self._believed(believing, self._waits_in)
+
+    def faults_begun(self, believing: bool) -> list[Fault]:
+        """As `faults`, with those of calls that this rank has begun, or made: a device may still wait in them."""
+        begun = self.calls if self.calling is None else self.calling
+        return self._believed(believing, lambda fault: fault.call is not None and fault.call <= begun)
+
+    def _believed(self, believing: bool, counts: Callable[[Fault], bool]) -> list[Fault]:
+        """The faults of other ranks that are final, or that count."""
         faults = [Fault.from_json(each) for each in self._read().get("story", ())]
         others = [fault for fault in order_by_cause(faults) if fault.rank != self.rank]
         believed = [
-            fault
-            for fault in others
-            if (believing or not fault.suspected) and (fault.call is None or self._waits_in(fault))
+            fault for fault in others if (believing or not fault.suspected) and (fault.call is None or counts(fault))
         ]
         return with_causes(believed, others)
 

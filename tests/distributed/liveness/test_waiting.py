@@ -17,7 +17,7 @@ import torch.distributed as dist
 import fdp
 from fdp.distributed.exchange import tell_all
 from fdp.distributed.group import resolve_group
-from fdp.distributed.liveness import aborting, patience, watched
+from fdp.distributed.liveness import once_a_second, patience, watched
 from fdp.distributed.liveness.fault import Fault, order_by_cause
 from fdp.distributed.liveness.on_signal import where
 from fdp.distributed.liveness.watch import liveness_s
@@ -124,25 +124,58 @@ class Watched:
     def faults(self, believing: bool) -> list[Fault]:
         return self.found
 
+    faults_begun = faults
 
-def test_messages_of_a_device_are_ended_when_a_rank_is_gone_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aborting, "_LOOKS_S", 0.01)
-    monkeypatch.setattr(aborting, "_GIVES_UP_S", 0.05)
-    group, watched = Group(), Watched()
-    thread = aborting.abort_when_ranks_are_gone(group, watched)  # type: ignore[arg-type]
-    watched.found = [Fault(1, "raised", "ValueError", call=3)]  # it may go on
+
+@pytest.fixture
+def looking_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(once_a_second, "_running", {})
+    monkeypatch.setattr(once_a_second, "_looked", [])
+    monkeypatch.setattr(once_a_second, "_LOOKS_S", 0.01)
+    monkeypatch.setattr(once_a_second, "_GIVES_UP_S", 0.05)
+
+
+def there(group: Any) -> bool:
+    return False
+
+
+def test_messages_of_a_device_are_ended_when_a_rank_is_gone_for_good(looking_often: None) -> None:
+    group, other, watched = Group(), Group(), Watched()
+    once_a_second.look_after(group, watched, there, True)  # type: ignore[arg-type]
+    once_a_second.look_after(other, watched, there, False)  # type: ignore[arg-type]
     assert not group.aborted.wait(0.3)
     watched.found = [Fault(1, "died")]
     assert group.aborted.wait(5)
+    assert not other.aborted.is_set()
+    watched.monitor.closing.set()
+
+
+def test_a_group_is_left_when_it_is_destroyed_and_forgotten_when_it_is_gone(
+    looking_often: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, destroyed, kept, watched = threading.Event(), threading.Event(), Group(), Watched()
+    monkeypatch.setattr(once_a_second, "leave", lambda watched: left.set())
+    thread = once_a_second.look_after(kept, watched, lambda group: destroyed.is_set(), False)  # type: ignore[arg-type]
+    once_a_second.look_after(Group(), watched, there, False)  # type: ignore[arg-type]
+    assert not left.wait(0.1)
+    destroyed.set()
+    assert left.wait(5)
+    until_s = time.monotonic() + 5
+    while once_a_second._looked and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert not once_a_second._looked
+    watched.monitor.closing.set()
     thread.join(5)
     assert not thread.is_alive()
 
 
-def test_the_thread_ends_with_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aborting, "_LOOKS_S", 0.01)
-    thread = aborting.abort_when_ranks_are_gone(Group(), Watched())  # type: ignore[arg-type]
-    thread.join(5)
-    assert not thread.is_alive()
+@pytest.mark.parametrize(
+    ("calling", "call", "counts"), [(None, 3, True), (None, 4, False), (4, 4, True), (4, 5, False), (4, None, True)]
+)
+def test_a_device_may_wait_in_each_call_that_has_begun(calling: int | None, call: int | None, counts: bool) -> None:
+    found = watched.Watched("g", 0, 2, None, calls=3, calling=calling)  # type: ignore[arg-type]
+    found._read = lambda: {"story": [Fault(1, "raised", "ValueError", call=call).as_json()]}  # type: ignore[method-assign]
+    assert [fault.rank for fault in found.faults_begun(believing=False)] == ([1] if counts else [])
 
 
 class Looking(Watched):
