@@ -93,7 +93,14 @@ def own_generator(name: str, emitted: Emitted) -> TraceError:
 def other_random_state() -> tuple[Any, ...]:
     """The state of Python's random numbers, and of NumPy's if it is in use."""
     numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else str(numpy.random.get_state())
+    return random.getstate(), None if numpy is None else _comparable(numpy.random.get_state(legacy=False))
+
+
+def _comparable(state: Any) -> Any:
+    """A state of NumPy's, with the bytes of its arrays: their text takes milliseconds to write."""
+    if isinstance(state, dict):
+        return {name: _comparable(value) for name, value in state.items()}
+    return state.tobytes() if hasattr(state, "tobytes") else state
 
 
 @contextmanager

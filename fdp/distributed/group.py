@@ -90,9 +90,10 @@ class Group:
             raise _destroyed()
         return _backends(str(found)).get(device.type)
 
-    def carrier(self, device: torch.device) -> torch.device:
-        """Where a message has to lie to be sent: the device, if a backend carries its tensors, or another one."""
-        return device if self.backend_for(device) is not None else _device_of(self)
+    def carrier(self, *devices: torch.device) -> torch.device:
+        """Where a message can lie to be sent: the first of some devices whose tensors a backend carries, or another."""
+        carried = (device for device in devices if self.backend_for(device) is not None)
+        return next(carried, None) or _device_of(self)
 
     def is_destroyed(self, group: dist.ProcessGroup) -> bool:
         """As the function `is_destroyed`."""
@@ -192,9 +193,11 @@ def time_limit_of(ranks: Group) -> datetime.timedelta | None:
 
 
 def _device_of(ranks: Group) -> torch.device:
-    """A device whose tensors a group carries."""
+    """A device whose tensors a group carries: the CPU, the one that the group was made for, or the current one."""
     kinds = ("cpu", "cuda", "xpu", "mps")
-    return torch.device(next(kind for kind in kinds if ranks.backend_for(torch.device(kind)) is not None))
+    kind = next(kind for kind in kinds if ranks.backend_for(torch.device(kind)) is not None)
+    bound: torch.device | None = None if kind == "cpu" else getattr(ranks.process_group, "bound_device_id", None)
+    return torch.device(kind) if bound is None else bound
 
 
 def _destroyed() -> ArgumentError:

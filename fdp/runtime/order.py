@@ -205,7 +205,8 @@ class Order:
     def _call_message_device(self) -> torch.device:
         """The device of that message: the CPU if possible, unless it would have to wait for a checksum on a device."""
         stays = self._in_passing is not None and self._in_passing.on_device
-        return self._plan.buckets[0].device if stays else self._group.carrier(torch.device("cpu"))
+        device = self._plan.buckets[0].device
+        return device if stays else self._group.carrier(torch.device("cpu"), device)
 
     @property
     def awaits_first(self) -> bool:

@@ -35,9 +35,13 @@ from torch.distributed.checkpoint.metadata import (
 
 from fdp.errors import ArgumentError, build_message
 from fdp.state.seal import without_seal
+from fdp.tables import format_bytes
 
 INDEX = ".metadata"
 """The file of a checkpoint that says what lies in which other file of its directory."""
+
+_LARGEST_BYTES = 2**30
+"""A larger file is no index, and would fill the memory: an index is read whole."""
 
 
 def read_index(path: Path) -> Metadata:
@@ -56,6 +60,8 @@ def read_index(path: Path) -> Metadata:
     """
     if path.exists() and not path.is_file() and not path.is_dir():  # a pipe would be waited for
         raise _refused(path, "it is no file")
+    if path.is_file() and path.stat().st_size > _LARGEST_BYTES:
+        raise _refused(path, f"it has {format_bytes(path.stat().st_size)}, more than any index")
     with path.open("rb") as file:
         try:
             content, is_sealed = without_seal(file.read())

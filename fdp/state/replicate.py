@@ -50,13 +50,13 @@ def replicate(tree: Tree, root: int = 0, group: Ranks = None) -> Tree:
     leaves, spec = pytree.flatten(tree)
     containers = containers_of(leaves, spec)
     _compare_structure("fdp.replicate", pytree.names_in(spec, "tree"), _saved(leaves, containers), containers, ranks)
-    out = []
+    out, beside = [], _devices(leaves)
     for leaf, container in zip(leaves, containers, strict=True):
         tensor = container.tensor(leaf)
         if isinstance(tensor, torch.Tensor):
             # Sent in contiguous form, and laid out as it was: a broadcast sends memory, not values. NCCL does not send
             # what is on the CPU, as a learning rate is.
-            message = tensor.detach().contiguous().to(ranks.carrier(tensor.device), copy=True)
+            message = tensor.detach().contiguous().to(ranks.carrier(tensor.device, *beside), copy=True)
             if message.numel() and container.role == "state":
                 start_broadcast(message, root, ranks)()
             leaf = container.with_tensor(leaf, torch.empty_like(tensor, requires_grad=False).copy_(message))
@@ -231,8 +231,13 @@ def _compare_structure(
         )
 
 
+def _devices(leaves: list[Any]) -> list[torch.device]:
+    """Where tensors are: messages that cannot start on the CPU start there, and not on the first card of all ranks."""
+    return list(dict.fromkeys(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)))
+
+
 def _gather_marks(marks: list[int], ranks: Group, leaves: list[Any]) -> list[list[int]]:
-    device = ranks.carrier(torch.device("cpu"))
+    device = ranks.carrier(torch.device("cpu"), *_devices(leaves))
     own = torch.tensor(marks, dtype=torch.int64, device=device)
     out = torch.empty((ranks.size, len(marks)), dtype=torch.int64, device=device)
     if marks:

@@ -8,9 +8,13 @@ import ranks
 import torch
 
 import fdp
+from fdp.distributed.group import resolve_group
 
 
 def sends_from_the_cpu() -> list[str]:
+    group, cpu, second = resolve_group(), torch.device("cpu"), torch.device("cuda:1")
+    # Not on the current card of each rank, which may be the first one for all.
+    assert group.carrier(cpu, second) == second and group.carrier(cpu) == torch.device("cuda")
     said = []
     calls: list[Any] = [fdp.psum, fdp.all_gather, fdp.data_parallel(lambda x: fdp.pmean(x * 2))]
     for call in calls:

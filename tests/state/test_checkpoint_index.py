@@ -42,6 +42,14 @@ def test_a_program_deep_inside_of_an_index_is_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "hurt").exists()
 
 
+def test_an_index_of_gibibytes_is_not_read(tmp_path: Path) -> None:
+    fdp.save(tmp_path / "a", version(1))
+    with (tmp_path / "a" / INDEX).open("r+b") as file:
+        file.truncate(2**31)  # with a hole, which takes no room
+    with pytest.raises(fdp.ArgumentError, match=r"it has 2\.0 GiB, more than any index"):
+        fdp.load(tmp_path / "a", version(0))
+
+
 def text(value: str) -> bytes:
     return pickle.BINUNICODE + len(value).to_bytes(4, "little") + value.encode()
 

@@ -11,6 +11,7 @@ import torch
 
 from fdp.distributed.liveness.patience import never_delete, until
 from fdp.distributed.liveness.threads import start_thread
+from fdp.errors import FdpError, build_message, first_line
 
 
 class Elsewhere:
@@ -30,7 +31,16 @@ class Elsewhere:
         self._error: BaseException | None = None
         accelerator = uses_device and torch.accelerator.is_available()
         self._device = torch.accelerator.current_device_index() if accelerator else None
-        start_thread(self._run, name)
+        try:
+            start_thread(self._run, name)
+        except RuntimeError as error:  # which would be taken for a failure of what the thread was to ask
+            raise FdpError(
+                build_message(
+                    f"this process can start no more threads, and waiting in {name} needs one.",
+                    [f"{type(error).__name__}: {first_line(error)}"],
+                    remedy="end threads of the program, or raise the limit of the system (ulimit -u).",
+                )
+            ) from error
 
     @property
     def is_running(self) -> bool:

@@ -51,7 +51,9 @@ _running: dict[int, threading.Thread] = {}
 _starting = threading.Lock()
 
 
-def look_after(group: Any, watched: Watched, is_destroyed: Callable[[Any], bool], aborts: bool) -> threading.Thread:
+def look_after(
+    group: Any, watched: Watched, is_destroyed: Callable[[Any], bool], aborts: bool
+) -> threading.Thread | None:
     """Look after a process group from now on.
 
     If it is destroyed, the other ranks are told that this one has left. If another rank is gone, or has raised in a
@@ -65,7 +67,7 @@ def look_after(group: Any, watched: Watched, is_destroyed: Callable[[Any], bool]
         aborts: whether it has messages of a device.
 
     Returns:
-        The thread that looks, once a second.
+        The thread that looks, once a second; None if the system has no more threads.
     """
     looked = _Looked(group, watched, is_destroyed, aborts)
     with _starting:
@@ -75,7 +77,10 @@ def look_after(group: Any, watched: Watched, is_destroyed: Callable[[Any], bool]
             _looked[:] = []
             _running.clear()
             closing = watched.monitor.closing
-            thread = _running[os.getpid()] = start_thread(lambda: _look_at_all(closing), "looks after groups")
+            try:
+                thread = _running[os.getpid()] = start_thread(lambda: _look_at_all(closing), "looks after groups")
+            except RuntimeError:  # others hear of this rank when its process ends
+                return None
         _looked.append(looked)
     return thread
 

@@ -26,23 +26,26 @@ from fdp.distributed.liveness.own_monitor import OwnMonitor
 from fdp.distributed.liveness.watched import Watched, text_of
 from fdp.errors import ArgumentError, PeerError, build_message, first_line
 
+_FEWEST_S = 0.25
+"""So long monitors that are well may be silent: with less, each would take the others for lost."""
+
 
 def liveness_s() -> float:
     """Seconds after which a rank that is silent, or stopped, counts as lost: FDP_LIVENESS_S, or 10; 0 for never.
 
     Raises:
-        ArgumentError: it is no finite number, or negative.
+        ArgumentError: it is no finite number, negative, or less than a monitor needs to answer.
     """
     text = os.environ.get("FDP_LIVENESS_S", "10")
     seconds = math.nan
     with contextlib.suppress(ValueError):
         seconds = float(text)
     # With infinity no fault would ever be reported.
-    if not 0 <= seconds < math.inf:
+    if not (seconds == 0 or _FEWEST_S <= seconds < math.inf):
         raise ArgumentError(
             build_message(
                 f"the environment has FDP_LIVENESS_S={text!r}.",
-                remedy="set it to a finite number of seconds, or to 0 to turn the watch off.",
+                remedy=f"set it to a finite number of seconds, {_FEWEST_S} or more, or to 0 to turn the watch off.",
             )
         )
     return seconds

@@ -18,6 +18,7 @@ import fdp
 from fdp.distributed.exchange import tell_all
 from fdp.distributed.group import resolve_group
 from fdp.distributed.liveness import once_a_second, patience, watched
+from fdp.distributed.liveness.elsewhere import Elsewhere
 from fdp.distributed.liveness.fault import Fault, order_by_cause
 from fdp.distributed.liveness.on_signal import where
 from fdp.distributed.liveness.watch import liveness_s
@@ -361,7 +362,7 @@ def test_who_waits_in_the_store_says_for_what() -> None:
     assert any("in the store, for CheckpointManager.restore." in line for line in outcomes[0].value), outcomes
 
 
-@pytest.mark.parametrize("text", ["inf", "1e999", "nan", "-1", "-0.5", "soon", ""])
+@pytest.mark.parametrize("text", ["inf", "1e999", "nan", "-1", "-0.5", "0.01", "soon", ""])
 def test_a_number_of_seconds_that_makes_no_sense_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FDP_LIVENESS_S", text)
     with pytest.raises(fdp.ArgumentError, match=rf"FDP_LIVENESS_S='{text}'.\nRemedy: set it to a finite number"):
@@ -372,6 +373,17 @@ def test_a_number_of_seconds_that_makes_no_sense_is_refused(text: str, monkeypat
 def test_other_numbers_of_seconds_are_taken(text: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FDP_LIVENESS_S", text)
     assert liveness_s() == seconds
+
+
+def test_a_process_without_threads_left_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It read as a store that cannot be reached."""
+
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(fdp.FdpError, match="can start no more threads, and waiting in the store needs one"):
+        Elsewhere(lambda: None, "the store")
 
 
 def test_seconds_in_words() -> None:
