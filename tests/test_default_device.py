@@ -93,12 +93,7 @@ def trained_under_both(way: dict[str, Any], folder: str) -> None:
     assert same_leaves(found, expected)
 
 
-WAYS = {
-    "plain": {},
-    "donated": {"donate_argnums": 0},
-    "compiled": {"compile": True},
-    "wire": {"wire_dtype": torch.bfloat16},
-}
+WAYS = {"donated, in sixteen bits": {"donate_argnums": 0, "wire_dtype": torch.bfloat16}, "compiled": {"compile": True}}
 
 
 @pytest.mark.parametrize("way", WAYS)
