@@ -83,7 +83,7 @@ def no_backend(what: str, device: torch.device) -> ArgumentError:
     """The error for a message on a device whose tensors the process group does not send."""
     return ArgumentError(
         build_message(
-            f"{what} of tensors on {device} cannot be sent: the process group has no backend for {device.type}.",
+            f"{what} carries tensors on {device}, and the process group has no backend for {device.type}.",
             remedy='initialise it with one for each device: init_process_group("cpu:gloo,cuda:nccl").',
         )
     )

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from fdp.distributed.group import Group
-from fdp.errors import ArgumentError, PeerError, build_message
+from fdp.distributed.sending import no_backend
+from fdp.errors import PeerError, build_message
 from fdp.plan import Bucket, Plan
 from fdp.tables import format_bytes
 
@@ -61,13 +62,7 @@ def refuse_missing_backends(plan: Plan, group: Group) -> None:
     """
     for bucket in plan.buckets:
         if group.backend_for(bucket.device) is None:
-            raise ArgumentError(
-                build_message(
-                    f"step {plan.trace.name!r} reduces tensors on {bucket.device}, and its process group has "
-                    f"no backend for {bucket.device.type}.",
-                    remedy='initialise it with one for each device: init_process_group("cpu:gloo,cuda:nccl").',
-                )
-            )
+            raise no_backend(f"a message of step {plan.trace.name!r}", bucket.device)
 
 
 def bucket_text(plan: Plan, index: int) -> str:

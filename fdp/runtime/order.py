@@ -26,7 +26,7 @@ import torch.distributed as dist
 from fdp.distributed.exchange import exchange, timeout_s
 from fdp.distributed.group import Group
 from fdp.distributed.header import NUMEL, Header, Sent, is_unanimous, numbers
-from fdp.distributed.liveness.patience import explain, known_loss
+from fdp.distributed.liveness.patience import known_loss
 from fdp.distributed.messages import start_all_reduce
 from fdp.emit.codegen.program import Program
 from fdp.emit.memory.planning import header_numel
@@ -253,16 +253,17 @@ class Order:
             inputs: those of the call that begins, if that is a later one.
         """
         returned, name, ranks = inputs is not None, self._plan.trace.name, self._group.process_group
+        message = f"a message of call {call}" + (", which returned wrong results" if returned else "")
         # NCCL, once aborted, ends a message as if it had arrived.
-        if (gone := known_loss(ranks, f"a message of call {call}, whose results are wrong")) is not None:
+        if (gone := known_loss(ranks, message, believing=False)) is not None:
             return gone
         found = self._exchange_positions(call, _PATIENCE_S)
         own = found[self._group.rank]
         if self._in_passing is not None and look is not None and all(each and _same(each, own) for each in found):
             now = None if inputs is None else (self._call + 1, inputs)
             return self._in_passing.error(look, self._agreed.compared_since, now)
-        if not all(found) and (lost := explain(ranks, f"a message of call {call}")) is not None:
-            return lost
+        if not all(found) and (gone := known_loss(ranks, message, believing=True)) is not None:
+            return gone
         what = f"call {call} of step {name!r} on rank {self._group.rank} met another call on another rank."
         if returned:
             what += " What it returned is wrong."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import cards
 import torch
 from ranks import Ranks, RankTimeout
 
@@ -70,7 +71,7 @@ class Pool:
         compiled = sum(job[0].options.compile for job in jobs)
         deadline = _DEADLINE_S + compiled * _COMPILED_DEADLINE_S
         if self._ranks is None:
-            backend = "gloo" if self.device == "cpu" else "cpu:gloo,cuda:nccl"
+            backend = "gloo" if self.device == "cpu" else cards.BACKEND
             self._ranks = Ranks(self.world, env=_ENVIRONMENT, init=self.world > 1, backend=backend)
         try:
             outcomes = self._ranks.submit(work, jobs, self.device, deadline_s=deadline)

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -47,7 +46,7 @@ class _Looked:
 
 
 _looked: list[_Looked] = []
-_running: dict[int, threading.Thread] = {}
+_thread: threading.Thread | None = None
 _starting = threading.Lock()
 
 
@@ -69,20 +68,17 @@ def look_after(
     Returns:
         The thread that looks, once a second; None if the system has no more threads.
     """
-    looked = _Looked(group, watched, is_destroyed, aborts)
+    global _thread
     with _starting:
-        thread = _running.get(os.getpid())
-        if thread is None or not thread.is_alive():
-            # A copy of the process, made by fork, has neither the thread nor the groups.
-            _looked[:] = []
-            _running.clear()
+        if _thread is None or not _thread.is_alive():
+            _looked.clear()  # those of a monitor that has ended, or of the process that this one is a forked copy of
             closing = watched.monitor.closing
             try:
-                thread = _running[os.getpid()] = start_thread(lambda: _look_at_all(closing), "looks after groups")
+                _thread = start_thread(lambda: _look_at_all(closing), "looks after groups")
             except RuntimeError:  # others hear of this rank when its process ends
                 return None
-        _looked.append(looked)
-    return thread
+        _looked.append(_Looked(group, watched, is_destroyed, aborts))
+        return _thread
 
 
 def _look_at_all(closing: threading.Event) -> None:

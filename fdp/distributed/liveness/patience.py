@@ -275,10 +275,10 @@ def explain(group: Any, what: str) -> PeerError | AgreementError | None:
         time.sleep(0.05)
 
 
-def known_loss(group: Any, what: str) -> PeerError | None:
-    """The error for ranks that are known to be lost by now; None if none is."""
+def known_loss(group: Any, what: str, believing: bool) -> PeerError | None:
+    """The error for ranks that are known to be lost by now, or, if that is believed, suspected; None if none is."""
     watched = watched_ranks(group)
-    faults = [] if watched is None else watched.faults_begun(believing=False)
+    faults = [] if watched is None else watched.faults_begun(believing)
     return peer_error(watched, faults, what) if watched is not None and faults else None
 
 

@@ -225,7 +225,10 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
 
 @contextmanager
 def _cards_draw_nothing(examples: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Put the generators of CUDA devices back: to time a product, inductor draws numbers to multiply there."""
+    """Put the generators of CUDA devices back: to time a product, inductor draws numbers to multiply there.
+
+    That of the CPU is left alone (`torch.random.fork_rng` would turn it back): other threads may draw meanwhile.
+    """
     indices = sorted({example.device.index or 0 for example in examples if example.device.type == "cuda"})
     states = [torch.cuda.get_rng_state(index) for index in indices]
     try:

@@ -130,7 +130,7 @@ class Watched:
 
 @pytest.fixture
 def looking_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(once_a_second, "_running", {})
+    monkeypatch.setattr(once_a_second, "_thread", None)
     monkeypatch.setattr(once_a_second, "_looked", [])
     monkeypatch.setattr(once_a_second, "_LOOKS_S", 0.01)
     monkeypatch.setattr(once_a_second, "_GIVES_UP_S", 0.05)
