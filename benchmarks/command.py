@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
 import json
 import os
@@ -62,12 +63,23 @@ def options(
     return parser
 
 
+def number(text: str, at_least: int = 0) -> int:
+    """Reads a whole number of the command line that is not below some other."""
+    found = int(text)
+    if found < at_least:
+        raise argparse.ArgumentTypeError(f"has to be at least {at_least}")
+    return found
+
+
 def positive(text: str) -> int:
     """Reads a number of the command line that is at least 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("has to be at least 1")
-    return number
+    return number(text, 1)
+
+
+def among(names: Sequence[str], setting: Setting) -> Setting:
+    """A setting with some of its contenders beside fdp, and no others; as it is if none of its peers is among them."""
+    peers, also = ([name for name in known if name in names] for known in (setting.peers, setting.also))
+    return dataclasses.replace(setting, peers=tuple(peers), also=tuple(also)) if peers else setting
 
 
 def carry_out(

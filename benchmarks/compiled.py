@@ -1,7 +1,7 @@
 """Compiled steps: fdp's beside DDP with torch.compile: step time, time until a step is ready, and memory.
 
-    python benchmarks/compiled.py [--setting NAME]... [--case NAME]... [--rounds N] [--starts N] [--no-memory]
-                                  [--json FILE]
+    python benchmarks/compiled.py [--setting NAME]... [--case NAME]... [--peer NAME]... [--rounds N] [--starts N]
+                                  [--no-memory] [--json FILE]
 
 Settings: "ranks" is two gloo ranks on this machine, one thread each, beside DDP with torch.compile; "one" is one
 process of one thread, beside torch.compile; "gpu" is an NCCL group of one rank. Everybody runs the fused AdamW.
@@ -19,7 +19,7 @@ from typing import Any
 
 import gpu
 from cases import CASES, COMPILED_CASES
-from command import Begin, carry_out, options, positive
+from command import Begin, among, carry_out, number, options
 from contenders import DDP, DDP_COMPILE
 from figures import Figures, Setting, measure
 from launch import Place
@@ -38,6 +38,7 @@ ONE = Setting(
 SETTINGS = {setting.name: setting for setting in (RANKS, ONE, gpu.COMPILED)}
 PLAIN = {RANKS.name: (DDP, "best DDP"), ONE.name: (("eager",), "eager"), gpu.COMPILED.name: (DDP, "best DDP")}
 """The peers that are not compiled, and what to call the best of them."""
+PEERS = ("eager", "eager-compile", *DDP, *DDP_COMPILE, "ddp-compile-graphs", "fdp", "fdp-compile-graphs")
 RECORDED = {"host-bound-gpu": "fdp-compile-graphs"}
 """Cases that fdp runs as one CUDA graph."""
 
@@ -66,24 +67,31 @@ def _measure(setting: Setting, case: str, rounds: int | None, starts: int, with_
     with tempfile.TemporaryDirectory() as folder:
         place = dataclasses.replace(setting.place, cache=folder)
         names = [*setting.peers, *(name for name in setting.also if name.startswith("fdp")), setting.ours]
-        tell = begin(f"{case}: starts of {len(names)} contenders, {setting.title}")
-        found = measure_starts(place, case, names, starts, tell)
+        found: dict[str, Starts] = {}
+        if starts:
+            tell = begin(f"{case}: starts of {len(names)} contenders, {setting.title}")
+            found = measure_starts(place, case, names, starts, tell)
         # After the starts, in the same folder: what they compiled need not be compiled again.
         figures = measure(dataclasses.replace(setting, place=place), case, rounds, with_memory, begin)
     return Row(figures, found)
 
 
-def _ours(case: str) -> str:
-    return RECORDED.get(case, OURS)
+def _ours(case: str, measured: Mapping[str, object]) -> str:
+    return RECORDED[case] if RECORDED.get(case) in measured else OURS
 
 
 def _tables(setting: Setting, rows: Mapping[str, Row]) -> list[Table]:
     figures = {case: row.figures for case, row in rows.items()}
     clocks = ("host", "device") if setting.place.backend == "nccl" else ("host",)
-    tables = [*(_times(setting, figures, clock) for clock in clocks), _starts(setting, rows)]
+    tables = [_times(setting, figures, clock) for clock in clocks]
+    started = all(row.starts for row in rows.values())
+    if started:
+        tables.append(_starts(setting, rows))
     if all(row.memory for row in figures.values()):
         tables.append(_memory(setting, figures))
-    return [*tables, _every_start(rows), everybody(setting, figures)]
+    if started:
+        tables.append(_every_start(rows))
+    return [*tables, everybody(setting, figures)]
 
 
 def _target(setting: Setting, target: float | None) -> float | None:
@@ -99,13 +107,18 @@ def _times(setting: Setting, figures: Mapping[str, Figures], clock: str) -> Tabl
         "time ratio (quartiles)",
     )  # fmt: skip
     for case, row in figures.items():
-        ours = _ours(case)
-        compiled, plain = (row.fastest(names, clock) for names in (setting.peers, peers))
+        ours = _ours(case, row.times)
+        compiled = row.fastest(setting.peers, clock)
         ratio = row.time_ratio(ours, compiled, clock)
+        beside_plain = ["-", "-"]
+        if measured := [name for name in peers if name in row.times]:
+            plain = row.fastest(measured, clock)
+            beside_plain = [
+                _named(milliseconds(row, plain, clock), plain), quartiles(row.time_ratio(ours, plain, clock))
+            ]  # fmt: skip
         out.add_row(
             case, _named(milliseconds(row, ours, clock), ours), _named(milliseconds(row, compiled, clock), compiled),
-            quartiles(ratio), verdict(ratio[1], _target(setting, CASES[case].compiled_target)),
-            _named(milliseconds(row, plain, clock), plain), quartiles(row.time_ratio(ours, plain, clock)),
+            quartiles(ratio), verdict(ratio[1], _target(setting, CASES[case].compiled_target)), *beside_plain,
         )  # fmt: skip
     return out
 
@@ -116,7 +129,7 @@ def _starts(setting: Setting, rows: Mapping[str, Row]) -> Table:
         "of the first (quartiles)", "target", f"{setting.peer}, second start, s",
     )  # fmt: skip
     for case, row in rows.items():
-        name = _ours(case)
+        name = _ours(case, row.starts)
         ours = row.starts[name]
         first = min(setting.peers, key=lambda peer: statistics.median(row.starts[peer].first_s))
         second = min(setting.peers, key=lambda peer: statistics.median(row.starts[peer].second_s))
@@ -136,9 +149,12 @@ def _memory(setting: Setting, figures: Mapping[str, Figures]) -> Table:
         "memory ratio",
     )  # fmt: skip
     for case, row in figures.items():
-        ours = _ours(case)
+        ours = _ours(case, row.times)
         cells = [_named(mebibytes(row.memory[ours].tensors_above_bytes), ours)]
-        for names in (setting.peers, peers):
+        for names in (setting.peers, [name for name in peers if name in row.memory]):
+            if not names:
+                cells += ["-", "-"]
+                continue
             best = row.leanest(names)
             cells.append(_named(mebibytes(row.memory[best].tensors_above_bytes), best))
             cells.append(f"{row.memory_ratio(ours, best):.2f}")
@@ -169,13 +185,19 @@ def _named(cell: str, name: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, prints, and writes the figures to a file if asked to."""
     parser = options(__doc__, SETTINGS)
-    parser.add_argument("--starts", type=positive, default=1, help="first starts of each contender, and second ones")
+    parser.add_argument(
+        "--starts", type=number, default=1, help="first starts of each contender, and second ones; 0 leaves them out"
+    )
+    parser.add_argument(
+        "--peer", action="append", choices=PEERS, help="only this one beside fdp; may be repeated, one of them compiled"
+    )
     args = parser.parse_args(arguments)
+    settings = SETTINGS if args.peer is None else {name: among(args.peer, each) for name, each in SETTINGS.items()}
 
     def of_case(setting: Setting, case: str, begin: Begin) -> Row:
         return _measure(setting, case, args.rounds, args.starts, not args.no_memory, begin)
 
-    return carry_out(args, SETTINGS, of_case, _tables)
+    return carry_out(args, settings, of_case, _tables)
 
 
 if __name__ == "__main__":

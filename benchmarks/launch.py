@@ -136,9 +136,11 @@ class Crew:
         # Not forked from here: a rank's memory is measured, and must hold nothing of this process's. The fork server
         # has imported modules (also those that torch.optim imports when it is first used) and done nothing else, which
         # saves each rank the seconds that the imports take.
-        # Of another tree's fdp it knows nothing.
-        context: Any = multiprocessing.get_context("forkserver" if place.tree is None else "spawn")
-        if place.tree is None:
+        # Of another tree's fdp it knows nothing. Nor is a rank on a card forked: what imports inductor opens the card,
+        # and no fork may use it then.
+        forked = place.tree is None and place.backend != "nccl"
+        context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
+        if forked:
             context.set_forkserver_preload(["torch", "torch.profiler", "torch._dynamo", "fdp"])
         self._pipes: list[Any] = []
         self._processes: list[Any] = []

@@ -10,13 +10,12 @@ docs/explanation/benchmarks.md says what is measured, and how.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 
 import gpu
 from cases import CPU_CASES
-from command import Begin, carry_out, options
+from command import Begin, among, carry_out, options
 from contenders import DDP
 from figures import Figures, Setting, measure
 from launch import Place
@@ -44,12 +43,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return measure(setting, case, args.rounds, not args.no_memory, begin)
 
     return carry_out(args, settings, of_case, _tables)
-
-
-def among(peers: Sequence[str], setting: Setting) -> Setting:
-    """A setting with some of its contenders beside fdp, and no others; as it is if it has none of them."""
-    chosen = tuple(name for name in setting.peers if name in peers)
-    return dataclasses.replace(setting, peers=chosen, also=()) if chosen else setting
 
 
 if __name__ == "__main__":

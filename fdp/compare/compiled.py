@@ -12,7 +12,6 @@ from fdp.compare.copies import copy_of, give_back_memory
 from fdp.compare.leaves import Difference
 from fdp.compare.op_by_op import check_emitted, check_graph
 from fdp.compare.restored import closed_over_unchanged, undisturbed
-from fdp.compare.rounding import Excuses
 from fdp.compare.side_by_side import Case, NotRunnable, On, SideBySide, positions_of
 from fdp.errors import CompileError, FdpError, build_message, first_line
 from fdp.runtime.emitted import Emitted
@@ -83,9 +82,8 @@ def _compare(
     """As `check_compiled`, for a program that can be compared; an error of its own is a `NotRunnable`."""
 
     def explain(offenders: list[Difference], case: Case) -> None:
-        check_graph(compiled, offenders, case)
+        excuses = check_graph(compiled, offenders, case)
         positions = positions_of(compiled, offenders)
-        excuses = Excuses(compiled, case.inputs, case.others, positions)
         wrong = [
             f"{offender.text}; rounding does not explain it: {_largest(offender.found, excuses.exact[at]):.3g} "
             "from what its operators compute"

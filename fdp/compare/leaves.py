@@ -22,6 +22,7 @@ A step changes its state by little: a whole update is less than the usual tolera
 
 _PIECE = 2**20
 _FEW = 8
+_WITHOUT_FLOAT64 = {"mps"}
 _PREFIX = re.compile(r"^output(\[\d+\])?")
 
 
@@ -144,17 +145,27 @@ def usual_size(tensor: torch.Tensor, other: torch.Tensor | None = None) -> float
 
 
 def distances(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
-    """The difference of each element; infinite where only one is finite, or only one is NaN."""
-    a, b = (tensor.detach().resolve_conj().cpu() for tensor in (one, two))
+    """The difference of each element; infinite where only one is finite, or only one is NaN.
+
+    Taken where the tensors are: a device takes moments for what takes a processor minutes. It needs several times
+    their memory, so large tensors are to be given in pieces.
+    """
+    place = torch.device("cpu") if one.device.type in _WITHOUT_FLOAT64 else one.device
+    a, b = (tensor.detach().resolve_conj().to(place) for tensor in (one, two))
     wide = torch.complex128 if b.is_complex() else torch.float64
     a, b = a.to(wide), b.to(wide)
     same = (a == b) | ((a != a) & (b != b))
     return torch.where(same, 0.0, (a - b).abs().nan_to_num(torch.inf, torch.inf))
 
 
+def pieces_of(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The flat pieces of tensors of one shape, so that what is computed of them need not fit into memory at once."""
+    return zip(*(tensor.reshape(-1).split(_PIECE) for tensor in tensors), strict=True)
+
+
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The pieces of a tensor in the widest type: all of it would take several times its memory."""
-    for piece in _comparable(tensor).reshape(-1).split(_PIECE):
+    """The pieces of a tensor in the widest type."""
+    for (piece,) in pieces_of(_comparable(tensor)):
         yield piece.to(torch.complex128 if piece.is_complex() else torch.float64)
 
 
@@ -192,7 +203,7 @@ def gap_of(one: torch.Tensor, two: torch.Tensor) -> tuple[float, float]:
         return 0.0, 1.0
     same, gaps, scales = True, [0.0], list[float]()
     # In pieces: at the width in which differences are taken, the whole would be several times as large.
-    for a, b in zip(one.reshape(-1).split(_PIECE), two.reshape(-1).split(_PIECE), strict=True):
+    for a, b in pieces_of(one, two):
         if b.dtype in (torch.float32, torch.float64):
             # Nearly always both are finite; then two passes tell all. What is not finite would show in them.
             gap, scale = float((a - b).abs().max()), float(b.abs().max())

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from fdp.compare.copies import copy_of
-from fdp.compare.leaves import distances, gap_of, usual_size
+from fdp.compare.leaves import distances, gap_of, pieces_of, usual_size
 from fdp.compare.replay import Lookup, call_node, held_value, makes_values
 from fdp.compare.restored import RandomState, random_states, set_random_states, undisturbed
 from fdp.compare.ulps import change_last_places_, rounds
@@ -39,8 +39,6 @@ _LAST_PLACES = 4
 _TIMES = 16
 """An element may differ by so many times what changes of the inputs in their last places make of it, or of elements
 usually; and by so many units in its last place, or in that of a usual element."""
-
-_PIECE = 2**20
 
 _SHOWN = 5
 
@@ -341,13 +339,14 @@ def _beyond_rounding(
     step = torch.finfo(own.dtype).eps
     usual = step * usual_size(own) + max((usual_size(two, one) for one, two in moved), default=0.0)
     values = [own, shown, *itertools.chain(*moved)]
-    for mine, other, *rest in zip(*(value.reshape(-1).split(_PIECE) for value in values), strict=True):
-        moves = torch.zeros(len(mine), dtype=torch.float64, device="cpu")
+    for mine, other, *rest in pieces_of(*values):
+        away = distances(other, mine)
+        moves = torch.zeros_like(away)
         for one, two in zip(rest[::2], rest[1::2], strict=True):
             torch.maximum(moves, distances(two, one), out=moves)
         lost = moves.isinf()  # rounding makes infinity of a number, or no number: that may be found, and no other one
-        allowed = _TIMES * (moves.masked_fill_(lost, 0.0) + step * mine.detach().cpu().abs() + usual)
-        away = distances(other, mine)
+        size = mine.detach().to(away.device).abs()
+        allowed = _TIMES * (moves.masked_fill_(lost, 0.0) + step * size + usual)
         wrong = (away > allowed) & ~(lost & away.isinf())
         if wrong.any():
             return float(allowed[wrong].max())

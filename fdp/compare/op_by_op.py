@@ -48,9 +48,9 @@ def check_emitted(
     """
 
     def explain(offenders: list[Difference], case: Case) -> None:
-        check_graph(emitted, offenders, case)
-        _check_order(emitted, offenders, case)
-        _check_operators(emitted, offenders, case)
+        excuses = check_graph(emitted, offenders, case)
+        _check_order(emitted, offenders, case, excuses)
+        _check_operators(emitted, offenders, case, excuses)
 
     give_back_memory()
     with closed_over_unchanged(emitted), recording():
@@ -59,11 +59,14 @@ def check_emitted(
     return known
 
 
-def check_graph(emitted: Emitted, offenders: Sequence[Difference], case: Case) -> None:
+def check_graph(emitted: Emitted, offenders: Sequence[Difference], case: Case) -> Excuses:
     """Find out whether the trace is wrong: does its graph compute the differing results as the step does?
 
     The same operators on the same values, one after the other, make the same bits. Only kernels that do not repeat
     themselves may differ, as those of an accelerator: by as much as rounding can do.
+
+    Returns:
+        How much that is, for each result that differs.
 
     Raises:
         TraceError: it does not.
@@ -72,11 +75,12 @@ def check_graph(emitted: Emitted, offenders: Sequence[Difference], case: Case) -
         # A Python value that is another one: no rounding makes it so.
         raise wrong_trace(emitted.plan.trace.name, [offender.text for offender in offenders])
     positions = dict(zip((offender.index for offender in offenders), positions_of(emitted, offenders), strict=True))
+    excuses = Excuses(emitted, case.inputs, case.others, list(positions.values()))
     exact = replay(emitted, case.inputs(), case.others)
     unlike = [offender for offender in offenders if not same_bits(exact[positions[offender.index]], offender.expected)]
     del exact
     if not unlike:
-        return
+        return excuses
     # A trace has no kernels of oneDNN that are for several operators at once: of a recurrent layer, for one.
     with without_fused_lstm():
         runs = [_some(case.by_itself(), unlike) for _ in range(2)]
@@ -84,16 +88,16 @@ def check_graph(emitted: Emitted, offenders: Sequence[Difference], case: Case) -
         exact = [exact[positions[offender.index]] for offender in unlike]
     alike = [same_bits(*pair) for pair in zip(exact, runs[0], strict=True)]
     if all(alike):
-        return
+        return excuses
     wrong = [offender for offender, same in zip(unlike, alike, strict=True) if not same]
     if not all(same_bits(*pair) for pair in zip(*runs, strict=True)):
-        excuses = Excuses(emitted, case.inputs, case.others, [positions[offender.index] for offender in wrong], True)
-        wrong = [offender for offender in wrong if not excuses.excused(positions[offender.index], offender.expected)]
+        wrong = [o for o in wrong if not excuses.excused(positions[o.index], o.expected, alike=True)]
     if wrong:
         raise wrong_trace(emitted.plan.trace.name, [offender.text for offender in wrong])
+    return excuses
 
 
-def _check_operators(emitted: Emitted, offenders: Sequence[Difference], case: Case) -> None:
+def _check_operators(emitted: Emitted, offenders: Sequence[Difference], case: Case, excuses: Excuses) -> None:
     """Find out whether the program is wrong: compare its operators, each on the inputs that it had.
 
     Raises:
@@ -105,14 +109,12 @@ def _check_operators(emitted: Emitted, offenders: Sequence[Difference], case: Ca
         raise wrong_program(emitted.plan.trace.name, operators)
     pairs = list(zip(offenders, positions_of(emitted, offenders), strict=True))
     unlike = [(offender, at) for offender, at in pairs if not same_bits(offender.found, found[at])]
-    if unlike:
-        excuses = Excuses(emitted, case.inputs, case.others, [at for _, at in unlike], alike=True)
-        wrong = [offender.text for offender, at in unlike if not excuses.excused(at, offender.found)]
-        if wrong:
-            raise wrong_program(emitted.plan.trace.name, wrong)
+    wrong = [offender.text for offender, at in unlike if not excuses.excused(at, offender.found, alike=True)]
+    if wrong:
+        raise wrong_program(emitted.plan.trace.name, wrong)
 
 
-def _check_order(emitted: Emitted, offenders: Sequence[Difference], case: Case) -> None:
+def _check_order(emitted: Emitted, offenders: Sequence[Difference], case: Case, excuses: Excuses) -> None:
     """Find out whether the order of the plan is wrong: does it compute the same bits as the order of the graph?
 
     Raises:
@@ -131,8 +133,7 @@ def _check_order(emitted: Emitted, offenders: Sequence[Difference], case: Case) 
             return
     unlike = [at for at, one, two in zip(positions, planned, runs[0], strict=True) if not same_bits(one, two)]
     if not all(same_bits(*pair) for pair in zip(*runs, strict=True)):
-        excuses = Excuses(emitted, case.inputs, case.others, unlike, alike=True)
-        unlike = [at for at in unlike if not excuses.excused(at, planned[positions.index(at)])]
+        unlike = [at for at in unlike if not excuses.excused(at, planned[positions.index(at)], alike=True)]
     if unlike:
         wrong = [
             f"{o.text}, in the order of the plan" for o, at in zip(offenders, positions, strict=True) if at in unlike

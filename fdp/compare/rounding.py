@@ -12,6 +12,7 @@ scientific computation (Mathematics and Computers in Simulation 1993).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import fx
 
 from fdp.compare.exact_operators import rounds_nothing
-from fdp.compare.leaves import distances
+from fdp.compare.leaves import distances, pieces_of
 from fdp.compare.replay import Lookup, Replay, makes_values
 from fdp.compare.restored import undisturbed
 from fdp.compare.ulps import change_last_places_
@@ -70,60 +71,106 @@ def replay(
 
 
 class Excuses:
-    """How much rounding can change some results of a step.
+    """How much rounding can change some results of a step. Measured when it is first asked for.
 
     Args:
         emitted: the step.
         inputs: makes copies of its inputs.
         others: what this rank takes the other ranks to hold.
-        positions: which of the tensors among its results are asked for.
-        alike: whether what is to be excused ran on the same kernels.
+        positions: which of the tensors among its results may be asked for.
     """
 
     def __init__(
-        self,
-        emitted: Emitted,
-        inputs: Callable[[], list[torch.Tensor]],
-        others: OtherRanks,
-        positions: Sequence[int],
-        alike: bool = False,
+        self, emitted: Emitted, inputs: Callable[[], list[torch.Tensor]], others: OtherRanks, positions: Sequence[int]
     ) -> None:
-        self._times = _TIMES_ALIKE if alike else _TIMES
-        whole = replay(emitted, inputs(), others)
-        self.exact = {at: whole[at] for at in positions}
-        self._bars = {
-            at: torch.zeros(value.shape, dtype=torch.float64, device="cpu") for at, value in self.exact.items()
-        }
-        self._lost = {at: torch.zeros(value.shape, dtype=torch.bool, device="cpu") for at, value in self.exact.items()}
-        del whole
-        for seed in range(_RUNS):
-            run = replay(emitted, inputs(), others, seed)
-            for at, bar in self._bars.items():
-                away = distances(run[at], self.exact[at])
-                lost = away == torch.inf
-                self._lost[at] |= lost
-                torch.maximum(bar, away.masked_fill_(lost, 0.0), out=bar)
-            del run
+        self._run = functools.partial(_some_results, emitted, inputs, others, sorted(set(positions)))
 
-    def excused(self, at: int, found: Any) -> bool:
-        """Whether a result differs from the graph's by no more than rounding can make of it."""
+    @functools.cached_property
+    def exact(self) -> dict[int, torch.Tensor]:
+        """By position, what the graph computes."""
+        return self._run()
+
+    @functools.cached_property
+    def _moves(self) -> dict[int, _Moves]:
+        found = {at: _Moves(value) for at, value in self.exact.items()}
+        for seed in range(_RUNS):
+            run = self._run(seed)
+            for at, moves in found.items():
+                moves.add(run.pop(at))
+        return found
+
+    def excused(self, at: int, found: Any, alike: bool = False) -> bool:
+        """Whether a result differs from the graph's by no more than rounding can make of it.
+
+        Args:
+            at: its position.
+            found: it.
+            alike: whether it was computed by the same kernels.
+        """
         exact = self.exact[at]
         if not isinstance(found, torch.Tensor) or (found.shape, found.dtype) != (exact.shape, exact.dtype):
             return False
-        if not found.numel():
-            return True
-        bar = self._bars[at]
-        away = distances(found, exact)
-        # As it is in one of the runs: infinite, or no number, where it is one without rounding; or the reverse.
-        away.masked_fill_((away == torch.inf) & self._lost[at], 0.0)
-        if not (exact.is_floating_point() or exact.is_complex()):
-            return bool((away <= bar).all())
-        last_place = torch.finfo(exact.dtype).eps * exact.detach().cpu().abs().nan_to_num(0, 0, 0)
-        beyond = away[away > self._times * bar + _TIMES * last_place]
-        steps = bar[bar > _TURNED * last_place]
-        if beyond.numel() > _MISSED * steps.numel():
+        return not found.numel() or self._moves[at].explain(found, _TIMES_ALIKE if alike else _TIMES)
+
+
+def _some_results(
+    emitted: Emitted,
+    inputs: Callable[[], list[torch.Tensor]],
+    others: OtherRanks,
+    positions: Sequence[int],
+    seed: int | None = None,
+) -> dict[int, torch.Tensor]:
+    """Those results of a run that are asked for, by position."""
+    whole = replay(emitted, inputs(), others, seed)
+    return {at: whole[at] for at in positions}
+
+
+class _Moves:
+    """How far rounding has moved each element of a result.
+
+    Args:
+        exact: the result without it.
+    """
+
+    def __init__(self, exact: torch.Tensor) -> None:
+        # Of the result's own size and place: there may be many of them, and no other memory is known to be there.
+        wide = exact.dtype if exact.dtype in (torch.float32, torch.float64) else None
+        if wide is None:
+            wide = torch.float32 if exact.is_floating_point() else torch.float64
+        self._exact = exact
+        self._farthest = torch.zeros(exact.numel(), dtype=wide, device=exact.device)
+        self._lost = torch.zeros(exact.numel(), dtype=torch.bool, device=exact.device)
+
+    def add(self, moved: torch.Tensor) -> None:
+        """Take note of one run."""
+        largest = torch.finfo(self._farthest.dtype).max
+        for exact, other, farthest, lost in pieces_of(self._exact, moved, self._farthest, self._lost):
+            away = distances(other, exact)
+            gone = away == torch.inf
+            lost |= gone.to(lost.device)
+            away = away.masked_fill_(gone, 0.0).clamp_(max=largest)
+            torch.maximum(farthest, away.to(farthest.device, farthest.dtype), out=farthest)
+
+    def explain(self, found: torch.Tensor, times: float) -> bool:
+        """Whether a result differs by no more than so many times that."""
+        is_rounded = self._exact.is_floating_point() or self._exact.is_complex()
+        eps = torch.finfo(self._exact.dtype).eps if is_rounded else 0.0
+        beyond, steps = [], []
+        for exact, other, farthest, lost in pieces_of(self._exact, found, self._farthest, self._lost):
+            away = distances(other, exact)
+            bar, lost = farthest.to(away.device, away.dtype), lost.to(away.device)
+            # As it is in one of the runs: infinite, or no number, where it is one without rounding; or the reverse.
+            away.masked_fill_((away == torch.inf) & lost, 0.0)
+            if not is_rounded:
+                if not (away <= bar).all():
+                    return False
+                continue
+            last_place = eps * exact.detach().to(away.device).abs().nan_to_num(0, 0, 0)
+            beyond.append(away[away > times * bar + _TIMES * last_place])
+            steps.append(bar[bar > _TURNED * last_place])
+        if sum(map(len, beyond)) > _MISSED * sum(map(len, steps)):
             return False
-        return not beyond.numel() or bool(beyond.max() <= _STEPS * steps.median())
+        return not any(map(len, beyond)) or bool(torch.cat(beyond).max() <= _STEPS * torch.cat(steps).median())
 
 
 class _Changing:

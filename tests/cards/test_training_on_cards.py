@@ -23,6 +23,7 @@ WAYS_ON_CARDS: dict[str, dict[str, Any]] = {
     name: {**way, "compile": ALIKE} if "compile" in way else way for name, way in WAYS.items()
 }
 WAYS_ON_CARDS |= {"recorded": {"compile": {"mode": "reduce-overhead"}, "donate_argnums": 0}}
+NOT_RECORDED = ".*(not recorded|not be recorded|is not run) as a CUDA graph|.*the CUDA graph of step"
 DOUBLE = torch.float64
 
 
@@ -36,7 +37,7 @@ def train(name: str, way: str) -> tuple[dict[str, torch.Tensor], list[float]]:
     step = fdp.data_parallel(models.fdp_step(apply, rule), **WAYS_ON_CARDS[way])
     losses = []
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*CUDA graph")
+        warnings.filterwarnings("error", message=NOT_RECORDED)
         for i, batch in enumerate(models.batches(name, STEPS, 8, DOUBLE)):
             torch.manual_seed(models.noise_seed(i, rank))
             state, metrics = step(state, on_card(models.shard(batch, world, rank)))
@@ -70,6 +71,14 @@ def test_ranks_on_cards_train_as_one_process_does(name: str, way: str, world: in
             torch.testing.assert_close(values[key], value, rtol=1e-8, atol=1e-8, msg=lambda m, k=key: f"{k}: {m}")
 
 
+def test_ranks_that_have_nccl_alone_train_too() -> None:
+    """No message can go by the CPU, where the learning rate and the counter of steps are."""
+    expected, losses = oracle("mlp", 2)
+    for values, found in cards.run(2, train, "mlp", "kept", backend="nccl"):
+        torch.testing.assert_close(found, losses, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(values, expected, rtol=1e-8, atol=1e-8)
+
+
 def as_ddp_does(way: str) -> None:
     """float32 gradients, averaged by NCCL, to the bit where two ranks add two numbers."""
     from torch.nn.parallel import DistributedDataParallel
@@ -95,6 +104,34 @@ def as_ddp_does(way: str) -> None:
 @pytest.mark.parametrize("way", ["kept", "compiled"])
 def test_gradients_are_those_of_ddp(way: str) -> None:
     cards.run(2, as_ddp_does, way)
+
+
+def adds_in_any_order() -> None:
+    """Sums that a card adds in another order each time; Adam makes whole steps of what is left where they are zero."""
+    w = torch.randn(64, 512, device="cuda")
+    index = torch.arange(4096, device="cuda") % 64
+    rule = fdp.optim.from_torch(torch.optim.AdamW, lr=1e-2)
+
+    def train_step(state: Any, x: torch.Tensor) -> Any:
+        def loss(w: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(64, 512, device="cuda").index_add(0, index, (w[index] * x).sin()).square().mean()
+
+        loss, grads = fdp.value_and_grad(loss)(state["w"])
+        w, opt = rule.update(grads, state["opt"], state["w"])
+        return {"w": w, "opt": opt}, fdp.pmean(loss)
+
+    x = torch.randn(4096, 512, device="cuda")
+    x[2048:] = -x[:2048]
+    for compile in (False, True):
+        step = fdp.data_parallel(train_step, compile=compile)
+        state = {"w": w.clone(), "opt": rule.init(w)}
+        for _ in range(3):
+            state, loss = step(state, x)
+        assert loss.isfinite()
+
+
+def test_kernels_that_do_not_repeat_themselves_are_taken_for_right() -> None:
+    cards.run(1, adds_in_any_order)
 
 
 def draws(way: str) -> None:

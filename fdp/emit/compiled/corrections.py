@@ -166,6 +166,43 @@ def _or_else(own: Callable[..., Any], otherwise: Callable[..., Any] | None) -> C
 
 
 @contextmanager
+def branches_get_strides_of_graph(lowerings: Any, kernel: Any, virtualized: Any) -> Iterator[None]:
+    """Give the branches of a condition their operands with the strides that these have in the graph.
+
+    The branches are lowered for such strides, and inductor may have laid an operand out otherwise: then they read other
+    elements, without an error where sizes are not checked (seen in torch 2.13 to 2.15; `torch.compile` fails there).
+
+    Args:
+        lowerings: from operators to what lowers them.
+        kernel: `ExternKernel`. `require_exact_strides` copies a value that has others.
+        virtualized: `V`. `graph.current_node` is what is lowered: a call of `cond` or `switch`, whose last argument is
+            the operands.
+    """
+    operators = [op for name in ("cond", "switch") if (op := getattr(torch.ops.higher_order, name, None)) in lowerings]
+    before = {operator: lowerings[operator] for operator in operators}
+
+    def lowered(otherwise: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(otherwise)
+        def lower(*args: Any) -> Any:
+            *first, operands = args
+            laid = []
+            for node, operand in zip(virtualized.graph.current_node.args[-1], operands, strict=True):
+                value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+                if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                    operand = kernel.require_exact_strides(operand, value.stride())
+                laid.append(operand)
+            return otherwise(*first, laid)
+
+        return lower
+
+    lowerings.update({operator: lowered(otherwise) for operator, otherwise in before.items()})
+    try:
+        yield
+    finally:
+        lowerings.update(before)
+
+
+@contextmanager
 def reads_ordered_after_changes(node: Any) -> Iterator[None]:
     """Order reads of changed memory after the change, in inductor's scheduler.
 

@@ -16,7 +16,7 @@ What is relied on (torch 2.13 to 2.15; `fdp.pytorch.parts` lists the names):
   `x86_isa_checker()`, the names of those that the processor has; `valid_vec_isa_list()` keeps what it found.
 - `torch._inductor.config`: names, types and values of settings; `config.patch`. `make_fx` looks at one of them, too, as
   it begins to trace.
-- `scheduler.SchedulerNode`: what `corrections` says of it.
+- `scheduler.SchedulerNode`, `ir.ExternKernel`, `V.graph.current_node`: what `corrections` says of them.
 - `CompiledFxGraph._boxed_call`, `CompiledFxGraph.source_code`: that it takes one list, and its text.
 - `meta["user_visible_output_idxs"]` of the output, `meta["eager_input_vals"]` of an operator (set in `barriers`): whose
   strides are to be what they are in the graph. That copies which change nothing are taken for their originals: `passes`
@@ -42,7 +42,11 @@ import torch
 from torch import fx
 
 from fdp.emit.compiled.barriers import CHANGING, start_, wait_
-from fdp.emit.compiled.corrections import reads_ordered_after_changes, with_corrections
+from fdp.emit.compiled.corrections import (
+    branches_get_strides_of_graph,
+    reads_ordered_after_changes,
+    with_corrections,
+)
 from fdp.errors import CompileError, FdpError, build_message
 from fdp.pytorch.fake_modes import fake_mode_at_work, traced_with
 from fdp.pytorch.overloads import schema_of
@@ -185,6 +189,8 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
     with _lowering, ExitStack() as stack:
         with _as_expected():
             from torch._inductor import compile_fx, config
+            from torch._inductor.ir import ExternKernel
+            from torch._inductor.lowering import lowerings
             from torch._inductor.scheduler import SchedulerNode
             from torch._inductor.virtualized import V
 
@@ -204,6 +210,7 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
             warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\._inductor")  # about itself
             _lower_readers_first()
             stack.enter_context(reads_ordered_after_changes(SchedulerNode))
+            stack.enter_context(branches_get_strides_of_graph(lowerings, ExternKernel, V))
             prepare, compile_inner = compile_fx._recursive_joint_graph_passes, compile_fx.compile_fx_inner
             inspect.signature(prepare).bind(graph)
             inspect.signature(compile_inner).bind(graph, examples, is_inference=True)

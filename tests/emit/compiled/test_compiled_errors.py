@@ -60,7 +60,7 @@ ENTRY = parts.KNOWN_OTHERWISE["inductor's own entry"]
 
 
 # (Not what torch itself cannot do without, what an operator alone is lowered with, or what results have.)
-ELSEWHERE = {"TracingContext", "TensorBox", "lowerings", "make_fallback", "_boxed_call"}
+ELSEWHERE = {"TracingContext", "TensorBox", "lowerings", "make_fallback", "_boxed_call", "require_exact_strides"}
 if parts.release(torch.__version__) >= (2, 14):
     ELSEWHERE.add("SchedulerNode")
 

@@ -235,3 +235,41 @@ def test_a_softmax_over_one_element() -> None:
 
     _, one, two = fdp.data_parallel(step, compile=True, check_replication=False)(torch.tensor(0.5))
     assert (float(one), two.tolist()) == (1.0, [1.0])
+
+
+LAID_OUT = {
+    "transposed": lambda x: (x.t() * 2).sub(x, alpha=0.5),
+    "transposed, a sum": lambda x: x.t() + x,
+    "permuted": lambda x: torch.stack([x, x * 2]).permute(2, 0, 1) * 3,
+    "every second": lambda x: (x.t() * 2)[::2],
+    "repeated": lambda x: x.sum(0).expand(4, 4),
+    "by columns": lambda x: torch.empty_strided((4, 4), (1, 4)).copy_(x * 2),
+}
+BRANCHES = {
+    "cond": lambda q: torch.cond(q.sum() > 0, lambda q: -q, lambda q: q * 3, (q,)),
+    "cond in cond": lambda q: torch.cond(
+        q.sum() > 0,
+        lambda q: torch.cond(q.amax() > 1, lambda r: r.exp(), lambda r: r + r, (q.transpose(0, 1) * 2,)),
+        lambda q: q.transpose(0, 1) * 3,
+        (q,),
+    ),
+    "views in branches": lambda q: torch.cond(
+        q.sum() > 0, lambda q: q.transpose(0, 1).reshape(-1) * 2, lambda q: q.reshape(-1).cumsum(0), (q,)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("branches", BRANCHES)
+def test_branches_read_their_operands_as_they_lie(branches: str) -> None:
+    """Inductor lowers branches for the strides of the graph, and laid operands out as it liked."""
+
+    def step(state: torch.Tensor, x: torch.Tensor) -> Any:
+        made = [BRANCHES[branches](lay(x * sign)) for lay in LAID_OUT.values() for sign in (1, -1)]
+        return state, fdp.per_rank(made)
+
+    given = torch.ones(1), numbers((4, 4), 1, False)
+    due = fdp.data_parallel(step)(*given)[1]
+    found = fdp.data_parallel(step, compile=True, check_trace=False)(*given)[1]
+    for one, two in zip(found, due, strict=True):
+        torch.testing.assert_close(one, two)
+        assert one.stride() == two.stride()
