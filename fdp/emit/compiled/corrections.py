@@ -123,11 +123,21 @@ def _alone(x: Any, dim: int, half_to_float: bool) -> Any:
     return (x - x).exp() if x.dim() == 0 and not half_to_float else NotImplemented
 
 
+def _by_weight_of_tensor(start: Any, end: Any, weight: Any) -> Any:
+    """`lerp` by a number that is known at each call only, as of Adafactor: torch asks on which side of a half it is."""
+    if not isinstance(weight, torch.SymFloat):
+        return NotImplemented
+    share: Any = _aten.scalar_tensor.default(weight, dtype=start.dtype, device=start.device)
+    away = end - start
+    return torch.where(share.abs() < 0.5, start + share * away, end - (1 - share) * away)
+
+
 _CORRECTIONS: Mapping[Any, Callable[..., Any]] = {
     **KERNEL_DECOMPOSITIONS,
     _aten._softmax.default: _alone,
     _aten.add.Tensor: _scaled_add,
     _aten.as_strided_copy.default: _strided_copy,
+    _aten.lerp.Scalar: _by_weight_of_tensor,
     **{
         each: _average_pool_gradient(each, dims)
         for each, dims in (
