@@ -27,7 +27,7 @@ for _schema in (
     "all_gather(Tensor x, int size, str axis, str label) -> Tensor",
     "broadcast(Tensor x, int root, str axis, str label) -> Tensor",
     # Of these the first dimension of the argument has an entry for each rank.
-    "reduce_scatter(Tensor x, str op, str axis, str kind, str label) -> Tensor",
+    "reduce_scatter(Tensor x, str op, str axis, str kind, str label, ScalarType? accumulate=None) -> Tensor",
     "all_to_all(Tensor x, str axis, str kind, str label) -> Tensor",
     # Sources and destinations, one after the other.
     "permute(Tensor x, int[] pairs, str axis, str kind, str label) -> Tensor",
@@ -99,14 +99,14 @@ def _broadcast(x: torch.Tensor, root: int, axis: str, label: str) -> torch.Tenso
     return out
 
 
-def _reduce_scatter(x: torch.Tensor, op: str, axis: str, kind: str, label: str) -> torch.Tensor:
+def _reduce_scatter(x: torch.Tensor, op: str, axis: str, kind: str, label: str, accumulate: Any = None) -> torch.Tensor:
     _refuse_traced(axis)
     if not x.numel():
         return _first_contiguous(x)
     own = _contiguous_copy(x)
     if (others := OtherRanks.of_axis(axis)) is None:
         arriving = own.new_empty((rows_arriving(len(own)), *own.shape[1:]))
-        ranks_for(label).reduce_scatter(arriving, own, op)()
+        ranks_for(label).reduce_scatter(arriving, own, op, accumulate=accumulate)()
         return own[0].clone()
     out = _first_contiguous(x)
     others.reduce_scatter_(out, own, op)

@@ -30,6 +30,10 @@ class Sent(Protocol):
         """Which rank sends to which, of a permutation."""
 
     @property
+    def accumulate_dtype(self) -> torch.dtype | None:
+        """In which dtype it is added up, if not in the one that it is sent in."""
+
+    @property
     def numel(self) -> int:
         """Elements that each rank contributes."""
 
@@ -66,7 +70,7 @@ def start_collective(
         return group.all_gather(into, own, arrived)
     if collective.reduction is None:
         return group.all_to_all(into, own.view_as(into), arrived)
-    return group.reduce_scatter(into, own.view(sent.rows, -1), collective.reduction, arrived)
+    return group.reduce_scatter(into, own.view(sent.rows, -1), collective.reduction, arrived, sent.accumulate_dtype)
 
 
 def pretend_message(sent: Sent, own: torch.Tensor, into: torch.Tensor | None, scaled: bool, others: OtherRanks) -> None:

@@ -116,10 +116,15 @@ class Group:
         return start_all_to_all(out, own, self, arrived)
 
     def reduce_scatter(
-        self, arriving: torch.Tensor, own: torch.Tensor, op: str, arrived: Arrived | None = None
+        self,
+        arriving: torch.Tensor,
+        own: torch.Tensor,
+        op: str,
+        arrived: Arrived | None = None,
+        accumulate: torch.dtype | None = None,
     ) -> Callable[[], None]:
         """As `start_reduce_scatter`, on these ranks."""
-        return start_reduce_scatter(arriving, own, op, self, arrived)
+        return start_reduce_scatter(arriving, own, op, self, arrived, accumulate)
 
     def permute(
         self, out: torch.Tensor, own: torch.Tensor, pairs: Pairs, arrived: Arrived | None = None

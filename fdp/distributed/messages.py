@@ -205,7 +205,12 @@ def rows_arriving(size: int) -> int:
 
 
 def start_reduce_scatter(
-    arriving: torch.Tensor, own: torch.Tensor, op: str, group: Members, arrived: Arrived | None = None
+    arriving: torch.Tensor,
+    own: torch.Tensor,
+    op: str,
+    group: Members,
+    arrived: Arrived | None = None,
+    accumulate: torch.dtype | None = None,
 ) -> Callable[[], None]:
     """Start reducing each row of `own` over the ranks of a group, the row of this rank into the first one.
 
@@ -219,6 +224,8 @@ def start_reduce_scatter(
         op: "mean" or "sum".
         group: the ranks; with a world of one nothing is sent.
         arrived: what to call when the message has arrived, if the backend says so.
+        accumulate: float32, where sixteen-bit values have to be added up in it: then no backend does it. None where any
+            way will do.
 
     Returns:
         A function that waits for the result.
@@ -226,7 +233,7 @@ def start_reduce_scatter(
     what, size = "a reduce-scatter", group.size
     if size == 1:
         return _nothing
-    if group.backend_for(own.device) in _SCATTERING_BACKENDS:
+    if accumulate is None and group.backend_for(own.device) in _SCATTERING_BACKENDS:
         name, divide = way_to_reduce(op, own.dtype, own.device, group)
         if divide == "before":
             own.div_(size)

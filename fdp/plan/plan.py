@@ -40,8 +40,7 @@ class Bucket:
         offsets: where each member begins, in elements; of several rows, in each of them.
         numel: elements that this rank contributes, with what lies between members so that each begins aligned.
         size_bytes: bytes of its members on this rank, as they are sent.
-        accumulate_dtype: the dtype that it is added up in, if that is not the one that it is sent in: then its members
-            go to the ranks that add them up, and the means come back, in two messages of the bucket's size.
+        accumulate_dtype: the dtype that it is added up in, if that is not the one that it is sent in.
         rows: of how many equal rows it consists: one for each rank where values are split between ranks, each with that
             rank's part of every member; else 1.
         pairs: of a permutation, which rank sends to which.
@@ -64,6 +63,12 @@ class Bucket:
     def collective(self) -> Collective:
         """The collective of its message."""
         return COLLECTIVES[self.op]
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether it takes two messages of its size: members go to the ranks that add them up in a wider dtype, and the
+        means come back."""
+        return self.accumulate_dtype is not None and self.collective.in_place
 
     @property
     def row_numel(self) -> int:
@@ -139,7 +144,7 @@ class Plan(Printed):
                     f"bucket {bucket.index}, {op}: {reduction.name} {list(reduction.shape)} {bucket.dtype} on "
                     f"{bucket.device.type}" + self._added_in(bucket)
                 )
-        if any(bucket.accumulate_dtype is not None for bucket in self.buckets):
+        if any(bucket.is_wide for bucket in self.buckets):
             # Their second messages are sent between others: at which, the order of starts and waits says.
             order = (str(item) for item in self.schedule if isinstance(item, (Start, Wait)))
             lines.append(f"order: {', '.join(order)}")

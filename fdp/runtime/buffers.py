@@ -131,7 +131,7 @@ def make_buffers(plan: Plan, program: Program, blocks: Mapping[torch.device, tor
         if start is None:
             continue
         block = blocks[bucket.device]
-        wide = bucket.accumulate_dtype is not None
+        wide = bucket.is_wide
         numel = shared_numel(bucket, size) if wide else bucket.numel
         own = _flat(block, start, numel, bucket.dtype)
         arriving = received = message = header = None

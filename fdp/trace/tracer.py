@@ -258,9 +258,9 @@ def _reductions(
         given = {argument.name: value for argument, value in bound_arguments(node)}
         value = given["x"].meta["val"]
         position = maker = produced[node]
-        dtype, accumulate = value.dtype, None
+        dtype = value.dtype
         if "wire" in given:
-            dtype, accumulate = given["wire"], given.get("accumulate")
+            dtype = given["wire"]
             maker = _before_cast(operations, position) if is_wire_cast(node) else position
         found.append(
             Reduction(
@@ -276,7 +276,7 @@ def _reductions(
                 position=position,
                 operation=operation,
                 source=operations[maker].source if maker >= 0 else "",
-                accumulate_dtype=accumulate,
+                accumulate_dtype=given.get("accumulate"),
                 pairs=tuple(zip(given["pairs"][::2], given["pairs"][1::2], strict=True)) if collective.paired else (),
             )
         )

@@ -51,7 +51,7 @@ def bucket_parts(bucket: Bucket, world_size: int) -> Parts:
     carries = bucket.index == 0 and bucket.op in _CARRIERS and (itemsize > 1 or world_size < 256)
     header = _HEADER_NUMEL if carries and world_size > 1 else 0
     sent = numel + header
-    wide = bucket.accumulate_dtype is not None
+    wide = bucket.accumulate_dtype is not None and bucket.op in IN_PLACE
     if wide:
         sent = -(-sent // world_size) * world_size
     behind_bytes = -(-sent * itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -149,7 +149,7 @@ class _MessagesOfCall:
             self._followed.memory.write(view, term)
             # Buckets may share memory one after the other.
             self._ranks.parts = [part for part in self._ranks.parts if not part.overlaps(view)] + [view]
-        if bucket.accumulate_dtype is not None:
+        if bucket.accumulate_dtype is not None and bucket.op in IN_PLACE:
             self._ranks.widened[self._own(bucket, 0, parts.sent)] = bucket.accumulate_dtype
 
     def _own(self, bucket: Bucket, start_bytes: int, numel: int) -> Term:
@@ -180,7 +180,7 @@ class _MessagesOfCall:
 
 def _pieces(bucket: Bucket, parts: Parts) -> list[tuple[int, int]]:
     """A sent piece: its first byte, and its number of elements."""
-    if bucket.accumulate_dtype is not None:
+    if bucket.accumulate_dtype is not None and bucket.op in IN_PLACE:
         return [(0, parts.sent)]
     pieces = [(0, parts.numel), (parts.numel * parts.itemsize, parts.header)]
     return [piece for piece in pieces if piece[1]]
@@ -227,7 +227,7 @@ class _Ranks:
         return self._send([source, into], results)
 
     def reduce_scatter(
-        self, arriving: torch.Tensor, own: torch.Tensor, op: str, arrived: Any = None
+        self, arriving: torch.Tensor, own: torch.Tensor, op: str, arrived: Any = None, accumulate: Any = None
     ) -> Callable[[], None]:
         into, source, values = self._contiguous(arriving), self._contiguous(own), self._followed.values
         fits = source.shape[0] == self.size and into.shape == (rows_added_to(self.size), *source.shape[1:])
@@ -237,7 +237,7 @@ class _Ranks:
         # The other rows hold what arrived, or what a backend left there: nothing may look at it.
         rest = [self._followed.view(row) for row in (*own[1:], *arriving)]
         left = [values.terms.make(("left over", term, at), row.shape, row.dtype) for at, row in enumerate(rest)]
-        result = (self._followed.view(own[0]), values.combined(f"{op}_scatter", 0, None, term))
+        result = (self._followed.view(own[0]), values.combined(f"{op}_scatter", 0, accumulate, term))
         return self._send([source, into], [result, *zip(rest, left, strict=True)])
 
     def permute(

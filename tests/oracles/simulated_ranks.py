@@ -229,15 +229,21 @@ class Messages:
         return self._send(group, "all_to_all", own, out, combined)
 
     def start_reduce_scatter(
-        self, arriving: torch.Tensor, own: torch.Tensor, op: str, group: Any, arrived: Any = None
+        self,
+        arriving: torch.Tensor,
+        own: torch.Tensor,
+        op: str,
+        group: Any,
+        arrived: Any = None,
+        accumulate: torch.dtype | None = None,
     ) -> Callable[[], None]:
         def combined(values: list[torch.Tensor]) -> torch.Tensor:
-            total = torch.stack([value[group.rank] for value in values]).sum(0).to(own.dtype)
+            total = torch.stack([value[group.rank] for value in values]).to(accumulate or own.dtype).sum(0)
             poison(own)
             poison(arriving)
-            return total / len(values) if op == "mean" else total
+            return (total / len(values) if op == "mean" else total).to(own.dtype)
 
-        wait = self._send(group, ("reduce_scatter", op), own, own[0], combined)
+        wait = self._send(group, ("reduce_scatter", op, accumulate), own, own[0], combined)
         if not self._late:
             poison(own)
             poison(arriving)
@@ -273,9 +279,9 @@ class SimulatedGroup:
         return self._messages.start_all_to_all(out, own, self, arrived)
 
     def reduce_scatter(
-        self, arriving: torch.Tensor, own: torch.Tensor, op: str, arrived: Any = None
+        self, arriving: torch.Tensor, own: torch.Tensor, op: str, arrived: Any = None, accumulate: Any = None
     ) -> Callable[[], None]:
-        return self._messages.start_reduce_scatter(arriving, own, op, self, arrived)
+        return self._messages.start_reduce_scatter(arriving, own, op, self, arrived, accumulate)
 
     def permute(self, out: torch.Tensor, own: torch.Tensor, pairs: Any, arrived: Any = None) -> Callable[[], None]:
         return self._messages.start_permute(out, own, pairs, self, arrived)

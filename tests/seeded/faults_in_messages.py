@@ -270,8 +270,8 @@ EXCHANGES = (
     Fault(
         "parts of means are sums",
         "distributed/by_collective.py",
-        "own.view(sent.rows, -1), collective.reduction, arrived)",
-        'own.view(sent.rows, -1), "sum", arrived)',
+        "own.view(sent.rows, -1), collective.reduction, arrived",
+        'own.view(sent.rows, -1), "sum", arrived',
         "not divided",
     ),
     Fault(

@@ -399,7 +399,7 @@ def memory_bytes(bucket: Bucket, world_size: int) -> int:
     """The memory that a bucket needs in all."""
     if not bucket.collective.in_place:
         return arrives_at_bytes(bucket) + math.prod(arriving_shape(bucket, world_size)) * bucket.dtype.itemsize
-    if bucket.accumulate_dtype is not None:
+    if bucket.is_wide:
         return 2 * received_at_bytes(bucket, world_size)
     return (bucket.numel + header_numel(bucket, world_size)) * bucket.dtype.itemsize
 

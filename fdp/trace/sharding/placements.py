@@ -241,6 +241,4 @@ class _Decision:
 def is_scattered(node: fx.Node) -> bool:
     """Whether a node is a sum or a mean over ranks that can be scattered instead."""
     collective = collective_of(node)
-    if collective is None or not is_marker(node, "all_reduce") or collective.name not in ("sum", "mean"):
-        return False
-    return len(node.args) < 6 or node.args[5] is None  # what is sent in another dtype is not
+    return collective is not None and is_marker(node, "all_reduce") and collective.name in ("sum", "mean")

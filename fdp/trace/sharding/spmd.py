@@ -391,8 +391,8 @@ class _Rewriting:
         if part.dim:
             order = [part.dim, *(dim for dim in range(len(rows.meta["val"].shape)) if dim != part.dim)]
             rows = self._new(torch.ops.aten.permute.default, rows, order)
-        scatter = torch.ops.fdp.reduce_scatter.default
-        made = self._new(scatter, rows, given["op"], _AXIS, given["kind"], given["label"])
+        how = given["op"], _AXIS, given["kind"], given["label"], given.get("accumulate")
+        made = self._new(torch.ops.fdp.reduce_scatter.default, rows, *how)
         self._links.append(Link(made.name, node.name, "scattered", made.name, node.name, part, given["label"]))
         return made
 
