@@ -38,7 +38,6 @@ ONE = Setting(
 SETTINGS = {setting.name: setting for setting in (RANKS, ONE, gpu.COMPILED)}
 PLAIN = {RANKS.name: (DDP, "best DDP"), ONE.name: (("eager",), "eager"), gpu.COMPILED.name: (DDP, "best DDP")}
 """The peers that are not compiled, and what to call the best of them."""
-PEERS = ("eager", "eager-compile", *DDP, *DDP_COMPILE, "ddp-compile-graphs", "fdp", "fdp-compile-graphs")
 RECORDED = {"host-bound-gpu": "fdp-compile-graphs"}
 """Cases that fdp runs as one CUDA graph."""
 
@@ -188,10 +187,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--starts", type=number, default=1, help="first starts of each contender, and second ones; 0 leaves them out"
     )
+    known = dict.fromkeys(name for each in SETTINGS.values() for name in (*each.peers, *each.also))
     parser.add_argument(
-        "--peer", action="append", choices=PEERS, help="only this one beside fdp; may be repeated, one of them compiled"
+        "--peer", action="append", choices=known, help="only this one beside fdp; may be repeated, one of them compiled"
     )
     args = parser.parse_args(arguments)
+    if args.peer and not any(set(args.peer) & set(each.peers) for each in SETTINGS.values()):
+        parser.error("one --peer has to be compiled: fdp's compiled step is compared with it")
     settings = SETTINGS if args.peer is None else {name: among(args.peer, each) for name, each in SETTINGS.items()}
 
     def of_case(setting: Setting, case: str, begin: Begin) -> Row:

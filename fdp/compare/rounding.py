@@ -134,9 +134,8 @@ class _Moves:
 
     def __init__(self, exact: torch.Tensor) -> None:
         # Of the result's own size and place: there may be many of them, and no other memory is known to be there.
-        wide = exact.dtype if exact.dtype in (torch.float32, torch.float64) else None
-        if wide is None:
-            wide = torch.float32 if exact.is_floating_point() else torch.float64
+        narrow = exact.is_floating_point() and exact.dtype != torch.float64
+        wide = torch.float32 if narrow else torch.float64
         self._exact = exact
         self._farthest = torch.zeros(exact.numel(), dtype=wide, device=exact.device)
         self._lost = torch.zeros(exact.numel(), dtype=torch.bool, device=exact.device)

@@ -27,6 +27,7 @@ class Parts:
         result_bytes: where the results begin.
         arriving: what others send there.
         itemsize: bytes of an element.
+        wide: whether ranks add it up in a wider dtype, each a share, and send the results back.
     """
 
     numel: int
@@ -36,6 +37,7 @@ class Parts:
     result_bytes: int
     arriving: int
     itemsize: int
+    wide: bool
 
     def regions(self) -> Iterator[tuple[int, int]]:
         """The bytes that the message reads or writes, as offsets and lengths."""
@@ -58,7 +60,7 @@ def bucket_parts(bucket: Bucket, world_size: int) -> Parts:
     arriving = sent if wide else math.prod(received_shape(bucket, world_size) or (0,))
     # What a rank adds up of its own row and those of the others lies in the first row.
     result_bytes = 0 if bucket.op in IN_PLACE or bucket.op in _SCATTERS else behind_bytes
-    return Parts(numel, header, sent, behind_bytes, result_bytes, arriving, itemsize)
+    return Parts(numel, header, sent, behind_bytes, result_bytes, arriving, itemsize, wide)
 
 
 def rows_added_to(world_size: int) -> int:

@@ -16,7 +16,6 @@ from fdp.errors import build_message
 from fdp.plan.plan import Bucket, Plan
 from fdp.pytorch.tensors import storage_id
 from fdp.verify.bucket_memory import bucket_parts, received_shape
-from fdp.verify.combined import IN_PLACE
 from fdp.verify.failure import VerificationError
 from fdp.verify.program_protocol import ProgramProtocol
 
@@ -148,8 +147,7 @@ def _wrong_buffers(
             yield f"bucket {index} is taken for another one"
         if buffer.scaled != (index in program.scaled):
             yield f"bucket {index} is {'' if buffer.scaled else 'not '}taken for one that holds shares of means"
-        wide = bucket.accumulate_dtype is not None and bucket.op in IN_PLACE
-        own = parts.sent if wide else parts.numel
+        own = parts.sent if parts.wide else parts.numel
         message = buffer.own if buffer.message is None else buffer.message
         expected: dict[str, tuple[torch.Tensor | None, int, tuple[int, ...] | None]] = {
             "what this rank contributes": (buffer.own, 0, (own,)),
@@ -159,7 +157,7 @@ def _wrong_buffers(
                 parts.behind_bytes,
                 None if index in program.gathered else received_shape(bucket, size),
             ),
-            "what is received": (buffer.received, parts.behind_bytes, (parts.sent,) if wide else None),
+            "what is received": (buffer.received, parts.behind_bytes, (parts.sent,) if parts.wide else None),
             "the header": (buffer.header, parts.numel * parts.itemsize, (parts.header,) if parts.header else None),
         }
         for what, (tensor, start_bytes, shape) in expected.items():

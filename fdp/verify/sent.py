@@ -143,13 +143,13 @@ class _MessagesOfCall:
     def _fill(self, bucket: Bucket) -> None:
         """Fill a bucket with the values to send: its members, and the header."""
         parts = bucket_parts(bucket, self._plan.trace.world_size)
-        for start_bytes, numel in _pieces(bucket, parts):
+        for start_bytes, numel in _pieces(parts):
             term = self._own(bucket, start_bytes, numel)
             view = self._view(bucket, start_bytes, *term.shape)
             self._followed.memory.write(view, term)
             # Buckets may share memory one after the other.
             self._ranks.parts = [part for part in self._ranks.parts if not part.overlaps(view)] + [view]
-        if bucket.accumulate_dtype is not None and bucket.op in IN_PLACE:
+        if bucket.accumulate_dtype is not None and parts.wide:
             self._ranks.widened[self._own(bucket, 0, parts.sent)] = bucket.accumulate_dtype
 
     def _own(self, bucket: Bucket, start_bytes: int, numel: int) -> Term:
@@ -165,7 +165,7 @@ class _MessagesOfCall:
         values, size = self._followed.values, self._plan.trace.world_size
         parts = bucket_parts(bucket, size)
         op = "sum" if bucket.index in self._program.scaled else bucket.op
-        for start_bytes, numel in _pieces(bucket, parts):
+        for start_bytes, numel in _pieces(parts):
             own = self._own(bucket, start_bytes, numel)
             expected = values.combined(op, root_or_pairs(bucket), bucket.accumulate_dtype, own)
             begin = start_bytes if bucket.op in IN_PLACE else parts.result_bytes
@@ -178,9 +178,9 @@ class _MessagesOfCall:
                 )
 
 
-def _pieces(bucket: Bucket, parts: Parts) -> list[tuple[int, int]]:
+def _pieces(parts: Parts) -> list[tuple[int, int]]:
     """A sent piece: its first byte, and its number of elements."""
-    if bucket.accumulate_dtype is not None and bucket.op in IN_PLACE:
+    if parts.wide:
         return [(0, parts.sent)]
     pieces = [(0, parts.numel), (parts.numel * parts.itemsize, parts.header)]
     return [piece for piece in pieces if piece[1]]

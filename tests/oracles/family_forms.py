@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 import importlib.util
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import families
 import torch
+import torch.distributed as dist
 from families import FAMILIES, MORE, REFUSED, Batch, Family
 from samples import ALL_SAMPLES
 
@@ -68,6 +71,35 @@ def forms_of(name: str) -> list[bool]:
     if name in MODEL_LOSS_ONLY:
         return [True]
     return [True, False] if ALL_SAMPLES else [list(every()).index(name) % 2 == 0]
+
+
+def averaged(tree: Any) -> Any:
+    """The mean over ranks, by a plain all_reduce; alone, the tree itself."""
+
+    def average(leaf: torch.Tensor) -> torch.Tensor:
+        leaf = leaf.clone()
+        if leaf.is_floating_point() and dist.is_initialized():
+            dist.all_reduce(leaf)
+            leaf /= dist.get_world_size()
+        return leaf
+
+    return pytree.map_leaves(average, tree)
+
+
+def by_hand(model: Any, call: Callable[[Any], Any], loss_of: Callable[[Any], torch.Tensor], seed: int) -> Any:
+    """The model as it is, under torch.autograd: this rank's loss, gradients and buffers; and what the call returned."""
+    model = copy.deepcopy(model)
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    torch.manual_seed(seed)
+    output = call(model)
+    loss = loss_of(output)
+    grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+    found = {
+        "loss": loss.detach(),
+        "grads": {k: torch.zeros_like(p) if g is None else g for (k, p), g in zip(params.items(), grads, strict=True)},
+        "buffers": {name: b.detach().clone() for name, b in model.named_buffers()},
+    }
+    return found, output
 
 
 def in_chunks(items: list[Item], size: int) -> list[list[Item]]:

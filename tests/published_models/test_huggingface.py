@@ -9,10 +9,10 @@ step: data of the first call that got into the graph as a constant shows in the 
 from __future__ import annotations
 
 import copy
+import functools
 import pathlib
 import traceback
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import models
@@ -26,7 +26,9 @@ from family_forms import (
     RELEASE,
     RIGHT,
     TABLE_IS_OF,
+    averaged,
     batch_of,
+    by_hand,
     every,
     floats,
     forms_of,
@@ -42,31 +44,8 @@ from fdp import pytree
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="no transformers: pip install fdp[huggingface]")
 
 
-def by_hand(model: Any, loss_of: Callable[[Any], torch.Tensor], family: Family, batch: Batch, seed: int) -> Any:
-    """The model as it is, under torch.autograd: this rank's loss, gradients, buffers and output."""
-    model = copy.deepcopy(model)
-    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    torch.manual_seed(seed)
-    output = model(**batch, **family.keywords)
-    loss = loss_of(output)
-    grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
-    averages = {
-        "loss": loss.detach(),
-        "grads": {k: torch.zeros_like(p) if g is None else g for (k, p), g in zip(params.items(), grads, strict=True)},
-        "buffers": {name: b.detach().clone() for name, b in model.named_buffers()},
-    }
-    return averages, output
-
-
-def averaged(tree: Any) -> Any:
-    def average(leaf: torch.Tensor) -> torch.Tensor:
-        leaf = leaf.clone()
-        if leaf.is_floating_point() and dist.is_initialized():
-            dist.all_reduce(leaf)
-            leaf /= dist.get_world_size()
-        return leaf
-
-    return pytree.map_leaves(average, tree)
+def call_with(family: Family, batch: Batch, model: Any) -> Any:
+    return model(**batch, **family.keywords)
 
 
 def check_family(family: Family, labelled: bool) -> None:
@@ -90,7 +69,8 @@ def check_family(family: Family, labelled: bool) -> None:
     for call in (1, 2):
         seed = 10 * call + rank
         batch = batch_of(family, seed, labelled)
-        expected, local = by_hand(model, loss_of, family, batch, seed)
+        call_model = functools.partial(call_with, family, batch)
+        expected, local = by_hand(model, call_model, loss_of, seed)
         expected = averaged(expected)
         torch.manual_seed(seed)
         averages, output = fine_tune({"params": params, "buffers": buffers}, batch)

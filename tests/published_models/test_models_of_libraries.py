@@ -7,7 +7,7 @@ FDP_ALL_SAMPLES=1 runs them, where the libraries are installed.
 
 from __future__ import annotations
 
-import copy
+import functools
 import importlib.util
 import pathlib
 import warnings
@@ -18,12 +18,11 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from family_forms import own_loss
+from family_forms import averaged, by_hand, own_loss
 from models_of_libraries import REFUSED, RIGHT
 from samples import exhaustive
 
 import fdp
-from fdp import pytree
 
 EVERY = {**RIGHT, **REFUSED}
 
@@ -43,27 +42,8 @@ def cases(names: Any) -> list[Any]:
     ]
 
 
-def by_hand(model: Any, batch: Any, seed: int) -> dict[str, Any]:
-    """The model as it is, under torch.autograd: loss, gradients and buffers, averaged over ranks."""
-    model = copy.deepcopy(model)
-    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    torch.manual_seed(seed)
-    loss = own_loss(model(*batch))
-    grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
-    own = {
-        "loss": loss.detach(),
-        "grads": {k: torch.zeros_like(p) if g is None else g for (k, p), g in zip(params.items(), grads, strict=True)},
-        "buffers": {name: b.detach().clone() for name, b in model.named_buffers()},
-    }
-
-    def average(leaf: torch.Tensor) -> torch.Tensor:
-        leaf = leaf.clone()
-        if leaf.is_floating_point():
-            dist.all_reduce(leaf)
-            leaf /= dist.get_world_size()
-        return leaf
-
-    return pytree.map_leaves(average, own)
+def call_with(batch: Any, model: Any) -> Any:
+    return model(*batch)
 
 
 def check(name: str) -> None:
@@ -87,7 +67,7 @@ def check(name: str) -> None:
         for call in (1, 2):
             seed = 10 * call + rank
             batch = chosen.batch(torch.Generator().manual_seed(seed))
-            expected = by_hand(model, batch, seed)
+            expected = averaged(by_hand(model, functools.partial(call_with, batch), own_loss, seed)[0])
             torch.manual_seed(seed)
             found = train_step({"params": params, "buffers": buffers}, batch)
             close("loss", found["loss"], expected["loss"])

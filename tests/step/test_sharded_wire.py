@@ -61,10 +61,14 @@ def scattered_gradients(dtype: torch.dtype, accumulate: bool) -> None:
     for dim_first in (True, False):
         state = fdp.shard(w if dim_first else w[:5].contiguous(), min_size=0)
         data = [x if dim_first else x[:, :5] for x in xs]
-        whole = mean_by_hand(data, fdp.unshard(state), dtype)
+        whole_w = fdp.unshard(state)
+        whole = mean_by_hand(data, whole_w, dtype)
         step = fdp.data_parallel(lambda w, x: (w - gradient(w, x), None), **options)
         found, _ = step(state, data[rank])
-        assert torch.equal(fdp.unshard(found), fdp.unshard(state) - whole)
+        assert torch.equal(fdp.unshard(found), whole_w - whole)
+        if accumulate:
+            unsharded, _ = fdp.data_parallel(lambda w, x: (w - gradient(w, x), None), **options)(whole_w, data[rank])
+            assert torch.equal(fdp.unshard(found), unsharded)
         (sent,) = step.plan(state, data[rank]).trace.gradients
         assert (sent.op, sent.dtype, sent.size_bytes) == ("mean_scatter", dtype, 2 * whole.numel())
         assert sent.accumulate_dtype == (torch.float32 if accumulate else None)
