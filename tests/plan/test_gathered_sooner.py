@@ -131,6 +131,17 @@ def planned(bandwidth: float) -> tuple[tuple[bool, bool], bool]:
     return is_sent_among_gradients(plan), sooner < 0.95 * behind
 
 
+def names_of_gathers() -> list[str]:
+    train, state, x = sharded_optimizer(numbers(8, WIDTH, seed=9))
+    trace = fdp.data_parallel(train, donate_argnums=0).trace(state(True), x)
+    return [reduction.name for reduction in trace.reductions if reduction.op == "all_gather"]
+
+
+def test_a_message_is_named_after_the_result_that_it_brings() -> None:
+    for names in ranks.run(2, names_of_gathers):
+        assert sorted(names) == [f"output[0]['params']['w{at}']" for at in range(LAYERS)]
+
+
 def test_by_cost_they_are_sent_among_gradients_where_that_ends_the_step_earlier() -> None:
     assert ranks.run(2, planned, 5e9) == [((True, True), True)] * 2
     for _, earlier in ranks.run(2, planned, 1e6):

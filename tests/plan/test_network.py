@@ -38,6 +38,10 @@ def test_by_hand() -> None:
     hierarchical = fdp.Network(1.0, 1.0, "hierarchical", **shared)
     # 12 ranks, 3 hosts, 40 bytes. Within: 3 rounds of 10 bytes, twice; between: 4 rounds, 4/3 of 40 bytes.
     assert hierarchical.message_s("sum", 40, 12) == pytest.approx(2 * 3 * (0.1 + 1) + 4 + 4 / 3 * 40)
+    # Reduce-scatter: within 3 rounds of 10 bytes, between hosts 2 rounds of a third of 4 ranks' 10 bytes.
+    assert hierarchical.message_s("sum_scatter", 40, 12) == pytest.approx(3 * (0.1 + 1) + 2 * (1 + 40 / 3))
+    # To each other rank itself: the four of a host share the link that leaves it, for the rows of eight ranks.
+    assert hierarchical.message_s("all_to_all", 12, 12) == pytest.approx(8 + 3 * 0.1 + 4 * 8)
     # All-gather: between hosts 2 rounds of 4 ranks' 40 bytes, within 3 rounds of 3 hosts' 40 bytes.
     assert hierarchical.message_s("all_gather", 40, 12) == pytest.approx(2 * (1 + 160) + 3 * 0.1 + 3 * 3 * 4)
     assert hierarchical.message_s("broadcast", 40, 12) == pytest.approx(2 + 40 + 3 * 0.1 + 4)

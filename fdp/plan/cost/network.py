@@ -39,8 +39,9 @@ class Network:
     Where ranks share hosts, a ring leaves and enters each host once and goes at the pace of its slowest link, and
     trees span hosts, with a chain of ranks in each. An all-gather is a ring where the algorithm says "tree".
 
-    What is split between ranks (a reduce-scatter, an all-to-all) goes from each rank to each, whatever the algorithm:
-    N - 1 latencies, and (N - 1) / N m bytes over each link. A permutation takes one latency and m bytes.
+    A reduce-scatter is half of an all-reduce where the algorithm says "hierarchical". Elsewhere it goes from each rank
+    to each, and so does an all-to-all whatever the algorithm: N - 1 latencies, and (N - 1) / N m bytes over each link.
+    A permutation takes one latency and m bytes.
 
     Attributes:
         latency_s: seconds that one message of no bytes takes from one host to another.
@@ -157,7 +158,8 @@ class Network:
         if within > 1:
             assert self.inner_latency_s is not None and self.inner_bandwidth_bytes_per_s is not None
             inner = (self.inner_latency_s, 1 / self.inner_bandwidth_bytes_per_s)
-        if collective.splits or collective.paired:
+        combines = self.algorithm == "hierarchical" and collective.reduction is not None
+        if (collective.splits or collective.paired) and not combines:
             return _directly(collective, hosts, within, outer, inner)
         if self.algorithm == "hierarchical":
             return _hierarchical(collective, hosts, within, outer, inner)
@@ -209,8 +211,9 @@ def _hierarchical(collective: Collective, hosts: int, within: int, outer: _Link,
         # Ranks of one place in their hosts gather first, all over the same link; then each host exchanges the results.
         return between[0] + inside[0], within * between[1] + hosts * inside[1]
     # The reduce-scatter and the all-gather within a host are the two halves of a ring's all-reduce; between hosts each
-    # rank sends its share, and together they send all.
-    return between[0] + inside[0], between[1] + inside[1]
+    # rank sends its share, and together they send all. A reduce-scatter is the first half of both.
+    share = 0.5 if collective.splits else 1.0
+    return share * (between[0] + inside[0]), share * (between[1] + inside[1])
 
 
 def network_text(network: Network) -> str:

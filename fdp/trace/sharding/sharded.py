@@ -15,6 +15,7 @@ from fdp.state.containers import lies_in_parts
 from fdp.state.shards import contiguous_strides, layout_in, sharded
 from fdp.tables import format_bytes
 from fdp.trace.calls.arguments import Flat
+from fdp.trace.sharding.gathers import origin_of
 from fdp.trace.sharding.placements import placements
 from fdp.trace.sharding.spmd import for_rank
 from fdp.trace.trace import Input, Link, Output
@@ -110,7 +111,10 @@ def for_one_rank(
     """
     placeholders = module.graph.find_nodes(op="placeholder")
     divided = {node: item.part for node, item in zip(placeholders, inputs, strict=True) if item.part is not None}
-    names = {node: item.name for node, item in zip(placeholders, inputs, strict=True)}
+    results: Any = module.graph.output_node().args[0] or ()
+    returns = [output.name for output in outputs if output.node is not None]
+    names = {origin_of(node): name for node, name in zip(results, returns, strict=True)}
+    names.update((node, item.name) for node, item in zip(placeholders, inputs, strict=True))
     parts = placements(module.graph, divided, varying)
     made, returned = [], []
     for output, source in zip(outputs, sources, strict=True):

@@ -67,7 +67,7 @@ def for_rank(
         module: the graph; it is not changed.
         parts: which memory lies in parts.
         sharded: the placeholders of which a rank is given its part.
-        names: of placeholders, for the names of messages.
+        names: of arguments and results, for the names of messages.
         returned: for each result how it is divided; None where it is returned whole.
         again: whether what is gathered for a forward pass is gathered again for the backward pass, and each value no
             earlier than it has to be, so that few are whole at once.
