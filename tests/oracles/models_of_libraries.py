@@ -1,4 +1,4 @@
-"""Models of timm, torchvision and PyTorch Geometric to train: of each family a small one, on small data."""
+"""Models of timm, torchvision, diffusers and PyTorch Geometric to train: of each family a small one, on small data."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import diffusion_models
 import torch
 
 CLASSES, NODES, EDGES, FEATURES = 7, 12, 30, 8
@@ -24,7 +25,7 @@ class LibraryModel:
 
     library: str
     build: Callable[[], torch.nn.Module]
-    batch: Callable[[torch.Generator], tuple[torch.Tensor, ...]]
+    batch: Callable[[torch.Generator], tuple[Any, ...]]
     line: str = ""
 
 
@@ -130,6 +131,12 @@ def of_torchvision(name: str) -> LibraryModel:
     return LibraryModel("torchvision", build, images(size))
 
 
+def of_diffusers(name: str) -> LibraryModel:
+    """On small pictures, videos or signals, with what says how much noise there is in them."""
+    config, batch = diffusion_models.MODELS[name]
+    return LibraryModel("diffusers", lambda: diffusion_models.build(name, **config), batch)
+
+
 _LAYER_ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "GINConv": lambda: (torch.nn.Linear(FEATURES, 16),),
     "EdgeConv": lambda: (torch.nn.Linear(2 * FEATURES, 16),),
@@ -171,6 +178,7 @@ def of_geometric(name: str, line: str = "", **options: Any) -> LibraryModel:
 RIGHT: dict[str, LibraryModel] = {
     **{f"timm {name}": of_timm(name) for name in (*TIMM_CONVOLUTIONAL, *TIMM_OTHERS)},
     **{f"torchvision {name}": of_torchvision(name) for name in (*CLASSIFIERS, *SEGMENTERS)},
+    **{f"diffusers {name}": of_diffusers(name) for name in diffusion_models.MODELS},
     **{f"torch_geometric {name}": of_geometric(name) for name in LAYERS},
     **{f"torch_geometric {name}(add_self_loops=False)": of_geometric(name, add_self_loops=False) for name in LOOPLESS},
 }

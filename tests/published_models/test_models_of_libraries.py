@@ -1,4 +1,4 @@
-"""Models of timm, torchvision and PyTorch Geometric as they are: on two ranks, against plain autograd of the model.
+"""Models of timm, torchvision, diffusers and PyTorch Geometric as they are: on two ranks, beside plain autograd.
 
 As for Hugging Face: each model is built alike on both ranks, data and dropout are drawn anew per rank and per call, and
 the reference is the model itself under torch.autograd on each rank, averaged with a plain all_reduce. They are slow, so
@@ -103,7 +103,8 @@ def test_what_cannot_be_traced_is_refused(name: str) -> None:
 def test_the_tables_in_the_document_are_what_is_tested() -> None:
     text = (pathlib.Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md").read_text()
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in text.splitlines() if row.startswith("| ")]
-    libraries = {"timm": "timm", "torchvision": "torchvision", "PyTorch Geometric": "torch_geometric"}
+    names = {"PyTorch Geometric": "torch_geometric"}
+    libraries = {name: names.get(name, name) for name in ("timm", "torchvision", "diffusers", "PyTorch Geometric")}
     said = {
         f"{libraries[row[0]]} {name.strip('`')}": row[3]
         for row in rows
