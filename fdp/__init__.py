@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from fdp.state.checkpoint import load, save
     from fdp.state.checkpoint_manager import CheckpointManager
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:
