@@ -12,6 +12,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from bits import same_leaves
+from samples import some
 
 import fdp
 
@@ -96,7 +97,7 @@ def trained_under_both(way: dict[str, Any], folder: str) -> None:
 WAYS = {"donated, in sixteen bits": {"donate_argnums": 0, "wire_dtype": torch.bfloat16}, "compiled": {"compile": True}}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", some(WAYS))
 def test_a_default_device_on_which_nothing_can_run_changes_no_bit(way: str, tmp_path: pathlib.Path) -> None:
     """`meta` tensors have no numbers: one that fdp made by itself would be found at once."""
     ranks.run(2, trained_under_both, WAYS[way], str(tmp_path / "state"))

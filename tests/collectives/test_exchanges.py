@@ -9,7 +9,7 @@ import ranks
 import stacked
 import torch
 from bits import same_bits
-from samples import some
+from samples import exhaustive
 
 import fdp
 from fdp.distributed import messages
@@ -84,7 +84,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return same_bits(found, expected.contiguous())
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("world", [1, 2, 3, *(pytest.param(n, marks=exhaustive) for n in (4, 5))])
 def test_outside_of_a_step(world: int) -> None:
     """Beyond four ranks they no longer exchange row by row."""
     ranks.run(world, outside_a_step)
@@ -206,11 +206,12 @@ def inside_a_step(compile: bool, donate: bool) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=exhaustive)])
 def test_inside_of_a_step(world: int) -> None:
     ranks.run(world, inside_a_step, False, world == 2)
 
 
-@pytest.mark.parametrize("world", some([2, 3]))
+@exhaustive
+@pytest.mark.parametrize("world", [2, 3])
 def test_compiled(world: int) -> None:
     ranks.run(world, inside_a_step, True, world == 2)

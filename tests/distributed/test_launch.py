@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from programs import free_port
+from samples import exhaustive
 from torchrun import torchrun
 
 import fdp
@@ -106,6 +107,7 @@ JOINS = """
 """
 
 
+@exhaustive
 def test_each_attempt_of_torchrun_meets_anew(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(textwrap.dedent(JOINS))
     ended = torchrun(tmp_path / "job.py", "dies", options=("--max-restarts", "2"))

@@ -11,6 +11,7 @@ import textwrap
 import hosts
 import pytest
 from programs import free_port
+from samples import exhaustive
 from torchrun import DEADLINE_S, ROOT
 
 JOB = """
@@ -40,6 +41,7 @@ JOB = """
 """
 
 
+@exhaustive
 def test_all_ranks_meet_again(tmp_path: pathlib.Path) -> None:
     if (why := hosts.why_not()) is not None:
         pytest.skip(why)

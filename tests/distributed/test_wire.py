@@ -130,7 +130,7 @@ def trains(name: str) -> None:
         assert 0 < max(gaps) < 6 * 3e-3
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("cnn", marks=exhaustive)])
 def test_training_moves_alike(name: str) -> None:
     ranks.run(2, trains, name)
 

@@ -87,6 +87,7 @@ def test_maml() -> None:
     assert "all 2 ranks hold the same bits" in text
 
 
+@exhaustive
 def test_dp_sgd() -> None:
     text = on_two_ranks("dp_sgd", "--steps=25", "--noise-per-rank")
     accuracy, epsilon = numbers("test accuracy @% at epsilon @", text)
@@ -94,6 +95,7 @@ def test_dp_sgd() -> None:
     assert "all 2 ranks hold the same bits" in text
 
 
+@exhaustive
 def test_wgan_gp() -> None:
     text = on_two_ranks("wgan_gp", "--steps=25")
     (before,) = numbers("kept apart: @ before training", text)

@@ -91,7 +91,7 @@ def both(make: Any, world: int, *rest: Any) -> tuple[int, int, int]:
     return found
 
 
-@pytest.mark.parametrize("make", [transformer, perceptron])
+@pytest.mark.parametrize("make", some([transformer, perceptron]))
 @pytest.mark.parametrize("donate", some([True, False]))
 @pytest.mark.parametrize("shards", ["none", "opt", "all"])
 def test_the_prediction_is_within_a_twentieth_of_what_is_handed_out(make: Any, donate: bool, shards: str) -> None:
@@ -99,7 +99,7 @@ def test_the_prediction_is_within_a_twentieth_of_what_is_handed_out(make: Any, d
     assert predicted == pytest.approx(measured, rel=0.05)
 
 
-@pytest.mark.parametrize("make", [transformer, perceptron])
+@pytest.mark.parametrize("make", some([perceptron, transformer]))
 def test_it_is_where_values_are_gathered_again(make: Any) -> None:
     once, _, block = both(make, 2, "all", True, None)
     predicted, measured, smaller = both(make, 2, "all", True, once / 2**20 - 0.01)

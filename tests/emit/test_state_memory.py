@@ -10,6 +10,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from samples import exhaustive
 from steps import sgd_step
 
 import fdp
@@ -155,7 +156,7 @@ def job_a_gradient_that_gets_other_memory(compiled: bool, read: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized:UserWarning")
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=exhaustive)])
 @pytest.mark.parametrize("read", [False, True])
 def test_a_gradient_that_gets_other_memory(compiled: bool, read: bool) -> None:
     ranks.run(2, job_a_gradient_that_gets_other_memory, compiled, read)

@@ -9,6 +9,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from samples import exhaustive
 
 import fdp
 
@@ -95,6 +96,7 @@ def goes_through_all(late: int) -> int:
     return done
 
 
+@exhaustive
 def test_who_is_late_again_and_again_is_in_no_other_place() -> None:
     outcomes = ranks.run_fresh(3, goes_through_all, 1, env={"FDP_LIVENESS_S": "1"}, deadline_s=120)
     for outcome in outcomes:

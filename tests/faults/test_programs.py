@@ -8,6 +8,7 @@ import time
 
 import pytest
 from programs import end_ranks, errors_of_others, printed_events, start_ranks
+from samples import exhaustive
 
 PROGRAM = pathlib.Path(__file__).with_name("program.py")
 
@@ -54,6 +55,7 @@ def test_an_interrupt_ends_all_ranks_soon_and_says_little(tmp_path: pathlib.Path
         assert text.count("  File ") < 40, text  # one traceback: Python underlines more or fewer of its lines
 
 
+@exhaustive
 def test_who_waits_for_a_rank_can_be_interrupted_and_ends_at_once(tmp_path: pathlib.Path) -> None:
     """A message of it is under way, which the other one never answers: it is alive, and asleep."""
     waiting, asleep = start_ranks(PROGRAM, ["asleep", "1", str(tmp_path)], 2, forked=[1])

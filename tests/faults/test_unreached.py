@@ -5,10 +5,12 @@ from __future__ import annotations
 import pathlib
 
 from programs import end_ranks, printed_events, start_ranks
+from samples import exhaustive
 
 PROGRAM = pathlib.Path(__file__).with_name("program.py")
 
 
+@exhaustive
 def test_each_rank_warns_once_and_no_rank_is_called_dead(tmp_path: pathlib.Path) -> None:
     # Rank 1 sleeps for twelve seconds; rank 0 waits for it, much longer than for a rank that is lost.
     arguments = ["behind a firewall", "1", str(tmp_path)]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from microbatches import Tree, batch_of, loss_fn, params_of, plain
+from samples import exhaustive
 from torch import nn
 
 import fdp
@@ -49,7 +50,7 @@ def job_whole_batch(rows: int, microbatches: int, compiled: bool) -> None:
     torch.testing.assert_close((fdp.pmean(loss_outside), grads_outside), (loss, grads), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["operators", "compiled"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=exhaustive)], ids=["operators", "compiled"])
 def test_two_ranks_are_one_process_on_the_whole_batch(compiled: bool) -> None:
     for rows, microbatches in [(24, 1), (24, 3), (24, 12)] if not compiled else [(24, 4)]:
         ranks.run(2, job_whole_batch, rows, microbatches, compiled)

@@ -84,7 +84,9 @@ def seeded(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args), torch.rand(2)
 
 
-@pytest.mark.parametrize("through", [PLAIN, REENTRANT, nested], ids=["plain", "reentrant", "nested"])
+@pytest.mark.parametrize(
+    "through", [PLAIN, REENTRANT, pytest.param(nested, marks=exhaustive)], ids=["plain", "reentrant", "nested"]
+)
 def test_a_module_that_checkpoints_itself_is_what_it_is_without(through: Callable[..., Any]) -> None:
     without, state = step_of(not_at_all)
     with_it, _ = step_of(through)
@@ -251,6 +253,7 @@ def test_a_buffer_is_recomputed_with_as_it_was() -> None:
     assert found[1][1]["part.factor"] == 4
 
 
+@exhaustive
 def test_in_microbatches() -> None:
     results = []
     for through in (not_at_all, PLAIN):
@@ -321,6 +324,7 @@ def test_selective_checkpoints_of_a_module_with_buffers() -> None:
     torch.testing.assert_close(found[2], found[0])
 
 
+@exhaustive
 def test_library_models_that_checkpoint_their_layers() -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = transformers.GPT2Config(

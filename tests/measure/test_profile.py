@@ -14,6 +14,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from refusal_texts import check_message
+from samples import exhaustive
 from steps import make_state, train
 
 import fdp
@@ -72,6 +73,7 @@ def test_a_world_of_one_computes_and_sends_nothing() -> None:
     assert any("_fused_adamw_" in interval.name for interval in timeline.compute if interval.kind == "optimizer")
 
 
+@exhaustive
 def test_a_compiled_step_of_one_rank_is_one_block() -> None:
     timeline, same = profile_alone(True)
     assert all(same)

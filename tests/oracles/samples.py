@@ -32,9 +32,9 @@ _EXAMPLES = os.environ.get("FDP_EXAMPLES")
 
 
 def examples(count: int) -> settings:
-    """Settings of a property test: FDP_EXAMPLES examples; else `count` with FDP_ALL_SAMPLES=1, and half without."""
+    """Settings of a property test: FDP_EXAMPLES examples; else `count` with FDP_ALL_SAMPLES=1, and a third without."""
     return settings(
-        max_examples=int(_EXAMPLES or (count if ALL_SAMPLES else -(-count // 2))),
+        max_examples=int(_EXAMPLES or (count if ALL_SAMPLES else -(-count // 3))),
         derandomize=_EXAMPLES is None,
         database=None,
         deadline=None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from samples import exhaustive
 
 WAYS: dict[str, dict[str, Any]] = {
     "kept": {},
@@ -12,4 +13,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "compiled": {"compile": True},
     "compiled and donated": {"compile": True, "donate_argnums": 0},
 }
-ways = pytest.mark.parametrize("way", WAYS)
+_REPEATS = {"donated", "compiled"}
+"""They differ from the others in one thing alone."""
+
+ways = pytest.mark.parametrize("way", [pytest.param(way, marks=exhaustive if way in _REPEATS else ()) for way in WAYS])

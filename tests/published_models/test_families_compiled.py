@@ -16,7 +16,7 @@ import pytest
 import torch
 from families import FAMILIES, MORE, Family
 from family_forms import INSTALLED, batch_of, forms_of, model_loss, own_loss
-from samples import ALL_SAMPLES, exhaustive
+from samples import ALL_SAMPLES, exhaustive, some
 
 import fdp
 from fdp.distributed.group import resolve_group
@@ -66,7 +66,7 @@ def program(name: str, caches: bool = False) -> tuple[Any, Any, Any]:
     return step, {"params": params, "buffers": buffers}, batch_of(family, 0, labelled)
 
 
-@pytest.mark.parametrize("caches", [False, True])
+@pytest.mark.parametrize("caches", some([True, False]))
 @pytest.mark.parametrize("name", CHOSEN)
 def test_the_graph_of_every_family_is_made_and_proved(name: str, caches: bool) -> None:
     if caches and name in NO_CACHE:

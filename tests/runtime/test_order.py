@@ -11,7 +11,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from samples import some
+from samples import exhaustive, some
 
 import fdp
 from fdp.distributed.desynchronised import why_desynchronised
@@ -285,6 +285,7 @@ def compiled_swap() -> str:
     return "refused"
 
 
+@exhaustive
 def test_compiled_steps_say_which_call_they_are() -> None:
     for outcome in ranks.run_fresh(2, compiled_swap, deadline_s=200):
         assert outcome.ok and outcome.value == "refused", outcome.describe()

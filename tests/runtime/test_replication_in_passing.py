@@ -207,7 +207,7 @@ def compute_wrongly(compiled: bool) -> tuple[int, str]:
     raise AssertionError("not noticed")
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=exhaustive)])
 def test_an_operator_that_one_rank_computes_wrongly_is_noticed(compiled: bool) -> None:
     for outcome in ranks.run_fresh(3, compute_wrongly, compiled, deadline_s=200):
         assert outcome.ok, outcome.describe()

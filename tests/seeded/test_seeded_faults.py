@@ -9,7 +9,7 @@ import sys
 import pytest
 import run_faults
 import seeded_faults_trace
-from samples import ALL_SAMPLES
+from samples import exhaustive
 from seeded_fault import Fault
 from seeded_faults import COMPILED_FAULTS, FAULTS
 
@@ -49,12 +49,14 @@ _SHOWN = {
 }
 """Of each kind of fault one, with a program that shows it."""
 
-_SHOWN_COMPILED = {"compiled, not divided": "large", **({"compiled, beta left out": "large"} if ALL_SAMPLES else {})}
+_SHOWN_COMPILED = {"compiled, not divided": "large", "compiled, beta left out": "large"}
 """Likewise, of compiled steps."""
 
 
 @pytest.mark.parametrize(
-    "shown, option", [(_SHOWN, []), (_SHOWN_COMPILED, ["--compiled"])], ids=["emitted", "compiled"]
+    "shown, option",
+    [(_SHOWN, []), pytest.param(_SHOWN_COMPILED, ["--compiled"], marks=exhaustive)],
+    ids=["emitted", "compiled"],
 )
 def test_faults_that_change_a_number_are_caught_before_it_is_computed(shown: dict[str, str], option: list[str]) -> None:
     words = [*shown, *option, "--programs", *sorted(set(shown.values())), "--workers", "1"]

@@ -18,12 +18,11 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from samples import exhaustive
 
 import fdp
 from fdp.state import checkpoint_manager
 from fdp.state.index import INDEX
-
-ON_DEMAND = pytest.mark.skipif(not os.environ.get("FDP_ALL_SAMPLES"), reason="FDP_ALL_SAMPLES=1 runs it")
 
 
 def folders(path: Path) -> list[int]:
@@ -247,14 +246,12 @@ def killed(tmp_path: Path, victims: tuple[int, ...], after_s: float) -> None:
 
 @pytest.mark.parametrize(
     ("victims", "after_s"),
-    [((0,), 0.31), ((1,), 0.12), ((0, 1), 0.47)]
-    + [
-        pytest.param(
-            (at % 2,),
-            0.013 * at,
-            marks=[] if os.environ.get("FDP_ALL_SAMPLES") else pytest.mark.skip("FDP_ALL_SAMPLES=1 runs it"),
-        )
-        for at in range(100)
+    [
+        ((0,), 0.31),
+        *(
+            pytest.param(victims, after_s, marks=exhaustive)
+            for victims, after_s in [((1,), 0.12), ((0, 1), 0.47), *(((at % 2,), 0.013 * at) for at in range(100))]
+        ),
     ],
 )
 def test_killed_while_they_save(tmp_path: Path, victims: tuple[int, ...], after_s: float) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from samples import exhaustive
 
 import fdp
 from fdp.state.lock import DirectoryLock
@@ -63,6 +64,7 @@ def test_a_copy_of_the_process_does_not_hold_it(tmp_path: Path) -> None:
         os.close(read)
 
 
+@exhaustive
 def test_where_the_file_system_knows_no_locks_of_open_files(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(fcntl, "F_OFD_SETLK", 9999, raising=False)  # the system says EINVAL
     lock = DirectoryLock(tmp_path)

@@ -192,7 +192,7 @@ def call_with_network(compile: bool = False) -> Any:
     return plan_of(step).forecast, plan_of(step).messages, ws
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=exhaustive)])
 def test_a_network_that_is_given_is_not_measured(compile: bool) -> None:
     (forecast, messages, ws), other = ranks.run(2, call_with_network, compile)
     assert forecast.network == NETWORK and forecast.costs.origin == "measured"

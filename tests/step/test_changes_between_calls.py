@@ -17,7 +17,7 @@ import torch
 from bits import same_bits_or_equal
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import examples, some
+from samples import examples, exhaustive, some
 from telling_steps import Options, a_state, apart, plain_telling, telling
 
 import fdp
@@ -122,7 +122,7 @@ def batches(dice: random.Random, state: Tree) -> Tree:
 
 @pytest.mark.filterwarnings("ignore:fdp. step .* was traced for the")
 @pytest.mark.parametrize("fn", some([telling, plain_telling]))
-@pytest.mark.parametrize("donate", [(), 0], ids=["kept", "donated"])
+@pytest.mark.parametrize("donate", [pytest.param((), marks=exhaustive), 0], ids=["kept", "donated"])
 @examples(12)
 @given(st.integers(0, 2**32))
 def test_any_change_between_calls_is_noticed(fn: Callable[..., Any], donate: Any, seed: int) -> None:

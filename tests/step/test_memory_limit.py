@@ -80,7 +80,7 @@ def no_differences_where_all_is_gathered_again(names: list[str], compile: bool) 
         first_call.trace_step = trace_step
 
 
-@pytest.mark.parametrize("name", some(STEPS, 3))
+@pytest.mark.parametrize("name", some(STEPS, 6))
 def test_steps_of_all_kinds_may_gather_again(name: str) -> None:
     assert ranks.run(2, no_differences_where_all_is_gathered_again, [name], False) == [[], []]
 

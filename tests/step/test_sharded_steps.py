@@ -12,13 +12,16 @@ from sharded_steps import STEPS, all_differences
 
 import fdp
 
+REPEATS = {"Adam", "AdamW, single", "RMSprop", "Adagrad", "averaged", "convolution", "of other dtypes"}
+"""Steps that others are much like."""
+
 
 def no_differences(names: list[str], compile: bool) -> None:
     found = all_differences(names, compile)
     assert not found, "\n".join(found[:10])
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=exhaustive if name in REPEATS else ()) for name in STEPS])
 def test_two_ranks_compute_on_parts_what_they_compute_on_the_whole(name: str) -> None:
     ranks.run(2, no_differences, [name], False)
 

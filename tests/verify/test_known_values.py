@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from samples import exhaustive
 
 import fdp
 
@@ -97,6 +98,7 @@ def test_what_depends_on_nothing(name: str) -> None:
     check(lambda batch, rank: WITHOUT[name](batch), compile=False)
 
 
+@exhaustive
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex:UserWarning")
 def test_compiled() -> None:
     functions = [lambda batch, rank, f=f: f(batch) for f in WITHOUT.values()]

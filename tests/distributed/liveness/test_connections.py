@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from monitors import Watching, Wire, until, watching
+from samples import exhaustive
 
 from fdp.distributed.liveness.links import MonitorLink
 from fdp.distributed.liveness.neighbour import Neighbour
@@ -182,6 +183,7 @@ def test_who_says_goodbye_is_not_looked_for() -> None:
         assert not parent.thread.is_alive()
 
 
+@exhaustive
 def test_monitors_wake_up_seldom(pair: tuple[Watching, Watching, Wire]) -> None:
     """Also one that looks for another one in vain: a beat is 0.8 s."""
     parent, child, wire = pair

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import exhaustive
 
 from fdp.distributed.liveness.fault import Fault
 from fdp.distributed.liveness.machines import packed, unpacked
@@ -80,6 +81,7 @@ class Network:
         }
 
 
+@exhaustive
 def test_four_thousand_ranks_hear_of_a_fault_and_each_reads_little() -> None:
     """In one story, within a second; and of all ranks the one that reads most reads what it does among 512."""
     most = {}

@@ -114,14 +114,14 @@ def what_a_branch_returns(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("checked", some([False, True]))
 @pytest.mark.parametrize(
     "function",
-    [
+    some([
         looked_at_by_places, written_by_places, under_another_shape, changed_under_another_shape, one_of_several,
         a_view_after_a_change_through_another, a_view_before_a_change_through_another,
         places_after_a_change_through_another, places_written_after_a_change_through_another,
         places_after_a_change_of_the_whole, parts_of_several_changed_through_others,
         changed_through_others_in_a_branch, in_a_branch, in_a_branch_by_places, in_a_branch_of_a_branch,
         what_a_branch_returns,
-    ],
+    ]),
 )  # fmt: skip
 def test_views_see_the_elements_that_they_see_in_the_trace(function: Function, checked: bool) -> None:
     def step(x: torch.Tensor) -> torch.Tensor:

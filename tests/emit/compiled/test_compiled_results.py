@@ -88,6 +88,7 @@ def test_two_ranks_train_as_without_the_compiler(name: str, optimizer: str, dona
     assert min(ranks.run(2, train_both_ways, name, optimizer, donate, dtype)) >= 3
 
 
+@exhaustive
 def test_an_optimizer_without_a_kernel_of_its_own() -> None:
     train_both_ways("mlp", "adamw", True, torch.float64)
 

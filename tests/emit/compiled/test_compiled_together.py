@@ -13,6 +13,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from samples import exhaustive
 from torch.distributed.distributed_c10d import _get_default_store
 
 import fdp
@@ -127,6 +128,7 @@ def one_is_killed() -> tuple[str, str, float]:
     return type(caught.value).__name__, str(caught.value), time.monotonic() - begun
 
 
+@exhaustive
 def test_a_rank_that_compiles_for_long_is_waited_for() -> None:
     outcomes = ranks.run_fresh(2, one_is_slow, env=ENV, deadline_s=90)
     assert all(outcome.ok for outcome in outcomes), "\n".join(outcome.describe() for outcome in outcomes)

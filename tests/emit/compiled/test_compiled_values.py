@@ -12,7 +12,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from samples import some
+from samples import exhaustive, some
 
 import fdp
 
@@ -186,6 +186,7 @@ def test_state_that_is_changed_in_place_and_read_before_and_after() -> None:
     check_alike(bookkeeping, state, *(numbers(5, seed=i) for i in range(3)), donate=True)
 
 
+@exhaustive
 def test_two_signatures_of_one_step() -> None:
     def step(w: torch.Tensor, batch: torch.Tensor) -> Any:
         loss, grad = fdp.value_and_grad(lambda w: (batch @ w).sin().mean())(w)
@@ -233,6 +234,7 @@ def train_adversaries() -> None:
     check_alike(adversaries(optimizers), state, *batches, donate=True)
 
 
+@exhaustive
 def test_two_optimizers_in_one_step() -> None:
     ranks.run(2, train_adversaries)
 

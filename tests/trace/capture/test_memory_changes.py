@@ -88,7 +88,7 @@ def test_values_of_a_compiled_step() -> None:
 
 
 @pytest.mark.parametrize("name", list(DONATED))
-@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=exhaustive)], ids=["", "compiled"])
 def test_donated_arguments(name: str, compiled: bool) -> None:
     """The arguments hold afterwards what plain torch leaves in them, wherever the step says something of them."""
     case = DONATED[name]

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from eager_draws import Draws, assert_draws_like_eager
+from samples import exhaustive
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fdp
@@ -35,7 +36,7 @@ def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_strides, "_MOST_ELEMENTS", -1)
 
 
-@pytest.mark.parametrize("how", ["plain", "compiled"])
+@pytest.mark.parametrize("how", ["plain", pytest.param("compiled", marks=exhaustive)])
 @pytest.mark.parametrize("name", [name for name in OTHERWISE if name != "poisson"])
 def test_kernels_are_asked_how_they_lay_results_out(name: str, how: str) -> None:
     assert_draws_like_eager(OTHERWISE[name], torch.randn(6, 5).t(), how)
@@ -67,7 +68,7 @@ def test_the_refusal_leaves_random_numbers_and_arguments_alone() -> None:
 
 
 @pytest.mark.usefixtures("nothing_asked")
-@pytest.mark.parametrize("how", ["plain", "compiled"])
+@pytest.mark.parametrize("how", ["plain", pytest.param("compiled", marks=exhaustive)])
 def test_the_comparison_says_so_as_well(how: str) -> None:
     with pytest.raises(fdp.TraceError, match="memory order differs from what torch predicts"):
         assert_draws_like_eager(OTHERWISE["logsigmoid"], torch.randn(6, 5).t(), how, check_trace=True)
