@@ -38,7 +38,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "collective comparable fingerprint other_ranks sending wire", "messages", "group",
         "attempt by_collective checksum desynchronised exchange header", "launch second_group",
     ),
-    "context": ("accumulating ambient axis garbage looking",),
+    "context": ("accumulating ambient axis garbage labelled looking",),
     # what a user calls
     "random": ("hashing", "keys", "generators"),
     "data": ("permutation", "batch_sampler"),

@@ -4,8 +4,8 @@
     python examples/recipes/gossip.py           # one process, which is its own neighbour
 
 Every step is a local update followed by one exchange on a ring, with `fdp.ppermute` in both directions. A rank sends
-two models a step on any number of ranks, and waits for its neighbours alone. Printed are the distance of
-the ranks' parameters from their mean, without mixing and with it, and the accuracy of that mean.
+two models a step on any number of ranks. Printed are the distance of the ranks' parameters from their mean, without
+mixing and with it, and the accuracy of that mean.
 
 References:
     Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms? (NeurIPS 2017), algorithm 1.

@@ -56,18 +56,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     @fdp.data_parallel(donate_argnums=0)
     def step_alone(state: Any, batch: Any) -> Any:
-        grads = torch.func.grad(loss_fn)(state["own"], batch)  # torch.func: nothing is sent
+        grads = torch.func.grad(loss_fn)(state["own"], batch)  # torch.func does not average
         own, opt = inner.update(grads, state["opt"], state["own"])
         return {**state, "own": own, "opt": opt}
 
-    def outer_step(lr: float, momentum: float) -> Any:
+    def outer_step(outer: fdp.optim.Optimizer) -> Any:
         @fdp.data_parallel(donate_argnums=0, batch_argnums=())
         def meet(state: Any) -> Any:
             moved = fdp.pmean({name: p - state["own"][name] for name, p in state["shared"].items()})
-            shared, velocity = {}, {}
-            for name, p in state["shared"].items():
-                velocity[name] = momentum * state["velocity"][name] + moved[name]
-                shared[name] = p - lr * (momentum * velocity[name] + moved[name])  # Nesterov
+            shared, velocity = outer.update(moved, state["velocity"], state["shared"])
             return {**state, "shared": shared, "velocity": velocity, "own": {k: p.clone() for k, p in shared.items()}}
 
         return meet
@@ -88,11 +85,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         state, _ = step_together(state, batch_of(step))
     report("every step", state["params"], args.steps)
 
-    for name, lr, momentum in (("local SGD", 1.0, 0.0), ("DiLoCo", 0.7, 0.9)):
-        meet = outer_step(lr, momentum)
-        shared = fdp.replicate(
-            {"shared": params, "velocity": {name: torch.zeros_like(p) for name, p in params.items()}}
-        )
+    outers = {
+        "local SGD": fdp.optim.from_torch(torch.optim.SGD, lr=1.0),
+        "DiLoCo": fdp.optim.from_torch(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True),
+    }
+    for name, outer in outers.items():
+        meet = outer_step(outer)
+        shared = fdp.replicate({"shared": params, "velocity": outer.init(params)})
         state = {**shared, **fdp.per_rank({"own": params, "opt": inner.init(params)})}
         for step in range(args.steps):
             state = step_alone(state, batch_of(step))

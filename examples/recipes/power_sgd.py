@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             return F.cross_entropy(apply(params, {}, batch["x"])[0], batch["y"])
 
         kept = state["kept"]
-        grads, loss = torch.func.grad_and_value(loss_fn)(state["params"])  # torch.func: nothing is sent
+        grads, loss = torch.func.grad_and_value(loss_fn)(state["params"])  # torch.func does not average
         if how == "whole":
             grads = fdp.pmean(grads)
         else:

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     @fdp.data_parallel(donate_argnums=0)
     def step_by_hand(state: Any, batch: Any) -> Any:
         params, part = state["params"], state["part"]
-        grads, loss = torch.func.grad_and_value(loss_fn)(params, batch)  # torch.func: nothing is sent
+        grads, loss = torch.func.grad_and_value(loss_fn)(params, batch)  # torch.func does not average
         own_grads = fdp.pmean_scatter(flatten(grads, ranks))
         own, opt = optimizer.update({"own": own_grads}, state["opt"], {"own": part})
         whole = fdp.all_gather(own["own"]).reshape(-1)

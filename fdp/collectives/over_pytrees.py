@@ -17,6 +17,7 @@ from fdp.collectives import markers
 from fdp.context.accumulating import refuse_while_accumulating
 from fdp.context.axis import current_axis, inside_step
 from fdp.errors import ArgumentError, build_message
+from fdp.pytorch.tensors import copy_of
 from fdp.pytree import Tree
 from fdp.state.containers import LABELS, PLAIN, Container, bare, bare_spec, container_of, containers_of
 from fdp.state.labels import PerRank
@@ -354,8 +355,8 @@ def per_rank(tree: Tree) -> Tree:
             and so do leaves that are labelled already.
 
     Returns:
-        Inside, the same values, contiguous. Outside, the tree with a `PerRank` leaf around each tensor, which is not
-        copied.
+        Inside, the same values, contiguous. Outside, the tree with a `PerRank` leaf around a copy of each tensor: a
+        step may overwrite it, where it is donated.
 
     Raises:
         ArgumentError: a leaf is neither a tensor nor a number.
@@ -390,7 +391,7 @@ def per_rank(tree: Tree) -> Tree:
                     remedy="pass tensors, or convert them first.",
                 )
             )
-        return markers.vary(x, "per_rank") if inside else PerRank(x)
+        return markers.vary(x, "per_rank") if inside else PerRank(copy_of(x))
 
     leaves, spec = pytree.flatten(tree)
     declared = map(declare, leaves, containers_of(leaves, spec), pytree.names_in(spec, ""))

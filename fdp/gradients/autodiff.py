@@ -24,11 +24,13 @@ from fdp.context.accumulating import (
     current_accumulation,
     refuse_while_accumulating,
 )
-from fdp.errors import ArgumentError, build_message
+from fdp.context.labelled import label_of
+from fdp.errors import ArgumentError, ReplicationError, build_message
 from fdp.gradients.mean_over_ranks import average, refuse_sparse
 from fdp.pytorch.dynamo import breaks_graph
 from fdp.pytorch.tensors import is_transformed, place_of, under_transform
 from fdp.pytree import leaf_names
+from fdp.state.containers import LABELS, containers_of
 from fdp.tracebacks import hiding_frames
 
 _BREAK_REASON = (
@@ -59,6 +61,7 @@ def value_and_grad(
     Raises:
         ArgumentError: `fn` returns no 0-dim floating-point tensor; there is nothing to differentiate; a
             gradient is sparse.
+        ReplicationError: what is to be differentiated with respect to is labelled state, which is each rank's own.
 
     Example:
         >>> value, grads = value_and_grad(lambda p: (p["w"] ** 2).sum())({"w": torch.tensor([1.0, 2.0])})
@@ -104,6 +107,7 @@ def value_and_grad(
 
         pairs = zip(chosen, trees, strict=True)
         labels = [label for number, tree in pairs for label in leaf_names(tree, _parameter_name(fn, number))]
+        _refuse_labelled(leaves, spec, labels)
         names = _chosen(labels, differentiable)
         accumulation, found = current_accumulation(), list[Any]()
         if accumulation is not None:
@@ -170,6 +174,24 @@ def _chosen(items: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
 
 def _is_differentiable(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _refuse_labelled(leaves: Sequence[Any], spec: pytree.Spec, names: Sequence[str]) -> None:
+    """Refuse parameters that are each rank's own: a mean of gradients that ranks take at other places is a mistake."""
+    offenders = []
+    for leaf, container, name in zip(leaves, containers_of(leaves, spec), names, strict=True):
+        if _is_differentiable(leaf) and (container is LABELS or (path := label_of(leaf)) is not None):
+            offenders.append(f"{name}: labelled" if container is LABELS else f"{name}: {path}, which is labelled")
+    if offenders:
+        raise ReplicationError(
+            build_message(
+                "fdp.value_and_grad or fdp.grad, which average over ranks, was asked for gradients at parameters that "
+                "are each rank's own.",
+                offenders,
+                remedy="for each rank's own gradient use torch.func.grad_and_value or torch.func.grad, which take the "
+                "same function; for the mean, average that with fdp.pmean.",
+            )
+        )
 
 
 def _positional(name: str, args: tuple[Any, ...], number: int) -> int:

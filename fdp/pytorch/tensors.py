@@ -28,6 +28,11 @@ is_zero_without_memory: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerote
 """Whether a tensor is zeros that have no memory."""
 
 
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain tensor of the same values in memory of its own, laid out alike, that no gradient goes back through."""
+    return torch.empty_like(tensor, requires_grad=False).copy_(tensor.detach())
+
+
 def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Where a strided tensor lies, and how: two that agree in it are the same memory under the same shape."""
     return (

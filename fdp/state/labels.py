@@ -54,6 +54,9 @@ class PerRank:
                 )
             )
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a PerRank has no attribute {name!r}: it is a label, and its tensor is its `value`.")
+
     def __repr__(self) -> str:
         text = repr(self.value)
         if isinstance(self.value, torch.Tensor) and ("\n" in text or len(text) > 70):

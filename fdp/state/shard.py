@@ -12,8 +12,9 @@ from fdp import pytree
 from fdp.context.axis import refuse_inside
 from fdp.distributed.group import Group, Ranks, resolve_group
 from fdp.errors import ArgumentError, build_message
+from fdp.pytorch.tensors import copy_of
 from fdp.pytree import Tree
-from fdp.state.containers import PLAIN, containers_of
+from fdp.state.containers import PLAIN, Container, containers_of
 from fdp.state.shards import Part, assembled_over, contiguous_strides, is_sharded, layout_of, part_of
 from fdp.tracebacks import hiding_frames
 
@@ -37,8 +38,8 @@ def shard(tree: Tree, min_size: int = 1024, group: Ranks = None) -> Tree:
         group: as for `data_parallel`: the ranks to divide by.
 
     Returns:
-        The tree with a `DTensor` in the place of each leaf that is divided; its part is a copy. In a world of one the
-        tree as it is.
+        The tree with a `DTensor` in the place of each leaf that is divided; in a world of one none is. Parts are
+        copies, and so are leaves that stay whole: a step may overwrite them, where they are donated.
 
     Raises:
         ArgumentError: `min_size` is no number of elements.
@@ -59,16 +60,14 @@ def shard(tree: Tree, min_size: int = 1024, group: Ranks = None) -> Tree:
         )
     ranks = resolve_group(group)
     refuse_inside("shard")
-    if ranks.size == 1:
-        return tree
     leaves, spec = pytree.flatten(tree)
-    return pytree.unflatten(
-        spec,
-        [
-            _divided(leaf, ranks) if container is PLAIN and _is_to_be_divided(leaf, min_size) else leaf
-            for leaf, container in zip(leaves, containers_of(leaves, spec), strict=True)
-        ],
-    )
+    made = []
+    for leaf, container in zip(leaves, containers_of(leaves, spec), strict=True):
+        if container is PLAIN:
+            part = part_for(leaf.shape, ranks.size) if _is_large(leaf, min_size) and ranks.size > 1 else None
+            leaf = _copied(leaf, container) if part is None else _divided(leaf, part, ranks)
+        made.append(leaf)
+    return pytree.unflatten(spec, made)
 
 
 @hiding_frames
@@ -76,17 +75,20 @@ def unshard(tree: Tree) -> Tree:
     """Give every rank the whole of each sharded leaf; all ranks call this together.
 
     Args:
-        tree: pytree; what is not sharded stays as it is.
+        tree: pytree; what is not sharded stays what it is.
 
     Returns:
-        The tree with a plain tensor in the place of each `DTensor`.
+        The tree with a plain tensor in the place of each `DTensor`. Its tensors are new, also those that were whole.
 
     Example:
         >>> unshard({"w": torch.ones(2)})
         {'w': tensor([1., 1.])}
     """
     refuse_inside("unshard")
-    return pytree.map_leaves(lambda leaf: _gathered(leaf) if is_sharded(leaf) else leaf, tree)
+    leaves, spec = pytree.flatten(tree)
+    containers = containers_of(leaves, spec)
+    whole = [_gathered(x) if is_sharded(x) else _copied(x, each) for x, each in zip(leaves, containers, strict=True)]
+    return pytree.unflatten(spec, whole)
 
 
 def part_for(shape: Any, ranks: int) -> Part | None:
@@ -95,14 +97,17 @@ def part_for(shape: Any, ranks: int) -> Part | None:
     return next((part for part in found if part.divides(shape)), None)
 
 
-def _is_to_be_divided(leaf: Any, min_size: int) -> bool:
+def _copied(leaf: Any, container: Container) -> Any:
+    """A leaf with memory of its own, if it has memory."""
+    tensor = container.tensor(leaf)
+    return container.with_tensor(leaf, copy_of(tensor)) if isinstance(tensor, torch.Tensor) else leaf
+
+
+def _is_large(leaf: Any, min_size: int) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and leaf.numel() >= min_size
 
 
-def _divided(leaf: torch.Tensor, ranks: Group) -> torch.Tensor:
-    part = part_for(leaf.shape, ranks.size)
-    if part is None:
-        return leaf
+def _divided(leaf: torch.Tensor, part: Part, ranks: Group) -> torch.Tensor:
     from torch.distributed.tensor import Shard
 
     own = torch.empty(part.of(leaf.shape), dtype=leaf.dtype, device=leaf.device)

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from fdp import pytree
+from fdp.context.labelled import labelled_state
 from fdp.distributed.comparable import comparable
 from fdp.distributed.group import Group
 from fdp.distributed.wire import Wire
@@ -93,7 +94,8 @@ def trace_step(
     outputs, sources = assign_containers(outputs, out_spec, whole, flat, roles)
     if check_replication:
         only_batches = roles.batch | roles.static == set(range(len(roles.names)))
-        check_outputs(name, outputs, causes, _arguments_by_node(placeholders, whole), only_batches)
+        state = [item.name for item in whole if item.replicated]
+        check_outputs(name, outputs, causes, _arguments_by_node(placeholders, whole), state, only_batches)
 
     def traced(
         module: fx.GraphModule, inputs: Sequence[Input], outputs: Sequence[Output], in_spec: Any, out_spec: Any
@@ -177,7 +179,8 @@ def _captured(
     examples = examples_of(inputs, flat)
 
     def flat_step(*values: torch.Tensor) -> list[torch.Tensor]:
-        leaves, spec = pytree.flatten(call_with(step, flat, roles, values))
+        with labelled_state((i.name, x) for i, x in zip(inputs, values, strict=True) if i.role == "per rank"):
+            leaves, spec = pytree.flatten(call_with(step, flat, roles, values))
         refuse_foreign_outputs(name, leaves, spec)
         returned[:] = list(map(plain, leaves)), spec
         return [leaf for leaf in returned[0] if isinstance(leaf, torch.Tensor)]

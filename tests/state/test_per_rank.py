@@ -36,7 +36,8 @@ def own(*values: float) -> fdp.PerRank:
 def test_a_tree_is_labelled_leaf_by_leaf_and_only_once() -> None:
     tree = {"a": torch.ones(2), "b": [own(3.0), None, ()], "n": 4, "flag": True}
     found = fdp.per_rank(tree)
-    assert found["a"].value is tree["a"] and found["b"][0].value is tree["b"][0].value
+    assert found["a"] == fdp.PerRank(tree["a"]) and found["b"][0] == tree["b"][0]
+    assert found["a"].value is not tree["a"] and found["b"][0].value is not tree["b"][0].value
     assert found["b"][1:] == [None, ()] and found["n"].value.item() == 4 and found["flag"].value.dtype == torch.bool
     assert repr(fdp.per_rank(found)) == repr(found) and "PerRank(PerRank" not in repr(found)
     assert fdp.per_rank({}) == {} and fdp.per_rank(None) is None
@@ -279,7 +280,7 @@ def test_the_state_of_an_optimizer_for_labelled_parameters_is_labelled_and_compu
     optimizer = OPTIMIZERS[wrapper](fdp.optim.from_torch(torch.optim.AdamW, lr=0.1))
 
     def step_fn(state: Tree, batch: torch.Tensor) -> Tree:
-        grads = fdp.grad(lambda p: (batch @ p["w"] + p["b"]).square().mean())(state["params"])
+        grads = fdp.pmean(torch.func.grad(lambda p: (batch @ p["w"] + p["b"]).square().mean())(state["params"]))
         params, opt = optimizer.update(grads, state["opt"], state["params"])
         return {"params": params, "opt": opt}
 
@@ -351,3 +352,22 @@ def test_the_trace_of_many_ranks_takes_labels() -> None:
     roles = resolve_roles(residual_step, 2, -1, (), ())
     trace = trace_step(residual_step, flatten_call((state, batch), roles), roles, fake_group(8))
     assert [o.labelled for o in trace.outputs] == [True, True, True, False, False]
+
+
+def test_a_label_that_is_taken_for_its_tensor_says_where_that_is() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'square': it is a label, and its tensor is its `value`"):
+        own(1.0).square()
+    assert not hasattr(own(1.0), "shape")
+
+
+def test_state_that_differs_and_has_no_label_is_told_to_be_labelled() -> None:
+    def step_fn(state: Tree, batch: torch.Tensor) -> Any:
+        return {"own": state["own"] + batch.mean(), "w": state["w"]}, batch.sum()
+
+    state = {"own": torch.zeros(2), "w": torch.zeros(2)}
+    with pytest.raises(fdp.ReplicationError) as caught:
+        fdp.data_parallel(step_fn)(state, torch.ones(3))
+    assert "label state that is each rank's own" in str(caught.value).splitlines()[-1]
+    with pytest.raises(fdp.ReplicationError) as caught:
+        fdp.data_parallel(lambda state, batch: (state, batch.sum()))(state, torch.ones(3))
+    assert "label state" not in str(caught.value)

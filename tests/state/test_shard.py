@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from bits import same_leaves
 
 import fdp
 from fdp.state.shards import Part, layout_of
@@ -48,10 +49,10 @@ def keeps() -> None:
     }  # fmt: skip
     made = fdp.shard(tree)
     assert {key for key, leaf in made.items() if type(leaf).__name__ == "DTensor"} == {"large"}
-    assert made["own"] == own and made["small"] is tree["small"] and made["number"] == 3
+    assert made["own"] == own and torch.equal(made["small"], tree["small"]) and made["number"] == 3
     assert torch.equal(fdp.unshard(made)["large"], tree["large"])
-    unchanged = fdp.shard(tree, min_size=10**9)
-    assert all(leaf is tree[key] or key == "own" for key, leaf in unchanged.items())
+    whole = fdp.shard(tree, min_size=10**9)
+    assert all(torch.equal(whole[key], leaf) for key, leaf in tree.items() if isinstance(leaf, torch.Tensor))
 
 
 def test_what_is_small_or_odd_or_labelled_stays_whole() -> None:
@@ -60,7 +61,8 @@ def test_what_is_small_or_odd_or_labelled_stays_whole() -> None:
 
 def test_alone_nothing_is_divided() -> None:
     tree = {"w": numbers(8, 8)}
-    assert fdp.shard(tree, min_size=0)["w"] is tree["w"] and fdp.unshard(tree)["w"] is tree["w"]
+    for made in (fdp.shard(tree, min_size=0), fdp.unshard(tree)):
+        assert type(made["w"]) is torch.Tensor and same_leaves(made, tree)
 
 
 @pytest.mark.parametrize("size", [-1, 1.5, True, "8"])

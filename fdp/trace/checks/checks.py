@@ -170,11 +170,24 @@ def check_devices(name: str, graph: fx.Graph) -> None:
         )
 
 
+_LABEL = (
+    "declare metrics that are meant to differ with fdp.per_rank; label state that is each rank's own outside of the "
+    "step, before its first call: state[...] = fdp.per_rank(state[...])."
+)
+"""What to do about results that take the place of state, and that differ."""
+
+
+def _below(path: str, first: str) -> str:
+    """A key path without what it begins with."""
+    return path[path.index(first) :] if first in path else ""
+
+
 def check_outputs(
     name: str,
     outputs: Sequence[Output],
     causes: Mapping[str, Cause],
     labels: Mapping[str, str],
+    state: Sequence[str],
     only_batches: bool = False,
 ) -> None:
     """Refuse a step that returns, undeclared, a value which may differ from rank to rank.
@@ -184,18 +197,22 @@ def check_outputs(
         outputs: every leaf that the step returns.
         causes: for the name of each varying output, why it varies.
         labels: what the inputs are, with key paths, by the name of their node.
+        state: the key paths of inputs that are replicated state.
         only_batches: whether every argument is a batch; perhaps the last one is by default, and is meant to be state.
 
     Raises:
         ReplicationError: names each of them with shape, dtype, operation and line.
     """
-    offenders, drawn, of_inputs = [], False, False
+    offenders, drawn, of_inputs, carries_on = [], False, False, False
+    paths = {_below(path, "[") for path in state} - {""}
     for output in outputs:
         if not output.varying or output.per_rank or output.labelled:
             continue
         cause = causes[output.name]
         origin = cause.last
         of_inputs |= cause.draw is None
+        below = _below(output.name, "[")
+        carries_on |= below in paths or _below(below[1:], "[") in paths
         if origin.op == "placeholder":
             why = f"is the {labels[origin.name]} itself"
         else:
@@ -214,7 +231,7 @@ def check_outputs(
                 remedy="average them with fdp.pmean (or fdp.psum, fdp.pmax, fdp.broadcast); "
                 + ("draw what is to be equal on all ranks with fdp.random; " if drawn else "")
                 + ("pass batch_argnums=() if no argument is a batch; " if only_batches and of_inputs else "")
-                + "declare those that are meant to differ with fdp.per_rank.",
+                + (_LABEL if carries_on else "declare those that are meant to differ with fdp.per_rank."),
             )
         )
 
