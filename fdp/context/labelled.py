@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from fdp.pytorch.tensors import is_transformed, storage_id
+from fdp.pytorch.tensors import storage_id, untransformed
 
 _local = threading.local()
 
@@ -31,6 +31,6 @@ def labelled_state(leaves: Iterable[tuple[str, torch.Tensor]]) -> Iterator[None]
 def label_of(tensor: torch.Tensor) -> str | None:
     """The key path of the labelled leaf that a tensor is, or is a view of; None if it is neither."""
     names: dict[int, str] | None = getattr(_local, "names", None)
-    if not names or tensor.layout != torch.strided or is_transformed(tensor):
+    if not names or tensor.layout != torch.strided:
         return None
-    return names.get(storage_id(tensor.untyped_storage()))
+    return names.get(storage_id(untransformed(tensor).untyped_storage()))

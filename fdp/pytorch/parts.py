@@ -28,6 +28,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
         "torch._C._AutoDispatchBelowAutograd",
         "torch._C._VariableFunctions",
         "torch._C._dispatch_has_kernel_for_dispatch_key",
+        "torch._C._functorch.get_unwrapped",
         "torch._C._functorch.is_functorch_wrapped_tensor",
         "torch._C._functorch.peek_interpreter_stack",
         "torch._C._get_mkldnn_enabled",
@@ -103,7 +104,6 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     ),
     "a process group of some ranks": ("torch.distributed.distributed_c10d._process_group_name",),
     "compile=": (
-        "torch._C._functorch.get_unwrapped",
         "torch._C._functorch.is_functionaltensor",
         "torch._functionalize_commit_update",
         "torch._functionalize_replace",

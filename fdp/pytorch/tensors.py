@@ -7,8 +7,9 @@ Private parts of torch that are relied on:
 - `Tensor._version`, which each change in place raises; a tensor made in inference mode has none.
 - `Tensor._is_zerotensor`, true of zeros that have no memory, as autograd makes them.
 - `torch._neg_view`, a view with the negative bit; `torch.Tensor.neg` may copy.
-- `torch._C._functorch.is_functorch_wrapped_tensor`, true of a tensor within `grad`, `jvp` and `vmap`, and
-  `torch._C._functorch.peek_interpreter_stack`, which has something on it within these.
+- `torch._C._functorch.is_functorch_wrapped_tensor`, true of a tensor within `grad`, `jvp` and `vmap`,
+  `torch._C._functorch.get_unwrapped`, what a transform has wrapped, and `torch._C._functorch.peek_interpreter_stack`,
+  which has something on it within these.
 
 What calls ask for on the way is bound as it is, so that no Python lies between.
 """
@@ -23,6 +24,9 @@ import torch
 
 storage_id: Callable[[Any], int] = attrgetter("_cdata")
 """The identity of an untyped storage: storages that are the same memory have the same one while they live."""
+
+unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.get_unwrapped
+"""What the innermost wrapper of a tensor holds: of a transform of torch.func, or of functionalization."""
 
 is_zero_without_memory: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
 """Whether a tensor is zeros that have no memory."""
@@ -68,6 +72,13 @@ def negative_view(tensor: torch.Tensor) -> torch.Tensor:
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether a transform of torch.func has wrapped a tensor."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def untransformed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that transforms of torch.func have wrapped, one in another; the tensor itself outside of these."""
+    while is_transformed(tensor):
+        tensor = unwrapped(tensor)
+    return tensor
 
 
 def under_transform() -> bool:

@@ -27,6 +27,11 @@ AVERAGED: dict[str, Callable[[Tree, torch.Tensor], Tree]] = {
     )["b"],
     "accumulated": lambda state, x: fdp.accumulate(fdp.value_and_grad(loss), microbatches=2)(state["own"], x)[1],
     "detached": lambda state, x: fdp.grad(loss)({"w": state["own"]["w"].detach()}, x),
+    "in a gradient": lambda state, x: torch.func.grad(lambda p: fdp.value_and_grad(loss)(p, x)[0])(state["own"]),
+    "in vmap": lambda state, x: torch.func.vmap(lambda row: fdp.grad(loss)(state["own"], row))(x),
+    "over vmap": lambda state, x: torch.func.vmap(lambda w: fdp.grad(loss)({"w": w.view(4, 1)}, x))(
+        state["own"]["w"].t()
+    ),
     "through a reshape": lambda state, x: fdp.grad(lambda p: loss({"w": p.view(4, 2)}, x))(state["own"]["w"].view(-1)),
 }
 

@@ -1,7 +1,7 @@
 """Values of tensors under functionalization (`capture.capture_functional`).
 
-Private to torch: `torch._C._functorch.is_functionaltensor` and `get_unwrapped`, which say whether a tensor is one whose
-changes are made new values, and give its newest value; `torch._functionalize_replace` gives it another one,
+Private to torch: `torch._C._functorch.is_functionaltensor`, which says whether a tensor is one whose changes are made
+new values (`unwrapped` is its newest one); `torch._functionalize_replace` gives it another one,
 `_functionalize_commit_update` passes that on to what it is a view of, `_functionalize_sync` has it take what its views
 were given.
 """
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fdp.pytorch.overloads import OpOverload, schema_of
+from fdp.pytorch.tensors import unwrapped
 
 
 def keep_strides(tensor: torch.Tensor, stride: Sequence[int]) -> None:
@@ -29,13 +30,13 @@ def keep_strides(tensor: torch.Tensor, stride: Sequence[int]) -> None:
     if not torch._C._functorch.is_functionaltensor(tensor):
         return
     torch._functionalize_sync(tensor)
-    value = torch._C._functorch.get_unwrapped(tensor)
+    value = unwrapped(tensor)
     lies = (n == 1 or s == t for n, s, t in zip(value.shape, stride, value.stride(), strict=True))
     if value.numel() == 0 or all(lies):
         return
     new = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     torch._functionalize_sync(new)
-    torch._functionalize_replace(tensor, torch._C._functorch.get_unwrapped(new))
+    torch._functionalize_replace(tensor, unwrapped(new))
     torch._functionalize_commit_update(tensor)
     torch._functionalize_sync(tensor)
 

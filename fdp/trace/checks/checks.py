@@ -177,9 +177,9 @@ _LABEL = (
 """What to do about results that take the place of state, and that differ."""
 
 
-def _below(path: str, first: str) -> str:
-    """A key path without what it begins with."""
-    return path[path.index(first) :] if first in path else ""
+def _below(path: str) -> str:
+    """A key path without what its first key lies in."""
+    return path[path.index("[") :] if "[" in path else ""
 
 
 def check_outputs(
@@ -204,15 +204,15 @@ def check_outputs(
         ReplicationError: names each of them with shape, dtype, operation and line.
     """
     offenders, drawn, of_inputs, carries_on = [], False, False, False
-    paths = {_below(path, "[") for path in state} - {""}
+    paths = {_below(path) for path in state} - {""}
     for output in outputs:
         if not output.varying or output.per_rank or output.labelled:
             continue
         cause = causes[output.name]
         origin = cause.last
         of_inputs |= cause.draw is None
-        below = _below(output.name, "[")
-        carries_on |= below in paths or _below(below[1:], "[") in paths
+        below = _below(output.name)
+        carries_on |= below in paths or _below(below[1:]) in paths
         if origin.op == "placeholder":
             why = f"is the {labels[origin.name]} itself"
         else:
