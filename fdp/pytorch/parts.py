@@ -130,6 +130,7 @@ KNOWN_OTHERWISE: Mapping[str, tuple[str, ...]] = {
         "torch._inductor.compile_fx.compile_fx_inner",
         "torch._inductor.config.patch",
         "torch._inductor.decomposition.select_decomp_table",
+        "torch._inductor.graph.GraphLowering.call_function",
         "torch._inductor.ir.ExternKernel.require_exact_strides",
         "torch._inductor.ir.TensorBox",
         "torch._inductor.lowering.lowerings",

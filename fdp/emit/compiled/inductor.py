@@ -16,7 +16,8 @@ What is relied on (torch 2.13 to 2.15; `fdp.pytorch.parts` lists the names):
   `x86_isa_checker()`, the names of those that the processor has; `valid_vec_isa_list()` keeps what it found.
 - `torch._inductor.config`: names, types and values of settings; `config.patch`. `make_fx` looks at one of them, too, as
   it begins to trace.
-- `scheduler.SchedulerNode`, `ir.ExternKernel`, `V.graph.current_node`: what `corrections` says of them.
+- `scheduler.SchedulerNode`, `ir.ExternKernel`, `V.graph.current_node`: what `corrections` says of them;
+  `graph.GraphLowering`: what `computed_once` says of it.
 - `CompiledFxGraph._boxed_call`, `CompiledFxGraph.source_code`: that it takes one list, and its text.
 - `meta["user_visible_output_idxs"]` of the output, `meta["eager_input_vals"]` of an operator (set in `barriers`): whose
   strides are to be what they are in the graph. That copies which change nothing are taken for their originals: `passes`
@@ -42,6 +43,7 @@ import torch
 from torch import fx
 
 from fdp.emit.compiled.barriers import CHANGING, start_, wait_
+from fdp.emit.compiled.computed_once import mark_compared, marked_are_kept
 from fdp.emit.compiled.corrections import (
     branches_get_strides_of_graph,
     reads_ordered_after_changes,
@@ -189,6 +191,7 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
     with _lowering, ExitStack() as stack:
         with _as_expected():
             from torch._inductor import compile_fx, config
+            from torch._inductor.graph import GraphLowering
             from torch._inductor.ir import ExternKernel
             from torch._inductor.lowering import lowerings
             from torch._inductor.scheduler import SchedulerNode
@@ -211,6 +214,7 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
             _lower_readers_first()
             stack.enter_context(reads_ordered_after_changes(SchedulerNode))
             stack.enter_context(branches_get_strides_of_graph(lowerings, ExternKernel, V))
+            stack.enter_context(marked_are_kept(GraphLowering))
             prepare, compile_inner = compile_fx._recursive_joint_graph_passes, compile_fx.compile_fx_inner
             inspect.signature(prepare).bind(graph)
             inspect.signature(compile_inner).bind(graph, examples, is_inference=True)
@@ -220,6 +224,7 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
             prepared = prepare(graph)
             if _computes_nothing(prepared):
                 return Lowered(_run_identity(prepared), prepared.code)
+            mark_compared(prepared)
             compiled: Any = compile_inner(prepared, examples, is_inference=True)
         except FdpError:
             raise
