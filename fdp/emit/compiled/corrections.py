@@ -15,6 +15,7 @@ import torch
 from fdp.emit.compiled.special_values import KERNEL_DECOMPOSITIONS
 from fdp.pytorch.parts import release
 from fdp.trace.calls.arguments import overlaps_itself
+from fdp.trace.operators.fake_rules import LOSS_GRADIENTS
 
 _aten = torch.ops.aten
 
@@ -123,6 +124,11 @@ def _alone(x: Any, dim: int, half_to_float: bool) -> Any:
     return (x - x).exp() if x.dim() == 0 and not half_to_float else NotImplemented
 
 
+def _of_no_elements(grad: Any, x: Any, *rest: Any) -> Any:
+    """The gradient of a loss of no elements, which has none: torch divides by their number (2.13 to 2.15)."""
+    return torch.zeros_like(x) if x.numel() == 0 else NotImplemented
+
+
 def _by_weight_of_tensor(start: Any, end: Any, weight: Any) -> Any:
     """`lerp` by a number that is known at each call only, as of Adafactor: torch asks on which side of a half it is."""
     if not isinstance(weight, torch.SymFloat):
@@ -155,6 +161,7 @@ _CORRECTIONS: Mapping[Any, Callable[..., Any]] = {
         )
     },
     **{each: _put_by_mask(each) for each in (_aten.index_put.default, _aten._unsafe_index_put.default)},
+    **dict.fromkeys(LOSS_GRADIENTS, _of_no_elements),
     **{each: _first_extreme(each) for each in (_aten.argmax.default, _aten.argmin.default)},
 }
 """Decompositions of operators that inductor computes wrongly; `NotImplemented` where inductor is right."""

@@ -36,6 +36,12 @@ _BATCH_NORMS = {torch.ops.aten.native_batch_norm.default: 0, torch.ops.aten.nati
 """Operators whose rule for fake tensors is amended, and where their input stands among the arguments."""
 
 
+LOSS_GRADIENTS = tuple(
+    getattr(torch.ops.aten, f"{name}_loss_backward").default for name in ("mse", "smooth_l1", "huber")
+)
+"""Operators whose rule divides by the number of elements, as a Python number."""
+
+
 def add_fake_rules(fake_mode: Any) -> Callable[[], bool]:
     """Add rules for operators that have none for fake tensors, or wrong ones, to a mode.
 
@@ -46,6 +52,7 @@ def add_fake_rules(fake_mode: Any) -> Callable[[], bool]:
     it can be: only the operator's own derivative sees it, which gets the real one.
     Dropout that drops nothing hands its very argument back by its rule, and a new tensor by its kernel for CPUs: to the
     tracer the argument would be that result from there on.
+    The gradient of a mean over no elements has none, and its rule divides by their number.
     A change of a list in place is counted by the kernels of its entries, which do not run. If it were not counted, the
     derivative of a view of an entry would leave it out.
 
@@ -70,6 +77,9 @@ def add_fake_rules(fake_mode: Any) -> Callable[[], bool]:
         if func in _CTC_LOSS:
             with fake_mode:
                 return _ctc_results(args[0], args[1], args[3])
+        if func in LOSS_GRADIENTS and args[1].numel() == 0:
+            with fake_mode:
+                return torch.empty_like(args[1])
         if isinstance(func, OpOverload) and func.namespace != "fdp" and func not in _LIFTS and (
             schema_of(func).is_mutable or any(type(value) in _REAL for value in args[:2])
         ):  # fmt: skip
