@@ -377,7 +377,7 @@ class Kit:
         return Kit(self.plain, exact)
 
     def label(self, x: Any, rank: int) -> Any:
-        return x
+        return torch.empty_like(x, requires_grad=False).copy_(x.detach())  # as a label lies: in memory of its own
 
     def num(self, shape: Any, seed: int) -> torch.Tensor:
         return self.world.perturbed(numbers(shape, seed, self.exact).to(self.F))
