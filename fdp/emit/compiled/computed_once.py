@@ -3,7 +3,7 @@
 Inductor computes a pointwise value again in each loop that reads it. One loop may use vector instructions and another
 one scalar functions, which round the last bit differently (`sin`, `tanh`). That is nothing to most readers. But a value
 that is compared with the largest of its own elements, as in the gradient of `amax`, is then equal to none of them, and
-the gradient is lost (seen in torch 2.13 to 2.15, with `torch.compile` as well).
+the gradient is lost (seen in torch 2.13, with `torch.compile` as well).
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ def mark_compared(module: fx.GraphModule) -> None:
         if not isinstance(inside, fx.GraphModule):
             continue
         comparisons = [node for node in inside.graph.nodes if _compares(node)]
-        if comparisons:
-            _leave_out_repeated(inside.graph, {value for node in comparisons for value in _compared(node)})
-            inside.recompile()
+        if not comparisons:
+            continue
+        _leave_out_repeated(inside.graph, {value for node in comparisons for value in _compared(node)})
+        inside.recompile()
         for value in {value for node in comparisons for value in _compared(node)}:
             if _is_pointwise(value) and _is_floating(value) and len(_readers(value)) > 1:
                 value.meta[_MARK] = True

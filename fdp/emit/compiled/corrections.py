@@ -125,7 +125,7 @@ def _alone(x: Any, dim: int, half_to_float: bool) -> Any:
 
 
 def _of_no_elements(grad: Any, x: Any, *rest: Any) -> Any:
-    """The gradient of a loss of no elements, which has none: torch divides by their number (2.13 to 2.15)."""
+    """The gradient of a loss of no elements, which has none: torch divides by their number (seen in 2.13)."""
     return torch.zeros_like(x) if x.numel() == 0 else NotImplemented
 
 
