@@ -59,7 +59,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "trace": (
         "operators.control operators.effects operators.source", "operators.kernel_strides", "operators.fake_rules",
         "trace",
-        "calls.finite_flags calls.keywords calls.overlap calls.structure", "calls.arguments calls.closure",
+        "calls.finite_flags calls.keywords calls.names_in_code calls.overlap calls.structure equality",
+        "calls.arguments calls.closure", "calls.outside_search", "calls.outside_values",
         "calls.changes calls.pairing calls.recognise calls.results",
         "capture.functional capture.remedies capture.reshapes capture.rng_replay capture.silent_changes "
         "capture.untouched",

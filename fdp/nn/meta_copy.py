@@ -37,12 +37,15 @@ class MetaCopy:
     Args:
         module: the original. One that cannot be separated from its parts (a hook that is a lambda over the module, a
             class with `__slots__` or `__del__`, tensors of classes of their own) stands in for itself, with its memory.
+
+    Attributes:
+        parts: of which modules it is made; none if the original stands in for itself.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._name = type(module).__name__
         self._module = module
-        self._parts: list[_ModuleCopy] = []
+        self.parts: list[ModuleCopy] = []
         self._pairs: dict[int, tuple[weakref.ref[Any], Any]] = {}
         modules = list(module.modules())
         tensors = [t for m in modules for held in tensor_registries(m) for t in held.values() if t is not None]
@@ -53,14 +56,14 @@ class MetaCopy:
         for tensor in tensors:
             if id(tensor) not in self._pairs:  # a tied one keeps one stand-in
                 self._pairs[id(tensor)] = weakref.ref(tensor), _without_memory(tensor)
-        parts = [_ModuleCopy(name, original, self._stand_in(original)) for name, original in module.named_modules()]
+        parts = [ModuleCopy(name, original, self._stand_in(original)) for name, original in module.named_modules()]
         try:
             for part in parts:
                 self._build(part)
                 self._follow(part)
         except _Entangled:
             return
-        self._module, self._parts = self._stand_in(module), parts
+        self._module, self.parts = self._stand_in(module), parts
 
     def follow(self) -> nn.Module:
         """Update the stand-in with changes that were made to the original since.
@@ -71,7 +74,7 @@ class MetaCopy:
         Raises:
             ArgumentError: parts of the original were replaced, or it was given attributes that hold parts of it.
         """
-        for part in self._parts:
+        for part in self.parts:
             try:
                 self._follow(part)
             except _Entangled as error:
@@ -90,13 +93,13 @@ class MetaCopy:
         reference, stand_in = self._pairs.get(id(original), (_NOTHING, None))
         return stand_in if reference is not _NOTHING and reference() is original else None  # type: ignore[operator]
 
-    def _build(self, part: _ModuleCopy) -> None:
+    def _build(self, part: ModuleCopy) -> None:
         for registry in REGISTRIES:
             held = part.attributes[registry]
             mine = {key: None if value is None else self._stand_in(value) for key, value in held.items()}
             vars(part.stand_in)[registry] = type(held)(mine)
 
-    def _follow(self, part: _ModuleCopy) -> None:
+    def _follow(self, part: ModuleCopy) -> None:
         original = part.original()  # held, so that it does not die meanwhile
         if original is None:
             part.settle()
@@ -116,7 +119,7 @@ class MetaCopy:
         else:
             part.forget_deleted()
 
-    def _refuse_other_parts(self, part: _ModuleCopy, original: nn.Module) -> None:
+    def _refuse_other_parts(self, part: ModuleCopy, original: nn.Module) -> None:
         if type(original) is not type(part.stand_in):
             raise _Entangled(f"it has become a {type(original).__name__}")
         now, mine = part.attributes[SUBMODULES], vars(part.stand_in)[SUBMODULES]
@@ -149,7 +152,7 @@ class _Entangled(Exception):
     """A stand-in would lead back to its original."""
 
 
-class _ModuleCopy:
+class ModuleCopy:
     """One module of the tree, and its copy.
 
     Attributes:

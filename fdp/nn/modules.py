@@ -30,6 +30,9 @@ _REFUSED = {
     "ScriptModule": "whose compiled code cannot be given other parameters",
 }
 
+_READS = "_fdp_module"
+"""The attribute of an `apply` that holds what it keeps of the module."""
+
 Apply = Callable[..., tuple[Any, dict[str, Tensor]]]
 
 
@@ -101,7 +104,14 @@ def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, 
         new = {name: _as_state(tensors[name]) if name in buffer_names else b for name, b in buffers.items()}
         return output, new
 
+    vars(apply)[_READS] = meta_copy
     return apply, params, buffers
+
+
+def module_read_by(function: Any) -> MetaCopy | None:
+    """The module whose attributes a function reads at each call: of an `apply`; None for another function."""
+    found: MetaCopy | None = vars(function).get(_READS)
+    return found
 
 
 def _as_state(buffer: Tensor) -> Tensor:

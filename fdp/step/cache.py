@@ -1,18 +1,28 @@
-"""The programs that a step keeps: one for each of the signatures that were called last."""
+"""The programs that a step keeps: one for each of the signatures that were called last.
+
+A signature is that of the arguments, and what besides them decides on a trace: the group, settings of torch, and the
+values that the function reads from outside.
+"""
 
 from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from fdp.compare import Again
+from fdp.context.ambient import ambient_context
+from fdp.distributed.group import Group
 from fdp.runtime import Emitted
 from fdp.step.progress import Progress
+from fdp.trace import Flat, OutsideValues, RememberedCalls, Roles, Trace, Version
 
 _MOST_SIGNATURES = 64
 """So many signatures a step keeps, those that were called last; each has a program and bucket memory of its own."""
+
+_IDENTITY: Any = object.__eq__
 
 clock = itertools.count()
 """Counts calls, to find the signature that was called last."""
@@ -41,17 +51,55 @@ class Known:
     progress: Progress | None = None
 
 
+Place = tuple[int, Group, Any, Version]
+"""Where a call happens: its number of arguments, the group, what `ambient_context` says, and the values that the
+function reads from outside."""
+
+
 class Signatures(dict[Any, Known]):
     """The prepared signatures.
 
     Args:
-        step: the name of the step, for the warning.
+        step: the name of the step, for warnings.
+        function: the step.
+
+    Attributes:
+        calls: the calls that are recognised without their signature.
     """
 
-    def __init__(self, step: str) -> None:
+    def __init__(self, step: str, function: Callable[..., Any]) -> None:
         super().__init__()
         self._step = step
         self._forgotten: set[int] | None = set()
+        self._function = function
+        self._outside = OutsideValues(function)
+        self._outside_of: dict[tuple[int, ...], OutsideValues] = {}
+        self._offsets_matter = False  # whether programs differ where inputs begin elsewhere in their memory
+        self._warned = False
+        self.calls: RememberedCalls[Known] = RememberedCalls()
+
+    def place(self, args: tuple[Any, ...], roles: Roles, group: Group) -> Place:
+        """Where a call happens."""
+        outside = self._with_static(args, roles) if roles.static else self._outside
+        return len(args), group, ambient_context(), outside.version()
+
+    def _with_static(self, args: tuple[Any, ...], roles: Roles) -> OutsideValues:
+        """The look at what a function reads of static arguments, too, if an object equals itself whatever it holds."""
+        static = [(roles.names[at], args[at]) for at in sorted(roles.static)]
+        objects = [(name, value) for name, value in static if type(value).__eq__ is _IDENTITY]
+        if not objects:
+            return self._outside
+        key = tuple(id(value) for _, value in objects)  # which stay alive with the look at them
+        if (found := self._outside_of.get(key)) is None:
+            if len(self._outside_of) >= _MOST_SIGNATURES:
+                self._outside_of.pop(next(iter(self._outside_of)))
+            found = self._outside_of[key] = OutsideValues(self._function, objects)
+        return found
+
+    def key(self, flat: Flat, place: Place) -> Any:
+        """The key by which the program of a call is found."""
+        offsets = tuple(tensor.storage_offset() for tensor in flat.tensors) if self._offsets_matter else ()
+        return flat.key, place, offsets
 
     def find(self, key: Any) -> Known | None:
         """The preparation of a signature, if it is kept."""
@@ -60,8 +108,24 @@ class Signatures(dict[Any, Known]):
         except TypeError:
             return None  # an argument cannot be hashed; which one, is said when the signature is prepared
 
-    def keep(self, key: Any, known: Known) -> None:
+    def with_other_values(self, flat: Flat, place: Place) -> list[tuple[Known, str]]:
+        """The preparations of the same arguments with other values from outside, latest first.
+
+        Args:
+            flat: the arguments.
+            place: where they are called.
+
+        Returns:
+            Each with what has changed since, as text.
+        """
+        found = [(key[1][3], known) for key, known in self.items() if (key[0], key[1][:3]) == (flat.key, place[:3])]
+        found.sort(key=lambda item: item[1].last_call, reverse=True)
+        return [(known, place[3][0].describe(version, place[3])) for version, known in found]
+
+    def keep(self, flat: Flat, place: Place, known: Known) -> None:
         """Keep a preparation, and forget the one that was called longest ago if there are too many."""
+        self._offsets_matter |= known.emitted.plan.trace.depends_on_storage_offsets
+        key = self.key(flat, place)
         known.last_call = next(clock)
         if self._forgotten is not None and hash(key) in self._forgotten:
             self._forgotten = None  # said once
@@ -71,9 +135,36 @@ class Signatures(dict[Any, Known]):
                 "each range of sizes.",
                 stacklevel=6,
             )
+        if (warning := self._forget_other_tensors(place)) is not None:
+            warnings.warn(warning, stacklevel=6)
+        if serves := [other[1][3] for other, earlier in self.items() if earlier is known]:
+            place[3][0].vain(serves, place[3])
         if len(self) >= _MOST_SIGNATURES:
             oldest = min(self, key=lambda other: self[other].last_call)
             del self[oldest]
             if self._forgotten is not None:
                 self._forgotten.add(hash(oldest))
         self[key] = known
+
+    def settle(self, place: Place, trace: Trace | None = None) -> None:
+        """After the function has run as Python: what it changes itself is not part of its signature."""
+        place[3][0].settle([] if trace is None else [trace])
+
+    def _forget_other_tensors(self, place: Place) -> str | None:
+        """Forget programs that hold closed-over tensors which the user has let go of; returns a warning, once."""
+        old = [key for key in self if place[3][0].tensors_differ(key[1][3], place[3])]
+        if not old:
+            return None
+        changed = place[3][0].describe(old[-1][1][3], place[3])
+        for key in old:
+            del self[key]
+        for version in {key[1][3] for key in old}:
+            place[3][0].forget(version)
+        self.calls = RememberedCalls()
+        if self._warned:
+            return None
+        self._warned = True
+        return (
+            f"fdp: step {self._step!r} was traced again, because of {changed}. It will be traced again each time, "
+            "which takes as long as several steps: pass the tensor as an argument."
+        )

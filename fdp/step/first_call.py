@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,7 @@ from fdp.trace import (
     Trace,
     describe_change,
     refuse_unhashable,
+    same_program,
     summarise,
     trace_step,
 )
@@ -153,29 +154,48 @@ class Preparation:
             with progress.stage("planning"):
                 return self._within(self._automatic.plan_ahead(trace, group) if self._chooses else self._by_caps(trace))
 
-    def prepare(self, flat: Flat, roles: Roles, group: Group, progress: Progress) -> Emitted:
-        """Prepare the program for the signature of some arguments; all ranks take part if they have to agree."""
-        with progress:
-            return self._prepare(flat, roles, group, progress)
+    def prepare(
+        self, flat: Flat, roles: Roles, group: Group, progress: Progress, others: Sequence[tuple[Emitted, str]] = ()
+    ) -> Emitted:
+        """Prepare the program for the signature of some arguments; all ranks take part if they have to agree.
 
-    def _prepare(self, flat: Flat, roles: Roles, group: Group, progress: Progress) -> Emitted:
+        Args:
+            flat: the arguments.
+            roles: what each argument is.
+            group: the ranks.
+            progress: shows what is done.
+            others: programs for the same arguments and other values from outside, and what has changed since.
+
+        Returns:
+            The program: one of the others, if the trace is still the same.
+        """
+        with progress:
+            return self._prepare(flat, roles, group, progress, others)
+
+    def _prepare(
+        self, flat: Flat, roles: Roles, group: Group, progress: Progress, others: Sequence[tuple[Emitted, str]]
+    ) -> Emitted:
         warn_if_alone_by_mistake(group)
         watched = watched_ranks(group.process_group)
         if watched is not None:
             watched.prepares(True)
         try:
             refuse_unhashable(self._name, flat, roles)
-            emitted = self._emit(flat, roles, group, progress)
+            with progress.stage("tracing"):
+                trace = self._trace_within(flat, roles, group)
+            same = next((other for other, _ in others if same_program(other.plan.trace, trace)), None)
+            emitted = self._emit(trace, flat, roles, group, progress) if same is None else same
         except Exception as error:
             if group.size > 1 and not self._prepared:
                 announce_failure(group, error)
             raise
-        if self._settings.backend.compiles:
+        if self._settings.backend.compiles and same is None:
             # From here on ranks hear of each other's failures.
             emitted = self._compile(emitted, flat, roles, progress)
         self._prepared += 1
         if self._prepared == _RETRACE_WARNING and self._previous is not None:
-            changed, remedy = describe_change(self._previous, flat, self._name, roles)
+            outside = others[0][1] if others else ""
+            changed, remedy = describe_change(self._previous, flat, self._name, roles, outside)
             warnings.warn(
                 f"fdp: step {self._name!r} was traced for the {_RETRACE_WARNING}th time. What changed last: {changed}. "
                 f"Each trace takes as long as several steps: {remedy}.",
@@ -186,10 +206,10 @@ class Preparation:
             watched.prepares(False)
         return emitted
 
-    def _emit(self, flat: Flat, roles: Roles, group: Group, progress: Progress) -> Emitted:
+    def _emit(self, trace: Trace, flat: Flat, roles: Roles, group: Group, progress: Progress) -> Emitted:
         """Make the program that ranks agree on, and compare it with the step if it is the one that runs."""
         settings = self._settings
-        plan = self._planned(flat, roles, group, progress)
+        plan = self._planned(trace, flat, group, progress)
         with progress.stage("writing and proving"):
             emitted = Emitted(plan, group, self._agreed, settings.check_replication, self._first_backend)
         with progress.stage("comparing"):
@@ -286,9 +306,7 @@ class Preparation:
         limit = self._settings.memory_limit_bytes
         return plan if limit is None or not self._chooses or fits(plan, limit) else self._smallest(plan.trace)
 
-    def _planned(self, flat: Flat, roles: Roles, group: Group, progress: Progress) -> Plan:
-        with progress.stage("tracing"):
-            trace = self._trace_within(flat, roles, group)
+    def _planned(self, trace: Trace, flat: Flat, group: Group, progress: Progress) -> Plan:
         with progress.stage("planning"):
             plan = self._automatic.remembered(trace, group) if self._chooses else self._by_caps(trace)
             if plan is not None:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fdp.context.ambient import ambient_context
 from fdp.context.axis import inside_step
 from fdp.distributed.desynchronised import alone_on
 from fdp.distributed.group import Group, Ranks, resolve_group
@@ -29,7 +28,7 @@ from fdp.plan.buckets import MIB, Caps, resolve_caps
 from fdp.pytorch.dynamo import breaks_graph
 from fdp.pytorch.tensors import under_transform
 from fdp.runtime import BREAK_REASON
-from fdp.step.cache import Known, Signatures, clock
+from fdp.step.cache import Known, Place, Signatures, clock
 from fdp.step.finite import result_if_finite
 from fdp.step.first_call import Preparation, Settings
 from fdp.step.memory_limit import resolve_limit
@@ -38,7 +37,6 @@ from fdp.tables import count, cut_short
 from fdp.timeline import Timeline
 from fdp.trace import (
     Flat,
-    RememberedCalls,
     ReturnsFiniteFlags,
     Roles,
     Trace,
@@ -49,9 +47,6 @@ from fdp.trace import (
     split_static,
 )
 from fdp.tracebacks import hiding_frames
-
-_Place = tuple[int, Group, Any]
-"""Where a call happens: its number of arguments, the group, and what `ambient_context` says."""
 
 
 class Step:
@@ -96,10 +91,8 @@ class Step:
         )
         self._attempts = self._preparation.attempts
         self._check_finite, self._numbers = check_finite, itertools.count(1)
-        self._known = Signatures(self._name)
+        self._known = Signatures(self._name, step_fn)
         self._roles: dict[int, Roles] = {}
-        self._calls: RememberedCalls[Known] = RememberedCalls()
-        self._offsets_matter = False  # whether programs differ where inputs begin elsewhere in their memory
         self._preparing = threading.RLock()
         self._signature = signature_of(step_fn)
 
@@ -188,8 +181,10 @@ class Step:
             PurityError: as for a call.
             ReplicationError: as for a call.
         """
-        flat, roles, (_, group, _) = self._resolve(args, kwargs)
-        return self._preparation.trace(flat, roles, group)
+        flat, roles, place = self._resolve(args, kwargs)
+        trace = self._preparation.trace(flat, roles, place[1])
+        self._known.settle(place, trace)
+        return trace
 
     @hiding_frames
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
@@ -207,8 +202,10 @@ class Step:
             PurityError: as for a call.
             ReplicationError: as for a call.
         """
-        flat, roles, (_, group, _) = self._resolve(args, kwargs)
-        return self._preparation.plan(flat, roles, group)
+        flat, roles, place = self._resolve(args, kwargs)
+        plan = self._preparation.plan(flat, roles, place[1])
+        self._known.settle(place, plan.trace)
+        return plan
 
     @hiding_frames
     def profile(self, *args: Any, repeats: int = 3, **kwargs: Any) -> Timeline:
@@ -239,31 +236,35 @@ class Step:
         return getattr(self._step, "__name__", type(self._step).__name__)
 
     def _call(self, args: tuple[Any, ...], group: Group, number: int) -> Any:
-        place = (len(args), group, ambient_context())
         roles = self._roles_for(len(args))
-        recognised = self._calls.recognise(place, *split_static(args, roles))
+        place = self._known.place(args, roles, group)
+        recognised = self._known.calls.recognise(place, *split_static(args, roles))
         if recognised is None:
             recognised = self._look_up(flatten_call(args, roles), roles, place)
         known, tensors = recognised
         known.last_call = next(clock)
         known.calls += 1
         run = self._run if known.progress is None else self._run_first
-        result = run(known, tensors, args, roles)
+        result = run(known, tensors, args, roles, place)
         return result_if_finite(self._name, result, number) if self._check_finite else result
 
-    def _run(self, known: Known, tensors: list[torch.Tensor], args: tuple[Any, ...], roles: Roles) -> Any:
+    def _run(self, known: Known, tensors: list[torch.Tensor], args: tuple[Any, ...], roles: Roles, place: Place) -> Any:
         if known.calls == known.looks_at:
-            return self._look_again(known, tensors, args, roles)
+            return self._look_again(known, tensors, args, roles, place)
         return known.emitted.run(tensors)
 
-    def _run_first(self, known: Known, tensors: list[torch.Tensor], args: tuple[Any, ...], roles: Roles) -> Any:
+    def _run_first(
+        self, known: Known, tensors: list[torch.Tensor], args: tuple[Any, ...], roles: Roles, place: Place
+    ) -> Any:
         progress, known.progress = known.progress or Progress(self._name), None
         with progress, progress.stage("first run"):
-            result = self._run(known, tensors, args, roles)
+            result = self._run(known, tensors, args, roles, place)
         progress.finish()
         return result
 
-    def _look_again(self, known: Known, tensors: list[torch.Tensor], args: tuple[Any, ...], roles: Roles) -> Any:
+    def _look_again(
+        self, known: Known, tensors: list[torch.Tensor], args: tuple[Any, ...], roles: Roles, place: Place
+    ) -> Any:
         """Make a call, and perhaps compare the step with the function before it."""
         again = known.again
         assert again is not None
@@ -274,36 +275,36 @@ class Step:
             )
         finally:
             known.looks_at = again.at
+            self._known.settle(place)
 
-    def _look_up(self, flat: Flat, roles: Roles, place: _Place) -> tuple[Known, list[torch.Tensor]]:
+    def _look_up(self, flat: Flat, roles: Roles, place: Place) -> tuple[Known, list[torch.Tensor]]:
         """Find a call by its signature worked out in full, or prepare that signature."""
-        key = self._key(flat, place)
-        known = self._known.find(key)
+        kept = self._known
+        known = kept.find(kept.key(flat, place))
         if known is None:
             # Of this step, not of the process: ranks may wait for each other here, each with another step of a thread.
             with self._preparing:
-                known = self._known.find(key)  # another thread may have been faster
+                known = kept.find(kept.key(flat, place))  # another thread may have been faster
                 if known is None:
-                    progress = Progress(self._name)
-                    emitted = self._preparation.prepare(flat, roles, place[1], progress)
-                    again = self._preparation.again(emitted)
-                    known = Known(emitted, again, 0 if again is None else again.at, progress=progress)
-                    self._offsets_matter |= known.emitted.plan.trace.depends_on_storage_offsets
-                    self._known.keep(self._key(flat, place), known)
-        known.remembered = self._calls.remember(place, flat, known.emitted.plan.trace, known, known.remembered)
+                    progress, others = Progress(self._name), kept.with_other_values(flat, place)
+                    programs = [(other.emitted, why) for other, why in others]
+                    emitted = self._preparation.prepare(flat, roles, place[1], progress, programs)
+                    known = next((other for other, _ in others if other.emitted is emitted), None)
+                    if known is None:
+                        again = self._preparation.again(emitted)
+                        known = Known(emitted, again, 0 if again is None else again.at, progress=progress)
+                    kept.settle(place, emitted.plan.trace)
+                    kept.keep(flat, place, known)
+        trace = known.emitted.plan.trace
+        known.remembered = kept.calls.remember(place, flat, trace, known, known.remembered)
         return known, flat.tensors
 
-    def _key(self, flat: Flat, place: _Place) -> Any:
-        """The key by which the program of a call is found."""
-        offsets = tuple(tensor.storage_offset() for tensor in flat.tensors) if self._offsets_matter else ()
-        return flat.key, place, offsets
-
-    def _resolve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Flat, Roles, _Place]:
+    def _resolve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Flat, Roles, Place]:
         """Resolve the arguments of a method that does not have to be fast."""
         if kwargs:
             args = by_position(self._name, self._signature, args, kwargs)
         roles = self._roles_for(len(args))
-        return flatten_call(args, roles), roles, (len(args), resolve_group(self._group), ambient_context())
+        return flatten_call(args, roles), roles, self._known.place(args, roles, resolve_group(self._group))
 
     def _roles_for(self, count: int) -> Roles:
         roles = self._roles.get(count)

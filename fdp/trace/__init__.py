@@ -3,15 +3,25 @@
 operators -> trace -> calls -> capture -> graph -> checks -> sharding -> tracer
 """
 
-from fdp.trace.calls.arguments import Flat, Roles, flatten_call, refuse_unhashable, resolve_roles, sharing, split_static
+from fdp.trace.calls.arguments import (
+    Flat,
+    Roles,
+    flatten_call,
+    refuse_unhashable,
+    resolve_roles,
+    sharing,
+    split_static,
+)
 from fdp.trace.calls.changes import Summary, describe_change, summarise
 from fdp.trace.calls.finite_flags import ReturnsFiniteFlags, WithFiniteFlags
 from fdp.trace.calls.keywords import by_position, signature_of
+from fdp.trace.calls.outside_values import OutsideValues, Version
 from fdp.trace.calls.recognise import RememberedCalls
 from fdp.trace.capture.calling import run_untraced
 from fdp.trace.capture.capture import Geometry, capture_functional
 from fdp.trace.capture.switches import recording, without_fused_lstm
 from fdp.trace.checks.uncertain_strides import uncertain_for_draws
+from fdp.trace.equality import same_program
 from fdp.trace.trace import Input, Operation, Output, Reduction, Trace
 from fdp.trace.tracer import trace_step
 
@@ -21,12 +31,14 @@ __all__ = [
     "Input",
     "Operation",
     "Output",
+    "OutsideValues",
     "Reduction",
     "RememberedCalls",
     "ReturnsFiniteFlags",
     "Roles",
     "Summary",
     "Trace",
+    "Version",
     "WithFiniteFlags",
     "by_position",
     "capture_functional",
@@ -36,6 +48,7 @@ __all__ = [
     "refuse_unhashable",
     "resolve_roles",
     "run_untraced",
+    "same_program",
     "sharing",
     "signature_of",
     "split_static",

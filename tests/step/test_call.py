@@ -15,7 +15,6 @@ import torch
 from telling_steps import Options, a_state, apart, plain_telling
 
 import fdp
-from fdp.context.ambient import ambient_context
 from fdp.distributed.group import resolve_group
 from fdp.trace.calls import arguments, recognise
 
@@ -24,8 +23,8 @@ Tree = Any
 
 def recognised(step: Any, *args: Any) -> bool:
     roles = step._roles_for(len(args))
-    place = (len(args), resolve_group(None), ambient_context())
-    return step._calls.recognise(place, *arguments.split_static(args, roles)) is not None
+    place = step._known.place(args, roles, resolve_group(None))
+    return step._known.calls.recognise(place, *arguments.split_static(args, roles)) is not None
 
 
 @pytest.mark.parametrize("donate", [(), 0], ids=["kept", "donated"])
@@ -56,7 +55,7 @@ def test_one_more_signature_than_are_remembered_takes_the_long_way_and_is_right(
         for width in widths:
             assert step(torch.zeros(1), torch.ones(width)).item() == width
     assert step.traces == len(widths)
-    assert len(step._calls._calls) == recognise.MOST
+    assert len(step._known.calls._calls) == recognise.MOST
     before = {id(known.remembered) for known in step._known.values()}
     for width in widths:
         step(torch.zeros(1), torch.ones(width))

@@ -21,7 +21,6 @@ from samples import examples, exhaustive, some
 from telling_steps import Options, a_state, apart, plain_telling, telling
 
 import fdp
-from fdp.context.ambient import ambient_context
 from fdp.distributed.group import resolve_group
 from fdp.trace.calls import arguments
 
@@ -139,10 +138,10 @@ def test_any_change_between_calls_is_noticed(fn: Callable[..., Any], donate: Any
         alive.append((optree.tree_leaves(state), batch))
         args = (state, options, batch)
         copies = (apart(state), Options(options.scale), apart(batch))
-        place = (3, resolve_group(None), ambient_context())
-        found = step._calls.recognise(place, *arguments.split_static(args, roles))
+        place = step._known.place(args, roles, resolve_group(None))
+        found = step._known.calls.recognise(place, *arguments.split_static(args, roles))
         if found is not None:
-            assert found[0] is step._known[step._key(arguments.flatten_call(args, roles), place)]
+            assert found[0] is step._known[step._known.key(arguments.flatten_call(args, roles), place)]
         try:
             result = step(*args)
         except fdp.TraceError as error:

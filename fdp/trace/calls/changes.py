@@ -21,6 +21,7 @@ _REMEDIES = {
     "value": "pass a number that changes as a tensor",
     "structure": "pass the same keys, and lists of the same length, at every call; None is structure, too",
     "static": "pass what changes often as a tensor, or as part of the state",
+    "outside": "pass what changes often as an argument: a tensor, or as part of the state",
     "other": "clone what shares memory, and keep settings such as autocast as they are",
 }
 
@@ -45,7 +46,7 @@ def summarise(flat: Flat) -> Summary:
     return Summary(flat.spec, flat.static, tuple(map(_kind_of_leaf, flat.leaves)))
 
 
-def describe_change(old: Summary, new: Flat, step_name: str, roles: Roles) -> tuple[str, str]:
+def describe_change(old: Summary, new: Flat, step_name: str, roles: Roles, outside: str = "") -> tuple[str, str]:
     """Say what differs between two signatures: the first argument that changed, with its old and new value.
 
     Args:
@@ -53,6 +54,7 @@ def describe_change(old: Summary, new: Flat, step_name: str, roles: Roles) -> tu
         new: the arguments of the later one.
         step_name: the user's function, for messages.
         roles: what each argument is.
+        outside: what has changed besides arguments; empty for nothing.
 
     Returns:
         What changed, and what to do about it.
@@ -67,6 +69,8 @@ def describe_change(old: Summary, new: Flat, step_name: str, roles: Roles) -> tu
         for name, before, after in zip(names, old.leaves, map(_kind_of_leaf, new.leaves), strict=True)
         if before != after
     ]
+    if not changed and outside:
+        return outside, _REMEDIES["outside"]
     if not changed:
         return "which arguments share memory, or a setting of torch", _REMEDIES["other"]
     name, before, after = changed[0]

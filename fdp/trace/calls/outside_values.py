@@ -1,0 +1,181 @@
+"""The values that a step reads from outside are part of its signature: a trace holds for those that it was made with.
+
+Such a value is a number, a flag such as `module.training`, a setting, or a closed-over tensor, which counts by its
+identity: what is changed in place, a program sees. Each combination that a step was called with has a number, so that
+the program for it is found again.
+
+Two things are not part of it. What the function itself assigns while it is traced (a counter, a cache) would be another
+one after every trace. And what was changed twice without a difference to the trace is not read by it.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import torch
+
+from fdp.trace.calls.arguments import PLAIN_TYPES
+from fdp.trace.calls.outside_search import Search, WatchedPlaces, of_length
+from fdp.trace.trace import Trace
+
+_MOST_VERSIONS = 64
+_VAIN = 2
+"""So many changes without an effect, and a value is no longer followed."""
+
+_Leaves = list[tuple[str, Any]]
+
+Version: TypeAlias = "tuple[OutsideValues, int]"
+"""The values that a function reads from outside, at some call: by whose look at them, and a number."""
+
+
+class OutsideValues:
+    """The values that a function reads from outside, call by call.
+
+    Args:
+        function: the step.
+        static: objects that are passed to it as they are, whose attributes it may read; with the name of each.
+    """
+
+    def __init__(self, function: Any, static: Iterable[tuple[str, Any]] = ()) -> None:
+        self._roots = ((getattr(function, "__name__", "step"), function), *static)
+        self._names: frozenset[str] = frozenset()
+        self._without: set[str] = set()
+        self._tensors: set[str] | None = None
+        self._versions: dict[int, _Leaves] = {}
+        self._vain: collections.Counter[str] = collections.Counter()
+        self._now: tuple[WatchedPlaces, Version] | None = None  # in one, since other threads read it
+        self._last = 0
+        self._changing = threading.Lock()
+
+    def version(self) -> Version:
+        """The values as they are now; equal for equal values."""
+        now = self._now
+        if now is not None and now[0].unchanged():
+            return now[1]
+        with self._changing:
+            found = self._search(self._tensors)
+            same = (number for number, leaves in self._versions.items() if not _changed(leaves, found.leaves))
+            number = next(same, None)
+            if number is None:
+                number = self._last = self._last + 1
+                self._versions[number] = found.leaves
+                if len(self._versions) > _MOST_VERSIONS:
+                    del self._versions[next(iter(self._versions))]
+            self._now = found.watched, (self, number)
+            return self._now[1]
+
+    def settle(self, traces: Iterable[Trace] = ()) -> None:
+        """Leave out what the function itself has changed, after it ran.
+
+        Args:
+            traces: of the step; of closed-over tensors only those count that one of these uses.
+        """
+        with self._changing:
+            used = {id(tensor) for trace in traces for tensor in _closed_over(trace)}
+            if self._now is None or (not used and self._tensors is not None and self._now[0].unchanged()):
+                return
+            now = self._search(None)
+            known = {label for label, value in now.leaves if id(value) in used}
+            self._tensors = known if self._tensors is None else self._tensors | known
+            before = self._versions.get(self._now[1][1], [])
+            had = {label for label, _ in before}
+            # Of tensors that have come to count, it is not known what they were.
+            after = [x for x in now.leaves if self._counts(x) and (x[0] in had or not isinstance(x[1], torch.Tensor))]
+            own = set(_changed([leaf for leaf in before if self._counts(leaf)], after))
+            # A list that has grown will grow again, at its end.
+            self._leave_out(own.union(filter(None, map(of_length, own))))
+
+    def _leaves_of(self, version: Version) -> _Leaves:
+        return self._versions.get(version[1], []) if version[0] is self else []
+
+    def vain(self, earlier: Iterable[Version], version: Version) -> None:
+        """Learn that a version has the same trace as earlier ones."""
+        with self._changing:
+            now, others = self._leaves_of(version), filter(None, map(self._leaves_of, earlier))
+            changed = min((_changed(leaves, now) for leaves in others), key=len, default=[])
+            self._vain.update(changed)
+            self._leave_out(label for label in changed if self._vain[label] >= _VAIN)
+
+    def describe(self, one: Version, other: Version) -> str:
+        """What differs between two versions: one of the values, as text; empty for nothing."""
+        before, after = self._leaves_of(one), self._leaves_of(other)
+        changed = _changed(before, after) if before and after else []
+        if not changed:
+            return ""
+        was, now = (_text(dict(leaves).get(changed[0])) for leaves in (before, after))
+        more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+        what = "another tensor was assigned to it" if was == now else f"{was} became {now}"
+        return f"{changed[0]}, which the step reads from outside: {what}{more}"
+
+    def tensors_differ(self, one: Version, other: Version) -> bool:
+        """Whether closed-over tensors are others in two versions."""
+        before, after = self._leaves_of(one), self._leaves_of(other)
+        changed = set(_changed(before, after) if before and after else [])
+        return any(label in changed and isinstance(value, torch.Tensor) for label, value in before)
+
+    def forget(self, version: Version) -> None:
+        """Let go of the values of a version."""
+        with self._changing:
+            self._versions.pop(version[1], None)
+
+    def _search(self, tensors: Iterable[str] | None) -> Search:
+        while True:
+            known = None if tensors is None else frozenset(tensors)
+            found = Search(self._roots, self._names, frozenset(self._without), known)
+            if found.names <= self._names:
+                return found
+            self._names |= found.names
+
+    def _counts(self, leaf: tuple[str, Any]) -> bool:
+        label, value = leaf
+        return not isinstance(value, torch.Tensor) or self._tensors is None or label in self._tensors
+
+    def _leave_out(self, labels: Iterable[str]) -> None:
+        if self._now is None:
+            return
+        self._without.update(labels)
+        found, number = self._search(self._tensors), self._now[1][1]
+        kept = {label for label, _ in found.leaves}
+        for other, leaves in self._versions.items():
+            self._versions[other] = [leaf for leaf in leaves if leaf[0] in kept]
+        self._versions[number] = found.leaves
+        self._now = found.watched, (self, number)
+
+
+def _changed(before: _Leaves, after: _Leaves) -> list[str]:
+    """The expressions of leaves that are not the same; of all that one has and the other has not."""
+    if len(before) == len(after) and all(map(_is_same, before, after)):
+        return []
+    one, other = dict(before), dict(after)
+    names = [*one, *(name for name in other if name not in one)]
+    return [n for n in names if n not in one or n not in other or not _is_same((n, one[n]), (n, other[n]))]
+
+
+def _is_same(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
+    (name, a), (other_name, b) = one, other
+    if name != other_name:
+        return False
+    if a is b:
+        return True
+    if type(a) is not type(b) or isinstance(a, torch.Tensor):
+        return False
+    # Not by `==` alone: -0.0 is another number than 0.0, and a NaN is no other than itself.
+    return (isinstance(a, PLAIN_TYPES) and (repr(a) == repr(b))) or _is_equal_code(a, b)
+
+
+def _is_equal_code(one: Any, other: Any) -> bool:
+    return hasattr(one, "co_code") and one == other
+
+
+def _closed_over(trace: Trace) -> list[torch.Tensor]:
+    whole = [] if trace.whole is None else _closed_over(trace.whole)
+    return whole + [getattr(trace.graph, target) for target, _ in trace.closed_over]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return f"{value!r:.60}"

@@ -1,0 +1,73 @@
+"""Whether two traces are of the same program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fdp.trace.trace import Trace
+
+_MOST_ELEMENTS = 4096
+"""Larger constants are the same only if they are one object."""
+
+
+def same_program(one: Trace, other: Trace) -> bool:
+    """Whether what was made of one trace serves for the other as well.
+
+    Args:
+        one: a trace.
+        other: another trace of the same step, for the same arguments.
+
+    Returns:
+        Whether they are equal, numbers in operators and all, and use the same closed-over tensors.
+    """
+    if one != other or one.out_spec != other.out_spec or one.in_spec != other.in_spec:
+        return False
+    if one.whole is not None and other.whole is not None:
+        return same_program(one.whole, other.whole) and _same_graphs(one.graph, other.graph)
+    return one.whole is other.whole and _same_graphs(one.graph, other.graph)
+
+
+def _same_graphs(one: fx.GraphModule, other: fx.GraphModule) -> bool:
+    nodes, others = list(one.graph.nodes), list(other.graph.nodes)
+    return len(nodes) == len(others) and all(
+        _text(a) == _text(b) and (a.op != "get_attr" or _same_constants(_held(one, a), _held(other, b)))
+        for a, b in zip(nodes, others, strict=True)
+    )
+
+
+def _text(node: fx.Node) -> tuple[Any, ...]:
+    # With numbers to the last digit; an object without a text of its own differs by its address.
+    arguments = fx.map_arg((node.args, node.kwargs), lambda argument: _NodeName(argument.name))
+    return node.op, node.name, str(node.target), repr(arguments)
+
+
+class _NodeName(str):
+    """The name of a node, which no string among the arguments is taken for."""
+
+    def __repr__(self) -> str:
+        return f"%{self}"
+
+
+def _held(module: fx.GraphModule, node: fx.Node) -> Any:
+    value: Any = module
+    for name in str(node.target).split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _same_constants(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, fx.GraphModule) and isinstance(other, fx.GraphModule):
+        return _same_graphs(one, other)
+    if type(one) is not torch.Tensor or type(other) is not torch.Tensor or one.numel() > _MOST_ELEMENTS:
+        return False
+    alike = (one.shape, one.dtype, one.device, one.stride()) == (other.shape, other.dtype, other.device, other.stride())
+    return alike and one.device.type == "cpu" and one.layout == torch.strided and _same_bits(one, other)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.contiguous().numpy().tobytes() == other.contiguous().numpy().tobytes()

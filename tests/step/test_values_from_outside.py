@@ -1,0 +1,195 @@
+"""What a step reads besides its arguments is part of its signature: later changes are seen, and nothing else traces."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from bits import same_bits_or_equal
+from outside_cases import CASES, Case, Config, Trainer
+from samples import exhaustive
+
+import fdp
+
+Tree = Any
+
+W, BATCH = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.5, -1.0])
+
+
+def compare(case: Callable[[], Case], **options: Any) -> None:
+    """At every call the step returns what the function does, as long as nothing changes without a new trace."""
+    fn, changes = case()
+    step = fdp.data_parallel(fn, check_trace=False, check_replication=False, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tensors that were assigned anew
+        for change in [lambda: None, *changes]:
+            change()
+            for _ in range(2):
+                assert same_bits_or_equal(step(W, BATCH), fn(W, BATCH))
+            traced = step.traces
+            assert same_bits_or_equal(step(W, BATCH), fn(W, BATCH)) and step.traces == traced
+    assert step.traces <= 1 + len(changes)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_read_from_outside_is_seen_when_it_changes(case: Callable[[], Case]) -> None:
+    compare(case)
+
+
+@exhaustive
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_what_is_read_from_outside_is_seen(case: Callable[[], Case]) -> None:
+    compare(case, compile=True)
+
+
+class WithStep:
+    def __init__(self, scale: float) -> None:
+        self.scale, self.unread = scale, 0
+
+    @functools.partial(fdp.data_parallel, static_argnums=0)
+    def step(self, w: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return w * self.scale + fdp.pmean(batch.sum())
+
+
+def test_what_is_read_of_a_static_object_is_seen() -> None:
+    """Of one that equals itself whatever it holds: two of them, and each again after it was changed."""
+    one, other = WithStep(2.0), WithStep(3.0)
+    for scale in (2.0, 5.0):
+        one.scale = scale
+        for each in (one, other, one):
+            each.unread += 1
+            assert same_bits_or_equal(each.step(W, BATCH), W * each.scale + BATCH.sum())
+    assert WithStep.step.traces == 3
+
+
+def test_equal_static_objects_are_one() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Frozen:
+        scale: float
+
+    step = fdp.data_parallel(lambda c, w, b: w * c.scale + fdp.pmean(b.sum()), static_argnums=0)
+    for scale in (2.0, 3.0, 2.0):
+        assert same_bits_or_equal(step(Frozen(scale), W, BATCH), W * scale + BATCH.sum())
+    assert step.traces == 2
+
+
+def test_values_that_come_back_find_their_program() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    apply, params, buffers = fdp.from_module(module)
+    step = fdp.data_parallel(lambda p, x: (fdp.pmean(apply(p, buffers, x)[0].mean()), fdp.per_rank(x[0])))
+    x = torch.randn(5, 3)
+    for training in (True, False) * 4:
+        module.train(training)
+        plain, _ = torch.func.functional_call(module, {**params, **buffers}, x).mean(), None
+        assert torch.allclose(step(params, x)[0], plain)
+    assert step.traces == 2
+
+
+def test_what_the_step_does_not_read_is_no_part_of_it() -> None:
+    trainer = Trainer()
+    step = fdp.data_parallel(trainer.step)
+    for call in range(6):
+        step(W, BATCH)
+        trainer.epoch = call
+        trainer.log.append(call)
+        trainer.config.unread = call
+        trainer.config = Config()  # equal to the last one
+    assert step.traces == 1
+
+
+def test_what_the_step_itself_assigns_is_no_part_of_it() -> None:
+    count, seen, cache = 0, [], {}  # type: ignore[var-annotated]
+
+    def fn(w: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        seen.append(count)
+        cache[count] = len(seen)
+        return w + fdp.pmean(batch.sum())
+
+    step = fdp.data_parallel(fn)
+    for _ in range(20):  # in some of which it is compared again
+        assert same_bits_or_equal(step(W, BATCH), W + BATCH.sum())
+    assert step.traces == 1 and count > 2
+
+
+def test_what_makes_no_difference_is_traced_for_twice() -> None:
+    epoch = 0
+
+    def fn(w: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        str(epoch)
+        return w * 2 + fdp.pmean(batch.sum())
+
+    step = fdp.data_parallel(fn)
+    programs = set()
+    for call in range(6):
+        epoch = call
+        step(W, BATCH)
+        programs |= {id(known.emitted) for known in step._known.values()}
+    assert step.traces == 3 and len(programs) == 1
+
+
+def test_it_says_which_tensor_was_assigned_anew_and_lets_go_of_the_old_one() -> None:
+    held = {"w": torch.ones(3)}
+    step = fdp.data_parallel(lambda w, b: w * held["w"] + fdp.pmean(b.sum()))
+    step(W, BATCH)
+    with pytest.warns(
+        UserWarning, match=r"traced again, because of held\['w'\].*another tensor was assigned.*argument"
+    ):
+        held["w"] = torch.full((3,), 2.0)
+        step(W, BATCH)
+    assert len(step._known) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        held["w"] = torch.full((3,), 3.0)
+        assert same_bits_or_equal(step(W, BATCH), W * 3 + BATCH.sum())
+
+
+def test_the_warning_about_traces_names_what_is_read_from_outside() -> None:
+    scale = 0.0
+
+    def fn(w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return w * scale + fdp.pmean(b.sum())
+
+    step = fdp.data_parallel(fn)
+    with pytest.warns(UserWarning, match=r"8th time.*: scale, which the step reads from outside: 6\.0 became 7\.0"):
+        for call in range(8):
+            scale = float(call)
+            step(W, BATCH)
+
+
+def alone() -> tuple[list[float], str]:
+    """A value that all ranks change; one that makes no difference on one rank; and one that one rank changes alone."""
+    scale, note = 2.0, "none"
+
+    def fn(w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        str(note)
+        return w * scale + fdp.pmean(b.sum())
+
+    step = fdp.data_parallel(fn)
+    rank = torch.distributed.get_rank()
+    found = [step(W, BATCH * (rank + 1))[0].item()]
+    scale = 3.0
+    found.append(step(W, BATCH * (rank + 1))[0].item())
+    if rank == 0:
+        note = "one"
+    found.append(step(W, BATCH * (rank + 1))[0].item())
+    if rank == 0:
+        scale = 4.0
+    try:
+        step(W, BATCH)
+    except fdp.FdpError as error:
+        return found, type(error).__name__
+    return found, "none"
+
+
+def test_ranks_trace_again_together_and_disagree_where_one_does_alone() -> None:
+    for outcome in ranks.run_fresh(2, alone, deadline_s=60):
+        assert outcome.ok, outcome.describe()
+        assert outcome.value == ([1.25, 2.25, 2.25], "AgreementError")
