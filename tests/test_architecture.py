@@ -58,9 +58,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     # the flow
     "trace": (
         "operators.control operators.effects operators.source", "operators.kernel_strides", "operators.fake_rules",
-        "trace",
-        "calls.finite_flags calls.keywords calls.names_in_code calls.overlap calls.structure equality",
-        "calls.arguments calls.closure", "calls.outside_search", "calls.outside_values",
+        "trace", "equality calls.finite_flags calls.keywords calls.names_in_code calls.overlap calls.structure",
+        "calls.arguments calls.closure calls.watched_places", "calls.outside_search", "calls.outside_values",
         "calls.changes calls.pairing calls.recognise calls.results",
         "capture.functional capture.remedies capture.reshapes capture.rng_replay capture.silent_changes "
         "capture.untouched",

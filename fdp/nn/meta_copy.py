@@ -56,7 +56,8 @@ class MetaCopy:
         for tensor in tensors:
             if id(tensor) not in self._pairs:  # a tied one keeps one stand-in
                 self._pairs[id(tensor)] = weakref.ref(tensor), _without_memory(tensor)
-        parts = [ModuleCopy(name, original, self._stand_in(original)) for name, original in module.named_modules()]
+        live: list[dict[str, Any]] = []
+        parts = [ModuleCopy(name, part, self._stand_in(part), live) for name, part in module.named_modules()]
         try:
             for part in parts:
                 self._build(part)
@@ -159,13 +160,17 @@ class ModuleCopy:
         name: its path from the root.
         original: the module, while it lives.
         stand_in: the module without memory.
-        attributes: the live `__dict__` of the original; when it is dead, what changed last, and then nothing.
+        live: of all parts of the tree, the live `__dict__` of the original; when it is dead, what changed last, and
+            then nothing.
+        at: the position of this part in it.
         seen: for each attribute that was copied to the stand-in, its value in the original.
     """
 
-    def __init__(self, name: str, original: nn.Module, stand_in: nn.Module) -> None:
+    def __init__(self, name: str, original: nn.Module, stand_in: nn.Module, live: list[dict[str, Any]]) -> None:
         self.name, self.stand_in = name, stand_in
-        self.attributes, self.seen = vars(original), dict[str, Any]()
+        self.live, self.at = live, len(live)
+        live.append(vars(original))
+        self.seen = dict[str, Any]()
         self._settled = False
         own = weakref.ref(self)  # or both would wait for the garbage collector, with the memory of the original
 
@@ -175,6 +180,15 @@ class ModuleCopy:
                 part.settle()
 
         self.original = weakref.ref(original, on_death)
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """What is in `live` of this part."""
+        return self.live[self.at]
+
+    @attributes.setter
+    def attributes(self, attributes: dict[str, Any]) -> None:
+        self.live[self.at] = attributes
 
     def settle(self) -> None:
         """Release a dead original, except for attributes that changed since the last update."""

@@ -17,12 +17,12 @@ from fdp.context.ambient import ambient_context
 from fdp.distributed.group import Group
 from fdp.runtime import Emitted
 from fdp.step.progress import Progress
-from fdp.trace import Flat, OutsideValues, RememberedCalls, Roles, Trace, Version
+from fdp.trace import Flat, OutsideValues, RememberedCalls, Roles, Trace
 
 _MOST_SIGNATURES = 64
 """So many signatures a step keeps, those that were called last; each has a program and bucket memory of its own."""
 
-_IDENTITY: Any = object.__eq__
+_WITHOUT_ATTRIBUTES = frozenset({bool, int, float, str, type(None)})
 
 clock = itertools.count()
 """Counts calls, to find the signature that was called last."""
@@ -51,9 +51,9 @@ class Known:
     progress: Progress | None = None
 
 
-Place = tuple[int, Group, Any, Version]
-"""Where a call happens: its number of arguments, the group, what `ambient_context` says, and the values that the
-function reads from outside."""
+Place = tuple[int, Group, Any, int]
+"""Where a call happens: its number of arguments, the group, what `ambient_context` says, and the number of the values
+that the function reads from outside."""
 
 
 class Signatures(dict[Any, Known]):
@@ -71,30 +71,16 @@ class Signatures(dict[Any, Known]):
         super().__init__()
         self._step = step
         self._forgotten: set[int] | None = set()
-        self._function = function
         self._outside = OutsideValues(function)
-        self._outside_of: dict[tuple[int, ...], OutsideValues] = {}
         self._offsets_matter = False  # whether programs differ where inputs begin elsewhere in their memory
         self._warned = False
         self.calls: RememberedCalls[Known] = RememberedCalls()
 
     def place(self, args: tuple[Any, ...], roles: Roles, group: Group) -> Place:
         """Where a call happens."""
-        outside = self._with_static(args, roles) if roles.static else self._outside
-        return len(args), group, ambient_context(), outside.version()
-
-    def _with_static(self, args: tuple[Any, ...], roles: Roles) -> OutsideValues:
-        """The look at what a function reads of static arguments, too, if an object equals itself whatever it holds."""
-        static = [(roles.names[at], args[at]) for at in sorted(roles.static)]
-        objects = [(name, value) for name, value in static if type(value).__eq__ is _IDENTITY]
-        if not objects:
-            return self._outside
-        key = tuple(id(value) for _, value in objects)  # which stay alive with the look at them
-        if (found := self._outside_of.get(key)) is None:
-            if len(self._outside_of) >= _MOST_SIGNATURES:
-                self._outside_of.pop(next(iter(self._outside_of)))
-            found = self._outside_of[key] = OutsideValues(self._function, objects)
-        return found
+        fixed = [(roles.names[at], args[at]) for at in sorted(roles.static)] if roles.static else ()
+        objects = tuple(item for item in fixed if type(item[1]) not in _WITHOUT_ATTRIBUTES)
+        return len(args), group, ambient_context(), self._outside.version(objects)
 
     def key(self, flat: Flat, place: Place) -> Any:
         """The key by which the program of a call is found."""
@@ -120,7 +106,7 @@ class Signatures(dict[Any, Known]):
         """
         found = [(key[1][3], known) for key, known in self.items() if (key[0], key[1][:3]) == (flat.key, place[:3])]
         found.sort(key=lambda item: item[1].last_call, reverse=True)
-        return [(known, place[3][0].describe(version, place[3])) for version, known in found]
+        return [(known, self._outside.describe(version, place[3])) for version, known in found]
 
     def keep(self, flat: Flat, place: Place, known: Known) -> None:
         """Keep a preparation, and forget the one that was called longest ago if there are too many."""
@@ -138,7 +124,15 @@ class Signatures(dict[Any, Known]):
         if (warning := self._forget_other_tensors(place)) is not None:
             warnings.warn(warning, stacklevel=6)
         if serves := [other[1][3] for other, earlier in self.items() if earlier is known]:
-            place[3][0].vain(serves, place[3])
+            if given_up := self._outside.in_vain(serves, place[3]):
+                warnings.warn(
+                    f"fdp: step {self._step!r} was traced again and again because of {' and '.join(given_up)}, which "
+                    "it reads from outside, and each trace was the same. From now on fdp does not look at that any "
+                    "more: if it makes a difference, pass it as an argument.",
+                    stacklevel=6,
+                )
+        else:
+            self._outside.in_effect()
         if len(self) >= _MOST_SIGNATURES:
             oldest = min(self, key=lambda other: self[other].last_call)
             del self[oldest]
@@ -146,20 +140,20 @@ class Signatures(dict[Any, Known]):
                 self._forgotten.add(hash(oldest))
         self[key] = known
 
-    def settle(self, place: Place, trace: Trace | None = None) -> None:
+    def settle(self, trace: Trace | None = None) -> None:
         """After the function has run as Python: what it changes itself is not part of its signature."""
-        place[3][0].settle([] if trace is None else [trace])
+        self._outside.settle([] if trace is None else [trace])
 
     def _forget_other_tensors(self, place: Place) -> str | None:
         """Forget programs that hold closed-over tensors which the user has let go of; returns a warning, once."""
-        old = [key for key in self if place[3][0].tensors_differ(key[1][3], place[3])]
+        old = [key for key in self if self._outside.tensors_differ(key[1][3], place[3])]
         if not old:
             return None
-        changed = place[3][0].describe(old[-1][1][3], place[3])
+        changed = self._outside.describe(old[-1][1][3], place[3])
         for key in old:
             del self[key]
         for version in {key[1][3] for key in old}:
-            place[3][0].forget(version)
+            self._outside.forget(version)
         self.calls = RememberedCalls()
         if self._warned:
             return None

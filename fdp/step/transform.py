@@ -183,7 +183,7 @@ class Step:
         """
         flat, roles, place = self._resolve(args, kwargs)
         trace = self._preparation.trace(flat, roles, place[1])
-        self._known.settle(place, trace)
+        self._known.settle(trace)
         return trace
 
     @hiding_frames
@@ -204,7 +204,7 @@ class Step:
         """
         flat, roles, place = self._resolve(args, kwargs)
         plan = self._preparation.plan(flat, roles, place[1])
-        self._known.settle(place, plan.trace)
+        self._known.settle(plan.trace)
         return plan
 
     @hiding_frames
@@ -245,26 +245,22 @@ class Step:
         known.last_call = next(clock)
         known.calls += 1
         run = self._run if known.progress is None else self._run_first
-        result = run(known, tensors, args, roles, place)
+        result = run(known, tensors, args, roles)
         return result_if_finite(self._name, result, number) if self._check_finite else result
 
-    def _run(self, known: Known, tensors: list[torch.Tensor], args: tuple[Any, ...], roles: Roles, place: Place) -> Any:
+    def _run(self, known: Known, tensors: list[torch.Tensor], args: tuple[Any, ...], roles: Roles) -> Any:
         if known.calls == known.looks_at:
-            return self._look_again(known, tensors, args, roles, place)
+            return self._look_again(known, tensors, args, roles)
         return known.emitted.run(tensors)
 
-    def _run_first(
-        self, known: Known, tensors: list[torch.Tensor], args: tuple[Any, ...], roles: Roles, place: Place
-    ) -> Any:
+    def _run_first(self, known: Known, tensors: list[torch.Tensor], args: tuple[Any, ...], roles: Roles) -> Any:
         progress, known.progress = known.progress or Progress(self._name), None
         with progress, progress.stage("first run"):
-            result = self._run(known, tensors, args, roles, place)
+            result = self._run(known, tensors, args, roles)
         progress.finish()
         return result
 
-    def _look_again(
-        self, known: Known, tensors: list[torch.Tensor], args: tuple[Any, ...], roles: Roles, place: Place
-    ) -> Any:
+    def _look_again(self, known: Known, tensors: list[torch.Tensor], args: tuple[Any, ...], roles: Roles) -> Any:
         """Make a call, and perhaps compare the step with the function before it."""
         again = known.again
         assert again is not None
@@ -275,7 +271,7 @@ class Step:
             )
         finally:
             known.looks_at = again.at
-            self._known.settle(place)
+            self._known.settle()
 
     def _look_up(self, flat: Flat, roles: Roles, place: Place) -> tuple[Known, list[torch.Tensor]]:
         """Find a call by its signature worked out in full, or prepare that signature."""
@@ -293,7 +289,7 @@ class Step:
                     if known is None:
                         again = self._preparation.again(emitted)
                         known = Known(emitted, again, 0 if again is None else again.at, progress=progress)
-                    kept.settle(place, emitted.plan.trace)
+                    kept.settle(emitted.plan.trace)
                     kept.keep(flat, place, known)
         trace = known.emitted.plan.trace
         known.remembered = kept.calls.remember(place, flat, trace, known, known.remembered)

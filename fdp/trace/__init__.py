@@ -15,7 +15,7 @@ from fdp.trace.calls.arguments import (
 from fdp.trace.calls.changes import Summary, describe_change, summarise
 from fdp.trace.calls.finite_flags import ReturnsFiniteFlags, WithFiniteFlags
 from fdp.trace.calls.keywords import by_position, signature_of
-from fdp.trace.calls.outside_values import OutsideValues, Version
+from fdp.trace.calls.outside_values import OutsideValues
 from fdp.trace.calls.recognise import RememberedCalls
 from fdp.trace.capture.calling import run_untraced
 from fdp.trace.capture.capture import Geometry, capture_functional
@@ -38,7 +38,6 @@ __all__ = [
     "Roles",
     "Summary",
     "Trace",
-    "Version",
     "WithFiniteFlags",
     "by_position",
     "capture_functional",

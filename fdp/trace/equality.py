@@ -25,12 +25,22 @@ def same_program(one: Trace, other: Trace) -> bool:
     """
     if one != other or one.out_spec != other.out_spec or one.in_spec != other.in_spec:
         return False
+    # Equality takes True for 1, and -0.0 for 0.0.
+    if [_exactly(x.constant) for x in one.outputs] != [_exactly(x.constant) for x in other.outputs]:
+        return False
+    if any(getattr(one.graph, target) is not getattr(other.graph, target) for target, _ in one.closed_over):
+        return False
     if one.whole is not None and other.whole is not None:
         return same_program(one.whole, other.whole) and _same_graphs(one.graph, other.graph)
     return one.whole is other.whole and _same_graphs(one.graph, other.graph)
 
 
+def _exactly(constant: Any) -> tuple[Any, ...]:
+    return type(constant), repr(constant)
+
+
 def _same_graphs(one: fx.GraphModule, other: fx.GraphModule) -> bool:
+    """Whether operators and their arguments are the same, and constants that the trace has made have equal bits."""
     nodes, others = list(one.graph.nodes), list(other.graph.nodes)
     return len(nodes) == len(others) and all(
         _text(a) == _text(b) and (a.op != "get_attr" or _same_constants(_held(one, a), _held(other, b)))

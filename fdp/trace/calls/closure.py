@@ -96,7 +96,11 @@ def _visit(
     depth: int,
     modules: dict[int, tuple[str, torch.nn.Module]] | None = None,
 ) -> None:
-    if isinstance(value, torch.Tensor):
+    try:
+        is_tensor = isinstance(value, torch.Tensor)
+    except Exception:  # a proxy of an object that has died, for example
+        return
+    if is_tensor:
         found.setdefault(id(value), (name, value))
         return
     if id(value) in seen or depth == 0:

@@ -5,30 +5,35 @@ identity: what is changed in place, a program sees. Each combination that a step
 the program for it is found again.
 
 Two things are not part of it. What the function itself assigns while it is traced (a counter, a cache) would be another
-one after every trace. And what was changed twice without a difference to the trace is not read by it.
+one after every trace. And what has changed many times without a difference to the trace is most likely not read by it.
 """
 
 from __future__ import annotations
 
 import collections
+import enum
+import numbers
 import threading
+import types
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import Any
 
+import numpy as np
 import torch
 
 from fdp.trace.calls.arguments import PLAIN_TYPES
-from fdp.trace.calls.outside_search import Search, WatchedPlaces, of_length
+from fdp.trace.calls.outside_search import Search, of_contents
+from fdp.trace.calls.watched_places import WatchedPlaces
 from fdp.trace.trace import Trace
 
 _MOST_VERSIONS = 64
-_VAIN = 2
-"""So many changes without an effect, and a value is no longer followed."""
+_MOST_IN_VAIN = 8
+"""So many changes without an effect on the trace, and a value is no longer followed."""
+
+_MOST_SEARCHES = 20
+"""Each search follows the names that the one before has found."""
 
 _Leaves = list[tuple[str, Any]]
-
-Version: TypeAlias = "tuple[OutsideValues, int]"
-"""The values that a function reads from outside, at some call: by whose look at them, and a number."""
 
 
 class OutsideValues:
@@ -36,36 +41,43 @@ class OutsideValues:
 
     Args:
         function: the step.
-        static: objects that are passed to it as they are, whose attributes it may read; with the name of each.
     """
 
-    def __init__(self, function: Any, static: Iterable[tuple[str, Any]] = ()) -> None:
-        self._roots = ((getattr(function, "__name__", "step"), function), *static)
+    def __init__(self, function: Any) -> None:
+        self._root = getattr(function, "__name__", "step"), function
+        self._static: tuple[tuple[str, Any], ...] = ()
         self._names: frozenset[str] = frozenset()
         self._without: set[str] = set()
         self._tensors: set[str] | None = None
         self._versions: dict[int, _Leaves] = {}
         self._vain: collections.Counter[str] = collections.Counter()
-        self._now: tuple[WatchedPlaces, Version] | None = None  # in one, since other threads read it
+        self._now: tuple[WatchedPlaces, int, tuple[Any, ...]] | None = None  # in one, since threads read it
         self._last = 0
         self._changing = threading.Lock()
 
-    def version(self) -> Version:
-        """The values as they are now; equal for equal values."""
+    def version(self, static: tuple[tuple[str, Any], ...] = ()) -> int:
+        """The number of the values as they are now; the same for the same values.
+
+        Args:
+            static: objects that are passed to the step as they are, whose attributes it may read; with their names.
+        """
         now = self._now
-        if now is not None and now[0].unchanged():
+        if now is not None and _are_same(static, now[2]) and now[0].unchanged():
             return now[1]
         with self._changing:
+            self._static = static
             found = self._search(self._tensors)
             same = (number for number, leaves in self._versions.items() if not _changed(leaves, found.leaves))
             number = next(same, None)
             if number is None:
                 number = self._last = self._last + 1
-                self._versions[number] = found.leaves
-                if len(self._versions) > _MOST_VERSIONS:
+                if len(self._versions) >= _MOST_VERSIONS:
                     del self._versions[next(iter(self._versions))]
-            self._now = found.watched, (self, number)
-            return self._now[1]
+                self._versions[number] = found.leaves
+            else:
+                self._versions[number] = self._versions.pop(number)  # to the end: it is the last one used
+            self._now = found.watched, number, static
+            return number
 
     def settle(self, traces: Iterable[Trace] = ()) -> None:
         """Leave out what the function itself has changed, after it ran.
@@ -80,54 +92,67 @@ class OutsideValues:
             now = self._search(None)
             known = {label for label, value in now.leaves if id(value) in used}
             self._tensors = known if self._tensors is None else self._tensors | known
-            before = self._versions.get(self._now[1][1], [])
+            before = self._versions.get(self._now[1], [])
             had = {label for label, _ in before}
             # Of tensors that have come to count, it is not known what they were.
             after = [x for x in now.leaves if self._counts(x) and (x[0] in had or not isinstance(x[1], torch.Tensor))]
             own = set(_changed([leaf for leaf in before if self._counts(leaf)], after))
             # A list that has grown will grow again, at its end.
-            self._leave_out(own.union(filter(None, map(of_length, own))))
+            self._leave_out(own.union(filter(None, map(of_contents, own))))
 
-    def _leaves_of(self, version: Version) -> _Leaves:
-        return self._versions.get(version[1], []) if version[0] is self else []
+    def in_vain(self, earlier: Iterable[int], number: int) -> list[str]:
+        """Learn that a version has the same trace as earlier ones.
 
-    def vain(self, earlier: Iterable[Version], version: Version) -> None:
-        """Learn that a version has the same trace as earlier ones."""
+        Returns:
+            The expressions of values that are no longer followed from now on.
+        """
         with self._changing:
-            now, others = self._leaves_of(version), filter(None, map(self._leaves_of, earlier))
-            changed = min((_changed(leaves, now) for leaves in others), key=len, default=[])
+            now = self._versions.get(number, [])
+            changed = min(
+                (_changed(self._versions[n], now) for n in earlier if n in self._versions), key=len, default=[]
+            )
             self._vain.update(changed)
-            self._leave_out(label for label in changed if self._vain[label] >= _VAIN)
+            known = {label for label, _ in now}
+            given_up = [label for label in changed if self._vain[label] >= _MOST_IN_VAIN and label in known]
+            given_up = [of_contents(label) or label for label in given_up]
+            if given_up:
+                self._leave_out(given_up)
+            return given_up
 
-    def describe(self, one: Version, other: Version) -> str:
+    def in_effect(self) -> None:
+        """Learn that a version has a trace of its own."""
+        self._vain.clear()
+
+    def describe(self, one: int, other: int) -> str:
         """What differs between two versions: one of the values, as text; empty for nothing."""
-        before, after = self._leaves_of(one), self._leaves_of(other)
+        before, after = self._versions.get(one, []), self._versions.get(other, [])
         changed = _changed(before, after) if before and after else []
         if not changed:
             return ""
         was, now = (_text(dict(leaves).get(changed[0])) for leaves in (before, after))
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
-        what = "another tensor was assigned to it" if was == now else f"{was} became {now}"
-        return f"{changed[0]}, which the step reads from outside: {what}{more}"
+        what = "another object was assigned to it" if was == now else f"{was} became {now}"
+        return f"{changed[0]}, which the step reads from outside: {what:.200}{more}"
 
-    def tensors_differ(self, one: Version, other: Version) -> bool:
+    def tensors_differ(self, one: int, other: int) -> bool:
         """Whether closed-over tensors are others in two versions."""
-        before, after = self._leaves_of(one), self._leaves_of(other)
+        before, after = self._versions.get(one, []), self._versions.get(other, [])
         changed = set(_changed(before, after) if before and after else [])
         return any(label in changed and isinstance(value, torch.Tensor) for label, value in before)
 
-    def forget(self, version: Version) -> None:
+    def forget(self, number: int) -> None:
         """Let go of the values of a version."""
         with self._changing:
-            self._versions.pop(version[1], None)
+            self._versions.pop(number, None)
 
     def _search(self, tensors: Iterable[str] | None) -> Search:
-        while True:
+        for _ in range(_MOST_SEARCHES):
             known = None if tensors is None else frozenset(tensors)
-            found = Search(self._roots, self._names, frozenset(self._without), known)
+            found = Search((self._root, *self._static), self._names, frozenset(self._without), known)
             if found.names <= self._names:
-                return found
+                break
             self._names |= found.names
+        return found
 
     def _counts(self, leaf: tuple[str, Any]) -> bool:
         label, value = leaf
@@ -137,12 +162,12 @@ class OutsideValues:
         if self._now is None:
             return
         self._without.update(labels)
-        found, number = self._search(self._tensors), self._now[1][1]
+        found, number = self._search(self._tensors), self._now[1]
         kept = {label for label, _ in found.leaves}
         for other, leaves in self._versions.items():
             self._versions[other] = [leaf for leaf in leaves if leaf[0] in kept]
         self._versions[number] = found.leaves
-        self._now = found.watched, (self, number)
+        self._now = found.watched, number, self._now[2]
 
 
 def _changed(before: _Leaves, after: _Leaves) -> list[str]:
@@ -154,20 +179,23 @@ def _changed(before: _Leaves, after: _Leaves) -> list[str]:
     return [n for n in names if n not in one or n not in other or not _is_same((n, one[n]), (n, other[n]))]
 
 
+def _are_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return one is other or (len(one) == len(other) and all(a[1] is b[1] for a, b in zip(one, other, strict=True)))
+
+
 def _is_same(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
     (name, a), (other_name, b) = one, other
     if name != other_name:
         return False
     if a is b:
         return True
-    if type(a) is not type(b) or isinstance(a, torch.Tensor):
+    kind = type(a)
+    if kind is not type(b) or issubclass(kind, (torch.Tensor, enum.Enum)):
         return False
-    # Not by `==` alone: -0.0 is another number than 0.0, and a NaN is no other than itself.
-    return (isinstance(a, PLAIN_TYPES) and (repr(a) == repr(b))) or _is_equal_code(a, b)
-
-
-def _is_equal_code(one: Any, other: Any) -> bool:
-    return hasattr(one, "co_code") and one == other
+    if issubclass(kind, types.CodeType):
+        return bool(a == b)
+    # Not by `==`: -0.0 is another number than 0.0, and a NaN is no other than itself.
+    return issubclass(kind, (*PLAIN_TYPES, numbers.Number, np.generic)) and _text(a) == _text(b)
 
 
 def _closed_over(trace: Trace) -> list[torch.Tensor]:
@@ -178,4 +206,7 @@ def _closed_over(trace: Trace) -> list[torch.Tensor]:
 def _text(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)}"
-    return f"{value!r:.60}"
+    try:
+        return repr(value)
+    except Exception:
+        return f"a {type(value).__name__}"

@@ -1,0 +1,150 @@
+"""Places that hold a value, and a quick look at whether each still holds the same object.
+
+The look goes through all places with a few calls from Python, since it is part of every call of a step.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+Kind = Literal["cell", "item", "attribute", "part"]
+Place = tuple[Kind, Any, Any]
+"""Where a value was found: in a variable, under a key of a dict, in an attribute, in one of a module taken apart."""
+
+_MISSING = object()
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+"""The attributes of a module that hold its hooks."""
+
+_Getter = Callable[[Mapping[str, Any]], tuple[Any, ...]]
+_Select = Callable[[list[dict[str, Any]]], tuple[dict[str, Any], ...]]
+
+_hooks = operator.itemgetter(*HOOKS)
+_contents = operator.attrgetter("cell_contents")
+
+
+class WatchedPlaces:
+    """Places, and what they held when they were found."""
+
+    def __init__(self) -> None:
+        self._cells: list[tuple[Any, Any]] = []
+        self._items: list[tuple[Any, Any, Any]] = []
+        self._in_objects: list[tuple[Any, Any, Any]] = []
+        self._in_parts: dict[int, tuple[Any, dict[str, Any]]] = {}
+        self._hooked: dict[int, Any] = {}
+        self._sized: dict[int, Any] = {}
+        self._ordered: dict[int, Any] = {}
+
+    def add(self, place: Place, value: Any = _MISSING) -> None:
+        """Watch a place that holds a value; or one that holds none yet."""
+        kind, holder, key = place
+        if kind == "part":
+            self._in_parts.setdefault(id(holder), (holder, {}))[1][key] = value
+        elif kind == "cell":
+            self._cells.append((holder, value))
+        else:
+            (self._items if kind == "item" else self._in_objects).append((holder, key, value))
+
+    def add_length(self, container: Any) -> None:
+        """Watch how many items a container has."""
+        self._sized[id(container)] = container
+
+    def add_order(self, container: Any) -> None:
+        """Watch the items of a list, or the keys of a dict, and their order; its length has to be watched as well."""
+        self._ordered[id(container)] = container
+
+    def add_hooks(self, part: Any) -> None:
+        """Watch how many hooks a module taken apart has."""
+        self._hooked[id(part)] = part
+
+    def freeze(self) -> None:
+        """Prepare the look, once everything was found."""
+        cells, in_cells = [cell for cell, _ in self._cells], [value for _, value in self._cells]
+        dicts, keys, in_dicts = _columns(self._items)
+        objects, names, in_objects = _columns(self._in_objects)
+        lists, in_parts = list(self._ordered.values()), self._groups_of_parts()
+        # What reads a kind of places, and what they hold now.
+        reads: list[tuple[Callable[[], Iterable[Any]], list[Any]]] = [
+            (functools.partial(map, _contents, cells), in_cells),
+            (functools.partial(map, dict.get, dicts, keys, itertools.repeat(_MISSING)), in_dicts),
+            (functools.partial(map, getattr, objects, names), in_objects),
+            (functools.partial(itertools.chain.from_iterable, lists), list(itertools.chain.from_iterable(lists))),
+            *((functools.partial(_read, get, *_selected(parts)), held) for get, parts, held in in_parts),
+        ]
+        self._reads = [(read, values) for read, values in reads if values]
+        self._containers = list(self._sized.values())
+        self._lengths = list(map(len, self._containers))
+        trees: dict[int, list[Any]] = {}
+        for part in self._hooked.values():
+            trees.setdefault(id(part.live), []).append(part)
+        self._hooked_parts = list(map(_selected, trees.values()))
+        self._counts = self._hook_counts() if self._any_hook() else []
+
+    def _groups_of_parts(self) -> list[tuple[_Getter, list[Any], list[Any]]]:
+        """Modules of one kind have attributes of the same names, which are read together: parts, and what they hold."""
+        groups: dict[tuple[_Getter, int], tuple[list[Any], list[Any]]] = {}
+        for part, values in self._in_parts.values():
+            for getter in _getters(values):
+                parts, held = groups.setdefault((getter, id(part.live)), ([], []))
+                parts.append(part)
+                held += getter(values)
+        return [(getter, parts, held) for (getter, _), (parts, held) in groups.items()]
+
+    def unchanged(self) -> bool:
+        """Whether every place holds the object that it held."""
+        try:
+            for read, values in self._reads:
+                if not all(map(operator.is_, read(), values)):
+                    return False
+            if self._containers and list(map(len, self._containers)) != self._lengths:
+                return False
+            return not self._hooked_parts or (
+                self._hook_counts() == self._counts if self._counts else not self._any_hook()
+            )
+        except Exception:  # a variable or an attribute that is gone
+            return False
+
+    def _any_hook(self) -> bool:
+        return any(any(itertools.chain.from_iterable(map(_hooks, select(live)))) for select, live in self._hooked_parts)
+
+    def _hook_counts(self) -> list[int]:
+        hooks = (map(_hooks, select(live)) for select, live in self._hooked_parts)
+        return list(map(len, itertools.chain.from_iterable(itertools.chain.from_iterable(hooks))))
+
+
+def _selected(parts: list[Any]) -> tuple[_Select, list[dict[str, Any]]]:
+    """What selects parts among those of a module taken apart, and all of those."""
+    indices = [part.at for part in parts]
+    if len(indices) == 1:
+        return lambda live: (live[indices[0]],), parts[0].live
+    return operator.itemgetter(*indices), parts[0].live
+
+
+def _read(get: _Getter, select: _Select, live: list[dict[str, Any]]) -> Iterator[Any]:
+    return itertools.chain.from_iterable(map(get, select(live)))
+
+
+def _columns(rows: list[tuple[Any, Any, Any]]) -> tuple[list[Any], list[Any], list[Any]]:
+    return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
+
+
+def _getters(values: dict[str, Any]) -> Iterator[_Getter]:
+    """What gets these values of a dict, in one call for those that are there."""
+    there = tuple(name for name, value in values.items() if value is not _MISSING)
+    if there:
+        yield _getter_of(there if len(there) > 1 else there * 2)  # of one, it would not be a tuple
+    yield from (_getter_if_there(name) for name, value in values.items() if value is _MISSING)
+
+
+@functools.lru_cache(maxsize=4096)
+def _getter_of(names: tuple[str, ...]) -> _Getter:
+    return operator.itemgetter(*names)
+
+
+@functools.lru_cache(maxsize=4096)
+def _getter_if_there(name: str) -> _Getter:
+    return lambda values: (values.get(name, _MISSING),)
