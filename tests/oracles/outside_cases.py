@@ -271,6 +271,7 @@ def of_a_module_taken_apart() -> Case:
         lambda: module.eval() and None,  # type: ignore[list-item]
         lambda: module.inner.train() and None,  # type: ignore[list-item]
         lambda: setattr(module, "shift", 1.0),
+        lambda: setattr(module, "forward", lambda x: x * SCALE),
         change,
         gone,
     ]

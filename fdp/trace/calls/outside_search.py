@@ -34,10 +34,10 @@ from fdp.trace.calls.names_in_code import (
 )
 from fdp.trace.calls.watched_places import HOOKS, Place, WatchedPlaces
 
-_MOST_ITEMS = 4096
-"""Larger containers hold data, and are left out."""
+_MOST_KEYS, _MOST_ITEMS = 4096, 512
+"""Larger dicts, and larger containers of other kinds, hold data, and are left out."""
 
-_MOST_LEAVES = 20_000
+_MOST_LEAVES = 10_000
 _MOST_DEPTH = 100
 
 _PLAIN = (*PLAIN_TYPES, type(None))
@@ -183,7 +183,7 @@ class Search:
         return self._leaf(label, code)
 
     def _container(self, label: str, value: Any, depth: int) -> bool:
-        if len(value) > _MOST_ITEMS:
+        if len(value) > (_MOST_KEYS if isinstance(value, dict) else _MOST_ITEMS):
             return False
         first = len(self.leaves)
         found = [not value]
@@ -219,8 +219,8 @@ class Search:
             here, attributes = f"{label}.{path}" if path else label, vars(part)
             self._seen.setdefault(id(part), here)
             self._alive.append(part)
-            for registry in (*TENSOR_REGISTRIES, SUBMODULES):
-                self.watched.add_length(attributes[registry])
+            for held in (attributes, *(attributes[registry] for registry in REGISTRIES)):
+                self.watched.add_length(held)
             for registry in TENSOR_REGISTRIES:
                 held = attributes[registry]
                 self._any(self._visit(f"{here}.{n}", x, ("item", held, n), depth) for n, x in held.items())
@@ -245,7 +245,7 @@ class Search:
             attributes = {**vars(part.stand_in), **part.attributes}
             self._attributes_of_part(here, type(part.stand_in), attributes, place, depth)
             if lives:
-                self.watched.add_hooks(part)
+                self.watched.add_part(part)
             for name in HOOKS:
                 hooks = list(attributes[name].values())
                 self._leaf(contents_of(f"{here}.{name}"), len(hooks))
@@ -266,11 +266,8 @@ class Search:
         for name, value in list(attributes.items()):
             plain = issubclass(type(value), (*_PLAIN, tuple))
             counts = plain and (name in read if read is not None else not name.startswith("_"))
-            if name not in REGISTRIES and name not in HOOKS and (counts or self._reads(name)):
+            if name not in REGISTRIES and name not in HOOKS and (counts or self._reads(name) or name == "forward"):
                 self._visit(f"{label}.{name}", value, place(attributes, name), depth)
-        for name in self._follows.difference(attributes):
-            if hasattr(kind, name) and (here := place(attributes, name)) is not None:
-                self.watched.add(here)  # it may come to hide the attribute of the class
         self._class(kind, depth)
 
     def _object(self, label: str, value: Any, kind: type, depth: int) -> bool:

@@ -11,8 +11,8 @@ one after every trace. And what has changed many times without a difference to t
 from __future__ import annotations
 
 import collections
-import enum
-import numbers
+import decimal
+import fractions
 import threading
 import types
 from collections.abc import Iterable
@@ -32,6 +32,9 @@ _MOST_IN_VAIN = 8
 
 _MOST_SEARCHES = 20
 """Each search follows the names that the one before has found."""
+
+_EXACT = frozenset({*PLAIN_TYPES, decimal.Decimal, fractions.Fraction})
+"""Types whose objects are the same if their texts are."""
 
 _Leaves = list[tuple[str, Any]]
 
@@ -190,12 +193,13 @@ def _is_same(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
     if a is b:
         return True
     kind = type(a)
-    if kind is not type(b) or issubclass(kind, (torch.Tensor, enum.Enum)):
+    if kind is not type(b):
         return False
-    if issubclass(kind, types.CodeType):
+    if kind is types.CodeType:
         return bool(a == b)
-    # Not by `==`: -0.0 is another number than 0.0, and a NaN is no other than itself.
-    return issubclass(kind, (*PLAIN_TYPES, numbers.Number, np.generic)) and _text(a) == _text(b)
+    # Not by `==`: -0.0 is another number than 0.0, and a NaN is no other than itself. A class of the user's may say
+    # the same of different objects.
+    return (kind in _EXACT or issubclass(kind, (np.number, np.bool_))) and repr(a) == repr(b)
 
 
 def _closed_over(trace: Trace) -> list[torch.Tensor]:

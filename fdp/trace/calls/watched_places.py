@@ -35,12 +35,12 @@ class WatchedPlaces:
         self._items: list[tuple[Any, Any, Any]] = []
         self._in_objects: list[tuple[Any, Any, Any]] = []
         self._in_parts: dict[int, tuple[Any, dict[str, Any]]] = {}
-        self._hooked: dict[int, Any] = {}
+        self._parts: dict[int, Any] = {}
         self._sized: dict[int, Any] = {}
         self._ordered: dict[int, Any] = {}
 
-    def add(self, place: Place, value: Any = _MISSING) -> None:
-        """Watch a place that holds a value; or one that holds none yet."""
+    def add(self, place: Place, value: Any) -> None:
+        """Watch a place that holds a value."""
         kind, holder, key = place
         if kind == "part":
             self._in_parts.setdefault(id(holder), (holder, {}))[1][key] = value
@@ -57,9 +57,9 @@ class WatchedPlaces:
         """Watch the items of a list, or the keys of a dict, and their order; its length has to be watched as well."""
         self._ordered[id(container)] = container
 
-    def add_hooks(self, part: Any) -> None:
-        """Watch how many hooks a module taken apart has."""
-        self._hooked[id(part)] = part
+    def add_part(self, part: Any) -> None:
+        """Watch how many attributes and hooks a part of a module taken apart has."""
+        self._parts[id(part)] = part
 
     def freeze(self) -> None:
         """Prepare the look, once everything was found."""
@@ -79,19 +79,20 @@ class WatchedPlaces:
         self._containers = list(self._sized.values())
         self._lengths = list(map(len, self._containers))
         trees: dict[int, list[Any]] = {}
-        for part in self._hooked.values():
+        for part in self._parts.values():
             trees.setdefault(id(part.live), []).append(part)
-        self._hooked_parts = list(map(_selected, trees.values()))
-        self._counts = self._hook_counts() if self._any_hook() else []
+        self._trees = list(map(_selected, trees.values()))
+        self._counts = self._counts_of_parts()
 
     def _groups_of_parts(self) -> list[tuple[_Getter, list[Any], list[Any]]]:
         """Modules of one kind have attributes of the same names, which are read together: parts, and what they hold."""
         groups: dict[tuple[_Getter, int], tuple[list[Any], list[Any]]] = {}
         for part, values in self._in_parts.values():
-            for getter in _getters(values):
-                parts, held = groups.setdefault((getter, id(part.live)), ([], []))
-                parts.append(part)
-                held += getter(values)
+            names = tuple(values)
+            get = _getter_of(names if len(names) > 1 else names * 2)  # of one name, it would not make a tuple
+            parts, held = groups.setdefault((get, id(part.live)), ([], []))
+            parts.append(part)
+            held += get(values)
         return [(getter, parts, held) for (getter, _), (parts, held) in groups.items()]
 
     def unchanged(self) -> bool:
@@ -102,18 +103,17 @@ class WatchedPlaces:
                     return False
             if self._containers and list(map(len, self._containers)) != self._lengths:
                 return False
-            return not self._hooked_parts or (
-                self._hook_counts() == self._counts if self._counts else not self._any_hook()
-            )
+            return not self._trees or self._counts_of_parts() == self._counts
         except Exception:  # a variable or an attribute that is gone
             return False
 
-    def _any_hook(self) -> bool:
-        return any(any(itertools.chain.from_iterable(map(_hooks, select(live)))) for select, live in self._hooked_parts)
-
-    def _hook_counts(self) -> list[int]:
-        hooks = (map(_hooks, select(live)) for select, live in self._hooked_parts)
-        return list(map(len, itertools.chain.from_iterable(itertools.chain.from_iterable(hooks))))
+    def _counts_of_parts(self) -> list[int]:
+        counts: list[int] = []
+        for select, live in self._trees:
+            parts = select(live)
+            counts += map(len, parts)
+            counts += map(len, itertools.chain.from_iterable(map(_hooks, parts)))
+        return counts
 
 
 def _selected(parts: list[Any]) -> tuple[_Select, list[dict[str, Any]]]:
@@ -132,19 +132,6 @@ def _columns(rows: list[tuple[Any, Any, Any]]) -> tuple[list[Any], list[Any], li
     return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
 
 
-def _getters(values: dict[str, Any]) -> Iterator[_Getter]:
-    """What gets these values of a dict, in one call for those that are there."""
-    there = tuple(name for name, value in values.items() if value is not _MISSING)
-    if there:
-        yield _getter_of(there if len(there) > 1 else there * 2)  # of one, it would not be a tuple
-    yield from (_getter_if_there(name) for name, value in values.items() if value is _MISSING)
-
-
 @functools.lru_cache(maxsize=4096)
 def _getter_of(names: tuple[str, ...]) -> _Getter:
     return operator.itemgetter(*names)
-
-
-@functools.lru_cache(maxsize=4096)
-def _getter_if_there(name: str) -> _Getter:
-    return lambda values: (values.get(name, _MISSING),)
