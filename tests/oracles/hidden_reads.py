@@ -227,6 +227,46 @@ def of_containers_of_the_library() -> Case:
     return case(fn, lambda: users.__setitem__("a", 3.0), rotate, lambda: setattr(target, "scale", 4.0))
 
 
+def of_views_and_layers_of_dicts() -> Case:
+    inner, local, defaults = {"a": 1.0}, {}, {"b": 2.0}  # type: ignore[var-annotated]
+    view, layers = types.MappingProxyType(inner), collections.ChainMap(local, defaults)
+    return case(
+        lambda w: w * view["a"] * layers["b"],
+        lambda: inner.update(a=3.0),
+        lambda: local.update(b=4.0),
+        lambda: defaults.update(b=5.0),
+        local.clear,
+    )
+
+
+def of_a_getter() -> Case:
+    held, getter = types.SimpleNamespace(deep=Config()), attrgetter("deep.scale")
+    return case(lambda w: w * getter(held), lambda: setattr(held.deep, "scale", 3.0))
+
+
+def of_a_partial_method() -> Case:
+    config = Config()
+
+    class Scaling:
+        def scaled(self, factor: float, w: torch.Tensor) -> torch.Tensor:
+            return w * factor * config.scale
+
+        doubled = functools.partialmethod(scaled, 2.0)
+
+    scaling = Scaling()
+    return case(lambda w: scaling.doubled(w), lambda: setattr(config, "scale", 3.0))
+
+
+def of_an_activation() -> Case:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, activation=torch.sin)
+    apply, params, buffers = fdp.from_module(layer.requires_grad_(False))
+    return case(
+        lambda w: apply(params, buffers, w[0] * torch.ones(2, 1, 4))[0].square().sum(),
+        lambda: setattr(layer, "activation", torch.tanh),
+        lambda: setattr(layer, "norm_first", True),
+    )
+
+
 def of_names_in_strings() -> Case:
     args = argparse.Namespace(lr=0.5, other=1.0, third=2.0, deep=Config())
 

@@ -11,6 +11,7 @@ import argparse
 import collections
 import enum
 import functools
+import operator
 import sys
 import types
 import weakref
@@ -41,6 +42,9 @@ _MOST_LEAVES = 10_000
 _MOST_DEPTH = 100
 
 _PLAIN = (*PLAIN_TYPES, type(None))
+_SETTINGS = (*_PLAIN, tuple, types.FunctionType, types.BuiltinFunctionType, functools.partial)
+"""What an attribute of a module is that is a setting: also of an activation function."""
+
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _CALLED_BY_TORCH = frozenset({"forward", "backward", "setup_context"})
 
@@ -125,6 +129,8 @@ class Search:
             return self._function(label, value, depth)
         if issubclass(kind, (dict, list, tuple, set, frozenset, collections.deque)):
             return self._container(label, value, depth) | self._object_around(label, value, kind, depth)
+        if issubclass(kind, types.MappingProxyType):
+            return self._view(label, value, depth)
         if issubclass(kind, torch.nn.Module):
             return self._module(label, value, depth)
         if issubclass(kind, types.ModuleType):
@@ -207,6 +213,13 @@ class Search:
                 self.watched.add_order(value)
         return any(found)
 
+    def _view(self, label: str, value: Mapping[Any, Any], depth: int) -> bool:
+        """A view of a dict that cannot be reached."""
+        self.watched.add_length(value)
+        self.watched.add_order(value)
+        self.watched.add_order(value.values())
+        return self._any(self._visit(f"{label}[{_key_text(k)}]", x, None, depth) for k, x in list(value.items()))
+
     def _object_around(self, label: str, value: Any, kind: type, depth: int) -> bool:
         """What a container of a class of the user's has besides its items."""
         if is_of_library(_file_of_class(kind)):
@@ -264,8 +277,8 @@ class Search:
         # A class of torch or of another library has many attributes that say how it was made.
         read = names_read_by(kind, "forward", torch.nn.Module) if is_of_library(_file_of_class(kind)) else None
         for name, value in list(attributes.items()):
-            plain = issubclass(type(value), (*_PLAIN, tuple))
-            counts = plain and (name in read if read is not None else not name.startswith("_"))
+            is_setting = issubclass(type(value), _SETTINGS)
+            counts = is_setting and (name in read if read is not None else not name.startswith("_"))
             if name not in REGISTRIES and name not in HOOKS and (counts or self._reads(name) or name == "forward"):
                 self._visit(f"{label}.{name}", value, place(attributes, name), depth)
         self._class(kind, depth)
@@ -280,8 +293,10 @@ class Search:
             if "__wrapped__" in held:  # such as another step
                 self._visit(label, held["__wrapped__"], ("item", held, "__wrapped__"), depth)
             self._some(label, held, depth)
-        if issubclass(kind, (collections.UserDict, collections.UserList)):
-            self._visit(f"{label}.data", value.data, None, depth)
+        if issubclass(kind, (collections.UserDict, collections.UserList, collections.ChainMap)):
+            self._visit(label, value.maps if issubclass(kind, collections.ChainMap) else value.data, None, depth)
+        if kind in (operator.attrgetter, operator.itemgetter):
+            self.names.update(part for name in value.__reduce__()[1] for part in str(name).split("."))
         for name in sorted(self._follows):
             if isinstance(getattr(kind, name, None), types.MemberDescriptorType) and hasattr(value, name):
                 self._visit(f"{label}.{name}", getattr(value, name), ("attribute", value, name), depth)
@@ -311,6 +326,8 @@ class Search:
                 inner = value.__func__
             elif isinstance(value, (property, functools.cached_property)):
                 inner = value.fget if isinstance(value, property) else value.func
+            elif isinstance(value, functools.partialmethod):
+                inner = functools.partial(value.func, *value.args, **value.keywords)
             elif not isinstance(value, types.FunctionType) and hasattr(type(value), "__get__"):
                 continue  # which gives another object each time
             else:
