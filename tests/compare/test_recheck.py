@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from compared import made
@@ -89,10 +90,10 @@ def test_what_the_first_inputs_hide_is_found_before_the_second_call() -> None:
     assert torch.equal(first["m"], torch.ones(3))
 
 
-def test_a_number_that_changed_since_the_trace_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_that_changed_out_of_sight_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recheck, "SHARE", 1e9)
-    rate = [0.1]
-    step = fdp.data_parallel(lambda w, x: w - rate[0] * x.sum(), check_replication=False)
+    rate = np.array([0.1])  # of which a step that is called looks at the identity, not at the contents
+    step = fdp.data_parallel(lambda w, x: w - float(rate[0]) * x.sum(), check_replication=False)
     w, x = torch.ones(2), torch.ones(2)
     for _ in range(5):  # the first look measures a call, and the one at call 4 compares
         step(w, x)
@@ -101,7 +102,7 @@ def test_a_number_that_changed_since_the_trace_is_noticed(monkeypatch: pytest.Mo
         step(w, x)
     with pytest.raises(fdp.TraceError, match="does not compute what the step computes"):
         step(w, x)  # call 8
-    unchecked = fdp.data_parallel(lambda w, x: w - rate[0] * x.sum(), check_replication=False, check_trace=False)
+    unchecked = fdp.data_parallel(lambda w, x: w - float(rate[0]) * x.sum(), check_replication=False, check_trace=False)
     for call in range(9):
         rate[0] = float(call)
         unchecked(w, x)

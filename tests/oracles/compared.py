@@ -17,7 +17,7 @@ from fdp.runtime import Emitted
 def made(step: Callable[..., Any], *args: Any, world: int = 2, **options: Any) -> tuple[Emitted, Any, Any]:
     """A program for two ranks of which one is there; the flattened arguments, and their roles."""
     transformed = fdp.data_parallel(step, group=fake_group(world), **options)
-    flat, roles, (_, group, _) = transformed._resolve(args, {})
+    flat, roles, (_, group, *_) = transformed._resolve(args, {})
     return Emitted(plan_trace(transformed._preparation.trace(flat, roles, group)), group), flat, roles
 
 

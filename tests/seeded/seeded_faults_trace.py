@@ -220,7 +220,7 @@ def outcome(program: str) -> tuple[str, str]:
     group = _Ranks(None, 2, 0)
     made = fdp.data_parallel(step, group=group, **options)
     try:
-        flat, roles, (_, group, _) = made._resolve(args, {})
+        flat, roles, (_, group, *_) = made._resolve(args, {})
         trace = made._preparation.trace(flat, roles, group)
         emitted = Emitted(plan_trace(trace, options.get("bucket_cap_mb", "auto")), group)
         torch.manual_seed(7)
