@@ -9,7 +9,6 @@ import sysconfig
 import types
 from collections.abc import Iterable
 
-import numpy as np
 import optree
 import torch
 
@@ -30,7 +29,7 @@ _LIBRARIES = tuple(
     os.path.join(folder, "")
     for folder in (
         os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
-        *(os.path.dirname(os.path.abspath(str(library.__file__))) for library in (torch, np, optree)),
+        *(os.path.dirname(os.path.abspath(str(library.__file__))) for library in (torch, optree)),
     )
 )
 _INSTALLED = tuple(os.path.join("", folder, "") for folder in ("site-packages", "dist-packages"))

@@ -13,12 +13,12 @@ from __future__ import annotations
 import collections
 import decimal
 import fractions
+import numbers
 import threading
 import types
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import torch
 
 from fdp.trace.calls.arguments import PLAIN_TYPES
@@ -199,7 +199,8 @@ def _is_same(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
         return bool(a == b)
     # Not by `==`: -0.0 is another number than 0.0, and a NaN is no other than itself. A class of the user's may say
     # the same of different objects.
-    return (kind in _EXACT or issubclass(kind, (np.number, np.bool_))) and repr(a) == repr(b)
+    is_of_numpy = kind.__module__ == "numpy" and issubclass(kind, numbers.Number)
+    return (kind in _EXACT or is_of_numpy) and repr(a) == repr(b)
 
 
 def _closed_over(trace: Trace) -> list[torch.Tensor]:
