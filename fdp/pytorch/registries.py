@@ -1,7 +1,8 @@
-"""Where a module holds its parameters, buffers and submodules.
+"""Where a module holds its parameters, buffers, submodules and hooks.
 
-Private to torch: three dicts, which are attributes of each module by these names. The public ways give copies, and
-leave out what is None or held twice. Whether a module still has them is looked at once, when this is imported.
+Private to torch: dicts, which are attributes of each module by these names. The public ways give copies, and leave out
+what is None or held twice; for hooks there is none. Whether a module still has them is looked at once, when this is
+imported.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ SUBMODULES = "_modules"
 
 REGISTRIES = (*TENSOR_REGISTRIES, SUBMODULES)
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+"""The attributes that hold what is called around the forward function of a module."""
+
 
 def tensor_registries(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
     """The parameters and the buffers of a module itself, by name; an entry may be None."""
@@ -27,7 +31,7 @@ def tensor_registries(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
 
 
 def refuse_other_registries(module: torch.nn.Module) -> None:
-    """Refuse a torch whose modules hold their tensors and submodules in another way.
+    """Refuse a torch whose modules hold their tensors, submodules and hooks in another way.
 
     Args:
         module: any.
@@ -35,7 +39,7 @@ def refuse_other_registries(module: torch.nn.Module) -> None:
     Raises:
         FdpError: they do.
     """
-    gone = [name for name in REGISTRIES if not isinstance(vars(module).get(name), dict)]
+    gone = [name for name in (*REGISTRIES, *HOOKS) if not isinstance(vars(module).get(name), dict)]
     if gone:
         raise unsupported_torch("importing fdp", [f"a torch.nn.Module has no {name}" for name in gone])
 

@@ -78,9 +78,8 @@ class Signatures(dict[Any, Known]):
 
     def place(self, args: tuple[Any, ...], roles: Roles, group: Group) -> Place:
         """Where a call happens."""
-        fixed = [(roles.names[at], args[at]) for at in sorted(roles.static)] if roles.static else ()
-        objects = tuple(item for item in fixed if type(item[1]) not in _WITHOUT_ATTRIBUTES)
-        return len(args), group, ambient_context(), self._outside.version(objects)
+        static = _objects(args, roles) if roles.static else ()
+        return len(args), group, ambient_context(), self._outside.version(static)
 
     def key(self, flat: Flat, place: Place) -> Any:
         """The key by which the program of a call is found."""
@@ -162,3 +161,9 @@ class Signatures(dict[Any, Known]):
             f"fdp: step {self._step!r} was traced again, because of {changed}. It will be traced again each time, "
             "which takes as long as several steps: pass the tensor as an argument."
         )
+
+
+def _objects(args: tuple[Any, ...], roles: Roles) -> tuple[tuple[str, Any], ...]:
+    """The static arguments that have attributes which a step may read, with their names."""
+    fixed = ((roles.names[at], args[at]) for at in sorted(roles.static))
+    return tuple(item for item in fixed if type(item[1]) not in _WITHOUT_ATTRIBUTES)

@@ -244,8 +244,8 @@ def of_a_module() -> Case:
 
     return lambda w, b: module(w) + fdp.pmean(b.sum()), [
         lambda: setattr(module, "scale", 3.0),
-        lambda: module.eval() and None,  # type: ignore[list-item]
-        lambda: module.train() and None,  # type: ignore[list-item]
+        lambda: module.eval(),
+        lambda: module.train(),
         lambda: setattr(module, "shift", 1.0),
         another_part,
         lambda: setattr(module, "table", torch.full((3,), 2.0)),
@@ -268,8 +268,8 @@ def of_a_module_taken_apart() -> Case:
 
     return lambda w, b: apply(params, buffers, w)[0] + fdp.pmean(b.sum()), [
         lambda: setattr(module, "scale", 3.0),
-        lambda: module.eval() and None,  # type: ignore[list-item]
-        lambda: module.inner.train() and None,  # type: ignore[list-item]
+        lambda: module.eval(),
+        lambda: module.inner.train(),
         lambda: setattr(module, "shift", 1.0),
         lambda: setattr(module, "forward", lambda x: x * SCALE),
         change,

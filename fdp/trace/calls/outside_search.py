@@ -22,7 +22,7 @@ import torch
 
 from fdp.nn.meta_copy import MetaCopy
 from fdp.nn.modules import module_read_by
-from fdp.pytorch.registries import REGISTRIES, SUBMODULES, TENSOR_REGISTRIES
+from fdp.pytorch.registries import HOOKS, REGISTRIES, SUBMODULES, TENSOR_REGISTRIES
 from fdp.trace.calls.arguments import PLAIN_TYPES
 from fdp.trace.calls.finite_flags import ReturnsFiniteFlags
 from fdp.trace.calls.names_in_code import (
@@ -33,7 +33,7 @@ from fdp.trace.calls.names_in_code import (
     is_of_library,
     names_read_by,
 )
-from fdp.trace.calls.watched_places import HOOKS, Place, WatchedPlaces
+from fdp.trace.calls.watched_places import Place, WatchedPlaces
 
 _MOST_KEYS, _MOST_ITEMS = 4096, 512
 """Larger dicts, and larger containers of other kinds, hold data, and are left out."""

@@ -11,14 +11,13 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
+from fdp.pytorch.registries import HOOKS
+
 Kind = Literal["cell", "item", "attribute", "part"]
 Place = tuple[Kind, Any, Any]
 """Where a value was found: in a variable, under a key of a dict, in an attribute, in one of a module taken apart."""
 
 _MISSING = object()
-
-HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-"""The attributes of a module that hold its hooks."""
 
 _Getter = Callable[[Mapping[str, Any]], tuple[Any, ...]]
 _Select = Callable[[list[dict[str, Any]]], tuple[dict[str, Any], ...]]
