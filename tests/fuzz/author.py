@@ -61,6 +61,7 @@ class Author:
         fixed: memory of inputs that must not be written.
         inputs: memory of inputs.
         varying: memory that may differ between ranks.
+        outside: what it may read from outside, by the ways to hold it (`fuzz.outside`).
     """
 
     def __init__(self, rng: random.Random, exact: bool, env: dict[str, Any], prefix: str = "v") -> None:
@@ -71,6 +72,7 @@ class Author:
         self.varying: set[int] = set()
         self.names: list[str] = []
         self.traits: set[str] = set()
+        self.outside: tuple[Any, ...] = ()
         self._count = 0
 
     # --- what there is ---

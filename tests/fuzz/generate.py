@@ -14,6 +14,7 @@ import fdp
 from fuzz import plain
 from fuzz.author import Author, DryRun, Refused
 from fuzz.gradients import GRADIENTS
+from fuzz.outside import assigned, change, hold, read
 from fuzz.program import Leaf, Options, Program, Result, Tree, accesses
 from fuzz.statements import STATEMENTS, forbidden
 
@@ -121,6 +122,8 @@ class _Drawing:
             for name, text in self.closed:
                 env[name] = eval(text, env)
                 self.author.add(name, False, fixed=self.naughty != "closed", given=True)
+        if rng.random() < 0.2:
+            self.setup += hold(self.author)
         return tuple(batch)
 
     def _leaf(self, name: str, text: str) -> None:
@@ -190,6 +193,8 @@ class _Drawing:
             try:
                 if self.optimizers and rng.random() < 0.06:
                     self.update()
+                elif author.outside and rng.random() < 0.15:
+                    read(author)
                 elif self.naughty == "data" and rng.random() < 0.15:
                     forbidden(author)
                 else:
@@ -214,6 +219,18 @@ class _Drawing:
                 leaf = Leaf(leaf.name, leaf.make, new, leaf.own)
             leaves.append(leaf)
         self.leaves = leaves
+
+    def between(self) -> tuple[str, ...]:
+        """What the user does between two calls."""
+        rng, names = self.rng, {name for name, _ in self.closed}
+        writes = [line for line in _BETWEEN if line.split(".")[0].split("[")[0] in names]
+        lines = (rng.choice(writes),) if writes and rng.random() < 0.4 else ()
+        if self.closed and rng.random() < 0.15:
+            lines += assigned(rng, self.closed)
+        if self.author.outside and rng.random() < 0.6:
+            lines += change(self.author)
+        # A name has to be called nonlocal before it is used.
+        return tuple(sorted(lines, key=lambda line: not line.startswith("nonlocal")))
 
     def results(self) -> tuple[tuple[Result, ...], set[str]]:
         author, rng, found, traits = self.author, self.rng, [], set()
@@ -251,8 +268,6 @@ def _draw(rng: random.Random, seed: int, world: int) -> Program:
     aliases = any(names & set(re.findall(r"\w+", leaf.make)) for leaf in drawing.leaves)
     if aliases or "state" in traits or "same bytes" in traits:  # parts are copies
         drawing.options = dataclasses.replace(drawing.options, shard=False)
-    closed_names = {name for name, _ in drawing.closed}
-    between = [line for line in _BETWEEN if line.split(".")[0].split("[")[0] in closed_names]
     return Program(
         seed=seed,
         world=world,
@@ -264,7 +279,7 @@ def _draw(rng: random.Random, seed: int, world: int) -> Program:
         closed=drawing.closed,
         body=tuple(drawing.author.lines),
         results=results,
-        between=(rng.choice(between),) if between and rng.random() < 0.4 else (),
+        between=drawing.between(),
         traits=frozenset(traits | drawing.author.traits),
         options=drawing.options,
     )

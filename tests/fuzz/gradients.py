@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fuzz.author import Author, Refused, place
+from fuzz.outside import read
 from fuzz.statements import (
     BINARY,
     DRAWS,
@@ -43,7 +44,7 @@ def loss(author: Author, params: list[str], batch: str | None = None, messages: 
     """
     name = author.fresh().replace(author.prefix, "loss")
     sub = Author(author.rng, author.exact, dict(author.env), prefix=f"{name}_")
-    sub.varying = author.varying
+    sub.varying, sub.outside = author.varying, author.outside
     own = []
     for index, param in enumerate(params):
         local = f"p{index}"
@@ -66,6 +67,8 @@ def loss(author: Author, params: list[str], batch: str | None = None, messages: 
             if messages and author.rng.random() < 0.08:
                 a = sub.pick()
                 sub.write(f"{(v := sub.fresh())} = fdp.{author.rng.choice(['pmean', 'psum'])}({a})", {v: False})
+            elif sub.outside and author.rng.random() < 0.15:
+                read(sub)
             elif author.rng.random() < 0.06:
                 sub.write(f"{(v := sub.fresh())} = kit.drop({sub.pick()}.contiguous(), 0.5)", {v: True}, draws=True)
             else:

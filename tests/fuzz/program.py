@@ -129,9 +129,17 @@ class Program:
             "    def between():",
             *(f"        {line}" for line in self.between or ("pass",)),
             "",
-            f"    return state, batch, step, between, [{', '.join(name for name, _ in self.closed)}]",
+            f"    closed = [{', '.join(name for name, _ in self.closed)}]",
+            "    return state, batch, step, between, closed",
         ]
         return "\n".join(lines) + "\n"
+
+    @property
+    def reads_what_changes(self) -> bool:
+        """Whether anything that the step closes over is another object after a call."""
+        return any(
+            " = " in line or " += " in line or line.endswith(("reverse()", "training)")) for line in self.between
+        )
 
     @property
     def owned(self) -> list[bool]:

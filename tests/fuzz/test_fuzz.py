@@ -14,6 +14,7 @@ import ranks
 import torch
 from samples import exhaustive
 
+from fdp.trace import OutsideValues
 from fuzz import plain
 from fuzz.compare import Judge
 from fuzz.execute import Report, run_programs
@@ -56,7 +57,7 @@ def look_at(jobs: list[Job], verdicts: list[Verdict], folder: pathlib.Path) -> N
     assert not failed, "\n\n".join(failed)
 
 
-@pytest.mark.parametrize(("world", "count"), [(1, 60), (2, 24), (3, 14)])
+@pytest.mark.parametrize(("world", "count"), [(1, 60), (2, 24), (3, 18)])
 def test_random_programs_compute_what_plain_pytorch_computes(world: int, count: int, tmp_path: pathlib.Path) -> None:
     jobs: list[Job] = [[program] for program in drawn(world, count)]
     verdicts = run(world, jobs)
@@ -115,6 +116,14 @@ def test_a_broken_emitter_is_found_and_shrunk_to_a_script_that_fails_by_itself(t
         )
         assert done.returncode == int(broken), done.stdout + done.stderr
         assert ("expected" in done.stdout or "FAILED" in done.stdout) == broken, done.stdout
+
+
+def test_what_a_step_reads_from_outside_changes_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs fail if nothing looks for it."""
+    changing = [program for program in drawn(1, 120) if program.reads_what_changes]
+    assert not any(map(failing, changing))
+    monkeypatch.setattr(OutsideValues, "version", lambda self, static=(): 0)
+    assert sum(map(failing, changing)) > 0.15 * len(changing) > 1
 
 
 def program_of(body: list[str], results: list[Result], world: int = 1, **options: object) -> Program:
