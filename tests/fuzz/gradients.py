@@ -44,7 +44,8 @@ def loss(author: Author, params: list[str], batch: str | None = None, messages: 
     """
     name = author.fresh().replace(author.prefix, "loss")
     sub = Author(author.rng, author.exact, dict(author.env), prefix=f"{name}_")
-    sub.varying, sub.outside = author.varying, author.outside
+    sub.varying = author.varying
+    sub.outside = tuple(holder for holder in author.outside if messages or not holder.equal)
     own = []
     for index, param in enumerate(params):
         local = f"p{index}"

@@ -18,7 +18,7 @@ class Holder:
         reads: statements of it and a tensor `{a}`. Each makes memory of its own, whatever the value is: what a step may
             write is known from the first value.
         change: the lines that change it between two calls.
-        equal: what the statements give is the same on all ranks, whatever `{a}` is.
+        equal: what the statements give is the same on all ranks, whatever `{a}` is: they send messages.
     """
 
     setup: tuple[str, ...]
