@@ -103,13 +103,12 @@ def _reduce_scatter(x: torch.Tensor, op: str, axis: str, kind: str, label: str, 
     _refuse_traced(axis)
     if not x.numel():
         return _first_contiguous(x)
-    own = _contiguous_copy(x)
+    own, out = _contiguous_copy(x), _first_contiguous(x)
     if (others := OtherRanks.of_axis(axis)) is None:
         arriving = own.new_empty((rows_arriving(len(own)), *own.shape[1:]))
-        ranks_for(label).reduce_scatter(arriving, own, op, accumulate=accumulate)()
-        return own[0].clone()
-    out = _first_contiguous(x)
-    others.reduce_scatter_(out, own, op)
+        ranks_for(label).reduce_scatter(out, arriving, own, op, accumulate=accumulate)()
+    else:
+        others.reduce_scatter_(out, own, op)
     return out
 
 

@@ -43,15 +43,22 @@ class Sent(Protocol):
 
 
 def start_collective(
-    sent: Sent, own: torch.Tensor, into: torch.Tensor | None, scaled: bool, group: Group, arrived: Arrived | None
+    sent: Sent,
+    own: torch.Tensor,
+    into: torch.Tensor | None,
+    result: torch.Tensor | None,
+    scaled: bool,
+    group: Group,
+    arrived: Arrived | None,
 ) -> Callable[[], None]:
     """Start a message.
 
     Args:
         sent: what is said of it.
-        own: what this rank contributes, flat, with a header behind it if there is one. The result is in the same place,
-            of a reduce-scatter in the first row of it, unless it arrives elsewhere.
+        own: what this rank contributes, flat, with a header behind it if there is one. The result is in the same place
+            unless it arrives elsewhere.
         into: memory for what arrives, where it lies apart: of `arriving_shape`; else None.
+        result: of a reduce-scatter: memory for its result, flat; else None.
         scaled: the values have been divided by the number of ranks: their sum is the mean.
         group: the ranks.
         arrived: called when it is there, if the backend tells.
@@ -70,16 +77,26 @@ def start_collective(
         return group.all_gather(into, own, arrived)
     if collective.reduction is None:
         return group.all_to_all(into, own.view_as(into), arrived)
-    return group.reduce_scatter(into, own.view(sent.rows, -1), collective.reduction, arrived, sent.accumulate_dtype)
+    assert result is not None
+    rows = own.view(sent.rows, -1)
+    return group.reduce_scatter(result, into, rows, collective.reduction, arrived, sent.accumulate_dtype)
 
 
-def pretend_message(sent: Sent, own: torch.Tensor, into: torch.Tensor | None, scaled: bool, others: OtherRanks) -> None:
+def pretend_message(
+    sent: Sent,
+    own: torch.Tensor,
+    into: torch.Tensor | None,
+    result: torch.Tensor | None,
+    scaled: bool,
+    others: OtherRanks,
+) -> None:
     """Do what a message would do, with what this rank takes the others to hold.
 
     Args:
         sent: as for `start_collective`.
         own: likewise, without a header.
         into: likewise.
+        result: likewise.
         scaled: likewise.
         others: the other ranks.
     """
@@ -96,15 +113,15 @@ def pretend_message(sent: Sent, own: torch.Tensor, into: torch.Tensor | None, sc
     elif collective.reduction is None:
         others.all_to_all_(into, own.view_as(into))
     else:
-        rows = own.view(sent.rows, -1)
-        others.reduce_scatter_(rows[0], rows, collective.reduction)
+        assert result is not None
+        others.reduce_scatter_(result, own.view(sent.rows, -1), collective.reduction)
 
 
 def arriving_shape(sent: Sent, world_size: int) -> tuple[int, ...]:
     """The shape of what arrives, where it lies apart from what this rank sends.
 
-    It is a row of each rank; for a reduce-scatter one of each other rank, if ranks are few. Of a permutation it is what
-    one rank sends.
+    It is a row of each rank; for a reduce-scatter, if ranks are few, one of each other rank but for the one that
+    becomes the result. Of a permutation it is what one rank sends.
     """
     if sent.collective.paired:
         return (sent.numel,)

@@ -33,6 +33,11 @@ class Collective:
         return not (self.splits or self.gathers or self.paired)
 
     @property
+    def result_apart(self) -> bool:
+        """Whether the result has memory of its own: a part of what is sent, it is needed for longer than that."""
+        return self.splits and self.reduction is not None
+
+    @property
     def reduces(self) -> bool:
         """Whether each element of the result combines the same element of every rank, in the same place."""
         return self.reduction is not None and self.in_place

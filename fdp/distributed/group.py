@@ -117,6 +117,7 @@ class Group:
 
     def reduce_scatter(
         self,
+        result: torch.Tensor,
         arriving: torch.Tensor,
         own: torch.Tensor,
         op: str,
@@ -124,7 +125,7 @@ class Group:
         accumulate: torch.dtype | None = None,
     ) -> Callable[[], None]:
         """As `start_reduce_scatter`, on these ranks."""
-        return start_reduce_scatter(arriving, own, op, self, arrived, accumulate)
+        return start_reduce_scatter(result, arriving, own, op, self, arrived, accumulate)
 
     def permute(
         self, out: torch.Tensor, own: torch.Tensor, pairs: Pairs, arrived: Arrived | None = None

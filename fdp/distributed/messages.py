@@ -200,11 +200,15 @@ def _start_rows(
 
 
 def rows_arriving(size: int) -> int:
-    """How many rows arrive for a reduce-scatter: of all other ranks, or of all where they do not exchange rows."""
-    return size - 1 if size <= MOST_RANKS_IN_ROWS else size
+    """How many rows arrive for a reduce-scatter, beside the one that becomes the result.
+
+    Those of all other ranks but one; where ranks do not exchange rows, one of each rank.
+    """
+    return max(0, size - 2) if size <= MOST_RANKS_IN_ROWS else size
 
 
 def start_reduce_scatter(
+    result: torch.Tensor,
     arriving: torch.Tensor,
     own: torch.Tensor,
     op: str,
@@ -212,15 +216,15 @@ def start_reduce_scatter(
     arrived: Arrived | None = None,
     accumulate: torch.dtype | None = None,
 ) -> Callable[[], None]:
-    """Start reducing each row of `own` over the ranks of a group, the row of this rank into the first one.
+    """Start reducing each row of `own` over the ranks of a group, the row of this rank into `result`.
 
     Where the values are added up here, that is done in the order of ranks, of sixteen-bit values in float32 and
     rounded once: the result is a function of the values alone. A backend that does it adds in an order of its own.
 
     Args:
+        result: [n], contiguous; written from the start of the message on.
         arriving: [`rows_arriving(size)`, n], contiguous; memory for what arrives.
-        own: [size, n], contiguous; a row for each rank. Once the returned function has returned, the first row is the
-            result, and the others are anything.
+        own: [size, n], contiguous; a row for each rank. Once the returned function has returned, they are anything.
         op: "mean" or "sum".
         group: the ranks; with a world of one nothing is sent.
         arrived: what to call when the message has arrived, if the backend says so.
@@ -232,24 +236,22 @@ def start_reduce_scatter(
     """
     what, size = "a reduce-scatter", group.size
     if size == 1:
+        result.copy_(own[0])
         return _nothing
     if accumulate is None and group.backend_for(own.device) in _SCATTERING_BACKENDS:
         name, divide = way_to_reduce(op, own.dtype, own.device, group)
         if divide == "before":
             own.div_(size)
-        operation, total = getattr(dist.ReduceOp, name.upper()), arriving[0].view(-1)
-        finish_scatter = start_message(
+        operation = getattr(dist.ReduceOp, name.upper())
+        return start_message(
             what, own, group, arrived,
-            lambda ranks: dist.reduce_scatter_tensor(total, own.view(-1), operation, group=ranks, async_op=True),
+            lambda ranks: dist.reduce_scatter_tensor(
+                result.view(-1), own.view(-1), operation, group=ranks, async_op=True
+            ),
         )  # fmt: skip
-
-        def copy() -> None:
-            finish_scatter()
-            own[0].copy_(arriving[0])
-
-        return copy
     if _in_rows(own, group):
-        rows = list(arriving.unbind(0))
+        # The first two rows are added up first: that the result is one of them does no harm.
+        rows = [result, *arriving.unbind(0)]
         rows.insert(group.rank, own[group.rank])
         into, given = [[_as_bytes(row) for row in each] for each in (rows, own)]
         finish_message = _start_rows(what, own, group, arrived, into, given)
@@ -260,13 +262,13 @@ def start_reduce_scatter(
 
     def wait() -> None:
         finish_message()
-        _add_up(own[0], rows, size if op == "mean" else 1)
+        _add_up(result, rows, size if op == "mean" else 1)
 
     return wait
 
 
 def _add_up(result: torch.Tensor, rows: Sequence[torch.Tensor], divided_by: int) -> None:
-    """Add up two rows or more in their order, and divide; `result` may be the first of them."""
+    """Add up two rows or more in their order, and divide; `result` may be one of the first two."""
     if result.dtype in (torch.float16, torch.bfloat16):
         total = rows[0].float()
         for row in rows[1:]:

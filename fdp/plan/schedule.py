@@ -2,15 +2,19 @@
 
 Each bucket starts as soon as its last member exists. Operations that need the result of a bucket run after all
 operations that need none, and after those that need only earlier buckets. So each bucket is waited for as late as its
-first reader allows, and the update of one bucket runs while the next is on the wire. There is one exception: if a
-bucket is computed from an earlier bucket's result, these operations run as soon as it is the bucket's turn. So a
-parameter is updated during the backward pass, and its new value is gathered.
+first reader allows, and the update of one bucket runs while the next is on the wire. There are two exceptions:
+
+- If a bucket is computed from an earlier bucket's result, these operations run as soon as it is the bucket's turn. So a
+  parameter is updated during the backward pass, and its new value is gathered.
+- Of large buckets that are reduce-scattered, two are under way at most. A whole gradient needs N times the memory of
+  the part that a rank keeps of it, and it is free once the bucket has been waited for.
 
 References: Li et al., PyTorch Distributed (VLDB 2020), section 3.2.3 (overlap with the backward pass).
 """
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -34,6 +38,14 @@ def order(
         its wait once, after it. Operations of one level keep the order of the user's program.
     """
     return _Scheduler(operations, reductions, buckets).run()
+
+
+_MOST_UNDER_WAY = 2
+"""So many messages that leave each rank a part are under way at most: then the network always has one to send, and the
+memory of earlier ones can be used again."""
+
+_FREED_BYTES = 2**20
+"""Messages that are smaller do not count: waiting for them would free little memory."""
 
 
 class _Scheduler:
@@ -66,6 +78,7 @@ class _Scheduler:
         self._done: set[int] = set()
         self._waited: set[int] = set()
         self._next_start = 0
+        self._freeing: collections.deque[int] = collections.deque()
 
     def run(self) -> tuple[Item, ...]:
         """Schedule everything."""
@@ -132,6 +145,15 @@ class _Scheduler:
                 self._waited.add(bucket)
                 self.schedule.append(Wait(bucket))
 
+    def _free_earlier(self, bucket: int) -> None:
+        """Wait for an earlier bucket whose memory is free then, before another one of that kind starts."""
+        if not _frees_memory(self._buckets[bucket]):
+            return
+        if len(self._freeing) == _MOST_UNDER_WAY and (earlier := self._freeing.popleft()) not in self._waited:
+            self._waited.add(earlier)
+            self.schedule.append(Wait(earlier))
+        self._freeing.append(bucket)
+
     def _start_ready(self, level: float) -> None:
         """Start the buckets that can start, up to a level."""
         # In the order of their indices, and no other: all ranks must start them alike. A bucket that is packed from
@@ -141,11 +163,17 @@ class _Scheduler:
                 self._run_ahead(self._next_start)
             elif self._missing[self._next_start] or self._behind[self._next_start] > level:
                 return
+            self._free_earlier(self._next_start)
             for member in self._buckets[self._next_start].members:
                 self._run_views(self._reductions[member].operation)
                 self._wait_for(self._reductions[member].operation)
             self.schedule.append(Start(self._next_start))
             self._next_start += 1
+
+
+def _frees_memory(bucket: Bucket) -> bool:
+    """Whether much of a bucket's memory is free once it has been waited for."""
+    return bucket.collective.result_apart and bucket.size_bytes >= _FREED_BYTES
 
 
 def _levels(operations: Sequence[Operation], bucket_of: dict[int, int]) -> list[int]:

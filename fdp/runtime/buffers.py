@@ -34,11 +34,11 @@ class Buffer:
 
     Attributes:
         bucket: its description.
-        own: what this rank contributes, flat; the result is in the same place, of a reduce-scatter in the first row of
-            it, unless it arrives elsewhere.
+        own: what this rank contributes, flat; the result is in the same place unless it arrives elsewhere.
         arriving: memory for what arrives, where it lies apart: [ranks, numel] for an all-gather, [ranks, numel /
-            ranks] for an all-to-all, the same or a row less for a reduce-scatter, [numel] for a permutation; else None,
-            as well where the program says at each call where it goes.
+            ranks] for an all-to-all, the same or two rows less for a reduce-scatter, [numel] for a permutation; else
+            None, as well where the program says at each call where it goes.
+        result: [numel / ranks], of a reduce-scatter; else None.
         scaled: it is packed with values divided by the number of ranks: their sum is the mean.
         received: [own elements], pieces of all ranks on their way, if it is added up in a wider dtype, else None.
         message: what is sent of a reduction: `own`, with the header behind it if there is one.
@@ -49,6 +49,7 @@ class Buffer:
     bucket: Bucket
     own: torch.Tensor
     arriving: torch.Tensor | None
+    result: torch.Tensor | None
     scaled: bool
     received: torch.Tensor | None = None
     message: torch.Tensor | None = None
@@ -67,7 +68,7 @@ class Buffer:
 
     def _start(self, group: Group, arrived: Arrived | None, into: torch.Tensor | None) -> Callable[[], None]:
         message = self.own if self.message is None else self.message
-        return start_collective(self.bucket, message, self._arriving(into), self.scaled, group, arrived)
+        return start_collective(self.bucket, message, self._arriving(into), self.result, self.scaled, group, arrived)
 
     def start_wide(self, group: Group, arrived: Arrived | None = None) -> WideMean:
         """Start the mean that is added up in a wider dtype."""
@@ -81,7 +82,7 @@ class Buffer:
 
     def pretend(self, others: OtherRanks, into: torch.Tensor | None = None) -> None:
         """Compute what the collective would, with assumed values of the other ranks."""
-        pretend_message(self.bucket, self.own, self._arriving(into), self.scaled, others)
+        pretend_message(self.bucket, self.own, self._arriving(into), self.result, self.scaled, others)
 
 
 def place_values(program: Program, blocks: Mapping[torch.device, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -128,13 +129,15 @@ def make_buffers(plan: Plan, program: Program, blocks: Mapping[torch.device, tor
     for bucket in plan.buckets:
         layout = program.layouts.get(bucket.device)
         start = None if layout is None else layout.offsets.get(("bucket", bucket.index))
-        if start is None:
+        if layout is None or start is None:
             continue
         block = blocks[bucket.device]
         wide = bucket.is_wide
         numel = shared_numel(bucket, size) if wide else bucket.numel
         own = _flat(block, start, numel, bucket.dtype)
-        arriving = received = message = header = None
+        arriving = result = received = message = header = None
+        if bucket.collective.result_apart:
+            result = _flat(block, layout.offsets["result", bucket.index], numel // bucket.rows, bucket.dtype)
         if not bucket.collective.in_place and bucket.index not in program.gathered:
             shape = arriving_shape(bucket, size)
             arriving = _flat(block, start + arrives_at_bytes(bucket), math.prod(shape), bucket.dtype).view(shape)
@@ -145,7 +148,7 @@ def make_buffers(plan: Plan, program: Program, blocks: Mapping[torch.device, tor
             header = message[bucket.numel : bucket.numel + extra]
         scaled = bucket.index in program.scaled
         frame = named_frame(f"fdp: {bucket_text(plan, bucket.index)}")
-        buffers[bucket.index] = Buffer(bucket, own, arriving, scaled, received, message, header, frame)
+        buffers[bucket.index] = Buffer(bucket, own, arriving, result, scaled, received, message, header, frame)
     return buffers
 
 

@@ -114,12 +114,15 @@ def memory_map(plan: Plan, program: Program) -> MemoryMap:
     pieces = []
     for device, layout in program.layouts.items():
         for piece in layout.pieces:
-            bucket = piece.key[1] if isinstance(piece.key, tuple) and piece.key[0] == "bucket" else None
             name = names.get(piece.key, "")
             node = plan.trace.nodes.get(name) or plan.trace.nodes.get(name.rpartition("_result")[0])
-            if isinstance(piece.key, tuple):
-                name = f"bucket {bucket}" if bucket is not None else f"memory of {piece.key[1]}"
-                node = None
+            bucket = None
+            match piece.key:
+                case ("bucket" | "result" as kind, int(index)):
+                    bucket = index
+                    name, node = f"{'result of ' * (kind == 'result')}bucket {bucket}", None
+                case ("loop", loop, _):
+                    name, node = f"memory of {loop}", None
             source = "" if node is None else str(node.meta.get("source") or "")
             offset = layout.offsets[piece.key]
             pieces.append(Piece(name, source, str(device), piece.size_bytes, offset, piece.first, piece.last, bucket))

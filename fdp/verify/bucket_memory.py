@@ -24,7 +24,8 @@ class Parts:
         header: what stands behind them, and says which call a message belongs to.
         sent: what this rank sends: members and header, filled up where ranks share them evenly.
         behind_bytes: where what others send begins, if it has memory of its own.
-        result_bytes: where the results begin.
+        result_bytes: where the results begin, here or in memory of their own.
+        result: elements of a result in memory of its own; 0 if it lies in the bucket.
         arriving: what others send there.
         itemsize: bytes of an element.
         wide: whether ranks add it up in a wider dtype, each a share, and send the results back.
@@ -35,15 +36,23 @@ class Parts:
     sent: int
     behind_bytes: int
     result_bytes: int
+    result: int
     arriving: int
     itemsize: int
     wide: bool
 
-    def regions(self) -> Iterator[tuple[int, int]]:
-        """The bytes that the message reads or writes, as offsets and lengths."""
-        yield 0, self.sent * self.itemsize
+    def regions(self) -> Iterator[tuple[str, int, int]]:
+        """The bytes that the message reads or writes: the kind of memory, offset and length there."""
+        yield "bucket", 0, self.sent * self.itemsize
         if self.arriving:
-            yield self.behind_bytes, self.arriving * self.itemsize
+            yield "bucket", self.behind_bytes, self.arriving * self.itemsize
+        if self.result:
+            yield "result", 0, self.result * self.itemsize
+
+    @property
+    def result_kind(self) -> str:
+        """The kind of memory that the results are in."""
+        return "result" if self.result else "bucket"
 
 
 def bucket_parts(bucket: Bucket, world_size: int) -> Parts:
@@ -58,15 +67,16 @@ def bucket_parts(bucket: Bucket, world_size: int) -> Parts:
         sent = -(-sent // world_size) * world_size
     behind_bytes = -(-sent * itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     arriving = sent if wide else math.prod(received_shape(bucket, world_size) or (0,))
-    # What a rank adds up of its own row and those of the others lies in the first row.
-    result_bytes = 0 if bucket.op in IN_PLACE or bucket.op in _SCATTERS else behind_bytes
-    return Parts(numel, header, sent, behind_bytes, result_bytes, arriving, itemsize, wide)
+    scattered = bucket.op in _SCATTERS
+    result_bytes = 0 if bucket.op in IN_PLACE or scattered else behind_bytes
+    result = numel // world_size if scattered else 0
+    return Parts(numel, header, sent, behind_bytes, result_bytes, result, arriving, itemsize, wide)
 
 
 def rows_added_to(world_size: int) -> int:
-    """The number of rows for received data, beside the sent ones: one of each other rank; with more than four ranks,
-    one of each."""
-    return world_size - (world_size <= 4)
+    """The number of rows for received data, beside the sent ones and the result: one of each other rank but for the one
+    that the result is made in; with more than four ranks, one of each."""
+    return world_size if world_size > 4 else max(world_size - 2, 0)
 
 
 def received_shape(bucket: Bucket, world_size: int) -> tuple[int, ...] | None:

@@ -131,21 +131,26 @@ class Messages:
 
     def _regions(self, execution: RunningProgram, bucket: Bucket) -> Iterator[tuple[Block, int, int]]:
         """The bytes that a message reads or writes."""
-        device, start = execution.where["bucket", bucket.index]
         parts = bucket_parts(bucket, self._trace.world_size)
         if (into := self._into.get(bucket.index)) is not None:
             parts = replace(parts, arriving=0)
             yield into.block, into.start, into.span
-        for begin, size in parts.regions():
+        for kind, begin, size in parts.regions():
+            device, start = self._memory_of(execution, bucket, kind)
             if start + begin + size > self._program.layouts[device].size_bytes:
                 raise VerificationError(f"bucket {bucket.index} lies beyond the memory of the step")
             yield execution.arena[device], start + begin, size
 
+    def _memory_of(self, execution: RunningProgram, bucket: Bucket, kind: str) -> tuple[torch.device, int]:
+        """The device of a bucket's memory, or of its result's, and where it begins."""
+        if (kind, bucket.index) not in execution.where:
+            raise VerificationError(f"the {kind} of bucket {bucket.index} has no memory" if kind == "result" else
+                                    f"bucket {bucket.index} has no memory")  # fmt: skip
+        return execution.where[kind, bucket.index]
+
     def _slot_and_result(self, execution: RunningProgram, bucket: Bucket, at: int) -> tuple[View, View]:
         """Where a member of a bucket is sent from, and where its result arrives."""
-        if ("bucket", bucket.index) not in execution.where:
-            raise VerificationError(f"bucket {bucket.index} has no memory")
-        device, start = execution.where["bucket", bucket.index]
+        device, start = self._memory_of(execution, bucket, "bucket")
         shape, offset = self._trace.reductions[bucket.members[at]].shape, bucket.offsets[at]
         steps: tuple[Any, ...] = ()
         numel = 1
@@ -166,7 +171,8 @@ class Messages:
         slot = _view(block, begin, tuple(shape), steps, bucket.dtype)
         if bucket.op in IN_PLACE:
             return slot, slot
-        begin += bucket_parts(bucket, size).result_bytes
+        parts = bucket_parts(bucket, size)
+        begin = self._memory_of(execution, bucket, parts.result_kind)[1] + offset * itemsize + parts.result_bytes
         own = steps[1:] if bucket.op in SPLIT else steps
         back = (row, *own) if bucket.op in STACKED else own
         result = _view(block, begin, shape_of(bucket.op, tuple(shape), size), back, bucket.dtype)

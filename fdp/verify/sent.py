@@ -98,16 +98,17 @@ class _MessagesOfCall:
         self._ranks = _Ranks(self._followed, size, rank)
         self._into = {index: self._room_for(plan.buckets[index]) for index in program.gathered}
         self._where = {
-            bucket.index: layout.offsets["bucket", bucket.index]
+            (kind, bucket.index): layout.offsets[kind, bucket.index]
             for device, layout in program.layouts.items()
             for bucket in plan.buckets
-            if bucket.device == device and ("bucket", bucket.index) in layout.offsets
+            for kind in ("bucket", "result")
+            if bucket.device == device and (kind, bucket.index) in layout.offsets
         }
 
     def follow(self, sending: Sending) -> None:
         sender, order = sending(self._blocks, self._ranks, self._order), []
         for item in self._plan.schedule:
-            if not isinstance(item, (Start, Wait)) or item.bucket not in self._where:
+            if not isinstance(item, (Start, Wait)) or ("bucket", item.bucket) not in self._where:
                 continue
             bucket = self._plan.buckets[item.bucket]
             if isinstance(item, Start):
@@ -130,9 +131,9 @@ class _MessagesOfCall:
         )
         return block.view(bucket.dtype).view(size, bucket.numel)
 
-    def _view(self, bucket: Bucket, start_bytes: int, *shape: int) -> View:
-        """Memory of a bucket, from a byte on."""
-        start = self._where[bucket.index] + start_bytes
+    def _view(self, bucket: Bucket, start_bytes: int, *shape: int, kind: str = "bucket") -> View:
+        """Memory of a bucket or of its result, from a byte on."""
+        start = self._where[kind, bucket.index] + start_bytes
         tensor = self._blocks[bucket.device][start:]
         numel = 1
         for each in shape:
@@ -170,7 +171,10 @@ class _MessagesOfCall:
             expected = values.combined(op, root_or_pairs(bucket), bucket.accumulate_dtype, own)
             begin = start_bytes if bucket.op in IN_PLACE else parts.result_bytes
             into = self._into.get(bucket.index)
-            view = self._view(bucket, begin, *expected.shape) if into is None else self._followed.view(into)
+            at_kind = parts.result_kind
+            view = (
+                self._view(bucket, begin, *expected.shape, kind=at_kind) if into is None else self._followed.view(into)
+            )
             found = values.read(view)
             if found is not expected:
                 raise VerificationError(
@@ -227,18 +231,27 @@ class _Ranks:
         return self._send([source, into], results)
 
     def reduce_scatter(
-        self, arriving: torch.Tensor, own: torch.Tensor, op: str, arrived: Any = None, accumulate: Any = None
+        self,
+        result: torch.Tensor,
+        arriving: torch.Tensor,
+        own: torch.Tensor,
+        op: str,
+        arrived: Any = None,
+        accumulate: Any = None,
     ) -> Callable[[], None]:
         into, source, values = self._contiguous(arriving), self._contiguous(own), self._followed.values
+        made = self._contiguous(result)
         fits = source.shape[0] == self.size and into.shape == (rows_added_to(self.size), *source.shape[1:])
-        if not fits or into.dtype != source.dtype:
-            raise VerificationError(f"{list(source.shape)} elements are reduced with {list(into.shape)} beside")
+        fits = fits and made.shape == source.shape[1:]
+        if not fits or not into.dtype == source.dtype == made.dtype:
+            shapes = f"{list(into.shape)} beside, into {list(made.shape)}"
+            raise VerificationError(f"{list(source.shape)} elements are reduced with {shapes}")
         term = values.read(source)
-        # The other rows hold what arrived, or what a backend left there: nothing may look at it.
-        rest = [self._followed.view(row) for row in (*own[1:], *arriving)]
+        # The rows hold what was sent or has arrived, or what a backend left there: nothing may look at it.
+        rest = [self._followed.view(row) for row in (*own, *arriving)]
         left = [values.terms.make(("left over", term, at), row.shape, row.dtype) for at, row in enumerate(rest)]
-        result = (self._followed.view(own[0]), values.combined(f"{op}_scatter", 0, accumulate, term))
-        return self._send([source, into], [result, *zip(rest, left, strict=True)])
+        reduced = (made, values.combined(f"{op}_scatter", 0, accumulate, term))
+        return self._send([source, into, made], [*zip(rest, left, strict=True), reduced])
 
     def permute(
         self, out: torch.Tensor, own: torch.Tensor, pairs: Sequence[tuple[int, int]], arrived: Any = None

@@ -230,6 +230,7 @@ class Messages:
 
     def start_reduce_scatter(
         self,
+        result: torch.Tensor,
         arriving: torch.Tensor,
         own: torch.Tensor,
         op: str,
@@ -243,7 +244,7 @@ class Messages:
             poison(arriving)
             return (total / len(values) if op == "mean" else total).to(own.dtype)
 
-        wait = self._send(group, ("reduce_scatter", op, accumulate), own, own[0], combined)
+        wait = self._send(group, ("reduce_scatter", op, accumulate), own, result, combined)
         if not self._late:
             poison(own)
             poison(arriving)
@@ -279,9 +280,15 @@ class SimulatedGroup:
         return self._messages.start_all_to_all(out, own, self, arrived)
 
     def reduce_scatter(
-        self, arriving: torch.Tensor, own: torch.Tensor, op: str, arrived: Any = None, accumulate: Any = None
+        self,
+        result: torch.Tensor,
+        arriving: torch.Tensor,
+        own: torch.Tensor,
+        op: str,
+        arrived: Any = None,
+        accumulate: Any = None,
     ) -> Callable[[], None]:
-        return self._messages.start_reduce_scatter(arriving, own, op, self, arrived, accumulate)
+        return self._messages.start_reduce_scatter(result, arriving, own, op, self, arrived, accumulate)
 
     def permute(self, out: torch.Tensor, own: torch.Tensor, pairs: Any, arrived: Any = None) -> Callable[[], None]:
         return self._messages.start_permute(out, own, pairs, self, arrived)

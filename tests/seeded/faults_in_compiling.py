@@ -71,8 +71,8 @@ GRAPH = (
     Fault(
         "compiled, gathered values read at one's own",
         "emit/memory/planning.py",
-        "self.home[result] = (key, behind + start_bytes)",
-        "self.home[result] = (key, start_bytes)",
+        "self.home[result] = (result_key, behind + start_bytes)",
+        "self.home[result] = (result_key, start_bytes)",
         "the pieces of all ranks begin behind this rank's own",
     ),
 )

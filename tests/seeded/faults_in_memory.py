@@ -79,6 +79,13 @@ LIFETIMES = (
         "the last use is only moved once",
     ),
     Fault(
+        "part that arrives has no memory until it is there",
+        "emit/memory/allocation.py",
+        'if ("result", bucket) in memory.places.sizes:',
+        'if ("result", bucket) in memory.places.sizes and isinstance(instruction, Await):',
+        "what is computed while a reduce-scatter is under way lies where its result goes",
+    ),
+    Fault(
         "in the place of what is read first",
         "emit/memory/allocation.py",
         "in enumerate(done):",

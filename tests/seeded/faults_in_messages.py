@@ -15,8 +15,8 @@ PACKING = (
     Fault(
         "gathered values read at one's own",
         "emit/memory/planning.py",
-        "(key, behind + start_bytes)",
-        "(key, start_bytes)",
+        "(result_key, behind + start_bytes)",
+        "(result_key, start_bytes)",
         "the pieces of all ranks begin behind this rank's own",
     ),
     Fault(
@@ -249,8 +249,8 @@ EXCHANGES = (
     Fault(
         "every part read at the first",
         "emit/memory/planning.py",
-        "(key, behind + start_bytes)",
-        "(key, behind or start_bytes)",
+        "(result_key, behind + start_bytes)",
+        "(result_key, behind or start_bytes)",
         "the wrong slice of what arrives",
     ),
     Fault(
@@ -270,8 +270,8 @@ EXCHANGES = (
     Fault(
         "parts of means are sums",
         "distributed/by_collective.py",
-        "own.view(sent.rows, -1), collective.reduction, arrived",
-        'own.view(sent.rows, -1), "sum", arrived',
+        "rows, collective.reduction, arrived",
+        'rows, "sum", arrived',
         "not divided",
     ),
     Fault(
@@ -284,22 +284,22 @@ EXCHANGES = (
     Fault(
         "parts are taken for what arrives",
         "emit/memory/planning.py",
-        "return 0 if bucket.collective.reduction is not None or bucket.collective.in_place",
+        "return 0 if bucket.collective.result_apart or bucket.collective.in_place",
         "return 0 if bucket.collective.in_place",
         "the result of a reduce-scatter is read where the rows of other ranks arrive",
     ),
     Fault(
         "parts come back in place",
         "distributed/by_collective.py",
-        "return group.reduce_scatter(into, own.view(sent.rows, -1)",
-        "return group.reduce_scatter(own.view(sent.rows, -1), into",
+        "return group.reduce_scatter(result, into, rows",
+        "return group.reduce_scatter(result, rows, into",
         "what is sent and what arrives are mixed up",
     ),
     Fault(
         "parts are columns",
         "distributed/by_collective.py",
-        "return group.reduce_scatter(into, own.view(sent.rows, -1)",
-        "return group.reduce_scatter(into, own.view(-1, sent.rows).t().contiguous()",
+        "    rows = own.view(sent.rows, -1)",
+        "    rows = own.view(-1, sent.rows).t().contiguous()",
         "each rank gets elements of other rows",
     ),
 )

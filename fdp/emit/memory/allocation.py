@@ -83,8 +83,12 @@ def _touched(memory: MemoryPlan, instruction: Instruction) -> Iterator[Hashable]
             yield from (memory.places.memory[name] for name in _results(memory, node))
             if node.name in memory.bodies:
                 yield from (key for key, _ in memory_of_body(node.name, memory.bodies[node.name].layouts))
-        case Pack(bucket, _) | Divide(bucket) | Send(bucket) | Await(bucket):
+        case Pack(bucket, _) | Divide(bucket):
             yield "bucket", bucket
+        case Send(bucket) | Await(bucket):
+            yield "bucket", bucket
+            if ("result", bucket) in memory.places.sizes:
+                yield "result", bucket  # a backend may write there at any time between the two
     yield from (piece for piece in map(memory.piece_of, read_by(memory, instruction)) if piece is not None)
 
 

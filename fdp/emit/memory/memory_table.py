@@ -70,6 +70,9 @@ def _in_block(memory: MemoryPlan, device: torch.device, layout: Layout) -> Itera
         elif piece.key[0] == "bucket":
             bucket = piece.key[1]
             name, why = f"bucket {bucket}", _filled(memory, bucket)
+        elif piece.key[0] == "result":
+            bucket = piece.key[1]
+            name, why = f"result of bucket {bucket}", "what is scattered to this rank"
         else:
             name, why = f"memory of {piece.key[1]}", "what the body of the loop computes"
         yield Row(

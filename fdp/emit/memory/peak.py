@@ -173,7 +173,7 @@ def _over_time(memory: MemoryPlan, device: torch.device, other: list[int] | None
     layout = memory.layouts.get(device)
     for piece in layout.pieces if layout is not None else ():
         kind = values
-        if isinstance(piece.key, tuple) and piece.key[0] == "bucket":
+        if isinstance(piece.key, tuple) and piece.key[0] in ("bucket", "result"):
             kind = gathered if memory.plan.buckets[piece.key[1]].collective.gathers else buckets
         for at in range(piece.first, piece.last + 1):
             kind[at] += piece.size_bytes

@@ -37,7 +37,8 @@ class Place:
     """A tensor at a fixed place.
 
     Attributes:
-        memory: the piece of memory that it is in: a number for one value, ("bucket", index) for a bucket.
+        memory: the piece of memory that it is in: a number for one value, ("bucket", index) for a bucket, ("result",
+            index) for what comes of it, where that lies apart.
         start_bytes: where its storage begins in that piece.
         shape: its shape.
         stride: its strides, in elements.
@@ -54,9 +55,9 @@ class Place:
 
     @property
     def bucket(self) -> int | None:
-        """The index of the bucket that it is in; None if it is in none."""
+        """The index of the bucket that it is in, or the result of; None if there is none."""
         match self.memory:
-            case ("bucket", int(index)):
+            case ("bucket" | "result", int(index)):
                 return index
         return None
 
@@ -248,6 +249,10 @@ class _PlacesBuilder:
         behind = result_at_bytes(bucket)
         apart = markers[0] in self.placement.gathered
         self.sizes[key] = (bucket.device, arrives_at_bytes(bucket) if apart else memory_bytes(bucket, size))
+        result_key: Hashable = key
+        if collective.result_apart:
+            result_key = ("result", bucket.index)
+            self.sizes[result_key] = (bucket.device, bucket.row_numel * itemsize)
         if is_scaled(bucket, size):
             self.scaled.add(bucket.index)
         for at, (marker, offset) in enumerate(zip(markers, bucket.offsets, strict=True)):
@@ -255,7 +260,7 @@ class _PlacesBuilder:
             (result,) = storages_of(marker)
             start_bytes = offset * itemsize
             if not apart:
-                self.home[result] = (key, behind + start_bytes)
+                self.home[result] = (result_key, behind + start_bytes)
             shape = source.meta["val"].shape
             stride = tuple(torch.empty(shape, device="meta").stride())
             dense = not collective.splits or stride[0] == bucket.row_numel
@@ -376,8 +381,8 @@ def arrives_at_bytes(bucket: Bucket) -> int:
 
 
 def result_at_bytes(bucket: Bucket) -> int:
-    """The offset, in the memory of a bucket, of its results: those of a reduce-scatter are its first row."""
-    return 0 if bucket.collective.reduction is not None or bucket.collective.in_place else arrives_at_bytes(bucket)
+    """The offset of a bucket's results, in its memory or in memory of their own."""
+    return 0 if bucket.collective.result_apart or bucket.collective.in_place else arrives_at_bytes(bucket)
 
 
 def header_numel(bucket: Bucket, world_size: int) -> int:

@@ -6,10 +6,11 @@ References:
 
 from __future__ import annotations
 
-import itertools
+import collections
 import operator
 from collections.abc import Container, Mapping, Sequence
 
+import torch
 from torch import fx
 
 from fdp.trace.operators.effects import effects_of, list_arguments, storages, storages_of
@@ -38,25 +39,36 @@ def phases_of(graph: fx.Graph, in_loops: Container[fx.Node], again: bool) -> Map
     return found
 
 
-def start_gathers_late(graph: fx.Graph, gathers: Sequence[tuple[fx.Node, fx.Node]]) -> None:
-    """Start each gather when the previous one has arrived, and no earlier: a gathered value takes memory.
+def start_gathers_late(graph: fx.Graph, gathers: Sequence[tuple[fx.Node, fx.Node]], ahead_bytes: int = 0) -> None:
+    """Start each gather when an earlier one has arrived, and no sooner: a gathered value takes memory.
 
-    So the next value is under way while the previous one is used.
+    So the next values are under way while an earlier one is used.
 
     Args:
         graph: of the step on one rank. The nodes of messages get a `meta["after"]`: the names of those to
             wait for.
         gathers: for each whole value the node of its message, and its own.
+        ahead_bytes: how much may be under way beside the value that is waited for first.
     """
     order = {node: index for index, node in enumerate(graph.nodes)}
-    readers = [(rows, reader) for rows, whole in gathers if (reader := _first_reader(whole, order)) is not None]
-    readers.sort(key=lambda pair: order[pair[1]])
-    before: fx.Node | None = None
-    for (last, reader), (rows, next_reader) in itertools.pairwise(readers):
-        if next_reader is not reader:
-            before = last
+    found = [(rows, reader) for rows, whole in gathers if (reader := _first_reader(whole, order)) is not None]
+    found.sort(key=lambda pair: order[pair[1]], reverse=True)
+    readers = sorted(dict(found).items(), key=lambda pair: order[pair[1]])  # the first of each message
+    under_way: collections.deque[tuple[fx.Node, fx.Node]] = collections.deque()
+    beside_bytes, before = 0, None
+    for rows, reader in readers:
+        under_way.append((rows, reader))
+        beside_bytes += _bytes_of(rows) if len(under_way) > 1 else 0
+        while beside_bytes > ahead_bytes and under_way[0][1] is not reader:
+            before, _ = under_way.popleft()
+            beside_bytes -= _bytes_of(under_way[0][0])
         if before is not None and order[before] < order[rows]:
             rows.meta["after"] = (before.name,)
+
+
+def _bytes_of(node: fx.Node) -> int:
+    value: torch.Tensor = node.meta["val"]
+    return value.numel() * value.itemsize
 
 
 def take_parts_late(graph: fx.Graph, parts: Sequence[tuple[fx.Node, ...]]) -> None:

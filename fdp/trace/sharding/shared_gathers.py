@@ -24,6 +24,9 @@ SMALL_BYTES = 2**20
 """A whole value of at most so many bytes may share a message. It is copied twice more than in a message of its own."""
 TOGETHER_BYTES = 4 * SMALL_BYTES
 """So many bytes of whole values share a message. More would delay the first of them, and save little."""
+AHEAD_BYTES = 32 * SMALL_BYTES
+"""So much is gathered ahead of what is waited for: the network always has something to send, and few values lie whole
+before they are read."""
 WITHIN_A_LIMIT = 1 / 64
 """Of both, where few values are to be whole at once: those in a message are whole together."""
 
@@ -67,7 +70,7 @@ def share_messages(graph: fx.Graph, gathers: Sequence[Gather], new: Callable[...
         gathers: what is gathered in it, each by a message of its own, in the order of the graph.
         new: puts a call into the graph.
         few: whether few values are to be whole at once. Then less is sent together, and a message begins when the one
-            before has arrived.
+            before has arrived. Otherwise more are under way.
 
     Returns:
         What the messages stand for now.
@@ -79,8 +82,8 @@ def share_messages(graph: fx.Graph, gathers: Sequence[Gather], new: Callable[...
         for gather, start in zip(group, starts, strict=True):
             links[gather] = replace(gather.link, node=message.name, start=start)
             messages[gather] = message
-    if few:
-        start_gathers_late(graph, [(messages[gather], gather.whole) for gather in gathers])
+    ahead_bytes = 0 if few else AHEAD_BYTES
+    start_gathers_late(graph, [(messages[gather], gather.whole) for gather in gathers], ahead_bytes)
     return list(links.values())
 
 
