@@ -22,6 +22,13 @@ from collections.abc import Iterator, Sequence
 from fdp.plan.plan import Bucket, Item, Run, Start, Wait
 from fdp.trace.trace import Operation, Reduction
 
+_MOST_UNDER_WAY = 2
+"""So many messages that leave each rank a part are under way at most: then the network always has one to send, and the
+memory of earlier ones can be used again."""
+
+_FREED_BYTES = 2**20
+"""Messages that are smaller do not count: waiting for them would free little memory."""
+
 
 def order(
     operations: Sequence[Operation], reductions: Sequence[Reduction], buckets: Sequence[Bucket]
@@ -38,14 +45,6 @@ def order(
         its wait once, after it. Operations of one level keep the order of the user's program.
     """
     return _Scheduler(operations, reductions, buckets).run()
-
-
-_MOST_UNDER_WAY = 2
-"""So many messages that leave each rank a part are under way at most: then the network always has one to send, and the
-memory of earlier ones can be used again."""
-
-_FREED_BYTES = 2**20
-"""Messages that are smaller do not count: waiting for them would free little memory."""
 
 
 class _Scheduler:

@@ -144,8 +144,8 @@ class Messages:
     def _memory_of(self, execution: RunningProgram, bucket: Bucket, kind: str) -> tuple[torch.device, int]:
         """The device of a bucket's memory, or of its result's, and where it begins."""
         if (kind, bucket.index) not in execution.where:
-            raise VerificationError(f"the {kind} of bucket {bucket.index} has no memory" if kind == "result" else
-                                    f"bucket {bucket.index} has no memory")  # fmt: skip
+            what = "the result of " * (kind == "result")
+            raise VerificationError(f"{what}bucket {bucket.index} has no memory")
         return execution.where[kind, bucket.index]
 
     def _slot_and_result(self, execution: RunningProgram, bucket: Bucket, at: int) -> tuple[View, View]:

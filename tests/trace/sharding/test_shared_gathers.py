@@ -16,6 +16,7 @@ from sharded_steps import numbers
 
 import fdp
 from fdp import pytree
+from fdp.plan import Start, Wait
 from fdp.step import first_call
 from fdp.trace import trace_step
 from fdp.trace.sharding import shared_gathers
@@ -150,6 +151,40 @@ def test_a_message_has_its_limit_and_what_is_large_a_message_of_its_own() -> Non
     (limited, _), (biases, _) = (ranks.run(2, with_limits, *limits) for limits in ((576, 2 * 624), (100, 10_000)))
     assert limited == ["state['w0'] and 3 more", "state['w2'] and 1 more"]
     assert biases == ["state['w0']", "state['b0'] and 2 more", "state['w1']", "state['w2']"]
+
+
+def gathered_ahead(limit: int) -> tuple[int, list[torch.Tensor]]:
+    """The most bytes of whole values that are gathered at once beside the one that is waited for; and results."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_gathers, "SMALL_BYTES", 0)
+        patch.setattr(shared_gathers, "AHEAD_BYTES", limit)
+        state, x = fdp.shard(of_layers(), min_size=0), numbers(4, 12, seed=9) + fdp.axis_index()
+        step = fdp.data_parallel(layers)
+        plan, under_way, most = step.plan(state, x), list[int](), 0
+        for item in plan.schedule:
+            if isinstance(item, (Start, Wait)) and plan.buckets[item.bucket].op == "all_gather":
+                # What was sent before something that has arrived has arrived, too.
+                under_way = (
+                    [*under_way, item.bucket]
+                    if isinstance(item, Start)
+                    else [bucket for bucket in under_way if bucket > item.bucket]
+                )
+                most = max(most, sum(2 * plan.buckets[b].size_bytes for b in under_way[1:]))
+        state, loss = step(state, x)
+        return most, [loss, *pytree.leaves_of(fdp.unshard(state))]
+
+
+def ahead_of_limits() -> list[int]:
+    found = [gathered_ahead(limit) for limit in (0, 600, 10_000)]
+    for _, other in found:
+        assert all(torch.equal(a, b) for a, b in zip(found[0][1], other, strict=True))
+    return [most for most, _ in found]
+
+
+def test_no_more_is_gathered_ahead_than_the_limit_says() -> None:
+    """Three matrices of 576 bytes and three biases of 48, by turns. What one operator reads is gathered at once."""
+    (found, other) = ranks.run(2, ahead_of_limits)
+    assert found == other == [48, 576, 3 * 576 + 3 * 48 - 576]
 
 
 Program = list[tuple[str, int]]
