@@ -62,11 +62,20 @@ def test_a_chain_of_pointwise_results_takes_one_place() -> None:
     assert lay_out([Lifetime(k, 100, k, k + 1) for k in range(9)]).size_bytes == 256
 
 
+@pytest.mark.parametrize("way", layout_room._WAYS)
 @pytest.mark.parametrize("check", [test_pieces_that_are_in_use_at_once_do_not_overlap, test_one_place_is_reused_once])
-def test_placed_the_largest_first_they_lie_apart_too(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_placed_the_largest_first_they_lie_apart_too(check: Any, way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     in_order, largest_first = layout_room._in_order, layout_room._largest_first
-    monkeypatch.setattr(f"{__name__}.lay_out", lambda pieces: largest_first(*in_order(pieces)))
+    monkeypatch.setattr(f"{__name__}.lay_out", lambda pieces: largest_first(*in_order(pieces), *way))
     check()
+
+
+@examples(100)
+@given(lifetimes())
+def test_no_way_is_smaller_than_the_one_that_is_taken(pieces: list[Lifetime]) -> None:
+    taken, (first, heads) = lay_out(pieces), layout_room._in_order(pieces)
+    others = [layout_room._largest_first(first, heads, *way).size_bytes for way in layout_room._WAYS]
+    assert taken.size_bytes == min(first.size_bytes, *others)
 
 
 def test_where_the_order_of_use_leaves_gaps_the_largest_come_first() -> None:

@@ -1,7 +1,9 @@
 """Buffer reuse: offsets for pieces of memory, such that pieces that are live at the same time do not overlap.
 
-Two algorithms are tried. One walks through time with a free list, which is quick. If that leaves large gaps, the other
-places the largest pieces first, each in the smallest gap that fits.
+Two algorithms are tried. One walks through time with a free list, which is quick. If that leaves gaps, the other places
+the largest pieces first, each in a gap that is free for as long as it lives. What is large (bytes, or bytes times
+instructions) and which gap is taken (the smallest that fits, or the first) is tried in four ways; the smallest block
+wins.
 
 References: Pisarchyk and Lee, Efficient Memory Management for Deep Neural Net Inference (2020), section 5.
 """
@@ -9,19 +11,17 @@ References: Pisarchyk and Lee, Efficient Memory Management for Deep Neural Net I
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 ALIGNMENT_BYTES = 64
 """As torch's own allocator aligns memory: kernels load whole cache lines, and their results can depend on it."""
 
-_GAPS = 1.02
-"""The second algorithm is tried if the block is so many times larger than what is live at once."""
-
-_MOST_PIECES = 4096
-"""With more pieces the second algorithm would take seconds: it compares all pairs."""
+_MANY_PIECES, _MOST_PIECES = 1024, 4096
+"""With more pieces the second algorithm is tried once, or not at all: it compares all pairs, and takes seconds then."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,14 @@ def lay_out(pieces: Sequence[Lifetime]) -> Layout:
         {'a': 0, 'b': 64, 'c': 0}
     """
     found, heads = _in_order(pieces)
-    if found.size_bytes <= _GAPS * found.needed_bytes or len(pieces) > _MOST_PIECES:
-        return found
-    other = _largest_first(found, heads)
-    return other if other.size_bytes < found.size_bytes else found
+    ways = _WAYS if len(pieces) <= _MANY_PIECES else _WAYS[:1] if len(pieces) <= _MOST_PIECES else ()
+    smallest = found
+    for largeness, gap in ways:
+        if smallest.size_bytes == found.needed_bytes:
+            break
+        other = _largest_first(found, heads, largeness, gap)
+        smallest = min(smallest, other, key=lambda layout: layout.size_bytes)
+    return smallest
 
 
 def _in_order(pieces: Sequence[Lifetime]) -> tuple[Layout, Mapping[Hashable, Hashable]]:
@@ -122,19 +126,37 @@ def _in_order(pieces: Sequence[Lifetime]) -> tuple[Layout, Mapping[Hashable, Has
     return Layout(MappingProxyType(offsets), block.size, needed, tuple(pieces)), heads
 
 
-def _largest_first(found: Layout, heads: Mapping[Hashable, Hashable]) -> Layout:
-    """Place the largest pieces first. Pieces that took over a place in the first layout do so here, too."""
+def _largest_first(
+    found: Layout,
+    heads: Mapping[Hashable, Hashable],
+    largeness: Callable[[int, int], int],
+    gap: Callable[[Sequence[tuple[int, int]], int], int],
+) -> Layout:
+    """Place the largest pieces first. Pieces that took over a place in the first layout do so here, too.
+
+    Args:
+        found: the first layout.
+        heads: for each piece the first one of the chain whose place it took over there.
+        largeness: of a size and a number of instructions.
+        gap: the offset for a piece, of what is taken while it lives, and its size.
+    """
     chains: defaultdict[Hashable, list[Lifetime]] = defaultdict(list)
     for piece in found.pieces:
         chains[heads[piece.key]].append(piece)
     lives = {head: (min(each.first for each in c), max(each.last for each in c)) for head, c in chains.items()}
     placed: list[tuple[int, int, int, int]] = []  # (begin, end, first, last), by where they begin
     offsets: dict[Hashable, int] = {}
-    for head, chain in sorted(chains.items(), key=lambda item: (-item[1][0].size_bytes, lives[item[0]])):
-        size, (first, last) = round_up(chain[0].size_bytes), lives[head]
-        offset = _best_gap([(b, e) for b, e, f, at in placed if f <= last and first <= at], size)
+    sizes = {head: round_up(chain[0].size_bytes) for head, chain in chains.items()}
+
+    def order(head: Hashable) -> tuple[int, tuple[int, int]]:
+        first, last = lives[head]
+        return -largeness(sizes[head], last + 1 - first), lives[head]
+
+    for head in sorted(chains, key=order):
+        size, (first, last) = sizes[head], lives[head]
+        offset = gap([(b, e) for b, e, f, at in placed if f <= last and first <= at], size)
         bisect.insort(placed, (offset, offset + size, first, last))
-        offsets.update((piece.key, offset) for piece in chain)
+        offsets.update((piece.key, offset) for piece in chains[head])
     size_bytes = max((end for _, end, _, _ in placed), default=0)
     return Layout(MappingProxyType(offsets), size_bytes, found.needed_bytes, found.pieces)
 
@@ -148,6 +170,28 @@ def _best_gap(taken: Sequence[tuple[int, int]], size: int) -> int:
             best = room, end
         end = max(end, until)
     return end if best is None else best[1]
+
+
+def _first_gap(taken: Sequence[tuple[int, int]], size: int) -> int:
+    """The offset for a piece of some size: in the first gap that fits, else behind everything."""
+    end = 0
+    for begin, until in taken:
+        if begin - end >= size:
+            break
+        end = max(end, until)
+    return end
+
+
+def _area(size: int, instructions: int) -> int:
+    return size * instructions
+
+
+def _size(size: int, instructions: int) -> int:
+    return size
+
+
+_WAYS = tuple(itertools.product((_area, _size), (_first_gap, _best_gap)))
+"""Ways to place the largest pieces first: what is large, and which gap is taken."""
 
 
 class _Block:
