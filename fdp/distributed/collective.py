@@ -33,8 +33,8 @@ class Collective:
         return not (self.splits or self.gathers or self.paired)
 
     @property
-    def result_apart(self) -> bool:
-        """Whether the result has memory of its own: a part of what is sent, it is needed for longer than that."""
+    def scatters(self) -> bool:
+        """Whether each rank gets its part of a reduction."""
         return self.splits and self.reduction is not None
 
     @property

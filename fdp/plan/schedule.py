@@ -172,7 +172,7 @@ class _Scheduler:
 
 def _frees_memory(bucket: Bucket) -> bool:
     """Whether much of a bucket's memory is free once it has been waited for."""
-    return bucket.collective.result_apart and bucket.size_bytes >= _FREED_BYTES
+    return bucket.collective.scatters and bucket.size_bytes >= _FREED_BYTES
 
 
 def _levels(operations: Sequence[Operation], bucket_of: dict[int, int]) -> list[int]:

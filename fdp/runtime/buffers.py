@@ -136,11 +136,12 @@ def make_buffers(plan: Plan, program: Program, blocks: Mapping[torch.device, tor
         numel = shared_numel(bucket, size) if wide else bucket.numel
         own = _flat(block, start, numel, bucket.dtype)
         arriving = result = received = message = header = None
-        if bucket.collective.result_apart:
-            result = _flat(block, layout.offsets["result", bucket.index], numel // bucket.rows, bucket.dtype)
         if not bucket.collective.in_place and bucket.index not in program.gathered:
-            shape = arriving_shape(bucket, size)
-            arriving = _flat(block, start + arrives_at_bytes(bucket), math.prod(shape), bucket.dtype).view(shape)
+            shape, at = arriving_shape(bucket, size), layout.offsets["result", bucket.index]
+            if bucket.collective.scatters:
+                result = _flat(block, at, bucket.row_numel, bucket.dtype)
+                at = start + arrives_at_bytes(bucket)
+            arriving = _flat(block, at, math.prod(shape), bucket.dtype).view(shape)
         if wide:
             received = _flat(block, start + received_at_bytes(bucket, size), numel, bucket.dtype)
         if extra := header_numel(bucket, size):

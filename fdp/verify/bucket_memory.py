@@ -23,10 +23,9 @@ class Parts:
         numel: the members.
         header: what stands behind them, and says which call a message belongs to.
         sent: what this rank sends: members and header, filled up where ranks share them evenly.
-        behind_bytes: where what others send begins, if it has memory of its own.
-        result_bytes: where the results begin, here or in memory of their own.
-        result: elements of a result in memory of its own; 0 if it lies in the bucket.
+        behind_bytes: where what others send begins, if it is in the bucket and beside the members.
         arriving: what others send there.
+        result: elements of results in memory of their own; 0 if they are in the bucket, in the place of its members.
         itemsize: bytes of an element.
         wide: whether ranks add it up in a wider dtype, each a share, and send the results back.
     """
@@ -35,9 +34,8 @@ class Parts:
     header: int
     sent: int
     behind_bytes: int
-    result_bytes: int
-    result: int
     arriving: int
+    result: int
     itemsize: int
     wide: bool
 
@@ -48,11 +46,6 @@ class Parts:
             yield "bucket", self.behind_bytes, self.arriving * self.itemsize
         if self.result:
             yield "result", 0, self.result * self.itemsize
-
-    @property
-    def result_kind(self) -> str:
-        """The kind of memory that the results are in."""
-        return "result" if self.result else "bucket"
 
 
 def bucket_parts(bucket: Bucket, world_size: int) -> Parts:
@@ -66,11 +59,11 @@ def bucket_parts(bucket: Bucket, world_size: int) -> Parts:
     if wide:
         sent = -(-sent // world_size) * world_size
     behind_bytes = -(-sent * itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    arriving = sent if wide else math.prod(received_shape(bucket, world_size) or (0,))
-    scattered = bucket.op in _SCATTERS
-    result_bytes = 0 if bucket.op in IN_PLACE or scattered else behind_bytes
-    result = numel // world_size if scattered else 0
-    return Parts(numel, header, sent, behind_bytes, result_bytes, result, arriving, itemsize, wide)
+    received = math.prod(received_shape(bucket, world_size) or (0,))
+    if bucket.op in _SCATTERS:
+        # A rank adds up its own row and those of the others.
+        return Parts(numel, header, sent, behind_bytes, received, numel // world_size, itemsize, wide)
+    return Parts(numel, header, sent, behind_bytes, sent if wide else 0, received, itemsize, wide)
 
 
 def rows_added_to(world_size: int) -> int:

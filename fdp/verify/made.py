@@ -16,6 +16,7 @@ from fdp.errors import build_message
 from fdp.plan.plan import Bucket, Plan
 from fdp.pytorch.tensors import storage_id
 from fdp.verify.bucket_memory import bucket_parts, received_shape
+from fdp.verify.combined import SPLIT, STACKED
 from fdp.verify.failure import VerificationError
 from fdp.verify.program_protocol import ProgramProtocol
 
@@ -34,6 +35,9 @@ class BufferProtocol(Protocol):
 
     @property
     def arriving(self) -> torch.Tensor | None: ...
+
+    @property
+    def result(self) -> torch.Tensor | None: ...
 
     @property
     def scaled(self) -> bool: ...
@@ -131,12 +135,14 @@ def _wrong_buffers(
     buffers: Mapping[int, BufferProtocol],
 ) -> Iterator[str]:
     size = plan.trace.world_size
-    starts = {}
+    starts: dict[int, _AddressInStorage] = {}
+    results: dict[int, _AddressInStorage] = {}
     for device, layout in program.layouts.items():
         address, storage = memory[device]
         for bucket in plan.buckets:
-            if bucket.device == device and ("bucket", bucket.index) in layout.offsets:
-                starts[bucket.index] = address + layout.offsets["bucket", bucket.index], storage
+            for kind, found in (("bucket", starts), ("result", results)):
+                if bucket.device == device and (kind, bucket.index) in layout.offsets:
+                    found[bucket.index] = address + layout.offsets[kind, bucket.index], storage
     if buffers.keys() != starts.keys():
         yield f"buckets {sorted(buffers)} were made, and not {sorted(starts)}"
         return
@@ -149,25 +155,27 @@ def _wrong_buffers(
             yield f"bucket {index} is {'' if buffer.scaled else 'not '}taken for one that holds shares of means"
         own = parts.sent if parts.wide else parts.numel
         message = buffer.own if buffer.message is None else buffer.message
-        expected: dict[str, tuple[torch.Tensor | None, int, tuple[int, ...] | None]] = {
-            "what this rank contributes": (buffer.own, 0, (own,)),
-            "what is sent": (message, 0, (parts.sent,)),
-            "what arrives": (
-                buffer.arriving,
-                parts.behind_bytes,
-                None if index in program.gathered else received_shape(bucket, size),
-            ),
-            "what is received": (buffer.received, parts.behind_bytes, (parts.sent,) if parts.wide else None),
-            "the header": (buffer.header, parts.numel * parts.itemsize, (parts.header,) if parts.header else None),
+        received = None if index in program.gathered else received_shape(bucket, size)
+        header, itself = (parts.header,) if parts.header else None, (parts.sent,) if parts.wide else None
+        apart = results.get(index, (-1, -1))  # where nothing lies
+        # What a reduce-scatter adds up arrives in its bucket, and the sum is the result; else what arrives is it.
+        adds = parts.result > 0 and bucket.op not in STACKED and bucket.op in SPLIT
+        expected: dict[str, tuple[torch.Tensor | None, _AddressInStorage, int, tuple[int, ...] | None]] = {
+            "what this rank contributes": (buffer.own, at, 0, (own,)),
+            "what is sent": (message, at, 0, (parts.sent,)),
+            "what arrives": (buffer.arriving, at if adds else apart, parts.behind_bytes if adds else 0, received),
+            "the result": (buffer.result, apart, 0, (parts.result,) if adds else None),
+            "what is received": (buffer.received, at, parts.behind_bytes, itself),
+            "the header": (buffer.header, at, parts.numel * parts.itemsize, header),
         }
-        for what, (tensor, start_bytes, shape) in expected.items():
+        for what, (tensor, piece, start_bytes, shape) in expected.items():
             if shape is None:
                 right = tensor is None
             else:
                 stride = (1,) if len(shape) == 1 else (shape[1], 1)
-                right = _is_at(tensor, at, start_bytes, shape, stride, dtype)
+                right = _is_at(tensor, piece, start_bytes, shape, stride, dtype)
             if not right:
-                yield f"{what} of bucket {index} is not what it should be: {_tensor_text(tensor, at)}"
+                yield f"{what} of bucket {index} is not what it should be: {_tensor_text(tensor, piece)}"
 
 
 def _is_at(

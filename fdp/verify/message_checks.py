@@ -133,7 +133,7 @@ class Messages:
         """The bytes that a message reads or writes."""
         parts = bucket_parts(bucket, self._trace.world_size)
         if (into := self._into.get(bucket.index)) is not None:
-            parts = replace(parts, arriving=0)
+            parts = replace(parts, result=0)
             yield into.block, into.start, into.span
         for kind, begin, size in parts.regions():
             device, start = self._memory_of(execution, bucket, kind)
@@ -171,12 +171,12 @@ class Messages:
         slot = _view(block, begin, tuple(shape), steps, bucket.dtype)
         if bucket.op in IN_PLACE:
             return slot, slot
-        parts = bucket_parts(bucket, size)
-        begin = self._memory_of(execution, bucket, parts.result_kind)[1] + offset * itemsize + parts.result_bytes
         own = steps[1:] if bucket.op in SPLIT else steps
         back = (row, *own) if bucket.op in STACKED else own
-        result = _view(block, begin, shape_of(bucket.op, tuple(shape), size), back, bucket.dtype)
         into = self._into.get(bucket.index)
+        if into is None:
+            begin = self._memory_of(execution, bucket, "result")[1] + offset * itemsize
+        result = _view(block, begin, shape_of(bucket.op, tuple(shape), size), back, bucket.dtype)
         if into is not None:
             result = result._replace(block=into.block, start=into.start)
             if into != result or bucket.op != "all_gather" or row != numel:

@@ -169,12 +169,13 @@ class _MessagesOfCall:
         for start_bytes, numel in _pieces(parts):
             own = self._own(bucket, start_bytes, numel)
             expected = values.combined(op, root_or_pairs(bucket), bucket.accumulate_dtype, own)
-            begin = start_bytes if bucket.op in IN_PLACE else parts.result_bytes
             into = self._into.get(bucket.index)
-            at_kind = parts.result_kind
-            view = (
-                self._view(bucket, begin, *expected.shape, kind=at_kind) if into is None else self._followed.view(into)
-            )
+            if into is not None:
+                view = self._followed.view(into)
+            elif bucket.op in IN_PLACE:
+                view = self._view(bucket, start_bytes, *expected.shape)
+            else:
+                view = self._view(bucket, 0, *expected.shape, kind="result")
             found = values.read(view)
             if found is not expected:
                 raise VerificationError(

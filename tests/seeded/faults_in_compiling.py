@@ -71,8 +71,8 @@ GRAPH = (
     Fault(
         "compiled, gathered values read at one's own",
         "emit/memory/planning.py",
-        "self.home[result] = (result_key, behind + start_bytes)",
-        "self.home[result] = (result_key, start_bytes)",
+        'result_key: Hashable = key if collective.in_place else ("result", bucket.index)',
+        "result_key: Hashable = key",
         "the pieces of all ranks begin behind this rank's own",
     ),
 )

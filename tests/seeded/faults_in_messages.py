@@ -15,8 +15,8 @@ PACKING = (
     Fault(
         "gathered values read at one's own",
         "emit/memory/planning.py",
-        "(result_key, behind + start_bytes)",
-        "(result_key, start_bytes)",
+        'result_key: Hashable = key if collective.in_place else ("result", bucket.index)',
+        "result_key: Hashable = key",
         "the pieces of all ranks begin behind this rank's own",
     ),
     Fault(
@@ -158,8 +158,8 @@ ARENA = (
     Fault(
         "gathered behind the last byte",
         "runtime/buffers.py",
-        "start + arrives_at_bytes(bucket), math.prod(shape)",
-        "start + bucket.numel * bucket.dtype.itemsize, math.prod(shape)",
+        'shape, at = arriving_shape(bucket, size), layout.offsets["result", bucket.index]',
+        "shape, at = arriving_shape(bucket, size), start + bucket.numel * bucket.dtype.itemsize",
         "messages write elsewhere than the program reads",
     ),
     Fault(
@@ -249,8 +249,8 @@ EXCHANGES = (
     Fault(
         "every part read at the first",
         "emit/memory/planning.py",
-        "(result_key, behind + start_bytes)",
-        "(result_key, behind or start_bytes)",
+        "(result_key, start_bytes)",
+        "(result_key, 0)",
         "the wrong slice of what arrives",
     ),
     Fault(
@@ -283,10 +283,10 @@ EXCHANGES = (
     ),
     Fault(
         "parts are taken for what arrives",
-        "emit/memory/planning.py",
-        "return 0 if bucket.collective.result_apart or bucket.collective.in_place",
-        "return 0 if bucket.collective.in_place",
-        "the result of a reduce-scatter is read where the rows of other ranks arrive",
+        "runtime/buffers.py",
+        "result = _flat(block, at, bucket.row_numel, bucket.dtype)",
+        "result = _flat(block, start, bucket.row_numel, bucket.dtype)",
+        "the result of a reduce-scatter replaces what was sent, and is read elsewhere",
     ),
     Fault(
         "parts come back in place",

@@ -57,8 +57,8 @@ PLACES = (
     Fault(
         "gathered memory for one rank",
         "emit/memory/planning.py",
-        "return arrives_at_bytes(bucket) + math.prod(arriving_shape(bucket, world_size)) * bucket.dtype.itemsize",
-        "return arrives_at_bytes(bucket) + bucket.numel // world_size * bucket.dtype.itemsize",
+        "return bucket.row_numel if bucket.collective.scatters else math.prod(arriving_shape(bucket, world_size))",
+        "return bucket.row_numel if bucket.collective.scatters else bucket.numel",
         "what is gathered lies over other values",
     ),
     Fault(

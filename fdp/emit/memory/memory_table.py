@@ -72,7 +72,7 @@ def _in_block(memory: MemoryPlan, device: torch.device, layout: Layout) -> Itera
             name, why = f"bucket {bucket}", _filled(memory, bucket)
         elif piece.key[0] == "result":
             bucket = piece.key[1]
-            name, why = f"result of bucket {bucket}", "what is scattered to this rank"
+            name, why = f"result of bucket {bucket}", "what arrives"
         else:
             name, why = f"memory of {piece.key[1]}", "what the body of the loop computes"
         yield Row(

@@ -246,21 +246,19 @@ class _PlacesBuilder:
         """Place the results of a bucket in it, and the arguments, too, where they can be computed there."""
         key, size, itemsize = ("bucket", bucket.index), self.plan.trace.world_size, bucket.dtype.itemsize
         collective = bucket.collective
-        behind = result_at_bytes(bucket)
-        apart = markers[0] in self.placement.gathered
-        self.sizes[key] = (bucket.device, arrives_at_bytes(bucket) if apart else memory_bytes(bucket, size))
-        result_key: Hashable = key
-        if collective.result_apart:
-            result_key = ("result", bucket.index)
-            self.sizes[result_key] = (bucket.device, bucket.row_numel * itemsize)
+        in_input = markers[0] in self.placement.gathered
+        self.sizes[key] = (bucket.device, memory_bytes(bucket, size))
+        result_key: Hashable = key if collective.in_place else ("result", bucket.index)
+        if not (collective.in_place or in_input):
+            self.sizes[result_key] = (bucket.device, result_numel(bucket, size) * itemsize)
         if is_scaled(bucket, size):
             self.scaled.add(bucket.index)
         for at, (marker, offset) in enumerate(zip(markers, bucket.offsets, strict=True)):
             source: Any = marker.args[0]
             (result,) = storages_of(marker)
             start_bytes = offset * itemsize
-            if not apart:
-                self.home[result] = (result_key, behind + start_bytes)
+            if not in_input:
+                self.home[result] = (result_key, start_bytes)
             shape = source.meta["val"].shape
             stride = tuple(torch.empty(shape, device="meta").stride())
             dense = not collective.splits or stride[0] == bucket.row_numel
@@ -375,14 +373,14 @@ def _only_computes(node: fx.Node) -> bool:
     return torch.Tag.inplace_view not in node.target.tags
 
 
+def result_numel(bucket: Bucket, world_size: int) -> int:
+    """The elements of a bucket's results, where they have memory of their own."""
+    return bucket.row_numel if bucket.collective.scatters else math.prod(arriving_shape(bucket, world_size))
+
+
 def arrives_at_bytes(bucket: Bucket) -> int:
-    """The offset, in the memory of a bucket with separate results, of what arrives: behind what this rank sends."""
+    """The offset, in the memory of a bucket, of the rows that a reduce-scatter adds up: behind what this rank sends."""
     return round_up(bucket.numel * bucket.dtype.itemsize)
-
-
-def result_at_bytes(bucket: Bucket) -> int:
-    """The offset of a bucket's results, in its memory or in memory of their own."""
-    return 0 if bucket.collective.result_apart or bucket.collective.in_place else arrives_at_bytes(bucket)
 
 
 def header_numel(bucket: Bucket, world_size: int) -> int:
@@ -401,8 +399,8 @@ def received_at_bytes(bucket: Bucket, world_size: int) -> int:
 
 
 def memory_bytes(bucket: Bucket, world_size: int) -> int:
-    """The memory that a bucket needs in all."""
-    if not bucket.collective.in_place:
+    """The memory that a bucket needs, beside that of results that lie apart."""
+    if bucket.collective.scatters:
         return arrives_at_bytes(bucket) + math.prod(arriving_shape(bucket, world_size)) * bucket.dtype.itemsize
     if bucket.is_wide:
         return 2 * received_at_bytes(bucket, world_size)
