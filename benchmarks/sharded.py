@@ -1,12 +1,12 @@
 """Sharded state beside whole state, DDP, DDP with ZeroRedundancyOptimizer, and FSDP2's fully_shard.
 
-    python benchmarks/sharded.py [--ranks N] [--rounds N] [--mbit N] [--model mlp|gpt] [--state] [--peak]
+    python benchmarks/sharded.py [--ranks N] [--rounds N] [--mbit N] [--model mlp|gpt] [--state] [--peak [--only TEXT]]
 
 By turns each contender makes one step with AdamW, in the same processes. Printed are the median of rank 0's times,
 their quartiles, and the ratio to fdp with whole state. With --mbit ranks are two hosts with a shaped link (needs root,
 ip and tc). --state prints what a rank holds of parameters and of AdamW's state for GPT-2 small instead, and takes no
 step. --peak prints the most that the allocator has handed out at once during a step of GPT-2 small, for each contender
-in processes of its own, and what fdp predicts.
+in processes of its own, and what fdp predicts; with --only of those alone whose name has a text in it.
 """
 
 from __future__ import annotations
@@ -198,12 +198,12 @@ def peak_on_rank(contender: str) -> tuple[int, float]:
     return most, next(iter(predicted), 0.0)
 
 
-def print_peak(place: Place, ranks: int) -> None:
-    """Print what a rank holds while a step runs."""
+def print_peak(place: Place, ranks: int, only: str) -> None:
+    """Print what a rank holds while a step runs, of contenders whose name has a text in it."""
     table = Table(title=f"GPT-2 small, AdamW, float32, one sequence of 128, {ranks} ranks: MiB at most, on rank 0")
     for column in ("contender", "measured", "predicted"):
         table.add_column(column, justify="left" if column == "contender" else "right")
-    for contender in (*CONTENDERS, LEAST):
+    for contender in (name for name in (*CONTENDERS, LEAST) if only in name):
         try:
             most, predicted = run_in(place, peak_on_rank, contender)[0]
         except Exception as error:
@@ -256,6 +256,7 @@ def main() -> None:
     parser.add_argument("--model", choices=tuple(CASES), default="mlp")
     parser.add_argument("--state", action="store_true", help="what a rank holds, in place of times")
     parser.add_argument("--peak", action="store_true", help="what a rank holds in a step, in place of times")
+    parser.add_argument("--only", default="", help="with --peak: contenders with this in their name")
     arguments = parser.parse_args()
     place = lab_place(arguments.mbit * 1e6) if arguments.mbit else Place(arguments.ranks, "gloo")
     if (missing := place.why_not()) is not None:
@@ -264,7 +265,7 @@ def main() -> None:
         print_state(place, arguments.ranks)
         return
     if arguments.peak:
-        print_peak(place, arguments.ranks)
+        print_peak(place, arguments.ranks, arguments.only)
         return
     where = f"two hosts, {arguments.mbit:g} Mbit/s" if arguments.mbit else f"{arguments.ranks} ranks on one machine"
     table = Table(title=f"{arguments.model}, AdamW, {where}, gloo: ms a step")
