@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -42,30 +42,37 @@ class Sent(Protocol):
         """Rows that these are in: one for each rank where the collective splits, else one."""
 
 
-def start_collective(
-    sent: Sent,
-    own: torch.Tensor,
-    into: torch.Tensor | None,
-    result: torch.Tensor | None,
-    scaled: bool,
-    group: Group,
-    arrived: Arrived | None,
-) -> Callable[[], None]:
-    """Start a message.
+class FlatMessage(NamedTuple):
+    """A message in memory.
 
-    Args:
+    Attributes:
         sent: what is said of it.
         own: what this rank contributes, flat, with a header behind it if there is one. The result is in the same place
             unless it arrives elsewhere.
         into: memory for what arrives, where it lies apart: of `arriving_shape`; else None.
         result: of a reduce-scatter: memory for its result, flat; else None.
         scaled: the values have been divided by the number of ranks: their sum is the mean.
+    """
+
+    sent: Sent
+    own: torch.Tensor
+    into: torch.Tensor | None
+    result: torch.Tensor | None
+    scaled: bool
+
+
+def start_collective(message: FlatMessage, group: Group, arrived: Arrived | None) -> Callable[[], None]:
+    """Start a message.
+
+    Args:
+        message: it.
         group: the ranks.
         arrived: called when it is there, if the backend tells.
 
     Returns:
         The function that waits for it.
     """
+    sent, own, into, result, scaled = message
     collective = sent.collective
     if into is None:
         if collective.rooted:
@@ -82,24 +89,9 @@ def start_collective(
     return group.reduce_scatter(result, into, rows, collective.reduction, arrived, sent.accumulate_dtype)
 
 
-def pretend_message(
-    sent: Sent,
-    own: torch.Tensor,
-    into: torch.Tensor | None,
-    result: torch.Tensor | None,
-    scaled: bool,
-    others: OtherRanks,
-) -> None:
-    """Do what a message would do, with what this rank takes the others to hold.
-
-    Args:
-        sent: as for `start_collective`.
-        own: likewise, without a header.
-        into: likewise.
-        result: likewise.
-        scaled: likewise.
-        others: the other ranks.
-    """
+def pretend_message(message: FlatMessage, others: OtherRanks) -> None:
+    """Do what a message without a header would do, with what this rank takes the others to hold."""
+    sent, own, into, result, scaled = message
     collective = sent.collective
     if into is None:
         if collective.rooted:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from fdp.distributed.by_collective import arriving_shape, pretend_message, start_collective
+from fdp.distributed.by_collective import FlatMessage, arriving_shape, pretend_message, start_collective
 from fdp.distributed.group import Group
 from fdp.distributed.other_ranks import OtherRanks
 from fdp.distributed.sending import Arrived
@@ -67,8 +67,7 @@ class Buffer:
         return cast(Callable[[], None], self.frame(self._start, group, arrived, into))
 
     def _start(self, group: Group, arrived: Arrived | None, into: torch.Tensor | None) -> Callable[[], None]:
-        message = self.own if self.message is None else self.message
-        return start_collective(self.bucket, message, self._arriving(into), self.result, self.scaled, group, arrived)
+        return start_collective(self._sent(self.own if self.message is None else self.message, into), group, arrived)
 
     def start_wide(self, group: Group, arrived: Arrived | None = None) -> WideMean:
         """Start the mean that is added up in a wider dtype."""
@@ -76,13 +75,17 @@ class Buffer:
         made = self.frame(WideMean, self.own, self.received, self.bucket.accumulate_dtype, group, arrived, self.frame)
         return cast(WideMean, made)
 
+    def _sent(self, own: torch.Tensor, into: torch.Tensor | None) -> FlatMessage:
+        """What is sent, with or without the header; a gathered value goes to `into` if that is given."""
+        return FlatMessage(self.bucket, own, self._arriving(into), self.result, self.scaled)
+
     def _arriving(self, into: torch.Tensor | None) -> torch.Tensor | None:
         """The tensor for what arrives, if it is separate from what is sent."""
         return self.arriving if into is None else into.view(-1, self.own.numel())
 
     def pretend(self, others: OtherRanks, into: torch.Tensor | None = None) -> None:
         """Compute what the collective would, with assumed values of the other ranks."""
-        pretend_message(self.bucket, self.own, self._arriving(into), self.result, self.scaled, others)
+        pretend_message(self._sent(self.own, into), others)
 
 
 def place_values(program: Program, blocks: Mapping[torch.device, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -128,10 +131,9 @@ def make_buffers(plan: Plan, program: Program, blocks: Mapping[torch.device, tor
     size = plan.trace.world_size
     for bucket in plan.buckets:
         layout = program.layouts.get(bucket.device)
-        start = None if layout is None else layout.offsets.get(("bucket", bucket.index))
-        if layout is None or start is None:
+        if layout is None or ("bucket", bucket.index) not in layout.offsets:
             continue
-        block = blocks[bucket.device]
+        block, start = blocks[bucket.device], layout.offsets["bucket", bucket.index]
         wide = bucket.is_wide
         numel = shared_numel(bucket, size) if wide else bucket.numel
         own = _flat(block, start, numel, bucket.dtype)

@@ -12,7 +12,8 @@ from fdp.verify.combined import IN_PLACE, SPLIT, STACKED
 _ALIGNMENT_BYTES = 64
 _HEADER_NUMEL = 64
 _CARRIERS = ("mean", "sum", "max", "min")
-_SCATTERS = tuple(op for op in SPLIT if op not in STACKED)
+SCATTERS = tuple(op for op in SPLIT if op not in STACKED)
+"""Reductions of which each rank gets its part."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def bucket_parts(bucket: Bucket, world_size: int) -> Parts:
         sent = -(-sent // world_size) * world_size
     behind_bytes = -(-sent * itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     received = math.prod(received_shape(bucket, world_size) or (0,))
-    if bucket.op in _SCATTERS:
+    if bucket.op in SCATTERS:
         # A rank adds up its own row and those of the others.
         return Parts(numel, header, sent, behind_bytes, received, numel // world_size, itemsize, wide)
     return Parts(numel, header, sent, behind_bytes, sent if wide else 0, received, itemsize, wide)
@@ -78,5 +79,5 @@ def received_shape(bucket: Bucket, world_size: int) -> tuple[int, ...] | None:
     if bucket.op in IN_PLACE:
         return None
     if bucket.op in SPLIT:
-        return rows_added_to(world_size) if bucket.op in _SCATTERS else world_size, bucket.numel // world_size
+        return rows_added_to(world_size) if bucket.op in SCATTERS else world_size, bucket.numel // world_size
     return (world_size, bucket.numel) if bucket.op == "all_gather" else (bucket.numel,)

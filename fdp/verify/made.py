@@ -15,8 +15,7 @@ import torch
 from fdp.errors import build_message
 from fdp.plan.plan import Bucket, Plan
 from fdp.pytorch.tensors import storage_id
-from fdp.verify.bucket_memory import bucket_parts, received_shape
-from fdp.verify.combined import SPLIT, STACKED
+from fdp.verify.bucket_memory import SCATTERS, bucket_parts, received_shape
 from fdp.verify.failure import VerificationError
 from fdp.verify.program_protocol import ProgramProtocol
 
@@ -159,7 +158,7 @@ def _wrong_buffers(
         header, itself = (parts.header,) if parts.header else None, (parts.sent,) if parts.wide else None
         apart = results.get(index, (-1, -1))  # where nothing lies
         # What a reduce-scatter adds up arrives in its bucket, and the sum is the result; else what arrives is it.
-        adds = parts.result > 0 and bucket.op not in STACKED and bucket.op in SPLIT
+        adds = bucket.op in SCATTERS
         expected: dict[str, tuple[torch.Tensor | None, _AddressInStorage, int, tuple[int, ...] | None]] = {
             "what this rank contributes": (buffer.own, at, 0, (own,)),
             "what is sent": (message, at, 0, (parts.sent,)),

@@ -176,11 +176,11 @@ class Messages:
         into = self._into.get(bucket.index)
         if into is None:
             begin = self._memory_of(execution, bucket, "result")[1] + offset * itemsize
+        else:
+            block, begin = into.block, into.start
         result = _view(block, begin, shape_of(bucket.op, tuple(shape), size), back, bucket.dtype)
-        if into is not None:
-            result = result._replace(block=into.block, start=into.start)
-            if into != result or bucket.op != "all_gather" or row != numel:
-                raise VerificationError(f"what bucket {bucket.index} gathers does not fit where it is to go")
+        if into is not None and (into != result or bucket.op != "all_gather" or row != numel):
+            raise VerificationError(f"what bucket {bucket.index} gathers does not fit where it is to go")
         return slot, result
 
 

@@ -73,7 +73,7 @@ GRAPH = (
         "emit/memory/planning.py",
         'result_key: Hashable = key if collective.in_place else ("result", bucket.index)',
         "result_key: Hashable = key",
-        "the pieces of all ranks begin behind this rank's own",
+        "the pieces of all ranks lie apart from this rank's own",
     ),
 )
 

@@ -17,7 +17,7 @@ PACKING = (
         "emit/memory/planning.py",
         'result_key: Hashable = key if collective.in_place else ("result", bucket.index)',
         "result_key: Hashable = key",
-        "the pieces of all ranks begin behind this rank's own",
+        "the pieces of all ranks lie apart from this rank's own",
     ),
     Fault(
         "read after the bucket started",

@@ -243,7 +243,7 @@ class _PlacesBuilder:
                 self.sizes[number] = (value.device, value.untyped_storage().nbytes())
 
     def place_bucket(self, bucket: Bucket, markers: Sequence[fx.Node]) -> None:
-        """Place the results of a bucket in it, and the arguments, too, where they can be computed there."""
+        """Place the results of a bucket in it or apart, and the arguments in it where they can be computed there."""
         key, size, itemsize = ("bucket", bucket.index), self.plan.trace.world_size, bucket.dtype.itemsize
         collective = bucket.collective
         in_input = markers[0] in self.placement.gathered

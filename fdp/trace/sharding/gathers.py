@@ -10,7 +10,6 @@ import collections
 import operator
 from collections.abc import Container, Mapping, Sequence
 
-import torch
 from torch import fx
 
 from fdp.trace.operators.effects import effects_of, list_arguments, storages, storages_of
@@ -58,17 +57,12 @@ def start_gathers_late(graph: fx.Graph, gathers: Sequence[tuple[fx.Node, fx.Node
     beside_bytes, before = 0, None
     for rows, reader in readers:
         under_way.append((rows, reader))
-        beside_bytes += _bytes_of(rows) if len(under_way) > 1 else 0
+        beside_bytes += rows.meta["val"].nbytes if len(under_way) > 1 else 0
         while beside_bytes > ahead_bytes and under_way[0][1] is not reader:
             before, _ = under_way.popleft()
-            beside_bytes -= _bytes_of(under_way[0][0])
+            beside_bytes -= under_way[0][0].meta["val"].nbytes
         if before is not None and order[before] < order[rows]:
             rows.meta["after"] = (before.name,)
-
-
-def _bytes_of(node: fx.Node) -> int:
-    value: torch.Tensor = node.meta["val"]
-    return value.numel() * value.itemsize
 
 
 def take_parts_late(graph: fx.Graph, parts: Sequence[tuple[fx.Node, ...]]) -> None:
