@@ -1,4 +1,4 @@
-"""A network of two hosts on this machine: network namespaces, joined by a bridge, with shaped links.
+"""A network of hosts on this machine: network namespaces, joined by a bridge, with shaped links.
 
 Each host is a namespace with one interface; the bridge has a namespace of its own, so that nothing of the machine's
 own network is touched. What a host sends, and what it gets, passes a token bucket (tc-tbf) of the link's rate. Needs
@@ -32,15 +32,17 @@ _DEVICE = "net0"
 
 @dataclasses.dataclass(frozen=True)
 class LabPlace(Place):
-    """Ranks on hosts of their own, with gloo.
+    """Ranks on hosts, with gloo.
 
     Attributes:
         bits_per_s: what each link carries, in each direction.
         maker: the process that makes the hosts.
+        ranks_per_host: ranks that share a host, and its link.
     """
 
     bits_per_s: float = 1e9
     maker: int = 0
+    ranks_per_host: int = 1
 
     def why_not(self) -> str | None:
         """What is missing to make hosts here; None if nothing is."""
@@ -64,18 +66,18 @@ class LabPlace(Place):
 
     @contextlib.contextmanager
     def _built(self, name: str) -> Iterator[None]:
-        switch, hosts = f"{name}-sw", [f"{name}-h{rank}" for rank in range(self.world)]
+        switch, hosts = f"{name}-sw", [f"{name}-h{host}" for host in range(self.world // self.ranks_per_host)]
         with _namespaces([switch, *hosts]):
             _ip(f"-n {switch} link add br0 type bridge stp_state 0 forward_delay 0")
             _ip(f"-n {switch} link set br0 up")
-            for rank, host in enumerate(hosts):
+            for number, host in enumerate(hosts):
                 _ip(f"-n {host} link set lo up")
-                _ip(f"-n {host} link add {_DEVICE} type veth peer name p{rank} netns {switch}")
-                _ip(f"-n {switch} link set p{rank} master br0 up")
-                _ip(f"-n {host} addr add {_address(rank)}/24 dev {_DEVICE}")
+                _ip(f"-n {host} link add {_DEVICE} type veth peer name p{number} netns {switch}")
+                _ip(f"-n {switch} link set p{number} master br0 up")
+                _ip(f"-n {host} addr add {_address(number)}/24 dev {_DEVICE}")
                 _ip(f"-n {host} link set {_DEVICE} up")
                 self._shape(host, _DEVICE)
-                self._shape(switch, f"p{rank}")
+                self._shape(switch, f"p{number}")
             yield
 
     def join(self, rank: int, port: int) -> None:
@@ -92,7 +94,7 @@ class LabPlace(Place):
         return f"fdplab-{self.maker}"
 
     def _host(self, rank: int) -> str:
-        return f"{self._name}-h{rank}"
+        return f"{self._name}-h{rank // self.ranks_per_host}"
 
     def _shape(self, namespace: str, device: str) -> None:
         # A bucket of a millisecond, so that rates are exact over a message, and of at least two packets of the largest
@@ -102,13 +104,14 @@ class LabPlace(Place):
         _ip(f"netns exec {namespace} {command}")
 
 
-def lab_place(bits_per_s: float, hosts: int = 2) -> LabPlace:
-    """Hosts of one rank each, which this process makes when the place is opened."""
-    return LabPlace(hosts, "gloo", bits_per_s=bits_per_s, maker=os.getpid())
+def lab_place(bits_per_s: float, hosts: int = 2, ranks_per_host: int = 1) -> LabPlace:
+    """Hosts of so many ranks each, which this process makes when the place is opened."""
+    ranks = hosts * ranks_per_host
+    return LabPlace(ranks, "gloo", bits_per_s=bits_per_s, maker=os.getpid(), ranks_per_host=ranks_per_host)
 
 
-def _address(rank: int) -> str:
-    return f"10.77.91.{rank + 1}"
+def _address(host: int) -> str:
+    return f"10.77.91.{host + 1}"
 
 
 def _ip(arguments: str) -> None:

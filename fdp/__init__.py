@@ -19,7 +19,8 @@ import fdp.pytorch.parts  # first: it says what is wrong where nothing else coul
 # isort: split
 from fdp import optim, random
 from fdp.collectives.exchanges import all_to_all, pmean_scatter, ppermute, psum_scatter
-from fdp.collectives.over_pytrees import all_gather, axis_index, axis_size, broadcast, per_rank, pmax, pmean, pmin, psum
+from fdp.collectives.over_pytrees import all_gather, broadcast, pmax, pmean, pmin, psum
+from fdp.collectives.own_rank import axis_index, axis_size, per_rank
 from fdp.data.batch_sampler import BatchSampler
 from fdp.distributed.launch import initialize
 from fdp.errors import (

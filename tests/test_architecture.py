@@ -34,7 +34,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "liveness.neighbour liveness.own_monitor liveness.tree",
         "liveness.connections liveness.introduction liveness.watched",
         "liveness.monitor liveness.unreached liveness.watch",
-        "liveness.on_signal liveness.once_a_second liveness.patience", "liveness.elsewhere",
+        "liveness.on_signal liveness.once_a_second liveness.patience", "liveness.elsewhere mesh",
         "collective comparable fingerprint other_ranks sending wire", "messages", "group",
         "attempt by_collective checksum desynchronised exchange header", "launch second_group",
     ),
@@ -46,7 +46,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "labels lock pace pieces rank_local seal shards unwritten", "containers index", "replicate shard storage",
         "contents", "checkpoint", "checkpoint_manager",
     ),
-    "collectives": ("operators", "markers", "over_pytrees transposes", "exchanges"),
+    "collectives": ("operators", "markers", "over_pytrees own_rank transposes", "exchanges"),
     "gradients": ("mean_over_ranks", "autodiff", "accumulation"),
     "nn": ("batch_norm meta_copy", "modules"),
     "optim": (
@@ -58,15 +58,15 @@ ROOMS: dict[str, tuple[str, ...]] = {
     # the flow
     "trace": (
         "operators.control operators.effects operators.source", "operators.kernel_strides", "operators.fake_rules",
-        "trace", "equality calls.finite_flags calls.keywords calls.names_in_code calls.overlap calls.structure",
+        "sharding.inserted", "trace",
+        "equality calls.finite_flags calls.keywords calls.names_in_code calls.overlap calls.structure",
         "calls.arguments calls.closure calls.watched_places", "calls.outside_search", "calls.outside_values",
-        "calls.changes calls.pairing calls.recognise calls.results",
-        "capture.functional capture.remedies capture.reshapes capture.rng_replay capture.silent_changes "
-        "capture.untouched",
+        "calls.changes calls.pairing calls.recognise calls.results", "capture.functional capture.remedies "
+        "capture.reshapes capture.rng_replay capture.silent_changes capture.untouched",
         "capture.raw_messages capture.switches capture.value_reads", "capture.capture", "capture.calling",
         "graph.dependencies graph.replicated graph.variance", "graph.loops", "graph.wire_cast",
         "checks.checks checks.memory_checks checks.uncertain_strides",
-        "sharding.reductions_of_parts sharding.units", "sharding.gathers sharding.placements",
+        "sharding.reductions_of_parts sharding.scatters sharding.units", "sharding.gathers sharding.placements",
         "sharding.shared_gathers", "sharding.spmd", "sharding.sharded",
         "tracer",
     ),
@@ -78,8 +78,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "build", "scaling", "scaling_picture",
     ),
     "verify": (
-        "combined extents failure program_protocol runs schemas terms", "bucket_memory visible_writes", "made memory",
-        "kernels meta_tensors values",
+        "extents failure program_protocol runs schemas terms", "combined", "bucket_memory visible_writes",
+        "made memory", "kernels meta_tensors values",
         "message_checks rules", "machine",
         "followed higher", "decomposed reference sent", "execution graphs implementations", "drawn obligations",
         "lowered",
@@ -87,7 +87,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "emit": (
         "memory.constants memory.elements memory.layout memory.liveness memory.map_picture memory.out_variants "
         "memory.savings memory.views",
-        "memory.deferred_products memory.own_memory", "memory.analysis", "memory.donation", "memory.planning",
+        "memory.deferred_products memory.message_memory memory.own_memory", "memory.analysis", "memory.donation",
+        "memory.planning",
         "memory.instructions", "memory.memory_plan", "memory.allocation", "memory.memory_table memory.decisions",
         "memory.peak", "memory.peak_picture",
         "codegen.bindings codegen.lines", "codegen.writer",
@@ -102,7 +103,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "runtime": (
         "agreement arena closed_over diagnostics frames memory_map replication rounds signature written_early",
-        "in_passing wide_mean", "buffers", "order",
+        "in_passing two_levels wide_mean", "buffers", "order",
         "consensus in_flight", "proofs", "residence", "messages_of_call runner", "emitted",
     ),
     "compare": (

@@ -22,7 +22,7 @@ from fdp.tracebacks import hiding_frames
 
 
 @hiding_frames
-def psum_scatter(tree: Tree, axis: int = 0) -> Tree:
+def psum_scatter(tree: Tree, axis: int = 0, axis_name: str | None = None) -> Tree:
     """Sum every leaf over the ranks, and keep this rank's part of the sum.
 
     Rank r gets the r-th of as many equal parts as there are ranks. It costs half of what `psum` does, which is this and
@@ -32,6 +32,8 @@ def psum_scatter(tree: Tree, axis: int = 0) -> Tree:
     Args:
         tree: pytree of tensors (floating point, complex, or integer but for int16) with at least one dimension.
         axis: the dimension that is split; the number of ranks divides its size. Negative ones count from the end.
+        axis_name: a dimension of the step's mesh, by name: only ranks that differ along it alone take part. None for
+            all ranks.
 
     Returns:
         The tree with each leaf of shape [..., s, ...] replaced by one of shape [..., s / ranks, ...], contiguous, which
@@ -39,7 +41,7 @@ def psum_scatter(tree: Tree, axis: int = 0) -> Tree:
 
     Raises:
         ArgumentError: a leaf has no such dimension, or ranks do not divide its size; it is boolean, of 16-bit integers,
-            sparse, or no tensor.
+            sparse, or no tensor; there is no such `axis_name`.
 
     Example:
         >>> psum_scatter({"grads": torch.tensor([1.0, 2.0])})
@@ -48,11 +50,11 @@ def psum_scatter(tree: Tree, axis: int = 0) -> Tree:
     References:
         JAX, `jax.lax.psum_scatter(..., tiled=True)`.
     """
-    return _scatter("psum_scatter", tree, axis, "sum")
+    return _scatter("psum_scatter", tree, axis, axis_name, "sum")
 
 
 @hiding_frames
-def pmean_scatter(tree: Tree, axis: int = 0) -> Tree:
+def pmean_scatter(tree: Tree, axis: int = 0, axis_name: str | None = None) -> Tree:
     """Average every leaf over the ranks, and keep this rank's part of the mean.
 
     As `psum_scatter`, divided by the number of ranks after the sum.
@@ -60,6 +62,8 @@ def pmean_scatter(tree: Tree, axis: int = 0) -> Tree:
     Args:
         tree: pytree of floating-point or complex tensors of any shape with at least one dimension.
         axis: the dimension that is split; the number of ranks divides its size. Negative ones count from the end.
+        axis_name: a dimension of the step's mesh, by name: only ranks that differ along it alone take part. None for
+            all ranks.
 
     Returns:
         The tree with each leaf of shape [..., s, ...] replaced by one of shape [..., s / ranks, ...], contiguous, which
@@ -68,7 +72,7 @@ def pmean_scatter(tree: Tree, axis: int = 0) -> Tree:
 
     Raises:
         ArgumentError: a leaf has no such dimension, or ranks do not divide its size; it is an integer tensor, boolean,
-            sparse, or no tensor.
+            sparse, or no tensor; there is no such `axis_name`.
 
     Example:
         >>> pmean_scatter({"grads": torch.tensor([[1.0, 2.0]])}, axis=1)
@@ -77,11 +81,11 @@ def pmean_scatter(tree: Tree, axis: int = 0) -> Tree:
     References:
         JAX, `jax.lax.psum_scatter(..., tiled=True)`, divided by the size of the axis.
     """
-    return _scatter("pmean_scatter", tree, axis, "mean")
+    return _scatter("pmean_scatter", tree, axis, axis_name, "mean")
 
 
 @hiding_frames
-def all_to_all(x: Tree, split_axis: int, concat_axis: int) -> Tree:
+def all_to_all(x: Tree, split_axis: int, concat_axis: int, axis: str | None = None) -> Tree:
     """Split every leaf over the ranks along one dimension, and put what they send together along another.
 
     Rank r gets the r-th part of every rank's leaf, in the order of ranks.
@@ -90,6 +94,8 @@ def all_to_all(x: Tree, split_axis: int, concat_axis: int) -> Tree:
         x: a tensor of any shape with at least one dimension and of any dtype, or a pytree of such.
         split_axis: the dimension that is split; the number of ranks divides its size. Negative ones count from the end.
         concat_axis: the dimension along which the parts that arrive are put together.
+        axis: a dimension of the step's mesh, by name: only ranks that differ along it alone take part. None for all
+            ranks.
 
     Returns:
         The tree with `split_axis` of each leaf divided by the number of ranks, and then `concat_axis` multiplied by it,
@@ -97,7 +103,7 @@ def all_to_all(x: Tree, split_axis: int, concat_axis: int) -> Tree:
 
     Raises:
         ArgumentError: a leaf has no such dimensions, or ranks do not divide the size of `split_axis`; it is sparse, or
-            no tensor.
+            no tensor; there is no such `axis`.
 
     Example:
         >>> all_to_all(torch.ones(2, 3), split_axis=0, concat_axis=1).shape
@@ -106,7 +112,7 @@ def all_to_all(x: Tree, split_axis: int, concat_axis: int) -> Tree:
     References:
         JAX, `jax.lax.all_to_all(..., tiled=True)`.
     """
-    where = current_axis()
+    where = current_axis().along(axis, "all_to_all")
     size = where.size
 
     def exchange(leaf: torch.Tensor, label: str) -> torch.Tensor:
@@ -126,20 +132,23 @@ def all_to_all(x: Tree, split_axis: int, concat_axis: int) -> Tree:
 
 
 @hiding_frames
-def ppermute(tree: Tree, perm: Sequence[tuple[int, int]]) -> Tree:
+def ppermute(tree: Tree, perm: Sequence[tuple[int, int]], axis: str | None = None) -> Tree:
     """Send every leaf to another rank, as pairs of ranks say.
 
     Args:
         tree: pytree of tensors (the same shapes and dtypes on every rank) and numbers.
         perm: pairs (source, destination), the same on every rank: the destination gets the source's leaf. No rank is a
             source twice, or a destination. A shift by one is `[(r, (r + 1) % n) for r in range(n)]`.
+        axis: a dimension of the step's mesh, by name: only ranks that differ along it alone take part. None for all
+            ranks.
 
     Returns:
         The tree of what was sent to this rank, contiguous, with zeros if nothing was; it differs from rank to rank.
         Differentiable: the transpose is `ppermute` with the pairs turned round.
 
     Raises:
-        ArgumentError: a source or a destination occurs twice, or is no rank; a leaf is sparse, or no tensor.
+        ArgumentError: a source or a destination occurs twice, or is no rank; a leaf is sparse, or no tensor; there
+            is no such `axis`.
 
     Example:
         >>> ppermute(torch.tensor([1.0, 2.0]), [(0, 0)]), ppermute(torch.tensor([1.0, 2.0]), [])
@@ -148,13 +157,13 @@ def ppermute(tree: Tree, perm: Sequence[tuple[int, int]]) -> Tree:
     References:
         JAX, `jax.lax.ppermute`.
     """
-    where = current_axis()
+    where = current_axis().along(axis, "ppermute")
     pairs = _pairs(perm, where.size)
     return map_tensors("ppermute", tree, lambda x, label: markers.permute(x, pairs, where.name, "value", label))
 
 
-def _scatter(name: str, tree: Tree, axis: int, op: str) -> Tree:
-    where = current_axis()
+def _scatter(name: str, tree: Tree, axis: int, axis_name: str | None, op: str) -> Tree:
+    where = current_axis().along(axis_name, name)
 
     def reduce(x: torch.Tensor, label: str) -> torch.Tensor:
         return markers.reduce_scatter(_rows(x, axis % x.dim(), where.size), op, where.name, "value", label)
@@ -171,8 +180,11 @@ def _rows(x: torch.Tensor, axis: int, size: int) -> torch.Tensor:
 def _refuse_axis(name: str, argument: str, axis: Any, given: Given, ranks: int | None) -> None:
     """Refuse leaves without a dimension, or in which a number of ranks does not divide its size."""
     if isinstance(axis, bool) or not isinstance(axis, int):
+        of_mesh = "; one of the mesh goes to axis_name" if argument == "axis" else ""
         raise ArgumentError(
-            build_message(f"fdp.{name} was given {argument}={axis!r}.", remedy="pass a dimension: a whole number.")
+            build_message(
+                f"fdp.{name} was given {argument}={axis!r}.", remedy=f"pass a dimension: a whole number{of_mesh}."
+            )
         )
     missing = [
         f"{label}: shape {list(x.shape)}, {argument}={axis}" for x, label in given if not -x.dim() <= axis < x.dim()

@@ -49,7 +49,7 @@ def _sendable(x: torch.Tensor) -> torch.Tensor:
 
 
 def _refuse_traced(axis: str) -> None:
-    if axis == "traced":
+    if axis.startswith("traced"):
         raise FdpError(
             build_message(
                 "a collective of a traced step was run by itself.",

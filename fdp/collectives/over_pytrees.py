@@ -8,19 +8,16 @@ returns; with no process group it is the collective of a world of one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from fdp import pytree
 from fdp.collectives import markers
 from fdp.context.accumulating import refuse_while_accumulating
-from fdp.context.axis import current_axis, inside_step
+from fdp.context.axis import Axis, current_axis
 from fdp.errors import ArgumentError, build_message
-from fdp.pytorch.tensors import copy_of
 from fdp.pytree import Tree
-from fdp.state.containers import LABELS, PLAIN, Container, bare, bare_spec, container_of, containers_of
-from fdp.state.labels import PerRank
+from fdp.state.containers import bare, container_of
 from fdp.tracebacks import hiding_frames
 
 _SUMMABLE = frozenset({
@@ -116,8 +113,7 @@ def _refuse_dtypes(op: str, given: Given) -> None:
             raise ArgumentError(build_message(texts[0], texts[1:], remedy))
 
 
-def _reduce(x: torch.Tensor, op: str, label: str) -> torch.Tensor:
-    axis = current_axis()
+def _reduce(x: torch.Tensor, op: str, axis: Axis, label: str) -> torch.Tensor:
     if x.is_complex():
         pairs = markers.all_reduce(torch.view_as_real(x.resolve_conj()), op, axis.name, "value", label)
         return torch.view_as_complex(pairs)
@@ -131,18 +127,20 @@ def _reduce(x: torch.Tensor, op: str, label: str) -> torch.Tensor:
 
 
 @hiding_frames
-def psum(tree: Tree) -> Tree:
+def psum(tree: Tree, axis: str | None = None) -> Tree:
     """Sum every leaf over the ranks.
 
     Args:
         tree: pytree of tensors of any shape (floating point, complex, or integer but for int16) and numbers.
+        axis: a dimension of the step's mesh, by name: only ranks that differ along it alone take part. None for all
+            ranks.
 
     Returns:
         The tree with each leaf replaced by its sum, equal on every rank, and contiguous, as what all collectives
         return. Differentiable: the transpose of `psum` is `psum`.
 
     Raises:
-        ArgumentError: a leaf is boolean, of 16-bit integers, sparse, or no tensor.
+        ArgumentError: a leaf is boolean, of 16-bit integers, sparse, or no tensor; there is no such axis.
 
     Example:
         >>> psum({"right": torch.tensor(3)})
@@ -151,11 +149,12 @@ def psum(tree: Tree) -> Tree:
     References:
         JAX, `jax.lax.psum`.
     """
-    return map_tensors("psum", tree, lambda x, label: _reduce(x, "sum", label), "sum")
+    over = current_axis().along(axis, "psum")
+    return map_tensors("psum", tree, lambda x, label: _reduce(x, "sum", over, label), "sum")
 
 
 @hiding_frames
-def pmean(tree: Tree, weight: torch.Tensor | float | None = None) -> Tree:
+def pmean(tree: Tree, weight: torch.Tensor | float | None = None, axis: str | None = None) -> Tree:
     """Average every leaf over the ranks, exactly for uneven batches when given a weight.
 
     Args:
@@ -163,13 +162,16 @@ def pmean(tree: Tree, weight: torch.Tensor | float | None = None) -> Tree:
         weight: this rank's share, a scalar (a 0-dim tensor or a number), for instance the number of samples
             of this rank's batch; None weighs all ranks alike. A rank whose weight is zero contributes nothing,
             also where its leaf is infinite or NaN. If it is zero on every rank the result is NaN.
+        axis: a dimension of the step's mesh, by name: only ranks that differ along it alone take part. None for all
+            ranks.
 
     Returns:
         The tree with each leaf replaced by `sum(weight * leaf) / sum(weight)` over ranks, equal on every
         rank. Differentiable in the tree and in the weight: the transpose of `pmean` is `pmean`.
 
     Raises:
-        ArgumentError: a leaf is an integer tensor, boolean, sparse, or no tensor; the weight is no scalar.
+        ArgumentError: a leaf is an integer tensor, boolean, sparse, or no tensor; the weight is no scalar; there is no
+            such axis.
 
     Example:
         >>> pmean({"loss": torch.tensor(0.5)}, weight=32)
@@ -178,8 +180,9 @@ def pmean(tree: Tree, weight: torch.Tensor | float | None = None) -> Tree:
     References:
         JAX, `jax.lax.pmean`.
     """
+    over = current_axis().along(axis, "pmean")
     if weight is None:
-        return map_tensors("pmean", tree, lambda x, label: _reduce(x, "mean", label), "mean")
+        return map_tensors("pmean", tree, lambda x, label: _reduce(x, "mean", over, label), "mean")
     if isinstance(weight, bool) or not isinstance(weight, (torch.Tensor, int, float)):
         raise ArgumentError(
             build_message(
@@ -200,7 +203,7 @@ def pmean(tree: Tree, weight: torch.Tensor | float | None = None) -> Tree:
             )
         )
     share = share.double()
-    total = _reduce(share, "sum", "pmean(weight)")
+    total = _reduce(share, "sum", over, "pmean(weight)")
 
     def weighted(x: torch.Tensor, label: str) -> torch.Tensor:
         if x.dtype in (torch.float16, torch.bfloat16):
@@ -214,64 +217,72 @@ def pmean(tree: Tree, weight: torch.Tensor | float | None = None) -> Tree:
             x = x.masked_fill((local == 0) & ~x.detach().isfinite(), 0)
         # Dividing first would need the total before anything is sent: one round trip more.
         scaled = x * local
-        return _reduce(scaled, "sum", label) / total.to(device=x.device, dtype=real)
+        return _reduce(scaled, "sum", over, label) / total.to(device=x.device, dtype=real)
 
     return map_tensors("pmean", tree, weighted, "mean")
 
 
 @hiding_frames
-def pmax(tree: Tree) -> Tree:
+def pmax(tree: Tree, axis: str | None = None) -> Tree:
     """Take the maximum of every leaf over the ranks, element by element.
 
     Args:
         tree: pytree of real tensors (but for int16) and numbers.
+        axis: a dimension of the step's mesh, by name: only ranks that differ along it alone take part. None for all
+            ranks.
 
     Returns:
         The tree of maxima, equal on every rank. Not differentiable.
 
     Raises:
-        ArgumentError: a leaf is boolean, complex, of 16-bit integers, sparse, or no tensor.
+        ArgumentError: a leaf is boolean, complex, of 16-bit integers, sparse, or no tensor; there is no such axis.
 
     Example:
         >>> pmax(torch.tensor([1.0, 2.0]))
         tensor([1., 2.])
     """
-    return map_tensors("pmax", tree, lambda x, label: _reduce(x, "max", label), "max")
+    over = current_axis().along(axis, "pmax")
+    return map_tensors("pmax", tree, lambda x, label: _reduce(x, "max", over, label), "max")
 
 
 @hiding_frames
-def pmin(tree: Tree) -> Tree:
+def pmin(tree: Tree, axis: str | None = None) -> Tree:
     """Take the minimum of every leaf over the ranks, element by element.
 
     Args:
         tree: pytree of real tensors (but for int16) and numbers.
+        axis: a dimension of the step's mesh, by name: only ranks that differ along it alone take part. None for all
+            ranks.
 
     Returns:
         The tree of minima, equal on every rank. Not differentiable.
 
     Raises:
-        ArgumentError: a leaf is boolean, complex, of 16-bit integers, sparse, or no tensor.
+        ArgumentError: a leaf is boolean, complex, of 16-bit integers, sparse, or no tensor; there is no such axis.
 
     Example:
         >>> pmin(torch.tensor([1.0, 2.0]))
         tensor([1., 2.])
     """
-    return map_tensors("pmin", tree, lambda x, label: _reduce(x, "min", label), "min")
+    over = current_axis().along(axis, "pmin")
+    return map_tensors("pmin", tree, lambda x, label: _reduce(x, "min", over, label), "min")
 
 
 @hiding_frames
-def all_gather(tree: Tree) -> Tree:
+def all_gather(tree: Tree, axis: str | None = None) -> Tree:
     """Stack every rank's leaf along a new first dimension.
 
     Args:
         tree: pytree of tensors (the same shape on every rank) and numbers.
+        axis: a dimension of the step's mesh, by name: only ranks that differ along it alone take part. None for all
+            ranks.
 
     Returns:
         The tree with each leaf of shape `[*s]` replaced by one of shape `[ranks, *s]`, equal on every rank.
         Differentiable: the transpose sums what all ranks send back to this one.
 
     Raises:
-        ArgumentError: a leaf is sparse, or no tensor.
+        ArgumentError: a leaf is sparse, or no tensor; there is no such axis.
 
     Example:
         >>> all_gather(torch.tensor([1.0, 2.0]))
@@ -280,119 +291,37 @@ def all_gather(tree: Tree) -> Tree:
     References:
         JAX, `jax.lax.all_gather`.
     """
-    axis = current_axis()
-    return map_tensors("all_gather", tree, lambda x, label: markers.all_gather(x, axis.size, axis.name, label))
+    over = current_axis().along(axis, "all_gather")
+    return map_tensors("all_gather", tree, lambda x, label: markers.all_gather(x, over.size, over.name, label))
 
 
 @hiding_frames
-def broadcast(tree: Tree, root: int = 0) -> Tree:
+def broadcast(tree: Tree, root: int = 0, axis: str | None = None) -> Tree:
     """Give every rank the leaves of one rank.
 
     Args:
         tree: pytree of tensors (the same shapes and dtypes on every rank) and numbers.
-        root: the rank whose values are taken.
+        root: the rank whose values are taken; along an axis, the place of that rank on it.
+        axis: a dimension of the step's mesh, by name: only ranks that differ along it alone take part. None for all
+            ranks.
 
     Returns:
         The root's tree, equal on every rank. Differentiable: the root receives the sum of what all ranks
         send back, the others zero.
 
     Raises:
-        ArgumentError: there is no such rank; a leaf is sparse, or no tensor.
+        ArgumentError: there is no such rank, or axis; a leaf is sparse, or no tensor.
 
     Example:
         >>> broadcast(torch.tensor([1.0, 2.0]), root=0)
         tensor([1., 2.])
     """
-    axis = current_axis()
-    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < axis.size:
+    over = current_axis().along(axis, "broadcast")
+    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < over.size:
         raise ArgumentError(
             build_message(
-                f"fdp.broadcast was given root={root} in a world of {axis.size}.",
-                remedy=f"pass a rank from 0 to {axis.size - 1}.",
+                f"fdp.broadcast was given root={root} in a world of {over.size}.",
+                remedy=f"pass a rank from 0 to {over.size - 1}.",
             )
         )
-    return map_tensors("broadcast", tree, lambda x, label: markers.broadcast(x, root, axis.name, label))
-
-
-@hiding_frames
-def axis_index() -> torch.Tensor:
-    """This process's rank, as a value of the step that differs from rank to rank.
-
-    Returns:
-        A 0-dim int64 tensor on the CPU. It is a tensor so that the trace is the same on every rank.
-
-    Example:
-        >>> axis_index()
-        tensor(0)
-    """
-    out: torch.Tensor = torch.ops.fdp.axis_index.default(torch.empty((), device="cpu"), current_axis().name)
-    return out
-
-
-@hiding_frames
-def axis_size() -> int:
-    """The number of ranks that the running step, or the default process group, has.
-
-    Example:
-        >>> axis_size()
-        1
-    """
-    return current_axis().size
-
-
-@hiding_frames
-def per_rank(tree: Tree) -> Tree:
-    """Say that tensors are each rank's own: inside of a step of its results, outside of one of leaves of a state.
-
-    Inside, it declares outputs that are meant to differ from rank to rank: metrics and the like, which may not go in
-    again as replicated state. Outside, it labels each leaf: what carries on from call to call and is each rank's own
-    (the error of compressed gradients, a local model). A step sees the tensor of a labelled leaf in its place, and it
-    varies; what the step returns there, under the same key path, comes out labelled, whether or not it was declared.
-
-    Args:
-        tree: pytree of tensors of any shape and dtype, and numbers, which become tensors. Inside: part of what the step
-            returns, as it is returned. Outside: a state, or part of one; None and empty containers stay as they are,
-            and so do leaves that are labelled already.
-
-    Returns:
-        Inside, the same values, contiguous. Outside, the tree with a `PerRank` leaf around a copy of each tensor: a
-        step may overwrite it, where it is donated.
-
-    Raises:
-        ArgumentError: a leaf is neither a tensor nor a number.
-
-    Example:
-        >>> state = {"w": torch.zeros(2), "seen": per_rank(torch.tensor(0))}
-        >>> state
-        {'w': tensor([0., 0.]), 'seen': PerRank(tensor(0))}
-        >>> import fdp
-        >>> @fdp.data_parallel(donate_argnums=0)
-        ... def step(state, batch):
-        ...     return {"w": state["w"] + fdp.pmean(batch.mean(0)), "seen": state["seen"] + len(batch)}
-        >>> step(state, torch.ones(4, 2))
-        {'w': tensor([1., 1.]), 'seen': PerRank(tensor(4))}
-    """
-    inside = inside_step()
-
-    def declare(x: Any, container: Container, path: str) -> Any:
-        if container not in (PLAIN, LABELS):
-            raise ArgumentError(
-                build_message(
-                    f"fdp.per_rank was given a {container.adjective} leaf{f' at {path}' if path else ''}.",
-                    remedy=f"{container.verb} what is the same on every rank; label what is each rank's own.",
-                )
-            )
-        if isinstance(x, (bool, int, float, complex)):
-            x = torch.tensor(x)
-        if not isinstance(x, torch.Tensor):
-            raise ArgumentError(
-                build_message(
-                    f"fdp.per_rank was given {type(x).__name__}{f' at {path}' if path else ''}.",
-                    remedy="pass tensors, or convert them first.",
-                )
-            )
-        return markers.vary(x, "per_rank") if inside else PerRank(copy_of(x))
-
-    leaves, spec = pytree.flatten(tree)
-    declared = map(declare, leaves, containers_of(leaves, spec), pytree.names_in(spec, ""))
-    return pytree.unflatten(bare_spec(spec), list(declared))
+    return map_tensors("broadcast", tree, lambda x, label: markers.broadcast(x, root, over.name, label))

@@ -21,13 +21,14 @@ from fdp.compare.leaves import same_bits
 from fdp.compare.refusals import wrong_partition
 from fdp.compare.replay import Lookup, Replay, call_node
 from fdp.compare.restored import undisturbed
+from fdp.distributed.mesh import WHOLE
 from fdp.distributed.other_ranks import OtherRanks
 from fdp.runtime.emitted import Emitted
 from fdp.state.shards import Part
 from fdp.trace import Flat, Roles, Trace
 from fdp.trace.graph.variance import varying_nodes
 from fdp.trace.operators.effects import operator_name
-from fdp.trace.trace import Link
+from fdp.trace.sharding.inserted import Link
 
 _SHARE = 1e-3
 """Of the largest value in a tensor, by so much elements may differ: kernels round by where elements lie in memory."""
@@ -51,7 +52,7 @@ def check_partition(emitted: Emitted, parts: Sequence[torch.Tensor], whole: Sequ
     Raises:
         TraceError: names each value that differs.
     """
-    trace, others = emitted.plan.trace, OtherRanks(emitted.group.size, emitted.group.rank)
+    trace, others = emitted.plan.trace, emitted.group.others()
     varying = _gathered_though_varying(trace)
     if varying:
         raise wrong_partition(trace, varying)
@@ -65,7 +66,7 @@ def check_partition(emitted: Emitted, parts: Sequence[torch.Tensor], whole: Sequ
     outputs = [output for output in trace.outputs if output.node is not None]
     for output, mine, due in zip(outputs, found, expected, strict=True):
         if output.part is not None:
-            due = output.part.taken(due, others.rank)
+            due = output.part.taken(due, others.along(trace.sharded_along).rank)
         old = None if output.slot is None else parts[output.slot]
         if not _close(mine, due) or (old is not None and same_bits(mine, old) and _is_moved(due, old)):
             wrong.append(f"{output.name}: {_difference(mine, due)}")
@@ -81,7 +82,8 @@ def _gathered_though_varying(trace: Trace) -> list[str]:
     assert trace.whole is not None
     placeholders = trace.whole.graph.graph.find_nodes(op="placeholder")
     items = list(zip(placeholders, trace.whole.inputs, strict=True))
-    own = varying_nodes(trace.whole.graph.graph, [node for node, item in items if not item.replicated])
+    differ = [node for node, item in items if not item.replicated]
+    own = varying_nodes(trace.whole.graph.graph, differ, [name for name, _ in trace.dimensions] or [WHOLE])
     named = {node.name for node in own}
     # What is gathered as it went in did not differ then, whatever is written to it afterwards.
     given = {node.name for node, item in items if item.replicated}
@@ -97,7 +99,7 @@ def on_whole_values(trace: Trace, flat: Flat, roles: Roles, others: OtherRanks) 
     assert trace.whole is not None
     wholes = iter(
         [
-            x if item.part is None else _whole_of_parts(x.detach(), item.part, others)
+            x if item.part is None else _whole_of_parts(x.detach(), item.part, others.along(trace.sharded_along))
             for item, x in zip(trace.inputs, flat.tensors, strict=True)
         ]
     )
@@ -160,6 +162,7 @@ class _OnOneRank:
         operands: dict[Link, torch.Tensor],
     ) -> None:
         self._module, self._others, self._values, self._operands = trace.graph, others, values, operands
+        self._place = others.along(trace.sharded_along).rank
         assert trace.whole is not None
         self._whole_nodes = trace.whole.nodes
         self._links: defaultdict[str, list[Link]] = defaultdict(list)
@@ -195,11 +198,11 @@ class _OnOneRank:
             return self._gathered(own, links)
         (link,) = links
         if link.kind == "scattered":
-            due = link.part.taken(self._values[link], self._others.rank)
+            due = link.part.taken(self._values[link], self._place)
             self._compare(link, self._call(node), due)
             return due.contiguous()
         numbers = [self._from(node, link, rank) for rank in range(link.part.ranks)]
-        self._compare(link, own, numbers[self._others.rank])
+        self._compare(link, own, numbers[self._place])
         return _put_together(torch.stack(numbers), str(node.args[1]))
 
     def _gathered(self, own: torch.Tensor, links: Sequence[Link]) -> torch.Tensor:
@@ -212,7 +215,7 @@ class _OnOneRank:
             rows = torch.stack([part for (part,) in ranks])
         else:
             rows = torch.stack([torch.cat([part.reshape(-1) for part in parts]) for parts in ranks])
-        due = rows[self._others.rank]
+        due = rows[self._place]
         if own.shape != due.shape or len(links) == 1:
             self._compare(links[0], own, due)
             return rows

@@ -18,7 +18,7 @@ from fdp.distributed.other_ranks import OtherRanks
 from fdp.emit.memory.instructions import arguments_of
 from fdp.pytorch.overloads import schema_of
 from fdp.trace.graph.loops import is_loop
-from fdp.trace.operators.effects import effects_of, is_marker
+from fdp.trace.operators.effects import effects_of, is_marker, mesh_dimension_of
 
 Lookup = Callable[[fx.Node], Any]
 """The value of a node."""
@@ -61,13 +61,15 @@ def call_node(
 
 def _collective(node: fx.Node, values: Sequence[Any], others: OtherRanks) -> torch.Tensor:
     if is_marker(node, "axis_index"):
-        return torch.tensor(others.rank, dtype=torch.int64, device=node.meta["val"].device)
+        own = others.along(mesh_dimension_of(node)).rank
+        return torch.tensor(own, dtype=torch.int64, device=node.meta["val"].device)
     if is_marker(node, "vary"):
         return torch.clone(values[0])
     # The marker itself, on another axis than the one that it was traced on.
     schema: Any = node.target
     names = [argument.name for argument in schema_of(schema).arguments]
-    given = [others.axis_name if name == "axis" else value for name, value in zip(names, values, strict=False)]
+    axis_name = others.along(mesh_dimension_of(node)).axis_name
+    given = [axis_name if name == "axis" else value for name, value in zip(names, values, strict=False)]
     result: torch.Tensor = schema(*given)
     return result
 

@@ -147,7 +147,7 @@ class SideBySide:
 
     def _graph_by_itself(self, values: list[torch.Tensor], kind: Kind) -> Any:
         """Run the graph for one rank, for a step with sharded state."""
-        others = OtherRanks(self._program.group.size, self._program.group.rank, kind)
+        others = self._program.group.others(kind)
         outputs = iter(Replay(self._trace.graph, values, others).run())
         return self._trace.out_spec.unflatten(
             [output.constant if output.node is None else next(outputs) for output in self._trace.outputs]
@@ -187,7 +187,7 @@ class SideBySide:
             # Each leaf is let go of as soon as it has been compared.
             offenders = different(names, taken_from(found), taken_from(expected), before_of)
         if offenders:
-            others = OtherRanks(self._program.group.size, self._program.group.rank, kind)
+            others = self._program.group.others(kind)
             count = range(len(self._trace.inputs))
 
             def by_itself() -> list[Any]:

@@ -13,7 +13,6 @@ from fdp.compare.copies import copy_of, give_back_memory
 from fdp.compare.replay import Lookup, Replay
 from fdp.compare.restored import closed_over_unchanged, undisturbed
 from fdp.context.ambient import plain_context
-from fdp.distributed.other_ranks import OtherRanks
 from fdp.errors import TraceError, build_message
 from fdp.runtime.emitted import Emitted
 from fdp.trace import uncertain_for_draws
@@ -57,7 +56,7 @@ def check_strides(emitted: Emitted, tensors: Sequence[torch.Tensor]) -> None:
             raise _AllSeen
 
     give_back_memory()
-    others = OtherRanks(emitted.group.size, emitted.group.rank, "equal")
+    others = emitted.group.others("equal")
     with closed_over_unchanged(emitted), undisturbed(emitted), plain_context(), suppress(_AllSeen):
         Replay(emitted.plan.trace.graph, [copy_of(x) for x in tensors], others, look, looks_inside=True).run()
     give_back_memory()

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from fdp.distributed.desynchronised import refuse_desynchronised
 from fdp.distributed.group import Group, resolve_group
+from fdp.distributed.mesh import text_along
 from fdp.distributed.other_ranks import OtherRanks
 from fdp.distributed.wire import Wire
-from fdp.errors import FdpError, build_message
+from fdp.errors import ArgumentError, FdpError, build_message
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,36 @@ class Axis:
     rank: int
     group: Group
     wire: Wire | None = None
+
+    def along(self, dimension: str | None, collective: str) -> Axis:
+        """This axis, or the one along one dimension of its mesh.
+
+        Args:
+            dimension: its name; None for this axis itself.
+            collective: what asks for it.
+
+        Raises:
+            ArgumentError: there is no such dimension.
+        """
+        if dimension is None:
+            return self
+        names = [each.name for each in self.group.dimensions]
+        if dimension not in names:
+            where = f"the mesh of the step has {', '.join(map(repr, names))}" if names else "there is no mesh here"
+            raise ArgumentError(
+                build_message(
+                    f"fdp.{collective} was given axis={dimension!r}, and {where}.",
+                    remedy="pass one of its dimensions, or no axis for all ranks."
+                    if names
+                    else "call it in a step under fdp.data_parallel(group=mesh), with a DeviceMesh of two dimensions; "
+                    "leave axis out for all ranks.",
+                )
+            )
+        group = self.group.along(dimension)
+        others = OtherRanks.of_axis(self.name)
+        if others is None:
+            return Axis(text_along(self.name, dimension), group.size, group.rank, group)
+        return Axis(group.others(others.kind).axis_name, group.size, group.rank, group)
 
 
 _local = threading.local()
@@ -88,7 +119,7 @@ def step_axis(name: str, group: Group, wire: Wire | None = None) -> Iterator[Non
         wire: in which dtype gradients are sent.
     """
     if name != "traced":
-        name = OtherRanks(group.size, group.rank, "equal" if name == "equal ranks" else "different").axis_name
+        name = group.others("equal" if name == "equal ranks" else "different").axis_name
     stack = _local.__dict__.setdefault("stack", [])
     stack.append(Axis(name, group.size, group.rank, group, wire))
     try:

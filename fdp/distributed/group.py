@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fdp.distributed.mesh import MeshDimension, dimensions_of
 from fdp.distributed.messages import (
     Pairs,
     start_all_gather,
@@ -27,12 +28,13 @@ from fdp.distributed.messages import (
     start_permute,
     start_reduce_scatter,
 )
+from fdp.distributed.other_ranks import Kind, OtherRanks
 from fdp.distributed.sending import Arrived
 from fdp.errors import ArgumentError, build_message
 from fdp.pytorch.parts import require
 
 Ranks: TypeAlias = "dist.ProcessGroup | DeviceMesh | Group | None"
-"""What says which ranks: a process group, a mesh of one dimension, or None for the default process group."""
+"""What says which ranks: a process group, a mesh, or None for the default process group."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,15 @@ class Group:
         reference: to the c10d group; None for a world of one.
         size: number of ranks.
         rank: this process's rank in the group.
+        dimensions: of a mesh of several dimensions, each of them; of other ranks none.
+        part_of: for ranks along one dimension of a mesh, the ranks of all of it; else None.
     """
 
     reference: weakref.ref[dist.ProcessGroup] | None
     size: int
     rank: int
+    dimensions: tuple[MeshDimension, ...] = ()
+    part_of: Group | None = None
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -70,6 +76,27 @@ class Group:
     def name(self) -> str:
         """The name that all ranks of the group share."""
         return "one" if self.process_group is None else str(self.process_group.group_name)
+
+    @property
+    def sizes(self) -> tuple[tuple[str, int], ...]:
+        """The names and sizes of the dimensions of the mesh."""
+        return tuple((each.name, each.size) for each in self.dimensions)
+
+    @property
+    def watched(self) -> Group:
+        """The ranks that are watched while these exchange messages: where one of a mesh is gone, all of it stops."""
+        return self.part_of or self
+
+    def along(self, dimension: str) -> Group:
+        """The ranks that differ from this one along one dimension of the mesh alone; all of them for `WHOLE`."""
+        if not dimension:
+            return self
+        found = next(each for each in self.dimensions if each.name == dimension)
+        return Group(found.reference, found.size, found.rank, part_of=self)
+
+    def others(self, kind: Kind = "different") -> OtherRanks:
+        """What this rank takes the others to hold while nothing is sent."""
+        return OtherRanks(self.size, self.rank, kind, self.sizes)
 
     def store(self) -> Any:
         """The rendezvous store that the group was made with."""
@@ -146,8 +173,9 @@ def resolve_group(group: Ranks = None) -> Group:
     """Turn what a user may pass as a group into a `Group`.
 
     Args:
-        group: a `torch.distributed.ProcessGroup`, a one-dimensional `DeviceMesh`, a `Group`, or None for the
-            default group; None without an initialised process group is a world of one.
+        group: a `torch.distributed.ProcessGroup`, a `DeviceMesh`, a `Group`, or None for the default group; None
+            without an initialised process group is a world of one. For a mesh that is not all ranks of the default
+            group, the first call makes a process group of its ranks, which all of them have to call together.
 
     Returns:
         The group.
@@ -161,21 +189,18 @@ def resolve_group(group: Ranks = None) -> Group:
         if not (dist.is_available() and dist.is_initialized()):
             return Group(None, 1, 0)
         group = dist.group.WORLD
-    elif isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ArgumentError(
-                build_message(
-                    f"a mesh of {group.ndim} dimensions {group.mesh_dim_names} was given as the group of a step, "
-                    "which has one axis.",
-                    remedy='pass one dimension of it: mesh["dp"].',
-                )
-            )
-        group = group.get_group()
+    dimensions: tuple[MeshDimension, ...] = ()
+    if isinstance(group, DeviceMesh):
+        if group.ndim == 1:
+            group = group.get_group()
+        else:
+            dimensions = dimensions_of(group)
+            group = _whole_group(group)
     if not isinstance(group, dist.ProcessGroup):
         raise ArgumentError(
             build_message(
                 f"group is {type(group).__name__}, not a process group.",
-                remedy="pass a torch.distributed.ProcessGroup, a one-dimensional DeviceMesh, or None.",
+                remedy="pass a torch.distributed.ProcessGroup, a DeviceMesh, or None.",
             )
         )
     require("a process group")
@@ -187,7 +212,26 @@ def resolve_group(group: Ranks = None) -> Group:
                 remedy="call the step only on the group's own ranks.",
             )
         )
-    return Group(weakref.ref(group), dist.get_world_size(group), rank)
+    return Group(weakref.ref(group), dist.get_world_size(group), rank, dimensions)
+
+
+_whole: weakref.WeakKeyDictionary[DeviceMesh, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+"""For meshes that are not the whole world: the group of all their ranks. torch keeps it until it is destroyed."""
+
+
+def _whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The process group of all ranks of a mesh."""
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    if ranks == list(range(dist.get_world_size())):
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    known = _whole.get(mesh)
+    found = None if known is None else known()
+    if found is None or is_destroyed(found):
+        made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+        _whole[mesh] = weakref.ref(made)
+        return made
+    return found
 
 
 def time_limit_of(ranks: Group) -> datetime.timedelta | None:

@@ -15,11 +15,14 @@ is reduced by itself or as a part of a bucket.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+
+from fdp.distributed.mesh import place_along
 
 Kind = Literal["different", "equal"]
 
@@ -37,16 +40,27 @@ class OtherRanks:
         size: how many ranks there are.
         rank: this one.
         kind: "different" if the others hold something else, "equal" if they hold what this one holds.
+        dimensions: of a mesh of several dimensions, their names and sizes.
     """
 
     size: int
     rank: int
     kind: Kind = "different"
+    dimensions: tuple[tuple[str, int], ...] = ()
+
+    def along(self, dimension: str) -> OtherRanks:
+        """The ranks that differ from this one along one dimension of the mesh alone; all of them for `WHOLE`."""
+        if not dimension:
+            return self
+        return OtherRanks(
+            dict(self.dimensions)[dimension], place_along(self.rank, self.dimensions, dimension), self.kind
+        )
 
     @property
     def axis_name(self) -> str:
         """The name under which markers carry this: a backward pass on another thread reads it there."""
-        return f"{self.kind} ranks: {self.rank} of {self.size}"
+        text = f"{self.kind} ranks: {self.rank} of {self.size}"
+        return f"{text} in {json.dumps(self.dimensions)}" if self.dimensions else text
 
     @classmethod
     def of_axis(cls, name: str) -> OtherRanks | None:
@@ -54,8 +68,10 @@ class OtherRanks:
         kind, found, numbers = name.partition(" ranks: ")
         if not found or kind not in ("different", "equal"):
             return None
-        rank, _, size = numbers.partition(" of ")
-        return cls(int(size), int(rank), "equal" if kind == "equal" else "different")
+        rank, _, rest = numbers.partition(" of ")
+        size, _, mesh = rest.partition(" in ")
+        dimensions = tuple((str(name), int(count)) for name, count in json.loads(mesh or "[]"))
+        return cls(int(size), int(rank), "equal" if kind == "equal" else "different", dimensions)
 
     def all_reduce_(self, x: torch.Tensor, op: str, scaled: bool = False) -> None:
         """Reduce a tensor in place, with the assumed values.
@@ -116,8 +132,21 @@ class OtherRanks:
         return {self._share(rank) for rank in self._others}
 
     def _share(self, rank: int) -> tuple[float, int]:
-        """The factor of a rank's numbers, and by how much its integers are smaller."""
-        return (1 - (1 + rank % 4) / 8, 1 + rank % 4) if self.kind == "different" else (1.0, 0)
+        """The factor of a rank's numbers, and by how much its integers are smaller.
+
+        On a mesh each dimension along which a rank differs from this one adds to that. So it does not matter whether
+        ranks are reduced together, or along one dimension after the other.
+        """
+        if self.kind == "equal":
+            return 1.0, 0
+        if not self.dimensions:
+            return 1 - (1 + rank % 4) / 8, 1 + rank % 4
+        factor, fewer = 1.0, 0
+        for name, _ in self.dimensions:
+            place = place_along(rank, self.dimensions, name)
+            if place != place_along(self.rank, self.dimensions, name):
+                factor, fewer = factor * (1 - (1 + place % 4) / 8), fewer + 1 + place % 4
+        return factor, fewer
 
 
 def _held(own: torch.Tensor, factor: float, fewer: int) -> torch.Tensor:

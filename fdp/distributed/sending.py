@@ -46,6 +46,10 @@ class Members(Protocol):
     def name(self) -> str:
         """The name that all ranks of the group share."""
 
+    @property
+    def watched(self) -> Members:
+        """The ranks that are watched meanwhile: these, or more."""
+
     def store(self) -> Any:
         """The rendezvous store of the group."""
 
@@ -60,10 +64,10 @@ def start_message(
     what: str, buffer: torch.Tensor, group: Members, arrived: Arrived | None, send: Callable[[Any], Any]
 ) -> Callable[[], None]:
     """Start a message; returns the function that waits for it, and that raises if a rank is lost."""
-    ranks = group.process_group
+    ranks, all_ranks = group.process_group, group.watched.process_group
     if (backend := group.backend_for(buffer.device)) is None:
         raise no_backend(what, buffer.device)
-    watched = watch_over(group)
+    watched = watch_over(group.watched)
     # A wait of gloo's that has run out of time may be made again. Of other backends that is not known, and those of
     # devices do not block this thread.
     gloo = backend == "gloo"
@@ -72,11 +76,11 @@ def start_message(
     try:
         work = send(ranks)
     except RuntimeError as error:
-        if (explained := explain(ranks, what)) is not None:
+        if (explained := explain(all_ranks, what)) is not None:
             raise explained from error
         raise
     _call_back(work, arrived)
-    return functools.partial(finish, work, ranks, what, number) if gloo else work.wait
+    return functools.partial(finish, work, all_ranks, what, number) if gloo else work.wait
 
 
 def no_backend(what: str, device: torch.device) -> ArgumentError:

@@ -6,10 +6,12 @@ References: Li et al., PyTorch Distributed (VLDB 2020), section 3.2.3.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Literal, TypeAlias
 
+from fdp.distributed.mesh import WHOLE
 from fdp.errors import ArgumentError, build_message
 from fdp.plan.plan import Bucket
 from fdp.trace.trace import Operation, Reduction
@@ -19,6 +21,9 @@ _ALIGNMENT_BYTES = 64
 _ALONE_BYTES = 4 * MIB
 """From this size on, a value that is split between ranks has a message of its own. In a bucket with others its rows
 would not be contiguous, and it would have to be copied there."""
+_TWO_LEVEL_BYTES = MIB // 4
+"""From this size on, the sum or mean over a mesh goes within hosts first, and then between them. That takes more
+messages, one after the other, and fewer bytes between hosts (measured: `benchmarks/two_levels.py`)."""
 AUTO_CAP_MB = (1.0, 25.0)
 """What "auto" means: a small first bucket, so that communication begins early, then DDP's usual size."""
 
@@ -109,14 +114,22 @@ def kind_of(reductions: Sequence[Reduction], upstream: Sequence[int], index: int
     reduction = reductions[index]
     kind: Kind = (
         reduction.op, reduction.root, str(reduction.dtype), str(reduction.accumulate_dtype), str(reduction.device),
-        reduction.pairs, bool(upstream[index]),
+        reduction.pairs, reduction.along, bool(upstream[index]),
     )  # fmt: skip
     alone = reduction.collective.splits and reduction.size_bytes >= _ALONE_BYTES
     return (*kind, index) if alone or not reduction.collective.shares else kind
 
 
-def make_buckets(reductions: Sequence[Reduction], groups: Sequence[Sequence[int]]) -> tuple[Bucket, ...]:
-    """Lay out each group of reductions as one contiguous bucket, with a row for each rank where they are split."""
+def make_buckets(
+    reductions: Sequence[Reduction], groups: Sequence[Sequence[int]], dimensions: Sequence[tuple[str, int]] = ()
+) -> tuple[Bucket, ...]:
+    """Lay out each group of reductions as one contiguous bucket, with a row for each rank where they are split.
+
+    Args:
+        reductions: of a trace.
+        groups: the members of each bucket.
+        dimensions: of the mesh.
+    """
     buckets = []
     for index, members in enumerate(groups):
         first = reductions[members[0]]
@@ -143,9 +156,19 @@ def make_buckets(reductions: Sequence[Reduction], groups: Sequence[Sequence[int]
                 first.accumulate_dtype,
                 rows,
                 first.pairs,
+                first.along,
+                _pieces_of(first, size_bytes, dimensions),
             )
         )
     return tuple(buckets)
+
+
+def _pieces_of(first: Reduction, size_bytes: int, dimensions: Sequence[tuple[str, int]]) -> int:
+    """In how many pieces a bucket is reduced within each host; 0 where it is reduced in one level."""
+    *between, within = [size for _, size in dimensions] or [1]
+    two_levels = within > 1 and math.prod(between) > 1
+    suits = first.op in ("sum", "mean") and first.along == WHOLE and first.accumulate_dtype is None
+    return within if two_levels and suits and size_bytes >= _TWO_LEVEL_BYTES else 0
 
 
 def arrange(buckets: Sequence[tuple[int, ...]], upstream: Sequence[int]) -> list[tuple[int, ...]]:

@@ -83,7 +83,7 @@ def plan_groups(
     Returns:
         The plan.
     """
-    buckets = make_buckets(trace.reductions, groups)
+    buckets = make_buckets(trace.reductions, groups, trace.dimensions)
     schedule = order(trace.operations, trace.reductions, buckets)
     bodies = tuple(plan_groups(loop.body, ()) for loop in trace.loops)
     return Plan(trace, buckets, schedule, caps, forecast, bodies)

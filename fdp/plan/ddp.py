@@ -47,7 +47,7 @@ def plan_as_ddp(
         for stage in sorted(set(stage_of.values()))
         for group in assign([k for k in gradients if stage_of[k] == stage], trace.reductions, caps_mb)
     ]
-    buckets = make_buckets(trace.reductions, groups)
+    buckets = make_buckets(trace.reductions, groups, trace.dimensions)
     copies = _Copies(len(trace.operations))
     schedule: list[Item] = []
     for stage in range(max(stages, default=-1) + 1):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fdp.distributed.collective import COLLECTIVES, Collective
+from fdp.distributed.mesh import WHOLE, text_along
 from fdp.errors import ArgumentError, build_message
 from fdp.plan.cost.costs import Costs
 from fdp.plan.cost.estimate import estimate
@@ -44,6 +45,9 @@ class Bucket:
         rows: of how many equal rows it consists: one for each rank where values are split between ranks, each with that
             rank's part of every member; else 1.
         pairs: of a permutation, which rank sends to which.
+        along: the dimension of the mesh along which ranks exchange it; `WHOLE` for all ranks.
+        pieces: where it is reduced in two levels, within hosts and between them, in how many pieces: one for each rank
+            of a host. Otherwise 0.
     """
 
     index: int
@@ -58,11 +62,18 @@ class Bucket:
     accumulate_dtype: torch.dtype | None = None
     rows: int = 1
     pairs: tuple[tuple[int, int], ...] = ()
+    along: str = WHOLE
+    pieces: int = 0
 
     @property
     def collective(self) -> Collective:
         """The collective of its message."""
         return COLLECTIVES[self.op]
+
+    @property
+    def op_along(self) -> str:
+        """Its collective, with the dimension of the mesh that it is along."""
+        return text_along(self.op, self.along)
 
     @property
     def is_wide(self) -> bool:
@@ -71,12 +82,17 @@ class Bucket:
         return self.accumulate_dtype is not None and self.collective.in_place
 
     @property
+    def has_stages(self) -> bool:
+        """Whether it takes several messages, one after the other."""
+        return self.is_wide or self.pieces > 0
+
+    @property
     def row_numel(self) -> int:
         """Elements of a row."""
         return self.numel // self.rows
 
     def __repr__(self) -> str:
-        what = f"{self.op} of {count(len(self.members), 'value')}, {format_bytes(self.size_bytes)}"
+        what = f"{self.op_along} of {count(len(self.members), 'value')}, {format_bytes(self.size_bytes)}"
         return f"<Bucket {self.index}: {what}, {str(self.dtype).removeprefix('torch.')} on {self.device}>"
 
 
@@ -135,7 +151,9 @@ class Plan(Printed):
         """The schedule as ranks compare it: one line for each reduction, in the order in which they are sent."""
         lines = []
         for bucket in self.buckets:
-            op = f"{bucket.op} from rank {bucket.root}" if bucket.collective.rooted else bucket.op
+            op = f"{bucket.op_along} from rank {bucket.root}" if bucket.collective.rooted else bucket.op_along
+            if bucket.pieces:
+                op += f" in {bucket.pieces} pieces"
             if bucket.collective.paired:
                 op += f" of {', '.join(f'{source} to {destination}' for source, destination in bucket.pairs)}"
             for member in bucket.members:
@@ -262,7 +280,8 @@ class Plan(Printed):
         starts, waits = self._neighbours()
         for bucket in self.buckets:
             table.add(
-                bucket.index, bucket.op, str(bucket.dtype).removeprefix("torch.") + self._added_in(bucket),
+                bucket.index, bucket.op_along + ", two levels" * (bucket.pieces > 0),
+                str(bucket.dtype).removeprefix("torch.") + self._added_in(bucket),
                 self._contents(bucket),
                 bucket.size_bytes, starts[bucket.index], waits[bucket.index],
             )  # fmt: skip

@@ -45,7 +45,9 @@ class SimulatedLanes:
 
     def start(self, bucket: Bucket) -> None:
         """Start a bucket's message, which begins when the link is free."""
-        whole, occupied = self.ticks.message(bucket.op, sum(self.ticks.on_link[member] for member in bucket.members))
+        whole, occupied = self.ticks.message(
+            bucket.op_along, sum(self.ticks.on_link[member] for member in bucket.members)
+        )
         begin = max(self.now, self.free)
         self.free = begin + occupied
         self.messages[bucket.index] = begin, begin + whole
@@ -201,7 +203,7 @@ def operation_label(operation: Operation, entries: int) -> str:
 def message_name(trace: Trace, bucket: Bucket) -> str:
     """The name of a bucket's message."""
     names = [trace.reductions[member].name for member in bucket.members]
-    return f"{bucket.op} of " + (names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}")
+    return f"{bucket.op_along} of " + (names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}")
 
 
 def _interval(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -15,17 +15,29 @@ from fdp.distributed.other_ranks import OtherRanks
 from fdp.distributed.sending import Arrived
 from fdp.emit.codegen.loop_bodies import blocks_of_body
 from fdp.emit.codegen.program import Program
-from fdp.emit.memory.planning import (
-    Place,
+from fdp.emit.memory.message_memory import (
     arrives_at_bytes,
     header_numel,
     received_at_bytes,
+    received_numel,
     shared_numel,
 )
+from fdp.emit.memory.planning import Place
 from fdp.plan import Bucket, Plan
 from fdp.runtime.diagnostics import bucket_text
 from fdp.runtime.frames import Frame, named_frame, plain_frame
+from fdp.runtime.two_levels import TwoLevelReduction
 from fdp.runtime.wide_mean import WideMean
+
+
+class Stages(Protocol):
+    """A bucket under way that takes several messages, one after the other."""
+
+    def turn(self) -> None:
+        """Wait for the message that is under way, and start the next one; if it is the last, do nothing."""
+
+    def finish(self) -> None:
+        """Wait until the result is there."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +52,7 @@ class Buffer:
             None, as well where the program says at each call where it goes.
         result: [numel / ranks], of a reduce-scatter; else None.
         scaled: it is packed with values divided by the number of ranks: their sum is the mean.
-        received: [own elements], pieces of all ranks on their way, if it is added up in a wider dtype, else None.
+        received: of a bucket that takes several messages: memory for what arrives between them; else None.
         message: what is sent of a reduction: `own`, with the header behind it if there is one.
         header: [header_numel], the end of the message, if the bucket says which call it belongs to; else None.
         frame: in which its messages start.
@@ -67,13 +79,16 @@ class Buffer:
         return cast(Callable[[], None], self.frame(self._start, group, arrived, into))
 
     def _start(self, group: Group, arrived: Arrived | None, into: torch.Tensor | None) -> Callable[[], None]:
-        return start_collective(self._sent(self.own if self.message is None else self.message, into), group, arrived)
+        sent = self._sent(self.own if self.message is None else self.message, into)
+        return start_collective(sent, group.along(self.bucket.along), arrived)
 
-    def start_wide(self, group: Group, arrived: Arrived | None = None) -> WideMean:
-        """Start the mean that is added up in a wider dtype."""
-        assert self.received is not None and self.bucket.accumulate_dtype is not None
-        made = self.frame(WideMean, self.own, self.received, self.bucket.accumulate_dtype, group, arrived, self.frame)
-        return cast(WideMean, made)
+    def start_stages(self, group: Group, arrived: Arrived | None = None) -> Stages:
+        """Start the first of several messages: of a mean in a wider dtype, or of a reduction in two levels."""
+        ranks, wide = group.along(self.bucket.along), self.bucket.accumulate_dtype
+        if wide is not None:
+            return cast(Stages, self.frame(WideMean, self.own, self.received, wide, ranks, arrived, self.frame))
+        op = "sum" if self.scaled else self.bucket.op
+        return cast(Stages, self.frame(TwoLevelReduction, self.own, self.received, op, ranks, arrived, self.frame))
 
     def _sent(self, own: torch.Tensor, into: torch.Tensor | None) -> FlatMessage:
         """What is sent, with or without the header; a gathered value goes to `into` if that is given."""
@@ -85,7 +100,7 @@ class Buffer:
 
     def pretend(self, others: OtherRanks, into: torch.Tensor | None = None) -> None:
         """Compute what the collective would, with assumed values of the other ranks."""
-        pretend_message(self._sent(self.own, into), others)
+        pretend_message(self._sent(self.own, into), others.along(self.bucket.along))
 
 
 def place_values(program: Program, blocks: Mapping[torch.device, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -128,14 +143,13 @@ def _tensor(
 def make_buffers(plan: Plan, program: Program, blocks: Mapping[torch.device, torch.Tensor]) -> dict[int, Buffer]:
     """Make the buckets of a program in its memory, by index."""
     buffers = {}
-    size = plan.trace.world_size
     for bucket in plan.buckets:
+        size = plan.trace.ranks_along(bucket.along)
         layout = program.layouts.get(bucket.device)
         if layout is None or ("bucket", bucket.index) not in layout.offsets:
             continue
         block, start = blocks[bucket.device], layout.offsets["bucket", bucket.index]
-        wide = bucket.is_wide
-        numel = shared_numel(bucket, size) if wide else bucket.numel
+        numel = shared_numel(bucket, size) if bucket.has_stages else bucket.numel
         own = _flat(block, start, numel, bucket.dtype)
         arriving = result = received = message = header = None
         if not bucket.collective.in_place and bucket.index not in program.gathered:
@@ -144,10 +158,11 @@ def make_buffers(plan: Plan, program: Program, blocks: Mapping[torch.device, tor
                 result = _flat(block, at, bucket.row_numel, bucket.dtype)
                 at = start + arrives_at_bytes(bucket)
             arriving = _flat(block, at, math.prod(shape), bucket.dtype).view(shape)
-        if wide:
-            received = _flat(block, start + received_at_bytes(bucket, size), numel, bucket.dtype)
+        if bucket.has_stages:
+            at = start + received_at_bytes(bucket, size)
+            received = _flat(block, at, received_numel(bucket, size), bucket.dtype)
         if extra := header_numel(bucket, size):
-            message = own if wide else _flat(block, start, numel + extra, bucket.dtype)
+            message = own if bucket.has_stages else _flat(block, start, numel + extra, bucket.dtype)
             header = message[bucket.numel : bucket.numel + extra]
         scaled = bucket.index in program.scaled
         frame = named_frame(f"fdp: {bucket_text(plan, bucket.index)}")

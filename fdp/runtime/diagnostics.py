@@ -23,7 +23,7 @@ def profiler_range(plan: Plan, index: int, what: str) -> Any:
         return _NO_CHANGE
     bucket = plan.buckets[index]
     size, dtype = format_bytes(bucket.size_bytes), str(bucket.dtype).removeprefix("torch.")
-    described = f"{bucket.op} of {size} {dtype}, {_members(plan, bucket)}"
+    described = f"{bucket.op_along} of {size} {dtype}, {_members(plan, bucket)}"
     return torch.profiler.record_function(f"fdp: bucket {index} {what}: {described}")
 
 
@@ -68,7 +68,7 @@ def refuse_missing_backends(plan: Plan, group: Group) -> None:
 def bucket_text(plan: Plan, index: int) -> str:
     """A bucket as text, for messages."""
     bucket = plan.buckets[index]
-    return f"the {bucket.op} of bucket {index}: {_members(plan, bucket)}"
+    return f"the {bucket.op_along} of bucket {index}: {_members(plan, bucket)}"
 
 
 def _members(plan: Plan, bucket: Bucket) -> str:

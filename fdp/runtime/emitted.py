@@ -11,7 +11,7 @@ from fdp.distributed.desynchronised import alone_on, mark_desynchronised, refuse
 from fdp.distributed.group import Group, Ranks, resolve_group
 from fdp.distributed.liveness.patience import refuse_gone
 from fdp.distributed.liveness.watch import watched_ranks
-from fdp.distributed.other_ranks import Kind, OtherRanks
+from fdp.distributed.other_ranks import Kind
 from fdp.emit.backend import OPERATOR_BY_OPERATOR, Backend, OperatorByOperator, resolve_backend
 from fdp.errors import ArgumentError, build_message, first_line
 from fdp.plan import Plan
@@ -190,7 +190,7 @@ class Emitted:
 
     def dry_run_apart(self, tensors: list[torch.Tensor], kind: Kind = "equal") -> Sequence[torch.Tensor]:
         """As `dry_run`; returns the tensors among the results in a row, as the program makes them."""
-        others, reference = OtherRanks(self.group.size, self.group.rank, kind), self.group.reference
+        others, reference = self.group.others(kind), self.group.reference
         watched = watched_ranks(None if reference is None else reference())
 
         def look() -> None:

@@ -8,17 +8,17 @@ import torch
 
 from fdp.distributed.group import Group
 from fdp.distributed.sending import Arrived
-from fdp.runtime.buffers import Buffer
+from fdp.runtime.buffers import Buffer, Stages
 from fdp.runtime.order import Order
-from fdp.runtime.wide_mean import WideMean
 
 
 class InFlight:
     """Starts buckets and waits for them.
 
-    A mean that is added up in a wider dtype takes two messages, and a rank has to add up between them. It does so when
-    the next mean of the kind starts, so that the wire is not idle meanwhile, or is waited for. That depends on nothing
-    but the order of starts and waits, which ranks compare: all of them send all messages in one order.
+    Some buckets take several messages, one after the other: a mean that is added up in a wider dtype, or a reduction in
+    two levels. The next message of such a bucket starts when the next bucket of the kind does, so that the wire is not
+    idle meanwhile, or when it is waited for. That depends on nothing but the order of starts and waits, which ranks
+    compare: all of them send all messages in one order.
 
     Args:
         buffers: the buckets in memory, by index.
@@ -31,10 +31,10 @@ class InFlight:
         self._header_due = False  # whether the header of the first bucket is still to be looked at
         self._finished_early = False
         self._waits: dict[int, Callable[[], None]] = {}
-        self._means: dict[int, WideMean] = {}
+        self._stages: dict[int, Stages] = {}
 
     def start(self, index: int, into: torch.Tensor | None = None, arrived: Arrived | None = None) -> None:
-        """Start a bucket. If it takes two messages, also start the second message of the bucket before it.
+        """Start a bucket. If it takes several messages, also start the next message of those before it.
 
         Args:
             index: which bucket.
@@ -51,13 +51,13 @@ class InFlight:
         if buffer.received is None:
             self._waits[index] = buffer.start(self._group, arrived, into)
             return
-        before = list(self._means.values())
-        self._means[index] = buffer.start_wide(self._group, arrived)
-        for mean in before:
-            mean.turn()
+        before = list(self._stages.values())
+        self._stages[index] = buffer.start_stages(self._group, arrived)
+        for other in before:
+            other.turn()
 
     def wait(self, index: int) -> None:
-        """Wait for a bucket. If it takes two messages, also start the second message of the bucket after it.
+        """Wait for a bucket. If it takes several messages, also start the next message of the bucket after it.
 
         Raises:
             AgreementError: another rank is at another call.
@@ -75,11 +75,11 @@ class InFlight:
         self._finish(index)
 
     def _finish(self, index: int) -> None:
-        if index not in self._means:
+        if index not in self._stages:
             self._waits.pop(index)()
             return
-        # What started later is on the wire already, before the second message of this one or right behind it.
-        started = list(self._means)
+        # What started later is on the wire already, before the last message of this one or right behind it.
+        started = list(self._stages)
         for other in started[: started.index(index) + 2]:
-            self._means[other].turn()
-        self._means.pop(index).finish()
+            self._stages[other].turn()
+        self._stages.pop(index).finish()

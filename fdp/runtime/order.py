@@ -29,7 +29,7 @@ from fdp.distributed.header import NUMEL, Header, Sent, is_unanimous, numbers
 from fdp.distributed.liveness.patience import known_loss
 from fdp.distributed.messages import start_all_reduce
 from fdp.emit.codegen.program import Program
-from fdp.emit.memory.planning import header_numel
+from fdp.emit.memory.message_memory import header_numel
 from fdp.errors import AgreementError, FdpError, build_message
 from fdp.plan import Plan
 from fdp.runtime.buffers import Buffer

@@ -6,11 +6,13 @@ import weakref
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fdp import pytree
 from fdp.context.axis import refuse_inside
 from fdp.distributed.group import Group, Ranks, resolve_group
+from fdp.distributed.mesh import sharded_along
 from fdp.errors import ArgumentError, build_message
 from fdp.pytorch.tensors import copy_of
 from fdp.pytree import Tree
@@ -28,7 +30,8 @@ def shard(tree: Tree, min_size: int = 1024, group: Ranks = None) -> Tree:
     of the state is ZeRO-3. `optimizer.init` of sharded parameters makes a sharded state.
 
     A leaf is divided along its first dimension that the number of ranks divides. One without such a dimension stays
-    whole.
+    whole. On a mesh of several dimensions, the ranks along the last one divide it, and along the others each rank holds
+    the same part: state is sharded within hosts and replicated between them (hybrid sharding).
 
     Args:
         tree: pytree of tensors of the same values on every rank (as `fdp.replicate` makes them), of any shape and
@@ -52,20 +55,22 @@ def shard(tree: Tree, min_size: int = 1024, group: Ranks = None) -> Tree:
                 [1., 1.]])}
 
     References:
-        Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (SC 2020), section 5.
+        Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (SC 2020), section 5;
+        Zhao et al., PyTorch FSDP (VLDB 2023), section 3.2.2 (hybrid sharding).
     """
     if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 0:
         raise ArgumentError(
             build_message(f"fdp.shard was given min_size={min_size!r}.", remedy="pass a number of elements.")
         )
-    ranks = resolve_group(group)
+    whole = resolve_group(group)
+    ranks = whole.along(sharded_along(whole.sizes))
     refuse_inside("shard")
     leaves, spec = pytree.flatten(tree)
     made = []
     for leaf, container in zip(leaves, containers_of(leaves, spec), strict=True):
         if container is PLAIN:
             part = part_for(leaf.shape, ranks.size) if _is_large(leaf, min_size) and ranks.size > 1 else None
-            leaf = _copied(leaf, container) if part is None else _divided(leaf, part, ranks)
+            leaf = _copied(leaf, container) if part is None else _divided(leaf, part, whole)
         made.append(leaf)
     return pytree.unflatten(spec, made)
 
@@ -108,12 +113,13 @@ def _is_large(leaf: Any, min_size: int) -> bool:
 
 
 def _divided(leaf: torch.Tensor, part: Part, ranks: Group) -> torch.Tensor:
-    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor import Replicate, Shard
 
     own = torch.empty(part.of(leaf.shape), dtype=leaf.dtype, device=leaf.device)
-    own.copy_(part.taken(leaf.detach(), ranks.rank))
+    own.copy_(part.taken(leaf.detach(), ranks.along(sharded_along(ranks.sizes)).rank))
     mesh = _mesh_of(ranks, leaf.device.type)
-    return assembled_over(mesh, own, (Shard(part.dim),), leaf.shape, contiguous_strides(leaf.shape))
+    placements = [*([Replicate()] * (mesh.ndim - 1)), Shard(part.dim)]
+    return assembled_over(mesh, own, placements, leaf.shape, contiguous_strides(leaf.shape))
 
 
 def _gathered(leaf: Any) -> torch.Tensor:
@@ -122,22 +128,30 @@ def _gathered(leaf: Any) -> torch.Tensor:
     if part is None:  # divided in another way, by other code
         whole: torch.Tensor = leaf.full_tensor().detach()
         return whole
-    ranks = resolve_group(leaf.device_mesh)
+    whole_mesh = resolve_group(leaf.device_mesh)
+    ranks = whole_mesh.along(sharded_along(whole_mesh.sizes))
     own = part_of(leaf).contiguous()
     rows = torch.empty((ranks.size, *own.shape), dtype=own.dtype, device=own.device)
     ranks.all_gather(rows, own)()
     return part.joined(rows)
 
 
-_meshes: weakref.WeakKeyDictionary[Any, dict[str, weakref.ref[DeviceMesh]]] = weakref.WeakKeyDictionary()
-"""The meshes that were made, by process group and type of device. Neither is kept alive: tensors keep their mesh."""
+_meshes: weakref.WeakKeyDictionary[Any, dict[Any, weakref.ref[DeviceMesh]]] = weakref.WeakKeyDictionary()
+"""The meshes that were made, by process group, type of device and dimensions. None is kept alive: tensors keep their
+mesh."""
 
 
 def _mesh_of(ranks: Group, kind: str) -> DeviceMesh:
-    """A mesh of one dimension over some ranks."""
-    made = _meshes.setdefault(ranks.process_group, {})
-    mesh = made[kind]() if kind in made else None
+    """The mesh over some ranks: of one dimension, or of those that they have."""
+    made, key = _meshes.setdefault(ranks.process_group, {}), (kind, ranks.sizes)
+    mesh = made[key]() if key in made else None
     if mesh is None:
-        mesh = DeviceMesh.from_group(ranks.process_group, kind)  # type: ignore[arg-type]
-        made[kind] = weakref.ref(mesh)
+        if ranks.dimensions:
+            names, sizes = zip(*ranks.sizes, strict=True)
+            everyone = torch.tensor(dist.get_process_group_ranks(ranks.process_group), device="cpu").view(sizes)
+            groups = [ranks.along(name).process_group for name in names]
+            mesh = DeviceMesh.from_group(groups, kind, mesh=everyone, mesh_dim_names=names)  # type: ignore[arg-type]
+        else:
+            mesh = DeviceMesh.from_group(ranks.process_group, kind)  # type: ignore[arg-type]
+        made[key] = weakref.ref(mesh)
     return mesh

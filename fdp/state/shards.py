@@ -99,13 +99,17 @@ class ShardLayout:
 
     @property
     def part(self) -> Part | None:
-        """The part that each rank holds; None if they are no equal parts along one dimension."""
+        """The part that each rank holds; None if they are no equal parts along one dimension.
+
+        On a mesh of several dimensions ranks divide it along the last one, and hold the same along the others.
+        """
         from torch.distributed.tensor import Shard
 
         mesh = self.mesh
-        if mesh.ndim != 1 or len(self.placements) != 1 or type(self.placements[0]) is not Shard:
+        *others, last = self.placements
+        if type(last) is not Shard or not all(each.is_replicate() for each in others):
             return None
-        part = Part(self.placements[0].dim, mesh.size())
+        part = Part(last.dim, mesh.size(mesh.ndim - 1))
         return part if part.divides(self.shape) else None
 
 

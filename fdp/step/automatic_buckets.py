@@ -180,7 +180,7 @@ def _groups(plan: Plan) -> Groups:
 def _key(trace: Trace, group: Group) -> Any:
     """The key of a choice: the reductions, and which depend on the results of which, since those may not share a
     bucket."""
-    sent = ((r.name, r.op, r.root, r.shape, r.dtype, r.accumulate_dtype, str(r.device)) for r in trace.reductions)
+    sent = ((r.name, r.op_along, r.root, r.shape, r.dtype, r.accumulate_dtype, str(r.device)) for r in trace.reductions)
     return group, tuple(sent), tuple(_chain(trace))
 
 

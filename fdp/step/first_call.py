@@ -32,7 +32,6 @@ from fdp.distributed.desynchronised import mark_desynchronised
 from fdp.distributed.exchange import announce_failure
 from fdp.distributed.group import Group
 from fdp.distributed.liveness.watch import watched_ranks
-from fdp.distributed.other_ranks import OtherRanks
 from fdp.distributed.wire import Wire
 from fdp.emit.backend import OPERATOR_BY_OPERATOR, Backend
 from fdp.errors import CompileError, PurityError, TraceError, first_line
@@ -227,7 +226,7 @@ class Preparation:
         whole = Emitted(plan_trace(emitted.plan.trace.whole), emitted.group)
 
         def compare() -> None:
-            others = OtherRanks(emitted.group.size, emitted.group.rank)
+            others = emitted.group.others()
             found = on_whole_values(emitted.plan.trace, flat, roles, others)
             check_partition(emitted, flat.tensors, found.tensors)
             check_emitted(whole, self._step, found, roles)

@@ -340,8 +340,9 @@ def data_parallel(
             returns: a tensor that was passed holds its new value afterwards where that has the same shape, dtype and
             strides, and something else where it has not. An error in the midst of a run (a rank is gone, memory runs
             out) leaves it partly overwritten: go on from a checkpoint.
-        group: a `ProcessGroup`, a one-dimensional `DeviceMesh`, or None for the default group. With no process
-            group initialised it is a world of one.
+        group: a `ProcessGroup`, a `DeviceMesh`, or None for the default group (a world of one, if none is initialised).
+            On a mesh of several dimensions gradients are averaged over all ranks, collectives also take `axis=`, and
+            sharded state is divided along the last dimension and replicated along the others.
         bucket_cap_mb: size limit of a bucket in MiB; a list of limits (first bucket, next, ...); or "auto": the first
             call measures the step and the network, and chooses the buckets with which the step ends earliest.
         compile: False runs the emitted program operator by operator. True compiles the whole step (forward, backward,

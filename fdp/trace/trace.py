@@ -12,12 +12,14 @@ from torch import fx
 
 from fdp import pytree
 from fdp.distributed.collective import COLLECTIVES, Collective
+from fdp.distributed.mesh import WHOLE, place_along, sharded_along, text_along
 from fdp.distributed.wire import Wire
 from fdp.errors import ArgumentError, build_message
 from fdp.state.containers import PLAIN, Container, Role
 from fdp.state.shards import Part
 from fdp.tables import Printed, Table, count, cut_short, format_bytes, heading
 from fdp.trace.operators.effects import storages_of
+from fdp.trace.sharding.inserted import Link
 from fdp.tracebacks import hiding_frames
 
 if TYPE_CHECKING:
@@ -153,6 +155,7 @@ class Reduction:
         operation: index of the operation that it is.
         source: the line of the user's code that it comes from, as text.
         pairs: of a permutation, which rank sends to which.
+        along: the dimension of the mesh along which ranks combine it; `WHOLE` for all ranks.
     """
 
     name: str
@@ -169,9 +172,10 @@ class Reduction:
     source: str
     accumulate_dtype: torch.dtype | None = None
     pairs: tuple[tuple[int, int], ...] = ()
+    along: str = WHOLE
 
     def __repr__(self) -> str:
-        return f"<Reduction {cut_short(self.name)}: {self.op} of {_short(self.dtype)} {list(self.shape)}>"
+        return f"<Reduction {cut_short(self.name)}: {self.op_along} of {_short(self.dtype)} {list(self.shape)}>"
 
     @property
     def collective(self) -> Collective:
@@ -179,39 +183,14 @@ class Reduction:
         return COLLECTIVES[self.op]
 
     @property
+    def op_along(self) -> str:
+        """Its collective, with the dimension of the mesh that it is along."""
+        return text_along(self.op, self.along)
+
+    @property
     def numel(self) -> int:
         """Number of elements on one rank."""
         return torch.Size(self.shape).numel()
-
-
-@dataclass(frozen=True)
-class Link:
-    """A collective that was inserted for sharded state, and the value of the whole step that it stands for.
-
-    Attributes:
-        node: the name of its node.
-        whole: the name of the node, in the graph on whole values, of whose value it is.
-        kind: "gathered" (the whole of a value that lies in parts), "scattered" (a part of a sum over ranks) or
-            "combined" (one number, of what each rank has of its part).
-        made: the name of the node that has the value, of which the collective is a part.
-        after: the name of the node, in the graph on whole values, that made or changed the value last before.
-        part: how the value is divided.
-        label: what it is, for the user.
-        entry: which of the results of `whole`; None if there is one.
-        number: of what is combined, the name of the node that makes one number of this rank's part.
-        start: of what is gathered together with other values, how many elements of a rank's row lie before its own.
-    """
-
-    node: str
-    whole: str
-    kind: str
-    made: str
-    after: str
-    part: Part
-    label: str
-    entry: int | None = None
-    number: str | None = None
-    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -252,6 +231,7 @@ class Trace(Printed):
         loops: what it does several times.
         whole: the same step on whole values, where some are sharded: what it was before it was written anew for a rank.
         links: which collectives were put in then, and what they stand for.
+        dimensions: of a mesh of several dimensions, their names and sizes.
     """
 
     name: str
@@ -271,6 +251,35 @@ class Trace(Printed):
     loops: tuple[Loop, ...] = ()
     whole: Trace | None = field(default=None, compare=False, repr=False)
     links: tuple[Link, ...] = ()
+    dimensions: tuple[tuple[str, int], ...] = ()
+
+    def ranks_along(self, dimension: str) -> int:
+        """The number of ranks along a dimension of the mesh.
+
+        Args:
+            dimension: its name; empty for all ranks.
+
+        Returns:
+            The number.
+        """
+        return dict(self.dimensions)[dimension] if dimension else self.world_size
+
+    def place_along(self, rank: int, dimension: str) -> int:
+        """The place of a rank along a dimension of the mesh.
+
+        Args:
+            rank: among all ranks.
+            dimension: its name; empty for all ranks.
+
+        Returns:
+            The place, from 0 on; the rank itself if it is among all of them.
+        """
+        return place_along(rank, self.dimensions, dimension)
+
+    @property
+    def sharded_along(self) -> str:
+        """The dimension of the mesh that sharded state is divided along; `WHOLE` for all ranks."""
+        return sharded_along(self.dimensions)
 
     @property
     def gradients(self) -> tuple[Reduction, ...]:
@@ -371,8 +380,8 @@ class Trace(Printed):
         reductions = Table("reductions, in the order in which they are produced",
                            ("#", "name", "kind", "op", "shape", "dtype", "bytes", "produced by", "line"))  # fmt: skip
         for index, r in enumerate(self.reductions):
-            reductions.add(index, r.name, r.kind, r.op, list(r.shape), _short(r.dtype), r.size_bytes,
-                           r.produced_by, r.source)  # fmt: skip
+            reductions.add(index, r.name, r.kind, r.op_along, list(r.shape), _short(r.dtype),
+                           r.size_bytes, r.produced_by, r.source)  # fmt: skip
         inputs = Table("inputs", ("name", "shape", "dtype", "role", "donated"))
         for i in self.inputs:
             inputs.add(i.name, list(i.shape), _short(i.dtype), i.role, "yes" if i.donated else "")

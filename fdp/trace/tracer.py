@@ -15,6 +15,7 @@ from fdp import pytree
 from fdp.context.labelled import labelled_state
 from fdp.distributed.comparable import comparable
 from fdp.distributed.group import Group
+from fdp.distributed.mesh import WHOLE, dimension_of
 from fdp.distributed.wire import Wire
 from fdp.errors import FdpError
 from fdp.state.containers import LeafPlace, Role, bare_spec, places_in, with_containers
@@ -88,7 +89,7 @@ def trace_step(
     graph, out_spec = captured.module.graph, captured.out_spec
     placeholders = graph.find_nodes(op="placeholder")
     may_differ = [node for node, item in zip(placeholders, whole, strict=True) if not item.replicated]
-    varying = varying_nodes(graph, may_differ)
+    varying = varying_nodes(graph, may_differ, [name for name, _ in group.sizes] or [WHOLE])
     outputs, causes = _outputs(graph, captured.leaves, out_spec, varying)
     outputs = assign_slots(outputs, out_spec, whole, flat, roles)
     outputs, sources = assign_containers(outputs, out_spec, whole, flat, roles)
@@ -118,13 +119,14 @@ def trace_step(
             replicated_calls=(),
             in_spec=in_spec,
             out_spec=out_spec,
+            dimensions=group.sizes,
         )
 
     spec = with_containers(out_spec, _around(flat, sources))
     if all(item.part is None for item in inputs):
         made = traced(captured.module, inputs, outputs, flat.spec, spec)
         return replace(made, replicated_calls=tuple(replicated_calls(captured.module, varying)))
-    one = for_one_rank(name, captured.module, whole, outputs, sources, may_differ, gather_again)
+    one = for_one_rank(name, captured.module, whole, outputs, sources, may_differ, gather_again, group.sizes)
     of_whole = with_containers(out_spec, _around(flat, sources, "part"))
     replicated = traced(captured.module, whole, outputs, bare_spec(flat.spec, "part"), of_whole)
     made = traced(one.module, inputs, one.outputs, flat.spec, spec)
@@ -281,6 +283,7 @@ def _reductions(
                 source=operations[maker].source if maker >= 0 else "",
                 accumulate_dtype=given.get("accumulate"),
                 pairs=tuple(zip(given["pairs"][::2], given["pairs"][1::2], strict=True)) if collective.paired else (),
+                along=dimension_of(given["axis"]),
             )
         )
     return sorted(found, key=lambda reduction: (reduction.position, reduction.operation))

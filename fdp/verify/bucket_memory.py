@@ -28,7 +28,8 @@ class Parts:
         arriving: what others send there.
         result: elements of results in memory of their own; 0 if they are in the bucket, in the place of its members.
         itemsize: bytes of an element.
-        wide: whether ranks add it up in a wider dtype, each a share, and send the results back.
+        whole: whether it is sent as a whole, with the header, in several messages: ranks add it up in a wider dtype,
+            each a share, and send the results back; or they do it in two levels, on a mesh.
     """
 
     numel: int
@@ -38,7 +39,7 @@ class Parts:
     arriving: int
     result: int
     itemsize: int
-    wide: bool
+    whole: bool
 
     def regions(self) -> Iterator[tuple[str, int, int]]:
         """The bytes that the message reads or writes: the kind of memory, offset and length there."""
@@ -54,17 +55,22 @@ def bucket_parts(bucket: Bucket, world_size: int) -> Parts:
     itemsize, numel = bucket.dtype.itemsize, bucket.numel
     # The first of all that start; where ranks compute with what they send, and 256 ones are not zero.
     carries = bucket.index == 0 and bucket.op in _CARRIERS and (itemsize > 1 or world_size < 256)
+    carries = carries and bucket.along == ""  # all ranks have to see it
     header = _HEADER_NUMEL if carries and world_size > 1 else 0
     sent = numel + header
     wide = bucket.accumulate_dtype is not None and bucket.op in IN_PLACE
-    if wide:
-        sent = -(-sent // world_size) * world_size
+    sharing = bucket.pieces or (world_size if wide else 1)
+    sent = -(-sent // sharing) * sharing
     behind_bytes = -(-sent * itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     received = math.prod(received_shape(bucket, world_size) or (0,))
     if bucket.op in SCATTERS:
         # A rank adds up its own row and those of the others.
-        return Parts(numel, header, sent, behind_bytes, received, numel // world_size, itemsize, wide)
-    return Parts(numel, header, sent, behind_bytes, sent if wide else 0, received, itemsize, wide)
+        return Parts(numel, header, sent, behind_bytes, received, numel // world_size, itemsize, False)
+    arriving = sent if wide else 0
+    if bucket.pieces:
+        # The piece of this rank, and what arrives of it.
+        arriving = sent // bucket.pieces * (1 + rows_added_to(bucket.pieces))
+    return Parts(numel, header, sent, behind_bytes, arriving, received, itemsize, wide or bucket.pieces > 0)
 
 
 def rows_added_to(world_size: int) -> int:

@@ -13,7 +13,7 @@ from fdp.errors import build_message
 from fdp.plan.plan import Plan
 from fdp.pytorch.overloads import OpOverload, schema_of
 from fdp.trace.trace import Trace
-from fdp.verify.combined import OPERATORS, named
+from fdp.verify.combined import OPERATORS, Ranks, combination_of
 from fdp.verify.decomposed import CHANGED, Decomposed, changed_by, decompose
 from fdp.verify.drawn import drawn_as_said, drawn_in_trace, drawn_inside, higher_order_draws
 from fdp.verify.extents import general_extent
@@ -135,15 +135,16 @@ class _Decomposed:
         inputs: its inputs.
         outputs: its results, and what they are at its end.
         markers: for each reduction, by the name of its node in the trace, what it computes.
-        shares: for each value whose mean is taken, divided by the number of ranks, the value itself.
+        shares: for each value whose mean is taken, divided by the number of ranks, and the dimension along which it is
+            taken, the value itself.
         held: what it closes over, by identity.
     """
 
     def __init__(self, trace: Trace, found: Decomposed, rank: int) -> None:
         self.trace, self._found = trace, found
-        self.values = values = Values(rank, trace.world_size)
+        self.values = values = Values(Ranks(rank, trace.world_size, trace.dimensions))
         self.markers: dict[str, Term] = {}
-        self.shares: dict[Term, Term] = {}
+        self.shares: dict[tuple[Term, str], Term] = {}
         self.held: dict[int, Term] = {}
         self.inputs = [input_view(values, trace, number) for number in range(len(trace.inputs))]
         closed_over = []
@@ -166,11 +167,10 @@ class _Decomposed:
         schema = schema_of(node.target)
         given = {argument.name: each for argument, each in zip(schema.arguments, args, strict=False)}
         values, value = self.values, self.values.read(args[0])
-        op, root_or_pairs = named(schema.name, given)
-        term = values.combined(op, root_or_pairs, given.get("accumulate"), value)
-        if op == "mean":
-            scaled = {"self": value, "other": values.encode(1 / values.size)}
-            self.shares[values.apply("aten::mul", scaled, value.shape, value.dtype)] = value
+        how = combination_of(schema.name, given)
+        term = values.combined(how, value)
+        if how.op == "mean":
+            self.shares[values.share(value, how.along), how.along] = value
         view = graph.fresh_view(node.meta["val"])
         graph.memory.write(view, term)
         self.markers[self._found.markers[node]] = values.read(view)

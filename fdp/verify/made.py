@@ -16,6 +16,7 @@ from fdp.errors import build_message
 from fdp.plan.plan import Bucket, Plan
 from fdp.pytorch.tensors import storage_id
 from fdp.verify.bucket_memory import SCATTERS, bucket_parts, received_shape
+from fdp.verify.combined import Ranks
 from fdp.verify.failure import VerificationError
 from fdp.verify.program_protocol import ProgramProtocol
 
@@ -133,7 +134,7 @@ def _wrong_buffers(
     memory: Mapping[torch.device, _AddressInStorage],
     buffers: Mapping[int, BufferProtocol],
 ) -> Iterator[str]:
-    size = plan.trace.world_size
+    ranks = Ranks(0, plan.trace.world_size, plan.trace.dimensions)
     starts: dict[int, _AddressInStorage] = {}
     results: dict[int, _AddressInStorage] = {}
     for device, layout in program.layouts.items():
@@ -147,15 +148,16 @@ def _wrong_buffers(
         return
     for index, at in starts.items():
         bucket, buffer = plan.buckets[index], buffers[index]
+        size = ranks.along(bucket.along).size
         parts, dtype = bucket_parts(bucket, size), bucket.dtype
         if buffer.bucket != bucket:
             yield f"bucket {index} is taken for another one"
         if buffer.scaled != (index in program.scaled):
             yield f"bucket {index} is {'' if buffer.scaled else 'not '}taken for one that holds shares of means"
-        own = parts.sent if parts.wide else parts.numel
+        own = parts.sent if parts.whole else parts.numel
         message = buffer.own if buffer.message is None else buffer.message
         received = None if index in program.gathered else received_shape(bucket, size)
-        header, itself = (parts.header,) if parts.header else None, (parts.sent,) if parts.wide else None
+        header, itself = (parts.header,) if parts.header else None, (parts.arriving,) if parts.whole else None
         apart = results.get(index, (-1, -1))  # where nothing lies
         # What a reduce-scatter adds up arrives in its bucket, and the sum is the result; else what arrives is it.
         adds = bucket.op in SCATTERS

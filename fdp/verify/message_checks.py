@@ -11,7 +11,7 @@ import torch
 from fdp.plan.plan import Bucket, Plan, Start, Wait
 from fdp.trace.trace import Trace
 from fdp.verify.bucket_memory import bucket_parts
-from fdp.verify.combined import IN_PLACE, SPLIT, STACKED, root_or_pairs, shape_of
+from fdp.verify.combined import IN_PLACE, SPLIT, STACKED, Ranks, combination_in, shape_of
 from fdp.verify.extents import extent_of
 from fdp.verify.failure import VerificationError
 from fdp.verify.memory import Block, Memory, View
@@ -25,11 +25,12 @@ class Expected(Protocol):
 
     Attributes:
         markers: for each reduction, by the name of its node, what it computes.
-        shares: for each value whose mean is taken, divided by the number of ranks, the value itself.
+        shares: for each value whose mean is taken, divided by the number of ranks, and the dimension along which it is
+            taken, the value itself.
     """
 
     markers: dict[str, Term]
-    shares: dict[Term, Term]
+    shares: dict[tuple[Term, str], Term]
 
 
 class RunningProgram(Protocol):
@@ -86,12 +87,13 @@ class Messages:
             reduction = self._trace.reductions[member]
             slot, result = self._slot_and_result(execution, bucket, at)
             term = execution.values.read(slot)
-            op = bucket.op
+            how = combination_in(bucket)
             if index in self._program.scaled:
                 # A sum of shares of 1/N is a mean.
-                whole = self._reference.shares.get(term) or execution.values.unshared(term)
+                whole = self._reference.shares.get((term, how.along)) or execution.values.unshared(term, how.along)
                 op, term = ("sum", term) if whole is None else ("mean", whole)
-            sent = execution.values.combined(op, root_or_pairs(bucket), bucket.accumulate_dtype, term)
+                how = replace(how, op=op)
+            sent = execution.values.combined(how, term)
             expected = self._reference.markers[self._trace.operations[reduction.operation].node]
             if sent is not expected:
                 raise VerificationError(
@@ -131,7 +133,7 @@ class Messages:
 
     def _regions(self, execution: RunningProgram, bucket: Bucket) -> Iterator[tuple[Block, int, int]]:
         """The bytes that a message reads or writes."""
-        parts = bucket_parts(bucket, self._trace.world_size)
+        parts = bucket_parts(bucket, self._size_of(bucket))
         if (into := self._into.get(bucket.index)) is not None:
             parts = replace(parts, result=0)
             yield into.block, into.start, into.span
@@ -140,6 +142,10 @@ class Messages:
             if start + begin + size > self._program.layouts[device].size_bytes:
                 raise VerificationError(f"bucket {bucket.index} lies beyond the memory of the step")
             yield execution.arena[device], start + begin, size
+
+    def _size_of(self, bucket: Bucket) -> int:
+        """The number of ranks that exchange a bucket."""
+        return Ranks(0, self._trace.world_size, self._trace.dimensions).along(bucket.along).size
 
     def _memory_of(self, execution: RunningProgram, bucket: Bucket, kind: str) -> tuple[torch.device, int]:
         """The device of a bucket's memory, or of its result's, and where it begins."""
@@ -157,7 +163,7 @@ class Messages:
         for size in reversed(shape):
             steps = (numel, *steps)
             numel *= size
-        size, itemsize = self._trace.world_size, bucket.dtype.itemsize
+        size, itemsize = self._size_of(bucket), bucket.dtype.itemsize
         row = bucket.numel
         if bucket.op in SPLIT:
             # Each rank's row has its part of every member.

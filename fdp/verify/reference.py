@@ -13,6 +13,7 @@ from torch import fx
 from fdp.pytorch.overloads import OpOverload
 from fdp.pytorch.tensors import storage_id
 from fdp.trace.trace import Trace
+from fdp.verify.combined import Ranks, axis_dimension
 from fdp.verify.extents import comparable_number
 from fdp.verify.higher import function_name, higher_order, run_loop
 from fdp.verify.machine import TermMachine, views_in
@@ -107,7 +108,8 @@ class Reference(TermMachine):
         closed: the tensors that it closes over, by identity: the real ones, with their views.
         outputs: its results, and what they are at its end.
         markers: for each reduction, by the name of its node, what it computes.
-        shares: for each value whose mean is taken, divided by the number of ranks, the value itself.
+        shares: for each value whose mean is taken, divided by the number of ranks, and the dimension along which it is
+            taken, the value itself.
         records: of its calls.
         sizes: of the memory from outside, in bytes.
         pristine: what that memory holds before anything runs.
@@ -118,7 +120,7 @@ class Reference(TermMachine):
 
     def __init__(self, trace: Trace, rank: int) -> None:
         self.trace = trace
-        values = Values(rank, trace.world_size)
+        values = Values(Ranks(rank, trace.world_size, trace.dimensions))
         self._begin(values)
         self._run()
         while values.late:  # each time more is known, and of calls there is an end
@@ -134,14 +136,14 @@ class Reference(TermMachine):
         self.closed: dict[int, tuple[torch.Tensor, View]] = {}
         self.outputs: list[tuple[View, Term]] = []
         self.markers: dict[str, Term] = {}
-        self.shares: dict[Term, Term] = {}
+        self.shares: dict[tuple[Term, str], Term] = {}
         self.records: dict[Term, list[Record]] = {}
         self.sizes: dict[Block, int] = {}
         self.pristine: dict[Block, Block] = {}
         self.bodies: dict[str, Reference] = {}
         self.higher: dict[int, Any] = {}
         self.reads_undefined = False
-        self._means: list[Term] = []
+        self._means: list[tuple[Term, str]] = []
         self._node: Any = None
         self._loops = {loop.node: loop for loop in self.trace.loops}
 
@@ -168,11 +170,8 @@ class Reference(TermMachine):
             self._node = node
             if node.op == "call_function":
                 self._function(node)
-        share = 1 / self.values.size
-        for term in self._means:
-            product = {"self": term, "other": self.values.encode(share)}
-            scaled = self.values.apply("aten::mul", product, term.shape, term.dtype)
-            self.shares[scaled] = term
+        for term, along in self._means:
+            self.shares[self.values.share(term, along), along] = term
         made: Any = module.graph.output_node().args[0]
         for node in made:
             view = self.memories.view(node.meta["val"])
@@ -240,11 +239,11 @@ class Reference(TermMachine):
     def _note_marker(self, node: fx.Node, given: list[Any]) -> None:
         self.markers[node.name] = self.values.read(self.memories.view(node.meta["val"]))
         if given[1] == "mean":
-            self._means.append(self.values.read(given[0]))
+            self._means.append((self.values.read(given[0]), axis_dimension(given[2])))
 
     def _loop(self, node: fx.Node) -> None:
         loop = self._loops[node.name]
-        body = self.bodies[node.name] = Reference(loop.body, self.values.rank)
+        body = self.bodies[node.name] = Reference(loop.body, self.values.ranks.own)
         operands: Any = node.args[2]
         views = [self._given(operand) for operand in operands]
         run_loop(self, node.name, loop.count, views, body.changed, body.draws)

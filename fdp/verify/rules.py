@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fdp.verify.combined import OPERATORS, named
+from fdp.verify.combined import OPERATORS, axis_dimension, combination_of
 from fdp.verify.memory import View
 from fdp.verify.terms import Term
 from fdp.verify.values import Arguments, Values
@@ -105,15 +105,14 @@ def _combined(operator: str) -> Rule:
     """What a marker of a collective stands for; of one rank, its argument, if the result lies where that lay."""
 
     def rule(v: Values, a: Arguments, given: Given, index: Any, shape: Any, dtype: torch.dtype) -> Term:
-        op, root_or_pairs = named(operator, given)
-        return v.combined(op, root_or_pairs, given.get("accumulate"), a["x"])
+        return v.combined(combination_of(operator, given), a["x"])
 
     return rule
 
 
 def _own_rank(v: Values, a: Arguments, given: Given, index: Any, shape: Any, dtype: torch.dtype) -> Term:
-    """The rank of a process is a constant of its program."""
-    return v.full(v.rank, shape, dtype)
+    """The rank of a process is a constant of its program, and so is its place along a dimension of the mesh."""
+    return v.full(v.ranks.along(axis_dimension(given["axis"])).own, shape, dtype)
 
 
 RULES: dict[str, Rule] = {

@@ -8,6 +8,7 @@ say what each message leaves in memory. The ranks themselves (`fdp/distributed/m
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from fdp.errors import build_message
 from fdp.plan.plan import Bucket, Plan, Start, Wait
 from fdp.verify.bucket_memory import Parts, bucket_parts, rows_added_to
-from fdp.verify.combined import IN_PLACE, SPLIT, root_or_pairs
+from fdp.verify.combined import IN_PLACE, SPLIT, Combination, Ranks, combination_in
 from fdp.verify.failure import VerificationError
 from fdp.verify.followed import Followed
 from fdp.verify.memory import View
@@ -89,13 +90,14 @@ class _MessagesOfCall:
 
     def __init__(self, plan: Plan, program: ProgramProtocol, rank: int, looks_first: bool) -> None:
         self._plan, self._program, self._order = plan, program, _Numbered(looks_first)
-        size = plan.trace.world_size
-        self._followed = Followed(Values(rank, size))
+        self._sizes = Ranks(rank, plan.trace.world_size, plan.trace.dimensions)
+        self._followed = Followed(Values(self._sizes))
         self._blocks = {
             device: self._followed.memory_of(layout.size_bytes, f"memory of the step on {device}")
             for device, layout in program.layouts.items()
         }
-        self._ranks = _Ranks(self._followed, size, rank)
+        self._wire = _Wire(self._followed)
+        self._ranks = _Ranks(self._wire, self._sizes)
         self._into = {index: self._room_for(plan.buckets[index]) for index in program.gathered}
         self._where = {
             (kind, bucket.index): layout.offsets[kind, bucket.index]
@@ -120,12 +122,12 @@ class _MessagesOfCall:
                 with self._followed:
                     sender.wait(item.bucket)
                 self._compare(bucket)
-        if self._ranks.under_way:
-            raise VerificationError(f"{self._ranks.under_way} messages are not waited for")
+        if self._wire.under_way:
+            raise VerificationError(f"{self._wire.under_way} messages are not waited for")
 
     def _room_for(self, bucket: Bucket) -> torch.Tensor:
         """Memory for an all-gather: that of an input, which the program names at each call."""
-        size = self._plan.trace.world_size
+        size = self._sizes.along(bucket.along).size
         block = self._followed.memory_of(
             size * bucket.numel * bucket.dtype.itemsize, f"where bucket {bucket.index} goes"
         )
@@ -143,19 +145,21 @@ class _MessagesOfCall:
 
     def _fill(self, bucket: Bucket) -> None:
         """Fill a bucket with the values to send: its members, and the header."""
-        parts = bucket_parts(bucket, self._plan.trace.world_size)
+        parts = bucket_parts(bucket, self._sizes.along(bucket.along).size)
         for start_bytes, numel in _pieces(parts):
             term = self._own(bucket, start_bytes, numel)
             view = self._view(bucket, start_bytes, *term.shape)
             self._followed.memory.write(view, term)
             # Buckets may share memory one after the other.
-            self._ranks.parts = [part for part in self._ranks.parts if not part.overlaps(view)] + [view]
-        if bucket.accumulate_dtype is not None and parts.wide:
-            self._ranks.widened[self._own(bucket, 0, parts.sent)] = bucket.accumulate_dtype
+            self._wire.parts = [part for part in self._wire.parts if not part.overlaps(view)] + [view]
+        if bucket.accumulate_dtype is not None and parts.whole:
+            self._wire.widened[self._own(bucket, 0, parts.sent)] = bucket.accumulate_dtype
+        if bucket.pieces:
+            self._wire.in_two_levels.add(self._own(bucket, 0, parts.sent))
 
     def _own(self, bucket: Bucket, start_bytes: int, numel: int) -> Term:
         name = f"bucket {bucket.index}" if not start_bytes else f"the header of bucket {bucket.index}"
-        terms, size = self._followed.values.terms, self._plan.trace.world_size
+        terms, size = self._followed.values.terms, self._sizes.along(bucket.along).size
         shape = (size, numel // size) if bucket.op in SPLIT else (numel,)
         term = terms.make(("own", bucket.index, start_bytes, shape, bucket.dtype), shape, bucket.dtype)
         term.origin = name
@@ -163,12 +167,13 @@ class _MessagesOfCall:
 
     def _compare(self, bucket: Bucket) -> None:
         """Check that the result is in its place."""
-        values, size = self._followed.values, self._plan.trace.world_size
-        parts = bucket_parts(bucket, size)
-        op = "sum" if bucket.index in self._program.scaled else bucket.op
+        values, size = self._followed.values, self._sizes.along(bucket.along).size
+        parts, how = bucket_parts(bucket, size), combination_in(bucket)
+        if bucket.index in self._program.scaled:
+            how = replace(how, op="sum")
         for start_bytes, numel in _pieces(parts):
             own = self._own(bucket, start_bytes, numel)
-            expected = values.combined(op, root_or_pairs(bucket), bucket.accumulate_dtype, own)
+            expected = values.combined(how, own)
             into = self._into.get(bucket.index)
             if into is not None:
                 view = self._followed.view(into)
@@ -185,10 +190,33 @@ class _MessagesOfCall:
 
 def _pieces(parts: Parts) -> list[tuple[int, int]]:
     """A sent piece: its first byte, and its number of elements."""
-    if parts.wide:
+    if parts.whole:
         return [(0, parts.sent)]
     pieces = [(0, parts.numel), (parts.numel * parts.itemsize, parts.header)]
     return [piece for piece in pieces if piece[1]]
+
+
+@dataclass
+class _Wire:
+    """What has become of the messages so far.
+
+    Attributes:
+        followed: computes it.
+        parts: of what may be sent: what has been filled.
+        widened: for what is added up in a wider dtype, in which.
+        under_way: messages that have started and are not waited for.
+        means: for each mean that a rank has added up of the pieces of all ranks, of which value.
+        in_two_levels: values that ranks of a mesh reduce piece by piece.
+        pieces: for each piece that they have reduced along some dimensions: of which value, how, and along which.
+    """
+
+    followed: Followed
+    parts: list[View] = field(default_factory=list)
+    widened: dict[Term, torch.dtype] = field(default_factory=dict)
+    under_way: int = 0
+    means: dict[Term, Term] = field(default_factory=dict)
+    in_two_levels: set[Term] = field(default_factory=set)
+    pieces: dict[Term, tuple[Term, str, tuple[str, ...]]] = field(default_factory=dict)
 
 
 class _Ranks:
@@ -196,20 +224,27 @@ class _Ranks:
 
     A backend may read what it sends, and write to where results go, at any time from the start to the wait.
 
-    Attributes:
-        size: number of ranks.
-        rank: this process's.
-        parts: of what may be sent: what has been filled.
-        widened: for what is added up in a wider dtype, in which.
-        under_way: messages that have started and are not waited for.
+    Args:
+        wire: what messages do.
+        ranks: who takes part.
+        dimension: of the mesh, along which they do.
     """
 
-    def __init__(self, followed: Followed, size: int, rank: int) -> None:
-        self.size, self.rank, self._followed = size, rank, followed
-        self.parts: list[View] = []
-        self.widened: dict[Term, torch.dtype] = {}
-        self.under_way = 0
-        self._means: dict[Term, Term] = {}
+    def __init__(self, wire: _Wire, ranks: Ranks, dimension: str = "") -> None:
+        self._wire, self._followed, self._all, self._along = wire, wire.followed, ranks, dimension
+        own = ranks.along(dimension)
+        self.size, self.rank = own.size, own.own
+
+    @property
+    def sizes(self) -> tuple[tuple[str, int], ...]:
+        return self._all.dimensions
+
+    def along(self, dimension: str) -> _Ranks:
+        return _Ranks(self._wire, self._all, dimension) if dimension else self
+
+    def _made(self, op: str, term: Term, root_or_pairs: Any = 0, accumulate: Any = None) -> Term:
+        """What ranks make of a value together."""
+        return self._followed.values.combined(Combination(op, root_or_pairs, accumulate, self._along), term)
 
     def all_reduce(self, buffer: torch.Tensor, op: str, arrived: Any = None) -> Callable[[], None]:
         return self._combine(buffer, op, 0)
@@ -221,14 +256,17 @@ class _Ranks:
         into, source = self._contiguous(out), self._contiguous(own)
         if into.shape != (self.size, *source.shape) or into.dtype != source.dtype:
             raise VerificationError(f"{list(source.shape)} elements are gathered as {list(into.shape)}")
-        term, values = self._followed.values.read(source), self._followed.values
-        mean = self._means.get(term)
-        if mean is None:
-            results = [(into, values.combined("all_gather", 0, None, term))]
+        term = self._followed.values.read(source)
+        mean, piece = self._wire.means.get(term), self._wire.pieces.get(term)
+        if piece is not None:
+            # Each rank of a host gathers the pieces, of which each has been reduced along all dimensions.
+            results = [(self._followed.view(out.view(-1)), self._put_together(*piece))]
+        elif mean is None:
+            results = [(into, self._made("all_gather", term))]
         else:
             # Each rank gathers what all of them have added up, each a piece.
             whole = self._followed.view(out.view(-1))
-            results = [(whole, values.combined("mean", 0, self.widened[mean], mean))]
+            results = [(whole, self._made("mean", mean, 0, self._wire.widened[mean]))]
         return self._send([source, into], results)
 
     def reduce_scatter(
@@ -247,12 +285,27 @@ class _Ranks:
         if not fits or not into.dtype == source.dtype == made.dtype:
             shapes = f"{list(into.shape)} beside, into {list(made.shape)}"
             raise VerificationError(f"{list(source.shape)} elements are reduced with {shapes}")
-        term = values.read(source)
+        term, whole = values.read(source), values.read(self._followed.view(own.view(-1)))
         # The rows hold what was sent or has arrived, or what a backend left there: nothing may look at it.
         rest = [self._followed.view(row) for row in (*own, *arriving)]
         left = [values.terms.make(("left over", term, at), row.shape, row.dtype) for at, row in enumerate(rest)]
-        reduced = (made, values.combined(f"{op}_scatter", 0, accumulate, term))
-        return self._send([source, into, made], [*zip(rest, left, strict=True), reduced])
+        if whole in self._wire.in_two_levels:
+            reduced = self._piece(whole, op, (self._along,), made)
+        else:
+            reduced = self._made(f"{op}_scatter", term, 0, accumulate)
+        return self._send([source, into, made], [*zip(rest, left, strict=True), (made, reduced)])
+
+    def _piece(self, whole: Term, op: str, along: tuple[str, ...], view: View) -> Term:
+        """This rank's piece of a value, reduced along some dimensions."""
+        made = self._followed.values.terms.make(("reduced", whole, op, along, view.shape), view.shape, view.dtype)
+        self._wire.pieces[made] = whole, op, along
+        return made
+
+    def _put_together(self, whole: Term, op: str, along: tuple[str, ...]) -> Term:
+        """The value of which all pieces are gathered: a mean of means of equally many is a mean, and so with sums."""
+        if sorted(along) != sorted(name for name, _ in self._all.dimensions) or along[0] != self._along:
+            raise VerificationError(f"pieces are gathered along {self._along} that were reduced along {list(along)}")
+        return self._followed.values.combined(Combination(op), whole)
 
     def permute(
         self, out: torch.Tensor, own: torch.Tensor, pairs: Sequence[tuple[int, int]], arrived: Any = None
@@ -260,7 +313,7 @@ class _Ranks:
         into, source, values = self._contiguous(out), self._contiguous(own), self._followed.values
         if into.shape != source.shape or into.dtype != source.dtype:
             raise VerificationError(f"{list(source.shape)} elements are sent for {list(into.shape)}")
-        result = values.combined("permute", tuple(map(tuple, pairs)), None, values.read(source))
+        result = self._made("permute", values.read(source), tuple(map(tuple, pairs)))
         return self._send([source, into], [(into, result)])
 
     def all_to_all(self, out: torch.Tensor, own: torch.Tensor, arrived: Any = None) -> Callable[[], None]:
@@ -270,10 +323,10 @@ class _Ranks:
             raise VerificationError(f"{list(source.shape)} elements are exchanged for {list(into.shape)}")
         term = values.read(source)
         if len(source.shape) == 2:
-            return self._send([source, into], [(into, values.combined("all_to_all", 0, None, term))])
+            return self._send([source, into], [(into, self._made("all_to_all", term))])
         pieces = [values.terms.make(("piece", each, term), (numel,), source.dtype) for each in range(self.size)]
-        if (wide := self.widened.get(term)) is not None:
-            self._means[self._mean(pieces, wide, source.dtype)] = term
+        if (wide := self._wire.widened.get(term)) is not None:
+            self._wire.means[self._mean(pieces, wide, source.dtype)] = term
         views = [self._followed.view(each) for each in out.view(self.size, numel).unbind(0)]
         return self._send([source, into], list(zip(views, pieces, strict=True)))
 
@@ -291,12 +344,17 @@ class _Ranks:
         whole, values = self._contiguous(buffer), self._followed.values
         inside = [
             part
-            for part in self.parts
+            for part in self._wire.parts
             if part.block is whole.block and whole.start <= part.start < whole.start + whole.span
         ]
+        if not inside and (piece := self._wire.pieces.get(values.read(whole))) is not None:
+            value, before, along = piece
+            if op != before:
+                raise VerificationError(f"the {op} of pieces is taken of which the {before} was taken")
+            return self._send([whole], [(whole, self._piece(value, op, (*along, self._along), whole))])
         if sum(part.span for part in inside) != whole.span or any(part.dtype != whole.dtype for part in inside):
             raise VerificationError(f"{whole.span} bytes are sent that are not those of a bucket")
-        results = [(part, values.combined(op, root, None, values.read(part))) for part in inside]
+        results = [(part, self._made(op, values.read(part), root)) for part in inside]
         return self._send([whole], results)
 
     def _contiguous(self, tensor: torch.Tensor) -> View:
@@ -308,13 +366,13 @@ class _Ranks:
         memory, left = self._followed.memory, [1]
         for view in touched:
             memory.take_off(view.block, view.start, view.span)
-        self.under_way += 1
+        self._wire.under_way += 1
 
         def wait() -> None:
             if not left:
                 return
             left.clear()
-            self.under_way -= 1
+            self._wire.under_way -= 1
             for view in touched:
                 memory.land(view.block, view.start, view.span)
             for view, term in results:

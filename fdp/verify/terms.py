@@ -78,7 +78,8 @@ def term_text(term: Any, depth: int = 3) -> str:
         pieces = [term_text(layer[0], depth - 1) for piece in term.key[4] for layer in piece[2]]
         return f"a view of {', '.join(dict.fromkeys(pieces))}"
     if kind == "combined":
-        return f"{term.key[1]}({term_text(term.key[4], depth - 1)})"
+        how, value = term.key[1:3]
+        return f"{how.op}{f' along {how.along}' if how.along else ''}({term_text(value, depth - 1)})"
     if kind == "full":
         return f"a constant {list(term.shape)}"
     parts = [term_text(each, depth - 1) for each in term.key[1:] if isinstance(each, Term)]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fdp.pytorch.tensors import generator_id
-from fdp.verify.combined import IN_PLACE, shape_of
+from fdp.verify.combined import IN_PLACE, Combination, Ranks, shape_of
 from fdp.verify.extents import comparable_number
 from fdp.verify.memory import Memory, View
 from fdp.verify.terms import Term, Terms
@@ -25,18 +25,17 @@ class Values:
     Attributes:
         terms: where they come from.
         memory: what is read from.
-        rank: this process's.
-        size: number of ranks.
+        ranks: of the step.
         held: objects that occur in terms by their identity, which must stay what they are.
         tensors: the constants, in numbers.
         symbols: of numbers that are read from tensors, those that are the same as others.
         late: whether something was found to be a constant after it had become a part of other terms.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         self.terms = Terms()
         self.memory = Memory(self.terms)
-        self.rank, self.size = rank, size
+        self.ranks = ranks
         self.held: dict[int, Any] = {}
         self.tensors: dict[Term, torch.Tensor] = {}
         self.symbols: dict[Any, Any] = {}
@@ -126,19 +125,25 @@ class Values:
             return self.constant(self.tensors[term].expand(shape))
         return self.terms.make(("expand", term, shape), shape, term.dtype)
 
-    def combined(self, op: str, root_or_pairs: Any, accumulate: Any, term: Term) -> Term:
-        """The result of a collective. `root_or_pairs`: the root of a broadcast, or the pairs of a permutation."""
-        if op in IN_PLACE and self.size == 1:
+    def combined(self, how: Combination, term: Term) -> Term:
+        """The result of a collective."""
+        size = self.ranks.along(how.along).size
+        if how.op in IN_PLACE and size == 1:
             return term  # one rank's mean, sum, maximum or broadcast is its own value
-        shape = shape_of(op, term.shape, self.size)
-        return self.terms.make(("combined", op, root_or_pairs, accumulate, term, shape), shape, term.dtype)
+        shape = shape_of(how.op, term.shape, size)
+        return self.terms.make(("combined", how, term, shape), shape, term.dtype)
 
-    def unshared(self, term: Term) -> Term | None:
+    def share(self, term: Term, along: str) -> Term:
+        """What a value of one rank counts for in a mean: the value times 1/N."""
+        share = {"self": term, "other": self.encode(1 / self.ranks.along(along).size)}
+        return self.apply("aten::mul", share, term.shape, term.dtype)
+
+    def unshared(self, term: Term, along: str) -> Term | None:
         """The value whose share of a mean this is: a number times 1/N, or a view of such. None if it is no share."""
         if term.key[0] == "result" and term.key[1].key[1] == "aten::mul":
-            factors = dict(term.key[1].key[2])
+            factors, share = dict(term.key[1].key[2]), self.encode(1 / self.ranks.along(along).size)
             whole = factors.get("self")
-            if type(whole) is not Term or factors != {"self": whole, "other": self.encode(1 / self.size)}:
+            if type(whole) is not Term or factors != {"self": whole, "other": share}:
                 return None
             return whole if (whole.shape, whole.dtype) == (term.shape, term.dtype) else None
         if term.key[0] != "load":
@@ -146,7 +151,7 @@ class Values:
         # Each element is multiplied by itself, so a view of the shares is the share of the view.
         pieces = []
         for low, high, layers in term.key[4]:
-            wholes = [(self.unshared(layer[0]), *layer[1:]) for layer in layers]
+            wholes = [(self.unshared(layer[0], along), *layer[1:]) for layer in layers]
             if not wholes or any(whole[0] is None or whole[-1] != term.dtype for whole in wholes):
                 return None
             pieces.append((low, high, tuple(wholes)))

@@ -89,7 +89,7 @@ def gathered_once_and_changed_since(patch: pytest.MonkeyPatch) -> None:
 
 
 def each_ranks_own_values_in_parts(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(placements, "ever_varying", lambda graph, varying: frozenset())
+    patch.setattr(placements, "ever_varying", lambda graph, varying, dimensions: frozenset())
 
 
 def results_that_change_places(patch: pytest.MonkeyPatch) -> None:

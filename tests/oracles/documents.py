@@ -6,6 +6,7 @@ Words behind `python` change that:
 - `file=NAME`: the file name that messages and plans show; lines count from the first of the block.
 - `torchrun`: the block is a program of its own and runs on two ranks under torchrun (written
   `no-run torchrun`, since programs that read documents in one process must leave it alone).
+- `ranks=NUMBER`: it runs on so many ranks instead.
 - `no-run` alone: the block is only to be read.
 
 A block fenced as `output` right behind one that runs is all that it prints; `...` stands for any text.
@@ -98,7 +99,7 @@ def run_here(text: str) -> None:
 
 
 def run_on_ranks(block: Block, folder: pathlib.Path, by_torchrun: bool = False) -> None:
-    """Run a block as a program on two ranks; only their standard output is compared.
+    """Run a block as a program on two ranks, or as many as it says; only their standard output is compared.
 
     The ranks get the variables that torchrun sets, and come from a process that has torch imported already: torchrun
     and its ranks would each import it anew, which takes most of the time.
@@ -106,22 +107,23 @@ def run_on_ranks(block: Block, folder: pathlib.Path, by_torchrun: bool = False) 
     program = folder / block.file
     program.write_text(block.source)
     run = _by_torchrun if by_torchrun else _by_processes
-    failed, printed, errors = run(program)
+    ranks = next((int(word.removeprefix("ranks=")) for word in block.words if word.startswith("ranks=")), RANKS)
+    failed, printed, errors = run(program, ranks)
     if failed:
         raise AssertionError(f"the block at line {block.line} failed:\n{printed}\n{errors[-4000:]}")
     check_output(block, printed)
 
 
-def _by_torchrun(program: pathlib.Path) -> tuple[bool, str, str]:
-    done = torchrun(program)
+def _by_torchrun(program: pathlib.Path, ranks: int) -> tuple[bool, str, str]:
+    done = torchrun(program, ranks=ranks)
     return bool(done.returncode), done.stdout, done.stderr
 
 
-def _by_processes(program: pathlib.Path) -> tuple[bool, str, str]:
+def _by_processes(program: pathlib.Path, ranks: int) -> tuple[bool, str, str]:
     # Held here, as torchrun's agent holds it: it outlives a rank that ends.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "MASTER_PORT": str(store.port)}
-    started = start_ranks(program, (), RANKS, forked=range(RANKS), **agent)
+    started = start_ranks(program, (), ranks, forked=range(ranks), **agent)
     end_ranks(started, DEADLINE_S)
     printed, errors = zip(*(process.communicate() for process in started), strict=True)
     return any(process.returncode != 0 for process in started), "".join(printed), "".join(errors)

@@ -222,18 +222,26 @@ ALIKE = {"SGD", "Adam", "AdamW, foreach", "AdamW, single", "accumulated", "froze
 """No numbers are made of parts, and no products are added in place: on two ranks the same bits as with whole state."""
 
 
-def ways_to_shard(start: State) -> Iterator[tuple[str, State]]:
+def ways_to_shard(start: State, mesh: Any = None) -> Iterator[tuple[str, State]]:
     """Names of ways, and a state of its own in each."""
-    yield "all", fdp.shard(fdp.replicate(start), min_size=2)
+    yield "all", fdp.shard(fdp.replicate(start), min_size=2, group=mesh)
     first = next(iter(start))
     kept = {key for key in start if key in ("params", "w", "tied", "kernel")}
     for way, chosen in (("all but parameters", set(start) - kept), ("one entry", {first})):
         state = fdp.replicate(start)
-        yield way, {key: fdp.shard(value, min_size=2) if key in chosen else value for key, value in state.items()}
+        yield (
+            way,
+            {key: fdp.shard(value, min_size=2, group=mesh) if key in chosen else value for key, value in state.items()},
+        )
 
 
-def differences(name: str, compile: bool = False, donate: bool = True, calls: int = 4, **options: Any) -> list[str]:
-    """What is different with sharded state on a real rank; nothing if all is well."""
+def differences(
+    name: str, compile: bool = False, donate: bool = True, calls: int = 4, mesh: Any = None, **options: Any
+) -> list[str]:
+    """What is different with sharded state on a real rank; nothing if all is well.
+
+    With a mesh, sharded state is on it, and whole state is not.
+    """
     rank, size, found = int(fdp.axis_index()), fdp.axis_size(), []
     step, start = STEPS[name]()
     batches = [numbers(4, 8, seed=100 * call + rank) for call in range(calls)]
@@ -244,9 +252,10 @@ def differences(name: str, compile: bool = False, donate: bool = True, calls: in
         whole, result = whole_step(whole, batch)
         results.append(pytree.map_leaves(torch.clone, (whole, result)))
     # Each way to shard is compiled by itself, which takes longest: the whole suite has no time for all.
-    ways = list(ways_to_shard(start))[:1] if compile and not ALL_SAMPLES else ways_to_shard(start)
+    ways = ways_to_shard(start, mesh)
+    ways = iter(list(ways)[:1]) if compile and not ALL_SAMPLES else ways
     for way, state in ways:
-        sharded_step = fdp.data_parallel(step, donate_argnums=donated, compile=compile, **options)
+        sharded_step = fdp.data_parallel(step, donate_argnums=donated, compile=compile, group=mesh, **options)
         structure, kinds = pytree.structure_of(state), list(map(type, pytree.leaves_of(state)))
         for call, batch in enumerate(batches):
             state, result = sharded_step(state, batch)

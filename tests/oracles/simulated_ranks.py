@@ -8,6 +8,7 @@ between.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -33,7 +34,7 @@ class Turns:
         self._condition = threading.Condition()
         self._turn = 0
         self._posted: dict[Hashable, dict[int, Any]] = {}
-        self._wanted: dict[int, Hashable] = {}
+        self._wanted: dict[int, Any] = {}
         self._finished: set[int] = set()
         self._error: BaseException | None = None
         self._random = [torch.Generator().manual_seed(seed + rank).get_state() for rank in range(size)]
@@ -53,21 +54,23 @@ class Turns:
             raise self._error
         return self._results
 
-    def exchange(self, rank: int, key: Hashable, value: Any) -> list[Any]:
-        """Give a value to all ranks, and get theirs; which exchange it is, the key says."""
+    def exchange(self, rank: int, key: Hashable, value: Any, members: Sequence[int] | None = None) -> list[Any]:
+        """Give a value to all ranks, or to some, and get theirs; which exchange it is, the key says."""
+        members = range(self.size) if members is None else members
+        key = (key, tuple(members))
         self._posted.setdefault(key, {})[rank] = value
         self._wanted[rank] = key
-        while len(self._posted[key]) < self.size:
+        while len(self._posted[key]) < len(members):
             if all(self._is_stuck(other) for other in range(self.size)):
                 wanted = {other: str(key) for other, key in self._wanted.items()}
                 raise OutOfStep(f"ranks wait for different messages: {wanted}")
             self._pass_on(rank)
         del self._wanted[rank]
-        return [self._posted[key][other] for other in range(self.size)]
+        return [self._posted[key][other] for other in members]
 
     def _is_stuck(self, rank: int) -> bool:
         key = self._wanted.get(rank)
-        return rank in self._finished or (key is not None and len(self._posted[key]) < self.size)
+        return rank in self._finished or (key is not None and len(self._posted[key]) < len(key[1]))
 
     def _serve(self, function: Callable[[int], Any], rank: int) -> None:
         with self._condition:
@@ -98,33 +101,47 @@ class Turns:
 class Plain:
     """What the steps of `faulty_programs` call in place of fdp: the same names, in plain eager PyTorch."""
 
-    def __init__(self, turns: Turns, rank: int) -> None:
-        self._turns, self._rank, self._count = turns, rank, 0
+    def __init__(self, turns: Turns, rank: int, sizes: Sequence[tuple[str, int]] = ()) -> None:
+        self._turns, self._rank, self._sizes, self._count = turns, rank, sizes, 0
 
-    def _all(self, x: torch.Tensor) -> torch.Tensor:
+    def _members(self, axis: str | None) -> list[int]:
+        """The ranks that differ from this one along one dimension of the mesh alone."""
+        if axis is None:
+            return list(range(self._turns.size))
+        coordinates = list(itertools.product(*(range(size) for _, size in self._sizes)))
+        at = [name for name, _ in self._sizes].index(axis)
+
+        def rest(rank: int) -> tuple[int, ...]:
+            return coordinates[rank][:at] + coordinates[rank][at + 1 :]
+
+        return [rank for rank in range(len(coordinates)) if rest(rank) == rest(self._rank)]
+
+    def _all(self, x: torch.Tensor, axis: str | None = None) -> torch.Tensor:
         self._count += 1
-        return torch.stack(self._turns.exchange(self._rank, self._count, x.detach().clone()))
+        members = self._members(axis)
+        return torch.stack(self._turns.exchange(self._rank, self._count, x.detach().clone(), members))
 
-    def psum(self, tree: Any) -> Any:
-        return optree.tree_map(lambda x: self._all(x).sum(0).to(x.dtype), tree)
+    def psum(self, tree: Any, axis: str | None = None) -> Any:
+        return optree.tree_map(lambda x: self._all(x, axis).sum(0).to(x.dtype), tree)
 
-    def pmean(self, tree: Any) -> Any:
-        return optree.tree_map(lambda x: self._all(x).sum(0) / self._turns.size, tree)
+    def pmean(self, tree: Any, axis: str | None = None) -> Any:
+        return optree.tree_map(lambda x: self._all(x, axis).sum(0) / len(self._members(axis)), tree)
 
-    def pmax(self, tree: Any) -> Any:
-        return optree.tree_map(lambda x: self._all(x).amax(0), tree)
+    def pmax(self, tree: Any, axis: str | None = None) -> Any:
+        return optree.tree_map(lambda x: self._all(x, axis).amax(0), tree)
 
-    def all_gather(self, tree: Any) -> Any:
-        return optree.tree_map(self._all, tree)
+    def all_gather(self, tree: Any, axis: str | None = None) -> Any:
+        return optree.tree_map(lambda x: self._all(x, axis), tree)
 
-    def broadcast(self, tree: Any, root: int = 0) -> Any:
-        return optree.tree_map(lambda x: self._all(x)[root].clone(), tree)
+    def broadcast(self, tree: Any, root: int = 0, axis: str | None = None) -> Any:
+        return optree.tree_map(lambda x: self._all(x, axis)[root].clone(), tree)
 
-    def psum_scatter(self, tree: Any, axis: int = 0) -> Any:
-        return optree.tree_map(lambda x: self._part(self._all(x).sum(0).to(x.dtype), axis), tree)
+    def psum_scatter(self, tree: Any, axis: int = 0, axis_name: str | None = None) -> Any:
+        return optree.tree_map(lambda x: self._part(self._all(x, axis_name).sum(0).to(x.dtype), axis, axis_name), tree)
 
-    def pmean_scatter(self, tree: Any, axis: int = 0) -> Any:
-        return optree.tree_map(lambda x: self._part(self._all(x).sum(0) / self._turns.size, axis), tree)
+    def pmean_scatter(self, tree: Any, axis: int = 0, axis_name: str | None = None) -> Any:
+        size = len(self._members(axis_name))
+        return optree.tree_map(lambda x: self._part(self._all(x, axis_name).sum(0) / size, axis, axis_name), tree)
 
     def all_to_all(self, x: torch.Tensor, split_axis: int, concat_axis: int) -> torch.Tensor:
         return torch.cat([self._part(each, split_axis) for each in self._all(x)], concat_axis)
@@ -133,11 +150,12 @@ class Plain:
         sent = self._all(x)
         return next((sent[source].clone() for source, to in perm if to == self._rank), torch.zeros_like(x))
 
-    def _part(self, x: torch.Tensor, axis: int) -> torch.Tensor:
-        return x.chunk(self._turns.size, axis)[self._rank].clone()
+    def _part(self, x: torch.Tensor, axis: int, axis_name: str | None = None) -> torch.Tensor:
+        members = self._members(axis_name)
+        return x.chunk(len(members), axis)[members.index(self._rank)].clone()
 
-    def axis_index(self) -> torch.Tensor:
-        return torch.tensor(self._rank)
+    def axis_index(self, axis: str | None = None) -> torch.Tensor:
+        return torch.tensor(self._members(axis).index(self._rank))
 
     def value_and_grad(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Of this rank's own value; gradients averaged over ranks."""
@@ -192,14 +210,16 @@ class Messages:
     def _send(
         self, group: Any, kind: Hashable, own: torch.Tensor, to: torch.Tensor, combined: Callable[[list[Any]], Any]
     ) -> Callable[[], None]:
-        number = self._counts[group.rank] = self._counts[group.rank] + 1
+        me = group.members[group.rank]
+        number = self._counts[me] = self._counts[me] + 1
         key = (number, kind, tuple(own.shape), own.dtype)
         sent = None if self._late else own.clone()
         if not self._late:
             poison(to)
 
         def wait() -> None:
-            to.copy_(combined(self._turns.exchange(group.rank, key, own.clone() if sent is None else sent)))
+            value = own.clone() if sent is None else sent
+            to.copy_(combined(self._turns.exchange(me, key, value, group.members)))
 
         return wait
 
@@ -264,8 +284,21 @@ class Messages:
 class SimulatedGroup:
     """As much of `fdp.distributed.group.Group` as an emitted step asks for."""
 
-    def __init__(self, messages: Messages, rank: int) -> None:
-        self.size, self.rank, self._messages = messages.size, rank, messages
+    def __init__(self, messages: Messages, rank: int, sizes: Sequence[tuple[str, int]] = ()) -> None:
+        self.size, self.rank, self.sizes, self._messages = messages.size, rank, tuple(sizes), messages
+        self.members: Sequence[int] = range(self.size)
+
+    def along(self, dimension: str) -> SimulatedGroup:
+        """The ranks that differ from this one along one dimension alone."""
+        if not dimension:
+            return self
+        names, sizes = zip(*self.sizes, strict=True)
+        at, everyone = names.index(dimension), torch.arange(self.size).view(sizes)
+        place = [int(each) for each in (everyone == self.rank).nonzero()[0]]
+        found = SimulatedGroup(self._messages, place[at])
+        found.members = everyone[tuple(slice(None) if d == at else p for d, p in enumerate(place))].tolist()
+        found.size = len(found.members)
+        return found
 
     def all_reduce(self, buffer: torch.Tensor, op: str, arrived: Any = None) -> Callable[[], None]:
         return self._messages.start_all_reduce(buffer, op, self, arrived)

@@ -231,7 +231,7 @@ def test_second_messages_start_while_later_gradients_are_made() -> None:
         def __init__(self, index: int) -> None:
             self.index = index
 
-        def start_wide(self, group: Any, arrived: Any = None) -> Mean:
+        def start_stages(self, group: Any, arrived: Any = None) -> Mean:
             return Mean(self.index)
 
     flying = in_flight.InFlight({index: Stub(index) for index in range(3)}, fake_group(2), None)  # type: ignore[misc]

@@ -60,7 +60,7 @@ def differs(
             messages = Messages(turns, late)
             turns.run(
                 lambda rank, messages=messages: _calls(
-                    program, plan, emitted[rank], SimulatedGroup(messages, rank), expected[rank], prove
+                    program, plan, emitted[rank], SimulatedGroup(messages, rank, program.mesh), expected[rank], prove
                 )
             )
     except Different as error:

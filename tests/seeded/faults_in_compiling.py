@@ -8,7 +8,7 @@ GRAPH = (
     Fault(
         "compiled, not divided",
         "emit/compiled/graph.py",
-        "value = value * (1 / self.trace.world_size)",
+        "value = value * self.memory.share_of(marker)",
         "value = value * 1.0",
         "the division by the number of ranks is left out",
     ),

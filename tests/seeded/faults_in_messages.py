@@ -78,7 +78,7 @@ PACKING = (
     Fault(
         "not divided by the product",
         "emit/codegen/calls.py",
-        '"alpha": 1 / writer.memory.plan.trace.world_size',
+        '"alpha": writer.memory.share_of(averaged)',
         '"alpha": 1',
         "the division by the number of ranks is left out",
     ),
@@ -134,15 +134,15 @@ PACKING = (
     Fault(
         "first member not packed",
         "emit/codegen/packing.py",
-        "for slot, source in zip(slots, sources, strict=True):",
-        "for slot, source in list(zip(slots, sources, strict=True))[len(slots) > 1 :]:",
+        "for slot, marker in zip(slots, markers, strict=True):",
+        "for slot, marker in list(zip(slots, markers, strict=True))[len(slots) > 1 :]:",
         "the first is taken to be there already",
     ),
     Fault(
         "packed from the one before",
         "emit/codegen/packing.py",
-        "writer.memory.markers[pack.bucket][member].args[0]",
-        "writer.memory.markers[pack.bucket][pack.members[0]].args[0]",
+        "markers = [writer.memory.markers[pack.bucket][member] for",
+        "markers = [writer.memory.markers[pack.bucket][pack.members[0]] for",
         "every member is filled from the first that is missing",
     ),
 )
@@ -217,7 +217,7 @@ ARENA = (
 HEADER = (
     Fault(
         "header without memory",
-        "emit/memory/planning.py",
+        "emit/memory/message_memory.py",
         "return (bucket.numel + header_numel(bucket, world_size)) * bucket.dtype.itemsize",
         "return bucket.numel * bucket.dtype.itemsize",
         "what says which call a message belongs to lies over another value",
@@ -263,9 +263,44 @@ EXCHANGES = (
     Fault(
         "one message for two permutations",
         "plan/buckets.py",
-        "        reduction.pairs, bool(upstream[index]),\n",
-        "        bool(upstream[index]),\n",
+        "        reduction.pairs, reduction.along, bool(upstream[index]),\n",
+        "        reduction.along, bool(upstream[index]),\n",
         "all members go where the first goes",
+    ),
+    Fault(
+        "one message along two dimensions",
+        "plan/buckets.py",
+        "        reduction.pairs, reduction.along, bool(upstream[index]),\n",
+        "        reduction.pairs, bool(upstream[index]),\n",
+        "all members are combined along the dimension of the first",
+    ),
+    Fault(
+        "along all dimensions",
+        "runtime/buffers.py",
+        "return start_collective(sent, group.along(self.bucket.along), arrived)",
+        "return start_collective(sent, group, arrived)",
+        "what is along one dimension goes to all ranks",
+    ),
+    Fault(
+        "two levels without room",
+        "emit/memory/message_memory.py",
+        "(1 + rows_arriving(bucket.pieces)) * (shared // bucket.pieces)",
+        "rows_arriving(bucket.pieces) * (shared // bucket.pieces)",
+        "the piece of this rank has no memory",
+    ),
+    Fault(
+        "two levels, one of them left out",
+        "runtime/two_levels.py",
+        "*(functools.partial(ranks.all_reduce, piece, op) for ranks in between),",
+        "",
+        "each host has its own mean",
+    ),
+    Fault(
+        "two levels, not padded",
+        "emit/memory/message_memory.py",
+        "pieces = bucket.pieces or world_size",
+        "pieces = 1",
+        "the last piece is longer than its memory",
     ),
     Fault(
         "parts of means are sums",

@@ -56,7 +56,7 @@ PLACES = (
     ),
     Fault(
         "gathered memory for one rank",
-        "emit/memory/planning.py",
+        "emit/memory/message_memory.py",
         "return bucket.row_numel if bucket.collective.scatters else math.prod(arriving_shape(bucket, world_size))",
         "return bucket.row_numel if bucket.collective.scatters else bucket.numel",
         "what is gathered lies over other values",

@@ -36,9 +36,23 @@ WRITING = (
     Fault(
         "another rank's number",
         "emit/codegen/calls.py",
-        "own = torch.tensor(writer.rank,",
-        "own = torch.tensor(writer.rank + 1,",
+        "own = torch.tensor(place,",
+        "own = torch.tensor(place + 1,",
         "ranks count from one",
+    ),
+    Fault(
+        "the number along another dimension",
+        "emit/codegen/calls.py",
+        "trace.place_along(writer.rank, mesh_dimension_of(node))",
+        "trace.place_along(writer.rank, writer.memory.plan.trace.sharded_along)",
+        "along each dimension of a mesh a rank has the number that it has along the last",
+    ),
+    Fault(
+        "shares along another dimension",
+        "emit/memory/memory_plan.py",
+        "return 1 / self.plan.trace.ranks_along(mesh_dimension_of(marker))",
+        "return 1 / self.plan.trace.world_size",
+        "a mean along one dimension is divided by the number of all ranks",
     ),
     Fault(
         "rank in a loop",

@@ -27,6 +27,7 @@ class Program:
         donate: whether the state is donated.
         cap: `bucket_cap_mb`.
         world: number of ranks.
+        mesh: names and sizes of its dimensions, if they are on one.
         options: further ones of `data_parallel`.
         tolerance: by what share of its largest value a result may differ from plain PyTorch.
         calls: how often it is called; once where the new state lies in memory otherwise than the old.
@@ -38,6 +39,7 @@ class Program:
     donate: bool = True
     cap: Any = 25
     world: int = 2
+    mesh: tuple[tuple[str, int], ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-9
     calls: int = 3

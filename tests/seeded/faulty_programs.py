@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulty_meshes
 import faulty_messages
 import faulty_models
 import faulty_state
@@ -10,6 +11,6 @@ from faulty_program import Program
 
 PROGRAMS: dict[str, Program] = {
     name: program
-    for part in (faulty_models, faulty_messages, faulty_state, faulty_values)
+    for part in (faulty_models, faulty_messages, faulty_meshes, faulty_state, faulty_values)
     for name, program in part.PROGRAMS.items()
 }

@@ -46,6 +46,8 @@ _SHOWN = {
     "not divided in the wider type": "wire",
     "every part read at the first": "parts_of_ranks",
     "sent the other way": "parts_of_ranks",
+    "one message along two dimensions": "along",
+    "two levels, one of them left out": "in_two_levels",
 }
 """Of each kind of fault one, with a program that shows it."""
 

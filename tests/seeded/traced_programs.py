@@ -13,6 +13,7 @@ from simulated_ranks import Plain, Turns
 
 import fdp
 from fdp.distributed.group import Group
+from fdp.distributed.mesh import MeshDimension
 
 SEED = 17
 
@@ -42,7 +43,7 @@ def _trace_of(program: Program) -> Any:
     """Trace a step, without any rank."""
     step = fdp.data_parallel(
         functools.partial(program.step, fdp),
-        group=Group(None, program.world, 0),
+        group=Group(None, program.world, 0, tuple(MeshDimension(name, size, 0) for name, size in program.mesh)),
         donate_argnums=0 if program.donate else (),
         check_replication=False,
         **program.options,
@@ -55,7 +56,7 @@ def _expected_of(program: Program) -> list[list[Any]]:
     turns = Turns(program.world, SEED)
 
     def rank_does(rank: int) -> list[Any]:
-        c, state, found = Plain(turns, rank), program.state(), []
+        c, state, found = Plain(turns, rank, program.mesh), program.state(), []
         for call in range(program.calls):
             state, results = program.step(c, state, program.batch(rank, call))
             state, results = optree.tree_map(lambda x: copied(x.detach()), (state, results))

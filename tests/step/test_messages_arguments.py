@@ -147,8 +147,7 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "no group": (
         run(step, group="gloo"),
-        "group is str, not a process group.\n"
-        "Remedy: pass a torch.distributed.ProcessGroup, a one-dimensional DeviceMesh, or None.",
+        "group is str, not a process group.\nRemedy: pass a torch.distributed.ProcessGroup, a DeviceMesh, or None.",
     ),
     "a plan for more ranks": (
         lambda: fdp.data_parallel(step, group=fake_group(3)).plan({"w": X}, {"x": X[None]}).emit(),

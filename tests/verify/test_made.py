@@ -12,7 +12,7 @@ from proved_steps import STEPS, emitted
 
 import fdp
 from fdp.emit.codegen.program import Program
-from fdp.emit.memory import planning
+from fdp.emit.memory import message_memory
 from fdp.emit.memory.allocation import memory_of_body
 from fdp.plan import Plan
 from fdp.runtime import buffers as placed
@@ -185,7 +185,7 @@ def test_the_memory_of_the_body_of_a_loop_is_its_own(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("name", sorted(STEPS.keys() - {"parts"}))  # whose messages have none
 def test_the_header_of_a_message_has_memory_of_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for file in (planning, placed):
+    for file in (message_memory, placed):
         monkeypatch.setattr(file, "header_numel", lambda bucket, size: 0)
     with pytest.raises(VerificationError, match=r"does not compute what its trace says|lies beyond the memory"):
         emitted(name, 2)

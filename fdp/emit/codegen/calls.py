@@ -20,7 +20,7 @@ from fdp.emit.memory.out_variants import OutVariant, out_variant_of
 from fdp.emit.memory.own_memory import row_name
 from fdp.emit.memory.planning import result_name
 from fdp.trace.graph.loops import is_loop
-from fdp.trace.operators.effects import effects_of, is_marker, storage_indexed, storages_of
+from fdp.trace.operators.effects import effects_of, is_marker, mesh_dimension_of, storage_indexed, storages_of
 
 _aten = torch.ops.aten
 
@@ -46,7 +46,8 @@ def write_call(writer: Writer, node: fx.Node, entries: Sequence[int]) -> None:
     elif is_loop(node):
         write_loop(writer, node)
     elif is_marker(node, "axis_index"):
-        own = torch.tensor(writer.rank, dtype=torch.int64, device=node.meta["val"].device)
+        place = writer.memory.plan.trace.place_along(writer.rank, mesh_dimension_of(node))
+        own = torch.tensor(place, dtype=torch.int64, device=node.meta["val"].device)
         constant = bind_object(writer, own, "axis_index")
         emit(writer, f"{bind_operator(writer, _aten.clone.default)}({constant})", uses, node)
     else:
@@ -148,7 +149,7 @@ def _write_into_place(writer: Writer, node: fx.Node) -> None:
         source = literal(writer, node.args[0], uses)
         writer.lines.append(Line(f"{name}({outs[0]}, {source})", uses))
     else:
-        _write_out_call(writer, node, variant, outs, uses, divides_itself)
+        _write_out_call(writer, node, variant, outs, uses, marker if divides_itself else None)
     if marker is not None and not divides_itself:
         averaged: Any = marker.args[0]
         write_division(writer, marker, outs[storages_of(node).index(*storages_of(averaged))])
@@ -161,16 +162,16 @@ def _variant_of(node: fx.Node) -> OutVariant:
 
 
 def _write_out_call(
-    writer: Writer, node: fx.Node, variant: OutVariant, outs: list[str], uses: set[str], divides: bool = False
+    writer: Writer, node: fx.Node, variant: OutVariant, outs: list[str], uses: set[str], averaged: fx.Node | None = None
 ) -> None:
-    """Call the out variant, or the one that also divides by the number of ranks."""
+    """Call the out variant; for a member of a mean, by its marker, the one that also divides by the number of ranks."""
     args, kwargs, call = [*node.args, *variant.extra], dict(node.kwargs), variant.operator
     if (weight := transposed_weight(writer, node)) is not None:
         call, args = _aten.linear.out, [node.args[1], weight, node.args[0]]
-    if divides:
+    if averaged is not None:
         # The product is divided on its way into the bucket.
         call, args = variant.scaled, [node, *args]
-        kwargs = {"beta": 0, "alpha": 1 / writer.memory.plan.trace.world_size}
+        kwargs = {"beta": 0, "alpha": writer.memory.share_of(averaged)}
     parts = [literal(writer, value, uses) for value in args]
     parts += [f"{key}={literal(writer, value, uses)}" for key, value in kwargs.items()]
     parts += [f"{key}={name}" for key, name in zip(variant.names, outs, strict=True)]

@@ -30,7 +30,8 @@ from fdp.emit.memory.memory_plan import MemoryPlan
 from fdp.emit.memory.planning import Place, slot_name
 from fdp.emit.proved import verified_program
 from fdp.plan import Plan
-from fdp.trace.operators.effects import effects_of, is_marker
+from fdp.trace import Trace
+from fdp.trace.operators.effects import effects_of, is_marker, mesh_dimension_of
 from fdp.verify import VerificationError
 from fdp.verify.implementations import verify_implementations, verify_loops
 from fdp.verify.lowered import Returned, verify_lowered
@@ -103,7 +104,7 @@ def compile_program(memory: MemoryPlan, group: Group, communicates: bool, option
     """
     plan = memory.plan
     bodies = {loop: compile_program(body, group, False, options, False) for loop, body in memory.bodies.items()}
-    constants, held = _constants(plan.trace.graph, group.rank)
+    constants, held = _constants(plan.trace, group.rank)
     apart = functions_that_draw(plan.trace.graph) if options.draws_alike else []
     job = _Job(
         memory, group, communicates, options, constants, held, _buckets(memory), _returned(memory), bodies,
@@ -177,20 +178,21 @@ def _prove_own_operators() -> None:
     verify_implementations(IMPLEMENTED, running)
 
 
-def _constants(graph: fx.GraphModule, rank: int) -> tuple[list[fx.Node], list[torch.Tensor]]:
+def _constants(trace: Trace, rank: int) -> tuple[list[fx.Node], list[torch.Tensor]]:
     """Values that are the same at every call: closed-over tensors, and the rank.
 
     They are inputs of what is compiled: compiled code is kept on disk, and shared by ranks.
     """
     nodes, values = [], []
-    for node in graph.graph.nodes:
-        held = getattr(graph, str(node.target), None) if node.op == "get_attr" else None
+    for node in trace.graph.graph.nodes:
+        held = getattr(trace.graph, str(node.target), None) if node.op == "get_attr" else None
         if isinstance(held, torch.Tensor):
             nodes.append(node)
             values.append(held)
         elif is_marker(node, "axis_index"):
             nodes.append(node)
-            values.append(torch.tensor(rank, dtype=torch.int64, device=node.meta["val"].device))
+            place = trace.place_along(rank, mesh_dimension_of(node))
+            values.append(torch.tensor(place, dtype=torch.int64, device=node.meta["val"].device))
     return nodes, values
 
 

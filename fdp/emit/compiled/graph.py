@@ -121,10 +121,11 @@ class _Lowering:
 
     def _pack(self, index: int, member: int) -> None:
         """Put a member into its bucket, divided by the number of ranks if a sum is to make the mean."""
-        source: Any = self.memory.markers[index][member].args[0]
+        marker = self.memory.markers[index][member]
+        source: Any = marker.args[0]
         value = self._value(source)
         if index in self.memory.places.scaled:
-            value = value * (1 / self.trace.world_size)
+            value = value * self.memory.share_of(marker)
         copy_into(self.slots[slot_name(index, member)], value)
 
     def _call(self, node: fx.Node, entries: Sequence[int]) -> None:

@@ -18,6 +18,7 @@ from fdp.emit.memory.savings import Savings
 from fdp.plan import Plan
 from fdp.pytorch.overloads import OpOverload, schema_of
 from fdp.tables import Printed, count, format_bytes
+from fdp.trace.operators.effects import mesh_dimension_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -73,6 +74,10 @@ class MemoryPlan(Printed):
             return self.places.out_variants[node].kind != "nothing"
         # A view of a fixed place is one itself.
         return node in self.placement.written or node.name not in self.places.named or _changes_memory(node)
+
+    def share_of(self, marker: fx.Node) -> float:
+        """What the value of one rank counts for in the mean that a marker stands for."""
+        return 1 / self.plan.trace.ranks_along(mesh_dimension_of(marker))
 
     def piece_of(self, node: fx.Node) -> Hashable | None:
         """The piece of memory that holds a value; None if it has no fixed place."""

@@ -245,7 +245,8 @@ def _elsewhere(memory: MemoryPlan) -> dict[torch.device, list[int]]:
 
 def _copied_by_backend(memory: MemoryPlan, index: int) -> tuple[torch.device, int] | None:
     """The buffer that gloo gathers into, and copies from, if ranks are too many to exchange rows; others have none."""
-    bucket, size = memory.plan.buckets[index], memory.plan.trace.world_size
+    bucket = memory.plan.buckets[index]
+    size = memory.plan.trace.ranks_along(bucket.along)
     if bucket.device.type != "cpu" or not bucket.collective.gathers or size <= MOST_RANKS_IN_ROWS:
         return None
     return bucket.device, math.prod(arriving_shape(bucket, size)) * bucket.dtype.itemsize

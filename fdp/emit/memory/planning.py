@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp.distributed.by_collective import arriving_shape
-from fdp.distributed.header import NUMEL, carries
 from fdp.emit.memory.analysis import Analysis
 from fdp.emit.memory.constants import constant_values
 from fdp.emit.memory.donation import Placement
-from fdp.emit.memory.layout import round_up
+from fdp.emit.memory.message_memory import memory_bytes, result_numel
 from fdp.emit.memory.out_variants import OutVariant, out_variant_of
 from fdp.emit.memory.own_memory import row_name, storage_indexed_values
 from fdp.emit.memory.views import geometry
@@ -244,7 +242,8 @@ class _PlacesBuilder:
 
     def place_bucket(self, bucket: Bucket, markers: Sequence[fx.Node]) -> None:
         """Place the results of a bucket in it or apart, and the arguments in it where they can be computed there."""
-        key, size, itemsize = ("bucket", bucket.index), self.plan.trace.world_size, bucket.dtype.itemsize
+        key, itemsize = ("bucket", bucket.index), bucket.dtype.itemsize
+        size = self.plan.trace.ranks_along(bucket.along)
         collective = bucket.collective
         in_input = markers[0] in self.placement.gathered
         self.sizes[key] = (bucket.device, memory_bytes(bucket, size))
@@ -371,40 +370,6 @@ def _only_computes(node: fx.Node) -> bool:
     if not isinstance(node.target, OpOverload) or node.target.namespace not in ("aten", "fdp"):
         return False
     return torch.Tag.inplace_view not in node.target.tags
-
-
-def result_numel(bucket: Bucket, world_size: int) -> int:
-    """The elements of a bucket's results, where they have memory of their own."""
-    return bucket.row_numel if bucket.collective.scatters else math.prod(arriving_shape(bucket, world_size))
-
-
-def arrives_at_bytes(bucket: Bucket) -> int:
-    """The offset, in the memory of a bucket, of the rows that a reduce-scatter adds up: behind what this rank sends."""
-    return round_up(bucket.numel * bucket.dtype.itemsize)
-
-
-def header_numel(bucket: Bucket, world_size: int) -> int:
-    """The number of header elements behind a bucket's members; only the bucket that starts first has a header."""
-    return NUMEL if bucket.index == 0 and carries(bucket.collective, bucket.dtype, world_size) else 0
-
-
-def shared_numel(bucket: Bucket, world_size: int) -> int:
-    """The elements of a bucket and its header, padded so that ranks can share them evenly."""
-    return -(-(bucket.numel + header_numel(bucket, world_size)) // world_size) * world_size
-
-
-def received_at_bytes(bucket: Bucket, world_size: int) -> int:
-    """The offset, in the memory of a bucket that is added up in a wider dtype, of the pieces of all ranks."""
-    return round_up(shared_numel(bucket, world_size) * bucket.dtype.itemsize)
-
-
-def memory_bytes(bucket: Bucket, world_size: int) -> int:
-    """The memory that a bucket needs, beside that of results that lie apart."""
-    if bucket.collective.scatters:
-        return arrives_at_bytes(bucket) + math.prod(arriving_shape(bucket, world_size)) * bucket.dtype.itemsize
-    if bucket.is_wide:
-        return 2 * received_at_bytes(bucket, world_size)
-    return (bucket.numel + header_numel(bucket, world_size)) * bucket.dtype.itemsize
 
 
 def slot_name(bucket: int, member: int) -> str:

@@ -143,17 +143,37 @@ class Network:
             ArgumentError: there is no such operation, or no such number of ranks.
         """
         world_size = rank_count(world_size)
+        return self._parts(op, world_size, min(self.ranks_per_host, world_size), 1)
+
+    def parts_along(self, op: str, size: int, stride: int, world_size: int) -> tuple[float, float]:
+        """The costs of a message along one dimension of a mesh, while all other ranks send along it as well.
+
+        Args:
+            op: as for `message_s`.
+            size: number of ranks along the dimension.
+            stride: the distance of two neighbours along it, in ranks.
+            world_size: number of ranks of the mesh.
+
+        Returns:
+            As `parts`.
+        """
+        together = min(self.ranks_per_host, world_size)
+        within = min(max(together // stride, 1), size)
+        # So many messages share the link that leaves a host.
+        return self._parts(op, size, within, together // within)
+
+    def _parts(self, op: str, size: int, within: int, sharing: int) -> tuple[float, float]:
+        """The costs of a message of so many ranks, some in each host; so many messages share a host's link."""
         if (collective := COLLECTIVES.get(op)) is None:
             raise ArgumentError(
                 build_message(
                     f"a message {op!r}.", remedy=f"the operation is one of {', '.join(map(repr, COLLECTIVES))}."
                 )
             )
-        if world_size == 1:
+        if size == 1:
             return 0.0, 0.0
-        within = min(self.ranks_per_host, world_size)
-        hosts = -(-world_size // within)
-        outer = (self.latency_s, 1 / self.bandwidth_bytes_per_s) if hosts > 1 else (0.0, 0.0)
+        hosts = -(-size // within)
+        outer = (self.latency_s, sharing / self.bandwidth_bytes_per_s) if hosts > 1 else (0.0, 0.0)
         inner = (0.0, 0.0)
         if within > 1:
             assert self.inner_latency_s is not None and self.inner_bandwidth_bytes_per_s is not None
@@ -166,7 +186,7 @@ class Network:
         if self.algorithm == "tree" and not collective.gathers:
             return _tree(collective, hosts, within, outer, inner)
         # Every rank of a ring waits for the slowest link at each step.
-        return _ring(collective, world_size, (max(outer[0], inner[0]), max(outer[1], inner[1])))
+        return _ring(collective, size, (max(outer[0], inner[0]), max(outer[1], inner[1])))
 
 
 _Link = tuple[float, float]

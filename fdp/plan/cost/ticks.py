@@ -7,9 +7,11 @@ the planner can prove that no other plan ends earlier. (Where messages slow comp
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fdp.distributed.collective import COLLECTIVES
+from fdp.distributed.mesh import text_along
 from fdp.errors import ArgumentError, build_message
 from fdp.plan.cost.costs import Costs
 from fdp.plan.cost.network import Network
@@ -27,7 +29,7 @@ class Ticks:
         start: to start a message, on the compute lane.
         pack: to copy each of `Trace.reductions` into its bucket, on the compute lane.
         on_link: what the bytes of each of `Trace.reductions` take on the link.
-        latency: for each operation of a message, what it takes without its bytes.
+        latency: for each operation of a message, and dimension that it is along, what it takes without its bytes.
         in_flight: as in `Network`.
         slowdown: as `compute_slowdown` in `Network`.
         silent: there is one rank: no bucket is packed, and no message sent.
@@ -46,6 +48,23 @@ class Ticks:
         """The time of a message whose bytes take `on_link`, and the time that it occupies the link."""
         whole = self.latency[op] + on_link
         return whole, whole if self.in_flight == 1 else max(on_link, float(round(whole / self.in_flight)))
+
+
+def _in_two_levels(
+    op: str, dimensions: Sequence[tuple[str, int]], parts: Mapping[str, tuple[float, float]]
+) -> tuple[float, float]:
+    """The costs of a sum or mean over a mesh that goes within hosts and between them; small ones do not, and cost less.
+
+    Args:
+        op: it.
+        dimensions: of the mesh.
+        parts: the costs of each collective along each dimension: seconds for any size, and for each byte.
+    """
+    *between, (within, size) = dimensions
+    stages = [(parts[text_along(f"{op}_scatter", within)], 1.0), (parts[text_along("all_gather", within)], 1 / size)]
+    stages += [(parts[text_along(op, name)], 1 / size) for name, _ in between]
+    latency_s = sum(stage_s for (stage_s, _), _ in stages)
+    return latency_s, sum(s_per_byte * share for (_, s_per_byte), share in stages)
 
 
 def ticks_of(trace: Trace, costs: Costs, network: Network, world_size: int) -> Ticks:
@@ -91,6 +110,12 @@ def ticks_of(trace: Trace, costs: Costs, network: Network, world_size: int) -> T
             )
         )
     parts = {op: network.parts(op, world_size) for op in COLLECTIVES}
+    stride = 1
+    for dimension, size in reversed(trace.dimensions):
+        parts |= {text_along(op, dimension): network.parts_along(op, size, stride, world_size) for op in COLLECTIVES}
+        stride *= size
+    if len(trace.dimensions) > 1:
+        parts |= {op: _in_two_levels(op, trace.dimensions, parts) for op in ("sum", "mean")}
     silent = world_size == 1
     return Ticks(
         operations=tuple(
@@ -103,7 +128,8 @@ def ticks_of(trace: Trace, costs: Costs, network: Network, world_size: int) -> T
             for reduction in trace.reductions
         ),
         on_link=tuple(
-            float(round(parts[reduction.op][1] * reduction.size_bytes * TICKS_PER_S)) for reduction in trace.reductions
+            float(round(parts[reduction.op_along][1] * reduction.size_bytes * TICKS_PER_S))
+            for reduction in trace.reductions
         ),
         latency={op: float(round(latency_s * TICKS_PER_S)) for op, (latency_s, _) in parts.items()},
         in_flight=network.in_flight,

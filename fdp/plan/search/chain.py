@@ -138,7 +138,7 @@ def chain_of(trace: Trace, members: Sequence[int], others: Sequence[tuple[int, .
     fixed_alone = {fixes[k] for k in todo if not links[k]}
     return Chain(
         members=tuple(members),
-        op=reductions[members[0]].op,
+        op=reductions[members[0]].op_along,
         ready=tuple(own_ready),
         pack=tuple(ticks.pack[member] for member in members),
         on_link=tuple(ticks.on_link[member] for member in members),
@@ -174,7 +174,7 @@ def _fixed(
     ticks: Ticks,
 ) -> Fixed:
     """A bucket of reductions of another kind, behind so many links."""
-    whole, occupied = ticks.message(reductions[group[0]].op, sum(ticks.on_link[member] for member in group))
+    whole, occupied = ticks.message(reductions[group[0]].op_along, sum(ticks.on_link[member] for member in group))
     packing = ticks.start + sum(ticks.pack[member] for member in group)
     known = any(reductions[member].operation in read for member in group)
     return Fixed(after, ready, packing, whole, occupied, known)

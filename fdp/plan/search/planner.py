@@ -199,7 +199,7 @@ def _kinds(trace: Trace, upstream: Sequence[int]) -> list[set[int]]:
 
 
 def _outcome(trace: Trace, groups: Groups, ticks: Ticks) -> tuple[float, float]:
-    buckets = make_buckets(trace.reductions, groups)
+    buckets = make_buckets(trace.reductions, groups, trace.dimensions)
     return outcome(buckets, order(trace.operations, trace.reductions, buckets), ticks)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fdp.distributed.mesh import WHOLE
 from fdp.errors import PurityError, ReplicationError, TraceError, build_message
 from fdp.trace.capture.capture import is_fake
 from fdp.trace.capture.rng_replay import STATE, drawn_anew
@@ -221,6 +222,8 @@ def check_outputs(
             if cause.draw is not None:
                 drawn = True
                 why += "" if cause.draw is origin else f", only by the random numbers of {located(cause.draw)}"
+        if WHOLE not in cause.along:
+            why += f"; may differ along {' and '.join(sorted(cause.along))}"
         assert output.shape is not None
         offenders.append(f"{output.name}: {list(output.shape)} {output.dtype}, {why}")
     if offenders:

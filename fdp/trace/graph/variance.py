@@ -3,6 +3,11 @@
 The rule is one: a result varies if anything that its operation reads varies. Batch arguments and random
 numbers vary to begin with; the result of a collective does not, unless it gives each rank a part of its own. Since
 operators may write in place, what varies is memory, at a moment of the program.
+
+On a mesh of several dimensions a value varies along some of them: a collective along one dimension makes it equal along
+that one, and a value that varies along none is equal on every rank.
+
+References: JAX, the varying manual axes of `jax.shard_map`.
 """
 
 from __future__ import annotations
@@ -13,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fdp.trace.operators.effects import collective_of, effects_of, is_marker, storages_of
+from fdp.distributed.mesh import WHOLE
+from fdp.trace.operators.effects import collective_of, effects_of, is_marker, mesh_dimension_of, storages_of
 
 
 @dataclass(frozen=True)
@@ -23,23 +29,28 @@ class Cause:
     Attributes:
         last: the node by which it last came to vary: an operation, or the placeholder itself.
         draw: the operator that drew random numbers, if they are all that makes it differ.
+        along: the dimensions of the mesh along which it may differ.
     """
 
     last: fx.Node
-    draw: fx.Node | None = None
+    draw: fx.Node | None
+    along: frozenset[str]
 
 
-def varying_nodes(graph: fx.Graph, varying_inputs: Iterable[fx.Node]) -> Mapping[fx.Node, Cause]:
+def varying_nodes(
+    graph: fx.Graph, varying_inputs: Iterable[fx.Node], dimensions: Iterable[str] = (WHOLE,)
+) -> Mapping[fx.Node, Cause]:
     """Find the values that may differ from rank to rank at the end of the step.
 
     Args:
         graph: a traced graph.
         varying_inputs: the placeholders that differ from rank to rank.
+        dimensions: of the mesh.
 
     Returns:
         For each node whose memory varies at the end: why.
     """
-    causes, _ = _walk(graph, varying_inputs)
+    causes, _ = _walk(graph, varying_inputs, frozenset(dimensions))
     return {
         node: causes[storage]
         for node in graph.nodes
@@ -49,24 +60,29 @@ def varying_nodes(graph: fx.Graph, varying_inputs: Iterable[fx.Node]) -> Mapping
     }
 
 
-def ever_varying(graph: fx.Graph, varying_inputs: Iterable[fx.Node]) -> frozenset[int]:
+def ever_varying(
+    graph: fx.Graph, varying_inputs: Iterable[fx.Node], dimensions: Iterable[str] = (WHOLE,)
+) -> frozenset[int]:
     """The memory that may differ from rank to rank at any moment of the step.
 
     Args:
         graph: a traced graph.
         varying_inputs: the placeholders that differ from rank to rank.
+        dimensions: of the mesh.
     """
-    _, ever = _walk(graph, varying_inputs)
+    _, ever = _walk(graph, varying_inputs, frozenset(dimensions))
     return ever
 
 
-def _walk(graph: fx.Graph, varying_inputs: Iterable[fx.Node]) -> tuple[dict[int, Cause], frozenset[int]]:
+def _walk(
+    graph: fx.Graph, varying_inputs: Iterable[fx.Node], everywhere: frozenset[str]
+) -> tuple[dict[int, Cause], frozenset[int]]:
     """The memory that varies at the end, with causes; and the memory that varies at any moment."""
     causes: dict[int, Cause] = {}
     ever: set[int] = set()
     for node in varying_inputs:
         for storage in storages_of(node):
-            causes[storage] = Cause(node)
+            causes[storage] = Cause(node, None, everywhere)
     uneven = _uneven(graph, varying_inputs)
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     for node in nodes:
@@ -77,25 +93,43 @@ def _walk(graph: fx.Graph, varying_inputs: Iterable[fx.Node]) -> tuple[dict[int,
             continue
         made = set(storages_of(node))
         if is_marker(node):
-            collective = collective_of(node)
-            if is_marker(node, "vary", "axis_index") or (collective is not None and collective.varies):
+            if across := _varies_after(node, causes, everywhere):
                 for storage in made:
-                    causes[storage] = Cause(node)
+                    causes[storage] = Cause(node, None, across)
             continue
         shape_alone = _only_shape(node) and (node.args[0] not in uneven or _is_scalar(node.args[0]))
         read = (storage for argument in effects.reads if not shape_alone for storage in storages_of(argument))
-        draws = [causes[storage].draw for storage in read if storage in causes]
-        varies = effects.random or bool(draws)
+        found = [causes[storage] for storage in read if storage in causes]
+        draws = [cause.draw for cause in found]
+        varies = effects.random or bool(found)
+        across = everywhere if effects.random else frozenset().union(*(cause.along for cause in found))
         written = {storage for target in effects.writes for storage in storages_of(target)}
         replaced = effects.overwrites and _covers(effects.writes)
         for storage in made | written:
             if varies:
-                before = [causes[storage].draw] if storage in causes and not replaced else []
-                reasons = [*before, *draws]
-                causes[storage] = Cause(node, None if None in reasons else next(iter(reasons), node))
+                before = [causes[storage]] if storage in causes and not replaced else []
+                reasons = [*(cause.draw for cause in before), *draws]
+                draw = None if None in reasons else next(iter(reasons), node)
+                causes[storage] = Cause(node, draw, across.union(*(cause.along for cause in before)))
             elif replaced and causes.pop(storage, None) is not None:
                 ever.add(storage)
     return causes, frozenset(ever | set(causes))
+
+
+def _varies_after(node: fx.Node, causes: Mapping[int, Cause], everywhere: frozenset[str]) -> frozenset[str]:
+    """The dimensions along which the result of a marker may differ."""
+    if is_marker(node, "vary"):
+        return everywhere
+    collective = collective_of(node)
+    if collective is None and not is_marker(node, "axis_index"):
+        return frozenset()
+    dimension = mesh_dimension_of(node)
+    over = frozenset({dimension}) if dimension else everywhere
+    if collective is None:
+        return over
+    own = (causes[storage].along for storage in storages_of(node.all_input_nodes[0]) if storage in causes)
+    before: frozenset[str] = frozenset().union(*own)
+    return before | over if collective.varies else before - over
 
 
 def _only_shape(node: fx.Node) -> bool:

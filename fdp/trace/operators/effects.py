@@ -16,6 +16,7 @@ from torch import fx
 
 from fdp.distributed.collective import OPERATORS, Collective, collective_named
 from fdp.distributed.comparable import comparable, without_addresses
+from fdp.distributed.mesh import dimension_of
 from fdp.pytorch.overloads import OpOverload, schema_of
 from fdp.pytorch.tensors import storage_id
 
@@ -257,6 +258,11 @@ def collective_of(node: fx.Node) -> Collective | None:
         return None
     reduction = dict((argument.name, value) for argument, value in bound_arguments(node)).get("op")
     return collective_named(operator_name(node), reduction)
+
+
+def mesh_dimension_of(node: fx.Node) -> str:
+    """The dimension of the mesh along which a collective, or a rank, counts; `WHOLE` for all of them."""
+    return dimension_of(dict((argument.name, value) for argument, value in bound_arguments(node))["axis"])
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -19,16 +19,12 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from fdp.distributed.mesh import WHOLE
 from fdp.state.shards import Part
 from fdp.trace.graph.loops import regions_of
 from fdp.trace.graph.variance import ever_varying
-from fdp.trace.operators.effects import (
-    collective_of,
-    effects_of,
-    is_marker,
-    storages,
-    storages_of,
-)
+from fdp.trace.operators.effects import effects_of, storages, storages_of
+from fdp.trace.sharding.scatters import Dimensions, is_scattered
 from fdp.trace.sharding.units import (
     Unit,
     is_elementwise,
@@ -53,7 +49,10 @@ class _MemoryUse:
 
 
 def placements(
-    graph: fx.Graph, sharded: Mapping[fx.Node, Part], varying_inputs: Iterable[fx.Node]
+    graph: fx.Graph,
+    sharded: Mapping[fx.Node, Part],
+    varying_inputs: Iterable[fx.Node],
+    dimensions: Dimensions = (),
 ) -> Mapping[int, Part]:
     """Decide which memory is divided among ranks.
 
@@ -61,19 +60,26 @@ def placements(
         graph: a traced graph, on whole values.
         sharded: the placeholders of which each rank holds a part.
         varying_inputs: those that differ from rank to rank.
+        dimensions: of the mesh.
 
     Returns:
         For each piece of memory that lies in parts (`storages_of` a node) how it is divided.
     """
-    return _Decision(graph, sharded, varying_inputs).decide()
+    return _Decision(graph, sharded, varying_inputs, dimensions).decide()
 
 
 class _Decision:
     """One decision about a graph."""
 
-    def __init__(self, graph: fx.Graph, sharded: Mapping[fx.Node, Part], varying_inputs: Iterable[fx.Node]) -> None:
-        self._graph, self._sharded = graph, sharded
-        self._varying = ever_varying(graph, varying_inputs)
+    def __init__(
+        self,
+        graph: fx.Graph,
+        sharded: Mapping[fx.Node, Part],
+        varying_inputs: Iterable[fx.Node],
+        dimensions: Dimensions,
+    ) -> None:
+        self._graph, self._sharded, self._dimensions = graph, sharded, dimensions
+        self._varying = ever_varying(graph, varying_inputs, [name for name, _ in dimensions] or [WHOLE])
         self._units = [unit for node in graph.nodes if node.op == "call_function" for unit in units_of(node)]
         self._memory: defaultdict[int, _MemoryUse] = defaultdict(_MemoryUse)
         self._whole: set[int] = set()
@@ -182,7 +188,7 @@ class _Decision:
                 if len(wanted) != 1:
                     continue
                 (part,) = wanted
-                made_in_parts = self._may_compute(unit, part) or is_scattered(unit.node)
+                made_in_parts = self._may_compute(unit, part) or is_scattered(unit.node, self._dimensions)
                 if made_in_parts and memory.shape is not None and part.divides(memory.shape):
                     trial = {**parts, number: part}
                     for reader in readers:
@@ -235,10 +241,4 @@ class _Decision:
         found = [parts.get(number) for number in unit.results]
         if not found or found[0] is None or any(part != found[0] for part in found):
             return False
-        return self._may_compute(unit, found[0]) or is_scattered(unit.node)
-
-
-def is_scattered(node: fx.Node) -> bool:
-    """Whether a node is a sum or a mean over ranks that can be scattered instead."""
-    collective = collective_of(node)
-    return collective is not None and is_marker(node, "all_reduce") and collective.name in ("sum", "mean")
+        return self._may_compute(unit, found[0]) or is_scattered(unit.node, self._dimensions)

@@ -16,9 +16,11 @@ from fdp.state.shards import contiguous_strides, layout_in, sharded
 from fdp.tables import format_bytes
 from fdp.trace.calls.arguments import Flat
 from fdp.trace.sharding.gathers import origin_of
+from fdp.trace.sharding.inserted import Link
 from fdp.trace.sharding.placements import placements
+from fdp.trace.sharding.scatters import Dimensions
 from fdp.trace.sharding.spmd import for_rank
-from fdp.trace.trace import Input, Link, Output
+from fdp.trace.trace import Input, Output
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ def for_one_rank(
     sources: Sequence[int | None],
     varying: Sequence[fx.Node],
     again: bool = False,
+    dimensions: Dimensions = (),
 ) -> ForOneRank:
     """Rewrite a step for one rank.
 
@@ -105,6 +108,7 @@ def for_one_rank(
         sources: for each output the input in whose container it comes out, if there is one.
         varying: the placeholders that differ from rank to rank.
         again: whether what is gathered for a forward pass is gathered again for the backward pass.
+        dimensions: of the mesh.
 
     Returns:
         The step as a rank computes it.
@@ -115,7 +119,7 @@ def for_one_rank(
     returns = [output.name for output in outputs if output.node is not None]
     names = {origin_of(node): name for node, name in zip(results, returns, strict=True)}
     names.update((node, item.name) for node, item in zip(placeholders, inputs, strict=True))
-    parts = placements(module.graph, divided, varying)
+    parts = placements(module.graph, divided, varying, dimensions)
     made, returned = [], []
     for output, source in zip(outputs, sources, strict=True):
         part = None if source is None else inputs[source].part
@@ -130,7 +134,7 @@ def for_one_rank(
         if slot is not None and inputs[slot].part != part:
             output = replace(output, slot=None)  # the memory is that of a part, and this is whole; or the other way
         made.append(output)
-    done = for_rank(module, parts, divided, names, returned, again)
+    done = for_rank(module, parts, divided, names, returned, again, dimensions)
     nodes = iter(done.module.graph.output_node().args[0])  # type: ignore[arg-type]
     made = [output if output.node is None else replace(output, node=next(nodes).name) for output in made]
     _warn_of_gathered(name, [output for output in made if output.node is not None], done.gathered, inputs)

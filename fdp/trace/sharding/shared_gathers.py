@@ -18,7 +18,7 @@ from torch import fx
 from fdp.trace.graph.loops import regions_of
 from fdp.trace.operators.effects import effects_of, storages_of
 from fdp.trace.sharding.gathers import start_gathers_late
-from fdp.trace.trace import Link
+from fdp.trace.sharding.inserted import Link
 
 SMALL_BYTES = 2**20
 """A whole value of at most so many bytes may share a message. It is copied twice more than in a message of its own."""

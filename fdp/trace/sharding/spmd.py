@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fdp.distributed.mesh import sharded_along, text_along
 from fdp.state.shards import Part
 from fdp.trace.graph.loops import regions_of
 from fdp.trace.operators.effects import (
@@ -29,13 +30,11 @@ from fdp.trace.operators.effects import (
     storages_of,
 )
 from fdp.trace.sharding.gathers import entry_of, origin_of, phases_of, take_parts_late
-from fdp.trace.sharding.placements import is_scattered
+from fdp.trace.sharding.inserted import Link
 from fdp.trace.sharding.reductions_of_parts import combined
+from fdp.trace.sharding.scatters import Dimensions, is_scattered, scattered
 from fdp.trace.sharding.shared_gathers import Gather, share_messages
 from fdp.trace.sharding.units import Unit, is_elementwise, is_own_memory, is_same_view, reduces_all, units_of
-from fdp.trace.trace import Link
-
-_AXIS = "traced"
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,7 @@ def for_rank(
     names: Mapping[fx.Node, str],
     returned: Sequence[Part | None],
     again: bool = False,
+    dimensions: Dimensions = (),
 ) -> Partitioned:
     """Rewrite a graph on whole values for one rank.
 
@@ -71,11 +71,12 @@ def for_rank(
         returned: for each result how it is divided; None where it is returned whole.
         again: whether what is gathered for a forward pass is gathered again for the backward pass, and each value no
             earlier than it has to be, so that few are whole at once.
+        dimensions: of the mesh.
 
     Returns:
         The graph for one rank: of local shapes, with collectives where a whole is needed.
     """
-    return _Rewriting(module, parts, sharded, names, again).write(returned)
+    return _Rewriting(module, parts, sharded, names, again, dimensions).write(returned)
 
 
 class _Rewriting:
@@ -88,9 +89,11 @@ class _Rewriting:
         sharded: Mapping[fx.Node, Part],
         names: Mapping[fx.Node, str],
         again: bool,
+        dimensions: Dimensions,
     ) -> None:
         self._module, self._parts, self._sharded, self._names = module, parts, sharded, names
-        self._graph = fx.Graph()
+        self._graph, self._dimensions = fx.Graph(), dimensions
+        self._axis = text_along("traced", sharded_along(dimensions))
         self._here: dict[fx.Node, fx.Node] = {}
         self._gathered: dict[tuple[int, int], fx.Node] = {}
         self._index: fx.Node | None = None
@@ -232,7 +235,7 @@ class _Rewriting:
     def _gather(self, node: fx.Node, own: fx.Node, part: Part) -> fx.Node:
         shape = list(node.meta["val"].shape)
         name = self._names.get(origin_of(node)) or f"value at {node.meta.get('source')}"
-        rows = self._new(torch.ops.fdp.all_gather.default, own, part.ranks, _AXIS, name)
+        rows = self._new(torch.ops.fdp.all_gather.default, own, part.ranks, self._axis, name)
         if part.dim:
             each = [self._new(torch.ops.aten.select.int, rows, 0, rank) for rank in range(part.ranks)]
             whole = self._new(torch.ops.aten.cat.default, each, part.dim)
@@ -252,7 +255,7 @@ class _Rewriting:
             return self._here[node]
         whole = self._whole(node)
         if self._index is None:
-            index = self._new(torch.ops.fdp.axis_index.default, whole, _AXIS)
+            index = self._new(torch.ops.fdp.axis_index.default, whole, self._axis)
             self._index = self._new(torch.ops.aten.view.default, index, [1])
         index, device = self._index, whole.meta["val"].device
         if device.type != "cpu":
@@ -274,7 +277,7 @@ class _Rewriting:
     # --- calls ----------------------------------------------------------------------------------------------------
 
     def _call(self, node: fx.Node) -> None:
-        if is_scattered(node) and storages_of(node)[0] in self._parts:
+        if is_scattered(node, self._dimensions) and storages_of(node)[0] in self._parts:
             self._here[node] = self._scattered(node)
             return
         if is_same_view(node) and node.target is not operator.getitem and self._lies_in_parts(node):
@@ -387,12 +390,7 @@ class _Rewriting:
         """A sum or mean over ranks as a reduce-scatter: this rank keeps its part."""
         given = {argument.name: value for argument, value in bound_arguments(node)}
         part, whole = self._parts[storages_of(node)[0]], self._whole(given["x"])
-        rows = self._new(torch.ops.aten.view.default, whole, part.in_rows(whole.meta["val"].shape))
-        if part.dim:
-            order = [part.dim, *(dim for dim in range(len(rows.meta["val"].shape)) if dim != part.dim)]
-            rows = self._new(torch.ops.aten.permute.default, rows, order)
-        how = given["op"], _AXIS, given["kind"], given["label"], given.get("accumulate")
-        made = self._new(torch.ops.fdp.reduce_scatter.default, rows, *how)
+        made = scattered(given, whole, part, self._dimensions, self._new)
         self._links.append(Link(made.name, node.name, "scattered", made.name, node.name, part, given["label"]))
         return made
 
@@ -409,7 +407,7 @@ class _Rewriting:
         sent: list[fx.Node] = []
 
         def over_ranks(value: fx.Node, op: str) -> fx.Node:
-            sent.append(self._new(torch.ops.fdp.all_reduce.default, value, op, _AXIS, "value", name))
+            sent.append(self._new(torch.ops.fdp.all_reduce.default, value, op, self._axis, "value", name))
             return sent[-1]
 
         made = combined(node, own, part.ranks, self._new, over_ranks)
