@@ -342,16 +342,17 @@ class _Ranks:
     def _combine(self, buffer: torch.Tensor, op: str, root: int) -> Callable[[], None]:
         """Combine the content of a bucket element by element, part by part."""
         whole, values = self._contiguous(buffer), self._followed.values
+        piece = self._wire.pieces.get(values.read(whole)) if self._wire.pieces else None
+        if piece is not None:
+            value, before, along = piece
+            if op != before:
+                raise VerificationError(f"the {op} of pieces is taken of which the {before} was taken")
+            return self._send([whole], [(whole, self._piece(value, op, (*along, self._along), whole))])
         inside = [
             part
             for part in self._wire.parts
             if part.block is whole.block and whole.start <= part.start < whole.start + whole.span
         ]
-        if not inside and (piece := self._wire.pieces.get(values.read(whole))) is not None:
-            value, before, along = piece
-            if op != before:
-                raise VerificationError(f"the {op} of pieces is taken of which the {before} was taken")
-            return self._send([whole], [(whole, self._piece(value, op, (*along, self._along), whole))])
         if sum(part.span for part in inside) != whole.span or any(part.dtype != whole.dtype for part in inside):
             raise VerificationError(f"{whole.span} bytes are sent that are not those of a bucket")
         results = [(part, self._made(op, values.read(part), root)) for part in inside]

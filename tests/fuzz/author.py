@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fuzz import plain
+from fuzz.exchanges import members_along
 
 _MOST = {True: 4096.0, False: 1000.0}
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -27,23 +28,34 @@ class DryRun(plain.Plain):
         super().__init__(plain.World(1), 0)
         self.ranks = ranks
 
-    def all_gather(self, tree: Any) -> Any:
-        return plain.mapped(lambda x: torch.stack([x] * self.ranks), tree)
+    def _collect(self, tree: Any, combine: Any, axis: Any = None) -> Any:
+        return super()._collect(tree, combine)
 
-    def psum_scatter(self, tree: Any, axis: int = 0) -> Any:
-        return plain.mapped(lambda x: (x * self.ranks).chunk(self.ranks, axis)[0].clone(), tree)
+    def all_gather(self, tree: Any, axis: Any = None) -> Any:
+        return plain.mapped(lambda x: torch.stack([x] * self.axis_size(axis)), tree)
 
-    def pmean_scatter(self, tree: Any, axis: int = 0) -> Any:
-        return plain.mapped(lambda x: x.chunk(self.ranks, axis)[0].clone(), tree)
+    def psum_scatter(self, tree: Any, axis: int = 0, axis_name: Any = None) -> Any:
+        ranks = self.axis_size(axis_name)
+        return plain.mapped(lambda x: (x * ranks).chunk(ranks, axis)[0].clone(), tree)
 
-    def all_to_all(self, tree: Any, split_axis: int, concat_axis: int) -> Any:
-        return plain.mapped(lambda x: torch.cat([x.chunk(self.ranks, split_axis)[0]] * self.ranks, concat_axis), tree)
+    def pmean_scatter(self, tree: Any, axis: int = 0, axis_name: Any = None) -> Any:
+        return plain.mapped(lambda x: x.chunk(self.axis_size(axis_name), axis)[0].clone(), tree)
 
-    def ppermute(self, tree: Any, perm: Any) -> Any:
+    def all_to_all(self, tree: Any, split_axis: int, concat_axis: int, axis: Any = None) -> Any:
+        ranks = self.axis_size(axis)
+        return plain.mapped(lambda x: torch.cat([x.chunk(ranks, split_axis)[0]] * ranks, concat_axis), tree)
+
+    def broadcast(self, tree: Any, root: int = 0, axis: Any = None) -> Any:
+        return super().broadcast(tree)
+
+    def ppermute(self, tree: Any, perm: Any, axis: Any = None) -> Any:
         return plain.mapped(lambda x: x.clone(memory_format=torch.contiguous_format), tree)
 
-    def axis_size(self) -> int:
-        return self.ranks
+    def axis_index(self, axis: Any = None) -> torch.Tensor:
+        return super().axis_index()
+
+    def axis_size(self, axis: Any = None) -> int:
+        return self.ranks if axis is None else len(members_along(axis, self.ranks)[0])
 
 
 class Refused(Exception):

@@ -22,7 +22,7 @@ from fuzz.compare import Judge, Mismatch
 from fuzz.joint import defined
 from fuzz.layout import in_layout_that_is_known
 from fuzz.oracle import copied, geometry, same, seed_of, strides, unshared
-from fuzz.placed import with_sharded_state
+from fuzz.placed import mesh, two_levels, with_sharded_state
 from fuzz.program import Program, accesses
 
 
@@ -114,8 +114,10 @@ def run_programs(programs: Sequence[Program]) -> Report:
 def make_step(programs: Sequence[Program], step: Any) -> Any:
     """The step under fdp, as the options say."""
     o = programs[0].options
+    two_levels(always=programs[0].seed % 2 == 1)
     made = fdp.data_parallel(
         step,
+        group=mesh(),
         donate_argnums=0 if o.donate else (),
         # For a card inductor draws numbers of its own, if nothing else is said.
         compile={"fallback_random": True} if o.compile and torch.get_default_device().type != "cpu" else o.compile,

@@ -1,13 +1,35 @@
-"""A step whose state goes in sharded, and comes out whole."""
+"""A step on the ranks that there are; its state may go in sharded, and come out whole."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.distributed.device_mesh
 
 import fdp
+import fdp.plan.buckets
+from fuzz.exchanges import MESHES
 from fuzz.plain import Box  # fmt: skip
+
+
+def mesh() -> Any:
+    """The mesh of all ranks, if so many have one."""
+    known = MESHES.get(torch.distributed.get_world_size()) if torch.distributed.is_initialized() else None
+    if known is None:
+        return None
+    names, sizes = zip(*known, strict=True)
+    if sizes not in _meshes:
+        _meshes[sizes] = torch.distributed.device_mesh.init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    return _meshes[sizes]
+
+
+_meshes: dict[Any, Any] = {}
+
+
+def two_levels(always: bool) -> None:
+    """Let sums over a mesh go in two levels, however small they are; or if they are large."""
+    fdp.plan.buckets._TWO_LEVEL_BYTES = 0 if always else 2**18
 
 
 def with_sharded_state(step: Any) -> Any:
@@ -29,4 +51,4 @@ def placed(tree: Any) -> Any:
     if isinstance(tree, Box):
         return Box(placed(tree.x), placed(tree.y))
     plain = type(tree) is torch.Tensor and tree.is_contiguous() and not tree.requires_grad
-    return fdp.shard(tree, min_size=0) if plain else tree
+    return fdp.shard(tree, min_size=0, group=mesh()) if plain else tree

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fuzz.exchanges import exchanged, permuted, scattered, sum_of
+from fuzz.exchanges import along, exchanged, members_along, permuted, scattered, sum_of
 from fuzz.layout import in_layout_of, in_layout_that_is_known, with_rows
 from fuzz.numbers import numbers, random_state, set_random_state
 
@@ -172,53 +172,55 @@ class Plain:
         self.random: Any = None
         self._deferred = False
 
-    def _collect(self, tree: Any, combine: Any) -> Any:
-        return mapped(lambda x: self.world.meet(self.rank, x, combine), tree)
+    def _collect(self, tree: Any, combine: Any, axis: Any = None) -> Any:
+        return mapped(lambda x: self.world.meet(self.rank, x, along(axis, combine)), tree)
 
     def _each(self, make: Any, lies: torch.memory_format = torch.contiguous_format) -> Any:
         # Every rank gets memory of its own; fdp's collectives return contiguous tensors, also in the backward pass.
         return lambda xs: [with_rows(self.world.perturbed(make(xs)).clone(memory_format=lies)) for _ in xs]
 
-    def psum(self, tree: Any) -> Any:
-        return self._collect(tree, self._each(sum_of))
+    def psum(self, tree: Any, axis: Any = None) -> Any:
+        return self._collect(tree, self._each(sum_of), axis)
 
-    def pmean(self, tree: Any) -> Any:
-        return self._collect(tree, self._each(lambda xs: sum_of(xs) / len(xs)))
+    def pmean(self, tree: Any, axis: Any = None) -> Any:
+        return self._collect(tree, self._each(lambda xs: sum_of(xs) / len(xs)), axis)
 
-    def pmax(self, tree: Any) -> Any:
-        return self._collect(tree, self._each(lambda xs: torch.stack(xs).amax(0)))
+    def pmax(self, tree: Any, axis: Any = None) -> Any:
+        return self._collect(tree, self._each(lambda xs: torch.stack(xs).amax(0)), axis)
 
-    def pmin(self, tree: Any) -> Any:
-        return self._collect(tree, self._each(lambda xs: torch.stack(xs).amin(0)))
+    def pmin(self, tree: Any, axis: Any = None) -> Any:
+        return self._collect(tree, self._each(lambda xs: torch.stack(xs).amin(0)), axis)
 
-    def all_gather(self, tree: Any) -> Any:
-        return self._collect(tree, self._each(torch.stack))
+    def all_gather(self, tree: Any, axis: Any = None) -> Any:
+        return self._collect(tree, self._each(torch.stack), axis)
 
-    def broadcast(self, tree: Any, root: int = 0) -> Any:
-        return self._collect(tree, self._each(lambda xs: xs[root]))
+    def broadcast(self, tree: Any, root: int = 0, axis: Any = None) -> Any:
+        return self._collect(tree, self._each(lambda xs: xs[root]), axis)
 
     def _parts(self, make: Any) -> Any:
         # Each rank gets another one.
         lies = torch.contiguous_format
         return lambda xs: [with_rows(self.world.perturbed(x).clone(memory_format=lies)) for x in make(xs)]
 
-    def psum_scatter(self, tree: Any, axis: int = 0) -> Any:
-        return self._collect(tree, self._parts(lambda xs: scattered(xs, axis, mean=False)))
+    def psum_scatter(self, tree: Any, axis: int = 0, axis_name: Any = None) -> Any:
+        return self._collect(tree, self._parts(lambda xs: scattered(xs, axis, mean=False)), axis_name)
 
-    def pmean_scatter(self, tree: Any, axis: int = 0) -> Any:
-        return self._collect(tree, self._parts(lambda xs: scattered(xs, axis, mean=True)))
+    def pmean_scatter(self, tree: Any, axis: int = 0, axis_name: Any = None) -> Any:
+        return self._collect(tree, self._parts(lambda xs: scattered(xs, axis, mean=True)), axis_name)
 
-    def all_to_all(self, tree: Any, split_axis: int, concat_axis: int) -> Any:
-        return self._collect(tree, self._parts(lambda xs: exchanged(xs, split_axis, concat_axis)))
+    def all_to_all(self, tree: Any, split_axis: int, concat_axis: int, axis: Any = None) -> Any:
+        return self._collect(tree, self._parts(lambda xs: exchanged(xs, split_axis, concat_axis)), axis)
 
-    def ppermute(self, tree: Any, perm: Any) -> Any:
-        return self._collect(tree, self._parts(lambda xs: permuted(xs, perm)))
+    def ppermute(self, tree: Any, perm: Any, axis: Any = None) -> Any:
+        return self._collect(tree, self._parts(lambda xs: permuted(xs, perm)), axis)
 
-    def axis_index(self) -> torch.Tensor:
-        return torch.tensor(self.rank)
+    def axis_index(self, axis: Any = None) -> torch.Tensor:
+        if axis is None:
+            return torch.tensor(self.rank)
+        return torch.tensor(next(m.index(self.rank) for m in members_along(axis, self.world.size) if self.rank in m))
 
-    def axis_size(self) -> int:
-        return self.world.size
+    def axis_size(self, axis: Any = None) -> int:
+        return self.world.size if axis is None else len(members_along(axis, self.world.size)[0])
 
     def per_rank(self, tree: Any) -> Any:
         return mapped(lambda x: x.clone(memory_format=torch.contiguous_format), tree)

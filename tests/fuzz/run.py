@@ -168,7 +168,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 1 if a program failed."""
     parser = argparse.ArgumentParser(prog="make fuzz", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="how long to go on")
-    parser.add_argument("--ranks", default="1,2,3", help="numbers of ranks, one after the other in turn: 2, or 1,2,3")
+    parser.add_argument(
+        "--ranks",
+        default="1,2,3,4",
+        help="numbers of ranks, in turn: 2, or 1,2,3; four are on a mesh",
+    )
     parser.add_argument(
         "--seed", type=int, default=None, help="of the first program; by default it is drawn, and printed"
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from fuzz.author import Author, Refused, place
+from fuzz.exchanges import MESHES
 
 Statement = Callable[[Author], None]
 
@@ -234,12 +235,34 @@ def collective(author: Author) -> None:
     count = author.rng.choice([1, 1, 1, 2, 2, 3])
     chosen = [author.rng.choice(varying[-6:]) for _ in range(count)]
     made = [author.fresh() for _ in chosen]
-    more = ", root=fdp.axis_size() - 1" if name == "broadcast" and author.rng.random() < 0.5 else ""
+    axis = _dimension(author)
+    more = f", axis={axis!r}" if axis else ""
+    if name == "broadcast" and author.rng.random() < 0.5:
+        more += f", root=fdp.axis_size({repr(axis) if axis else ''}) - 1"
     weighted = name == "pmean" and author.rng.random() < 0.1
     if weighted:
         raise Refused
     given = chosen[0] if count == 1 else f"({', '.join(chosen)})"
-    author.write(f"{', '.join(made)} = fdp.{name}({given}{more})", dict.fromkeys(made, False))
+    author.write(f"{', '.join(made)} = fdp.{name}({given}{more})", dict.fromkeys(made, axis is not None))
+
+
+def _dimension(author: Author) -> str | None:
+    """A dimension of the mesh, or none; where it is given, values still differ between some ranks."""
+    ranks = author.env["fdp"].axis_size()
+    if ranks not in MESHES or author.rng.random() < 0.4:
+        return None
+    return author.rng.choice([name for name, _ in MESHES[ranks]])
+
+
+def equal_on_all(author: Author) -> None:
+    """Along one dimension after the other: then it is equal on all ranks."""
+    ranks = author.env["fdp"].axis_size()
+    first, second = author.rng.sample([name for name, _ in MESHES[ranks]], 2)
+    one, two = author.rng.choices(["psum", "pmean", "pmax", "pmin"], k=2)
+    names = author.tensors(lambda x: x.dtype == torch.float32)
+    a = author.rng.choice([n for n in names if author.varies(n)][-6:] or names)
+    inner = f"fdp.{one}({a}, axis={first!r})"
+    author.write(f"{(v := author.fresh())} = fdp.{two}({inner}, axis={second!r})", {v: False})
 
 
 def exchange(author: Author) -> None:
@@ -247,7 +270,8 @@ def exchange(author: Author) -> None:
     name = author.rng.choice(
         ["psum_scatter"] * 3 + ["pmean_scatter", "all_to_all", "all_to_all", "ppermute", "ppermute"]
     )
-    ranks = author.env["fdp"].axis_size()
+    dimension = _dimension(author)
+    ranks = author.env["fdp"].axis_size(dimension)
     axis = author.rng.choice([0, 0, 1])
     names = author.tensors(lambda x: x.dtype == torch.float32 and x.dim() > axis and x.shape[axis] % ranks == 0)
     if not names:
@@ -259,6 +283,8 @@ def exchange(author: Author) -> None:
         more = f"{list(zip(ends, author.rng.sample(range(ranks), ranks), strict=True))[: author.rng.randint(1, ranks)]}"
     else:
         more = f"{axis}, {author.rng.choice([0, axis])}" if name == "all_to_all" else f"{axis}"
+    if dimension:
+        more += f", {'axis_name' if 'scatter' in name else 'axis'}={dimension!r}"
     given = chosen[0] if len(chosen) == 1 else f"({', '.join(chosen)})"
     author.write(f"{', '.join(made)} = fdp.{name}({given}, {more})", dict.fromkeys(made, True))
 
@@ -278,3 +304,6 @@ STATEMENTS: tuple[tuple[float, Statement], ...] = (
     (2, exchange),
 )  # fmt: skip
 """What may be written, and how often."""
+
+ON_A_MESH: tuple[tuple[float, Statement], ...] = ((2, equal_on_all),)
+"""Likewise, where ranks are on a mesh."""
