@@ -59,6 +59,16 @@ def text_along(name: str, dimension: str) -> str:
     return f"{name}{_ALONG}{dimension}" if dimension else name
 
 
+def mesh_text(sizes: Sequence[tuple[str, int]]) -> str:
+    """The dimensions of a mesh, in words.
+
+    Example:
+        >>> mesh_text((("hosts", 2), ("local", 4)))
+        'hosts=2, local=4'
+    """
+    return ", ".join(f"{name}={size}" for name, size in sizes)
+
+
 def sharded_along(dimensions: Sequence[tuple[str, int]]) -> str:
     """The dimension of a mesh that state is divided along: the last one. Along the others each part is replicated.
 

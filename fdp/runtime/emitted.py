@@ -11,6 +11,7 @@ from fdp.distributed.desynchronised import alone_on, mark_desynchronised, refuse
 from fdp.distributed.group import Group, Ranks, resolve_group
 from fdp.distributed.liveness.patience import refuse_gone
 from fdp.distributed.liveness.watch import watched_ranks
+from fdp.distributed.mesh import mesh_text
 from fdp.distributed.other_ranks import Kind
 from fdp.emit.backend import OPERATOR_BY_OPERATOR, Backend, OperatorByOperator, resolve_backend
 from fdp.errors import ArgumentError, build_message, first_line
@@ -69,6 +70,14 @@ class Emitted:
                 build_message(
                     f"the plan of step {plan.trace.name!r} is for {plan.trace.world_size} ranks, the group has "
                     f"{group.size}.",
+                    remedy="trace the step with the group that it is to run on.",
+                )
+            )
+        if group.sizes != plan.trace.dimensions:
+            given, due = (mesh_text(sizes) or "ranks without a mesh" for sizes in (group.sizes, plan.trace.dimensions))
+            raise ArgumentError(
+                build_message(
+                    f"the plan of step {plan.trace.name!r} is for {due}, and the group is {given}.",
                     remedy="trace the step with the group that it is to run on.",
                 )
             )

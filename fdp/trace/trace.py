@@ -12,7 +12,7 @@ from torch import fx
 
 from fdp import pytree
 from fdp.distributed.collective import COLLECTIVES, Collective
-from fdp.distributed.mesh import WHOLE, place_along, sharded_along, text_along
+from fdp.distributed.mesh import WHOLE, mesh_text, place_along, sharded_along, text_along
 from fdp.distributed.wire import Wire
 from fdp.errors import ArgumentError, build_message
 from fdp.state.containers import PLAIN, Container, Role
@@ -303,22 +303,26 @@ class Trace(Printed):
         return self.nodes[self.operations[self.reductions[reduction].operation].node]
 
     def refuse_other_ranks(self, world_size: int) -> None:
-        """Refuse another number of ranks for a step with sharded state: its parts are those of one number.
+        """Refuse another number of ranks for a step with sharded state, or on a mesh: both have one number of ranks.
 
         Args:
             world_size: number of ranks.
 
         Raises:
-            ArgumentError: the step has sharded state, and was traced for another number.
+            ArgumentError: the step has sharded state or is on a mesh, and was traced for another number.
         """
-        if self.whole is not None and world_size != self.world_size:
-            raise ArgumentError(
-                build_message(
-                    f"step {self.name!r} has sharded state: its trace for {self.world_size} ranks says nothing of "
-                    f"{world_size}.",
-                    remedy="trace it with state that is sharded among that many ranks.",
-                )
+        if world_size == self.world_size or (self.whole is None and not self.dimensions):
+            return
+        on_mesh = f"is on a mesh of {mesh_text(self.dimensions)}"
+        raise ArgumentError(
+            build_message(
+                f"step {self.name!r} {on_mesh if self.dimensions else 'has sharded state'}: its trace for "
+                f"{self.world_size} ranks says nothing of {world_size}.",
+                remedy="trace it with a mesh of that many ranks."
+                if self.dimensions
+                else "trace it with state that is sharded among that many ranks.",
             )
+        )
 
     @cached_property
     def depends_on_storage_offsets(self) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from fake_ranks import fake_group
+from fake_ranks import fake_group, fake_mesh
 from refusal_texts import check, raised, run
 from torch import nn
 
@@ -153,6 +153,20 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: fdp.data_parallel(step, group=fake_group(3)).plan({"w": X}, {"x": X[None]}).emit(),
         "the plan of step 'step' is for 3 ranks, the group has 1.\n"
         "Remedy: trace the step with the group that it is to run on.",
+    ),
+    "a plan for a mesh": (
+        lambda: fdp.data_parallel(step, group=fake_mesh(2, 2)).plan({"w": X}, {"x": X[None]}).emit(fake_group(4)),
+        "the plan of step 'step' is for hosts=2, local=2, and the group is ranks without a mesh.\n"
+        "Remedy: trace the step with the group that it is to run on.",
+    ),
+    "a plan of a mesh for more ranks": (
+        lambda: (
+            fdp.data_parallel(step, group=fake_mesh(2, 2))
+            .trace({"w": X}, {"x": X[None]})
+            .plan(network=fdp.Network(latency_s=1e-5, bandwidth_bytes_per_s=1e9), world_size=8)
+        ),
+        "step 'step' is on a mesh of hosts=2, local=2: its trace for 4 ranks says nothing of 8.\n"
+        "Remedy: trace it with a mesh of that many ranks.",
     ),
     "arguments of another shape": (
         lambda: fdp.data_parallel(step).plan({"w": X}, {"x": X[None]}).emit()({"w": X[:1]}, {"x": X[None].double()}),
