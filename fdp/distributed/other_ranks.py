@@ -81,6 +81,11 @@ class OtherRanks:
             op: "mean", "sum", "max" or "min".
             scaled: the values have been divided by the number of ranks, so that their sum is the mean.
         """
+        if self.dimensions:
+            # Along one dimension after the other, as sharded state and sums in two levels are reduced.
+            for name, _ in reversed(self.dimensions):
+                self.along(name).all_reduce_(x, op, scaled)
+            return
         if op in ("max", "min"):
             choose = torch.maximum if op == "max" else torch.minimum
             own = x.clone()

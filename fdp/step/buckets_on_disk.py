@@ -66,8 +66,9 @@ def stored_plan_name(trace: Trace, backend: str | None, hosts: Sequence[str], ne
         A name for a file.
     """
     text = [
-        f"{torch.__version__} {_version()} {trace.world_size} {backend} {sorted(hosts)} {trace.wire} {network}",
-        *(f"{r.name} {r.op} {r.root} {r.shape} {r.dtype} {r.device} {r.operation}" for r in trace.reductions),
+        f"{torch.__version__} {_version()} {trace.world_size} {trace.dimensions} {backend} {sorted(hosts)} "
+        f"{trace.wire} {network}",
+        *(f"{r.name} {r.op_along} {r.root} {r.shape} {r.dtype} {r.device} {r.operation}" for r in trace.reductions),
         *(f"{o.target} {o.needs} {o.entry}" for o in trace.operations),
         *(f"{i.shape} {i.dtype} {i.device}" for i in trace.inputs),
     ]

@@ -33,6 +33,23 @@ def test_a_bucket_and_its_members_are_reduced_alike(dtype: torch.dtype, op: str,
         assert not torch.equal(whole, before), "an identity hides mistakes"
 
 
+@pytest.mark.parametrize("op", ["sum", "mean", "max", "min"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8])
+def test_a_mesh_is_reduced_along_one_dimension_after_the_other(dtype: torch.dtype, op: str) -> None:
+    """Whole state is reduced at once, and sharded state within hosts, and then between them."""
+    if op == "mean" and not dtype.is_floating_point:
+        return
+    for rank in range(12):
+        others = OtherRanks(12, rank, "different", (("pods", 2), ("hosts", 3), ("local", 2)))
+        at_once = (numbers(12).abs() * 5).to(dtype)
+        before, in_turn = at_once.clone(), at_once.clone()
+        others.all_reduce_(at_once, op)
+        for name in ("local", "hosts", "pods"):
+            others.along(name).all_reduce_(in_turn, op)
+        torch.testing.assert_close(at_once, in_turn)
+        assert op == "max" or not torch.equal(at_once, before)
+
+
 def test_what_others_hold_stays_sane() -> None:
     others = OtherRanks(3, 1)
     gathered = torch.empty(3, 5)
@@ -51,7 +68,7 @@ def test_what_others_hold_stays_sane() -> None:
 
 
 def test_the_axis_says_who_holds_what() -> None:
-    for others in (OtherRanks(4, 2), OtherRanks(1, 0, "equal")):
+    for others in (OtherRanks(4, 2), OtherRanks(1, 0, "equal"), OtherRanks(4, 3, "equal", (("a in b", 2), ("", 2)))):
         assert OtherRanks.of_axis(others.axis_name) == others
     assert OtherRanks.of_axis("eager") is None and OtherRanks.of_axis("traced") is None
 

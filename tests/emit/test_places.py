@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from typing import Any
 
 import optree
@@ -276,6 +277,17 @@ def test_a_profiler_shows_the_buckets_by_name() -> None:
         assert names.index(next(n for n in names if "bucket 2 starts" in n)) < names.index(
             next(n for n in names if "bucket 1 is waited for" in n)
         )
+
+
+def test_a_large_complex_mean_is_divided_as_real_numbers() -> None:
+    """As complex numbers 1/N times what is infinite would be NaN. The faster program passes its proof."""
+    step = fdp.data_parallel(lambda s, x: s + fdp.pmean(x + x), group=fake_group(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        emitted = step.plan(*[torch.zeros(150_000, dtype=torch.complex64)] * 2).emit(fake_group(2))
+    assert emitted.program.scaled
+    value = torch.complex(torch.randn(150_000), torch.randn(150_000))
+    assert torch.equal(emitted.dry_run([torch.zeros_like(value), value]), value * 2)
 
 
 def large_means(seed: int) -> None:

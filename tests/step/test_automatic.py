@@ -10,6 +10,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from fake_ranks import fake_mesh
 from samples import exhaustive
 
 import fdp
@@ -314,6 +315,20 @@ def test_what_is_no_network_is_refused() -> None:
     with pytest.raises(fdp.ArgumentError, match="network='fast'") as error:
         fdp.data_parallel(update, network="fast")
     assert "pass fdp.Network(latency_s=..., bandwidth_bytes_per_s=...)" in str(error.value)
+
+
+def test_a_stored_plan_is_that_of_one_mesh() -> None:
+    """The same reductions along other dimensions may not share the same buckets."""
+
+    def name(group: Any, first: str, second: str) -> str:
+        step = fdp.data_parallel(lambda s, x: fdp.per_rank((fdp.psum(x, first), fdp.psum(x + 1, second))), group=group)
+        trace = step.trace(torch.zeros(3), torch.zeros(3))
+        return fdp.step.buckets_on_disk.stored_plan_name(trace, "gloo", ["host"], "")
+
+    wide, tall = fake_mesh(2, 4), fake_mesh(4, 2)
+    ways = [(wide, "local", "local"), (wide, "local", "hosts"), (wide, "hosts", "local"), (tall, "local", "local")]
+    assert len({name(*way) for way in ways}) == 4
+    assert name(*ways[0]) == name(*ways[0])
 
 
 def test_what_another_planner_chose_is_not_taken() -> None:

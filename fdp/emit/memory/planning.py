@@ -23,7 +23,7 @@ from fdp.emit.memory.views import geometry
 from fdp.plan import Bucket
 from fdp.pytorch.overloads import OpOverload
 from fdp.trace.graph.loops import is_loop
-from fdp.trace.operators.effects import storage_indexed_memory, storages, storages_of
+from fdp.trace.operators.effects import storage_indexed_memory, storages, storages_of, tensors_in
 
 _SCALED_WHEN_PACKED_BYTES = 2**20
 """From this size on, the division of a mean is part of packing the bucket; below, a call for each member would cost
@@ -293,7 +293,9 @@ class _PlacesBuilder:
         self.direct.add(marker)
         untouched = self.accesses.first_write(number) == math.inf and number not in self.late
         unread = self.accesses.last_read(number, except_by=marker) < 0
-        if bucket.index in self.scaled and untouched and unread:
+        # A complex value is sent as real numbers. Its own division would make NaN of what is infinite.
+        alike = all(x.dtype == bucket.dtype for x in tensors_in(self.makers[number].meta["val"]))
+        if bucket.index in self.scaled and untouched and unread and alike:
             self.divided[self.makers[number]] = marker
 
     def name_places(self) -> None:

@@ -53,7 +53,7 @@ def scattered(
     made = new(torch.ops.fdp.reduce_scatter.default, rows, op, axis, given["kind"], label, accumulate)
     if dimension_of(given["axis"]):
         return made  # it was along that dimension alone
-    for name, _ in dimensions[:-1]:
+    for name, _ in reversed(dimensions[:-1]):
         # The parts are added up between hosts: each rank those of one place in its host.
         axis, rest = text_along("traced", name), () if accumulate is None else (given["wire"], accumulate)
         made = new(torch.ops.fdp.all_reduce.default, made, op, axis, "value", text_along(label, name), *rest)

@@ -49,6 +49,7 @@ def test_messages_of_devices_are_not_counted(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sending, "watch_over", lambda group: watched)
     backends = {"cpu": "gloo", "meta": "nccl"}
     group: Any = SimpleNamespace(process_group=None, backend_for=lambda device: backends[device.type])
+    group.watched = group
     for device, count in (("cpu", 1), ("meta", 1), ("meta", 1), ("cpu", 2)):
         sending.start_message(
             "a sum", torch.empty(1, device=device), group, None, lambda ranks: SimpleNamespace(wait=None)
