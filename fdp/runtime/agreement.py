@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +17,7 @@ from fdp.distributed.comparable import comparable, without_addresses
 from fdp.distributed.exchange import tell_all_once
 from fdp.distributed.fingerprint import fingerprint
 from fdp.distributed.group import Group
+from fdp.distributed.mesh import mesh_text
 from fdp.errors import AgreementError, ReplicationError, build_message
 from fdp.plan import Plan
 
@@ -26,6 +28,8 @@ _ARITHMETIC = "computes "
 def schedule_text(plan: Plan, made: str = "") -> str:
     """Everything about a plan, and about how its program is made, that must be equal on all ranks."""
     lines = [f"step {plan.trace.name}", *([made] if made else [])]
+    if plan.trace.dimensions:
+        lines.append(f"mesh of {mesh_text(plan.trace.dimensions)}")
     lines += [
         f"{item.container.state} {item.name} {list(item.shape)} {item.dtype}"
         for item in plan.trace.inputs
@@ -66,7 +70,7 @@ def agree(
         AgreementError: schedules differ, another rank could not make its plan, or one did not come in time.
         ReplicationError: ranks start from different values of what should be replicated.
     """
-    marks = _marks(plan, tensors) if compare_state else {}
+    marks = _marks(plan, tensors, group.rank) if compare_state else {}
     own = {"schedule": schedule_text(plan, made), "marks": marks, "compares": compare_state}
     name = plan.trace.name
     number, found = tell_all_once(group, own, f"step {name!r}", "has a new communication schedule")
@@ -83,13 +87,16 @@ def agree(
     for rank, other in enumerate(found):
         if other["schedule"] != first["schedule"]:
             raise _disagreement(name, rank, _first_difference(first["schedule"], other["schedule"], rank))
-    # A rank that does not compare has sent nothing to compare with.
-    marked = [(rank, other["marks"]) for rank, other in enumerate(found) if other["marks"]]
+    # A rank that does not compare has sent nothing to compare with. Of sharded state some ranks hold the same part.
+    held: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    for rank, other in enumerate(found):
+        for key, mark in other["marks"].items():
+            held[key].append((rank, mark))
     offenders = [
-        f"{key}: rank {rank} differs from rank {marked[0][0]}"
-        for key in marks
-        for rank, other in marked
-        if other.get(key) != marked[0][1].get(key)
+        f"{key}: rank {rank} differs from rank {first_rank}"
+        for key, ((first_rank, first_mark), *others) in held.items()
+        for rank, mark in others
+        if mark != first_mark
     ]
     if offenders:
         raise ReplicationError(
@@ -104,12 +111,13 @@ def agree(
     return number, all(other["compares"] for other in found)
 
 
-def _marks(plan: Plan, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
-    marks = {
-        item.name: fingerprint(tensor)
-        for item, tensor in zip(plan.trace.inputs, tensors, strict=True)
-        if item.replicated
-    }
+def _marks(plan: Plan, tensors: Sequence[torch.Tensor], rank: int) -> dict[str, int]:
+    inputs = list(zip(plan.trace.inputs, tensors, strict=True))
+    marks = {item.name: fingerprint(tensor) for item, tensor in inputs if item.replicated}
+    if plan.trace.dimensions:  # along the other dimensions of the mesh ranks hold the same part
+        place = plan.trace.place_along(rank, plan.trace.sharded_along)
+        parts = [(item, tensor) for item, tensor in inputs if item.part is not None]
+        marks |= {f"part {place} of {item.name}": fingerprint(tensor) for item, tensor in parts}
     for target, name in plan.trace.closed_over:
         label = f"closed-over tensor {name}"
         label = label if label not in marks else f"{label} ({target})"

@@ -19,6 +19,7 @@ from fdp.errors import AgreementError, ReplicationError, build_message
 from fdp.pytree import Tree
 from fdp.state import rank_local
 from fdp.state.containers import Container, containers_of, lies_in_parts
+from fdp.state.shards import part_of, places_of_parts
 from fdp.tracebacks import hiding_frames
 
 NO_MARK = 0
@@ -72,7 +73,8 @@ def assert_replicated(tree: Tree, group: Ranks = None) -> None:
 
     Args:
         tree: pytree of tensors, of the same structure on every rank; other leaves are compared by their text. Leaves
-            labelled with `fdp.per_rank`, and sharded ones, are left out.
+            labelled with `fdp.per_rank` are left out, and so are sharded ones, but for those on a mesh of several
+            dimensions: of such, each part is compared between the ranks that hold it.
         group: as for `data_parallel`.
 
     Raises:
@@ -124,11 +126,16 @@ def differing(
     if ranks.size == 1:
         return []
     compared = [at for at, container in enumerate(containers) if container.role != "per rank"]
-    table = _gather_marks([marks[at] if marks else mark_of(leaves[at]) for at in compared], ranks, leaves)
+    places = {at: places_of_parts(leaves[at], ranks.size) for at in compared}
+    own = [
+        fingerprint(part_of(leaves[at])) if places[at] > 1 else marks[at] if marks else mark_of(leaves[at])
+        for at in compared
+    ]
+    table = _gather_marks(own, ranks, leaves)
     offenders = []
     for index, at in enumerate(compared):
         column = [row[index] for row in table]
-        odd = [rank for rank, mark in enumerate(column) if mark != column[0]]
+        odd = [rank for rank, mark in enumerate(column) if mark != column[rank % places[at]]]
         if odd:
             offenders.append(
                 f"{names[at]}: rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} of {ranks.size}"

@@ -140,6 +140,21 @@ def part_of(tensor: DTensor) -> torch.Tensor:
         return tensor.to_local()
 
 
+def places_of_parts(leaf: Any, ranks: int) -> int:
+    """How many parts a leaf has of which several ranks hold each: rank r holds the part of r modulo that number.
+
+    Args:
+        leaf: a leaf of a state.
+        ranks: the number of ranks that it is compared between.
+
+    Returns:
+        The number; 1 for a leaf that is whole, or of which each rank has a part of its own.
+    """
+    if not is_sharded(leaf) or leaf.device_mesh.ndim == 1 or leaf.device_mesh.size() != ranks:
+        return 1
+    return int(leaf.device_mesh.size(leaf.device_mesh.ndim - 1)) if layout_of(leaf).part is not None else 1
+
+
 def assembled_over(
     mesh: DeviceMesh, part: torch.Tensor, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
 ) -> DTensor:
