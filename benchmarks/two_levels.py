@@ -32,15 +32,29 @@ def messages(numel: int, hosts: int, local: int) -> dict[str, Callable[[], objec
     whole = torch.ones(numel)
     group = resolve_group(init_device_mesh("cpu", (hosts, local), mesh_dim_names=("hosts", "local")))
     received = torch.empty((1 + rows_arriving(local)) * (numel // local))
+    buckets = list(zip(whole.chunk(4), received.chunk(4), strict=True))
+
+    def one_after_the_other() -> None:
+        """As a step sends several buckets: each sends its second message when the next one starts."""
+        under_way: list[TwoLevelReduction] = []
+        for own, beside in buckets:
+            under_way.append(TwoLevelReduction(own, beside, "mean", group))
+            for before in under_way[:-1]:
+                before.turn()
+        under_way[-1].turn()
+        for each in under_way:
+            each.finish()
+
     return {
         "in one level": lambda: dist.all_reduce(whole, dist.ReduceOp.AVG),
         "in two levels": lambda: TwoLevelReduction(whole, received, "mean", group).finish(),
+        "in two levels, four buckets": one_after_the_other,
     }
 
 
 def on_rank(mib: float, hosts: int, local: int, rounds: int) -> dict[str, list[float]]:
     """Send each message by turns; seconds of each."""
-    sends = messages(int(mib * 2**18) // local * local, hosts, local)
+    sends = messages(int(mib * 2**18) // (4 * local) * 4 * local, hosts, local)
     found: dict[str, list[float]] = {name: [] for name in sends}
     for number, order in enumerate(turns(tuple(sends), rounds + 1)):
         for name in order:

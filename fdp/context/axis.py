@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from fdp.distributed.desynchronised import refuse_desynchronised
-from fdp.distributed.group import Group, resolve_group
-from fdp.distributed.mesh import text_along
+from fdp.distributed.group import Group, Ranks, resolve_group
+from fdp.distributed.mesh import mesh_text, text_along
 from fdp.distributed.other_ranks import OtherRanks
 from fdp.distributed.wire import Wire
 from fdp.errors import ArgumentError, FdpError, build_message
+from fdp.tables import count
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Axis:
         Raises:
             ArgumentError: there is no such dimension.
         """
-        if dimension is None:
+        if dimension is None or (dimension and dimension == self.group.label):
             return self
         names = [each.name for each in self.group.dimensions]
         if dimension not in names:
@@ -106,6 +107,24 @@ def refuse_inside(name: str) -> None:
                 remedy="call it outside; inside a step use fdp.broadcast, or return the value and compare it outside.",
             )
         )
+
+
+def refuse_other_group(step: str, group: Ranks) -> None:
+    """Refuse to run a step as part of another one that is on other ranks: its collectives are those of that one."""
+    own, around = resolve_group(group), current_axis().group
+    if own != around:
+        raise FdpError(
+            build_message(
+                f"step {step!r}, which has a group of its own, was called inside a step on another group.",
+                [f"its own: {_group_text(own)}", f"around it: {_group_text(around)}"],
+                remedy="a step inside another one is a plain function: give both the same group, or call it outside.",
+            )
+        )
+
+
+def _group_text(group: Group) -> str:
+    where = f" on a mesh of {mesh_text(group.sizes)}" if group.sizes else ""
+    return f"{count(group.size, 'rank')}{where}"
 
 
 @contextmanager

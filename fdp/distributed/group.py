@@ -11,7 +11,7 @@ import datetime
 import functools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -50,6 +50,7 @@ class Group:
         rank: this process's rank in the group.
         dimensions: of a mesh of several dimensions, each of them; of other ranks none.
         part_of: for ranks along one dimension of a mesh, the ranks of all of it; else None.
+        label: the name of the only dimension of their mesh, if it has one.
     """
 
     reference: weakref.ref[dist.ProcessGroup] | None
@@ -57,6 +58,7 @@ class Group:
     rank: int
     dimensions: tuple[MeshDimension, ...] = ()
     part_of: Group | None = None
+    label: str = field(default="", compare=False)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -76,6 +78,13 @@ class Group:
     def name(self) -> str:
         """The name that all ranks of the group share."""
         return "one" if self.process_group is None else str(self.process_group.group_name)
+
+    @property
+    def exists(self) -> bool:
+        """Whether none of its process groups has been destroyed."""
+        references = [self.reference, *(each.reference for each in self.dimensions)]
+        groups = [reference() for reference in references if reference is not None]
+        return not any(group is None or is_destroyed(group) for group in groups)
 
     @property
     def sizes(self) -> tuple[tuple[str, int], ...]:
@@ -189,13 +198,12 @@ def resolve_group(group: Ranks = None) -> Group:
         if not (dist.is_available() and dist.is_initialized()):
             return Group(None, 1, 0)
         group = dist.group.WORLD
-    dimensions: tuple[MeshDimension, ...] = ()
     if isinstance(group, DeviceMesh):
-        if group.ndim == 1:
-            group = group.get_group()
-        else:
-            dimensions = dimensions_of(group)
-            group = _whole_group(group)
+        return _of_mesh(group)
+    return _of_process_group(group)
+
+
+def _of_process_group(group: Any, dimensions: tuple[MeshDimension, ...] = (), label: str = "") -> Group:
     if not isinstance(group, dist.ProcessGroup):
         raise ArgumentError(
             build_message(
@@ -212,26 +220,35 @@ def resolve_group(group: Ranks = None) -> Group:
                 remedy="call the step only on the group's own ranks.",
             )
         )
-    return Group(weakref.ref(group), dist.get_world_size(group), rank, dimensions)
+    return Group(weakref.ref(group), dist.get_world_size(group), rank, dimensions, label=label)
 
 
-_whole: weakref.WeakKeyDictionary[DeviceMesh, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
-"""For meshes that are not the whole world: the group of all their ranks. torch keeps it until it is destroyed."""
+_of_meshes: weakref.WeakKeyDictionary[DeviceMesh, Group] = weakref.WeakKeyDictionary()
+"""The ranks of meshes that were given before: a step asks for them at each call."""
+
+
+def _of_mesh(mesh: DeviceMesh) -> Group:
+    """The ranks of a mesh."""
+    known = _of_meshes.get(mesh)
+    if known is not None and known.exists:
+        return known
+    names = mesh.mesh_dim_names or ("",)
+    if mesh.ndim == 1:
+        made = _of_process_group(mesh.get_group(), label=names[0])
+    else:
+        made = _of_process_group(_whole_group(mesh), dimensions_of(mesh))
+    _of_meshes[mesh] = made
+    return made
 
 
 def _whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The process group of all ranks of a mesh."""
+    """The process group of all ranks of a mesh; made where that is not the world. torch keeps it."""
     ranks = sorted(mesh.mesh.flatten().tolist())
     if ranks == list(range(dist.get_world_size())):
         assert dist.group.WORLD is not None
         return dist.group.WORLD
-    known = _whole.get(mesh)
-    found = None if known is None else known()
-    if found is None or is_destroyed(found):
-        made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
-        _whole[mesh] = weakref.ref(made)
-        return made
-    return found
+    made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    return made
 
 
 def time_limit_of(ranks: Group) -> datetime.timedelta | None:

@@ -104,10 +104,10 @@ def dimensions_of(mesh: DeviceMesh) -> tuple[MeshDimension, ...]:
         ArgumentError: they have no names; ranks are not in ascending order along one; this process is not in the mesh.
     """
     names = mesh.mesh_dim_names
-    if not names or len(set(names)) != len(names):
+    if not names or len(set(names)) != len(names) or not all(names):
         raise ArgumentError(
             build_message(
-                f"a mesh of {mesh.ndim} dimensions without names was given as the group of a step.",
+                f"a mesh of {mesh.ndim} dimensions was given as the group of a step, and not each has a name: {names}.",
                 remedy='give it names: init_device_mesh(..., mesh_dim_names=("hosts", "ranks")).',
             )
         )

@@ -34,7 +34,7 @@ class Stages(Protocol):
     """A bucket under way that takes several messages, one after the other."""
 
     def turn(self) -> None:
-        """Wait for the message that is under way, and start the next one; if it is the last, do nothing."""
+        """Wait for the first message, and start the second one; later do nothing."""
 
     def finish(self) -> None:
         """Wait until the result is there."""

@@ -16,8 +16,8 @@ class InFlight:
     """Starts buckets and waits for them.
 
     Some buckets take several messages, one after the other: a mean that is added up in a wider dtype, or a reduction in
-    two levels. The next message of such a bucket starts when the next bucket of the kind does, so that the wire is not
-    idle meanwhile, or when it is waited for. That depends on nothing but the order of starts and waits, which ranks
+    two levels. The second message of such a bucket starts when the next bucket of the kind does, so that the wire is
+    not idle meanwhile, or when it is waited for. That depends on nothing but the order of starts and waits, which ranks
     compare: all of them send all messages in one order.
 
     Args:
@@ -34,7 +34,7 @@ class InFlight:
         self._stages: dict[int, Stages] = {}
 
     def start(self, index: int, into: torch.Tensor | None = None, arrived: Arrived | None = None) -> None:
-        """Start a bucket. If it takes several messages, also start the next message of those before it.
+        """Start a bucket. If it takes several messages, also start the second message of those before it.
 
         Args:
             index: which bucket.
@@ -57,7 +57,7 @@ class InFlight:
             other.turn()
 
     def wait(self, index: int) -> None:
-        """Wait for a bucket. If it takes several messages, also start the next message of the bucket after it.
+        """Wait for a bucket. If it takes several messages, also start the second message of the bucket after it.
 
         Raises:
             AgreementError: another rank is at another call.

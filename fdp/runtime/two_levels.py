@@ -20,7 +20,9 @@ from fdp.runtime.frames import Frame, plain_frame
 
 
 class TwoLevelReduction:
-    """The sum or mean of one bucket under way, in three messages or more; all but the first are started by `turn`.
+    """The sum or mean of one bucket under way, in three messages or more; the second is started by `turn`.
+
+    Only the first message, which is fast, is waited for while the program goes on. The others start in `finish`.
 
     All ranks have to start, turn and finish their buckets in one order: messages carry no name.
 
@@ -53,16 +55,21 @@ class TwoLevelReduction:
             *(functools.partial(ranks.all_reduce, piece, op) for ranks in between),
             functools.partial(within.all_gather, rows, piece, arrived),
         ]
+        self._is_first = True
         self._wait: Callable[[], None] = within.reduce_scatter(piece, arriving, rows, op)
 
     def turn(self) -> None:
-        """Wait for the message that is under way, and start the next one; if it is the last, do nothing."""
-        if self._left:
-            self._wait()
-            self._wait = self._frame(self._left.pop(0))
+        """Wait for the first message, which stays in the host, and start the second one; later do nothing."""
+        if self._is_first:
+            self._is_first = False
+            self._go_on()
 
     def finish(self) -> None:
-        """Wait until the result is there."""
+        """Start the other messages, one after the other, and wait until the result is there."""
         while self._left:
-            self.turn()
+            self._go_on()
         self._wait()
+
+    def _go_on(self) -> None:
+        self._wait()
+        self._wait = self._frame(self._left.pop(0))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fdp.context.axis import inside_step
+from fdp.context.axis import inside_step, refuse_other_group
 from fdp.distributed.desynchronised import alone_on
 from fdp.distributed.group import Group, Ranks, resolve_group
 from fdp.distributed.wire import Wire, resolve_wire
@@ -142,6 +142,8 @@ class Step:
         """
         if inside_step():
             # As part of a larger step, it is the plain function: its collectives are planned with the others.
+            if self._group is not None:
+                refuse_other_group(self._name, self._group)
             return self._step(*args, **kwargs)
         self._attempts.begun = False
         try:

@@ -195,8 +195,10 @@ def refusals() -> None:
     with pytest.raises(fdp.ArgumentError, match="one of the mesh goes to axis_name"):
         wrong(torch.ones(2), torch.ones(2))
     step = lambda s, x: s + fdp.pmean(x)  # noqa: E731
-    with pytest.raises(fdp.ArgumentError, match="without names"):
-        fdp.data_parallel(step, group=init_device_mesh("cpu", (2, 2)))(torch.ones(2), torch.ones(2))
+    for names in (None, ("hosts", ""), ("", "local")):
+        with pytest.raises(fdp.ArgumentError, match="not each has a name"):
+            unnamed = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+            fdp.data_parallel(step, group=unnamed)(torch.ones(2), torch.ones(2))
     turned = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=NAMES)
     with pytest.raises(fdp.ArgumentError, match="not in ascending order"):
         fdp.data_parallel(step, group=turned)(torch.ones(2), torch.ones(2))
@@ -208,3 +210,54 @@ def refusals() -> None:
 
 def test_bad_input() -> None:
     ranks.run(4, refusals)
+
+
+def other_meshes(what: str) -> None:
+    """Ranks that are on different meshes agree before anything is sent; none waits for another."""
+    rank, summed = int(fdp.axis_index()), lambda s, x: (s + 1, fdp.per_rank(fdp.psum(x, axis="a")))
+    square, row = (init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")) for sizes in ((2, 2), (1, 4)))
+    if what == "names":
+        # torch itself compares no names.
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b") if rank < 2 else ("b", "a"))
+    else:
+        mesh = row if rank == 3 else square
+    with pytest.raises(fdp.AgreementError, match=r"mesh of [ab]=\d, [ab]=\d"):
+        fdp.data_parallel(summed, group=mesh)(torch.zeros(1), torch.ones(1))
+
+
+@pytest.mark.parametrize("what", ["names", "sizes"])
+def test_ranks_on_different_meshes(what: str) -> None:
+    ranks.run_fresh(4, other_meshes, what)
+
+
+def steps_in_steps() -> None:
+    """An inner step has the ranks of the outer one; where it was made for others, that is an error."""
+    rank, mesh = int(fdp.axis_index()), mesh_of((2, 2))
+    x = torch.full((1,), 10.0**rank)
+    for inner, group, due in (
+        (fdp.data_parallel(lambda x: fdp.pmean(x), group=mesh), mesh, 1111 / 4),
+        (fdp.data_parallel(lambda x: fdp.pmean(x)), mesh, 1111 / 4),
+        (fdp.data_parallel(lambda x: fdp.pmean(x), group=mesh["local"]), mesh, None),
+        (fdp.data_parallel(lambda x: fdp.pmean(x), group=mesh), mesh["local"], None),
+    ):
+        outer = fdp.data_parallel(lambda s, x, inner=inner: s + inner(x), group=group)
+        if due is None:
+            with pytest.raises(fdp.FdpError, match="was called inside a step on another group"):
+                outer(torch.zeros(1), x)
+        else:
+            assert outer(torch.zeros(1), x).tolist() == [due]
+
+
+def test_a_step_inside_a_step_on_other_ranks_is_refused() -> None:
+    ranks.run(4, steps_in_steps)
+
+
+def only_dimension() -> None:
+    """The name of a mesh of one dimension stands for all its ranks."""
+    mesh, rank = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), int(fdp.axis_index())
+    step = fdp.data_parallel(lambda s, x: s + fdp.psum(x, axis="dp") * fdp.axis_size("dp"), group=mesh)
+    assert step(torch.zeros(1), torch.full((1,), 10.0**rank)).tolist() == [4444.0]
+
+
+def test_a_mesh_of_one_dimension() -> None:
+    ranks.run(4, only_dimension)

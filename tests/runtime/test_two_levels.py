@@ -180,6 +180,6 @@ def test_what_sends_wrong_is_found_out(what: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_results_that_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TwoLevelReduction, "finish", lambda self: [self.turn() for _ in range(2)])
+    monkeypatch.setattr(TwoLevelReduction, "finish", lambda self: [self._go_on() for _ in self._left[:]])
     with pytest.raises((VerificationError, fdp.TraceError), match="whose message is under way"):
         prove()

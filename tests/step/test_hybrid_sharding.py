@@ -106,6 +106,30 @@ def test_checkpoints(tmp_path: pathlib.Path) -> None:
     ranks.run(4, saved, str(tmp_path / "state"))
 
 
+def counts(sizes: tuple[int, ...]) -> None:
+    """Whole numbers that are added up over all ranks into sharded state."""
+    mesh, rank = mesh_of(sizes), int(fdp.axis_index())
+    for dtype in (torch.int64, torch.uint8):
+        state = fdp.shard({"seen": torch.zeros(64, dtype=dtype)}, min_size=0, group=mesh)
+
+        def count(state: Any, ids: torch.Tensor, dtype: torch.dtype = dtype) -> Any:
+            ones = torch.ones_like(ids, dtype=dtype)
+            return {"seen": state["seen"] + fdp.psum(torch.zeros(64, dtype=dtype).index_add(0, ids, ones))}
+
+        step, seen = fdp.data_parallel(count, group=mesh), []
+        for call in range(2):
+            drawn = [
+                torch.randint(0, 64, (50,), generator=torch.Generator().manual_seed(10 * call + r)) for r in range(4)
+            ]
+            seen += drawn
+            state = step(state, drawn[rank])
+        assert torch.equal(fdp.unshard(state)["seen"], torch.cat(seen).bincount(minlength=64).to(dtype))
+
+
+def test_whole_numbers_are_added_up_over_all_ranks() -> None:
+    ranks.run(4, counts, (2, 2))
+
+
 def hosts_that_differ(folder: str) -> None:
     """Hosts that begin with other values, and a copy of a part that has changed: the first comparison names it."""
     mesh, rank = mesh_of((2, 2)), int(fdp.axis_index())
