@@ -112,7 +112,8 @@ def refuse_inside(name: str) -> None:
 def refuse_other_group(step: str, group: Ranks) -> None:
     """Refuse to run a step as part of another one that is on other ranks: its collectives are those of that one."""
     own, around = resolve_group(group), current_axis().group
-    if own != around:
+    # One that names no dimensions may run where there are some.
+    if own.reference != around.reference or own.size != around.size or (own.sizes and own.sizes != around.sizes):
         raise FdpError(
             build_message(
                 f"step {step!r}, which has a group of its own, was called inside a step on another group.",

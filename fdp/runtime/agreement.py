@@ -70,8 +70,9 @@ def agree(
         AgreementError: schedules differ, another rank could not make its plan, or one did not come in time.
         ReplicationError: ranks start from different values of what should be replicated.
     """
-    marks = _marks(plan, tensors, group.rank) if compare_state else {}
-    own = {"schedule": schedule_text(plan, made), "marks": marks, "compares": compare_state}
+    marks = _marks(plan, tensors) if compare_state else {}
+    parts = _marks_of_parts(plan, tensors, group.rank) if compare_state else {}
+    own = {"schedule": schedule_text(plan, made), "marks": marks, "parts": parts, "compares": compare_state}
     name = plan.trace.name
     number, found = tell_all_once(group, own, f"step {name!r}", "has a new communication schedule")
     for rank, other in enumerate(found):
@@ -87,17 +88,15 @@ def agree(
     for rank, other in enumerate(found):
         if other["schedule"] != first["schedule"]:
             raise _disagreement(name, rank, _first_difference(first["schedule"], other["schedule"], rank))
-    # A rank that does not compare has sent nothing to compare with. Of sharded state some ranks hold the same part.
-    held: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
-    for rank, other in enumerate(found):
-        for key, mark in other["marks"].items():
-            held[key].append((rank, mark))
+    # A rank that does not compare has sent nothing to compare with.
+    marked = [(rank, other["marks"]) for rank, other in enumerate(found) if other["marks"]]
     offenders = [
-        f"{key}: rank {rank} differs from rank {first_rank}"
-        for key, ((first_rank, first_mark), *others) in held.items()
-        for rank, mark in others
-        if mark != first_mark
+        f"{key}: rank {rank} differs from rank {marked[0][0]}"
+        for key in marks
+        for rank, other in marked
+        if other.get(key) != marked[0][1].get(key)
     ]
+    offenders += _differing_copies([other["parts"] for other in found])
     if offenders:
         raise ReplicationError(
             build_message(
@@ -111,18 +110,43 @@ def agree(
     return number, all(other["compares"] for other in found)
 
 
-def _marks(plan: Plan, tensors: Sequence[torch.Tensor], rank: int) -> dict[str, int]:
-    inputs = list(zip(plan.trace.inputs, tensors, strict=True))
-    marks = {item.name: fingerprint(tensor) for item, tensor in inputs if item.replicated}
-    if plan.trace.dimensions:  # along the other dimensions of the mesh ranks hold the same part
-        place = plan.trace.place_along(rank, plan.trace.sharded_along)
-        parts = [(item, tensor) for item, tensor in inputs if item.part is not None]
-        marks |= {f"part {place} of {item.name}": fingerprint(tensor) for item, tensor in parts}
+def _marks(plan: Plan, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
+    marks = {
+        item.name: fingerprint(tensor)
+        for item, tensor in zip(plan.trace.inputs, tensors, strict=True)
+        if item.replicated
+    }
     for target, name in plan.trace.closed_over:
         label = f"closed-over tensor {name}"
         label = label if label not in marks else f"{label} ({target})"
         marks[label] = fingerprint(getattr(plan.trace.graph, target))
     return marks
+
+
+def _marks_of_parts(plan: Plan, tensors: Sequence[torch.Tensor], rank: int) -> dict[str, int]:
+    """Of sharded state on a mesh: along all dimensions but one, ranks hold the same part."""
+    if not plan.trace.dimensions:
+        return {}
+    place = plan.trace.place_along(rank, plan.trace.sharded_along)
+    return {
+        f"part {place} of {item.name}": fingerprint(tensor)
+        for item, tensor in zip(plan.trace.inputs, tensors, strict=True)
+        if item.part is not None
+    }
+
+
+def _differing_copies(parts: Sequence[dict[str, int]]) -> list[str]:
+    """The parts of which ranks hold copies that differ, from the marks of each rank."""
+    held: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    for rank, marks in enumerate(parts):
+        for key, mark in marks.items():
+            held[key].append((rank, mark))
+    return [
+        f"{key}: rank {rank} differs from rank {first_rank}"
+        for key, ((first_rank, first_mark), *others) in held.items()
+        for rank, mark in others
+        if mark != first_mark
+    ]
 
 
 def _disagreement(name: str, rank: int, difference: list[str]) -> AgreementError:
