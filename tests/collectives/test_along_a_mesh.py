@@ -8,16 +8,13 @@ import pytest
 import ranks
 import torch
 from bits import same_bits
+from meshes import mesh_of
 from samples import exhaustive
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fdp
 
 NAMES = ("hosts", "local")
-
-
-def mesh_of(sizes: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", sizes, mesh_dim_names=NAMES)
 
 
 def value(rank: int, call: int = 0, numel: int = 12) -> torch.Tensor:

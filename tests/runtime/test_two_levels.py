@@ -10,8 +10,8 @@ import ranks
 import torch
 from bits import same_bits
 from fake_ranks import fake_group, fake_mesh
+from meshes import mesh_of
 from samples import exhaustive
-from torch.distributed.device_mesh import init_device_mesh
 
 import fdp
 from fdp.plan import Bucket
@@ -38,8 +38,7 @@ def inputs(rank: int, call: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def reduced(sizes: tuple[int, ...], dtype: torch.dtype, compile: bool) -> None:
-    names = ("hosts", "local", "third")[: len(sizes)]
-    mesh, rank = init_device_mesh("cpu", sizes, mesh_dim_names=names), int(fdp.axis_index())
+    mesh, rank = mesh_of(sizes), int(fdp.axis_index())
     run = fdp.data_parallel(step, group=mesh, donate_argnums=0, compile=compile, bucket_cap_mb=0.7)
     state: Any = {"kept": torch.zeros(3, dtype=dtype)}
     kept = torch.zeros(3, dtype=dtype)

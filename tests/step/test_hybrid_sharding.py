@@ -9,19 +9,15 @@ import pytest
 import ranks
 import torch
 from bits import same_bits
+from meshes import mesh_of
 from samples import ALL_SAMPLES, exhaustive
 from sharded_steps import STEPS, differences, numbers
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fdp
 from fdp import pytree
 
 DEFAULT = {"clipped", "by hand", "views and readers"}
 """Of each way in which a step can use its state, one; the others are much like them."""
-
-
-def mesh_of(sizes: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", sizes, mesh_dim_names=("hosts", "local", "third")[: len(sizes)])
 
 
 def no_differences(names: list[str], sizes: tuple[int, ...], compile: bool) -> None:
