@@ -22,7 +22,9 @@ MAKE = {
     "logspace", "normal", "ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "tril_indices",
     "triu_indices", "zeros",
 }  # fmt: skip
-NUMBERS_OF_THE_PROGRAM = {("collectives/over_pytrees.py", f"torch.tensor({name})") for name in ("leaf", "x")}
+NUMBERS_OF_THE_PROGRAM = {
+    ("collectives/over_pytrees.py", "torch.tensor(leaf)"), ("collectives/own_rank.py", "torch.tensor(x)")
+}  # fmt: skip
 """They become tensors where the program would make them."""
 
 

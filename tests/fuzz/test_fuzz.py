@@ -73,6 +73,7 @@ def test_random_programs_compute_what_plain_pytorch_computes(world: int, count: 
 def test_random_programs_compiled_as_one_step_compute_it_too(world: int, tmp_path: pathlib.Path) -> None:
     harmless = {"turns", "same bytes"}
     programs = [program for program in drawn(world, 40) if not program.traits - harmless and not program.options.donate]
+    programs = [program for program in programs if ".unfold(" not in program.text]  # no compiler writes through these
     options = dataclasses.replace(programs[0].options, compile=True)
     jobs: list[Job] = [[dataclasses.replace(program, options=options) for program in programs[:4]]]
     verdicts = run(world, jobs)

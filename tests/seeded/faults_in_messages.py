@@ -57,14 +57,14 @@ PACKING = (
     Fault(
         "divided although it is read",
         "emit/memory/planning.py",
-        "if bucket.index in self.scaled and untouched and unread:",
+        "if bucket.index in self.scaled and untouched and unread and alike:",
         "if bucket.index in self.scaled and untouched:",
         "this rank's own value is divided for another reader, too",
     ),
     Fault(
         "divided before it is whole",
         "emit/memory/planning.py",
-        "if bucket.index in self.scaled and untouched and unread:",
+        "if bucket.index in self.scaled and untouched and unread and alike:",
         "if bucket.index in self.scaled and unread:",
         "a value is divided, and then changed",
     ),
