@@ -24,6 +24,7 @@ from optimizer_classes import (
     tensor,
     trace,
 )
+from samples import exhaustive
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -147,7 +148,13 @@ def test_adafactor_compares_numbers_as_python_does_also_where_they_are_not_numbe
         assert same_leaves(by_fdp(from_torch(torch.optim.Adafactor), params, data, traced), expected), f"{traced=}"
 
 
-@pytest.mark.parametrize("given", [{}, {"lr": 0.3, "beta2_decay": -0.1, "weight_decay": 0.1}], ids=["plain", "slow"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"lr": 0.3, "beta2_decay": -0.1, "weight_decay": 0.1}, id="slow", marks=exhaustive),
+    ],
+)
 def test_adafactor_is_compiled(given: dict[str, Any]) -> None:
     """A number that it reads of its counter falls below a half with the third call; torch's own code asks on which side
     of that it is."""

@@ -46,10 +46,11 @@ _SHOWN = {
     "not divided in the wider type": "wire",
     "every part read at the first": "parts_of_ranks",
     "sent the other way": "parts_of_ranks",
-    "one message along two dimensions": "along",
-    "two levels, one of them left out": "in_two_levels",
 }
 """Of each kind of fault one, with a program that shows it."""
+
+_SHOWN_ON_A_MESH = {"one message along two dimensions": "along", "two levels, one of them left out": "in_two_levels"}
+"""Likewise, with six ranks on a mesh."""
 
 _SHOWN_COMPILED = {"compiled, not divided": "large", "compiled, beta left out": "large"}
 """Likewise, of compiled steps."""
@@ -57,8 +58,12 @@ _SHOWN_COMPILED = {"compiled, not divided": "large", "compiled, beta left out": 
 
 @pytest.mark.parametrize(
     "shown, option",
-    [(_SHOWN, []), pytest.param(_SHOWN_COMPILED, ["--compiled"], marks=exhaustive)],
-    ids=["emitted", "compiled"],
+    [
+        (_SHOWN, []),
+        pytest.param(_SHOWN_ON_A_MESH, [], marks=exhaustive),
+        pytest.param(_SHOWN_COMPILED, ["--compiled"], marks=exhaustive),
+    ],
+    ids=["emitted", "on a mesh", "compiled"],
 )
 def test_faults_that_change_a_number_are_caught_before_it_is_computed(shown: dict[str, str], option: list[str]) -> None:
     words = [*shown, *option, "--programs", *sorted(set(shown.values())), "--workers", "1"]

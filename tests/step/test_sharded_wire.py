@@ -35,7 +35,7 @@ def test_more_ranks_do_where_both_add_in_float32(name: str) -> None:
     ranks.run(3, no_differences, name, False, WAYS["added in float32"])
 
 
-@pytest.mark.parametrize("way", [pytest.param("narrow", marks=exhaustive), "added in float32"])
+@pytest.mark.parametrize("way", [pytest.param(way, marks=exhaustive) for way in ("narrow", "added in float32")])
 def test_compiled_steps_do(way: str) -> None:
     ranks.run(2, no_differences, "Adam", True, WAYS[way])
 
