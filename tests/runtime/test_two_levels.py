@@ -56,7 +56,9 @@ def reduced(sizes: tuple[int, ...], dtype: torch.dtype, compile: bool) -> None:
         due = {"total": sum(x["a"] * 2 for x in every), "mean": mean, "later": later, "kept": kept}
         leaves = zip(fdp.pytree.leaf_names(found, ""), *map(fdp.pytree.leaves_of, (found, due)), strict=True)
         for path, one, two in leaves:
-            assert same_bits(one, two), (call, path, (one - two).abs().max())
+            # A twelfth of a whole number is rounded, once in each level.
+            close = same_bits(one, two) if size in (4, 8) else torch.allclose(one, two, rtol=1e-6, atol=1e-5)
+            assert close, (call, path, (one - two).abs().max())
         state = {"kept": found["kept"]}
 
 
