@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
@@ -19,7 +18,7 @@ from lab import lab_place
 from launch import run_in
 from rich.console import Console
 from rich.table import Table
-from step_time import turns
+from step_time import message_seconds
 
 import fdp
 
@@ -41,16 +40,7 @@ def messages(numel: int) -> dict[str, Callable[[], object]]:
 
 def on_rank(mib: float, rounds: int) -> dict[str, list[float]]:
     """Send each message by turns; seconds of each."""
-    sends = messages(int(mib * 2**20) // 8 * 2)
-    found: dict[str, list[float]] = {name: [] for name in sends}
-    for number, order in enumerate(turns(tuple(sends), rounds + 1)):
-        for name in order:
-            dist.barrier()
-            begun = time.perf_counter()
-            sends[name]()
-            if number:  # the first makes connections
-                found[name].append(time.perf_counter() - begun)
-    return found
+    return message_seconds(messages(int(mib * 2**20) // 8 * 2), rounds)
 
 
 def main() -> None:

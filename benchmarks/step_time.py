@@ -99,6 +99,22 @@ def turns(names: Sequence[str], rounds: int) -> list[list[str]]:
     return orders
 
 
+def message_seconds(sends: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Send each message by turns, on all ranks; seconds of each on this one.
+
+    The first of each makes connections, and does not count.
+    """
+    found: dict[str, list[float]] = {name: [] for name in sends}
+    for number, order in enumerate(turns(tuple(sends), rounds + 1)):
+        for name in order:
+            dist.barrier()
+            begun = time.perf_counter()
+            sends[name]()
+            if number:
+                found[name].append(time.perf_counter() - begun)
+    return found
+
+
 def align(case: Case) -> None:
     """Waits until all ranks are here, and the device has nothing to do."""
     if case.device != "cpu":

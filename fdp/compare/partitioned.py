@@ -21,7 +21,6 @@ from fdp.compare.leaves import same_bits
 from fdp.compare.refusals import wrong_partition
 from fdp.compare.replay import Lookup, Replay, call_node
 from fdp.compare.restored import undisturbed
-from fdp.distributed.mesh import WHOLE
 from fdp.distributed.other_ranks import OtherRanks
 from fdp.runtime.emitted import Emitted
 from fdp.state.shards import Part
@@ -83,7 +82,7 @@ def _gathered_though_varying(trace: Trace) -> list[str]:
     placeholders = trace.whole.graph.graph.find_nodes(op="placeholder")
     items = list(zip(placeholders, trace.whole.inputs, strict=True))
     differ = [node for node, item in items if not item.replicated]
-    own = varying_nodes(trace.whole.graph.graph, differ, [name for name, _ in trace.dimensions] or [WHOLE])
+    own = varying_nodes(trace.whole.graph.graph, differ, trace.dimensions)
     named = {node.name for node in own}
     # What is gathered as it went in did not differ then, whatever is written to it afterwards.
     given = {node.name for node, item in items if item.replicated}

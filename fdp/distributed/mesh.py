@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,9 @@ from fdp.errors import ArgumentError, build_message
 
 WHOLE = ""
 """Stands for all dimensions of a mesh, where the name of one could stand."""
+
+Dimensions: TypeAlias = "Sequence[tuple[str, int]]"
+"""Names and sizes of the dimensions of a mesh, the last one counted fastest; none for ranks without a mesh."""
 
 _ALONG = " along "
 
@@ -59,7 +63,7 @@ def text_along(name: str, dimension: str) -> str:
     return f"{name}{_ALONG}{dimension}" if dimension else name
 
 
-def mesh_text(sizes: Sequence[tuple[str, int]]) -> str:
+def mesh_text(sizes: Dimensions) -> str:
     """The dimensions of a mesh, in words.
 
     Example:
@@ -69,7 +73,7 @@ def mesh_text(sizes: Sequence[tuple[str, int]]) -> str:
     return ", ".join(f"{name}={size}" for name, size in sizes)
 
 
-def sharded_along(dimensions: Sequence[tuple[str, int]]) -> str:
+def sharded_along(dimensions: Dimensions) -> str:
     """The dimension of a mesh that state is divided along: the last one. Along the others each part is replicated.
 
     Args:
@@ -78,7 +82,7 @@ def sharded_along(dimensions: Sequence[tuple[str, int]]) -> str:
     return dimensions[-1][0] if dimensions else WHOLE
 
 
-def place_along(rank: int, sizes: Sequence[tuple[str, int]], dimension: str) -> int:
+def place_along(rank: int, sizes: Dimensions, dimension: str) -> int:
     """The place of a rank along a dimension of a mesh; the rank itself for `WHOLE`.
 
     Args:

@@ -139,8 +139,7 @@ class OtherRanks:
     def _share(self, rank: int) -> tuple[float, int]:
         """The factor of a rank's numbers, and by how much its integers are smaller.
 
-        On a mesh each dimension along which a rank differs from this one adds to that. So it does not matter whether
-        ranks are reduced together, or along one dimension after the other.
+        On a mesh each dimension along which a rank differs from this one adds to that.
         """
         if self.kind == "equal":
             return 1.0, 0

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Literal, TypeAlias
 
-from fdp.distributed.mesh import WHOLE
+from fdp.distributed.mesh import WHOLE, Dimensions
 from fdp.errors import ArgumentError, build_message
 from fdp.plan.plan import Bucket
 from fdp.trace.trace import Operation, Reduction
@@ -121,7 +121,7 @@ def kind_of(reductions: Sequence[Reduction], upstream: Sequence[int], index: int
 
 
 def make_buckets(
-    reductions: Sequence[Reduction], groups: Sequence[Sequence[int]], dimensions: Sequence[tuple[str, int]] = ()
+    reductions: Sequence[Reduction], groups: Sequence[Sequence[int]], dimensions: Dimensions = ()
 ) -> tuple[Bucket, ...]:
     """Lay out each group of reductions as one contiguous bucket, with a row for each rank where they are split.
 
@@ -163,7 +163,7 @@ def make_buckets(
     return tuple(buckets)
 
 
-def _pieces_of(first: Reduction, size_bytes: int, dimensions: Sequence[tuple[str, int]]) -> int:
+def _pieces_of(first: Reduction, size_bytes: int, dimensions: Dimensions) -> int:
     """In how many pieces a bucket is reduced within each host; 0 where it is reduced in one level."""
     *between, within = [size for _, size in dimensions] or [1]
     two_levels = within > 1 and math.prod(between) > 1

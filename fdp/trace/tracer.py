@@ -15,7 +15,7 @@ from fdp import pytree
 from fdp.context.labelled import labelled_state
 from fdp.distributed.comparable import comparable
 from fdp.distributed.group import Group
-from fdp.distributed.mesh import WHOLE, dimension_of
+from fdp.distributed.mesh import dimension_of
 from fdp.distributed.wire import Wire
 from fdp.errors import FdpError
 from fdp.state.containers import LeafPlace, Role, bare_spec, places_in, with_containers
@@ -89,7 +89,7 @@ def trace_step(
     graph, out_spec = captured.module.graph, captured.out_spec
     placeholders = graph.find_nodes(op="placeholder")
     may_differ = [node for node, item in zip(placeholders, whole, strict=True) if not item.replicated]
-    varying = varying_nodes(graph, may_differ, [name for name, _ in group.sizes] or [WHOLE])
+    varying = varying_nodes(graph, may_differ, group.sizes)
     outputs, causes = _outputs(graph, captured.leaves, out_spec, varying)
     outputs = assign_slots(outputs, out_spec, whole, flat, roles)
     outputs, sources = assign_containers(outputs, out_spec, whole, flat, roles)

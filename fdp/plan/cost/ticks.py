@@ -7,11 +7,11 @@ the planner can prove that no other plan ends earlier. (Where messages slow comp
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fdp.distributed.collective import COLLECTIVES
-from fdp.distributed.mesh import text_along
+from fdp.distributed.mesh import Dimensions, text_along
 from fdp.errors import ArgumentError, build_message
 from fdp.plan.cost.costs import Costs
 from fdp.plan.cost.network import Network
@@ -50,9 +50,7 @@ class Ticks:
         return whole, whole if self.in_flight == 1 else max(on_link, float(round(whole / self.in_flight)))
 
 
-def _in_two_levels(
-    op: str, dimensions: Sequence[tuple[str, int]], parts: Mapping[str, tuple[float, float]]
-) -> tuple[float, float]:
+def _in_two_levels(op: str, dimensions: Dimensions, parts: Mapping[str, tuple[float, float]]) -> tuple[float, float]:
     """The costs of a sum or mean over a mesh that goes within hosts and between them; small ones do not, and cost less.
 
     Args:

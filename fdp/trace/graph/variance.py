@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fdp.distributed.mesh import WHOLE
+from fdp.distributed.mesh import WHOLE, Dimensions
 from fdp.trace.operators.effects import collective_of, effects_of, is_marker, mesh_dimension_of, storages_of
 
 
@@ -38,7 +38,7 @@ class Cause:
 
 
 def varying_nodes(
-    graph: fx.Graph, varying_inputs: Iterable[fx.Node], dimensions: Iterable[str] = (WHOLE,)
+    graph: fx.Graph, varying_inputs: Iterable[fx.Node], dimensions: Dimensions = ()
 ) -> Mapping[fx.Node, Cause]:
     """Find the values that may differ from rank to rank at the end of the step.
 
@@ -50,7 +50,7 @@ def varying_nodes(
     Returns:
         For each node whose memory varies at the end: why.
     """
-    causes, _ = _walk(graph, varying_inputs, frozenset(dimensions))
+    causes, _ = _walk(graph, varying_inputs, dimensions)
     return {
         node: causes[storage]
         for node in graph.nodes
@@ -60,9 +60,7 @@ def varying_nodes(
     }
 
 
-def ever_varying(
-    graph: fx.Graph, varying_inputs: Iterable[fx.Node], dimensions: Iterable[str] = (WHOLE,)
-) -> frozenset[int]:
+def ever_varying(graph: fx.Graph, varying_inputs: Iterable[fx.Node], dimensions: Dimensions = ()) -> frozenset[int]:
     """The memory that may differ from rank to rank at any moment of the step.
 
     Args:
@@ -70,14 +68,15 @@ def ever_varying(
         varying_inputs: the placeholders that differ from rank to rank.
         dimensions: of the mesh.
     """
-    _, ever = _walk(graph, varying_inputs, frozenset(dimensions))
+    _, ever = _walk(graph, varying_inputs, dimensions)
     return ever
 
 
 def _walk(
-    graph: fx.Graph, varying_inputs: Iterable[fx.Node], everywhere: frozenset[str]
+    graph: fx.Graph, varying_inputs: Iterable[fx.Node], dimensions: Dimensions
 ) -> tuple[dict[int, Cause], frozenset[int]]:
     """The memory that varies at the end, with causes; and the memory that varies at any moment."""
+    everywhere = frozenset(name for name, _ in dimensions) or frozenset({WHOLE})
     causes: dict[int, Cause] = {}
     ever: set[int] = set()
     for node in varying_inputs:

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from fdp.distributed.mesh import WHOLE
+from fdp.distributed.mesh import Dimensions
 from fdp.state.shards import Part
 from fdp.trace.graph.loops import regions_of
 from fdp.trace.graph.variance import ever_varying
 from fdp.trace.operators.effects import effects_of, storages, storages_of
-from fdp.trace.sharding.scatters import Dimensions, is_scattered
+from fdp.trace.sharding.scatters import is_scattered
 from fdp.trace.sharding.units import (
     Unit,
     is_elementwise,
@@ -79,7 +79,7 @@ class _Decision:
         dimensions: Dimensions,
     ) -> None:
         self._graph, self._sharded, self._dimensions = graph, sharded, dimensions
-        self._varying = ever_varying(graph, varying_inputs, [name for name, _ in dimensions] or [WHOLE])
+        self._varying = ever_varying(graph, varying_inputs, dimensions)
         self._units = [unit for node in graph.nodes if node.op == "call_function" for unit in units_of(node)]
         self._memory: defaultdict[int, _MemoryUse] = defaultdict(_MemoryUse)
         self._whole: set[int] = set()

@@ -6,18 +6,15 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from fdp.distributed.mesh import WHOLE, dimension_of, sharded_along, text_along
+from fdp.distributed.mesh import WHOLE, Dimensions, dimension_of, sharded_along, text_along
 from fdp.state.shards import Part
 from fdp.trace.operators.effects import collective_of, is_marker, mesh_dimension_of
-
-Dimensions = Sequence[tuple[str, int]]
-"""Names and sizes of the dimensions of a mesh."""
 
 
 def is_scattered(node: fx.Node, dimensions: Dimensions) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fdp.distributed.mesh import Dimensions
 from fdp.errors import TraceError, build_message
 from fdp.state.containers import lies_in_parts
 from fdp.state.shards import contiguous_strides, layout_in, sharded
@@ -18,7 +19,6 @@ from fdp.trace.calls.arguments import Flat
 from fdp.trace.sharding.gathers import origin_of
 from fdp.trace.sharding.inserted import Link
 from fdp.trace.sharding.placements import placements
-from fdp.trace.sharding.scatters import Dimensions
 from fdp.trace.sharding.spmd import for_rank
 from fdp.trace.trace import Input, Output
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp.distributed.mesh import sharded_along, text_along
+from fdp.distributed.mesh import Dimensions, sharded_along, text_along
 from fdp.state.shards import Part
 from fdp.trace.graph.loops import regions_of
 from fdp.trace.operators.effects import (
@@ -32,7 +32,7 @@ from fdp.trace.operators.effects import (
 from fdp.trace.sharding.gathers import entry_of, origin_of, phases_of, take_parts_late
 from fdp.trace.sharding.inserted import Link
 from fdp.trace.sharding.reductions_of_parts import combined
-from fdp.trace.sharding.scatters import Dimensions, is_scattered, scattered
+from fdp.trace.sharding.scatters import is_scattered, scattered
 from fdp.trace.sharding.shared_gathers import Gather, share_messages
 from fdp.trace.sharding.units import Unit, is_elementwise, is_own_memory, is_same_view, reduces_all, units_of
 
