@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from fdp.errors import FdpError, build_message
 from fdp.plan import Plan
 from fdp.runtime.arena import ARENAS, Arena, moving
 from fdp.runtime.buffers import Buffer, all_place_values, make_buffers
+from fdp.runtime.frames import has_ended
 from fdp.runtime.proofs import prove_made
 
 _Result = TypeVar("_Result")
@@ -37,20 +38,20 @@ class Residence:
         self.arena: Arena | None = None
         self.blocks: Mapping[torch.device, torch.Tensor] = {}
         self.buffers: dict[int, Buffer] = {}
-        self._running: dict[str, object] = {}  # the call that runs, if one does; `setdefault` is one instruction
+        self._running: dict[str, FrameType] = {}  # the call that runs, if one does; `setdefault` is one instruction
 
     def call(self, function: Callable[..., _Result], *args: Any) -> _Result:
         """Call the program's function with its tensors in an arena.
 
         An interrupt may come between any two instructions, so also where the call has begun and no `finally` is in
-        force yet, or any more. Then the next call sees that no thread is in here, and goes on.
+        force yet, or any more. Then the next call sees that this one has ended, and goes on.
 
         Raises:
             FdpError: the program is running already.
         """
-        own = object()
-        while self._running.setdefault("call", own) is not own:
-            self._refuse_or_forget(sys._getframe())
+        # No variable holds the frame: it would hold itself, with the user's state, until garbage is collected.
+        while self._running.setdefault("call", sys._getframe()) is not sys._getframe():
+            self._refuse_or_forget()
         arena = None
         try:
             arena = ARENAS.borrow(self.arena)
@@ -66,14 +67,14 @@ class Residence:
                 ARENAS.give_back(arena)
             self._running.pop("call", None)
 
-    def _refuse_or_forget(self, own: FrameType) -> None:
+    def _refuse_or_forget(self) -> None:
         """Refuse a call while another one runs, and forget one that was interrupted before it could say that it ended.
 
-        Args:
-            own: the call that asks.
+        Raises:
+            Busy: another one runs.
         """
         other = self._running.get("call")
-        if any(self._is_in_here(frame) for frame in _all_frames() if frame is not own):
+        if other is not None and not has_ended(other):
             raise Busy(
                 build_message(
                     f"step {self._plan.trace.name!r} was called while it was running, from another thread or from "
@@ -84,9 +85,6 @@ class Residence:
         with moving:
             if self._running.get("call") is other:
                 self._running.pop("call", None)
-
-    def _is_in_here(self, frame: FrameType) -> bool:
-        return frame.f_code is Residence.call.__code__ and frame.f_locals.get("self") is self
 
     def _place_tensors(self, arena: Arena) -> None:
         """Make the tensors at the program's fixed places, unless they are there from the last call."""
@@ -116,12 +114,3 @@ class Residence:
                     program.function.__globals__.pop(name, None)
             arena.tenants.discard(self)
             self.arena, self.blocks, self.buffers = None, {}, {}
-
-
-def _all_frames() -> Iterator[FrameType]:
-    """The frames of all threads."""
-    for frame in sys._current_frames().values():
-        each: FrameType | None = frame
-        while each is not None:
-            yield each
-            each = each.f_back

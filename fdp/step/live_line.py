@@ -12,12 +12,15 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from types import FrameType
 from typing import Any, TextIO
 
 import rich.console
 import rich.control
 import rich.segment
 import rich.text
+
+from fdp.runtime.frames import has_ended
 
 _DEBUGGERS = frozenset({"bdb", "code"})
 """Modules that are on the stack of a thread in pdb, ipdb and the like, or in `code.interact`."""
@@ -44,6 +47,7 @@ class LiveLine:
         self._write: Callable[[str], object] | None = None  # writes to the terminal, past what gives way
         self._drawn = rich.text.Text()  # what is there
         self._waits = False  # whether the last that was written did not end its line
+        self._debugger: FrameType | None = None  # the last one that wrote
 
     def add(self, text: Callable[[], str]) -> bool:
         """Show what a function says, until it is removed.
@@ -117,6 +121,8 @@ class LiveLine:
                 return write(text)
             with self._lock:
                 self._erase()
+                if self._shown and self._shown[-1][1] == threading.get_ident():
+                    self._debugger = _debugger_of(sys._getframe(1))
                 if text:
                     self._waits = not text.endswith("\n")
                 return write(text)
@@ -135,9 +141,10 @@ class LiveLine:
         terminal = _terminal()
         if not self._shown or terminal is None or self._write is None or self._waits:
             return
-        text, thread = self._shown[-1]
-        if _is_debugged(thread):
+        if self._debugger is not None and not has_ended(self._debugger):
             return
+        self._debugger = None
+        text, _ = self._shown[-1]
         line = rich.text.Text(text())
         line.truncate(_console().width - 1, overflow="ellipsis")
         if line != self._drawn:
@@ -176,15 +183,21 @@ def _quietly(call: Callable[..., object], *args: Any) -> None:
         call(*args)
 
 
-def _is_debugged(thread: int) -> bool:
-    """Whether a debugger has stopped a thread and talks to its user."""
-    frame = sys._current_frames().get(thread)
+def _debugger_of(frame: FrameType | None) -> FrameType | None:
+    """Where a debugger runs that the user's code has called and that talks to its user, if one does.
+
+    Args:
+        frame: where something is written.
+    """
+    found = None
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
-        if module in _DEBUGGERS or module.startswith(_OWN):
-            return module in _DEBUGGERS
+        if module.startswith(_OWN):
+            break
+        if module in _DEBUGGERS:
+            found = frame
         frame = frame.f_back
-    return False
+    return found
 
 
 LINE = LiveLine()

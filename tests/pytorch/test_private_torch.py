@@ -21,7 +21,7 @@ LISTED = {path for table in (parts.NEEDED, parts.KNOWN_OTHERWISE) for paths in t
 FOLDERS = {module.name for module in pkgutil.iter_modules(torch.__path__)}
 KNOWN = {step for path in LISTED for step in path.split(".") if is_private_name(step)} - FOLDERS
 OWN = {name for tree in TREES.values() for name in members(tree)}
-OF_OTHERS = {"_getframe", "_current_frames", "_Unpickler", "_exit", "_replace"}  # of sys, pickle, os and named tuples
+OF_OTHERS = {"_getframe", "_Unpickler", "_exit", "_replace"}  # of sys, pickle, os and named tuples
 
 
 def users(trees: Mapping[str, ast.Module]) -> dict[str, set[str]]:
