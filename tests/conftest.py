@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 from collections.abc import Iterator
 
@@ -11,6 +13,16 @@ import torch
 
 # What fails there says what was compared, as in a test file.
 pytest.register_assert_rewrite("eager_draws", "emitted_calls", "memory_changes", "optimizer_classes", "refusal_texts")
+
+
+# pytest gives its handlers to loggers that do not propagate; torch would put down every trace for them.
+logging.getLogger("torch.__trace").propagate = True
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported and collected stays: no search for garbage needs to look there, for half a second each."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

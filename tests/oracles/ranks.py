@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import datetime
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -105,6 +106,7 @@ class RankTimeout(RankError):
 
 def _serve(rank: int, world: int, port: int | None, backend: str, conn: Any, log: str, env: Mapping[str, str]) -> None:
     """The main loop of a rank: join the group, then run jobs until it is stopped or the parent is gone."""
+    gc.freeze()  # what the forkserver has imported stays
     os.environ.update(env)
     if "nccl" in backend:
         # Ranks of one host must have a card each. Ranks that seem to be on hosts of their own may share one.
