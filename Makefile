@@ -65,8 +65,8 @@ bench-overlap: $(INSTALLED)  ## communication behind computation: a simulated ca
 bench-compiled: $(INSTALLED)  ## compiled steps beside DistributedDataParallel with torch.compile
 	$(VENV)/bin/python benchmarks/compiled.py $(ARGS)
 
-docs: $(INSTALLED)  ## run the code in the documents and docstrings
-	$(RUN) pytest fdp tests/docs/test_docs.py tests/docs/test_links.py tests/docs/test_public_names.py tests/docs/test_site.py
+docs: $(INSTALLED)  ## run the code in the documents and docstrings, all of it
+	FDP_ALL_SAMPLES=1 $(RUN) pytest fdp tests/docs/test_docs.py tests/docs/test_links.py tests/docs/test_public_names.py tests/docs/test_site.py
 
 # An environment of its own, so that nothing else waits for the generator. It finds torch and fdp in the other one.
 $(SITE)/.installed: requirements-site.lock $(INSTALLED)

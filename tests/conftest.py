@@ -19,8 +19,9 @@ pytest.register_assert_rewrite("eager_draws", "emitted_calls", "memory_changes",
 logging.getLogger("torch.__trace").propagate = True
 
 
-def pytest_collection_finish() -> None:
-    """What has been imported and collected stays: no search for garbage needs to look there, for half a second each."""
+@pytest.fixture(scope="module", autouse=True)
+def _collections_are_short() -> None:
+    """What is there before a file's tests stays, and no search for garbage looks at it, for a second each time."""
     gc.collect()
     gc.freeze()
 

@@ -10,7 +10,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from samples import exhaustive
+from samples import ALL_SAMPLES, exhaustive
 from torch import Tensor
 from uneven import DOUBLE, Batches, broken, data, loss_of, of_the_gradients, start
 
@@ -82,7 +82,10 @@ def accumulated(state: dict[str, Tensor], batch: Any) -> Any:
     return {k: p - 0.5 * grads[k] for k, p in state.items()}, fdp.pmean(loss)
 
 
-def train(shards: list[Batches], padding: str, step_fns: Sequence[Any] = (in_the_loss, of_the_gradients)) -> None:
+BOTH = in_the_loss, of_the_gradients
+
+
+def train(shards: list[Batches], padding: str, step_fns: Sequence[Any] = BOTH) -> None:
     for step_fn in step_fns:
         step = fdp.data_parallel(step_fn, bucket_cap_mb=1)
         state, losses = start(), []
@@ -103,11 +106,12 @@ UNEVEN = [((4, 4, 1), (5,)), ((), (2, 3)), ((3, 3), (3, 3, 2)), ((2, 0), (1, 1, 
 
 
 def train_all() -> None:
-    for sizes in UNEVEN:
-        train(data(sizes), "last")
+    one, other = ([BOTH] * 2) if ALL_SAMPLES else (BOTH[:1], BOTH[1:])  # by turns
+    for at, sizes in enumerate(UNEVEN):
+        train(data(sizes), "last", other if at % 2 else one)
     train(data(((4, 4, 2), (6,))), "last", [accumulated])
-    train(data(UNEVEN[0]), "empty")  # the mean of no samples is NaN, and weighs nothing
-    train(data(UNEVEN[1]), "empty")
+    train(data(UNEVEN[0]), "empty", other)  # the mean of no samples is NaN, and weighs nothing
+    train(data(UNEVEN[1]), "empty", one)
 
 
 def test_training_is_that_of_one_process_with_all_samples() -> None:

@@ -96,9 +96,9 @@ def one_step(sizes: tuple[int, int], compile: bool, donate: bool) -> None:
 @pytest.mark.parametrize(
     ("sizes", "compile", "donate"),
     [
-        ((2, 2), False, False),
+        pytest.param((2, 2), False, False, marks=exhaustive),
         ((2, 2), False, True),
-        ((2, 2), True, True),
+        pytest.param((2, 2), True, True, marks=exhaustive),
         pytest.param((1, 2), False, False, marks=exhaustive),
         pytest.param((2, 1), False, False, marks=exhaustive),
         pytest.param((3, 2), False, True, marks=exhaustive),
@@ -228,7 +228,7 @@ def other_meshes(what: str) -> None:
         fdp.data_parallel(summed, group=mesh)(torch.zeros(1), torch.ones(1))
 
 
-@pytest.mark.parametrize("what", ["names", "sizes"])
+@pytest.mark.parametrize("what", ["names", pytest.param("sizes", marks=exhaustive)])
 def test_ranks_on_different_meshes(what: str) -> None:
     ranks.run_fresh(4, other_meshes, what)
 

@@ -9,6 +9,7 @@ import pytest
 import ranks
 import torch
 from against_oracle import DOUBLE, Tree, autograd, compare, leaves, task_loss
+from samples import exhaustive
 
 
 def several_means() -> None:
@@ -41,7 +42,7 @@ def several_means() -> None:
     compare(step_fn, oracle)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=exhaustive)])
 def test_several_means(world: int) -> None:
     ranks.run(world, several_means)
 
@@ -78,7 +79,7 @@ def transpose(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["psum", "pmean", "all_gather", "broadcast"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=exhaustive)])
 def test_transposes(world: int, op: str) -> None:
     ranks.run(world, transpose, op)
 
@@ -132,7 +133,7 @@ def uneven(weight_from: str) -> None:
     compare(step_fn, oracle, sizes=(3, 5))
 
 
-@pytest.mark.parametrize("weight_from", ["length", "tensor"])
+@pytest.mark.parametrize("weight_from", ["length", pytest.param("tensor", marks=exhaustive)])
 def test_weighted_mean_is_exact_for_uneven_batches(weight_from: str) -> None:
     """Ranks with 3 and 5 samples give what one process gives on all 8."""
     ranks.run(2, uneven, weight_from)

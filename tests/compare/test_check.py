@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from samples import some
 
 import fdp
 from fdp.compare import leaves
@@ -75,7 +76,7 @@ def test_a_user_sees_the_mistake_of_his_own_that_only_values_show() -> None:
         step(torch.ones(3), torch.tensor([5]))
 
 
-@pytest.mark.parametrize(("donated", "states"), [(True, 2), (False, 3)])
+@pytest.mark.parametrize(("donated", "states"), some([(True, 2), (False, 3)]))
 def test_the_check_holds_few_states_at_a_time(donated: bool, states: int) -> None:
     # 20 leaves of 1 MiB, one of which is at work at a time.
     state = {str(i): torch.ones(2**18) for i in range(20)}

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from operator_traces import graphs_of
+from samples import ALL_SAMPLES
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.common_methods_invocations import op_db
@@ -70,6 +71,8 @@ def test_exact_operators_compute_the_same_numbers_with_more_digits() -> None:
     names = _EXACT | NAMED_OTHERWISE | {each.removesuffix("_copy") for each in _EXACT}
     # Views by places are of memory that samples lay out, and copies here do not.
     ops = [op for op in op_db if op.name in names and not op.name.startswith("as_strided")]
+    if not ALL_SAMPLES:  # one variant of each
+        ops = list({op.name: op for op in ops}.values())
     graphs = [graph for op in ops for graph in graphs_of(op, 1)]
     seen, rounding = looked_at(graphs)
     assert not rounding

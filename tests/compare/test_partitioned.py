@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from samples import exhaustive
 from sharded_steps import STEPS, numbers
 from torch import fx
 
@@ -190,6 +191,12 @@ FAULTS: list[tuple[Patch, str, bool]] = [
 ]
 """The mistake, the step, and whether its parameters are sharded, too."""
 
+REPEATED = {
+    own_part_of_rank_0, sums_for_means, norms_that_are_added, numbers_of_one_part, parts_that_change_places,
+    gathered_once_and_changed_since,
+}  # fmt: skip
+"""Those that take longest, and are like others: wrong places, wrong sums, and what has changed since."""
+
 
 def is_found(number: int) -> None:
     fault, name, all_of_it = FAULTS[number]
@@ -205,6 +212,12 @@ def is_found(number: int) -> None:
             fdp.data_parallel(step)(state, x)
 
 
-@pytest.mark.parametrize("number", range(len(FAULTS)), ids=[fault.__name__ for fault, *_ in FAULTS])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(number, id=fault.__name__, marks=exhaustive if fault in REPEATED else ())
+        for number, (fault, *_) in enumerate(FAULTS)
+    ],
+)
 def test_a_mistake_about_parts_is_found(number: int) -> None:
     ranks.run(2, is_found, number)

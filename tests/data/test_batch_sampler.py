@@ -9,8 +9,9 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from samples import examples
 from torch.utils.data import DataLoader, TensorDataset
 
 import fdp
@@ -40,7 +41,7 @@ def passes(sampler: fdp.BatchSampler, count: int) -> list[list[int]]:
     drop_last=st.booleans(),
     data=st.data(),
 )
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_epochs_and_steps(
     length: int, batch_size: int, seed: int, shuffle: bool, drop_last: bool, data: st.DataObject
 ) -> None:
@@ -89,8 +90,8 @@ def parts_of(size: int, length: int, batch_size: int, drop_last: bool = False) -
         return [passes(sampler, 2) for sampler in every]
 
 
-@given(length=st.integers(1, 300), batch_size=st.integers(1, 50), at_once=st.integers(1, 100), drop_last=st.booleans())
-@settings(max_examples=40, deadline=None)
+@given(length=st.integers(1, 100), batch_size=st.integers(1, 50), at_once=st.integers(1, 100), drop_last=st.booleans())
+@examples(40)
 def test_ranks_divide_the_batches_of_one_rank(length: int, batch_size: int, at_once: int, drop_last: bool) -> None:
     if drop_last and batch_size > length:
         return

@@ -9,6 +9,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from samples import exhaustive
 
 from fdp.distributed.exchange import ask, tell_all
 from fdp.distributed.group import Group, resolve_group
@@ -45,7 +46,7 @@ def told(question: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("question", ["check", "get"])
+@pytest.mark.parametrize("question", ["check", pytest.param("get", marks=exhaustive)])
 def test_who_has_told_may_leave_before_others_hear_it(question: str) -> None:
     for outcome in ranks.run_fresh(2, told, question):
         assert outcome.ok, outcome.describe()

@@ -15,6 +15,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from samples import ALL_SAMPLES, exhaustive
 
 import fdp
 from fdp.distributed.comparable import comparable, without_addresses
@@ -59,7 +60,7 @@ def values() -> list[Any]:
 
 
 def test_two_processes_write_the_same_texts() -> None:
-    """Under other hash seeds, and at other addresses: what is made before the values moves them."""
+    """Under other hash seeds, of which this process has one, and at other addresses: what is made before moves them."""
     script = textwrap.dedent("""
         import sys
         ballast = [bytearray(1000 * n) for n in range(int(sys.argv[1]))]
@@ -67,8 +68,8 @@ def test_two_processes_write_the_same_texts() -> None:
         from fdp.distributed.comparable import comparable
         print([comparable(value) for value in t.values()])
     """)
-    found = set()
-    for seed in ("1", "2", "3"):
+    found = {f"{[comparable(value) for value in values()]}\n"}
+    for seed in ("1", "2", "3") if ALL_SAMPLES else ("1",):
         env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
         run = [sys.executable, "-c", script, str(50 * int(seed))]
         found.add(subprocess.run(run, env=env, capture_output=True, text=True, check=True).stdout)
@@ -107,7 +108,7 @@ def run_steps(dtype: torch.dtype) -> list[Any]:
     return [state["w"].tolist(), state["t"].item()]
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.int64, pytest.param(torch.float32, marks=exhaustive)])
 def test_ranks_agree_on_numbers_that_are_read_from_tensors(dtype: torch.dtype) -> None:
     """(These ranks are forks of one process, where functions lie alike: that texts do is tested above.)"""
     found = ranks.run(2, run_steps, dtype)

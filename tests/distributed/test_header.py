@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from samples import some
 
 from fdp.distributed.collective import COLLECTIVES
 from fdp.distributed.header import BITS, CALLS, NUMEL, Header, carries, is_unanimous, numbers, pairs
@@ -39,10 +40,12 @@ def worlds(dtype: torch.dtype, op: str) -> Iterator[int]:
 
 @pytest.mark.parametrize(
     ("dtype", "op"),
-    [
-        *itertools.product(FLOATS, ("sum", "divided before", "divided after", "max", "min")),
-        *itertools.product(INTEGERS, ("sum", "max", "min")),
-    ],
+    some(
+        [
+            *itertools.product(FLOATS, ("sum", "divided before", "divided after", "max", "min")),
+            *itertools.product(INTEGERS, ("sum", "max", "min")),
+        ]
+    ),
 )
 def test_every_rank_sees_every_difference(dtype: torch.dtype, op: str) -> None:
     """Of one bit or of many, between one rank and the rest or between halves, however many ranks there are."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from forked import Forked
 from programs import free_port
 from samples import exhaustive
 from torchrun import torchrun
@@ -120,14 +118,12 @@ def test_each_attempt_of_torchrun_meets_anew(tmp_path: Path) -> None:
 def test_ranks_that_others_started_meet(launcher: str, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(textwrap.dedent(JOINS))
     port = str(free_port())
-    each = []
+    each: list[Forked] = []
     for rank in "01":
         own = {**SRUN, "SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
         if launcher == "mpirun":
             own = {**MPIRUN, "OMPI_COMM_WORLD_RANK": rank}
-        environment = {**os.environ, **own, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(tmp_path / "job.py")]
-        each.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+        each.append(Forked(tmp_path / "job.py", [], {**own, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}))
     assert [process.communicate(timeout=120)[0] for process in each] == ["attempt 0 sum 3.0\n"] * 2
 
 
@@ -141,7 +137,7 @@ def test_ranks_that_cannot_be_reached_are_a_peer_error(monkeypatch: pytest.Monke
 WAITS_IN_VAIN = """
     import fdp
     try:
-        fdp.initialize(timeout=4)
+        fdp.initialize(timeout=2)
     except fdp.PeerError as error:
         print(error.ranks, error)
 """
@@ -149,19 +145,11 @@ WAITS_IN_VAIN = """
 
 def test_a_rank_that_never_starts_is_named_by_the_holder_of_the_store_too(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(textwrap.dedent(WAITS_IN_VAIN))
-    environment = {**os.environ, "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(tmp_path / "job.py")],
-            env={**environment, "RANK": rank, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
-    ]
+    environment = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    started = [Forked(tmp_path / "job.py", [], {**environment, "RANK": rank}) for rank in "01"]
     for process in started:
         said = process.communicate(timeout=120)[0]
-        assert said.startswith("(2,) fdp.initialize: rank ") and "rank 2 did not join within 4 seconds" in said, said
+        assert said.startswith("(2,) fdp.initialize: rank ") and "rank 2 did not join within 2 seconds" in said, said
 
 
 def test_a_variable_that_makes_no_sense_is_refused_before_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:

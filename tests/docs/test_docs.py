@@ -11,17 +11,26 @@ import textwrap
 
 import pytest
 from documents import DOCUMENTS, Block, blocks_of, name_of, run_here, run_on_ranks
+from samples import exhaustive
 from torchrun import ROOT
 
+# They compile steps, which takes as long as the programs of all other documents; tests/emit/compiled has such steps.
+COMPILED = ("docs/how-to/compile.md", "docs/explanation/compiled.md")
+
+
+def marks_of(path: pathlib.Path) -> tuple[pytest.MarkDecorator, ...]:
+    return (exhaustive,) if name_of(path) in COMPILED else ()
+
+
 PROGRAMS = [
-    pytest.param(block, id=f"{name_of(path)}:{block.line}")
+    pytest.param(block, id=f"{name_of(path)}:{block.line}", marks=marks_of(path))
     for path in DOCUMENTS
     for block in blocks_of(path.read_text(), name_of(path))
     if "torchrun" in block.words
 ]
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+@pytest.mark.parametrize("path", [pytest.param(path, id=name_of(path), marks=marks_of(path)) for path in DOCUMENTS])
 def test_blocks_print_what_the_document_says(
     path: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,10 +16,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from programs import end_ranks, start_ranks
-from samples import ALL_SAMPLES
+from samples import ALL_SAMPLES, exhaustive
 from torchrun import DEADLINE_S, ROOT, start
 
-KILLS = 3 if ALL_SAMPLES else 1
+KILLS = 3
+ATTEMPTS = ((2, 6), (4, 12), (1, 18)) if ALL_SAMPLES else ((2, 6), (1, 12))
 
 QUICK_DIGITS = """
 import pathlib
@@ -67,6 +68,7 @@ def newest(folder: pathlib.Path) -> int:
     return max((int(path.parent.name) for path in folder.glob("*/.metadata")), default=0)
 
 
+@exhaustive
 @pytest.mark.skipif(not pathlib.Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
 def test_killed_again_and_again_it_ends_with_the_same_bits(script: pathlib.Path, tmp_path: pathlib.Path) -> None:
     arguments = ("--steps", str(20 + 20 * KILLS), "--save-every", "5")
@@ -93,19 +95,19 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(script: pathlib.Path,
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_other_numbers_of_ranks_go_on_with_the_same_batches(script: pathlib.Path, tmp_path: pathlib.Path) -> None:
     folder, alone = str(tmp_path / "run"), str(tmp_path / "alone")
-    for ranks, steps in ((2, 6), (4, 12), (1, 18)):
+    for ranks, steps in ATTEMPTS:
         undisturbed(script, ranks, "--steps", str(steps), "--folder", folder)
-    undisturbed(script, 1, "--steps", "18", "--folder", alone)
+    undisturbed(script, 1, "--steps", str(steps), "--folder", alone)
     like: dict[str, torch.Tensor] = {}
     found = []
     for each in (folder, alone):
-        saved = dcp.FileSystemReader(f"{each}/18").read_metadata().state_dict_metadata
+        saved = dcp.FileSystemReader(f"{each}/{steps}").read_metadata().state_dict_metadata
         like = {
             name: torch.empty(kept.size, dtype=kept.properties.dtype)
             for name, kept in saved.items()
             if "params" in name
         }
-        dcp.load(like, checkpoint_id=f"{each}/18", no_dist=True)
+        dcp.load(like, checkpoint_id=f"{each}/{steps}", no_dist=True)
         found.append(like)
     assert len(found[0]) == 6
     for name in like:

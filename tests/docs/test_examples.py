@@ -26,6 +26,7 @@ from tensorboard.backend.event_processing import event_accumulator
 # --- every example ----------------------------------------------------------------------------------------
 
 
+@exhaustive
 def test_digits() -> None:
     text = on_two_ranks("digits", "--epochs", "1")
     assert "all 2 ranks hold the same bits" in text
@@ -63,6 +64,7 @@ def test_train(tmp_path: pathlib.Path) -> None:
     assert [(each.step, round(each.value, 4)) for each in scalars.Scalars("test accuracy")][1] == (50, accuracy)
 
 
+@exhaustive
 def test_train_with_ddp(tmp_path: pathlib.Path) -> None:
     first, second = ranks.run(2, printed, "train_ddp", "--folder", str(tmp_path), "--workers=0", "--epochs=2")
     (accuracy,) = numbers("step 50: test accuracy @,", first)
@@ -70,7 +72,7 @@ def test_train_with_ddp(tmp_path: pathlib.Path) -> None:
 
 
 def test_gpt() -> None:
-    small = ["--layers=2", "--width=32", "--length=32", "--batch-size=16", "--steps=40", "--sample=20", "--lr=0.01"]
+    small = ["--layers=2", "--width=32", "--length=32", "--batch-size=16", "--steps=20", "--sample=20", "--lr=0.01"]
     text = on_two_ranks("gpt", *small, "--microbatches=2")
     assert "all 2 ranks hold the same bits" in text and "Plan of train_step" in text
     bits = numbers("  @ bits per byte", text)
@@ -79,6 +81,7 @@ def test_gpt() -> None:
     assert 1 < held_out < 5.5
 
 
+@exhaustive
 def test_maml() -> None:
     text = on_two_ranks("maml", "--steps=200", "--tasks=20", "--lr=0.02")
     (before, *_, after) = numbers("MAML    @   @   @   @", text)

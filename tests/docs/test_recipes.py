@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from run_examples import numbers, on_two_ranks
+from samples import exhaustive
 
 
+@exhaustive
 def test_local_sgd_and_diloco_send_a_twentieth() -> None:
     text = on_two_ranks("recipes/local_sgd", "--steps=60")
     accuracies = numbers("test accuracy @%", text)
@@ -29,6 +31,7 @@ def test_zero1_by_hand_equals_the_whole_optimizer() -> None:
     assert own < 0.51 * whole
 
 
+@exhaustive
 def test_the_gradient_of_clip_is_that_of_the_global_batch() -> None:
     text = on_two_ranks("recipes/clip", "--steps=60")
     (apart,) = numbers("differ by @ of the largest", text)
@@ -37,6 +40,7 @@ def test_the_gradient_of_clip_is_that_of_the_global_batch() -> None:
     assert found > 15  # 0.5 by chance
 
 
+@exhaustive
 def test_error_feedback_makes_up_for_low_rank() -> None:
     text = on_two_ranks("recipes/power_sgd", "--steps=150")
     whole, low_rank, fed_back = numbers("test accuracy @%", text)
@@ -45,6 +49,7 @@ def test_error_feedback_makes_up_for_low_rank() -> None:
     assert sent[1] == sent[2] < sent[0] / 20
 
 
+@exhaustive
 def test_the_teacher_of_byol_learns_and_is_one() -> None:
     text = on_two_ranks("recipes/byol", "--steps=60", "--batch-size=128")
     (untrained, after) = numbers("@% right when untrained, @% after", text)
@@ -52,6 +57,7 @@ def test_the_teacher_of_byol_learns_and_is_one() -> None:
     assert "the teacher is equal on 2 ranks" in text
 
 
+@exhaustive
 def test_the_queue_of_moco_is_one() -> None:
     text = on_two_ranks("recipes/moco", "--steps=60", "--batch-size=128")
     (untrained, after) = numbers("@% right when untrained, @% after", text)
@@ -59,6 +65,7 @@ def test_the_queue_of_moco_is_one() -> None:
     assert "the queue of 1,024 keys is equal on 2 ranks" in text
 
 
+@exhaustive
 def test_ppo_keeps_the_pole_up() -> None:
     text = on_two_ranks("recipes/ppo", "--rounds=5", "--carts=128")
     before, *_, after = numbers("the mean return is @ of", text)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from samples import exhaustive
 
 import fdp
 from fdp.emit.memory.elements import has_gaps, with_strides
@@ -66,15 +67,22 @@ def windows(state: dict[str, torch.Tensor], _: Any) -> dict[str, torch.Tensor]:
     return {"a": state["a"], "b": state["a"][:2]}
 
 
-@pytest.mark.parametrize("compile", [False, True])
+STEPS = [
+    (turned, torch.arange(9.0).view(3, 3)),
+    (spread, torch.arange(4.0)),
+    (windows, torch.arange(6.0).unfold(0, 3, 1)),
+    (halved, torch.arange(32.0).view(8, 4)[::2]),
+]
+
+
 @pytest.mark.parametrize(
-    ("step", "first"),
+    ("step", "first", "compile"),
     [
-        (turned, torch.arange(9.0).view(3, 3)),
-        (spread, torch.arange(4.0)),
-        (windows, torch.arange(6.0).unfold(0, 3, 1)),
-        (halved, torch.arange(32.0).view(8, 4)[::2]),
+        pytest.param(step, first, compile, marks=exhaustive if compile and step is not windows else ())
+        for step, first in STEPS
+        for compile in (False, True)
     ],
+    ids=[f"{step.__name__}-first{at}-{compile}" for at, (step, _) in enumerate(STEPS) for compile in (False, True)],
 )
 def test_results_lie_in_memory_as_plain_pytorch_leaves_them(compile: bool, step: Any, first: torch.Tensor) -> None:
     """What asks how its state lies (`contiguous`, `reshape`) gets a copy at one call, the state itself at another."""

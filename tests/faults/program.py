@@ -5,7 +5,9 @@ Each rank appends what it saw to a file of its own in the folder: one JSON objec
 
 from __future__ import annotations
 
+import ctypes
 import json
+import multiprocessing
 import os
 import pathlib
 import signal
@@ -21,6 +23,9 @@ from fdp.distributed.liveness.introduction import Introduction
 
 
 def main(kind: str, victim: int, folder: pathlib.Path) -> None:
+    if "HOSTS" in os.environ:  # two ranks on each
+        with open(f"/run/netns/{os.environ['HOSTS']}-h{int(os.environ['RANK']) // 2}") as host:
+            assert ctypes.CDLL(None).setns(host.fileno(), 0) == 0
     # A job that was started in the background ignores it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     rank = int(os.environ["RANK"])
@@ -77,7 +82,7 @@ def main(kind: str, victim: int, folder: pathlib.Path) -> None:
                     elif kind.startswith("raised"):
                         raise ValueError("a mistake of the user's")
                     elif kind in ("asleep", "behind a firewall"):
-                        time.sleep(12)
+                        time.sleep(float(os.environ.get("ASLEEP_S", 12)))
                     elif kind == "left":
                         return
                 if kind.endswith("a save"):
@@ -91,5 +96,16 @@ def main(kind: str, victim: int, folder: pathlib.Path) -> None:
         raise
 
 
+def run_to_the_end() -> None:
+    """In a copy of another process, as Python runs a program: errors that none catches, and how it ends itself."""
+    program = f"import pathlib, program\nprogram.main({sys.argv[1]!r}, {sys.argv[2]}, pathlib.Path({sys.argv[3]!r}))"
+    failed = ctypes.pythonapi.PyRun_SimpleString(program.encode())
+    ctypes.pythonapi.Py_Exit(-failed)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3]))
+    kind, victim = sys.argv[1], int(sys.argv[2])
+    ends = kind.startswith(("raised", "left")) and victim == int(os.environ["RANK"])  # which is what others hear of
+    if ends and multiprocessing.parent_process() is not None:
+        run_to_the_end()
+    main(kind, victim, pathlib.Path(sys.argv[3]))

@@ -22,7 +22,8 @@ def test_each_side_names_the_other(tmp_path: pathlib.Path) -> None:
             ["none", "-1", str(tmp_path)],
             4,
             address=hosts.address(0),
-            prefixes=[both.prefix(rank // 2) for rank in range(4)],
+            forked=range(4),
+            HOSTS=both.name,
             GLOO_SOCKET_IFNAME=hosts.DEVICE,
             FDP_LIVENESS_S=str(LIVENESS_S),
         )

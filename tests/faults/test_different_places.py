@@ -55,19 +55,26 @@ RESTORE, STEP = "CheckpointManager.restore(step=None, random=True, missing_ok=Fa
     ("places", "named"),
     [
         (["restore", "step", "step"], (f"rank 0 waits in the store, for {RESTORE}", f" waits in {STEP}")),
-        (
+        pytest.param(
             ["step", "save", "step"],
             ("rank 1 waits in the store, for CheckpointManager.save(", f" waits in {STEP}"),
+            marks=exhaustive,
         ),
-        (
+        pytest.param(
             ["message", "message", "restore"],
             (f"rank 2 waits in the store, for {RESTORE}", " waits in an all-reduce"),
+            marks=exhaustive,
         ),
-        (
+        pytest.param(
             ["new step", "step", "step"],
             ("rank 0 waits in call 1 of step 'other', in the store", f" waits in {STEP}"),
+            marks=exhaustive,
         ),
-        (["assert_replicated", "step", "step"], ("rank 0 waits in an all-gather", f" waits in {STEP}")),
+        pytest.param(
+            ["assert_replicated", "step", "step"],
+            ("rank 0 waits in an all-gather", f" waits in {STEP}"),
+            marks=exhaustive,
+        ),
         (["restore", "save", "save"], (f"{RESTORE} was called", "CheckpointManager.save(step=4, ")),
     ],
     ids=lambda each: "-".join(each) if isinstance(each, list) else "",

@@ -54,7 +54,14 @@ EXPECTED = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "reason", "limit_s", "words"), EXPECTED, ids=[each[0] for each in EXPECTED])
+ALIKE = ("killed between steps", "frozen", "destroyed a group that it refers to")
+"""What default runs show elsewhere: test_programs.py, test_faults_in_exchanges.py; and groups are destroyed alike."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason", "limit_s", "words"),
+    [pytest.param(*each, marks=exhaustive if each[0] in ALIKE else (), id=each[0]) for each in EXPECTED],
+)
 def test_every_other_rank_names_it(kind: str, reason: str, limit_s: float, words: str) -> None:
     victim = 2
     for said in survivors(kind, victim, 3):
@@ -74,7 +81,7 @@ def test_every_other_rank_names_it_whichever_it_is(kind: str, reason: str, victi
         assert (said["error"], said["ranks"], said["reason"]) == ("PeerError", (victim,), reason), said
 
 
-@pytest.mark.parametrize("kind", ["asleep", "holds the lock"])
+@pytest.mark.parametrize("kind", [pytest.param("asleep", marks=exhaustive), "holds the lock"])
 def test_a_rank_that_is_only_slow_is_waited_for(kind: str) -> None:
     """Twice as long as a rank may be silent: it is its monitor that speaks, and that nothing stops."""
     for said in survivors(kind, 1, 2, seconds=2.0 * LIVENESS_S + 1):
@@ -123,8 +130,6 @@ def raises_without_a_text() -> tuple[str, str]:
     try:
         step(w, torch.ones(3 if raises else 2, 2))
     except Exception as error:
-        if raises:
-            time.sleep(4)
         return type(error).__name__, "" if raises else str(error)
     return "", ""
 
@@ -145,7 +150,7 @@ def catches_and_calls_again() -> str:
             if rank == 1 and call == 2:
                 with pytest.raises(RuntimeError):
                     step(w, torch.ones(2, 3))
-                time.sleep(0.4)  # less than others wait for who has raised
+                time.sleep(0.1)  # less than others wait for who has raised
             w = step(w, torch.ones(2, 2))
     assert call == 2
     return str(caught.value)
@@ -167,12 +172,12 @@ def all_are_refused_and_call_again(slow: int, refused: int) -> torch.Tensor:
                 with pytest.raises(RuntimeError):
                     step(w, torch.ones(2, 3))
             if dist.get_rank() == slow:
-                time.sleep(3.0)  # more than others wait for who has raised
+                time.sleep(2.0)  # more than others wait for who has raised
         w = step(w, torch.ones(2, 2))
     return w
 
 
-@pytest.mark.parametrize(("slow", "refused"), [(0, 1), (1, 2)])
+@pytest.mark.parametrize(("slow", "refused"), [pytest.param(0, 1, marks=exhaustive), (1, 2)])
 def test_a_refusal_on_all_ranks_ends_nothing_however_late_one_of_them_goes_on(slow: int, refused: int) -> None:
     one, other = ranks.run(2, all_are_refused_and_call_again, slow, refused)
     assert torch.equal(one, other)
@@ -188,7 +193,6 @@ def who_is_refused_alone_again(caught_before: bool) -> str:
             for _ in range(1 + caught_before):
                 with pytest.raises(RuntimeError):
                     step(w, torch.ones(2, 3))
-            time.sleep(4.0)
         else:
             step(w, torch.ones(2, 2))
     except fdp.PeerError as error:
@@ -196,18 +200,18 @@ def who_is_refused_alone_again(caught_before: bool) -> str:
     return ""
 
 
-@pytest.mark.parametrize("caught_before", [False, True])
+@pytest.mark.parametrize("caught_before", [pytest.param(False, marks=exhaustive), True])
 def test_who_is_refused_alone_is_named_in_each_attempt(caught_before: bool) -> None:
     outcomes = ranks.run_fresh(2, who_is_refused_alone_again, caught_before, env={"FDP_LIVENESS_S": "3"})
     assert [outcome.value for outcome in outcomes] == ["raised", ""], [outcome.describe() for outcome in outcomes]
 
 
 def raises_together() -> int:
-    """Every rank raises in the same calls, one of them takes its time over it."""
+    """Every rank raises in the same call, one of them takes its time over it."""
     step, caught = fdp.data_parallel(_with_gradient, check_finite=True), 0
     w = torch.ones(2)
-    for call in range(6):
-        batch = torch.full((2,), float("nan") if call in (2, 4) else 1.0)
+    for call in range(4):
+        batch = torch.full((2,), float("nan") if call == 2 else 1.0)
         try:
             w, _ = step(w, batch)
         except fdp.NonFiniteError:
@@ -223,7 +227,7 @@ def _with_gradient(w: Any, batch: Any) -> Any:
 
 
 def test_a_rank_that_is_slow_to_deal_with_an_error_of_all_ranks_is_waited_for() -> None:
-    assert ranks.run(2, raises_together) == [2, 2]
+    assert ranks.run(2, raises_together) == [1, 1]
 
 
 def off() -> tuple[bool, str]:

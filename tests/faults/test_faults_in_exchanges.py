@@ -30,7 +30,8 @@ CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 def waits(name: str, victim: int, in_step: bool, on_mesh: bool = False) -> tuple[str, Any, Any, str]:
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
-    x, others = torch.ones(3 * 700_000), set(range(dist.get_world_size())) - {victim}  # more than one piece
+    x = torch.ones(3000 if on_mesh else 3 * 300_000)  # on a mesh in one piece, which is prepared sooner
+    others = set(range(dist.get_world_size())) - {victim}
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("hosts", "local")) if on_mesh else None
 
     def call(x: torch.Tensor) -> Any:
@@ -54,7 +55,14 @@ def waits(name: str, victim: int, in_step: bool, on_mesh: bool = False) -> tuple
     return "", (), "", ""
 
 
-@pytest.mark.parametrize(("name", "in_step"), [("psum_scatter", True), ("ppermute", False), ("all_to_all", True)])
+@pytest.mark.parametrize(
+    ("name", "in_step"),
+    [
+        pytest.param("psum_scatter", True, marks=exhaustive),
+        pytest.param("ppermute", False, marks=exhaustive),
+        ("all_to_all", True),
+    ],
+)
 def test_a_rank_that_stops_is_named(name: str, in_step: bool) -> None:
     outcomes = ranks.run_fresh(3, waits, name, 1, in_step, env={"FDP_LIVENESS_S": "3"})
     for rank in (0, 2):

@@ -54,7 +54,7 @@ def save_and_stop(folder: str, number: int, blocking: bool) -> dict[str, Any]:
     ("number", "reason", "blocking"),
     [
         (signal.SIGKILL, "died", False),
-        (signal.SIGSTOP, "frozen", True),
+        pytest.param(signal.SIGSTOP, "frozen", True, marks=exhaustive),
         pytest.param(signal.SIGKILL, "died", True, marks=exhaustive),
         pytest.param(signal.SIGSTOP, "frozen", False, marks=exhaustive),
     ],

@@ -11,7 +11,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from samples import exhaustive
+from samples import ALL_SAMPLES, exhaustive
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -25,6 +25,9 @@ import fdp
 Tree = dict[str, torch.Tensor]
 PLAIN = functools.partial(checkpoint, use_reentrant=False)
 REENTRANT = functools.partial(checkpoint, use_reentrant=True)
+
+
+BLOCKS = 5 if ALL_SAMPLES else 2
 
 
 def not_at_all(function: Callable[..., Any], *args: Any) -> Any:
@@ -47,9 +50,9 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Blocks that are checkpointed one by one, the way that models of libraries do it."""
 
-    def __init__(self, width: int, through: Callable[..., Any]) -> None:
+    def __init__(self, width: int, through: Callable[..., Any], blocks: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(5))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.through = through
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -58,13 +61,15 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def build(through: Callable[..., Any], width: int = 8) -> Any:
+def build(through: Callable[..., Any], width: int = 8, blocks: int = BLOCKS) -> Any:
     torch.manual_seed(0)
-    return fdp.from_module(Net(width, through))
+    return fdp.from_module(Net(width, through, blocks))
 
 
-def step_of(through: Callable[..., Any], width: int = 8, **options: Any) -> tuple[Any, tuple[Any, ...]]:
-    apply, params, buffers = build(through, width)
+def step_of(
+    through: Callable[..., Any], width: int = 8, blocks: int = BLOCKS, **options: Any
+) -> tuple[Any, tuple[Any, ...]]:
+    apply, params, buffers = build(through, width, blocks)
 
     def step(params: Tree, buffers: Tree, x: torch.Tensor) -> Any:
         grad_fn = fdp.value_and_grad(lambda p: apply(p, buffers, x), has_aux=True)
@@ -102,6 +107,7 @@ def test_a_module_that_checkpoints_itself_is_what_it_is_without(through: Callabl
     torch.testing.assert_close(dict(zip(params, grads, strict=True)), expected[0][1])
 
 
+@exhaustive
 def test_compiled() -> None:
     without, state = step_of(not_at_all)
     with_it, _ = step_of(PLAIN, compile=True)
@@ -156,7 +162,7 @@ def peak_bytes(run: Callable[[], Any]) -> int:
 def test_the_recomputation_really_happens(compiled: bool) -> None:
     peaks = []
     for through in (not_at_all, PLAIN):
-        step, state = step_of(through, width=32)
+        step, state = step_of(through, width=32, blocks=5)
         emitted = step.plan(*state, batch(512, 32)).emit(compile=compiled)
         inputs = (*state, batch(512, 32))
         emitted(*inputs)
@@ -173,7 +179,7 @@ def test_no_state_is_replayed_where_nothing_is_drawn() -> None:
     assert "fdp_generator" not in str(trace.graph.graph)
     _, state = step_of(PLAIN)
     trace = step_of(PLAIN)[0].trace(*state, batch())
-    assert str(trace.graph.graph).count("fdp_generator.replay") == 5
+    assert str(trace.graph.graph).count("fdp_generator.replay") == BLOCKS
 
 
 def test_random_numbers_that_are_not_to_be_preserved_are_refused() -> None:

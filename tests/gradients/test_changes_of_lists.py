@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from samples import some
 
 import fdp
 
@@ -21,7 +22,7 @@ CHANGES: dict[str, Callable[[Sequence[torch.Tensor]], Any]] = {
 
 
 @pytest.mark.parametrize("name", list(CHANGES))
-@pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
+@pytest.mark.parametrize("check", some([True, False]), ids=["checked", "unchecked"])
 def test_a_view_of_what_is_changed_has_the_derivative_of_plain_pytorch(name: str, check: bool) -> None:
     """The view is made before the change, and read after it."""
 

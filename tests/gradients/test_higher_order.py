@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from against_oracle import Tree, autograd, compare, data_of, leaves, net, task_loss
+from samples import exhaustive, some
 from torch import nn
 
 # --- grad of grad: MAML ------------------------------------------------------------------------------
@@ -57,7 +58,7 @@ def maml(inner: str) -> None:
     compare(step_fn, oracle)
 
 
-@pytest.mark.parametrize("inner", ["torch.func.grad", "fdp.grad"])
+@pytest.mark.parametrize("inner", [pytest.param("torch.func.grad", marks=exhaustive), "fdp.grad"])
 def test_maml(inner: str) -> None:
     ranks.run(2, maml, inner)
 
@@ -100,7 +101,7 @@ def gradient_penalty(how: str) -> None:
     compare(step_fn, oracle)
 
 
-@pytest.mark.parametrize("how", list(PENALTIES))
+@pytest.mark.parametrize("how", some(PENALTIES))
 def test_gradient_penalty(how: str) -> None:
     ranks.run(2, gradient_penalty, how)
 
@@ -157,7 +158,9 @@ def test_vmap_of_grad(job: Callable[[], None]) -> None:
     ranks.run(2, job)
 
 
-@pytest.mark.parametrize("layer", [nn.Conv1d(2, 4, 3), nn.Conv2d(2, 4, 3, groups=2), nn.ConvTranspose2d(2, 4, 3)])
+@pytest.mark.parametrize(
+    "layer", some([nn.Conv1d(2, 4, 3), nn.Conv2d(2, 4, 3, groups=2), nn.ConvTranspose2d(2, 4, 3)], 3)
+)
 def test_per_sample_gradients_of_convolutions(layer: nn.Module) -> None:
     """vmap hands convolution_backward unfilled memory in place of what is not asked for: harmless, not refused."""
     import fdp
@@ -256,7 +259,7 @@ def gan(donate: bool) -> None:
     torch.testing.assert_close(got, gan_oracle(5, world), rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("donate", [pytest.param(False, marks=exhaustive), True])
 def test_two_models_two_optimizers(donate: bool) -> None:
     ranks.run(2, gan, donate)
 
@@ -336,8 +339,14 @@ SECOND: dict[str, Callable[[Any, Tree, torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", list(SECOND))
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [
+        pytest.param(name, way, marks=() if way == (name == "twice") else exhaustive)
+        for way in (False, True)
+        for name in SECOND
+    ],
+)
 def test_second_derivatives_that_are_zero(name: str, compiled: bool) -> None:
     import fdp
 

@@ -6,16 +6,16 @@ How exact its times are is no test, since other work on the machine decides it: 
 from __future__ import annotations
 
 import pathlib
-import subprocess
-import sys
 import textwrap
 
 import pytest
+from forked import Forked
 from samples import some
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
-HEAD = """
+HEAD = f"""
 import math, sys, warnings
+sys.path.insert(0, {str(BENCHMARKS)!r})
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -26,18 +26,18 @@ torch.set_num_threads(1)
 """
 
 
-def run(program: str) -> None:
+def run(program: str, folder: pathlib.Path) -> None:
     """Runs a program in a process of its own, which becomes rank 0 of a card."""
-    text = HEAD + textwrap.dedent(program) + "\ndist.destroy_process_group()\n"
-    done = subprocess.run(
-        [sys.executable, "-c", text], cwd=BENCHMARKS, env={"PYTHONPATH": str(BENCHMARKS.parent)},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    script = folder / "program.py"
+    script.write_text(HEAD + textwrap.dedent(program) + "\ndist.destroy_process_group()\n")
+    done = Forked(script, (), {})
+    _, errors = done.communicate(timeout=120)
+    assert done.returncode == 0, errors
 
 
-def test_results_are_those_of_ranks_that_hold_the_same() -> None:
-    run("""
+def test_results_are_those_of_ranks_that_hold_the_same(tmp_path: pathlib.Path) -> None:
+    run(
+        """
         plug_in(Link(4, 0.0, math.inf))
         own = torch.tensor([1.0, 2.0, 3.0, 5.0])
 
@@ -70,12 +70,15 @@ def test_results_are_those_of_ranks_that_hold_the_same() -> None:
         dist.barrier()
         import torch.distributed._functional_collectives as functional
         assert torch.equal(functional.all_reduce(own, "avg", dist.group.WORLD) + 0, own)
-        """)
+        """,
+        tmp_path,
+    )
 
 
-def test_the_seconds_of_a_ring_are_those_of_its_hops() -> None:
+def test_the_seconds_of_a_ring_are_those_of_its_hops(tmp_path: pathlib.Path) -> None:
     # A dumber program: walk the hops. In each of them all ranks send a part to their neighbours at the same time.
-    run("""
+    run(
+        """
         for world in (1, 2, 3, 16, 256):
             link = Link(world, 3e-6, 2e9)
             for size in (0, 4, 10**6, 25 * 2**20):
@@ -87,11 +90,14 @@ def test_the_seconds_of_a_ring_are_those_of_its_hops() -> None:
                 assert math.isclose(link.broadcast_s(size), sum(3e-6 for hop in range(world - 1)) + size / 2e9)
                 assert math.isclose(link.all_reduce_s(size), fdp.plan.Network(3e-6, 2e9).message_s("mean", size, world))
         plug_in(Link(2, 0.0, math.inf))
-        """)
+        """,
+        tmp_path,
+    )
 
 
-def test_messages_follow_each_other_and_none_is_early() -> None:
-    run("""
+def test_messages_follow_each_other_and_none_is_early(tmp_path: pathlib.Path) -> None:
+    run(
+        """
         import time
         card = plug_in(Link(2, 5e-3, math.inf))  # 10 ms for each all-reduce
         start = time.perf_counter()
@@ -106,12 +112,15 @@ def test_messages_follow_each_other_and_none_is_early() -> None:
         assert all(end >= 10e-3 * (i + 1) for i, end in enumerate(ended)), ended
         assert all(late >= 0 for late in card.late_s())
         assert [message[0] for message in card.messages] == ["all_reduce"] * 3
-        """)
+        """,
+        tmp_path,
+    )
 
 
 @pytest.mark.parametrize("world", some([2, 16]))
-def test_everybody_trains_on_it_as_alone(world: int) -> None:
-    run(f"""
+def test_everybody_trains_on_it_as_alone(world: int, tmp_path: pathlib.Path) -> None:
+    run(
+        f"""
         from cases import Case
         from contenders import CONTENDERS
         from torch import nn
@@ -137,4 +146,6 @@ def test_everybody_trains_on_it_as_alone(world: int) -> None:
             assert all(torch.allclose(found[key], alone[key], atol=1e-6) for key in alone), name
             kinds = {{kind for kind, _, _ in card.messages[before:]}}
             assert {{"all_reduce", "broadcast"}} <= kinds, (name, kinds)
-        """)
+        """,
+        tmp_path,
+    )

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from links import occupancy_s
 from refusal_texts import check_message
+from samples import exhaustive
 from steps import make_state, sgd_step, train
 
 import fdp
@@ -254,7 +255,7 @@ def measure_together() -> Any:
     return first, costs, after.item(), str(emitted.plan.timeline(network=first.network, costs=costs).step_s)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=exhaustive)])
 def test_ranks_measure_the_same_to_the_bit(world: int) -> None:
     found = ranks.run(world, measure_together)
     assert found == [found[0]] * world
@@ -313,7 +314,7 @@ def one_dies(when: str) -> tuple[list[str], str, float]:
     return [], "", 0.0
 
 
-@pytest.mark.parametrize("when", ["before", "in the middle"])
+@pytest.mark.parametrize("when", ["before", pytest.param("in the middle", marks=exhaustive)])
 def test_a_rank_that_dies_is_an_error_on_the_others(when: str) -> None:
     env = {"FDP_AGREE_TIMEOUT_S": "3", "RANKS_TIMEOUT_S": "5"}
     first, second = ranks.run_fresh(2, one_dies, when, env=env, deadline_s=60, grace_s=50)

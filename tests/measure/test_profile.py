@@ -93,7 +93,9 @@ def train_on(options: dict[str, Any], profiles: bool) -> tuple[list[torch.Tensor
     return tensors_of(state), timelines, str(len(step.plan(state, batch).buckets))
 
 
-@pytest.mark.parametrize("options", [{"bucket_cap_mb": 0.05}, {"bucket_cap_mb": 0.05, "compile": True}])
+@pytest.mark.parametrize(
+    "options", [{"bucket_cap_mb": 0.05}, pytest.param({"bucket_cap_mb": 0.05, "compile": True}, marks=exhaustive)]
+)
 def test_profiles_change_nothing_and_tell_of_every_message(options: dict[str, Any]) -> None:
     plain = ranks.run(2, train_on, options, False)
     profiled = ranks.run(2, train_on, options, True)
@@ -252,7 +254,7 @@ def profile_unlike(what: str) -> None:
         step.profile(*(other if odd else args))
 
 
-@pytest.mark.parametrize("what", ["repeats", "signature"])
+@pytest.mark.parametrize("what", [pytest.param("repeats", marks=exhaustive), "signature"])
 def test_ranks_that_profile_different_things_are_told(what: str) -> None:
     for outcome in ranks.run_fresh(2, profile_unlike, what):
         assert outcome.error is not None and outcome.error.name == "AgreementError", outcome.describe()

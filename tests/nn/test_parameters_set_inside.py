@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from samples import exhaustive
 from torch import nn
 
 import fdp
@@ -35,7 +36,7 @@ def pieces(model: nn.Module) -> tuple[Any, Any]:
     return step, params
 
 
-@pytest.mark.parametrize("how", ["as it is", "traced", "compiled"])
+@pytest.mark.parametrize("how", ["as it is", "traced", pytest.param("compiled", marks=exhaustive)])
 def test_the_key_encoder_follows(how: str) -> None:
     model = Momentum()
     step, params = pieces(model)

@@ -8,6 +8,7 @@ import optree
 import pytest
 import torch
 from bits import same_leaves
+from samples import exhaustive
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -29,7 +30,7 @@ class Odd(nn.Module):
         self.register_buffer("seen", torch.tensor(100))
 
 
-@pytest.mark.parametrize("decay", [0, 0.3, 0.999, 1])
+@pytest.mark.parametrize("decay", [0, pytest.param(0.3, marks=exhaustive), 0.999, 1])
 def test_ema_has_the_bits_of_torch_also_for_buffers(decay: float) -> None:
     model = Odd()
     reference = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)

@@ -9,6 +9,7 @@ import lion_pytorch
 import optree
 import pytest
 import torch
+from samples import exhaustive
 from torch import Tensor
 
 import fdp
@@ -110,7 +111,7 @@ def run(optimizer: Optimizer, way: str) -> dict[str, Any]:
     return state
 
 
-@pytest.mark.parametrize("way", ["eager", "traced", "compiled"])
+@pytest.mark.parametrize("way", ["eager", "traced", pytest.param("compiled", marks=exhaustive)])
 @pytest.mark.parametrize(
     ("optimizer", "cls", "hyperparameters"),
     [

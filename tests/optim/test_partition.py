@@ -9,6 +9,7 @@ from typing import Any
 import optree
 import pytest
 import torch
+from samples import exhaustive
 from torch import Tensor
 
 import fdp
@@ -65,7 +66,7 @@ GROUPS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("donate", [pytest.param(False, marks=exhaustive), True])
 @pytest.mark.parametrize(("cls", "both", "first"), GROUPS, ids=lambda v: getattr(v, "__name__", None))
 def test_parts_of_one_class_have_the_bits_of_its_groups(
     cls: Any, both: dict[str, Any], first: dict[str, Any], donate: bool

@@ -18,7 +18,8 @@ def graphs_of(op: Any, limit: int) -> list[tuple[fx.GraphModule, list[torch.Tens
     """Traces of an operator and of its gradient on some of torch's own samples."""
     found = []
     dtype = torch.float32 if op.supports_dtype(torch.float32, "cpu") else torch.int64
-    for sample in op.sample_inputs("cpu", dtype, requires_grad=op.supports_autograd and dtype.is_floating_point):
+    # Not op.sample_inputs, which looks at the whole stack for the name of the test.
+    for sample in op.sample_inputs_func(op, "cpu", dtype, op.supports_autograd and dtype.is_floating_point):
         if len(found) == limit:
             break
         leaves, spec = optree.tree_flatten((sample.input, sample.args, sample.kwargs), none_is_leaf=True)

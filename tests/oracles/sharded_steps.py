@@ -7,6 +7,7 @@ the last elements of a row (those beyond a whole vector) in another way.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -251,10 +252,9 @@ def differences(
     for batch in batches:
         whole, result = whole_step(whole, batch)
         results.append(pytree.map_leaves(torch.clone, (whole, result)))
-    # Each way to shard is compiled by itself, which takes longest: the whole suite has no time for all.
-    ways = ways_to_shard(start, mesh)
-    ways = iter(list(ways)[:1]) if compile and not ALL_SAMPLES else ways
-    for way, state in ways:
+    # Each way to shard is a program of its own, which takes longest: by default one kind of step tries them all.
+    all_ways = ALL_SAMPLES or (name == "by hand" and not compile and mesh is None)
+    for way, state in itertools.islice(ways_to_shard(start, mesh), None if all_ways else 1):
         sharded_step = fdp.data_parallel(step, donate_argnums=donated, compile=compile, group=mesh, **options)
         structure, kinds = pytree.structure_of(state), list(map(type, pytree.leaves_of(state)))
         for call, batch in enumerate(batches):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from samples import exhaustive, some
 from torch import nn
 
 import fdp
@@ -60,17 +61,17 @@ NORMS = [
 ]
 
 
-@pytest.mark.parametrize("check_trace", [True, False])
-@pytest.mark.parametrize(("kind", "dims", "shape"), NORMS, ids=[f"{k.__name__} {d}" for k, d, _ in NORMS])
+@pytest.mark.parametrize("check_trace", some([True, False]))
+@pytest.mark.parametrize(("kind", "dims", "shape"), some(NORMS), ids=[f"{k.__name__} {d}" for k, d, _ in NORMS])
 def test_batch_normalisation_of_what_is_not_contiguous(kind: Any, dims: Any, shape: Any, check_trace: bool) -> None:
     torch.manual_seed(0)
     module = NormalisedRows(kind, dims)
     same_as_by_hand(module, *(torch.randn(shape) + 3 for _ in range(3)), check_trace=check_trace)
 
 
-@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("affine", some([True, False]))
 @pytest.mark.parametrize("tracked", [True, False])
-@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("narrow", some([torch.bfloat16, torch.float16]))
 def test_batch_normalisation_under_autocast(affine: bool, tracked: bool, narrow: torch.dtype) -> None:
     """Its input is narrow, and its parameters and statistics are not."""
     torch.manual_seed(0)
@@ -163,7 +164,7 @@ def looked_at_for_its_shape(w: torch.Tensor, batch: torch.Tensor) -> torch.Tenso
     return w + fdp.pmean(torch.stack(like).sum((0, 1)) * batch)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=exhaustive)])
 def test_memory_that_is_looked_at_for_its_shape_alone(compiled: bool) -> None:
     step = fdp.data_parallel(looked_at_for_its_shape, compile=compiled)
     for seed in range(2):
@@ -313,7 +314,7 @@ def test_a_sparse_constant_is_made_in_a_step(layout: str) -> None:
             torch.testing.assert_close(run(torch.ones(2), torch.ones(3, 2)), torch.full((2,), 0.4))
 
 
-@pytest.mark.parametrize("owner", [torch, torch._VF, torch.ops.aten])
+@pytest.mark.parametrize("owner", [torch, pytest.param(torch._VF, marks=exhaustive), torch.ops.aten])
 def test_an_lstm_that_is_called_by_itself(owner: Any) -> None:
     layer = torch.nn.LSTM(3, 4)
     params = [param.detach() for param in layer.parameters()]

@@ -7,7 +7,7 @@ call that got into the graph as a constant shows in the second. An operator is r
 ends with a remedy; nothing else. The comparison of a new trace with the step (`check_trace`) is off: it would refuse
 what the tracer gets wrong.
 
-By default one sample an operator; FDP_ALL_SAMPLES=1 takes all (14,000), with `check_trace` as
+By default one sample of some operators; FDP_ALL_SAMPLES=1 takes all (14,000), with `check_trace` as
 well, and on a few of them the method and the in-place form.
 """
 
@@ -206,7 +206,7 @@ def worst_of(name: str) -> tuple[str, str]:
     return max(verdicts_of(name), key=lambda row: (order.index(row[0]), row[1] == INFORMATIVE))
 
 
-@pytest.mark.parametrize("chunk", some(range(CHUNKS), 4))
+@pytest.mark.parametrize("chunk", some(range(CHUNKS), CHUNKS))
 def test_no_operator_is_wrong(chunk: int) -> None:
     found = {name: worst_of(name) for name in list(operators())[chunk::CHUNKS]}
     wrong = [
@@ -271,6 +271,7 @@ def spread(distance: int) -> list[str]:
     return [name for name in list(operators())[1::distance] if worst_of(name)[0] == RIGHT]
 
 
+@exhaustive
 def test_operators_on_two_ranks() -> None:
     names = spread(5 if ALL_SAMPLES else 45)
     assert len(names) > 8
@@ -284,6 +285,7 @@ def draws(name: str) -> bool:
     return not torch.allclose(first[0], second[0], equal_nan=True)
 
 
+@exhaustive
 def test_operators_in_compiled_steps() -> None:
     """Several in one step, since each compilation takes seconds; by themselves where that is refused."""
     names = [name for name in spread(4 if ALL_SAMPLES else 110) if not draws(name)]

@@ -9,8 +9,9 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from samples import examples
 
 import fdp
 from fdp.distributed.checksum import _elements
@@ -53,7 +54,7 @@ def looks(this: InPassing, tensors: list[torch.Tensor]) -> list[int]:
 
 
 @pytest.mark.parametrize("device", [False, True])
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(st.integers(0, 2**30))
 def test_each_element_is_seen(device: bool, seed: int) -> None:
     generator = random.Random(seed)

@@ -22,9 +22,15 @@ def train_step(state: dict[str, torch.Tensor], batch: torch.Tensor) -> Any:
     return {name: state[name] - 0.1 * grads[name] for name in state}, fdp.pmean(loss)
 
 
+def short_step(state: dict[str, torch.Tensor], batch: torch.Tensor) -> Any:
+    return {name: state[name] + fdp.pmean(batch * factor) for factor, name in enumerate(state)}
+
+
 def emitted(compile: bool = False) -> Emitted:
-    arguments = {"a": torch.eye(32), "b": torch.eye(32)}, torch.ones(16, 32)
-    step = fdp.data_parallel(train_step, group=fake_group(2), bucket_cap_mb=0.002, donate_argnums=0)
+    arguments = {"a": torch.eye(32), "b": torch.eye(32)}, torch.ones(32, 32)
+    step = fdp.data_parallel(
+        short_step if compile else train_step, group=fake_group(2), bucket_cap_mb=0.002, donate_argnums=0
+    )
     return step.plan(*arguments).emit(fake_group(2), compile=compile)
 
 

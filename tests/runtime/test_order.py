@@ -11,7 +11,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from samples import exhaustive, some
+from samples import ALL_SAMPLES, exhaustive, some
 
 import fdp
 from fdp.distributed.desynchronised import why_desynchronised
@@ -129,6 +129,12 @@ PAIRS: dict[str, tuple[torch.dtype, Pair]] = {
     "one function twice": (torch.float32, one_function_twice),
 }  # fmt: skip
 
+FEW = (
+    "mean of torch.float32", "sum of torch.int64", "all_gather", "bfloat16 on the wire, added up in float32",
+    "other sizes", "one function twice",
+)  # fmt: skip
+"""One of each way in which a call says which it is; the others are much like them."""
+
 
 def attempt(call: Callable[[], Any]) -> Any:
     try:
@@ -174,7 +180,7 @@ def swap(names: list[str]) -> None:
 
 @pytest.mark.parametrize("world", some([3, 2]))
 def test_swapped_steps_are_refused_on_all_ranks(world: int) -> None:
-    for outcome in ranks.run_fresh(world, swap, list(PAIRS), deadline_s=140):
+    for outcome in ranks.run_fresh(world, swap, list(PAIRS if ALL_SAMPLES else FEW), deadline_s=140):
         assert outcome.ok, outcome.describe()
 
 

@@ -11,7 +11,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from samples import exhaustive, some
+from samples import ALL_SAMPLES, exhaustive, some
 from torch import nn
 
 import fdp
@@ -173,7 +173,8 @@ def _copied(tree: Tree) -> Tree:
 
 @pytest.mark.parametrize("world", some([2, 3]))
 def test_what_comes_to_differ_is_named_on_all_ranks(world: int) -> None:
-    names = [event.__name__ for event in EVENTS]
+    events = EVENTS if ALL_SAMPLES else (parameter, closed_over)
+    names = [event.__name__ for event in events]
     outcomes = ranks.run_fresh(world, go_wrong, names, False, deadline_s=140)
     for outcome in outcomes:
         assert outcome.ok, outcome.describe()
@@ -233,6 +234,7 @@ def half_of_the_ranks() -> str:
     raise AssertionError("not noticed")
 
 
+@exhaustive
 def test_without_a_majority_all_ranks_are_named() -> None:
     for outcome in ranks.run_fresh(4, half_of_the_ranks, deadline_s=60):
         assert outcome.ok and "  w: ranks 0, 1, 2 and 3 differ; equal when call 3 began, not when call 4 began" in (
@@ -284,7 +286,7 @@ def as_on_a_device(ahead: bool) -> list[str]:
     return sorted(found)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=exhaustive), True])
 def test_numbers_that_stay_on_the_device_are_compared_a_call_later(ahead: bool) -> None:
     outcomes = ranks.run_fresh(2, as_on_a_device, ahead, deadline_s=100)
     for outcome in outcomes:

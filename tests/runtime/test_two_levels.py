@@ -66,7 +66,7 @@ def reduced(sizes: tuple[int, ...], dtype: torch.dtype, compile: bool) -> None:
     ("sizes", "dtype", "compile"),
     [
         ((2, 2), torch.float32, False),
-        ((2, 2), torch.float16, False),
+        pytest.param((2, 2), torch.float16, False, marks=exhaustive),
         pytest.param((2, 2), torch.bfloat16, False, marks=exhaustive),
         pytest.param((2, 2), torch.float32, True, marks=exhaustive),
         pytest.param((2, 4), torch.float32, False, marks=exhaustive),

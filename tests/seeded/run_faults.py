@@ -145,7 +145,11 @@ class _Running:
 
 
 def run_all(
-    faults: Sequence[Fault | None], programs: Sequence[str] = (), compiled: bool = False, workers: int = 2
+    faults: Sequence[Fault | None],
+    programs: Sequence[str] = (),
+    compiled: bool = False,
+    workers: int = 2,
+    shown_by: Mapping[str, str] | None = None,
 ) -> Iterator[Report]:
     """Make faults one at a time, each in a process that is forked from this one.
 
@@ -154,6 +158,7 @@ def run_all(
         programs: names of those to run; all if empty.
         compiled: whether steps are compiled.
         workers: how many processes at a time.
+        shown_by: for faults by their names the one program to run.
 
     Returns:
         A report for each fault, as they come.
@@ -170,7 +175,11 @@ def run_all(
         names = list(programs or traced_programs.PROGRAMS)
         prepared = {name: traced_programs.prepare(name) for name in names}
     context = multiprocessing.get_context("fork")
-    pending = [_Running(fault, None, 0.0, {}, list(names)) for fault in faults]
+    one = {} if shown_by is None else shown_by
+    pending = [
+        _Running(fault, None, 0.0, {}, [one[fault.name]] if fault is not None and fault.name in one else list(names))
+        for fault in faults
+    ]
     running: dict[Any, _Running] = {}
     try:
         while pending or running:
@@ -260,6 +269,9 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="only faults with one of these in their name or group")
     parser.add_argument("--compiled", action="store_true", help="compiled steps")
     parser.add_argument("--programs", nargs="+", default=[], help="only these programs")
+    parser.add_argument(
+        "--shown-by", nargs="+", default=[], metavar="FAULT=PROGRAM", help="run these faults on these programs alone"
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--details", action="store_true", help="print what became of each program")
     options = parser.parse_args()
@@ -267,7 +279,8 @@ def main() -> int:
     began, reports = time.monotonic(), list[Report]()
     groups = {fault.name: group for group, fault in chosen}
     faults: list[Fault | None] = [None, *(fault for _, fault in chosen)]
-    for report in run_all(faults, options.programs, options.compiled, options.workers):
+    shown_by = dict(pair.split("=") for pair in options.shown_by)
+    for report in run_all(faults, options.programs, options.compiled, options.workers, shown_by):
         if report.fault is None:
             wrong = {n: o for n, o in report.outcomes.items() if o.numbers or o.raised or o.refusal or o.user}
             print(f"without a fault: {wrong or report.error or 'every number is right, no program is refused'}")

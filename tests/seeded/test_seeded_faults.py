@@ -9,7 +9,7 @@ import sys
 import pytest
 import run_faults
 import seeded_faults_trace
-from samples import exhaustive
+from samples import ALL_SAMPLES, exhaustive
 from seeded_fault import Fault
 from seeded_faults import COMPILED_FAULTS, FAULTS
 
@@ -39,7 +39,7 @@ _SHOWN = {
     "packed before it is whole": "early",
     "deferred without a word": "deferred_past_a_message",
     "no wait for what is only returned": "in_a_row",
-    "calls wait for one bucket": "two_at_once",
+    "calls wait for one bucket": "in_the_bucket",
     "statistics are added up": "batch_norm",
     "buckets at the beginning": "in_a_row",
     "header over the last member": "in_a_row",
@@ -67,6 +67,8 @@ _SHOWN_COMPILED = {"compiled, not divided": "large", "compiled, beta left out": 
 )
 def test_faults_that_change_a_number_are_caught_before_it_is_computed(shown: dict[str, str], option: list[str]) -> None:
     words = [*shown, *option, "--programs", *sorted(set(shown.values())), "--workers", "1"]
+    if not ALL_SAMPLES:  # each by its own program, and not by those of the others
+        words += ["--shown-by", *(f"{fault}={program}" for fault, program in shown.items())]
     done = subprocess.run(
         [sys.executable, run_faults.__file__, *words], capture_output=True, text=True, timeout=280, check=False
     )

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 import warnings
@@ -169,7 +166,7 @@ def left_to_a_destroyed_group(path: str, is_late: bool) -> tuple[list[str], int 
     return told, latest, manager.latest_step()
 
 
-@pytest.mark.parametrize("is_late", [True, False])
+@pytest.mark.parametrize("is_late", [True, pytest.param(False, marks=exhaustive)])
 def test_a_group_that_is_destroyed_meanwhile(tmp_path: Path, is_late: bool) -> None:
     found = ranks.run_fresh(2, left_to_a_destroyed_group, str(tmp_path), is_late)
     for told, latest, newest in (each.value for each in found):
@@ -184,48 +181,48 @@ def test_a_group_that_is_a_part_of_all(tmp_path: Path) -> None:
     assert ranks.run(3, in_a_part, str(tmp_path)) == [None, 1, 1]
 
 
-KILLED = """
-    import sys, torch, torch.distributed as dist, fdp
-    path, store, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+def saves_on(path: Path, store: Path, rank: int, told: Any) -> None:
+    """In another process, until it is killed."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     manager = fdp.CheckpointManager(path, keep=2)
     at = torch.zeros(())
     state = {name: at + torch.zeros(200_000) for name in "abcdef"}
     own = fdp.per_rank(torch.full((1000,), float(rank)))
-    print("ready", flush=True)
+    told.send(0)
     for step in range(1, 10_000):
         state = {name: x + 1 for name, x in state.items()}
         manager.save(step, {**state, "own": own, "n": step}, blocking=step % 3 == 0)
-        print(step, flush=True)
-"""
+        told.send(step)
 
 
 def killed(tmp_path: Path, victims: tuple[int, ...], after_s: float) -> None:
     """Kill ranks that save without a pause, and look at what is there."""
     path, store = tmp_path / "run", tmp_path / "store"
-    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(path), str(store)]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    each = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
-        for rank in range(2)
-    ]
+    each, said, told = [], [], []
     try:
-        for process in each:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
+        for rank in range(2):
+            heard, tells = ranks.context().Pipe(duplex=False)
+            each.append(ranks.context().Process(target=saves_on, args=(path, store, rank, tells), daemon=True))
+            each[-1].start()
+            tells.close()
+            said.append(heard)
+        assert [heard.recv() for heard in said] == [0, 0]
         time.sleep(after_s)
         for victim in victims:
-            each[victim].send_signal(signal.SIGKILL)
+            each[victim].kill()
         time.sleep(1.0)
-        told = []
-        for process in each:  # those that are left wait for the others, or have ended
+        for process, heard in zip(each, said, strict=True):  # those that are left wait for the others, or have ended
             process.kill()
-            lines = process.communicate(timeout=60)[0].split()
-            told.append(int(lines[-1]) if lines else 0)
+            told.append(0)
+            with contextlib.suppress(EOFError):
+                while True:
+                    told[-1] = heard.recv()
     finally:
         for process in each:
             process.kill()
+            process.join()
     manager = fdp.CheckpointManager(path)
     latest = manager.latest_step()
     # What save has returned for is there, but for the last, which a thread was writing.

@@ -11,6 +11,7 @@ import pytest
 import ranks
 import torch
 from checkpoints import flip_a_bit
+from samples import exhaustive, some
 
 import fdp
 from fdp.state.index import INDEX, read_index
@@ -62,7 +63,7 @@ def test_the_manager_passes_over_one_with_such_a_value(tmp_path: Path) -> None:
     assert (state["n"], step) == (2**20 + 1, 1)
 
 
-@pytest.mark.parametrize("value", [123456789, "hello world", torch.arange(3.0)])
+@pytest.mark.parametrize("value", some([123456789, "hello world", torch.arange(3.0)], every=3))
 def test_no_bit_of_a_piece_makes_another_value_of_it(value: Any) -> None:
     written = io.BytesIO()
     torch.save(value, written)
@@ -132,7 +133,7 @@ def damaged_parts(folder: str, whole: bool) -> tuple[str, int, str]:
 
 
 @pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, *(pytest.param(n, marks=exhaustive) for n in (2, 3))])
 def test_a_part_of_a_sharded_leaf_on_any_number_of_ranks(size: int, whole: bool) -> None:
     with tempfile.TemporaryDirectory() as name:
         ranks.run(2, save_parts, name)

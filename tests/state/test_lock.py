@@ -5,29 +5,37 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 from samples import exhaustive
 
 import fdp
 from fdp.state.lock import DirectoryLock
 
-OTHER = (
-    "import pathlib, sys\nfrom fdp.state.lock import DirectoryLock\nDirectoryLock(pathlib.Path(sys.argv[1])).acquire()"
-)
 HAS_LOCKS_OF_OPEN_FILES = pytest.mark.skipif(not hasattr(fcntl, "F_OFD_SETLK"), reason="the system has none")
+
+
+def tries(folder: Path, told: Any) -> None:
+    try:
+        DirectoryLock(folder).acquire()
+        told.send("")
+    except fdp.FdpError as error:
+        told.send(str(error))
 
 
 def others_may(folder: Path) -> bool:
     """Whether another process gets the lock."""
-    ended = subprocess.run([sys.executable, "-c", OTHER, folder], capture_output=True, text=True, check=False)
-    assert ended.returncode == 0 or f"process {os.getpid()} on " in ended.stderr, ended.stderr
-    return ended.returncode == 0
+    heard, told = ranks.context().Pipe(duplex=False)
+    other = ranks.context().Process(target=tries, args=(folder, told), daemon=True)
+    other.start()
+    said = heard.recv()
+    other.join()
+    assert not said or f"process {os.getpid()} on " in said, said
+    return not said
 
 
 @HAS_LOCKS_OF_OPEN_FILES

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as torch_pytree
 from fake_ranks import fake_group
+from samples import exhaustive, some
 from ways import WAYS, ways
 
 import fdp
@@ -163,12 +164,12 @@ def labels_in_a_step(way: str) -> None:
 
 
 @ways
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=exhaustive)])
 def test_what_is_returned_in_the_place_of_a_labelled_leaf_is_labelled(way: str, world: int) -> None:
     ranks.run(world, labels_in_a_step, way)
 
 
-@ways
+@pytest.mark.parametrize("way", [pytest.param(way, marks=exhaustive if way != "kept" else ()) for way in WAYS])
 def test_labels_in_a_world_of_one(way: str) -> None:
     step = fdp.data_parallel(residual_step, **WAYS[way])
     state = residual_state(0)
@@ -275,7 +276,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("wrapper", OPTIMIZERS)
+@pytest.mark.parametrize("wrapper", some(OPTIMIZERS))
 def test_the_state_of_an_optimizer_for_labelled_parameters_is_labelled_and_computes_the_same(wrapper: str) -> None:
     optimizer = OPTIMIZERS[wrapper](fdp.optim.from_torch(torch.optim.AdamW, lr=0.1))
 

@@ -9,7 +9,8 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from ways import WAYS, ways
+from samples import exhaustive
+from ways import WAYS
 
 import fdp
 from fdp.state import rank_local
@@ -58,7 +59,7 @@ def what_comes_back_unlabelled(way: str) -> None:
     assert "was the value of the labelled output['m'] of step '<lambda>'" in refused(other, out["m"].value, batch)
 
 
-@ways
+@pytest.mark.parametrize("way", [pytest.param(way, marks=exhaustive if "compiled" in way else ()) for way in WAYS])
 def test_what_came_out_as_each_ranks_own_does_not_go_in_as_replicated(way: str) -> None:
     ranks.run(2, what_comes_back_unlabelled, way)
     what_comes_back_unlabelled(way)

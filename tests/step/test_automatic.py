@@ -109,7 +109,7 @@ def call_unequal(network: fdp.Network | None) -> tuple[Any, ...]:
     return plan_of(step).messages, same, len(plan_of(step).trace.operations), plan_of(step).forecast
 
 
-@pytest.mark.parametrize("network", [NETWORK, None])
+@pytest.mark.parametrize("network", [pytest.param(NETWORK, marks=exhaustive), None])
 def test_ranks_that_run_different_operators_choose_alike(network: fdp.Network | None) -> None:
     first, second = ranks.run(2, call_unequal, network)
     assert first[0] == second[0]

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from refusal_texts import check_message
+from samples import exhaustive, some
 from steps import sgd_step
 
 import fdp
@@ -86,7 +87,7 @@ MISMATCHES = {
 }
 
 
-@pytest.mark.parametrize("kind", list(MISMATCHES))
+@pytest.mark.parametrize("kind", some(MISMATCHES, 3))
 def test_ranks_that_differ_are_told_how(kind: str) -> None:
     outcomes = ranks.run_fresh(2, mismatched, kind, deadline_s=40)
     for outcome in outcomes:
@@ -217,7 +218,7 @@ def number_by_rank(where: str) -> None:
     fdp.data_parallel(step_fn)(state, {"x": torch.ones(size, 3)})
 
 
-@pytest.mark.parametrize("where", ["state", "closed over", "no collective", "length of the batch"])
+@pytest.mark.parametrize("where", some(["state", "closed over", "no collective", "length of the batch"], 3))
 def test_a_number_that_differs_between_ranks_is_not_taken_for_replicated(where: str) -> None:
     for outcome in ranks.run_fresh(2, number_by_rank, where, deadline_s=40):
         assert outcome.error is not None, "ranks went apart in silence"
@@ -285,7 +286,7 @@ def zero_size_step(state: Tree, batch: Tree) -> Tree:
     return {k: state[k] - 0.1 * grads[k] for k in state}
 
 
-@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("donate", [pytest.param(False, marks=exhaustive), True])
 def test_zero_size_tensors(donate: bool) -> None:
     got = ranks.run(2, zero_size_state, donate)[0]
     a, b = torch.ones(3), torch.ones(2)

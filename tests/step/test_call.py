@@ -12,6 +12,7 @@ import numpy as np
 import optree
 import pytest
 import torch
+from samples import exhaustive
 from telling_steps import Options, a_state, apart, plain_telling
 
 import fdp
@@ -27,7 +28,7 @@ def recognised(step: Any, *args: Any) -> bool:
     return step._known.calls.recognise(place, *arguments.split_static(args, roles)) is not None
 
 
-@pytest.mark.parametrize("donate", [(), 0], ids=["kept", "donated"])
+@pytest.mark.parametrize("donate", [pytest.param((), marks=exhaustive), 0], ids=["kept", "donated"])
 def test_a_training_loop_is_recognised(donate: Any) -> None:
     """State that comes back, state from elsewhere, tied leaves, and signatures that take turns."""
     step = fdp.data_parallel(plain_telling, donate_argnums=donate, static_argnums=1, check_trace=False)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from bits import copied, same_bits
 from fake_ranks import fake_group
+from samples import some
 from steps import shifted
 
 import fdp
@@ -104,7 +105,7 @@ def test_what_is_returned_beside_a_donated_state_does_not_change_later() -> None
             assert [seen[n][0].item() for n in ("new", "view", "old", "mean")] == [i + 1, i + 1, i, 1.0], k
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", some([False, True]))
 def test_what_is_returned_beside_a_state_that_will_be_donated_does_not_change_later(compiled: bool) -> None:
     """The first state lies in one tensor, or lacks an entry: what is returned is new memory, and is donated next."""
 

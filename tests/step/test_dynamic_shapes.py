@@ -12,6 +12,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from against_oracle import Tree, autograd, data_of, leaves, net_params, task_loss
+from samples import some
 
 import fdp
 from fdp.trace.calls import recognise
@@ -45,7 +46,9 @@ def epochs_with_a_shorter_last_batch(last: list[int]) -> int:
     return step.traces
 
 
-@pytest.mark.parametrize(("last", "traces"), [([3, 3], [2, 2]), ([3, 4], [2, 1]), ([2, 3], [2, 2]), ([4, 1], [1, 2])])
+@pytest.mark.parametrize(
+    ("last", "traces"), some([([3, 3], [2, 2]), ([3, 4], [2, 1]), ([2, 3], [2, 2]), ([4, 1], [1, 2])], 3)
+)
 def test_a_shorter_last_batch_is_traced_once_and_not_again(last: list[int], traces: list[int]) -> None:
     """Also where it comes on one rank only: the other one neither traces nor waits."""
     assert ranks.run(2, epochs_with_a_shorter_last_batch, last) == traces
@@ -131,7 +134,7 @@ CHANGES: dict[str, tuple[Callable[[int], tuple[Any, ...]], str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", list(CHANGES))
+@pytest.mark.parametrize("what", some(CHANGES, 3))
 def test_the_warning_says_what_changed_and_what_to_do(what: str) -> None:
     arguments, change, remedy = CHANGES[what]
     step = fdp.data_parallel(shifted, check_trace=False)
@@ -159,7 +162,7 @@ def test_more_shapes_than_are_kept_are_told_once(monkeypatch: pytest.MonkeyPatch
 # --- slices of data that lie in one piece of memory --------------------------------------------------
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["operators", "compiled"])
+@pytest.mark.parametrize("compiled", some([False, True]), ids=["operators", "compiled"])
 def test_batches_that_are_slices_are_traced_once(compiled: bool) -> None:
     data = torch.randn(21, 3)
     step = fdp.data_parallel(lambda w, x: fdp.pmean((x @ w).tanh().sum(0)), compile=compiled)

@@ -16,6 +16,7 @@ import pytest
 import ranks
 import torch
 from bits import same_bits
+from samples import some
 
 import fdp
 from fdp.runtime.residence import Residence
@@ -310,7 +311,7 @@ def during_a_run(where: str) -> list[str]:
     return seen
 
 
-@pytest.mark.parametrize("where", ["itself", "a thread"])
+@pytest.mark.parametrize("where", some(["itself", "a thread"]))
 def test_two_steps_never_run_at_once_on_a_group(where: str) -> None:
     """Ranks pair messages by their order, and another rank may have run the two in another order."""
     for outcome in ranks.run_fresh(2, during_a_run, where, deadline_s=60):

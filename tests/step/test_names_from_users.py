@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import xml.etree.ElementTree
 from pathlib import Path
@@ -43,6 +44,12 @@ def test_a_step_trains_what_has_such_names(compile: bool) -> None:
     assert list(loss) == ["l\n'"]
 
 
+@functools.cache
+def plan() -> fdp.Plan:
+    network = fdp.Network(latency_s=1e-4, bandwidth_bytes_per_s=1e8)
+    return fdp.data_parallel(train_step, network=network).plan(made(), BATCH)
+
+
 def is_printable(text: str) -> bool:
     """Whether a terminal shows it as it is, and every encoding can hold it."""
     text.encode()
@@ -50,12 +57,10 @@ def is_printable(text: str) -> bool:
 
 
 def test_tables_and_messages_print_them(capsys: pytest.CaptureFixture[str]) -> None:
-    step = fdp.data_parallel(train_step, network=fdp.Network(latency_s=1e-4, bandwidth_bytes_per_s=1e8))
-    plan = step.plan(made(), BATCH)
-    for value in (step.trace(made(), BATCH), plan, plan.timeline(), plan.emit().memory):
+    for value in (plan().trace, plan(), plan().timeline(), plan().emit().memory):
         print(value)
         assert is_printable(str(value))
-    assert repr("[bold red]x[/bold red]") in str(step.trace(made(), BATCH))  # it is no markup
+    assert repr("[bold red]x[/bold red]") in str(plan().trace)  # it is no markup
     for wrong, error in (
         (lambda s, b: {name: s[name] + b["[red]x"] for name in NAMES}, fdp.ReplicationError),
         (lambda s, b: {name: s[name].add_(1) for name in NAMES}, fdp.PurityError),
@@ -71,11 +76,9 @@ def test_tables_and_messages_print_them(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_pictures_and_files_hold_them(tmp_path: Path) -> None:
-    step = fdp.data_parallel(train_step, network=fdp.Network(latency_s=1e-4, bandwidth_bytes_per_s=1e8))
-    plan = step.plan(made(), BATCH)
-    plan.timeline().draw(tmp_path / "timeline.svg")
-    plan.emit().memory.draw(tmp_path / "memory.svg")
-    plan.timeline().save_trace(tmp_path / "trace.json")
+    plan().timeline().draw(tmp_path / "timeline.svg")
+    plan().emit().memory.draw(tmp_path / "memory.svg")
+    plan().timeline().save_trace(tmp_path / "trace.json")
     for name in ("timeline.svg", "memory.svg"):
         root = xml.etree.ElementTree.parse(tmp_path / name)
         assert not [each for each in root.iter() if each.tag.endswith("script")]

@@ -14,9 +14,9 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from samples import exhaustive, some
+from samples import ALL_SAMPLES, exhaustive, some
 
-STEPS = 10
+STEPS = 10 if ALL_SAMPLES else 5
 GLOBAL_BATCH = 16
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw": ("AdamW", {"lr": 1e-2, "fused": True}),
@@ -82,9 +82,19 @@ WHOLE_BATCH = ("mlp", "gpt")
 BY_SHARD = ("cnn", "gpt_dropout")
 
 
+DEFAULT = {(2, "mlp"), (2, "cnn")}
+"""One of each kind of oracle; `test_ddp_bits.py` has a transformer."""
+
+
 @pytest.mark.parametrize("optimizer", some(["adamw", "sgd"]))
-@pytest.mark.parametrize("name", [*WHOLE_BATCH, *BY_SHARD])
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=exhaustive)])
+@pytest.mark.parametrize(
+    ("world", "name"),
+    [
+        pytest.param(world, name, marks=() if (world, name) in DEFAULT else exhaustive)
+        for world in (1, 2, 4)
+        for name in (*WHOLE_BATCH, *BY_SHARD)
+    ],
+)
 def test_ranks_equal_one_process(world: int, name: str, optimizer: str) -> None:
     donate = optimizer == "adamw"
     results = ranks.run(world, train, name, optimizer, donate, torch.float64)
@@ -102,7 +112,7 @@ def test_float32_ranks_equal_one_process() -> None:
     torch.testing.assert_close(result["values"], values)
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn"])
+@pytest.mark.parametrize("name", [pytest.param("mlp", marks=exhaustive), "cnn"])
 def test_no_process_group_is_a_world_of_one(name: str) -> None:
     assert not dist.is_initialized()
     result = train(name, "adamw", True, torch.float64)
@@ -117,7 +127,7 @@ def test_donation_changes_no_bit(name: str) -> None:
 
 
 def train_with_caps(name: str, donate: bool) -> dict[str, list[str]]:
-    caps = [1e-5, 2e-3, 25, [1e-4, 3e-3], "auto"]
+    caps = [1e-5, [1e-4, 3e-3], 25, "auto", 2e-3] if ALL_SAMPLES else [1e-5, 25]
     return {str(cap): train(name, "adamw", donate, torch.float32, cap)["digests"] for cap in caps}
 
 
@@ -149,8 +159,9 @@ def count_buckets(name: str, caps: list[Any]) -> list[int]:
 
 def test_the_caps_above_make_different_plans() -> None:
     """Otherwise the comparison of plans would compare one plan with itself."""
-    counts = ranks.run(2, count_buckets, "gpt", [1e-5, 2e-3, 25])[0]
-    assert counts[0] > counts[1] > counts[2] >= 1
+    for name, caps in [("cnn", [1e-5, 25]), ("gpt", [1e-5, 2e-3, 25])][: 1 + ALL_SAMPLES]:
+        counts = ranks.run(2, count_buckets, name, caps)[0]
+        assert sorted(set(counts), reverse=True) == counts and counts[-1] >= 1
 
 
 def eager_and_traced(name: str) -> None:
@@ -173,6 +184,8 @@ def eager_and_traced(name: str) -> None:
         state = traced[0]
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn", "gpt_dropout"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=exhaustive) if name != "cnn" else name for name in ("mlp", "cnn", "gpt_dropout")]
+)
 def test_untraced_step_gives_the_same_bits(name: str) -> None:
     ranks.run(2, eager_and_traced, name)

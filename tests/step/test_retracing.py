@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from bits import copied, same_bits, same_bits_or_equal
+from samples import some
 from steps import shifted
 
 import fdp
@@ -51,7 +53,7 @@ CHANGES: dict[str, Tree] = {
 }
 
 
-@pytest.mark.parametrize("name", list(CHANGES))
+@pytest.mark.parametrize("name", some(CHANGES))
 def test_a_change_of_signature_is_traced_anew(name: str) -> None:
     step = Counted()
     batch = torch.ones(4)
@@ -209,7 +211,6 @@ def test_state_and_batch_may_share_memory_when_the_state_is_donated() -> None:
 
 
 def test_a_step_holds_no_tensor_of_its_arguments() -> None:
-    import gc
     import weakref
 
     step = fdp.data_parallel(shifted, donate_argnums=0)

@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from samples import ALL_SAMPLES, exhaustive, some
+from samples import ALL_SAMPLES, exhaustive
 from sharded_steps import STEPS, all_differences
 
 import fdp
 
-REPEATS = {"Adam", "AdamW, single", "RMSprop", "Adagrad", "averaged", "convolution", "of other dtypes"}
+REPEATS = {
+    "SGD", "Adam", "AdamW, foreach", "AdamW, single", "RMSprop", "Adagrad", "Adafactor", "averaged", "accumulated",
+    "of other dtypes", "convolution", "batch norm",
+}  # fmt: skip
 """Steps that others are much like."""
 
 
@@ -28,14 +31,12 @@ def test_two_ranks_compute_on_parts_what_they_compute_on_the_whole(name: str) ->
 
 @pytest.mark.parametrize("size", [3, pytest.param(4, marks=exhaustive)])
 def test_more_ranks_do(size: int) -> None:
-    names = ["AdamW, single", "clipped", *(("by hand", "views and readers", "convolution") if ALL_SAMPLES else ())]
-    ranks.run(size, no_differences, names, False)
+    names = ["in place", "by hand", "AdamW, single", "clipped", "views and readers", "convolution"]
+    ranks.run(size, no_differences, names if ALL_SAMPLES else names[:1], False)
 
 
-@pytest.mark.parametrize(
-    "name",
-    some(["by hand", "views and readers", "clipped", "accumulated"], 4),
-)
+@exhaustive
+@pytest.mark.parametrize("name", ["by hand", "views and readers", "clipped", "accumulated"])
 def test_compiled_steps_do(name: str) -> None:
     ranks.run(2, no_differences, [name], True)
 
@@ -51,13 +52,17 @@ def state_of(rows: int = 8) -> Any:
 
 
 def memory_of_donated_state_is_kept() -> None:
-    step = fdp.data_parallel(update, donate_argnums=0)
-    state = fdp.shard(state_of(), min_size=0)
-    before = {key: leaf.to_local().data_ptr() for key, leaf in state.items()}
-    for _ in range(3):
-        state, _ = step(state, torch.ones(4, 8))
-        assert {key: leaf.to_local().data_ptr() for key, leaf in state.items()} == before
-        assert all(leaf.to_local().shape == (4, 6) for leaf in state.values())
+    whole_step, x = fdp.data_parallel(update), torch.ones(4, 8) + fdp.axis_index()
+    for compile in (False, True):
+        step, whole = fdp.data_parallel(update, donate_argnums=0, compile=compile), state_of()
+        state = fdp.shard(state_of(), min_size=0)
+        before = {key: leaf.to_local().data_ptr() for key, leaf in state.items()}
+        for _ in range(3):
+            state, _ = step(state, x)
+            assert {key: leaf.to_local().data_ptr() for key, leaf in state.items()} == before
+            assert all(leaf.to_local().shape == (4, 6) for leaf in state.values())
+            whole, _ = whole_step(whole, x)
+            torch.testing.assert_close(fdp.unshard(state), whole)
 
 
 def test_donated_parts_keep_their_memory() -> None:

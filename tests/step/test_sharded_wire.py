@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -24,13 +25,16 @@ def no_differences(name: str, compile: bool, options: dict[str, Any]) -> None:
     assert not found, "\n".join(found[:10])
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", some(["Adam", "AdamW, foreach", "accumulated", "by hand", "clipped"], 3))
+@pytest.mark.parametrize(
+    ("name", "way"),
+    some(itertools.product(["Adam", "AdamW, foreach", "accumulated", "by hand", "clipped"], WAYS), 10),
+)
 def test_two_ranks_compute_on_parts_what_they_compute_on_the_whole(name: str, way: str) -> None:
     ranks.run(2, no_differences, name, False, WAYS[way])
 
 
-@pytest.mark.parametrize("name", some(["Adam", "clipped", "convolution", "frozen and tied"], 2))
+@exhaustive
+@pytest.mark.parametrize("name", ["Adam", "clipped", "convolution", "frozen and tied"])
 def test_more_ranks_do_where_both_add_in_float32(name: str) -> None:
     ranks.run(3, no_differences, name, False, WAYS["added in float32"])
 
@@ -75,8 +79,8 @@ def scattered_gradients(dtype: torch.dtype, accumulate: bool) -> None:
         assert ("added in float32" in step.plan(state, data[rank]).messages) == accumulate
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("size", "accumulate"), [(2, False), (3, True), (3, False)])
+@pytest.mark.parametrize("dtype", some([torch.bfloat16, torch.float16]))
+@pytest.mark.parametrize(("size", "accumulate"), [(2, False), (3, True), pytest.param(3, False, marks=exhaustive)])
 def test_each_rank_gets_its_part_of_the_mean(size: int, accumulate: bool, dtype: torch.dtype) -> None:
     ranks.run(size, scattered_gradients, dtype, accumulate)
 

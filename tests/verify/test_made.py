@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,10 +36,14 @@ def made(plan: Plan, program: Program) -> tuple[Blocks, dict[int, Buffer]]:
     return blocks, make_buffers(plan, program, blocks)
 
 
+emitted_once = functools.cache(emitted)
+"""For tests that leave the plan and the program as they are."""
+
+
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", STEPS)
 def test_what_is_made_right_is_let_through(name: str, world: int) -> None:
-    plan, program = emitted(name, world)
+    plan, program = emitted_once(name, world)
     blocks, buffers = made(plan, program)
     verify_made(plan, program, blocks, buffers)
     assert program.places
@@ -62,7 +67,7 @@ WRONG: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_each_place_is_looked_at(what: str) -> None:
-    plan, program = emitted("everything", 2)
+    plan, program = emitted_once("everything", 2)
     blocks, buffers = made(plan, program)
     functions = [program.function, *(body.function for body in program.loops.values())]
     assert len(functions) == 2
@@ -95,7 +100,7 @@ def test_places_are_objects_of_their_own() -> None:
 @pytest.mark.parametrize("what", WRONG)
 @pytest.mark.parametrize("name", STEPS)
 def test_each_part_of_a_bucket_is_looked_at(name: str, what: str) -> None:
-    plan, program = emitted(name, 3 if name == "parts" else 2)  # of two ranks, none adds up more than two rows
+    plan, program = emitted_once(name, 3 if name == "parts" else 2)  # of two ranks, none adds up more than two rows
     blocks, buffers = made(plan, program)
     seen = set()
     for index, buffer in buffers.items():
@@ -119,7 +124,7 @@ def test_each_part_of_a_bucket_is_looked_at(name: str, what: str) -> None:
 
 
 def test_what_is_said_of_buckets_is_looked_at() -> None:
-    plan, program = emitted("everything", 2)
+    plan, program = emitted_once("everything", 2)
     blocks, buffers = made(plan, program)
     for index, buffer in buffers.items():
         wrong = dataclasses.replace(buffer, scaled=not buffer.scaled)
@@ -137,7 +142,7 @@ def test_what_is_said_of_buckets_is_looked_at() -> None:
 
 
 def test_memory_that_is_too_small_is_noticed() -> None:
-    plan, program = emitted("everything", 2)
+    plan, program = emitted_once("everything", 2)
     blocks, buffers = made(plan, program)
     for wrong in ({}, {device: block[: -SPARE_BYTES - 1] for device, block in blocks.items()}):
         with pytest.raises(VerificationError, match="bytes in a row"):

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from monitors import until
+from samples import examples
 
 from fdp.distributed.liveness import status as status_of
 from fdp.distributed.liveness.addresses import host_name, own_addresses
@@ -35,6 +36,7 @@ def shared() -> tuple[Any, Status, Status]:
     return file, Status(file.fileno()), Status(file.fileno())
 
 
+@examples(100)
 @given(st.text(max_size=900), st.integers(0, 2**63))
 def test_what_a_rank_does_is_seen_in_the_other_process(text: str, call: int) -> None:
     file, own, other = shared()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -50,7 +49,7 @@ def test_who_is_gone_is_told_however_long_the_texts_are(groups: int, text: str) 
 
 
 def test_of_thousands_of_groups_the_first_faults_are_told() -> None:
-    told = json.loads(encoded(news_of(1000, 16, LONG), ROOM_BYTES))
+    told = json.loads(encoded(news_of(1000, 16, LONG[:10]), ROOM_BYTES))
     assert len(told) == 1000
     assert all(group["story"][0]["rank"] == 0 for group in told.values())
     assert encoded(news_of(10, 1, ""), 100) == b"{}"
@@ -70,7 +69,6 @@ def ends_by_a_long_error() -> tuple[Any, ...]:
     if dist.get_rank() == 1:
         error = ValueError(LONG)
         sys.excepthook(ValueError, error, None)  # as Python calls it at the end of the program
-        time.sleep(5)
         return ()
     step = fdp.data_parallel(lambda w, b: w + fdp.pmean(b.sum()), group=groups[3])
     with pytest.raises(fdp.PeerError) as caught:

@@ -8,6 +8,7 @@ import sys
 import textwrap
 
 import pytest
+from samples import exhaustive
 
 # The interpreter ends slowly, so that the thread comes back from C++ in the middle of that, many times.
 ENDS = """
@@ -45,10 +46,12 @@ def test_a_process_ends_well_while_a_thread_is_in_torch() -> None:
     assert end_while_a_thread_waits(0.0, 60.0) == 0
 
 
+@exhaustive
 def test_a_thread_that_stays_does_not_keep_the_process() -> None:
     assert end_while_a_thread_waits(3600.0, 2.0) == 0
 
 
+@exhaustive
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="threads are left where they are since Python 3.14")
 def test_a_process_that_does_not_wait_is_aborted() -> None:
     assert end_while_a_thread_waits(0.0, 0.0) == -6

@@ -45,10 +45,10 @@ def waits_for_the_other() -> tuple[list[tuple[str, str]], str]:
     try:
         for call in range(3):
             if call == 2 and dist.get_rank() == 1:
-                time.sleep(6)
+                time.sleep(4)
             if call == 2:
                 del logged[:]  # of the first call's stages
-                timer = threading.Timer(4.0, lambda: printed.append(where()))
+                timer = threading.Timer(3.0, lambda: printed.append(where()))
                 timer.start()
             w = step(w, torch.ones(2))
     finally:

@@ -9,7 +9,7 @@ import optree
 import pytest
 import torch
 from fake_ranks import fake_group
-from samples import some
+from samples import exhaustive, some
 
 import fdp
 from fdp.emit.backend import resolve_backend
@@ -51,6 +51,7 @@ def compare(step: Callable[..., Any], world: int = 1, donate: Any = 0) -> None:
 # --- a new value that is changed in place before it becomes the state ---------------------------------------
 
 
+@exhaustive
 def test_state_that_is_decayed_in_place_before_its_update() -> None:
     def step(state: Tree, batch: Tree) -> Tree:
         w = state["w"].clone()
@@ -77,7 +78,7 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("kind", some(COPIES))
+@pytest.mark.parametrize("kind", some(COPIES, 5))
 def test_a_copy_is_not_its_original(kind: str) -> None:
     copy = COPIES[kind]
 
@@ -135,6 +136,7 @@ def test_a_result_that_equals_donated_state_has_memory_of_its_own() -> None:
     torch.testing.assert_close(runs[1], runs[0])
 
 
+@exhaustive
 def test_such_arithmetic_cannot_be_left_out() -> None:
     from torch._inductor import config
 
@@ -162,6 +164,7 @@ def test_the_mean_over_one_rank_of_state_that_is_updated() -> None:
     compare(step)
 
 
+@exhaustive
 def test_a_mean_that_is_read_again_after_another_was_made_from_it() -> None:
     def step(state: Tree, batch: Tree) -> Tree:
         mean = fdp.pmean(batch)
@@ -171,6 +174,7 @@ def test_a_mean_that_is_read_again_after_another_was_made_from_it() -> None:
     compare(step, world=2)
 
 
+@exhaustive
 def test_a_mean_that_is_changed_in_place() -> None:
     def step(state: Tree, batch: Tree) -> Tree:
         mean = fdp.pmean(batch)
@@ -187,7 +191,7 @@ def test_a_mean_that_is_changed_in_place() -> None:
 
 @pytest.mark.parametrize(
     "early",
-    [lambda w: w * 2, lambda w: w.t().contiguous().t(), lambda w: torch.nn.functional.avg_pool1d(w, 1)],
+    some([lambda w: w * 2, lambda w: w.t().contiguous().t(), lambda w: torch.nn.functional.avg_pool1d(w, 1)], 3),
     ids=["product", "transposed copy", "pool"],
 )
 def test_what_was_made_of_old_state_and_is_read_after_its_update(early: Callable[..., Any]) -> None:
@@ -202,6 +206,7 @@ def test_what_was_made_of_old_state_and_is_read_after_its_update(early: Callable
 # --- what is no tensor among an operator's arguments, and operators that cannot be taken apart ----------------
 
 
+@exhaustive
 def test_a_choice_between_two_functions() -> None:
     def step(state: Tree, batch: Tree) -> Tree:
         w = torch.cond(state["w"].sum() > 0, torch.sin, torch.cos, (state["w"],))
@@ -210,6 +215,7 @@ def test_a_choice_between_two_functions() -> None:
     compare(step)
 
 
+@exhaustive
 def test_a_generator_of_the_users_is_drawn_from() -> None:
     generator = torch.Generator()
     ends = []
@@ -249,7 +255,7 @@ def test_a_write_through_windows_is_refused_with_another_way() -> None:
         fdp.data_parallel(step, compile=True)(w, batch)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", some([False, True]))
 def test_state_that_requires_gradients_in_inference_mode(compiled: bool) -> None:
     step = fdp.data_parallel(lambda st, b: {"w": st["w"] * 0.5 + fdp.pmean(b)}, compile=compiled)
     state = {"w": torch.ones(4, requires_grad=True)}

@@ -9,6 +9,7 @@ import models
 import pytest
 import torch
 from missing_parts import take_away
+from samples import exhaustive
 
 import fdp
 from fdp.emit.compiled import compiler, inductor
@@ -168,6 +169,7 @@ def without_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "declare", corrupt)
 
 
+@exhaustive
 def test_a_lost_update_is_found_where_rounding_decides_on_signs(monkeypatch: pytest.MonkeyPatch) -> None:
     # The bias before a normalisation has a gradient of rounding alone, of which Adam makes a step to either side.
     torch.manual_seed(0)
@@ -188,6 +190,7 @@ def test_a_lost_update_is_found_where_rounding_decides_on_signs(monkeypatch: pyt
     assert "output['params']['0.weight']" in str(caught.value)
 
 
+@exhaustive
 def test_a_wrong_program_is_found_behind_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     corrupted(monkeypatch)
 

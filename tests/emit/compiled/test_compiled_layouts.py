@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from samples import some
+from samples import ALL_SAMPLES, exhaustive, some
 
 import fdp
 
@@ -121,7 +121,7 @@ def what_a_branch_returns(x: torch.Tensor) -> torch.Tensor:
         places_after_a_change_of_the_whole, parts_of_several_changed_through_others,
         changed_through_others_in_a_branch, in_a_branch, in_a_branch_by_places, in_a_branch_of_a_branch,
         what_a_branch_returns,
-    ]),
+    ], 6),
 )  # fmt: skip
 def test_views_see_the_elements_that_they_see_in_the_trace(function: Function, checked: bool) -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -149,6 +149,7 @@ def test_donated_state_that_is_changed_through_another_view() -> None:
         assert torch.equal(found, expected) and torch.equal(one, two)
 
 
+@exhaustive
 def test_what_nothing_reads_in_a_branch_is_no_mistake() -> None:
     def branch(x: torch.Tensor) -> torch.Tensor:
         x.exp()
@@ -193,9 +194,11 @@ def seen_again(changed: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_view_of_a_view_that_was_changed() -> None:
+    changes = dict(list(IN_PLACE.items())[:: 1 if ALL_SAMPLES else 4])
+
     def step(x: torch.Tensor, m: torch.Tensor) -> list[torch.Tensor]:
         found = []
-        for change in IN_PLACE.values():
+        for change in changes.values():
             changed = turned(x)
             change(changed, m)
             found.append(seen_again(changed))
@@ -203,10 +206,11 @@ def test_a_view_of_a_view_that_was_changed() -> None:
 
     given = torch.arange(-8.0, 8.0).view(4, 4), torch.tensor([-1.0, 1.0]).repeat(24).view(4, 3, 4)
     found = fdp.data_parallel(step, compile=True, check_replication=False)(*given)
-    for name, one, due in zip(IN_PLACE, found, step(*given), strict=True):
+    for name, one, due in zip(changes, found, step(*given), strict=True):
         torch.testing.assert_close(one, due, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@exhaustive
 def test_a_view_of_a_view_that_was_changed_in_a_branch() -> None:
     def change(x: torch.Tensor) -> torch.Tensor:
         changed = turned(x)
@@ -216,6 +220,7 @@ def test_a_view_of_a_view_that_was_changed_in_a_branch() -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         return torch.cond(x.sum() > 0, change, lambda x: torch.stack([x, x, x]).view(-1) * 1, (x,))
 
+    compiled = fdp.data_parallel(step, compile=True, check_replication=False)
     for x in (torch.arange(16.0).view(4, 4), -torch.arange(16.0).view(4, 4)):
-        found = fdp.data_parallel(step, compile=True, check_replication=False)(x)
+        found = compiled(x)
         torch.testing.assert_close(found, change(x) if x.sum() > 0 else torch.stack([x, x, x]).view(-1))

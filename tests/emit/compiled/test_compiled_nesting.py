@@ -8,6 +8,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from samples import exhaustive, some
 from torch import nn
 
 import fdp
@@ -61,7 +62,7 @@ def test_a_graph_breaks_once_around_a_step() -> None:
     assert explained.graph_break_count == 1
     assert "an fdp step is one program already" in str(explained.break_reasons[0].reason)
     torch._dynamo.reset()
-    torch.testing.assert_close(torch.compile(outer)(w, batch), around(regression)(w, batch))
+    torch.testing.assert_close(torch.compile(outer, backend="aot_eager")(w, batch), around(regression)(w, batch))
 
 
 def test_a_step_itself_under_torch_compile_is_the_step() -> None:
@@ -88,7 +89,7 @@ def test_an_emitted_plan_breaks_the_graph_likewise() -> None:
 # Dynamo makes an instance of a function of autograd to look at it.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_an_undecorated_step_may_be_compiled() -> None:
-    torch.testing.assert_close(torch.compile(regression)(*arguments()), regression(*arguments()))
+    torch.testing.assert_close(torch.compile(regression, backend="aot_eager")(*arguments()), regression(*arguments()))
 
 
 # --- data_parallel(torch.compile(step)) ------------------------------------------------------------------
@@ -128,6 +129,7 @@ def test_a_compiled_step_is_unwrapped_and_its_options_hold(
     assert config.max_fusion_size not in settings.values()
 
 
+@exhaustive
 def test_a_compiled_step_computes_the_same() -> None:
     step = fdp.data_parallel(torch.compile(regression))
     torch.testing.assert_close(step(*arguments()), regression(*arguments()))
@@ -201,7 +203,7 @@ INSIDE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("inside", list(INSIDE))
+@pytest.mark.parametrize("inside", some(INSIDE))
 def test_what_is_compiled_inside_is_part_of_the_step(inside: str) -> None:
     expected = train()
     found = train(**INSIDE[inside])
@@ -215,7 +217,8 @@ def test_the_count_of_graphs_tells_of_a_function_that_is_compiled() -> None:
     assert graphs() == 1
 
 
-@pytest.mark.parametrize("flag", [True, False])
+@exhaustive
+@pytest.mark.parametrize("flag", some([True, False]))
 def test_a_condition_in_a_compiled_step(flag: bool) -> None:
     def step(w: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
         total = fdp.pmean(batch.sum())

@@ -94,7 +94,7 @@ def sorted_between_messages(found: list[str]) -> list[str]:
 
 @pytest.mark.usefixtures("text_only")
 @pytest.mark.parametrize(
-    ("name", "donate"), some([("mlp", True), ("gpt", True), ("cnn", True), ("cnn", False), ("mlp", False)], 4)
+    ("name", "donate"), some([("mlp", True), ("gpt", True), ("cnn", True), ("cnn", False), ("mlp", False)], 5)
 )
 def test_the_generated_program_keeps_the_plan(name: str, donate: bool) -> None:
     plan = plan_of(name, donate)
@@ -106,6 +106,7 @@ def test_the_generated_program_keeps_the_plan(name: str, donate: bool) -> None:
     assert generated_order(generated(plan)) == expected
 
 
+@exhaustive
 @pytest.mark.usefixtures("text_only")
 @pytest.mark.parametrize(
     ("name", "default"),

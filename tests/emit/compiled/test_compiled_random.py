@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from samples import exhaustive, some
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fdp
@@ -84,7 +85,11 @@ FUNCTIONS = [
 ]
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "function",
+    [pytest.param(each, marks=() if each is unused_dropout else exhaustive) for each in FUNCTIONS],
+    ids=lambda function: function.__name__,
+)
 def test_the_same_numbers_are_drawn_whether_they_are_used_or_not(
     function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
@@ -98,8 +103,12 @@ def test_the_same_numbers_are_drawn_whether_they_are_used_or_not(
         assert torch.equal(after, torch.rand(2))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("function", [draws_that_decide_nothing, nothing_is_drawn], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("compiled", some([False, True]))
+@pytest.mark.parametrize(
+    "function",
+    [draws_that_decide_nothing, pytest.param(nothing_is_drawn, marks=exhaustive)],
+    ids=lambda f: f.__name__,
+)
 def test_a_probability_of_zero_leaves_the_generator_where_the_step_leaves_it(
     function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], compiled: bool
 ) -> None:

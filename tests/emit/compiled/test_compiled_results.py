@@ -19,7 +19,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from samples import exhaustive
+from samples import exhaustive, some
 
 import fdp
 
@@ -150,6 +150,7 @@ def found_in_cache() -> tuple[int, int, torch.Tensor]:
     return found["fxgraph_cache_hit"], found["fxgraph_cache_miss"], result
 
 
+@exhaustive
 def test_another_process_finds_the_program_in_the_cache() -> None:
     expected = cached_step()(torch.ones(3, 2), torch.ones(4, 3))
     (outcome,) = ranks.run_fresh(1, found_in_cache, init=False)
@@ -159,7 +160,7 @@ def test_another_process_finds_the_program_in_the_cache() -> None:
     assert torch.equal(result, expected)
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", some([False, True]))
 def test_a_step_that_takes_or_computes_nothing(compile: bool) -> None:
     """Inductor gives such a graph back, without a text of its own; and no argument says which tensors are traced."""
     kept = torch.arange(4.0)

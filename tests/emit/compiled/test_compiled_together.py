@@ -149,6 +149,7 @@ def test_a_rank_that_fails_to_compile_is_named_by_the_others() -> None:
     assert waited_s < 50
 
 
+@exhaustive
 def test_ranks_that_try_again_do_it_together() -> None:
     first, second = ranks.run(2, one_fails_at_first)
     assert torch.equal(first, second)

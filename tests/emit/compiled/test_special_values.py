@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from samples import ALL_SAMPLES, some
+from samples import ALL_SAMPLES, exhaustive, some
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -104,6 +104,7 @@ def down(x: Tensor, y: Tensor) -> Any:
     return x // 3, -x % 7, torch.div(x, y, rounding_mode="floor"), torch.remainder(x, y), x.double() // 0.3
 
 
+@exhaustive
 def test_whole_numbers_are_divided_down_as_ever() -> None:
     x, y = torch.arange(-20, 21), torch.tensor([3, -3]).repeat(21)[:41]
     found = fdp.data_parallel(down, compile=True, check_replication=False)(x, y)
@@ -115,6 +116,7 @@ def with_whole_numbers(n: Tensor, x: Tensor) -> Any:
     return n % x, n.int() % x, torch.div(n, x, rounding_mode="floor"), x**-0.5
 
 
+@exhaustive
 def test_sixteen_bits_hold_no_long_whole_numbers() -> None:
     n, x = torch.tensor([2049, -4099, 70001, 3, 257, 1]), torch.tensor([2.0, 7.0, 7.0, -0.0, -math.inf, 4.0])
     step = fdp.data_parallel(with_whole_numbers, compile=True, check_trace=False, check_replication=False)

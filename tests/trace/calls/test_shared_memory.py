@@ -11,6 +11,7 @@ import optree
 import pytest
 import torch
 from memory_changes import TABLE, WARNINGS, Tensor, Tree, cloned, same
+from samples import exhaustive
 
 import fdp
 
@@ -22,7 +23,7 @@ def accumulates(s: Tree, b: Tensor) -> Tree:
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["first call", "later call"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=exhaustive)], ids=["", "compiled"])
 @pytest.mark.parametrize("shift", [0, 2])
 def test_views_of_one_numpy_array(warm: bool, compiled: bool, shift: int) -> None:
     """Each has a storage of its own, and they share bytes; also with one array that goes on behind the other."""
@@ -109,7 +110,7 @@ RETURNED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", list(RETURNED))
-@pytest.mark.parametrize("donate", [(), 0], ids=["kept", "donated"])
+@pytest.mark.parametrize("donate", [pytest.param((), marks=exhaustive), 0], ids=["kept", "donated"])
 def test_returned_state_goes_in_again(name: str, donate: Any) -> None:
     def train(s: Tree, b: Tensor) -> Tree:
         return {"x": RETURNED[name](s["x"] + fdp.pmean(b)), "y": RETURNED[name](s["x"])}

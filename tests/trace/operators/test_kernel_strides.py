@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from samples import exhaustive
 
 import fdp
 
@@ -32,7 +33,7 @@ FUNCTIONS: list[tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[], torch
 ]
 
 
-@pytest.mark.parametrize("donate", [(), 0])
+@pytest.mark.parametrize("donate", [pytest.param((), marks=exhaustive), 0])
 @pytest.mark.parametrize("number", range(len(FUNCTIONS)))
 def test_a_trace_knows_how_kernels_lay_their_results_out(number: int, donate: Any) -> None:
     """Whether `contiguous` copies a value, and what channels_last takes it for; also of state that is fed back."""

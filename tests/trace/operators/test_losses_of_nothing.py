@@ -30,7 +30,7 @@ LOSSES: dict[str, Loss] = {
 
 
 @pytest.mark.parametrize("compile", some([False, True]))
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", some(LOSSES, every=3))
 def test_gradients_are_those_of_plain_pytorch(name: str, compile: bool) -> None:
     loss = LOSSES[name]
     own = lambda w, b: fdp.per_rank(fdp.value_and_grad(lambda w: loss(b[0] @ w, b[1]))(w))  # noqa: E731

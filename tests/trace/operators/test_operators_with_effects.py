@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from samples import some
+from samples import exhaustive, some
 
 import fdp
 
@@ -46,16 +46,25 @@ def asserted_in_a_loop(w: torch.Tensor, b: torch.Tensor) -> Any:
     return w - fdp.accumulate(fdp.grad(loss), microbatches=2)(w, b), 0
 
 
-@pytest.mark.parametrize("compile", [False, True])
+REFUSING = [
+    (factorised, -torch.eye(2)),
+    (inverted, torch.zeros(2, 2)),
+    (asserted, -torch.eye(2)),
+    (asserted_in_a_loop, -torch.eye(2)),
+]
+
+
 @pytest.mark.parametrize(
-    ("step", "bad"),
+    ("step", "bad", "compile"),
     [
-        (factorised, -torch.eye(2)),
-        (inverted, torch.zeros(2, 2)),
-        (asserted, -torch.eye(2)),
-        (asserted_in_a_loop, -torch.eye(2)),
+        pytest.param(
+            step, bad, compile, id=f"{step.__name__}-bad{at}-{compile}",
+            marks=exhaustive if (compile and step is not asserted) or step is inverted else (),
+        )
+        for compile in (False, True)
+        for at, (step, bad) in enumerate(REFUSING)
     ],
-)
+)  # fmt: skip
 def test_what_an_operator_refuses_it_refuses_at_every_call(step: Any, bad: torch.Tensor, compile: bool) -> None:
     """Checks have no result that anything reads."""
     run = fdp.data_parallel(step, compile=compile)
@@ -68,7 +77,7 @@ def test_what_an_operator_refuses_it_refuses_at_every_call(step: Any, bad: torch
     run(torch.ones(2), torch.eye(2))
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", some([False, True]))
 def test_an_operator_without_a_result_runs_at_every_call(compile: bool) -> None:
     @fdp.data_parallel(compile=compile)
     def step(w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
