@@ -71,6 +71,7 @@ def test_train_with_ddp(tmp_path: pathlib.Path) -> None:
     assert second == "" and accuracy > 0.85
 
 
+@exhaustive
 def test_gpt() -> None:
     small = ["--layers=2", "--width=32", "--length=32", "--batch-size=16", "--steps=20", "--sample=20", "--lr=0.01"]
     text = on_two_ranks("gpt", *small, "--microbatches=2")

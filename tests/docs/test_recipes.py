@@ -15,6 +15,7 @@ def test_local_sgd_and_diloco_send_a_twentieth() -> None:
     assert local_sgd == diloco < every_step / 15
 
 
+@exhaustive
 def test_gossip_keeps_ranks_together() -> None:
     text = on_two_ranks("recipes/gossip", "--steps=80")
     alone, mixed = numbers("distance from the mean @,", text)
