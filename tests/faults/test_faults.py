@@ -14,6 +14,7 @@ from faulty_ranks import AT, Said, is_remedied, train
 from samples import exhaustive
 
 import fdp
+from fdp.runtime import order
 
 LIVENESS_S = 3
 
@@ -142,6 +143,9 @@ def test_an_error_whose_text_cannot_be_made_is_told_by_its_class() -> None:
 
 
 def catches_and_calls_again() -> str:
+    known = order.known_loss
+    # That it has gone on is told later than that it raised: the message may come first.
+    order.known_loss = lambda *args, believing: known(*args, believing) or (None if believing else fdp.PeerError("old"))
     rank = dist.get_rank()
     step = fdp.data_parallel(lambda w, b: w + fdp.pmean(b @ w))
     w = torch.ones(2, 2)
@@ -150,7 +154,7 @@ def catches_and_calls_again() -> str:
             if rank == 1 and call == 2:
                 with pytest.raises(RuntimeError):
                     step(w, torch.ones(2, 3))
-                time.sleep(0.1)  # less than others wait for who has raised
+                time.sleep(0.4)  # less than others wait for who has raised
             w = step(w, torch.ones(2, 2))
     assert call == 2
     return str(caught.value)
