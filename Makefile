@@ -35,7 +35,7 @@ demo: $(INSTALLED)  ## train a digit classifier on two ranks of this machine
 # Three files at a time on two processors: a third of the time of tests is spent waiting for processes and time limits.
 # In the order of their paths, which has what takes long (tests/emit/compiled, tests/published_models) before much that
 # is quick.
-test: $(INSTALLED)  ## every test; some: ARGS="tests/step -k word"; with another torch: TORCH=2.15.0
+test: $(INSTALLED)  ## the tests; some: ARGS="tests/step -k word"; with another torch: TORCH=2.15.0
 	$(RUN) pytest $(or $(ARGS),--numprocesses 3 --dist loadfile --no-loadscope-reorder)
 
 faults: $(INSTALLED)  ## mistakes seeded into the emitter, one at a time: is each one that changes a number caught?

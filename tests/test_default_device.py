@@ -73,7 +73,7 @@ def train(default: str, way: dict[str, Any], folder: str) -> tuple[Any, list[str
         state = fdp.replicate({"params": params, "opt": optimizer.init(params), "key": key})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a learning rate of Python's makes the optimizer ask for little
-            for call in range(2):
+            for call in range(4):
                 torch.manual_seed(call)
                 state, out = step(state, numbers(8, 4, seed=10 * dist.get_rank() + call))
                 outs.append(out)

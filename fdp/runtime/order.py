@@ -39,7 +39,7 @@ _PATIENCE_S = 30.0
 """Seconds for which a rank waits for the positions of the others, which notice when they wait for the same message."""
 
 _PATIENCE_WITH_THE_LOST_S = 2.0
-"""The same after a failure of the backend: most often a rank is gone, and sends no position."""
+"""The same after a failure of the backend, or where a rank is known to be lost: most often it sends no position."""
 
 Kind = tuple[Any, ...]
 """The properties of a first message; those of equal kind can be paired."""
@@ -255,13 +255,13 @@ class Order:
         returned, name, ranks = inputs is not None, self._plan.trace.name, self._group.process_group
         message = f"a message of call {call}" + (", which returned wrong results" if returned else "")
         # NCCL, once aborted, ends a message as if it had arrived. Who has raised may have gone on, and then it answers.
-        lost = known_loss(ranks, message, believing=False)
-        found = self._exchange_positions(call, _PATIENCE_S if lost is None else _PATIENCE_WITH_THE_LOST_S)
+        lost = known_loss(ranks, message, believing=False) is not None
+        found = self._exchange_positions(call, _PATIENCE_WITH_THE_LOST_S if lost else _PATIENCE_S)
         own = found[self._group.rank]
         if self._in_passing is not None and look is not None and all(each and _same(each, own) for each in found):
             now = None if inputs is None else (self._call + 1, inputs)
             return self._in_passing.error(look, self._agreed.compared_since, now)
-        if not all(found) and (gone := known_loss(ranks, message, believing=True) or lost) is not None:
+        if not all(found) and (gone := known_loss(ranks, message, believing=True)) is not None:
             return gone
         what = f"call {call} of step {name!r} on rank {self._group.rank} met another call on another rank."
         if returned:

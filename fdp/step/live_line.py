@@ -107,7 +107,7 @@ class LiveLine:
         for undo in self._undo:
             undo()
         self._undo.clear()
-        self._write = None
+        self._write = self._debugger = None  # whose frame has the user's variables
 
     def _make_way_for(self, stream: TextIO) -> Callable[[], None]:
         """Let a stream take the line away before it writes; returns what undoes that.

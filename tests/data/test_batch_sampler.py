@@ -90,7 +90,7 @@ def parts_of(size: int, length: int, batch_size: int, drop_last: bool = False) -
         return [passes(sampler, 2) for sampler in every]
 
 
-@given(length=st.integers(1, 100), batch_size=st.integers(1, 50), at_once=st.integers(1, 100), drop_last=st.booleans())
+@given(length=st.integers(1, 300), batch_size=st.integers(1, 50), at_once=st.integers(1, 100), drop_last=st.booleans())
 @examples(40)
 def test_ranks_divide_the_batches_of_one_rank(length: int, batch_size: int, at_once: int, drop_last: bool) -> None:
     if drop_last and batch_size > length:

@@ -73,7 +73,7 @@ def test_train_with_ddp(tmp_path: pathlib.Path) -> None:
 
 @exhaustive
 def test_gpt() -> None:
-    small = ["--layers=2", "--width=32", "--length=32", "--batch-size=16", "--steps=20", "--sample=20", "--lr=0.01"]
+    small = ["--layers=2", "--width=32", "--length=32", "--batch-size=16", "--steps=40", "--sample=20", "--lr=0.01"]
     text = on_two_ranks("gpt", *small, "--microbatches=2")
     assert "all 2 ranks hold the same bits" in text and "Plan of train_step" in text
     bits = numbers("  @ bits per byte", text)

@@ -15,19 +15,17 @@ from emitted_calls import Runner, executor, plainly, three_calls  # noqa: F401 (
 from fake_ranks import fake_group
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import ALL_SAMPLES, examples, exhaustive, some
+from samples import examples, exhaustive, some
 
 import fdp
 from fdp.context.axis import step_axis
 from fdp.runtime import Emitted
 
-FEW = 21  # of which seven are tried, of each property and with each executor
-
 
 @pytest.mark.parametrize("donate", [pytest.param(False, marks=exhaustive), True], ids=["kept", "donated"])
 @pytest.mark.parametrize("world", some([2, 1]))
 def test_a_step_computes_what_its_function_computes(world: int, donate: bool) -> None:
-    @examples(60 if ALL_SAMPLES else FEW)
+    @examples(60, by_default=7)
     @given(programs(), caps())
     def check(program: Program, cap: Any) -> None:
         three_calls(program, world, cap, donate)
@@ -35,7 +33,7 @@ def test_a_step_computes_what_its_function_computes(world: int, donate: bool) ->
     check()
 
 
-@examples(60 if ALL_SAMPLES else FEW)
+@examples(60, by_default=7)
 @given(programs(writes_inputs=True), caps(), st.sampled_from([1, 2]))
 def test_a_step_that_writes_into_a_donated_state_computes_the_same(program: Program, cap: Any, world: int) -> None:
     three_calls(program, world, cap, donate=True, share=False)
@@ -50,7 +48,7 @@ def inputs_written(program: Program) -> set[str]:
     return {f"state['{key}']" for key, leaf in before.items() if leaf._version}
 
 
-@examples(80 if ALL_SAMPLES else FEW)
+@examples(80, by_default=7)
 @given(programs(writes_inputs=True), caps())
 def test_a_step_that_writes_into_a_state_that_is_not_donated_is_refused(program: Program, cap: Any) -> None:
     """Exactly those that change an input are refused, and exactly the changed inputs are named."""
@@ -67,7 +65,7 @@ def test_a_step_that_writes_into_a_state_that_is_not_donated_is_refused(program:
     assert same_bits((state, batch), before)
 
 
-@examples(40 if ALL_SAMPLES else FEW)
+@examples(40, by_default=7)
 @given(programs(), st.sampled_from([1, 2]))
 def test_the_check_of_a_new_trace_finds_nothing_wrong_and_changes_nothing(program: Program, world: int) -> None:
     """What `check_trace=True` does at the first call: no false alarm, no effect on arguments or random numbers."""
@@ -82,7 +80,7 @@ def test_the_check_of_a_new_trace_finds_nothing_wrong_and_changes_nothing(progra
     assert torch.equal(torch.get_rng_state(), after)
 
 
-@examples(40 if ALL_SAMPLES else FEW)
+@examples(40, by_default=7)
 @given(programs())
 def test_an_output_that_is_called_replicated_does_not_depend_on_the_batch(program: Program) -> None:
     """In steps without collectives it must not change with the batch or the seed."""

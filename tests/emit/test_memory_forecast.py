@@ -91,10 +91,10 @@ def both(make: Any, world: int, *rest: Any) -> tuple[int, int, int]:
     return found
 
 
-@exhaustive  # Of one step the test below compares the same.
-@pytest.mark.parametrize("make", some([transformer, perceptron]))
-@pytest.mark.parametrize("donate", some([True, False]))
-@pytest.mark.parametrize("shards", some(["none", "opt", "all"], 3))
+@exhaustive  # of one step the test below compares the same
+@pytest.mark.parametrize("make", [transformer, perceptron])
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("shards", ["none", "opt", "all"])
 def test_the_prediction_is_within_a_twentieth_of_what_is_handed_out(make: Any, donate: bool, shards: str) -> None:
     predicted, measured, _ = both(make, 2, shards, donate, None)
     assert predicted == pytest.approx(measured, rel=0.05)

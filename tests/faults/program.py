@@ -24,8 +24,9 @@ from fdp.distributed.liveness.introduction import Introduction
 
 def main(kind: str, victim: int, folder: pathlib.Path) -> None:
     if "HOSTS" in os.environ:  # two ranks on each
-        with open(f"/run/netns/{os.environ['HOSTS']}-h{int(os.environ['RANK']) // 2}") as host:
-            assert ctypes.CDLL(None).setns(host.fileno(), 0) == 0
+        import hosts
+
+        hosts.enter(os.environ["HOSTS"], int(os.environ["RANK"]) // 2)
     # A job that was started in the background ignores it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     rank = int(os.environ["RANK"])
@@ -82,7 +83,7 @@ def main(kind: str, victim: int, folder: pathlib.Path) -> None:
                     elif kind.startswith("raised"):
                         raise ValueError("a mistake of the user's")
                     elif kind in ("asleep", "behind a firewall"):
-                        time.sleep(float(os.environ.get("ASLEEP_S", 12)))
+                        time.sleep(12)
                     elif kind == "left":
                         return
                 if kind.endswith("a save"):

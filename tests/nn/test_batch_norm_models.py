@@ -56,7 +56,7 @@ def train(kind: str, steps: list[Tensor], momentum: float | None) -> Any:
 
 
 def train_on_ranks(sizes: tuple[int, ...]) -> None:
-    data = batches(2, sizes)
+    data = batches(3, sizes)
     for momentum in (0.1, None):
         found = train("sync", [shards[dist.get_rank()] for shards in data], momentum)
         with_one = run_alone([torch.cat(shards) for shards in data], momentum)

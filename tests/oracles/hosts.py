@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import subprocess
@@ -42,6 +43,18 @@ class Hosts:
     def pull_cable(self, host: int) -> None:
         """What is sent to a host, or by it, is lost from now on; no connection is closed."""
         _ip(f"-n {self.name}-sw link set p{host} down")
+
+
+def enter(name: str, host: int) -> None:
+    """Go to a host with this process, which has to have one thread, for good.
+
+    Args:
+        name: of `Hosts`.
+        host: which.
+    """
+    with open(f"/run/netns/{name}-h{host}") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0) != 0:
+            raise OSError(ctypes.get_errno(), f"this process cannot go to host {host}")
 
 
 def address(host: int) -> str:

@@ -28,7 +28,6 @@ def start_ranks(
     arguments: Sequence[str],
     size: int,
     address: str = "127.0.0.1",
-    prefixes: Sequence[Sequence[str]] = (),
     forked: Collection[int] = (),
     **variables: str,
 ) -> Sequence[subprocess.Popen[str] | Forked]:
@@ -39,7 +38,6 @@ def start_ranks(
         arguments: of the script.
         size: number of ranks.
         address: at which rank 0 can be reached.
-        prefixes: for each rank words before its command, such as those that run it on another host.
         forked: ranks that come from a process that has torch imported already, which is quicker; they end otherwise.
         variables: of the environment.
     """
@@ -53,10 +51,9 @@ def start_ranks(
         if rank in forked:
             started.append(Forked(script, arguments, environment))
             continue
-        prefix = prefixes[rank] if prefixes else ()
         started.append(
             subprocess.Popen(
-                [*prefix, sys.executable, str(script), *arguments],
+                [sys.executable, str(script), *arguments],
                 env={**os.environ, **environment},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

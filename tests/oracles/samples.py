@@ -31,10 +31,16 @@ _EXAMPLES = os.environ.get("FDP_EXAMPLES")
 """How many examples a property test tries, and then new ones at each run; by default few, and always the same."""
 
 
-def examples(count: int) -> settings:
-    """Settings of a property test: FDP_EXAMPLES examples; else `count` with FDP_ALL_SAMPLES=1, and a third without."""
+def examples(count: int, by_default: int | None = None) -> settings:
+    """Settings of a property test: FDP_EXAMPLES examples; else `count` with FDP_ALL_SAMPLES=1.
+
+    Args:
+        count: of examples.
+        by_default: without it; a third if it is not given.
+    """
+    few = -(-count // 3) if by_default is None else by_default
     return settings(
-        max_examples=int(_EXAMPLES or (count if ALL_SAMPLES else -(-count // 3))),
+        max_examples=int(_EXAMPLES or (count if ALL_SAMPLES else few)),
         derandomize=_EXAMPLES is None,
         database=None,
         deadline=None,

@@ -85,7 +85,7 @@ def is_sent_among_gradients(plan: Plan) -> tuple[bool, bool]:
     return "all_gather" in started, Wait in map(type, items[:last])
 
 
-def with_gathers_after(lag: int | None, compile: bool, calls: int = 2) -> tuple[tuple[bool, bool], bool]:
+def with_gathers_after(lag: int | None, compile: bool, calls: int = 3) -> tuple[tuple[bool, bool], bool]:
     """How a step is planned, and whether it computes what the one on whole state does."""
     train, state, x = sharded_optimizer(numbers(64, WIDTH, seed=9) + fdp.axis_index())
     mine, whole = state(True), state(False)
@@ -120,7 +120,7 @@ def test_a_step_that_gathers_among_gradients_computes_the_same(lag: int, compile
 
 def test_without_costs_they_are_sent_behind_them() -> None:
     # One gradient is waited for before the last one starts: its memory is used again.
-    assert ranks.run(2, with_gathers_after, None, False, 2 if ALL_SAMPLES else 0) == [((False, True), True)] * 2
+    assert ranks.run(2, with_gathers_after, None, False, 3 if ALL_SAMPLES else 0) == [((False, True), True)] * 2
 
 
 def planned(bandwidth: float) -> tuple[tuple[bool, bool], bool]:

@@ -12,7 +12,7 @@ from drawn_traces import traces
 from drawn_training import drawn_costs, drawn_network, training
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import ALL_SAMPLES, examples
+from samples import examples
 
 import fdp
 from fdp.plan import Costs, Plan, Run, Start, Wait, plan_trace
@@ -108,14 +108,14 @@ def check_against_caps(trace: Trace, rng: random.Random, slowdown: float) -> Non
         assert sorted(i.bucket for i in plan.schedule if isinstance(i, kind)) == list(range(len(plan.buckets)))
 
 
-@examples(400 if ALL_SAMPLES else 150)
+@examples(400, by_default=50)
 @given(traces(), st.integers(0, 2**32), st.sampled_from([0.0, 0.0, 0.4]))
 def test_no_fixed_cap_ends_earlier_on_any_trace(trace: Trace, seed: int, slowdown: float) -> None:
     """Several kinds, reductions of reductions, all-gathers, broadcasts."""
     check_against_caps(trace, random.Random(seed), slowdown)
 
 
-@examples(100 if ALL_SAMPLES else 60)
+@examples(100, by_default=20)
 @given(st.integers(0, 2**32), st.booleans(), st.sampled_from([0.0, 0.4]))
 def test_no_fixed_cap_ends_earlier_in_training(seed: int, joint: bool, slowdown: float) -> None:
     rng = random.Random(seed)

@@ -9,7 +9,7 @@ import random
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from samples import ALL_SAMPLES, examples, some
+from samples import examples, some
 
 import fdp
 from fdp.plan.cost.ticks import Ticks
@@ -93,7 +93,7 @@ def ways_to_cut(count: int) -> list[tuple[int, ...]]:
     ]
 
 
-@examples(1500 if ALL_SAMPLES else 600)
+@examples(1500, by_default=200)
 @given(st.integers(0, 2**32), st.integers(1, 8))
 def test_the_search_finds_the_earliest_end(seed: int, count: int) -> None:
     chain, ticks = drawn_chain(random.Random(seed), count, 0.0)
@@ -106,7 +106,7 @@ def test_the_search_finds_the_earliest_end(seed: int, count: int) -> None:
     assert best_cuts(chain, ticks, best).ends == ()
 
 
-@examples(1500 if ALL_SAMPLES else 600)
+@examples(1500, by_default=200)
 @given(st.integers(0, 2**32), st.integers(1, 9))
 def test_layer_by_layer_the_earliest_end_is_found(seed: int, count: int) -> None:
     chain, ticks = drawn_chain(random.Random(seed), count, 0.0)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from families import FAMILIES, MORE, Family
 from family_forms import INSTALLED, batch_of, forms_of, model_loss, own_loss
-from samples import ALL_SAMPLES, exhaustive, some
+from samples import ALL_SAMPLES, exhaustive
 
 import fdp
 from fdp.distributed.group import resolve_group
@@ -25,7 +25,6 @@ from fdp.emit.compiled import compiler
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="no transformers: pip install fdp[huggingface]")
 
 EVERY = {**FAMILIES, **MORE}
-CHOSEN = sorted(EVERY) if ALL_SAMPLES else ["GPT-2", "SegFormer"]
 NO_CACHE = ("T5",)
 
 
@@ -66,8 +65,8 @@ def program(name: str, caches: bool = False) -> tuple[Any, Any, Any]:
 
 
 @exhaustive
-@pytest.mark.parametrize("caches", some([True, False]))
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("caches", [True, False])
+@pytest.mark.parametrize("name", sorted(EVERY))
 def test_the_graph_of_every_family_is_made_and_proved(name: str, caches: bool) -> None:
     if caches and name in NO_CACHE:
         pytest.skip(f"{name} refuses to keep keys and values of an encoder")

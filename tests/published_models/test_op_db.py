@@ -273,7 +273,7 @@ def spread(distance: int) -> list[str]:
 
 @exhaustive
 def test_operators_on_two_ranks() -> None:
-    names = spread(5 if ALL_SAMPLES else 45)
+    names = spread(5)
     assert len(names) > 8
     assert ranks.run(2, over_ranks, names, deadline_s=240) == [[], []]
 
@@ -288,7 +288,7 @@ def draws(name: str) -> bool:
 @exhaustive
 def test_operators_in_compiled_steps() -> None:
     """Several in one step, since each compilation takes seconds; by themselves where that is refused."""
-    names = [name for name in spread(4 if ALL_SAMPLES else 110) if not draws(name)]
+    names = [name for name in spread(4) if not draws(name)]
     size, wrong, refused = 12, [], []
     for start in range(0, len(names), size):
         for group in (names[start : start + size], *([name] for name in names[start : start + size])):

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 from terminals import Terminal, at_a_terminal, on_a_terminal
@@ -146,6 +147,28 @@ def test_a_child_by_fork_prints_though_another_thread_was_drawing(monkeypatch: p
         os.kill(child, 9)
         os.waitpid(child, 0)
     assert status == (child, 0)
+
+
+def test_the_line_waits_for_a_debugger_to_end_and_then_keeps_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = at_a_terminal(monkeypatch)
+    line = LiveLine()
+    line.add(text)
+
+    def draw() -> str:
+        line.draw()
+        return terminal.getvalue()
+
+    debugger: dict[str, Any] = {"__name__": "bdb", "draw": draw}
+    exec("def interact():\n    print('(Pdb)')\n    return draw()", debugger)
+    assert debugger["interact"]() == "(Pdb)\n"
+    assert line._debugger is not None
+    line.remove(text)
+    assert line._debugger is None, "its frame has the user's variables"
+    line.add(text)
+    debugger["interact"]()
+    line.draw()
+    line.remove(text)
+    assert terminal.getvalue() == f"(Pdb)\n(Pdb)\nline{GONE}"
 
 
 PROGRAM = """

@@ -124,7 +124,7 @@ def test_a_new_connection_is_a_sign_of_life() -> None:
     """Of a child that says nothing else, and connects again before it counts as silent."""
     with watching(2, liveness_s=1.5) as (parent, _):
         session = Session()
-        for _ in range(3):
+        for _ in range(5):
             link = MonitorLink(socket.create_connection(("127.0.0.1", parent.monitor.port)))
             hello = {"group": "g", "rank": 1, "token": parent.monitor.token, "host": "here", "liveness_s": 4.0}
             link.send({**hello, "received": session.received})

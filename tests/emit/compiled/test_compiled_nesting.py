@@ -218,7 +218,7 @@ def test_the_count_of_graphs_tells_of_a_function_that_is_compiled() -> None:
 
 
 @exhaustive
-@pytest.mark.parametrize("flag", some([True, False]))
+@pytest.mark.parametrize("flag", [True, False])
 def test_a_condition_in_a_compiled_step(flag: bool) -> None:
     def step(w: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
         total = fdp.pmean(batch.sum())

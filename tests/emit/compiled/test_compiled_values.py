@@ -316,7 +316,7 @@ def test_what_torch_calls_unsafe_is_a_view() -> None:
 
 
 @exhaustive
-@pytest.mark.parametrize("lies", some([lambda x: x.repeat_interleave(2, 0)[::2], lambda x: x.t().contiguous().t()]))
+@pytest.mark.parametrize("lies", [lambda x: x.repeat_interleave(2, 0)[::2], lambda x: x.t().contiguous().t()])
 def test_a_loop_is_given_tensors_that_lie_as_it_was_compiled_for(lies: Any) -> None:
     """Zeros that a compiler goes on with lie row by row, whatever the tensor that they are written into lies like."""
 

@@ -111,7 +111,7 @@ def together_and_each_alone(name: str, compile: bool, again: bool) -> tuple[int,
             step = fdp.data_parallel(function, compile=compile, check_trace=share)
             state, seen = fdp.shard(fdp.replicate(start()), min_size=0), []
             counts.append(len(messages(step, state, x)))
-            for _ in range(2):
+            for _ in range(3):
                 state, result = step(state, x)
                 seen += [result, fdp.unshard(state)]
             results.append(seen)
