@@ -31,7 +31,9 @@ class RealKit:
         return fdp.per_rank(x) if hasattr(fdp, "PerRank") else x
 
     def grad(self, value: Any, inputs: Any) -> Any:
-        grads = torch.autograd.grad(value, inputs, allow_unused=True)
+        # Where nothing depends on the inputs, PyTorch raises; other terms of a loss may be switched off from outside.
+        depends = value.requires_grad
+        grads = torch.autograd.grad(value, inputs, allow_unused=True) if depends else [None for _ in inputs]
         ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         found = [torch.zeros_like(x) if grad is None else grad for grad, x in zip(grads, inputs, strict=False)]
         return [in_layout_that_is_known(x, grad, ranks) for grad, x in zip(found, inputs, strict=False)]
