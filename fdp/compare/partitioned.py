@@ -167,7 +167,7 @@ class _OnOneRank:
         self._links: defaultdict[str, list[Link]] = defaultdict(list)
         for link in trace.links:
             self._links[link.node].append(link)
-        self._made = {link.made: link for link in trace.links if link.kind != "scattered"}
+        self._made = {link.made: link for link in trace.links if self._is_here(link)}
         self._here: dict[fx.Node, Any] = dict(zip(self._module.graph.find_nodes(op="placeholder"), inputs, strict=True))
         self._lookup = Replay(self._module, inputs, others).value_of
         self.wrong: list[str] = []
@@ -184,6 +184,10 @@ class _OnOneRank:
             (outputs,) = self._module.graph.output_node().args
             return [self._value_of(node) for node in outputs] if outputs else []  # type: ignore[union-attr,arg-type]
 
+    def _is_here(self, link: Link) -> bool:
+        """Whether the value that a collective was put in for is on this rank, as a node of its own."""
+        return link.kind != "scattered" and (link.kind != "given" or self._place in link.owners)
+
     def _value_of(self, node: fx.Node) -> Any:
         return self._here[node] if node in self._here else self._lookup(node)
 
@@ -195,6 +199,8 @@ class _OnOneRank:
         own = self._value_of(node.args[0])  # type: ignore[arg-type]
         if links[0].kind == "gathered":
             return self._gathered(own, links)
+        if links[0].owners:
+            return self._exchanged(own, links)
         (link,) = links
         if link.kind == "scattered":
             due = link.part.taken(self._values[link], self._place)
@@ -223,6 +229,20 @@ class _OnOneRank:
             self._compare(link, own[place], due[place])
         return rows
 
+    def _exchanged(self, own: torch.Tensor, links: Sequence[Link]) -> torch.Tensor:
+        """What the owners of several values get to compute with, or what ranks get of their results."""
+        owners = {rank: link for link in links for rank in link.owners}
+        of_ranks = [owners[rank] for rank in sorted(owners)]
+        mine = of_ranks[self._place]
+        if mine.kind == "shared":
+            self._compare(mine, own, self._values[mine])
+            return torch.stack([self._values[link] for link in of_ranks])
+        of_others = torch.stack([link.part.taken(self._values[link], self._place) for link in of_ranks])
+        of_mine = torch.stack([mine.part.taken(self._values[mine], rank) for rank in sorted(owners)])
+        sent, received = (of_others, of_mine) if mine.kind == "given" else (of_mine, of_others)
+        self._compare(mine, own, sent)
+        return received
+
     def _from(self, node: fx.Node, link: Link, rank: int) -> torch.Tensor:
         """What a rank would send of its part: one number by the operator on whole values, and what is made of it."""
         part = link.part.taken(self._operands[link], rank).contiguous()
@@ -244,7 +264,9 @@ class _OnOneRank:
     def _checked(self, node: fx.Node, link: Link) -> Any:
         """What a collective was put in for; if that is a number, from here on that of the run on whole values."""
         due = self._values[link]
-        if link.kind == "gathered":
+        if link.kind == "returned":
+            due = link.part.taken(due, self._place)
+        if link.kind != "combined":
             self._compare(link, self._here[node], due)
             return self._here[node]
         operand = self._operands[link]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import fx
 
 import fdp
 from fdp.state.shards import Part
-from fdp.trace.sharding import placements, reductions_of_parts, sharded, shared_gathers, spmd
+from fdp.trace.sharding import computations, owners, placements, reductions_of_parts, sharded, shared_gathers, spmd
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -135,6 +136,35 @@ def sent_with_others_before_it_changes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(shared_gathers, "_ready", lambda graph, gathers, order: {g: order[g.own] for g in gathers})
 
 
+def values_for_another_owner(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(owners, "_numbers", lambda owned: [1, 0])
+
+
+def results_of_another_owner(patch: pytest.MonkeyPatch) -> None:
+    apart = owners._Exchange._apart
+    patch.setattr(owners._Exchange, "_apart", lambda self, rows, owner, *rest: apart(self, rows, 1 - owner, *rest))
+
+
+def all_computations_alike(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(computations.Computation, "likeness", property(lambda self: len(self.nodes)))
+
+
+def results_that_are_changed_afterwards(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(computations, "_ends_before_use", lambda found, order: True)
+
+
+def of_matrices(state: Any, x: torch.Tensor, factors: tuple[float, ...] = (2.0, 2.0), changed: bool = False) -> Any:
+    """What is computed of each matrix needs all of it."""
+    new = {}
+    for (key, w), factor in zip(state.items(), factors, strict=True):
+        made = (w @ w.t() * factor) @ w
+        new[key] = w - made
+        if changed:
+            made.mul_(2.0)
+            new[key] = new[key] + made
+    return new
+
+
 def written_twice(state: Any, x: torch.Tensor) -> Any:
     """Reads all of what it has changed, before and after."""
     w = state["w"] * 1
@@ -171,6 +201,9 @@ def made(name: str) -> tuple[Any, Any]:
         "own values": of_own_values,
         "columns": in_columns,
         "changed between": changed_between,
+        "matrices": of_matrices,
+        "unlike matrices": functools.partial(of_matrices, factors=(2.0, 3.0)),
+        "changed matrices": functools.partial(of_matrices, changed=True),
     }[name]
     return step, {"w": numbers(7 if name == "columns" else 8, 8, seed=1), "u": numbers(8, 8, seed=2)}
 
@@ -188,6 +221,10 @@ FAULTS: list[tuple[Patch, str, bool]] = [
     (pieces_that_change_places, "written twice", True),
     (sent_together_in_another_order, "written twice", True),
     (sent_with_others_before_it_changes, "changed between", True),
+    (values_for_another_owner, "matrices", True),
+    (results_of_another_owner, "matrices", True),
+    (all_computations_alike, "unlike matrices", True),
+    (results_that_are_changed_afterwards, "changed matrices", True),
 ]
 """The mistake, the step, and whether its parameters are sharded, too."""
 

@@ -52,6 +52,26 @@ def with_optimizer(optimizer: optim.Optimizer) -> Made:
     return step, {"params": start, "opt": optimizer.init(start)}
 
 
+def of_matrices() -> Made:
+    """Muon needs whole matrices: of three alike, two ranks compute one each, and both the third."""
+    optimizer = optim.from_torch(torch.optim.Muon, lr=1e-2)
+
+    def step(state: State, x: Tensor) -> tuple[State, Any]:
+        def value_of(p: Any) -> Tensor:
+            h = x
+            for w in p.values():
+                h = torch.tanh(h @ w)
+            return h.square().mean()
+
+        value, grads = fdp.value_and_grad(value_of)(state["params"])
+        new, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": new, "opt": opt}, fdp.pmean(value)
+
+    shapes = {"in": (8, 24), "one": (24, 24), "two": (24, 24), "three": (24, 24)}
+    start = {name: numbers(*shape, seed=20 + at) for at, (name, shape) in enumerate(shapes.items())}
+    return step, {"params": start, "opt": optimizer.init(start)}
+
+
 def by_hand() -> Made:
     def step(state: State, x: Tensor) -> tuple[State, Any]:
         grads = fdp.grad(loss)(state["params"], x)
@@ -206,6 +226,7 @@ STEPS: dict[str, Callable[[], Made]] = {
     "RMSprop": of_torch(torch.optim.RMSprop),
     "Adagrad": of_torch(torch.optim.Adagrad),
     "Adafactor": of_torch(torch.optim.Adafactor),
+    "Muon": of_matrices,
     "clipped": around_adamw(optim.clipped, 0.05),
     "averaged": around_adamw(optim.averaged, 0.9),
     "by hand": by_hand,
@@ -219,7 +240,7 @@ STEPS: dict[str, Callable[[], Made]] = {
     "batch norm": batch_norm,
     "drawn by keys": drawn_by_keys,
 }
-ALIKE = {"SGD", "Adam", "AdamW, foreach", "AdamW, single", "accumulated", "frozen and tied"}
+ALIKE = {"SGD", "Adam", "AdamW, foreach", "AdamW, single", "Muon", "accumulated", "frozen and tied"}
 """No numbers are made of parts, and no products are added in place: on two ranks the same bits as with whole state."""
 
 

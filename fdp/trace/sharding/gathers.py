@@ -8,12 +8,111 @@ from __future__ import annotations
 
 import collections
 import operator
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import fx
 
+from fdp.state.shards import Part
 from fdp.trace.operators.effects import effects_of, list_arguments, storages, storages_of
+from fdp.trace.sharding.inserted import Link
 from fdp.trace.sharding.units import is_same_view
+
+
+@dataclass(frozen=True, eq=False)
+class Gather:
+    """A whole value that is put together from its parts.
+
+    Attributes:
+        own: this rank's part.
+        rows: the message, whose value has the part of each rank as a row.
+        whole: the value.
+        link: what the message stands for.
+        when: values are gathered together if this is equal.
+    """
+
+    own: fx.Node
+    rows: fx.Node
+    whole: fx.Node
+    link: Link
+    when: Hashable
+
+    @property
+    def numel(self) -> int:
+        """The number of elements in a part."""
+        count: int = self.own.meta["val"].numel()
+        return count
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the whole."""
+        value = self.own.meta["val"]
+        return int(value.numel() * value.element_size() * self.link.part.ranks)
+
+
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """This rank's part, taken of a whole value.
+
+    Attributes:
+        node: the value, in the graph on whole values.
+        whole: the value here.
+        nodes: a view of it in rows, the copy of one row, and a view of that: the part.
+        part: which part.
+        changed: the node, in the graph on whole values, that made or changed the memory of the value last before.
+    """
+
+    node: fx.Node
+    whole: fx.Node
+    nodes: tuple[fx.Node, fx.Node, fx.Node]
+    part: Part
+    changed: fx.Node
+
+    @property
+    def is_of_input(self) -> bool:
+        """Whether the value is an input of the step."""
+        return origin_of(self.node).op == "placeholder"
+
+
+class RankNumber:
+    """The number of this rank in a graph, on any device, as a tensor of one element."""
+
+    def __init__(self, like: fx.Node, axis: str, new: Callable[..., fx.Node]) -> None:
+        self._like, self._axis, self._new = like, axis, new
+        self._known: dict[torch.device, fx.Node] = {}
+
+    def on(self, device: torch.device) -> fx.Node:
+        """Its node; put into the graph at first."""
+        if device not in self._known:
+            cpu, aten = torch.device("cpu"), torch.ops.aten
+            if device == cpu:
+                index = self._new(torch.ops.fdp.axis_index.default, self._like, self._axis)
+                self._known[cpu] = self._new(aten.view.default, index, [1])
+            else:
+                self._known[device] = self._new(aten._to_copy.default, self.on(cpu), device=device)
+        return self._known[device]
+
+
+def part_taken(
+    whole: fx.Node, part: Part, number: RankNumber, new: Callable[..., fx.Node]
+) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Take this rank's part of a whole value: as `Taken.nodes`."""
+    aten: Any = torch.ops.aten
+    value = whole.meta["val"]
+    rows = new(aten.view.default, whole, part.in_rows(value.shape))
+    own = new(aten.index_select.default, rows, part.dim, number.on(value.device))
+    return rows, own, new(aten.view.default, own, list(part.of(value.shape)))
+
+
+def joined(rows: fx.Node, part: Part, shape: Sequence[int], new: Callable[..., fx.Node]) -> fx.Node:
+    """Put together a whole value from the parts of all ranks, which are rows of a message; `new` puts in a call."""
+    aten: Any = torch.ops.aten
+    if not part.dim:
+        return new(aten.view.default, rows, list(shape))
+    each = [new(aten.select.int, rows, 0, rank) for rank in range(part.ranks)]
+    return new(aten.cat.default, each, part.dim)
 
 
 def phases_of(graph: fx.Graph, in_loops: Container[fx.Node], again: bool) -> Mapping[fx.Node, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import fx
 
 from fdp.trace.graph.loops import regions_of
 from fdp.trace.operators.effects import effects_of, storages_of
-from fdp.trace.sharding.gathers import start_gathers_late
+from fdp.trace.sharding.gathers import Gather, start_gathers_late
 from fdp.trace.sharding.inserted import Link
 
 SMALL_BYTES = 2**20
@@ -29,37 +29,6 @@ AHEAD_BYTES = 32 * SMALL_BYTES
 before they are read."""
 WITHIN_A_LIMIT = 1 / 64
 """Of both, where few values are to be whole at once: those in a message are whole together."""
-
-
-@dataclass(frozen=True, eq=False)
-class Gather:
-    """A whole value that is put together from its parts.
-
-    Attributes:
-        own: this rank's part.
-        rows: the message, whose value has the part of each rank as a row.
-        whole: the value.
-        link: what the message stands for.
-        when: values are gathered together if this is equal.
-    """
-
-    own: fx.Node
-    rows: fx.Node
-    whole: fx.Node
-    link: Link
-    when: Hashable
-
-    @property
-    def numel(self) -> int:
-        """The number of elements in a part."""
-        count: int = self.own.meta["val"].numel()
-        return count
-
-    @property
-    def size_bytes(self) -> int:
-        """Of the whole."""
-        value = self.own.meta["val"]
-        return int(value.numel() * value.element_size() * self.link.part.ranks)
 
 
 def share_messages(graph: fx.Graph, gathers: Sequence[Gather], new: Callable[..., fx.Node], few: bool) -> list[Link]:

@@ -29,11 +29,22 @@ from fdp.trace.operators.effects import (
     operator_name,
     storages_of,
 )
-from fdp.trace.sharding.gathers import entry_of, origin_of, phases_of, take_parts_late
+from fdp.trace.sharding.gathers import (
+    Gather,
+    RankNumber,
+    Taken,
+    entry_of,
+    joined,
+    origin_of,
+    part_taken,
+    phases_of,
+    take_parts_late,
+)
 from fdp.trace.sharding.inserted import Link
+from fdp.trace.sharding.owners import compute_once
 from fdp.trace.sharding.reductions_of_parts import combined
 from fdp.trace.sharding.scatters import is_scattered, scattered
-from fdp.trace.sharding.shared_gathers import Gather, share_messages
+from fdp.trace.sharding.shared_gathers import share_messages
 from fdp.trace.sharding.units import Unit, is_elementwise, is_own_memory, is_same_view, reduces_all, units_of
 
 
@@ -96,7 +107,6 @@ class _Rewriting:
         self._axis = text_along("traced", sharded_along(dimensions))
         self._here: dict[fx.Node, fx.Node] = {}
         self._gathered: dict[tuple[int, int], fx.Node] = {}
-        self._index: fx.Node | None = None
         self._links: list[Link] = []
         self._now: fx.Node | None = None
         # Which node has the value of a piece of memory, and which call it was that made or changed it last.
@@ -107,7 +117,7 @@ class _Rewriting:
         self._views: dict[tuple[fx.Node, int], fx.Node] = {}
         self._changed: set[int] = set()
         self._gathers: list[Gather] = []
-        self._taken: list[tuple[fx.Node, tuple[fx.Node, ...]]] = []
+        self._taken: list[Taken] = []
         self._mode = next(
             value.fake_mode
             for node in module.graph.nodes
@@ -120,6 +130,7 @@ class _Rewriting:
         for node in self._module.graph.find_nodes(op="placeholder"):
             self._here[node] = self._placeholder(node)
             self._last.update(dict.fromkeys(storages_of(node), (node, node)))
+        self._number = RankNumber(self._here[next(iter(self._sharded))], self._axis, self._new)
         for node, part in self._sharded.items():
             if storages_of(node)[0] not in self._parts:  # it is changed as a whole, so it has to be one
                 self._now = node
@@ -149,11 +160,15 @@ class _Rewriting:
             values.append(self._whole(node) if wanted is None else self._part(node, wanted))
         self._graph.output(values)
         self._graph.output_node().meta.update(self._module.graph.output_node().meta)
-        self._links += share_messages(self._graph, self._gathers, self._new, few=self._again)
-        unchanged = [nodes for whole, nodes in self._taken if not self._changed.intersection(storages_of(whole))]
-        take_parts_late(self._graph, unchanged)
+        owned = compute_once(self._graph, self._axis, self._gathers, self._taken, self._here, self._new)
+        self._links += owned.links
+        self._links += share_messages(self._graph, owned.gathers, self._new, few=self._again)
+        take_parts_late(self._graph, [t.nodes for t in self._taken if t.is_of_input and not self._is_changed(t.node)])
         made = fx.GraphModule(self._module, self._graph)
         return Partitioned(made, self._links, gathered)
+
+    def _is_changed(self, node: fx.Node) -> bool:
+        return not self._changed.isdisjoint(storages_of(node))
 
     def _results(self) -> Sequence[fx.Node]:
         results: Any = self._module.graph.output_node().args[0]
@@ -233,14 +248,10 @@ class _Rewriting:
         return self._views[node, phase]
 
     def _gather(self, node: fx.Node, own: fx.Node, part: Part) -> fx.Node:
-        shape = list(node.meta["val"].shape)
+        shape = node.meta["val"].shape
         name = self._names.get(origin_of(node)) or f"value at {node.meta.get('source')}"
         rows = self._new(torch.ops.fdp.all_gather.default, own, part.ranks, self._axis, name)
-        if part.dim:
-            each = [self._new(torch.ops.aten.select.int, rows, 0, rank) for rank in range(part.ranks)]
-            whole = self._new(torch.ops.aten.cat.default, each, part.dim)
-        else:
-            whole = self._new(torch.ops.aten.view.default, rows, shape)
+        whole = joined(rows, part, shape, self._new)
         assert self._now is not None
         when = self._phases[self._now], bool(self._now.meta.get("backward"))
         value, after = self._last[storages_of(node)[0]]
@@ -254,18 +265,10 @@ class _Rewriting:
         if self._lies_in_parts(node) and self._part_of(node) == part:
             return self._here[node]
         whole = self._whole(node)
-        if self._index is None:
-            index = self._new(torch.ops.fdp.axis_index.default, whole, self._axis)
-            self._index = self._new(torch.ops.aten.view.default, index, [1])
-        index, device = self._index, whole.meta["val"].device
-        if device.type != "cpu":
-            index = self._new(torch.ops.aten._to_copy.default, index, device=device)
-        rows = self._new(torch.ops.aten.view.default, whole, part.in_rows(whole.meta["val"].shape))
-        own = self._new(torch.ops.aten.index_select.default, rows, part.dim, index)
-        taken = self._new(torch.ops.aten.view.default, own, list(part.of(whole.meta["val"].shape)))
-        if origin_of(node).op == "placeholder":
-            self._taken.append((node, (rows, own, taken)))
-        return taken
+        nodes = part_taken(whole, part, self._number, self._new)
+        _, changed = self._last.get(storages_of(node)[0], (node, node))
+        self._taken.append(Taken(node, whole, nodes, part, changed))
+        return nodes[-1]
 
     def _gather_ahead(self, inner: fx.Node, begin: fx.Node) -> None:
         """Gather before a loop what the loop reads: inside, each round would gather it anew."""
