@@ -80,6 +80,11 @@ TURNS = (
 
 PRODUCTS = ("{a} @ {b}", "{a}.t() @ {b}", "{a} @ {b}.t()", "torch.mm({a}, {b})", "torch.matmul({a}, {b})")
 
+ALIKE = (
+    "(q @ q.t()) * 0.25", "(q.t() @ (q @ q.t() * 0.25)).t()", "torch.tanh(q) @ q.mT", "(q @ q.t()).mul_(0.25)[:2]",
+    "q - (q @ q.t() @ q) * 0.25", "torch.mm(q, q.t()).max(0)[0] + q.sum()", "q + (q @ q.mT).sum(0, True).tanh().sum()",
+)  # fmt: skip
+
 ADDED = (
     "{t}.add_({a} @ {b})", "{t} += {a} @ {b}", "{t}.add_({p})", "{t}.addmm_({a}, {b})", "{t}.sub_({a} @ {b})",
     "{t}.add_({p}, alpha=0.5)", "{t}.copy_({a} @ {b})", "torch.mm({a}, {b}, out={t})", "{t}.t().add_({a} @ {b})",
@@ -168,6 +173,21 @@ def product(author: Author) -> None:
     author.write(
         f"{(v := author.fresh())} = {author.rng.choice(PRODUCTS).format(a=a, b=author.pick(dims=2))}", {v: None}
     )
+
+
+def alike(author: Author) -> None:
+    """The same of several matrices: where they are sharded, each rank may compute it of another one."""
+    names = [n for n in author.tensors(lambda x: x.dtype == torch.float32 and x.dim() == 2) if not author.varies(n)]
+    if not names:
+        raise Refused
+    shape = author.env[author.rng.choice(names)].shape
+    names = [n for n in names if author.env[n].shape == shape]
+    chosen = author.rng.sample(names, min(len(names), author.rng.randint(2, 4)))
+    if len(chosen) < 2:
+        raise Refused
+    made = [author.fresh() for _ in chosen]
+    text = author.rng.choice(ALIKE)
+    author.write(f"{', '.join(made)} = [{text} for q in ({', '.join(chosen)})]", dict.fromkeys(made))
 
 
 def product_with_vector(author: Author) -> None:
@@ -299,8 +319,8 @@ def forbidden(author: Author) -> None:
 
 STATEMENTS: tuple[tuple[float, Statement], ...] = (
     (4, one(POINTWISE)), (4, binary), (2, broadcasted), (2, one(SHRINKING)), (5, one(VIEWS)), (4, write_alone),
-    (5, write_of), (2, turn), (4, product), (1, product_with_vector), (4, added), (1.5, draw), (0.7, keyed),
-    (0.7, whole),    (0.7, whole_again), (0.5, indexed), (0.15, conditional), (5, collective),
+    (5, write_of), (2, turn), (4, product), (1.5, alike), (1, product_with_vector), (4, added), (1.5, draw),
+    (0.7, keyed), (0.7, whole), (0.7, whole_again), (0.5, indexed), (0.15, conditional), (5, collective),
     (2, exchange),
 )  # fmt: skip
 """What may be written, and how often."""
