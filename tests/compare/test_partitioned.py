@@ -188,9 +188,9 @@ def in_columns(state: Any, x: torch.Tensor) -> Any:
 def changed_between(state: Any, x: torch.Tensor) -> Any:
     """One value is gathered, and then another one, which changes between the two."""
     w = state["w"] * 1
-    first = state["u"] @ state["u"]
+    first = state["u"].cumsum(0)
     torch._foreach_mul_([w], 2)
-    return {"w": w + 0.1 * (w @ w + first), "u": state["u"] - 0.1 * fdp.pmean(x)}
+    return {"w": w + 0.1 * (w.cumsum(0) + first), "u": state["u"] - 0.1 * fdp.pmean(x)}
 
 
 def made(name: str) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ from sharded_steps import STEPS, all_differences
 import fdp
 
 REPEATS = {
-    "SGD", "Adam", "AdamW, foreach", "AdamW, single", "RMSprop", "Adagrad", "Adafactor", "averaged", "accumulated",
+    "SGD", "Adam", "AdamW, foreach", "AdamW, single", "RMSprop", "Adagrad", "averaged", "accumulated",
     "of other dtypes", "convolution", "batch norm",
 }  # fmt: skip
 """Steps that others are much like."""

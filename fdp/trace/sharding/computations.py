@@ -219,6 +219,8 @@ def _ends_before_use(found: Computation, order: Mapping[fx.Node, int]) -> bool:
 
 def _is_product(node: fx.Node) -> bool:
     name = operator_name(node)
+    if name == "mm" and node.args[0].meta["val"].shape[1] == 1:  # type: ignore[union-attr]
+        return False  # a column times a row
     return name in _PRODUCTS or (name.startswith(_LINEAR_ALGEBRA) and name not in _NORMS)
 
 

@@ -29,8 +29,8 @@ from fdp.trace.sharding.units import (
     Unit,
     is_elementwise,
     is_own_memory,
+    is_reduction,
     is_same_view,
-    reduces_all,
     tensors_of,
     units_of,
 )
@@ -203,7 +203,7 @@ class _Decision:
 
     def _reduces(self, unit: Unit) -> bool:
         """Whether a unit may reduce parts to one number. In a loop it may not: it would send in each round."""
-        return unit.node not in self._in_loops and reduces_all(unit)
+        return unit.node not in self._in_loops and is_reduction(unit)
 
     def _follow(self, unit: Unit, part: Part, either: set[int], parts: dict[int, Part]) -> None:
         """Let a unit whose results are only used for such numbers compute parts, and its readers, too."""

@@ -1,4 +1,4 @@
-"""Reductions to one number of a divided tensor: each rank reduces its part, and ranks combine the numbers."""
+"""Reductions of a divided tensor along its parts: each rank reduces its own, and ranks combine what they get."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from fdp.state.shards import Part
 from fdp.trace.operators.effects import bound_arguments, operator_name
+from fdp.trace.sharding.inserted import Link
 
 _aten = torch.ops.aten
 
@@ -20,19 +22,35 @@ OverRanks = Callable[[fx.Node, str], fx.Node]
 """Puts a collective into a graph: of a number of each rank, by "sum", "max" or "min"."""
 
 
-def combined(node: fx.Node, own: fx.Node, ranks: int, new: New, over_ranks: OverRanks) -> fx.Node:
-    """Combine the numbers of the ranks.
+def combined(
+    node: fx.Node, own: fx.Node, part: Part, entry: int | None, axis: str, new: New
+) -> tuple[fx.Node, list[Link]]:
+    """Combine what ranks have made of their parts.
 
     Args:
         node: the operator on the whole tensor.
         own: what it made of this rank's part.
-        ranks: how many parts there are.
+        part: how the tensor is divided.
+        entry: which entry of the operator's lists it is; None if it has none.
+        axis: of the ranks, as markers name it.
         new: see `New`.
-        over_ranks: see `OverRanks`.
 
     Returns:
-        The node of the number of the whole tensor.
+        The node of what the operator makes of the whole tensor; and for what messages were put in.
     """
+    sent: list[fx.Node] = []
+    label = f"{operator_name(node).removeprefix('_foreach_')} of parts at {node.meta.get('source')}"
+
+    def over_ranks(value: fx.Node, op: str) -> fx.Node:
+        sent.append(new(torch.ops.fdp.all_reduce.default, value, op, axis, "value", label))
+        return sent[-1]
+
+    made = _combined(node, own, part.ranks, new, over_ranks)
+    of = node.name, "combined", made.name, node.name, part, label, entry, own.name
+    return made, [Link(each.name, *of) for each in sent]
+
+
+def _combined(node: fx.Node, own: fx.Node, ranks: int, new: New, over_ranks: OverRanks) -> fx.Node:
     name = operator_name(node)
     if name in ("_foreach_norm", "linalg_vector_norm"):
         return _norm(own, _order(node), new, over_ranks)

@@ -45,7 +45,15 @@ from fdp.trace.sharding.owners import compute_once
 from fdp.trace.sharding.reductions_of_parts import combined
 from fdp.trace.sharding.scatters import is_scattered, scattered
 from fdp.trace.sharding.shared_gathers import share_messages
-from fdp.trace.sharding.units import Unit, is_elementwise, is_own_memory, is_same_view, reduces_all, units_of
+from fdp.trace.sharding.units import (
+    Unit,
+    is_elementwise,
+    is_own_memory,
+    is_reduction,
+    is_same_view,
+    kept_along,
+    units_of,
+)
 
 
 @dataclass(frozen=True)
@@ -254,7 +262,7 @@ class _Rewriting:
         whole = joined(rows, part, shape, self._new)
         assert self._now is not None
         when = self._phases[self._now], bool(self._now.meta.get("backward"))
-        value, after = self._last[storages_of(node)[0]]
+        value, after = self._last.get(storages_of(node)[0], (node, node))
         entry = entry_of(value, node)
         link = Link(rows.name, value.name, "gathered", whole.name, after.name, part, name, entry)
         self._gathers.append(Gather(own, rows, whole, link, when))
@@ -304,8 +312,8 @@ class _Rewriting:
         self._here[node] = self._entry_by_entry(node, units, in_parts, reducing)
 
     def _reduces_parts(self, unit: Unit) -> bool:
-        """Whether a unit reduces a divided value to one number; in a loop it would send in each round."""
-        return unit.node not in self._in_loops and reduces_all(unit) and self._lies_in_parts(unit.reads[0])
+        """Whether a unit reduces a divided value to a small one; in a loop it would send in each round."""
+        return unit.node not in self._in_loops and is_reduction(unit) and self._lies_in_parts(unit.reads[0])
 
     def _computes_parts(self, unit: Unit) -> bool:
         results = unit.results
@@ -322,12 +330,9 @@ class _Rewriting:
         value = node.meta.get("val")
         # A new value of the same shape is as good as the one of the other graph; what lies in other memory is not.
         effects = effects_of(node)
-        if not all(same) and (effects.view or effects.writes or self._is_local(node)):
+        if not all(same) and (effects.view or effects.writes or not self._parts.keys().isdisjoint(storages_of(node))):
             value = self._value(node.target, args, kwargs)
         return self._copied(node, args, kwargs, value)
-
-    def _is_local(self, node: fx.Node) -> bool:
-        return any(number in self._parts for number in storages_of(node))
 
     def _elementwise(self, node: fx.Node, unit: Unit) -> fx.Node:
         part = self._part_of_results(unit)
@@ -398,24 +403,14 @@ class _Rewriting:
         return made
 
     def _reduced(self, node: fx.Node, unit: Unit) -> fx.Node:
-        """The reduction of a divided tensor to one number."""
+        """The reduction of a divided tensor: of its parts, put together."""
         own = self._made(node, lambda x: self._here[x])
         own.meta["val"] = self._value(node.target, own.args, own.kwargs)
-        return self._combine(node, own, unit)
+        part = self._part_of(unit.reads[0])
+        kept = kept_along(unit, part.dim)
+        return self._combine(node, own, unit) if kept is None else self._gather(node, own, Part(kept, part.ranks))
 
     def _combine(self, node: fx.Node, own: fx.Node, unit: Unit) -> fx.Node:
-        part = self._part_of(unit.reads[0])
-        name = f"{operator_name(node).removeprefix('_foreach_')} of parts at {node.meta.get('source')}"
-
-        sent: list[fx.Node] = []
-
-        def over_ranks(value: fx.Node, op: str) -> fx.Node:
-            sent.append(self._new(torch.ops.fdp.all_reduce.default, value, op, self._axis, "value", name))
-            return sent[-1]
-
-        made = combined(node, own, part.ranks, self._new, over_ranks)
-        for each in sent:
-            self._links.append(
-                Link(each.name, node.name, "combined", made.name, node.name, part, name, unit.entry, own.name)
-            )
+        made, links = combined(node, own, self._part_of(unit.reads[0]), unit.entry, self._axis, self._new)
+        self._links += links
         return made

@@ -13,6 +13,7 @@ from torch import fx
 from fdp.pytorch.overloads import OpOverload
 from fdp.trace.operators.effects import (
     FUSED_OPTIMIZERS,
+    bound_arguments,
     effects_of,
     entries_of,
     list_arguments,
@@ -34,6 +35,8 @@ _NUMBERS = frozenset({
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8,
 })  # fmt: skip
 """Dtypes of numbers that ranks can put together."""
+_SMALL = 4
+"""By so much what a tensor is reduced to is smaller, if ranks put it together. It is sent, and the tensor is not."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,8 @@ def is_elementwise(unit: Unit) -> bool:
         return False
     if unit.entry is not None:
         return name in FUSED_OPTIMIZERS or _is_elementwise_list(name)
+    if name == "mm":  # a column times a row
+        return bool(unit.reads[0].meta["val"].shape[1] == 1)
     return torch.Tag.pointwise in target.tags or name in _ELEMENTWISE
 
 
@@ -130,8 +135,11 @@ def _is_elementwise_list(name: str) -> bool:
     )
 
 
-def reduces_all(unit: Unit) -> bool:
-    """Whether a unit reduces one tensor to one number, such that the numbers of parts can be combined."""
+def is_reduction(unit: Unit) -> bool:
+    """Whether a unit reduces one tensor along dimensions, such that what ranks make of parts can be put together.
+
+    All ranks get the result; so it has to be small beside the tensor.
+    """
     value: Any = unit.node.meta.get("val")
     name = operator_name(unit.node)
     if unit.entry is not None:
@@ -142,11 +150,24 @@ def reduces_all(unit: Unit) -> bool:
         and isinstance(target, OpOverload)
         and target.namespace == "aten"
         and isinstance(value, torch.Tensor)
-        and value.numel() == 1
         and (value.dtype in _NUMBERS or name in ("all", "any"))
         and len(unit.node.all_input_nodes) == 1
         and not unit.writes
+        and (value.numel() == 1 or _SMALL * value.numel() <= unit.reads[0].meta["val"].numel())
     )
+
+
+def kept_along(unit: Unit, dim: int) -> int | None:
+    """Where a dimension of a tensor is in the result of its reduction; None if it is reduced."""
+    (read,) = unit.reads if unit.entry is None else unit.reads[:1]
+    size = read.meta["val"].dim()
+    given = {argument.name: value for argument, value in bound_arguments(unit.node)}
+    dims = given.get("dim") if unit.entry is None else None
+    listed = [dims] if isinstance(dims, int) else list(dims or range(size))
+    reduced = {each % size for each in listed}
+    if dim in reduced:
+        return None
+    return dim if given.get("keepdim") else dim - sum(each < dim for each in reduced)
 
 
 def _of_entry(node: fx.Node, entry: int) -> Iterator[fx.Node]:
