@@ -1,13 +1,15 @@
 """Sharded state beside whole state, DDP, DDP with ZeroRedundancyOptimizer, and FSDP2's fully_shard.
 
-    python benchmarks/sharded.py [--ranks N] [--rounds N] [--mbit N] [--model mlp|gpt] [--only TEXT] [--state] [--peak]
+    python benchmarks/sharded.py [--ranks N] [--rounds N] [--mbit N] [--model mlp|gpt] [--only TEXT]
+    python benchmarks/sharded.py --state | --peak | --update muon|adafactor
 
 By turns each contender makes one step with AdamW, in the same processes. Printed are the median of rank 0's times,
 their quartiles, and the ratio to fdp with whole state. With --mbit ranks are two hosts with a shaped link (needs root,
 ip and tc). --state prints what a rank holds of parameters and of AdamW's state for GPT-2 small instead, and takes no
 step. --peak prints the most that the allocator has handed out at once during a step of GPT-2 small, for each contender
-in processes of its own, and what fdp predicts. With --only there are no contenders but those whose name has a text in
-it.
+in processes of its own, and what fdp predicts. --update prints how long the update of the matrices of a small GPT takes
+if every rank computes all of it, and if all state is sharded; its messages are part of that. With --only there are no
+contenders but those whose name has a text in it.
 """
 
 from __future__ import annotations
@@ -201,6 +203,40 @@ def peak_on_rank(contender: str) -> tuple[int, float]:
     return most, next(iter(predicted), 0.0)
 
 
+UPDATES: dict[str, type[torch.optim.Optimizer]] = {"muon": torch.optim.Muon, "adafactor": torch.optim.Adafactor}
+_PLACES: dict[str, Callable[[Any], Any]] = {"every rank computes all": lambda tree: tree, "sharded": fdp.shard}
+
+
+def updates_on_rank(name: str, rounds: int) -> dict[str, list[float] | str]:
+    """Update the matrices of a GPT of 10M parameters by turns; seconds of each."""
+    torch.manual_seed(0)
+    found = fdp.from_module(CASES["gpt"].model())[1]
+    params = {key: p.detach() for key, p in found.items() if "blocks" in key and p.dim() == 2}
+    grads = fdp.pytree.map_leaves(torch.randn_like, params)
+    optimizer = fdp.optim.from_torch(UPDATES[name], lr=1e-3)
+
+    @fdp.data_parallel(donate_argnums=0, batch_argnums=())
+    def update(state: Any) -> Any:
+        new, opt = optimizer.update(state["grads"], state["opt"], state["params"])
+        return {"params": new, "opt": opt, "grads": state["grads"]}
+
+    states = {}
+    for place, put in _PLACES.items():
+        placed = put(fdp.pytree.map_leaves(torch.clone, params))
+        states[place] = {"params": placed, "opt": optimizer.init(placed), "grads": put(grads)}
+    measured: dict[str, list[float] | str] = {place: list[float]() for place in _PLACES}
+    for turn, order in enumerate(turns(tuple(_PLACES), rounds + 2)):
+        for place in order:
+            torch.distributed.barrier()
+            begun = time.perf_counter()
+            states[place] = update(states[place])
+            seconds = measured[place]
+            assert isinstance(seconds, list)
+            if turn >= 2:  # the first ones also make programs, and warm up
+                seconds.append(time.perf_counter() - begun)
+    return measured
+
+
 def print_peak(place: Place, ranks: int, only: str) -> None:
     """Print what a rank holds while a step runs, of contenders whose name has a text in it."""
     table = Table(title=f"GPT-2 small, AdamW, float32, one sequence of 128, {ranks} ranks: MiB at most, on rank 0")
@@ -259,6 +295,7 @@ def main() -> None:
     parser.add_argument("--model", choices=tuple(CASES), default="mlp")
     parser.add_argument("--state", action="store_true", help="what a rank holds, in place of times")
     parser.add_argument("--peak", action="store_true", help="what a rank holds in a step, in place of times")
+    parser.add_argument("--update", choices=tuple(UPDATES), help="of the update alone, in place of steps")
     parser.add_argument("--only", default="", help="contenders with this in their name")
     arguments = parser.parse_args()
     if not any(arguments.only in name for name in (*CONTENDERS, LEAST)):
@@ -273,11 +310,21 @@ def main() -> None:
         print_peak(place, arguments.ranks, arguments.only)
         return
     where = f"two hosts, {arguments.mbit:g} Mbit/s" if arguments.mbit else f"{arguments.ranks} ranks on one machine"
-    table = Table(title=f"{arguments.model}, AdamW, {where}, gloo: ms a step")
+    if arguments.update:
+        title = f"Update of the matrices of a GPT of 10M parameters, {arguments.update}, {where}, gloo: ms"
+        with place.opened():
+            print_times(title, run_in(place, updates_on_rank, arguments.update, arguments.rounds)[0])
+        return
+    title = f"{arguments.model}, AdamW, {where}, gloo: ms a step"
+    with place.opened():
+        print_times(title, run_in(place, on_rank, arguments.model, arguments.rounds, arguments.only)[0])
+
+
+def print_times(title: str, measured: dict[str, list[float] | str]) -> None:
+    """Print medians and quartiles, and ratios to the first contender."""
+    table = Table(title=title)
     for column in ("contender", "median", "quartiles", "beside the first"):
         table.add_column(column, justify="left" if column == "contender" else "right")
-    with place.opened():
-        measured = run_in(place, on_rank, arguments.model, arguments.rounds, arguments.only)[0]
     first = next(iter(measured.values()))
     for name, seconds in measured.items():
         if isinstance(seconds, str):

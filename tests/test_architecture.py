@@ -64,7 +64,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "calls.changes calls.pairing calls.recognise calls.results", "capture.functional capture.remedies "
         "capture.reshapes capture.rng_replay capture.silent_changes capture.untouched",
         "capture.raw_messages capture.switches capture.value_reads", "capture.capture", "capture.calling",
-        "graph.dependencies graph.replicated graph.variance", "graph.loops", "graph.order graph.wire_cast",
+        "graph.dependencies graph.replicated graph.variance", "graph.loops", "graph.precedence graph.wire_cast",
         "checks.checks checks.memory_checks checks.uncertain_strides",
         "sharding.reductions_of_parts sharding.scatters sharding.units", "sharding.gathers sharding.placements",
         "sharding.computations sharding.shared_gathers", "sharding.owners", "sharding.spmd", "sharding.sharded",

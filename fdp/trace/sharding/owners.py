@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp.trace.graph.order import Precedence
+from fdp.trace.graph.precedence import Precedence
 from fdp.trace.operators.effects import effects_of, storages_of
 from fdp.trace.sharding.computations import Computation, computation_of
 from fdp.trace.sharding.gathers import Gather, Taken, joined
