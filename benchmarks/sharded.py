@@ -7,8 +7,8 @@ By turns each contender makes one step with AdamW, in the same processes. Printe
 their quartiles, and the ratio to fdp with whole state. With --mbit ranks are two hosts with a shaped link (needs root,
 ip and tc). --state prints what a rank holds of parameters and of AdamW's state for GPT-2 small instead, and takes no
 step. --peak prints the most that the allocator has handed out at once during a step of GPT-2 small, for each contender
-in processes of its own, and what fdp predicts. --update prints how long the update of the matrices of a small GPT takes
-if every rank computes all of it, and if all state is sharded; its messages are part of that. With --only there are no
+in processes of its own, and what fdp predicts. --update prints how long the update of the matrices of GPT-2 small takes
+if every rank computes all of it, and if state is sharded; its messages are part of that. With --only there are no
 contenders but those whose name has a text in it.
 """
 
@@ -204,13 +204,13 @@ def peak_on_rank(contender: str) -> tuple[int, float]:
 
 
 UPDATES: dict[str, type[torch.optim.Optimizer]] = {"muon": torch.optim.Muon, "adafactor": torch.optim.Adafactor}
-_PLACES: dict[str, Callable[[Any], Any]] = {"every rank computes all": lambda tree: tree, "sharded": fdp.shard}
+_WAYS = {"every rank computes all": "", "fdp, ZeRO-1": "opt", "fdp, ZeRO-3": "all"}
 
 
 def updates_on_rank(name: str, rounds: int) -> dict[str, list[float] | str]:
-    """Update the matrices of a GPT of 10M parameters by turns; seconds of each."""
+    """Update the matrices of the blocks of GPT-2 small by turns; seconds of each."""
     torch.manual_seed(0)
-    found = fdp.from_module(CASES["gpt"].model())[1]
+    found = fdp.from_module(GPT2.model())[1]
     params = {key: p.detach() for key, p in found.items() if "blocks" in key and p.dim() == 2}
     grads = fdp.pytree.map_leaves(torch.randn_like, params)
     optimizer = fdp.optim.from_torch(UPDATES[name], lr=1e-3)
@@ -221,16 +221,19 @@ def updates_on_rank(name: str, rounds: int) -> dict[str, list[float] | str]:
         return {"params": new, "opt": opt, "grads": state["grads"]}
 
     states = {}
-    for place, put in _PLACES.items():
-        placed = put(fdp.pytree.map_leaves(torch.clone, params))
-        states[place] = {"params": placed, "opt": optimizer.init(placed), "grads": put(grads)}
-    measured: dict[str, list[float] | str] = {place: list[float]() for place in _PLACES}
-    for turn, order in enumerate(turns(tuple(_PLACES), rounds + 2)):
-        for place in order:
+    for contender, way in _WAYS.items():
+        placed = fdp.pytree.map_leaves(torch.clone, params)
+        opt, given = optimizer.init(placed), grads
+        if way:
+            opt, given = fdp.shard(opt), fdp.shard(grads)
+        states[contender] = {"params": fdp.shard(placed) if way == "all" else placed, "opt": opt, "grads": given}
+    measured: dict[str, list[float] | str] = {contender: list[float]() for contender in _WAYS}
+    for turn, order in enumerate(turns(tuple(_WAYS), rounds + 2)):
+        for contender in order:
             torch.distributed.barrier()
             begun = time.perf_counter()
-            states[place] = update(states[place])
-            seconds = measured[place]
+            states[contender] = update(states[contender])
+            seconds = measured[contender]
             assert isinstance(seconds, list)
             if turn >= 2:  # the first ones also make programs, and warm up
                 seconds.append(time.perf_counter() - begun)
@@ -311,7 +314,7 @@ def main() -> None:
         return
     where = f"two hosts, {arguments.mbit:g} Mbit/s" if arguments.mbit else f"{arguments.ranks} ranks on one machine"
     if arguments.update:
-        title = f"Update of the matrices of a GPT of 10M parameters, {arguments.update}, {where}, gloo: ms"
+        title = f"Update of the matrices of GPT-2 small, {arguments.update}, {where}, gloo: ms"
         with place.opened():
             print_times(title, run_in(place, updates_on_rank, arguments.update, arguments.rounds)[0])
         return

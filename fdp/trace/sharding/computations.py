@@ -57,6 +57,17 @@ class Computation:
         return _form(gather.own.meta["val"]), gather.link.part, gather.when, calls, results, parts
 
     @property
+    def cast(self) -> fx.Node | None:
+        """The operator that casts the value to a narrower dtype, if nothing else reads it: then less is sent."""
+        first, value = self.nodes[0], self.gather.whole.meta["val"]
+        is_cast = first.target is torch.ops.aten._to_copy.default and list(self.gather.whole.users) == [first]
+        if not is_cast or first in self.returned or first in self.taken:
+            return None
+        made: torch.Tensor = first.meta["val"]
+        is_same = made.stride() == value.stride() and made.device == value.device
+        return first if is_same and made.element_size() < value.element_size() else None
+
+    @property
     def all_nodes(self) -> Iterator[fx.Node]:
         """All that is left out where it does not run: the operators, what puts the value together, and the parts."""
         pending = [self.gather.rows]

@@ -128,13 +128,17 @@ class _Exchange:
         start = next(node for node in graph.nodes if node in gone)
         links: list[Link] = []
         with graph.inserting_before(start):
-            parts = [group[number].gather.own for number in _numbers(owned)]
+            cast, of_first = first.cast, first.gather
+            parts = [self._given(group[number]) for number in _numbers(owned)]
             rows = self._put(torch.ops.fdp.all_to_all.default, self._put(aten.stack.default, parts), *self._of(label))
-            whole = joined(rows, first.gather.link.part, first.gather.whole.meta["val"].shape, self._put)
+            whole = joined(rows, of_first.link.part, of_first.whole.meta["val"].shape, self._put)
             for each, owners in zip(group, owned, strict=True):
-                given = replace(each.gather.link, node=rows.name, made=whole.name, kind="given", owners=owners)
-                links.append(given)
-            result = self._run(first, whole)
+                link = replace(each.gather.link, node=rows.name, made=whole.name, kind="given", owners=owners)
+                if each.cast is not None:
+                    of_whole = self._origin[each.cast].name
+                    link = replace(link, whole=of_whole, after=of_whole, entry=None)
+                links.append(link)
+            result = self._run(first, {of_first.whole if cast is None else cast: whole})
             for at, node in enumerate(first.nodes):
                 if node in first.taken:
                     links += self._parts(group, at, result[node], owned, label)
@@ -152,10 +156,16 @@ class _Exchange:
     def _of(self, label: str) -> tuple[str, str, str]:
         return self._axis, "value", label
 
-    def _run(self, first: Computation, whole: fx.Node) -> Mapping[fx.Node, fx.Node]:
-        """The same operators, on a value of which each rank has another one."""
-        made = {first.gather.whole: whole}
+    def _given(self, computation: Computation) -> fx.Node:
+        """What a rank sends of a value: its part, in a narrower dtype if the owner would cast it to that."""
+        own, cast = computation.gather.own, computation.cast
+        return own if cast is None else self._put(cast.target, own, *cast.args[1:], **cast.kwargs)
+
+    def _run(self, first: Computation, made: dict[fx.Node, fx.Node]) -> Mapping[fx.Node, fx.Node]:
+        """The same operators, on a value of which each rank has another one; `made` has the value."""
         for node in first.nodes:
+            if node in made:
+                continue
             args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), lambda x: made.get(x, x))
             made[node] = self._new(node.target, *args, **kwargs)
             kept = {key: value for key, value in node.meta.items() if key not in ("effects", "val")}
