@@ -134,6 +134,22 @@ def test_what_arrives_in_donated_state_is_counted_once() -> None:
         assert predicted == pytest.approx(measured, rel=0.01)
 
 
+def test_numbers_that_are_read_from_tensors_take_no_memory() -> None:
+    """Muon reads its learning rate from a tensor: a number among the values of the graph."""
+    optimizer = fdp.optim.from_torch(torch.optim.Muon, lr=0.1)
+    params = {"w": torch.ones(16, 16)}
+
+    def step(state: Any, x: torch.Tensor) -> Any:
+        grads = fdp.grad(lambda p: (x @ p["w"]).square().mean())(state["params"])
+        new, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": new, "opt": opt}
+
+    plan = fdp.data_parallel(step).plan({"params": params, "opt": optimizer.init(params)}, torch.ones(4, 16))
+    (found,) = plan.memory().devices
+    assert found.state_bytes == 2 * 16 * 16 * 4 + 8
+    assert "w" in str(plan.memory_plan())
+
+
 def small() -> Any:
     step = fdp.data_parallel(lambda w, x: w - fdp.grad(lambda w: (x @ w).tanh().square().mean())(w), donate_argnums=0)
     return step.plan(torch.ones(256, 256), torch.ones(4, 256))

@@ -15,7 +15,7 @@ from fdp.emit.memory.layout import Layout, Lifetime
 from fdp.emit.memory.map_picture import draw_map
 from fdp.emit.memory.memory_plan import MemoryPlan
 from fdp.tables import Table, count
-from fdp.trace.operators.effects import storages, storages_of, tensors_in
+from fdp.trace.operators.effects import storages_of, tensors_with_storage
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -142,7 +142,7 @@ def _makers(graph: fx.Graph) -> dict[int, tuple[fx.Node, str, torch.Tensor]]:
     for node in graph.nodes:
         value = node.meta.get("val")
         several = isinstance(value, (list, tuple))
-        for at, (storage, tensor) in enumerate(zip(storages(value), tensors_in(value), strict=True)):
+        for at, (storage, tensor) in enumerate(tensors_with_storage(value)):
             found.setdefault(storage, (node, f"{node.name}[{at}]" if several else node.name, tensor))
     return found
 

@@ -19,7 +19,7 @@ from fdp.emit.memory.instructions import Await, Compute, Instruction, Send
 from fdp.emit.memory.memory_plan import MemoryPlan
 from fdp.plan import Plan
 from fdp.tables import Printed, Table, count, format_bytes
-from fdp.trace.operators.effects import storages, tensors_in
+from fdp.trace.operators.effects import tensors_in, tensors_with_storage
 from fdp.trace.trace import Input
 
 if TYPE_CHECKING:
@@ -199,8 +199,7 @@ def _elsewhere(memory: MemoryPlan) -> dict[torch.device, list[int]]:
 
     def touch(node: fx.Node, position: int) -> None:
         value = memory.value_of(node)
-        tensors = tensors_in(value.meta.get("val"))
-        for number, tensor in zip(storages(value.meta.get("val")), tensors, strict=True):
+        for number, tensor in tensors_with_storage(value.meta.get("val")):
             if number not in placed:
                 sizes[number] = (tensor.device, tensor.untyped_storage().nbytes())
                 first.setdefault(number, position)

@@ -289,6 +289,13 @@ def storages(value: Any) -> tuple[int, ...]:
     return ()
 
 
+def tensors_with_storage(value: Any) -> Iterator[tuple[int, torch.Tensor]]:
+    """The tensors of an example value, each with its memory as `storages` has it; numbers are left out."""
+    for tensor in tensors_in(value):
+        (number,) = storages(tensor)
+        yield number, tensor
+
+
 def storages_of(node: fx.Node) -> tuple[int, ...]:
     """Identify the memory behind a node's result."""
     return storages(node.meta.get("val"))

@@ -36,10 +36,12 @@ class Owned:
     Attributes:
         gathers: of values that are not computed for on one rank.
         links: what the messages that were put in stand for.
+        messages: those that bring whole values to their owners, each with the node of such a value.
     """
 
     gathers: list[Gather]
     links: list[Link]
+    messages: list[tuple[fx.Node, fx.Node]]
 
 
 def compute_once(
@@ -69,13 +71,13 @@ def compute_once(
     order = {node: index for index, node in enumerate(graph.nodes)}
     found = [each for gather in gathers if (each := computation_of(gather, of_value, order)) is not None]
     if len(found) < 2:
-        return Owned(list(gathers), [])
+        return Owned(list(gathers), [], [])
     precedence, exchange = Precedence(graph), _Exchange(axis, here, new)
     movable = [each for each in found if precedence.covers(each.all_nodes) and exchange.knows(each)]
     groups = _in_order(precedence, _groups(movable))
     links = [link for group in groups for link in exchange.put_in(group)]
     gone = {each.gather for group in groups for each in group}
-    return Owned([gather for gather in gathers if gather not in gone], links)
+    return Owned([gather for gather in gathers if gather not in gone], links, exchange.messages)
 
 
 def _groups(found: Sequence[Computation]) -> list[_Together]:
@@ -106,10 +108,15 @@ def _in_order(precedence: Precedence, groups: Sequence[_Together]) -> list[_Toge
 
 
 class _Exchange:
-    """Puts messages in the place of computations."""
+    """Puts messages in the place of computations.
+
+    Attributes:
+        messages: see `Owned.messages`.
+    """
 
     def __init__(self, axis: str, here: Mapping[fx.Node, fx.Node], new: Callable[..., fx.Node]) -> None:
         self._axis, self._new = axis, new
+        self.messages: list[tuple[fx.Node, fx.Node]] = []
         self._origin = {node: whole for whole, node in reversed(list(here.items()))}
         self._order = {node: index for index, node in enumerate(next(iter(here)).graph.nodes)}
 
@@ -132,6 +139,7 @@ class _Exchange:
             parts = [self._given(group[number]) for number in _numbers(owned)]
             rows = self._put(torch.ops.fdp.all_to_all.default, self._put(aten.stack.default, parts), *self._of(label))
             whole = joined(rows, of_first.link.part, of_first.whole.meta["val"].shape, self._put)
+            self.messages.append((rows, whole))
             for each, owners in zip(group, owned, strict=True):
                 link = replace(each.gather.link, node=rows.name, made=whole.name, kind="given", owners=owners)
                 if each.cast is not None:

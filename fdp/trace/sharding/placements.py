@@ -23,7 +23,7 @@ from fdp.distributed.mesh import Dimensions
 from fdp.state.shards import Part
 from fdp.trace.graph.loops import regions_of
 from fdp.trace.graph.variance import ever_varying
-from fdp.trace.operators.effects import effects_of, storages, storages_of
+from fdp.trace.operators.effects import effects_of, storages_of, tensors_with_storage
 from fdp.trace.sharding.scatters import is_scattered
 from fdp.trace.sharding.units import (
     Unit,
@@ -31,7 +31,6 @@ from fdp.trace.sharding.units import (
     is_own_memory,
     is_reduction,
     is_same_view,
-    tensors_of,
     units_of,
 )
 
@@ -111,7 +110,7 @@ class _Decision:
         """Find how the graph uses memory, and which memory cannot be divided."""
         for node in self._graph.nodes:
             value = node.meta.get("val")
-            for number, x in zip(storages(value), tensors_of(value), strict=False):
+            for number, x in tensors_with_storage(value):
                 memory = self._memory[number]
                 if memory.shape is None:
                     memory.shape = tuple(x.shape)

@@ -31,7 +31,13 @@ WITHIN_A_LIMIT = 1 / 64
 """Of both, where few values are to be whole at once: those in a message are whole together."""
 
 
-def share_messages(graph: fx.Graph, gathers: Sequence[Gather], new: Callable[..., fx.Node], few: bool) -> list[Link]:
+def share_messages(
+    graph: fx.Graph,
+    gathers: Sequence[Gather],
+    new: Callable[..., fx.Node],
+    few: bool,
+    others: Sequence[tuple[fx.Node, fx.Node]] = (),
+) -> list[Link]:
     """Let small values share messages, if each part has its value when the first of them is sent.
 
     Args:
@@ -40,6 +46,7 @@ def share_messages(graph: fx.Graph, gathers: Sequence[Gather], new: Callable[...
         new: puts a call into the graph.
         few: whether few values are to be whole at once. Then less is sent together, and a message begins when the one
             before has arrived. Otherwise more are under way.
+        others: messages that bring whole values, too, each with the node of its value; they are begun by the same rule.
 
     Returns:
         What the messages stand for now.
@@ -52,7 +59,7 @@ def share_messages(graph: fx.Graph, gathers: Sequence[Gather], new: Callable[...
             links[gather] = replace(gather.link, node=message.name, start=start)
             messages[gather] = message
     ahead_bytes = 0 if few else AHEAD_BYTES
-    start_gathers_late(graph, [(messages[gather], gather.whole) for gather in gathers], ahead_bytes)
+    start_gathers_late(graph, [*((messages[gather], gather.whole) for gather in gathers), *others], ahead_bytes)
     return list(links.values())
 
 

@@ -170,7 +170,7 @@ class _Rewriting:
         self._graph.output_node().meta.update(self._module.graph.output_node().meta)
         owned = compute_once(self._graph, self._axis, self._gathers, self._taken, self._here, self._new)
         self._links += owned.links
-        self._links += share_messages(self._graph, owned.gathers, self._new, few=self._again)
+        self._links += share_messages(self._graph, owned.gathers, self._new, self._again, owned.messages)
         take_parts_late(self._graph, [t.nodes for t in self._taken if t.is_of_input and not self._is_changed(t.node)])
         made = fx.GraphModule(self._module, self._graph)
         return Partitioned(made, self._links, gathered)
