@@ -16,7 +16,9 @@ from torch import Tensor
 
 import fdp
 from fdp import pytree
+from fdp.plan import Start, Wait
 from fdp.trace import Trace
+from fdp.trace.sharding import shared_gathers
 
 State = dict[str, Tensor]
 
@@ -203,6 +205,34 @@ def on_a_mesh() -> list[str]:
     found = fdp.unshard(step(state))
     wrong = [key for key in due if not torch.equal(found[key], due[key])]
     return wrong + ["products"] * (products_of(trace) * 2 != 4 * 6)
+
+
+def most_under_way(limit: int) -> tuple[int, bool]:
+    """How many messages that bring matrices to owners are under way at once; and whether the numbers are right."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_gathers, "AHEAD_BYTES", limit)
+        start = matrices(8, 12, 24)
+        state, step = fdp.shard(fdp.replicate(start), min_size=0), fdp.data_parallel(in_parts, batch_argnums=())
+        plan = step.plan(state)
+        given = {link.node for link in plan.trace.links if link.kind == "given"}
+        numbers = [
+            number for number, r in enumerate(plan.trace.reductions) if plan.trace.operations[r.operation].node in given
+        ]
+        under_way, most = set[int](), 0
+        for item in plan.schedule:
+            if isinstance(item, Start):
+                under_way |= {each for each in plan.buckets[item.bucket].members if each in numbers}
+            elif isinstance(item, Wait):
+                under_way -= set(plan.buckets[item.bucket].members)
+            most = max(most, len(under_way))
+        found, due = fdp.unshard(step(state)), in_parts(start)
+        return most, all(torch.equal(found[key], due[key]) for key in due)
+
+
+def test_matrices_are_not_sent_to_owners_long_before_they_are_needed() -> None:
+    """Of four messages of 576 bytes: all at once, or the next one when one has arrived."""
+    for limit, most in ((10_000, 4), (0, 1)):
+        assert ranks.run(2, most_under_way, limit) == [(most, True)] * 2
 
 
 Program = list[str]
