@@ -77,7 +77,14 @@ def compute_once(
     groups = _in_order(precedence, _groups(movable))
     links = [link for group in groups for link in exchange.put_in(group)]
     gone = {each.gather for group in groups for each in group}
-    return Owned([gather for gather in gathers if gather not in gone], links, exchange.messages)
+    left = [replace(gather, own=_sent_by(gather)) for gather in gathers if gather not in gone]
+    return Owned(left, links, exchange.messages)
+
+
+def _sent_by(gather: Gather) -> fx.Node:
+    """The part that a rank sends, as the graph is now: it may be what an owner has returned."""
+    (own,) = gather.rows.all_input_nodes
+    return own
 
 
 def _groups(found: Sequence[Computation]) -> list[_Together]:
@@ -166,7 +173,7 @@ class _Exchange:
 
     def _given(self, computation: Computation) -> fx.Node:
         """What a rank sends of a value: its part, in a narrower dtype if the owner would cast it to that."""
-        own, cast = computation.gather.own, computation.cast
+        own, cast = _sent_by(computation.gather), computation.cast
         return own if cast is None else self._put(cast.target, own, *cast.args[1:], **cast.kwargs)
 
     def _run(self, first: Computation, made: dict[fx.Node, fx.Node]) -> Mapping[fx.Node, fx.Node]:
