@@ -25,8 +25,8 @@ from fdp.distributed.other_ranks import OtherRanks
 from fdp.runtime.emitted import Emitted
 from fdp.state.shards import Part
 from fdp.trace import Flat, Roles, Trace
-from fdp.trace.graph.variance import varying_nodes
-from fdp.trace.operators.effects import operator_name
+from fdp.trace.graph.variance import ever_varying, varying_nodes
+from fdp.trace.operators.effects import operator_name, storages_of
 from fdp.trace.sharding.inserted import Link
 
 _SHARE = 1e-3
@@ -79,17 +79,19 @@ def _gathered_though_varying(trace: Trace) -> list[str]:
     The comparison cannot see it: on whole values this rank has its own.
     """
     assert trace.whole is not None
-    placeholders = trace.whole.graph.graph.find_nodes(op="placeholder")
-    items = list(zip(placeholders, trace.whole.inputs, strict=True))
+    graph, nodes = trace.whole.graph.graph, trace.whole.nodes
+    items = zip(graph.find_nodes(op="placeholder"), trace.whole.inputs, strict=True)
     differ = [node for node, item in items if not item.replicated]
-    own = varying_nodes(trace.whole.graph.graph, differ, trace.dimensions)
-    named = {node.name for node in own}
-    # What is gathered as it went in did not differ then, whatever is written to it afterwards.
-    given = {node.name for node, item in items if item.replicated}
+    ever = ever_varying(graph, differ, trace.dimensions)
+    suspects = [
+        link for link in trace.links if link.kind != "scattered" and not ever.isdisjoint(storages_of(nodes[link.whole]))
+    ]
+    # What its memory holds before or afterwards does not count.
+    then = {name: varying_nodes(graph, differ, trace.dimensions, nodes[name]) for name in {x.after for x in suspects}}
     return [
         f"{link.whole}: {link.kind}, and differs from rank to rank"
-        for link in trace.links
-        if link.kind != "scattered" and link.whole in named and link.after not in given
+        for link in suspects
+        if nodes[link.whole] in then[link.after]
     ]
 
 
@@ -258,11 +260,12 @@ class _OnOneRank:
         result: torch.Tensor = value(node.args[0])
         return result
 
-    def _reduced(self, link: Link, x: torch.Tensor) -> torch.Tensor:
-        """What the operator on whole values makes of a tensor."""
+    def _reduced(self, link: Link, x: torch.Tensor, exact: bool = False) -> torch.Tensor:
+        """What the operator on whole values makes of a tensor; exactly, in the dtype of that and no other."""
         whole = self._whole_nodes[link.whole]
         target: Any = whole.target
-        found: Any = target(x if link.entry is None else [x], *whole.args[1:], **whole.kwargs)
+        kwargs = {key: value for key, value in whole.kwargs.items() if key != "dtype" or not exact}
+        found: Any = target(x if link.entry is None else [x], *whole.args[1:], **kwargs)
         result: torch.Tensor = found if link.entry is None else found[0]
         return result
 
@@ -277,7 +280,7 @@ class _OnOneRank:
         operand = self._operands[link]
         # What is added up may cancel: then rounding is large beside the sum, and small beside what was added.
         adds = operator_name(self._whole_nodes[link.whole]) in ("sum", "mean") and due.is_floating_point()
-        slack = 1e-5 * self._reduced(link, operand.abs()).double() if adds else 0.0
+        slack = 1e-5 * self._reduced(link, operand.double().abs(), exact=True) if adds else 0.0
         self._compare(link, self._here[node], due, slack)
         return due.clone()
 
@@ -303,6 +306,7 @@ def _close(mine: torch.Tensor, due: torch.Tensor, slack: float | torch.Tensor = 
     if not torch.equal(one.isfinite(), two.isfinite()):
         return False
     one, two = one.nan_to_num(0.0, 0.0, 0.0), two.nan_to_num(0.0, 0.0, 0.0)
+    slack = slack.nan_to_num(0.0, 0.0, 0.0) if isinstance(slack, torch.Tensor) else slack
     allowed = slack + (max(_SHARE, 4 * torch.finfo(mine.dtype).eps) * float(two.abs().max()) if two.numel() else 0.0)
     return bool(((one - two).abs() <= allowed).all())
 

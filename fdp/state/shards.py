@@ -52,7 +52,8 @@ class Part:
 
     def joined(self, rows: torch.Tensor) -> torch.Tensor:
         """The whole tensor, of all parts in the order of ranks: `rows` has them along its first dimension."""
-        return rows.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
+        whole = rows.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
+        return whole.contiguous()  # a part of size one may be flattened as a view with strides of its own
 
     def taken(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """The part of one rank, as a view."""

@@ -149,6 +149,10 @@ def all_computations_alike(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(computations.Computation, "likeness", property(lambda self: len(self.nodes)))
 
 
+def owners_of_each_ranks_own_values(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sharded, "ever_varying", lambda graph, varying, dimensions: frozenset())
+
+
 def results_that_are_changed_afterwards(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(computations, "_ends_before_use", lambda found, order: True)
 
@@ -162,6 +166,17 @@ def of_matrices(state: Any, x: torch.Tensor, factors: tuple[float, ...] = (2.0, 
         if changed:
             made.mul_(2.0)
             new[key] = new[key] + made
+    return new
+
+
+def of_own_numbers(state: Any, x: torch.Tensor) -> Any:
+    """Each rank multiplies by a number of its own; at the end what it has made is the same on all ranks."""
+    new, own = {}, x.mean()
+    for key, w in state.items():
+        made = w @ w.t() * own
+        new[key] = w - 0.1 * fdp.pmean(made)
+        made.copy_(torch.ones(8, 8))
+        new[key] = new[key] + made.cumsum(0)
     return new
 
 
@@ -201,6 +216,7 @@ def made(name: str) -> tuple[Any, Any]:
         "own values": of_own_values,
         "columns": in_columns,
         "changed between": changed_between,
+        "own numbers": of_own_numbers,
         "matrices": of_matrices,
         "unlike matrices": functools.partial(of_matrices, factors=(2.0, 3.0)),
         "changed matrices": functools.partial(of_matrices, changed=True),
@@ -223,6 +239,7 @@ FAULTS: list[tuple[Patch, str, bool]] = [
     (sent_with_others_before_it_changes, "changed between", True),
     (values_for_another_owner, "matrices", True),
     (results_of_another_owner, "matrices", True),
+    (owners_of_each_ranks_own_values, "own numbers", True),
     (all_computations_alike, "unlike matrices", True),
     (results_that_are_changed_afterwards, "changed matrices", True),
 ]

@@ -38,19 +38,23 @@ class Cause:
 
 
 def varying_nodes(
-    graph: fx.Graph, varying_inputs: Iterable[fx.Node], dimensions: Dimensions = ()
+    graph: fx.Graph,
+    varying_inputs: Iterable[fx.Node],
+    dimensions: Dimensions = (),
+    after: fx.Node | None = None,
 ) -> Mapping[fx.Node, Cause]:
-    """Find the values that may differ from rank to rank at the end of the step.
+    """Find the values that may differ from rank to rank at the end of the step, or when an operator has run.
 
     Args:
         graph: a traced graph.
         varying_inputs: the placeholders that differ from rank to rank.
         dimensions: of the mesh.
+        after: the operator; a placeholder stands for the beginning, and None for the end.
 
     Returns:
-        For each node whose memory varies at the end: why.
+        For each node whose memory varies then: why.
     """
-    causes, _ = _walk(graph, varying_inputs, dimensions)
+    causes, _ = _walk(graph, varying_inputs, dimensions, after)
     return {
         node: causes[storage]
         for node in graph.nodes
@@ -73,9 +77,9 @@ def ever_varying(graph: fx.Graph, varying_inputs: Iterable[fx.Node], dimensions:
 
 
 def _walk(
-    graph: fx.Graph, varying_inputs: Iterable[fx.Node], dimensions: Dimensions
+    graph: fx.Graph, varying_inputs: Iterable[fx.Node], dimensions: Dimensions, after: fx.Node | None = None
 ) -> tuple[dict[int, Cause], frozenset[int]]:
-    """The memory that varies at the end, with causes; and the memory that varies at any moment."""
+    """The memory that varies after an operator, or at the end, with causes; and that which varies at any moment."""
     everywhere = frozenset(name for name, _ in dimensions) or frozenset({WHOLE})
     causes: dict[int, Cause] = {}
     ever: set[int] = set()
@@ -84,6 +88,8 @@ def _walk(
             causes[storage] = Cause(node, None, everywhere)
     uneven = _uneven(graph, varying_inputs)
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    if after is not None:
+        nodes = nodes[: nodes.index(after) + 1] if after.op != "placeholder" else []
     for node in nodes:
         if node.op != "call_function":
             continue

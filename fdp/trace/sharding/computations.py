@@ -189,8 +189,8 @@ def _is_plain(node: fx.Node, nodes: Container[fx.Node]) -> bool:
     """Whether a value lies row by row in memory of its own, so that what arrives of another rank can take its place."""
     value = node.meta["val"]
     made = node
-    while not (effects := effects_of(made)).view and effects.writes and made.all_input_nodes[0] in nodes:
-        made = made.all_input_nodes[0]
+    while (effects := effects_of(made)).writes and effects.writes[0] in nodes:
+        made = effects.writes[0]
     return bool(value.is_contiguous() and not value.storage_offset() and not effects_of(made).view) and (
         value.untyped_storage().nbytes() == value.nbytes
     )

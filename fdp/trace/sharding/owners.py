@@ -12,7 +12,7 @@ References:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,6 +50,7 @@ def compute_once(
     gathers: Sequence[Gather],
     taken: Sequence[Taken],
     here: Mapping[fx.Node, fx.Node],
+    varying: Container[int],
     new: Callable[..., fx.Node],
 ) -> Owned:
     """Let like computations on gathered values run on one rank each.
@@ -60,6 +61,8 @@ def compute_once(
         gathers: what is gathered in it.
         taken: the parts that are taken of whole values in it.
         here: for nodes of the graph on whole values, theirs in `graph`.
+        varying: the memory of those that may differ from rank to rank at any moment: with that each rank has to compute
+            by itself.
         new: puts a call into the graph.
 
     Returns:
@@ -72,8 +75,8 @@ def compute_once(
     found = [each for gather in gathers if (each := computation_of(gather, of_value, order)) is not None]
     if len(found) < 2:
         return Owned(list(gathers), [], [])
-    precedence, exchange = Precedence(graph), _Exchange(axis, here, new)
-    movable = [each for each in found if precedence.covers(each.all_nodes) and exchange.knows(each)]
+    precedence, exchange = Precedence(graph), _Exchange(axis, here, varying, new)
+    movable = [each for each in found if precedence.covers(each.all_nodes) and exchange.may_own(each)]
     groups = _in_order(precedence, _groups(movable))
     links = [link for group in groups for link in exchange.put_in(group)]
     gone = {each.gather for group in groups for each in group}
@@ -121,15 +124,20 @@ class _Exchange:
         messages: see `Owned.messages`.
     """
 
-    def __init__(self, axis: str, here: Mapping[fx.Node, fx.Node], new: Callable[..., fx.Node]) -> None:
-        self._axis, self._new = axis, new
+    def __init__(
+        self, axis: str, here: Mapping[fx.Node, fx.Node], varying: Container[int], new: Callable[..., fx.Node]
+    ) -> None:
+        self._axis, self._varying, self._new = axis, varying, new
         self.messages: list[tuple[fx.Node, fx.Node]] = []
         self._origin = {node: whole for whole, node in reversed(list(here.items()))}
         self._order = {node: index for index, node in enumerate(next(iter(here)).graph.nodes)}
 
-    def knows(self, computation: Computation) -> bool:
-        """Whether all of a computation is one of the step on whole values, with which it will be compared."""
-        return all(node in self._origin for node in computation.nodes)
+    def may_own(self, computation: Computation) -> bool:
+        """Whether one rank can compute for all: what takes part is of the step on whole values, and never varies."""
+        return all(
+            node in self._origin and not any(number in self._varying for number in storages_of(self._origin[node]))
+            for node in (*computation.nodes, *computation.outside)
+        )
 
     def put_in(self, group: _Together) -> list[Link]:
         """Run the first of some like computations, on a value that is another one on each rank."""

@@ -16,6 +16,7 @@ from fdp.state.containers import lies_in_parts
 from fdp.state.shards import contiguous_strides, layout_in, sharded
 from fdp.tables import format_bytes
 from fdp.trace.calls.arguments import Flat
+from fdp.trace.graph.variance import ever_varying
 from fdp.trace.sharding.gathers import origin_of
 from fdp.trace.sharding.inserted import Link
 from fdp.trace.sharding.placements import placements
@@ -134,7 +135,8 @@ def for_one_rank(
         if slot is not None and inputs[slot].part != part:
             output = replace(output, slot=None)  # the memory is that of a part, and this is whole; or the other way
         made.append(output)
-    done = for_rank(module, parts, divided, names, returned, again, dimensions)
+    ever = ever_varying(module.graph, varying, dimensions)
+    done = for_rank(module, parts, divided, names, returned, again, dimensions, ever)
     nodes = iter(done.module.graph.output_node().args[0])  # type: ignore[arg-type]
     made = [output if output.node is None else replace(output, node=next(nodes).name) for output in made]
     _warn_of_gathered(name, [output for output in made if output.node is not None], done.gathered, inputs)

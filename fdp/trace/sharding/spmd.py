@@ -11,7 +11,7 @@ References:
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,7 @@ def for_rank(
     returned: Sequence[Part | None],
     again: bool = False,
     dimensions: Dimensions = (),
+    varying: Container[int] = (),
 ) -> Partitioned:
     """Rewrite a graph on whole values for one rank.
 
@@ -91,11 +92,12 @@ def for_rank(
         again: whether what is gathered for a forward pass is gathered again for the backward pass, and each value no
             earlier than it has to be, so that few are whole at once.
         dimensions: of the mesh.
+        varying: the memory that may differ from rank to rank at any moment.
 
     Returns:
         The graph for one rank: of local shapes, with collectives where a whole is needed.
     """
-    return _Rewriting(module, parts, sharded, names, again, dimensions).write(returned)
+    return _Rewriting(module, parts, sharded, names, again, dimensions, varying).write(returned)
 
 
 class _Rewriting:
@@ -109,9 +111,10 @@ class _Rewriting:
         names: Mapping[fx.Node, str],
         again: bool,
         dimensions: Dimensions,
+        varying: Container[int],
     ) -> None:
         self._module, self._parts, self._sharded, self._names = module, parts, sharded, names
-        self._graph, self._dimensions = fx.Graph(), dimensions
+        self._graph, self._dimensions, self._varying = fx.Graph(), dimensions, varying
         self._axis = text_along("traced", sharded_along(dimensions))
         self._here: dict[fx.Node, fx.Node] = {}
         self._gathered: dict[tuple[int, int], fx.Node] = {}
@@ -168,7 +171,7 @@ class _Rewriting:
             values.append(self._whole(node) if wanted is None else self._part(node, wanted))
         self._graph.output(values)
         self._graph.output_node().meta.update(self._module.graph.output_node().meta)
-        owned = compute_once(self._graph, self._axis, self._gathers, self._taken, self._here, self._new)
+        owned = compute_once(self._graph, self._axis, self._gathers, self._taken, self._here, self._varying, self._new)
         self._links += owned.links
         self._links += share_messages(self._graph, owned.gathers, self._new, self._again, owned.messages)
         take_parts_late(self._graph, [t.nodes for t in self._taken if t.is_of_input and not self._is_changed(t.node)])

@@ -207,6 +207,61 @@ def on_a_mesh() -> list[str]:
     return wrong + ["products"] * (products_of(trace) * 2 != 4 * 6)
 
 
+def scaled_by(kind: str, x: Tensor) -> Tensor:
+    """A number that differs from rank to rank."""
+    return fdp.axis_index() + 1.0 if kind == "rank" else x.mean() if kind == "mean" else x.view(-1)[:1]
+
+
+def of_own_numbers(kind: str, overwritten: bool, check: bool) -> list[str]:
+    """What is wrong with a step whose computations read a number of each rank's own."""
+    start = matrices(4, 12, 12)
+
+    def step(state: State, x: Tensor) -> State:
+        new, own = {}, scaled_by(kind, x)
+        for key, w in state.items():
+            made = w @ w.t() * own
+            mean = fdp.pmean(made)
+            if overwritten:
+                made.copy_(torch.ones(12, 12))  # by what is equal on all ranks: at the end nothing varies
+                mean = mean + made.cumsum(0)
+            new[key] = w - 0.1 * mean
+        return new
+
+    x = torch.full((1, 1), fdp.axis_index() + 1.0)  # 1 and 2
+    state = fdp.shard(fdp.replicate(start), min_size=0)
+    found = fdp.unshard(fdp.data_parallel(step, check_trace=check)(state, x))
+    more = torch.ones(12, 12).cumsum(0) if overwritten else 0.0
+    due = {key: w - 0.1 * (w @ w.t() * 1.5 + more) for key, w in start.items()}
+    return [key for key in due if not torch.allclose(found[key], due[key], 1e-5, 1e-5)]
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("overwritten", [True, False])
+@pytest.mark.parametrize("kind", ["rank", "mean", "batch"])
+def test_with_a_number_of_its_own_each_rank_computes_by_itself(kind: str, overwritten: bool, check: bool) -> None:
+    """An owner would compute with its own number for all of them."""
+    assert ranks.run(2, of_own_numbers, kind, overwritten, check) == [[], []]
+
+
+def changed_by_own_values() -> list[bool]:
+    """Results that are equal on all ranks, and that each rank then changes in place by its own values."""
+
+    def step(state: State, x: Tensor) -> Any:
+        made, sums, total = state["w"] @ state["w"].t(), state["w"].square().sum(1), state["w"].square().sum()
+        for each in (made, sums, total):
+            each += x.mean()
+        return state, fdp.pmean((made, sums, total))
+
+    w = matrices(1, 6, 12)["w0"]
+    _, found = fdp.data_parallel(step)(fdp.shard({"w": w}, min_size=0), torch.full((2,), fdp.axis_index() + 1.0))
+    due = w @ w.t() + 1.5, w.square().sum(1) + 1.5, w.square().sum() + 1.5
+    return [torch.allclose(one, two, 1e-5, 1e-5) for one, two in zip(found, due, strict=True)]
+
+
+def test_what_was_equal_on_all_ranks_may_be_changed_by_each() -> None:
+    assert ranks.run(2, changed_by_own_values) == [[True] * 3] * 2
+
+
 def most_under_way(limit: int) -> tuple[int, bool]:
     """How many messages that bring matrices to owners are under way at once; and whether the numbers are right."""
     with pytest.MonkeyPatch.context() as patch:

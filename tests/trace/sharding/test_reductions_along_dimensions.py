@@ -37,7 +37,7 @@ def test_adafactor_works_on_parts_of_matrices() -> None:
         assert sorted(others) == [("all_gather", "value", 24), *[("sum", "value", 1)] * 2, ("sum", "value", 40)]
 
 
-REDUCTIONS = ["sum", "mean", "amax", "amin", "norm", "infinite norm", "any", "all"]
+REDUCTIONS = ["sum", "mean", "amax", "amin", "norm", "infinite norm", "any", "all", "count", "share"]
 
 
 def reduced(x: Tensor, name: str, dims: tuple[int, ...], keepdim: bool) -> Tensor:
@@ -45,17 +45,24 @@ def reduced(x: Tensor, name: str, dims: tuple[int, ...], keepdim: bool) -> Tenso
         return torch.linalg.vector_norm(x, 2, dims, keepdim)
     if name == "infinite norm":
         return torch.linalg.vector_norm(x, torch.inf, dims, keepdim)
+    if name in ("count", "share"):
+        positive = x > 0
+        return (
+            positive.sum(dims, keepdim, dtype=x.dtype)
+            if name == "count"
+            else positive.mean(dims, keepdim, dtype=x.dtype)
+        )
     if name in ("any", "all"):
         return getattr((x > (1 if name == "any" else -1)), name)(dims[0], keepdim)
     result: Tensor = getattr(x, name)(dims, keepdim)
     return result
 
 
-def differences(shape: tuple[int, ...], cases: list[tuple[str, tuple[int, ...], bool]], nan: bool) -> list[str]:
+def differences(shape: tuple[int, ...], cases: list[tuple[str, tuple[int, ...], bool]], nans: bool) -> list[str]:
     """What a step makes of a tensor in parts and plain PyTorch of the whole one, where that differs."""
     x = numbers(*shape, seed=len(cases)).double()
-    if nan:
-        x.view(-1)[3] = torch.nan
+    if nans:
+        x[x > 0.8] = torch.nan
 
     def step(state: Any) -> Any:
         return [reduced(state["x"] * 2, *case) for case in cases], {"x": state["x"]}
@@ -70,6 +77,16 @@ def differences(shape: tuple[int, ...], cases: list[tuple[str, tuple[int, ...], 
 
 
 shapes = st.sampled_from([(4, 6), (5, 6), (8,), (4, 3, 2), (3, 4, 5), (3, 5, 4), (2, 1, 6), (3, 1, 8)])
+
+
+def of_rows_with_nan() -> list[str]:
+    """In many rows, of numbers that round."""
+    cases = [(name, (dim,), False) for name in ("sum", "mean") for dim in (0, 1)]
+    return differences((64, 64), cases, True)
+
+
+def test_a_nan_in_some_sums_hides_nothing_of_the_others() -> None:
+    assert ranks.run(2, of_rows_with_nan) == [[], []]
 
 
 @st.composite
