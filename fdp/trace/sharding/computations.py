@@ -31,7 +31,7 @@ class Computation:
         gather: of the value.
         nodes: the operators, in the order of the graph. They read the value, each other's results, and what is in
             `outside`; they write to nothing but their own results.
-        outside: the numbers that they read besides.
+        outside: the numbers that they read besides; whether these are equal on all ranks is not looked at here.
         returned: those whose whole value other operators read.
         taken: for each of which ranks need their parts: how these are taken.
     """
@@ -160,7 +160,7 @@ def _depends_on(node: fx.Node, whole: fx.Node, order: Mapping[fx.Node, int]) -> 
 
 
 def _may_run_alone(node: fx.Node) -> bool:
-    """Whether an operator computes tensors of tensors, the same on every rank, and does nothing else."""
+    """Whether an operator computes tensors of tensors, and does nothing else."""
     if node.op != "call_function" or not storages_of(node):
         return False
     is_operator = isinstance(node.target, OpOverload) and node.target.namespace == "aten"

@@ -15,7 +15,7 @@ class Link:
         node: the name of its node.
         whole: the name of the node, in the graph on whole values, of whose value it is.
         kind: "gathered" (the whole of a value that lies in parts), "scattered" (a part of a sum over ranks),
-            "combined" (one number, of what each rank has of its part); or, of a value that has owners, "given" (its
+            "combined" (a reduction, of what each rank makes of its part); or, of a value that has owners, "given" (its
             whole, on the owners), "returned" (a part, of what an owner has computed) or "shared" (the whole of that).
         made: the name of the node that has the value, of which the collective is a part.
         after: the name of the node, in the graph on whole values, that made or changed the value last before.

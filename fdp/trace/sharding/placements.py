@@ -4,8 +4,7 @@ The step is traced on whole values. Here it is decided, for each piece of memory
 own part of it or the whole. Three rules:
 
 - What is computed element by element of something that lies in parts is computed in parts.
-- What only such operators read, and reductions to one number, lies in parts as well: a gradient is then
-  reduce-scattered.
+- What only such operators and reductions read lies in parts as well: a gradient is then reduce-scattered.
 - Everything else is whole; who needs the whole of what lies in parts gathers it.
 
 Only values that are equal on every rank can lie in parts: of another rank's own value no rank has a part.
@@ -196,12 +195,12 @@ class _Decision:
                         parts.update(trial)
 
     def _reads_either_way(self, unit: Unit, either: set[int]) -> bool:
-        """Whether a unit reduces to one number, or computes what is only used for such numbers."""
+        """Whether a unit reduces to something small, or computes what is only used for that."""
         results = unit.results
         return self._reduces(unit) or (is_elementwise(unit) and bool(results) and either.issuperset(results))
 
     def _reduces(self, unit: Unit) -> bool:
-        """Whether a unit may reduce parts to one number. In a loop it may not: it would send in each round."""
+        """Whether a unit may reduce parts to something small. In a loop it may not: it would send in each round."""
         return unit.node not in self._in_loops and is_reduction(unit)
 
     def _follow(self, unit: Unit, part: Part, either: set[int], parts: dict[int, Part]) -> None:

@@ -19,7 +19,7 @@ New = Callable[..., fx.Node]
 """Puts a call of an operator into a graph."""
 
 OverRanks = Callable[[fx.Node, str], fx.Node]
-"""Puts a collective into a graph: of a number of each rank, by "sum", "max" or "min"."""
+"""Puts a collective into a graph: of what each rank has, by "sum", "max" or "min"."""
 
 
 def combined(

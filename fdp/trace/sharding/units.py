@@ -118,7 +118,7 @@ def is_elementwise(unit: Unit) -> bool:
         return False
     if unit.entry is not None:
         return name in FUSED_OPTIMIZERS or _is_elementwise_list(name)
-    if name == "mm":  # a column times a row
+    if name == "mm":  # a column times a row: each element is one product, with the same bits in a part
         return bool(unit.reads[0].meta["val"].shape[1] == 1)
     return torch.Tag.pointwise in target.tags or name in _ELEMENTWISE
 
