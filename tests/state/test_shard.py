@@ -32,6 +32,7 @@ def divides() -> None:
             assert layout_of(leaf).part == Part(dim, size)
             assert torch.equal(leaf.to_local(), whole.chunk(size, dim)[rank]) and leaf.dtype == dtype
             assert torch.equal(fdp.unshard(leaf), whole) and torch.equal(leaf.full_tensor(), whole)
+            assert fdp.unshard(leaf).is_contiguous()
             assert fdp.shard(leaf, min_size=0) is leaf
     turned = fdp.shard(numbers(4 * size, 3).t(), min_size=0)
     assert torch.equal(fdp.unshard(turned), numbers(4 * size, 3).t()) and turned.stride() == (4 * size, 1)
