@@ -17,7 +17,7 @@ from fuzz.exchanges import MESHES
 from fuzz.gradients import GRADIENTS
 from fuzz.outside import assigned, change, hold, read
 from fuzz.program import Leaf, Options, Program, Result, Tree, accesses
-from fuzz.statements import ON_A_MESH, STATEMENTS, forbidden
+from fuzz.statements import OF_PARTS, ON_A_MESH, STATEMENTS, forbidden
 
 _MATRIX = (
     "kit.num((4, 4), {s})", "kit.num((4, 4), {s}).t()", "kit.num((8, 4), {s})[::2]", "kit.num((4, 8), {s})[:, ::2]",
@@ -184,6 +184,7 @@ class _Drawing:
     def body(self) -> None:
         rng, author = self.rng, self.author
         more = ON_A_MESH if author.env["fdp"].axis_size() in MESHES else ()
+        more += OF_PARTS if self.options.shard else ()
         weights, kinds = zip(*(STATEMENTS + GRADIENTS + more), strict=True)
         count = rng.choice([3, 5, 8, 8, 12, 12, 16, 22])
         # Once or so in a program, several times more often: what is rare meets itself then.

@@ -319,7 +319,7 @@ def forbidden(author: Author) -> None:
 
 STATEMENTS: tuple[tuple[float, Statement], ...] = (
     (4, one(POINTWISE)), (4, binary), (2, broadcasted), (2, one(SHRINKING)), (5, one(VIEWS)), (4, write_alone),
-    (5, write_of), (2, turn), (4, product), (1.5, alike), (1, product_with_vector), (4, added), (1.5, draw),
+    (5, write_of), (2, turn), (4, product), (1, product_with_vector), (4, added), (1.5, draw),
     (0.7, keyed), (0.7, whole), (0.7, whole_again), (0.5, indexed), (0.15, conditional), (5, collective),
     (2, exchange),
 )  # fmt: skip
@@ -327,3 +327,6 @@ STATEMENTS: tuple[tuple[float, Statement], ...] = (
 
 ON_A_MESH: tuple[tuple[float, Statement], ...] = ((2, equal_on_all),)
 """Likewise, where ranks are on a mesh."""
+
+OF_PARTS: tuple[tuple[float, Statement], ...] = ((3, alike),)
+"""Likewise, where state is sharded."""
