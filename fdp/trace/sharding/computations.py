@@ -15,8 +15,9 @@ import torch
 from torch import fx
 
 from fdp.pytorch.overloads import OpOverload
-from fdp.trace.operators.effects import Effects, effects_of, operator_name, storages_of
+from fdp.trace.operators.effects import effects_of, operator_name, storages_of
 from fdp.trace.sharding.gathers import Gather, Taken
+from fdp.trace.sharding.units import is_outer_product
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addbmm")
 _LINEAR_ALGEBRA = ("linalg_", "_linalg_")
@@ -99,10 +100,10 @@ def computation_of(
         return None
     views = {each.nodes[0] for listed in taken.values() for each in listed}
     inside = _closure(gather.whole, views, order)
-    while (bare := _view_that_is_returned(inside, views)) is not None:
-        if any(user in inside for user in bare.users) or bare in taken:
+    while (view := _view_that_is_returned(inside, views)) is not None:
+        if any(user in inside for user in view.users) or view in taken:
             return None
-        inside.remove(bare)
+        inside.remove(view)
     members = set(inside)
     if not any(map(_is_product, inside)) or any(user not in members for user in gather.whole.users):
         return None
@@ -164,7 +165,7 @@ def _may_run_alone(node: fx.Node) -> bool:
     if node.op != "call_function" or not storages_of(node):
         return False
     is_operator = isinstance(node.target, OpOverload) and node.target.namespace == "aten"
-    effects: Effects = effects_of(node)
+    effects = effects_of(node)
     is_entry = effects.view and not is_operator
     return (is_operator or is_entry) and not effects.random and not effects.checks and not effects.uninitialised
 
@@ -230,8 +231,8 @@ def _ends_before_use(found: Computation, order: Mapping[fx.Node, int]) -> bool:
 
 def _is_product(node: fx.Node) -> bool:
     name = operator_name(node)
-    if name == "mm" and node.args[0].meta["val"].shape[1] == 1:  # type: ignore[union-attr]
-        return False  # a column times a row
+    if is_outer_product(node):
+        return False
     return name in _PRODUCTS or (name.startswith(_LINEAR_ALGEBRA) and name not in _NORMS)
 
 

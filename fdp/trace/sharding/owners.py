@@ -19,11 +19,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from fdp.state.shards import Part
 from fdp.trace.graph.precedence import Precedence
 from fdp.trace.operators.effects import effects_of, storages_of
 from fdp.trace.sharding.computations import Computation, computation_of
 from fdp.trace.sharding.gathers import Gather, Taken, joined
 from fdp.trace.sharding.inserted import Link
+from fdp.trace.sharding.scatters import in_rows
 
 _Together = list[Computation]
 """Like computations, at most one for each rank."""
@@ -199,19 +201,14 @@ class _Exchange:
         self, group: _Together, at: int, value: fx.Node, owned: Sequence[tuple[int, ...]], label: str
     ) -> list[Link]:
         """Each rank gets its part of the result of every other."""
-        aten: Any = torch.ops.aten
         links = []
         for number, taken in enumerate(group[0].taken[group[0].nodes[at]]):
-            part, shape = taken.part, value.meta["val"].shape
-            rows = self._put(aten.view.default, value, part.in_rows(shape))
-            if part.dim:
-                dims = [part.dim, *(dim for dim in range(len(shape) + 1) if dim != part.dim)]
-                rows = self._put(aten.permute.default, rows, dims)
+            rows = in_rows(value, taken.part, self._put)
             back = self._put(torch.ops.fdp.all_to_all.default, rows, *self._of(label))
             for each, owners in zip(group, owned, strict=True):
                 one = each.taken[each.nodes[at]][number]
                 made = self._apart(back, owners[0], one.nodes[-1])
-                links.append(self._link("returned", back, made, one.node, one.changed, taken.part, label, owners))
+                links.append(self._link("returned", back, made, one.node, [one.changed], taken.part, label, owners))
         return links
 
     def _wholes(
@@ -224,29 +221,28 @@ class _Exchange:
         for each, owners in zip(group, owned, strict=True):
             node = each.nodes[at]
             writers = [x for x in each.nodes if not set(storages_of(node)).isdisjoint(_written_by(x))]
-            changed = [self._origin[x] for x in (node, *writers)]
-            made = self._apart(back, owners[0], node, each)
-            part, after = each.gather.link.part, max(changed, key=self._order.__getitem__)
-            links.append(self._link("shared", back, made, self._origin[node], after, part, label, owners))
+            changed = [self._origin[x] for x in writers]
+            made = self._apart(back, owners[0], node, {*each.all_nodes})
+            part = each.gather.link.part
+            links.append(self._link("shared", back, made, self._origin[node], changed, part, label, owners))
         return links
 
-    def _apart(self, rows: fx.Node, owner: int, instead_of: fx.Node, of: Computation | None = None) -> fx.Node:
-        """What an owner has sent, in memory of its own and in the place of what was computed here."""
+    def _apart(self, rows: fx.Node, owner: int, instead_of: fx.Node, but: Container[fx.Node] = ()) -> fx.Node:
+        """What an owner has sent, in memory of its own and in the place of what was computed here, `but` for some."""
         aten: Any = torch.ops.aten
         row = self._put(aten.select.int, rows, 0, owner)
         made = self._put(aten.clone.default, row, memory_format=torch.contiguous_format)
         made.meta["val"] = instead_of.meta["val"]  # views of it lie in this memory
-        inside = set() if of is None else set(of.all_nodes)
-        instead_of.replace_all_uses_with(made, lambda user: user not in inside)
+        instead_of.replace_all_uses_with(made, lambda user: user not in but)
         for user in made.users:
             user.meta.pop("effects", None)
         return made
 
     def _link(
-        self, kind: str, back: fx.Node, made: fx.Node, whole: fx.Node, changed: fx.Node, part: Any, label: str,
-        owners: tuple[int, ...],
+        self, kind: str, back: fx.Node, made: fx.Node, whole: fx.Node, changed: Sequence[fx.Node], part: Part,
+        label: str, owners: tuple[int, ...],
     ) -> Link:  # fmt: skip
-        after = max(whole, changed, key=self._order.__getitem__)
+        after = max([whole, *changed], key=self._order.__getitem__)
         return Link(back.name, whole.name, kind, made.name, after.name, part, label, owners=owners)
 
 

@@ -25,6 +25,16 @@ def is_scattered(node: fx.Node, dimensions: Dimensions) -> bool:
     return mesh_dimension_of(node) in (WHOLE, sharded_along(dimensions))
 
 
+def in_rows(whole: fx.Node, part: Part, new: Callable[..., fx.Node]) -> fx.Node:
+    """View a whole value as rows, of which each is the part of one rank."""
+    aten: Any = torch.ops.aten
+    rows = new(aten.view.default, whole, part.in_rows(whole.meta["val"].shape))
+    if not part.dim:
+        return rows
+    order = [part.dim, *(dim for dim in range(len(rows.meta["val"].shape)) if dim != part.dim)]
+    return new(aten.permute.default, rows, order)
+
+
 def scattered(
     given: Mapping[str, Any], whole: fx.Node, part: Part, dimensions: Dimensions, new: Callable[..., fx.Node]
 ) -> fx.Node:
@@ -40,11 +50,7 @@ def scattered(
     Returns:
         The node of the part.
     """
-    aten: Any = torch.ops.aten
-    rows = new(aten.view.default, whole, part.in_rows(whole.meta["val"].shape))
-    if part.dim:
-        order = [part.dim, *(dim for dim in range(len(rows.meta["val"].shape)) if dim != part.dim)]
-        rows = new(aten.permute.default, rows, order)
+    rows = in_rows(whole, part, new)
     op, label, accumulate, inner = given["op"], given["label"], given.get("accumulate"), sharded_along(dimensions)
     axis = text_along("traced", inner)
     made = new(torch.ops.fdp.reduce_scatter.default, rows, op, axis, given["kind"], label, accumulate)

@@ -77,9 +77,9 @@ def for_rank(
     sharded: Mapping[fx.Node, Part],
     names: Mapping[fx.Node, str],
     returned: Sequence[Part | None],
-    again: bool = False,
-    dimensions: Dimensions = (),
-    varying: Container[int] = (),
+    again: bool,
+    dimensions: Dimensions,
+    varying: Container[int],
 ) -> Partitioned:
     """Rewrite a graph on whole values for one rank.
 

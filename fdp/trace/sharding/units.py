@@ -109,6 +109,12 @@ def is_own_memory(node: fx.Node) -> bool:
     return not (node.op == "call_function" and effects_of(node).view)
 
 
+def is_outer_product(node: fx.Node) -> bool:
+    """Whether a product of matrices is one of a column and a row: each element is one product, with no sum to round."""
+    left: Any = node.args[0]
+    return operator_name(node) == "mm" and bool(left.meta["val"].shape[1] == 1)
+
+
 def is_elementwise(unit: Unit) -> bool:
     """Whether each element of a unit's results depends only on the elements of its operands at the same index."""
     target, name = unit.node.target, operator_name(unit.node)
@@ -118,8 +124,8 @@ def is_elementwise(unit: Unit) -> bool:
         return False
     if unit.entry is not None:
         return name in FUSED_OPTIMIZERS or _is_elementwise_list(name)
-    if name == "mm":  # a column times a row: each element is one product, with the same bits in a part
-        return bool(unit.reads[0].meta["val"].shape[1] == 1)
+    if name == "mm":
+        return is_outer_product(unit.node)
     return torch.Tag.pointwise in target.tags or name in _ELEMENTWISE
 
 
@@ -159,10 +165,10 @@ def is_reduction(unit: Unit) -> bool:
 
 def kept_along(unit: Unit, dim: int) -> int | None:
     """Where a dimension of a tensor is in the result of its reduction; None if it is reduced."""
-    (read,) = unit.reads if unit.entry is None else unit.reads[:1]
+    (read,) = unit.reads
     size = read.meta["val"].dim()
     given = {argument.name: value for argument, value in bound_arguments(unit.node)}
-    dims = given.get("dim") if unit.entry is None else None
+    dims = given.get("dim")
     listed = [dims] if isinstance(dims, int) else list(dims or range(size))
     reduced = {each % size for each in listed}
     if dim in reduced:
