@@ -136,6 +136,7 @@ KNOWN_OTHERWISE: Mapping[str, tuple[str, ...]] = {
         "torch._inductor.lowering.lowerings",
         "torch._inductor.lowering.make_fallback",
         "torch._inductor.output_code.CompiledFxGraph._boxed_call",
+        "torch._inductor.scheduler.Scheduler.fusable_weak_dep",
         "torch._inductor.scheduler.SchedulerNode",
         "torch._inductor.virtualized.V",
     ),

@@ -83,6 +83,7 @@ PRODUCTS = ("{a} @ {b}", "{a}.t() @ {b}", "{a} @ {b}.t()", "torch.mm({a}, {b})",
 ALIKE = (
     "(q @ q.t()) * 0.25", "(q.t() @ (q @ q.t() * 0.25)).t()", "torch.tanh(q) @ q.mT", "(q @ q.t()).mul_(0.25)[:2]",
     "q - (q @ q.t() @ q) * 0.25", "torch.mm(q, q.t()).max(0)[0] + q.sum()", "q + (q @ q.mT).sum(0, True).tanh().sum()",
+    "(q @ q.t()) * {s}.mean()", "q - (q @ (q.t() * {s}.sum() * 0.25) @ q) * 0.25",
 )  # fmt: skip
 
 ADDED = (
@@ -186,8 +187,11 @@ def alike(author: Author) -> None:
     if len(chosen) < 2:
         raise Refused
     made = [author.fresh() for _ in chosen]
-    text = author.rng.choice(ALIKE)
+    text = author.rng.choice(ALIKE).format(s=author.pick())
     author.write(f"{', '.join(made)} = [{text} for q in ({', '.join(chosen)})]", dict.fromkeys(made))
+    if author.rng.random() < 0.3:  # at the end nothing shows what was read meanwhile
+        author.write(f"{(v := author.fresh())} = {' + '.join(f'{each}.sum()' for each in made)}", {v: None})
+        author.write("; ".join(f"{one}.copy_({q})" for one, q in zip(made, chosen, strict=True)))
 
 
 def product_with_vector(author: Author) -> None:

@@ -245,3 +245,40 @@ def reads_ordered_after_changes(node: Any) -> Iterator[None]:
         yield
     finally:
         node.recompute_size_and_body = recompute
+
+
+@contextmanager
+def changed_memory_known_by_all_names(scheduler: Any) -> Iterator[None]:
+    """Let a loop that changes memory be fused with one that reads it only if both get to each element at once.
+
+    Inductor looks for such reads by the first name of the memory. After each change it has another name, so reads of
+    memory that was changed before, by a message for instance, are not found. Then a loop reads elements that it has
+    already overwritten (seen in torch 2.13 and 2.14, with `torch.compile` as well). Later releases find them.
+
+    Args:
+        scheduler: `Scheduler`. `fusable_weak_dep` says whether a reader and what changes memory after it may become
+            one loop; `mutation_real_name` has the first names.
+    """
+    if release(str(torch.__version__)) >= (2, 15):
+        yield
+        return
+    otherwise = scheduler.fusable_weak_dep
+
+    @functools.wraps(otherwise)
+    def fusable(self: Any, weak_dep: Any, reader: Any, changer: Any) -> bool:
+        if not otherwise(self, weak_dep, reader, changer):
+            return False
+        first = self.mutation_real_name
+        memory = first[weak_dep.mutating_buf]
+        (write,) = [each for each in changer.read_writes.writes if each.name == weak_dep.mutating_buf]
+        return all(
+            isinstance(read, type(write)) and (read.index, read.size) == (write.index, write.size)
+            for read in reader.read_writes.reads
+            if first.get(read.name, read.name) == memory
+        )
+
+    scheduler.fusable_weak_dep = fusable
+    try:
+        yield
+    finally:
+        scheduler.fusable_weak_dep = otherwise

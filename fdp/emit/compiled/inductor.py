@@ -16,8 +16,8 @@ What is relied on (torch 2.13 to 2.15; `fdp.pytorch.parts` lists the names):
   `x86_isa_checker()`, the names of those that the processor has; `valid_vec_isa_list()` keeps what it found.
 - `torch._inductor.config`: names, types and values of settings; `config.patch`. `make_fx` looks at one of them, too, as
   it begins to trace.
-- `scheduler.SchedulerNode`, `ir.ExternKernel`, `V.graph.current_node`: what `corrections` says of them;
-  `graph.GraphLowering`: what `computed_once` says of it.
+- `scheduler.Scheduler`, `scheduler.SchedulerNode`, `ir.ExternKernel`, `V.graph.current_node`: what `corrections` says
+  of them; `graph.GraphLowering`: what `computed_once` says of it.
 - `CompiledFxGraph._boxed_call`, `CompiledFxGraph.source_code`: that it takes one list, and its text.
 - `meta["user_visible_output_idxs"]` of the output, `meta["eager_input_vals"]` of an operator (set in `barriers`): whose
   strides are to be what they are in the graph. That copies which change nothing are taken for their originals: `passes`
@@ -46,6 +46,7 @@ from fdp.emit.compiled.barriers import CHANGING, start_, wait_
 from fdp.emit.compiled.computed_once import mark_compared, marked_are_kept
 from fdp.emit.compiled.corrections import (
     branches_get_strides_of_graph,
+    changed_memory_known_by_all_names,
     reads_ordered_after_changes,
     with_corrections,
 )
@@ -194,7 +195,7 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
             from torch._inductor.graph import GraphLowering
             from torch._inductor.ir import ExternKernel
             from torch._inductor.lowering import lowerings
-            from torch._inductor.scheduler import SchedulerNode
+            from torch._inductor.scheduler import Scheduler, SchedulerNode
             from torch._inductor.virtualized import V
 
             mode = fake_mode_at_work([node.meta.get("val") for node in graph.graph.nodes])
@@ -213,6 +214,7 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
             warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\._inductor")  # about itself
             _lower_readers_first()
             stack.enter_context(reads_ordered_after_changes(SchedulerNode))
+            stack.enter_context(changed_memory_known_by_all_names(Scheduler))
             stack.enter_context(branches_get_strides_of_graph(lowerings, ExternKernel, V))
             stack.enter_context(marked_are_kept(GraphLowering))
             prepare, compile_inner = compile_fx._recursive_joint_graph_passes, compile_fx.compile_fx_inner

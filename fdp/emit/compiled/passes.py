@@ -42,49 +42,6 @@ def _written_by(node: fx.Node) -> Iterator[int]:
                     yield from storages_of(item)
 
 
-def _scatter_into_copies(graph: fx.Graph) -> None:
-    """Let scatters into an input that is written again later change a copy of it.
-
-    Inductor does them in place. What is computed of the input afterwards, and written to it in turn, then reads in one
-    loop what the same loop has overwritten (seen in torch 2.13 to 2.15, with `torch.compile` as well). Where scatters
-    are all that is done to an input, as to a queue, they stay in place.
-    """
-    final: dict[int, fx.Node] = {}
-    for node in graph.find_nodes(op="call_function", target=_aten.copy_.default):
-        target: Any = node.args[0]
-        if target.op == "placeholder":
-            final.update(dict.fromkeys(storages_of(target), node.args[1]))
-    for node in [each for each in graph.nodes if each.op == "call_function" and each.target in _SCATTERS]:
-        into: Any = node.args[0]
-        if all(_comes_of_scatters(final[number], node) for number in storages_of(into) if number in final):
-            continue
-        with graph.inserting_before(node):
-            kept = graph.call_function(snapshot, (into,))
-        kept.meta["val"] = snapshot(into.meta["val"])
-        node.update_arg(0, kept)
-
-
-def _comes_of_scatters(value: Any, first: fx.Node) -> bool:
-    """Whether a value is the result of a chain of scatters."""
-    while value is not first:
-        source = value.args[0] if value.op == "call_function" and value.args else None
-        if not isinstance(source, fx.Node):
-            return False  # `cat` is made of a list, `full` of a shape, `rand` of nothing
-        if storages_of(value) != storages_of(source) and value.target not in _SCATTERS:
-            return False
-        value = source
-    return True
-
-
-_SCATTERS = frozenset({
-    _aten.diagonal_scatter.default, _aten.as_strided_scatter.default, _aten.select_scatter.default,
-    _aten.slice_scatter.default, _aten.index_put.default, _aten._unsafe_index_put.default, _aten.index_add.default,
-    _aten.index_copy.default, _aten.index_fill.int_Scalar, _aten.index_fill.int_Tensor, _aten.index_reduce.default,
-    _aten.masked_scatter.default, _aten.put.default, _aten.scatter.src, _aten.scatter.value, _aten.scatter.reduce,
-    _aten.scatter.value_reduce, _aten.scatter_add.default, _aten.scatter_reduce.two,
-})  # fmt: skip
-
-
 def _keep_snapshots(graph: fx.Graph) -> None:
     """Turn copies of values that are changed later into snapshots: a compiler might use the original for a copy.
 
@@ -224,7 +181,6 @@ def _copy_early(graph: fx.Graph) -> None:
 _IN_PLACE: tuple[Callable[[fx.Graph], object], ...] = (
     fx.Graph.eliminate_dead_code,
     index_flat_copies,
-    _scatter_into_copies,
     _keep_snapshots,
     _copy_early,
 )

@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 
 import pytest
+import ranks
 import torch
 from fuzz.plain import numbers
 from samples import ALL_SAMPLES, exhaustive
@@ -202,6 +203,51 @@ def test_an_input_that_is_scattered_into_is_read_before_it_is_written_again() ->
         state, found = fdp.data_parallel(step, compile=compile, **options)(made(), d)
         assert [name for name in due if not torch.equal(state[name], due[name])] == []
         assert [case for case, one, two in zip(cases, found, values, strict=True) if not torch.equal(one, two)] == []
+
+
+READERS = {
+    "product": lambda x, v: x @ v,
+    "flip": lambda x, v: v.flip(0) * 3,
+    "sums": lambda x, v: (x * v).sum(1),
+    "running sum": lambda x, v: v.cumsum(0) + x[0],
+    "elements": lambda x, v: v[[1, 1, 3, 0]] - x[1],
+}
+CHANGERS = {
+    "product": lambda v, u: v.mul_(u).add_(0.5),
+    "copy": lambda v, u: v.copy_(u * 2),
+    "view": lambda v, u: v.view(2, 2).t().add_(u.view(2, 2)),
+    "slice": lambda v, u: v[1:].sub_(u[:-1]),
+    "twice": lambda v, u: v.add_(u).mul_(v.flip(0)),
+}
+MESSAGES = {"alone": fdp.pmean, "packed": lambda v: fdp.psum((v * 2, v))[1], "gathered": fdp.all_gather}
+
+
+def change_what_messages_brought() -> list[str]:
+    """The cases in which a compiled step gives other numbers than the same step op by op."""
+    cases = list(itertools.product(READERS, CHANGERS, MESSAGES))
+    if not ALL_SAMPLES:  # each is a kernel of its own
+        cases = [("product", "product", "packed"), ("flip", "slice", "alone"), ("product", "view", "gathered")]
+
+    def step(state: Any, batch: Any) -> Any:
+        x, y = batch
+        made = []
+        for number, (reader, changer, message) in enumerate(cases):
+            value = MESSAGES[message](y + number)
+            value = value[1] if message == "gathered" else value
+            CHANGERS[changer](value, READERS[reader](x, value))
+            made.append(value / 2)
+        return state, fdp.per_rank(made)
+
+    seed = 3 + int(fdp.axis_index())
+    batch = numbers((4, 4), seed, False), numbers((4,), seed + 10, False)
+    due, found = (
+        fdp.data_parallel(step, compile=how, check_trace=False)(torch.ones(1), batch)[1] for how in (False, True)
+    )
+    return [" ".join(case) for case, one, two in zip(cases, found, due, strict=True) if not torch.allclose(one, two)]
+
+
+def test_what_a_message_brought_is_read_before_it_is_changed() -> None:
+    assert ranks.run(2, change_what_messages_brought) == [[], []]
 
 
 MADE_ANEW = {
