@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,15 +42,17 @@ from fdp.runtime import Emitted
 from fdp.runtime.order import Agreements, Attempts
 from fdp.step.automatic_buckets import Automatic
 from fdp.step.compile_together import compile_together
-from fdp.step.memory_limit import fits, trace_within
+from fdp.step.memory_limit import check_limit, fits, gather_within
 from fdp.step.progress import Progress
 from fdp.trace import (
+    Choice,
     Flat,
     ReturnsFiniteFlags,
     Roles,
     Summary,
     Trace,
     describe_change,
+    gather_once,
     refuse_unhashable,
     same_program,
     summarise,
@@ -126,19 +129,20 @@ class Preparation:
 
     def _trace_within(self, flat: Flat, roles: Roles, group: Group) -> Trace:
         self.traces += 1
-        if (limit := self._settings.memory_limit_bytes) is None:
+        limit = self._settings.memory_limit_bytes
+        if limit is None:
             return self._trace(flat, roles, group)
-        return trace_within(self._name, limit, lambda again: self._trace(flat, roles, group, again), self._smallest)
+        trace = self._trace(flat, roles, group, choose=partial(gather_within, limit, self._smallest))
+        check_limit(trace, self._smallest(trace), limit)
+        return trace
 
-    def _trace(self, flat: Flat, roles: Roles, group: Group, gather_again: bool = False) -> Trace:
+    def _trace(self, flat: Flat, roles: Roles, group: Group, choose: Choice = gather_once) -> Trace:
         devices = sorted({x.device.index for x in flat.tensors if x.is_cuda})
         settings = self._settings
         # Nothing is drawn while tracing; but a step that seeds a generator does it to the real one.
         with _one_at_a_time, torch.random.fork_rng(devices=devices), without_collections():
             try:
-                return trace_step(
-                    self._step, flat, roles, group, settings.check_replication, settings.wire, gather_again
-                )
+                return trace_step(self._step, flat, roles, group, settings.check_replication, settings.wire, choose)
             except PurityError as error:
                 if isinstance(self._step, ReturnsFiniteFlags):
                     hint = "check_finite=True keeps every argument as it is: donated ones cannot be changed in place."

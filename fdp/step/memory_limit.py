@@ -1,8 +1,9 @@
-"""Keeps a step within a memory limit: sharded state is gathered again, or the step is refused."""
+"""Keeps a step within a memory limit: some sharded state is gathered again, or the step is refused."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -35,47 +36,69 @@ def fits(plan: Plan, limit_bytes: int) -> bool:
     return forecast_memory(plan).peak_bytes <= limit_bytes
 
 
-def trace_within(
-    name: str,
-    limit_bytes: int,
-    trace: Callable[[bool], Trace],
-    plan: Callable[[Trace], Plan],
-) -> Trace:
-    """Trace a step so that it stays within a limit.
+def check_limit(trace: Trace, plan: Plan, limit_bytes: int) -> None:
+    """Refuse a step that does not stay within a limit.
 
     Args:
-        name: the user's function, for messages.
+        trace: the step.
+        plan: of it, with messages as small as they may be.
         limit_bytes: the most that a rank may hold.
-        trace: traces the step. Its argument says whether sharded state is gathered again for the
-            backward pass, which takes less memory and more messages.
-        plan: plans a trace with messages as small as they may be.
-
-    Returns:
-        The first trace that fits.
 
     Raises:
-        ArgumentError: none does; it names the least that would do.
+        ArgumentError: it takes more; it names the least that would do.
     """
-    found = trace(False)
-    forecast = forecast_memory(plan(found))
+    forecast = forecast_memory(plan)
     if forecast.peak_bytes <= limit_bytes:
-        return found
-    if found.whole is not None:
-        again = trace(True)
-        other = forecast_memory(plan(again))
-        if other.peak_bytes <= limit_bytes:
-            return again
-        forecast = min(forecast, other, key=lambda each: each.peak_bytes)
-    advice = "" if found.whole is not None else "shard state with fdp.shard, "
+        return
+    advice = "" if trace.whole is not None else "shard state with fdp.shard, "
     raise ArgumentError(
         build_message(
-            f"step {name!r} does not fit in memory_limit_mb={limit_bytes / MIB:g}.",
+            f"step {trace.name!r} does not fit in memory_limit_mb={limit_bytes / MIB:g}.",
             str(forecast).splitlines(),
             remedy=f"memory_limit_mb={_rounded_up(forecast.peak_bytes)} is the least that can be kept "
             f"({format_bytes(forecast.peak_bytes)}). To take less, {advice}donate the state (donate_argnums), "
             "accumulate over microbatches, or compute activations again (docs/how-to/memory.md).",
         )
     )
+
+
+def gather_within(limit_bytes: int, plan: Callable[[Trace], Plan], trace: Callable[[frozenset[str]], Trace]) -> Trace:
+    """Choose which sharded values are gathered again for the backward pass: as few as make a step fit.
+
+    Values that are kept from the forward to the backward pass take memory; those that are gathered again take time.
+    What the forward pass reads first is kept longest, so it is gathered again first. How many are is found by
+    bisection, to a sixteenth of all.
+
+    Args:
+        limit_bytes: the most that a rank may hold.
+        plan: plans a trace with messages as small as they may be.
+        trace: traces the step; it is given the names of the values that are gathered again.
+
+    Returns:
+        A trace that fits; if none does, the one that takes least.
+    """
+
+    def peak(made: Trace) -> int:
+        return forecast_memory(plan(made)).peak_bytes
+
+    once = trace(frozenset())
+    gathered = [link.whole for link in once.links if link.kind == "gathered"]
+    if not gathered or peak(once) <= limit_bytes:
+        return once
+    found = trace(frozenset(gathered))
+    if peak(found) > limit_bytes:
+        return min(once, found, key=peak)
+    times = Counter(link.whole for link in found.links if link.kind == "gathered")
+    again = [name for name in dict.fromkeys(gathered) if times[name] > 1]
+    few, enough = 0, len(again)
+    while enough - few > max(1, len(again) // 16):
+        middle = (few + enough) // 2
+        some = trace(frozenset(again[:middle]))
+        if peak(some) <= limit_bytes:
+            found, enough = some, middle
+        else:
+            few = middle
+    return found
 
 
 def _rounded_up(size_bytes: int) -> float:

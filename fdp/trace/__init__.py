@@ -15,9 +15,10 @@ from fdp.trace.capture.switches import recording, without_fused_lstm
 from fdp.trace.checks.uncertain_strides import uncertain_for_draws
 from fdp.trace.equality import same_program
 from fdp.trace.trace import Input, Operation, Output, Reduction, Trace
-from fdp.trace.tracer import trace_step
+from fdp.trace.tracer import Choice, gather_once, trace_step
 
 __all__ = [
+    "Choice",
     "Flat",
     "Geometry",
     "Input",
@@ -35,6 +36,7 @@ __all__ = [
     "capture_functional",
     "describe_change",
     "flatten_call",
+    "gather_once",
     "recording",
     "refuse_unhashable",
     "resolve_roles",

@@ -50,8 +50,24 @@ from fdp.trace.graph.replicated import closed_over, replicated_calls
 from fdp.trace.graph.variance import Cause, varying_nodes
 from fdp.trace.graph.wire_cast import cast_early, is_wire_cast
 from fdp.trace.operators.effects import bound_arguments, collective_of, is_marker
-from fdp.trace.sharding.sharded import examples_of, for_one_rank, refuse_held, whole_inputs
+from fdp.trace.sharding.sharded import (
+    ForOneRank,
+    examples_of,
+    for_one_rank,
+    refuse_held,
+    warn_of_gathered,
+    whole_inputs,
+)
 from fdp.trace.trace import Input, Operation, Output, Reduction, Trace
+
+Choice = Callable[[Callable[[frozenset[str]], Trace]], Trace]
+"""Chooses the trace of a step with sharded state. It may ask for several, each by the names of the nodes, in the graph
+on whole values, whose values are gathered again in each forward and backward pass; others are gathered once."""
+
+
+def gather_once(trace: Callable[[frozenset[str]], Trace]) -> Trace:
+    """The trace of a step that gathers nothing again."""
+    return trace(frozenset())
 
 
 def trace_step(
@@ -61,7 +77,7 @@ def trace_step(
     group: Group,
     check_replication: bool = True,
     wire: Wire | None = None,
-    gather_again: bool = False,
+    choose: Choice = gather_once,
 ) -> Trace:
     """Trace a step on the shapes of example arguments; nothing is run and nothing is sent.
 
@@ -72,7 +88,7 @@ def trace_step(
         group: the ranks that it is to run on.
         check_replication: whether outputs must be equal on every rank unless declared.
         wire: in which dtype gradients are sent; None for their own.
-        gather_again: whether sharded state that is gathered for a forward pass is gathered again for the backward pass.
+        choose: says which sharded state is gathered again for the backward pass; by default none is.
 
     Returns:
         The trace.
@@ -90,13 +106,7 @@ def trace_step(
     placeholders = graph.find_nodes(op="placeholder")
     may_differ = [node for node, item in zip(placeholders, whole, strict=True) if not item.replicated]
     varying = varying_nodes(graph, may_differ, group.sizes)
-    outputs, causes = _outputs(graph, captured.leaves, out_spec, varying)
-    outputs = assign_slots(outputs, out_spec, whole, flat, roles)
-    outputs, sources = assign_containers(outputs, out_spec, whole, flat, roles)
-    if check_replication:
-        only_batches = roles.batch | roles.static == set(range(len(roles.names)))
-        state = [item.name for item in whole if item.replicated]
-        check_outputs(name, outputs, causes, _arguments_by_node(placeholders, whole), state, only_batches)
+    outputs, sources = _returned(name, captured, whole, varying, flat, roles, check_replication)
 
     def traced(
         module: fx.GraphModule, inputs: Sequence[Input], outputs: Sequence[Output], in_spec: Any, out_spec: Any
@@ -126,12 +136,40 @@ def trace_step(
     if all(item.part is None for item in inputs):
         made = traced(captured.module, inputs, outputs, flat.spec, spec)
         return replace(made, replicated_calls=tuple(replicated_calls(captured.module, varying)))
-    one = for_one_rank(name, captured.module, whole, outputs, sources, may_differ, gather_again, group.sizes)
+    written: list[ForOneRank] = []
+
+    def sharded(again: frozenset[str]) -> Trace:
+        written.append(for_one_rank(name, captured.module, whole, outputs, sources, may_differ, again, group.sizes))
+        made = traced(written[-1].module, inputs, written[-1].outputs, flat.spec, spec)
+        return replace(made, links=written[-1].links)
+
+    made = choose(sharded)
+    warn_of_gathered(name, written[0], whole)
     of_whole = with_containers(out_spec, _around(flat, sources, "part"))
     replicated = traced(captured.module, whole, outputs, bare_spec(flat.spec, "part"), of_whole)
-    made = traced(one.module, inputs, one.outputs, flat.spec, spec)
-    calls = tuple(replicated_calls(captured.module, varying))
-    return replace(made, replicated_calls=calls, whole=replicated, links=one.links)
+    return replace(made, replicated_calls=tuple(replicated_calls(captured.module, varying)), whole=replicated)
+
+
+def _returned(
+    name: str,
+    captured: _Captured,
+    inputs: Sequence[Input],
+    varying: Mapping[fx.Node, Cause],
+    flat: Flat,
+    roles: Roles,
+    check_replication: bool,
+) -> tuple[list[Output], list[int | None]]:
+    """What a step returns, and for each output the input in whose container it comes out, if there is one."""
+    graph, spec = captured.module.graph, captured.out_spec
+    outputs, causes = _outputs(graph, captured.leaves, spec, varying)
+    outputs = assign_slots(outputs, spec, inputs, flat, roles)
+    outputs, sources = assign_containers(outputs, spec, inputs, flat, roles)
+    if check_replication:
+        only_batches = roles.batch | roles.static == set(range(len(roles.names)))
+        state = [item.name for item in inputs if item.replicated]
+        arguments = _arguments_by_node(graph.find_nodes(op="placeholder"), inputs)
+        check_outputs(name, outputs, causes, arguments, state, only_batches)
+    return outputs, sources
 
 
 def _around(flat: Flat, sources: Sequence[int | None], but: Role | None = None) -> list[pytree.Spec | None]:

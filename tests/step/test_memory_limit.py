@@ -8,14 +8,13 @@ import pytest
 import ranks
 import torch
 import torch.nn.functional as F
+from gather_choices import gather_again
 from samples import ALL_SAMPLES, exhaustive
 from sharded_steps import STEPS, all_differences
 from torch import nn
 
 import fdp
 from fdp import pytree
-from fdp.step import first_call
-from fdp.trace import trace_step
 
 WIDTH, LAYERS = 512, 6 if ALL_SAMPLES else 4
 
@@ -50,14 +49,17 @@ def run(compile: bool, limit_mb: float | None, **options: Any) -> tuple[Any, fdp
     return fdp.unshard(state), step
 
 
+def gathered_by(plan: Any) -> list[str]:
+    return [reduction.name for reduction in plan.trace.reductions if reduction.op == "all_gather"]
+
+
 def gathered_again(compile: bool) -> list[Any]:
     plain, step = run(compile, None)
     most = step.plan(fdp.shard(state_of()), batch_of()).memory().peak_bytes / 2**20
     within, step = run(compile, 0.8 * most)
     assert step.traces == 1
     plan = step.plan(fdp.shard(state_of()), batch_of())
-    gathers = [reduction.name for reduction in plan.trace.reductions if reduction.op == "all_gather"]
-    assert len(gathers) == 2 * LAYERS - 1  # all but the first, which sends nothing back
+    assert len(gathered_by(plan)) > LAYERS
     assert plan.memory().peak_bytes / 2**20 <= 0.8 * most
     same = [torch.equal(a, b) for a, b in zip(pytree.leaves_of(plain), pytree.leaves_of(within), strict=True)]
     return [all(same), [type(item).__name__ for item in plan.schedule].count("Start") == len(plan.buckets)]
@@ -72,9 +74,30 @@ def test_a_compiled_step_does() -> None:
     assert ranks.run(2, gathered_again, True) == [[True, True]] * 2
 
 
-def no_differences_where_all_is_gathered_again(names: list[str], compile: bool) -> list[str]:
+def within_limits() -> list[tuple[int, bool]]:
+    """For ever smaller limits how much is gathered, and whether the results have the bits of a step without a limit."""
+    due, step = run(False, None, bucket_cap_mb=1)
+    most = step.plan(fdp.shard(state_of()), batch_of()).memory().peak_bytes / 2**20
+    found = []
+    for share in (0.95, 0.85, 0.76):
+        within, step = run(False, share * most, bucket_cap_mb=1)
+        plan = step.plan(fdp.shard(state_of()), batch_of())
+        assert plan.memory().peak_bytes / 2**20 <= share * most
+        same = [torch.equal(a, b) for a, b in zip(pytree.leaves_of(due), pytree.leaves_of(within), strict=True)]
+        found.append((len(gathered_by(plan)), all(same)))
+    return found
+
+
+def test_no_more_is_gathered_again_than_a_limit_asks_for() -> None:
+    for found in ranks.run(2, within_limits):
+        counts = [count for count, _ in found]
+        assert all(same for _, same in found)
+        assert counts == sorted(counts) and LAYERS < counts[0] < counts[-1] <= 2 * LAYERS - 1
+
+
+def no_differences_where_much_is_gathered_again(names: list[str], compile: bool, every: int) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(first_call, "trace_step", lambda *args: trace_step(*args[:-1], True))
+        gather_again(patch, every)
         return all_differences(names, compile)
 
 
@@ -82,7 +105,8 @@ def no_differences_where_all_is_gathered_again(names: list[str], compile: bool) 
     "name", [name if name == "checkpointed" else pytest.param(name, marks=exhaustive) for name in STEPS]
 )
 def test_steps_of_all_kinds_may_gather_again(name: str) -> None:
-    assert ranks.run(2, no_differences_where_all_is_gathered_again, [name], False) == [[], []]
+    for every in (1, 2):
+        assert ranks.run(2, no_differences_where_much_is_gathered_again, [name], False, every) == [[], []]
 
 
 def test_few_values_are_whole_at_once() -> None:
@@ -91,8 +115,10 @@ def test_few_values_are_whole_at_once() -> None:
 
 
 def whole_at_once() -> int:
-    _, step = run(False, 3.0 * LAYERS, bucket_cap_mb=1)
-    plan = step.plan(fdp.shard(state_of()), batch_of())
+    with pytest.MonkeyPatch.context() as patch:
+        gather_again(patch)
+        _, step = run(False, 3.0 * LAYERS, bucket_cap_mb=1)
+        plan = step.plan(fdp.shard(state_of()), batch_of())
     gathers = {b.index for b in plan.buckets if b.op == "all_gather"}
     found = plan.emit().memory.pieces
     pieces = [piece for piece in found if piece.bucket in gathers and piece.name.startswith("result")]
@@ -145,22 +171,20 @@ def embedded(state: Any, ids: torch.Tensor) -> Any:
     return pytree.map_leaves(lambda p, g: p - 0.1 * g, state, grads), torch.linalg.matrix_norm(state["w"], 2)
 
 
-def tied(limit_mb: float | None) -> list[Any]:
+def tied(again: bool) -> list[Any]:
     torch.manual_seed(0)
     state = fdp.shard({"table": torch.randn(128, 64) / 8, "w": torch.randn(64, 64) / 8})
-    if limit_mb is not None:
-        first_call.trace_step = lambda *args: trace_step(*args[:-1], True)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        if again:
+            gather_again(patch)
         step = fdp.data_parallel(embedded)
         for _ in range(3):
             state, norm = step(state, torch.arange(10) * 7 % 128)
-    finally:
-        first_call.trace_step = trace_step
     return [*pytree.leaves_of(fdp.unshard(state)), norm]
 
 
 def test_what_is_read_in_many_places_is_the_same() -> None:
-    once, again = ranks.run(2, tied, None)[0], ranks.run(2, tied, 1.0)[0]
+    once, again = ranks.run(2, tied, False)[0], ranks.run(2, tied, True)[0]
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
 
 

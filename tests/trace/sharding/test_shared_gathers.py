@@ -9,6 +9,7 @@ import pytest
 import ranks
 import torch
 import torch.nn.functional as F
+from gather_choices import gather_again
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import examples, exhaustive
@@ -17,8 +18,6 @@ from sharded_steps import numbers
 import fdp
 from fdp import pytree
 from fdp.plan import Start, Wait
-from fdp.step import first_call
-from fdp.trace import trace_step
 from fdp.trace.sharding import shared_gathers
 
 State = dict[str, Any]
@@ -106,7 +105,7 @@ def together_and_each_alone(name: str, compile: bool, again: bool) -> tuple[int,
             if not share:
                 patch.setattr(shared_gathers, "SMALL_BYTES", 0)
             if again:
-                patch.setattr(first_call, "trace_step", lambda *args: trace_step(*args[:-1], True))
+                gather_again(patch)
             # What is gathered each by itself is what the rest is compared with.
             step = fdp.data_parallel(function, compile=compile, check_trace=share)
             state, seen = fdp.shard(fdp.replicate(start()), min_size=0), []
