@@ -9,6 +9,7 @@ import torch.distributed.device_mesh
 
 import fdp
 import fdp.plan.buckets
+import fdp.step.first_call
 from fuzz.exchanges import MESHES
 from fuzz.plain import Box  # fmt: skip
 
@@ -30,6 +31,17 @@ _meshes: dict[Any, Any] = {}
 def two_levels(always: bool) -> None:
     """Let sums over a mesh go in two levels, however small they are; or if they are large."""
     fdp.plan.buckets._TWO_LEVEL_BYTES = 0 if always else 2**18
+
+
+def gather_again(every: int) -> None:
+    """Let sharded values be gathered again for each backward pass: none (0), all (1), or every second one (2)."""
+
+    def choose(trace: Any) -> Any:
+        once = trace(frozenset())
+        names = [link.whole for link in once.links if link.kind == "gathered"]
+        return trace(frozenset(names[::every])) if every and names else once
+
+    fdp.step.first_call.trace_step = lambda *args: fdp.trace.trace_step(*args[:-1], choose)
 
 
 def with_sharded_state(step: Any) -> Any:

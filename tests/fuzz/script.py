@@ -45,6 +45,7 @@ def script(programs: Sequence[Program], why: str) -> str:
             "",
             "def make_step(step):",
             f"    two_levels(always={program.seed % 2 == 1})",
+            f"    gather_again({program.seed % 3})",
             f"    made = fdp.data_parallel(step, group=mesh(), {program.settings})",
             f"    return {'with_sharded_state(made)' if o.shard else 'made'}",
             "",
