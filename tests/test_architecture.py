@@ -61,8 +61,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "sharding.inserted", "trace",
         "equality calls.finite_flags calls.keywords calls.names_in_code calls.overlap calls.structure",
         "calls.arguments calls.closure calls.watched_places", "calls.outside_search", "calls.outside_values",
-        "calls.changes calls.pairing calls.recognise calls.results", "capture.functional capture.remedies "
-        "capture.reshapes capture.rng_replay capture.silent_changes capture.untouched",
+        "calls.changes calls.pairing calls.recognise calls.results", "capture.functional capture.lists "
+        "capture.remedies capture.reshapes capture.rng_replay capture.silent_changes capture.untouched",
         "capture.raw_messages capture.switches capture.value_reads", "capture.capture", "capture.calling",
         "graph.dependencies graph.replicated graph.variance", "graph.loops", "graph.precedence graph.wire_cast",
         "checks.checks checks.memory_checks checks.uncertain_strides",
@@ -96,7 +96,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "codegen.program",
         "proved",
         "compiled.barriers compiled.computed_once compiled.layouts compiled.recording compiled.special_values",
-        "compiled.unaliased",
+        "compiled.kernel_corrections compiled.unaliased",
         "compiled.corrections",
         "compiled.drawing compiled.inductor compiled.storage_indexing", "compiled.passes",
         "compiled.draws compiled.options", "compiled.graph", "compiled.compiler", "backend",

@@ -25,6 +25,7 @@ from fdp.trace.calls.pairing import assign_containers, assign_slots
 from fdp.trace.calls.results import plain, refuse_foreign_outputs
 from fdp.trace.capture.calling import call_with, name_of_step, runs_untraced
 from fdp.trace.capture.capture import capture, untraceable
+from fdp.trace.capture.lists import take_lists_apart
 from fdp.trace.capture.reshapes import reshape_by_views
 from fdp.trace.capture.untouched import check_untouched, untouched
 from fdp.trace.checks.checks import (
@@ -262,6 +263,7 @@ def _finish_and_check(
     check_views(name, graph)
     check_shapes(name, graph)
     reshape_by_views(name, graph_module, inputs, closure)
+    take_lists_apart(graph)
     cast_early(graph)
     check_views(name, graph)
     check_places(name, graph, inputs)

@@ -5,15 +5,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from fdp.emit.compiled.special_values import KERNEL_DECOMPOSITIONS
-from fdp.pytorch.parts import release
 from fdp.trace.calls.arguments import overlaps_itself
 from fdp.trace.operators.fake_rules import LOSS_GRADIENTS
 
@@ -138,12 +135,45 @@ def _by_weight_of_tensor(start: Any, end: Any, weight: Any) -> Any:
     return torch.where(share.abs() < 0.5, start + share * away, end - (1 - share) * away)
 
 
+def _sum_of_bytes(operator: Any) -> Callable[..., Any]:
+    """A sum in eight bits, added up in more, and cut off in the end.
+
+    Inductor puts the parts of a vector together wrongly (seen in torch 2.13, with `torch.compile` as well).
+    """
+
+    def total(x: Any, *how: Any, dtype: Any = None) -> Any:
+        if (dtype or torch.int64) not in (torch.int8, torch.uint8):
+            return NotImplemented
+        return operator(x.to(dtype), *how, dtype=torch.int64).to(dtype)
+
+    return total
+
+
+def _multilabel_margin_loss(x: Any, target: Any, reduction: int) -> Any:
+    """`multilabel_margin_loss_forward`: the targets of a row end at the first -1.
+
+    Torch's decomposition counts what follows as the target zero (seen in torch 2.13, with `torch.compile` as well).
+    """
+    rows, targets = torch.atleast_2d(x), torch.atleast_2d(target)
+    count = rows.shape[1]
+    index = torch.arange(count, device=targets.device)
+    end = torch.where(targets == -1, index, count).amin(-1, keepdim=True)
+    named = index < end
+    is_target = (index == torch.where(named, targets, -1).unsqueeze(-1)).any(1)
+    margins = 1 - rows.gather(-1, torch.where(named, targets, 0)).unsqueeze(-1) + rows.unsqueeze(1)
+    counted = named.unsqueeze(-1) & ~is_target.unsqueeze(1)
+    losses = torch.where(counted, margins.clamp_min(0) / count, 0).sum((1, 2))
+    loss = losses.mean() if reduction == 1 else losses.sum() if reduction == 2 else losses.reshape(target.shape[:-1])
+    return loss, is_target.to(x.dtype).reshape(target.shape)
+
+
 _CORRECTIONS: Mapping[Any, Callable[..., Any]] = {
     **KERNEL_DECOMPOSITIONS,
     _aten._softmax.default: _alone,
     _aten.add.Tensor: _scaled_add,
     _aten.as_strided_copy.default: _strided_copy,
     _aten.lerp.Scalar: _by_weight_of_tensor,
+    _aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     **{
         each: _average_pool_gradient(each, dims)
         for each, dims in (
@@ -162,6 +192,7 @@ _CORRECTIONS: Mapping[Any, Callable[..., Any]] = {
     },
     **{each: _put_by_mask(each) for each in (_aten.index_put.default, _aten._unsafe_index_put.default)},
     **dict.fromkeys(LOSS_GRADIENTS, _of_no_elements),
+    **{each: _sum_of_bytes(each) for each in (_aten.sum.default, _aten.sum.dim_IntList)},
     **{each: _first_extreme(each) for each in (_aten.argmax.default, _aten.argmin.default)},
 }
 """Decompositions of operators that inductor computes wrongly; `NotImplemented` where inductor is right."""
@@ -180,105 +211,3 @@ def _or_else(own: Callable[..., Any], otherwise: Callable[..., Any] | None) -> C
         return otherwise(*args, **kwargs) if made is NotImplemented and otherwise is not None else made
 
     return decomposed
-
-
-@contextmanager
-def branches_get_strides_of_graph(lowerings: Any, kernel: Any, virtualized: Any) -> Iterator[None]:
-    """Give the branches of a condition their operands with the strides that these have in the graph.
-
-    The branches are lowered for such strides, and inductor may have laid an operand out otherwise: then they read other
-    elements, without an error where sizes are not checked (seen in torch 2.13 to 2.15; `torch.compile` fails there).
-
-    Args:
-        lowerings: from operators to what lowers them.
-        kernel: `ExternKernel`. `require_exact_strides` copies a value that has others.
-        virtualized: `V`. `graph.current_node` is what is lowered: a call of `cond` or `switch`, whose last argument is
-            the operands.
-    """
-    operators = [op for name in ("cond", "switch") if (op := getattr(torch.ops.higher_order, name, None)) in lowerings]
-    before = {operator: lowerings[operator] for operator in operators}
-
-    def lowered(otherwise: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(otherwise)
-        def lower(*args: Any) -> Any:
-            *first, operands = args
-            laid = []
-            for node, operand in zip(virtualized.graph.current_node.args[-1], operands, strict=True):
-                value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
-                if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-                    operand = kernel.require_exact_strides(operand, value.stride())
-                laid.append(operand)
-            return otherwise(*first, laid)
-
-        return lower
-
-    lowerings.update({operator: lowered(otherwise) for operator, otherwise in before.items()})
-    try:
-        yield
-    finally:
-        lowerings.update(before)
-
-
-@contextmanager
-def reads_ordered_after_changes(node: Any) -> Iterator[None]:
-    """Order reads of changed memory after the change, in inductor's scheduler.
-
-    Before inductor fuses loops it may lay them out anew. In torch 2.13 it then forgets that a loop reads what another
-    one has changed: a scatter, say, may be written behind its reader. Later releases remember.
-
-    Args:
-        node: `SchedulerNode`. `recompute_size_and_body` gives one other loops; `mutation_renames` says which change of
-            a buffer it reads.
-    """
-    if release(str(torch.__version__)) >= (2, 14):
-        yield
-        return
-    recompute = node.recompute_size_and_body
-
-    @functools.wraps(recompute)
-    def remembering(self: Any, *args: Any, **kwargs: Any) -> None:
-        recompute(self, *args, **kwargs)
-        self.set_read_writes(self.read_writes.rename(self.mutation_renames))
-
-    node.recompute_size_and_body = remembering
-    try:
-        yield
-    finally:
-        node.recompute_size_and_body = recompute
-
-
-@contextmanager
-def changed_memory_known_by_all_names(scheduler: Any) -> Iterator[None]:
-    """Let a loop that changes memory be fused with one that reads it only if both get to each element at once.
-
-    Inductor looks for such reads by the first name of the memory. After each change it has another name, so reads of
-    memory that was changed before, by a message for instance, are not found. Then a loop reads elements that it has
-    already overwritten (seen in torch 2.13 and 2.14, with `torch.compile` as well). Later releases find them.
-
-    Args:
-        scheduler: `Scheduler`. `fusable_weak_dep` says whether a reader and what changes memory after it may become
-            one loop; `mutation_real_name` has the first names.
-    """
-    if release(str(torch.__version__)) >= (2, 15):
-        yield
-        return
-    otherwise = scheduler.fusable_weak_dep
-
-    @functools.wraps(otherwise)
-    def fusable(self: Any, weak_dep: Any, reader: Any, changer: Any) -> bool:
-        if not otherwise(self, weak_dep, reader, changer):
-            return False
-        first = self.mutation_real_name
-        memory = first[weak_dep.mutating_buf]
-        (write,) = [each for each in changer.read_writes.writes if each.name == weak_dep.mutating_buf]
-        return all(
-            isinstance(read, type(write)) and (read.index, read.size) == (write.index, write.size)
-            for read in reader.read_writes.reads
-            if first.get(read.name, read.name) == memory
-        )
-
-    scheduler.fusable_weak_dep = fusable
-    try:
-        yield
-    finally:
-        scheduler.fusable_weak_dep = otherwise

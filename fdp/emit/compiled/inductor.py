@@ -16,8 +16,10 @@ What is relied on (torch 2.13 to 2.15; `fdp.pytorch.parts` lists the names):
   `x86_isa_checker()`, the names of those that the processor has; `valid_vec_isa_list()` keeps what it found.
 - `torch._inductor.config`: names, types and values of settings; `config.patch`. `make_fx` looks at one of them, too, as
   it begins to trace.
-- `scheduler.Scheduler`, `scheduler.SchedulerNode`, `ir.ExternKernel`, `V.graph.current_node`: what `corrections` says
-  of them; `graph.GraphLowering`: what `computed_once` says of it.
+- `scheduler.Scheduler`, `scheduler.SchedulerNode`, `ir.ExternKernel`, `V.graph.current_node`,
+  `reinplace.inplaceable_ops`, `reinplace.inplaceable_foreach_ops`, `codegen.common.KernelArgs`,
+  `codecache.CppPythonBindingsCodeCache`: what `kernel_corrections` says of them; `graph.GraphLowering`: what
+  `computed_once` says of it.
 - `CompiledFxGraph._boxed_call`, `CompiledFxGraph.source_code`: that it takes one list, and its text.
 - `meta["user_visible_output_idxs"]` of the output, `meta["eager_input_vals"]` of an operator (set in `barriers`): whose
   strides are to be what they are in the graph. That copies which change nothing are taken for their originals: `passes`
@@ -44,11 +46,14 @@ from torch import fx
 
 from fdp.emit.compiled.barriers import CHANGING, start_, wait_
 from fdp.emit.compiled.computed_once import mark_compared, marked_are_kept
-from fdp.emit.compiled.corrections import (
+from fdp.emit.compiled.corrections import with_corrections
+from fdp.emit.compiled.kernel_corrections import (
     branches_get_strides_of_graph,
     changed_memory_known_by_all_names,
+    lists_are_not_changed_in_place,
+    read_in_float64,
     reads_ordered_after_changes,
-    with_corrections,
+    scatters_read_other_memory,
 )
 from fdp.errors import CompileError, FdpError, build_message
 from fdp.pytorch.fake_modes import fake_mode_at_work, traced_with
@@ -192,6 +197,9 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
     with _lowering, ExitStack() as stack:
         with _as_expected():
             from torch._inductor import compile_fx, config
+            from torch._inductor.codecache import CppPythonBindingsCodeCache
+            from torch._inductor.codegen.common import KernelArgs
+            from torch._inductor.fx_passes.reinplace import inplaceable_foreach_ops, inplaceable_ops
             from torch._inductor.graph import GraphLowering
             from torch._inductor.ir import ExternKernel
             from torch._inductor.lowering import lowerings
@@ -215,6 +223,9 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
             _lower_readers_first()
             stack.enter_context(reads_ordered_after_changes(SchedulerNode))
             stack.enter_context(changed_memory_known_by_all_names(Scheduler))
+            stack.enter_context(scatters_read_other_memory(inplaceable_ops))
+            stack.enter_context(lists_are_not_changed_in_place(inplaceable_foreach_ops))
+            stack.enter_context(read_in_float64(KernelArgs, CppPythonBindingsCodeCache))
             stack.enter_context(branches_get_strides_of_graph(lowerings, ExternKernel, V))
             stack.enter_context(marked_are_kept(GraphLowering))
             prepare, compile_inner = compile_fx._recursive_joint_graph_passes, compile_fx.compile_fx_inner
