@@ -11,6 +11,7 @@ from torch import fx
 
 from fdp.pytorch.overloads import OpOverload, schema_of
 from fdp.pytorch.tensors import storage_id
+from fdp.trace.capture.capture import is_fake
 from fdp.verify.higher import function_name, higher_order
 from fdp.verify.machine import TermMachine
 from fdp.verify.memory import Block, View, marks_of, view_of
@@ -50,11 +51,19 @@ class GraphOnTerms(TermMachine):
         for node in self._module.graph.nodes:
             self._node = node
             if node.op == "get_attr":
-                self.env[node] = getattr(self._module, str(node.target), None)
+                self.env[node] = self._held(getattr(self._module, str(node.target), None))
             elif node.op == "call_function":
                 self.env[node] = self._function(node)
         made: Any = self._module.graph.output_node().args[0]
         return [self.env[node] if isinstance(node, fx.Node) else node for node in made]
+
+    def _held(self, value: Any) -> Any:
+        """What the graph itself holds; a tensor there is a literal of a decomposition, and known by its bytes."""
+        if not isinstance(value, torch.Tensor) or is_fake(value):
+            return value
+        view = view_of(Block("constant"), value.storage_offset(), value.shape, value.stride(), value.dtype)
+        self.memory.write(view, self.values.constant(value))
+        return view
 
     def wrote(self, term: Term) -> None:
         if not term.traced and self.suspect is None and term.key[0] not in ("full", "constant", "empty"):

@@ -13,6 +13,7 @@ from torch._inductor import config
 
 import fdp
 from fdp.emit.compiled import inductor
+from fdp.pytorch.parts import release
 
 ROWS = torch.tensor([3, 0, 4, 1, 2])
 
@@ -74,6 +75,7 @@ def test_rows_that_change_places_at_a_later_call() -> None:
         assert torch.equal(compiled(w, index)[1], step(w, index)[1])
 
 
+@pytest.mark.skipif(release(torch.__version__) >= (2, 15), reason="inductor copies the rows there")
 def test_without_the_correction_rows_are_read_that_were_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inductor, "scatters_read_other_memory", lambda table: contextlib.nullcontext())
 
