@@ -22,7 +22,7 @@ from fuzz.compare import Judge, Mismatch
 from fuzz.joint import defined
 from fuzz.layout import in_layout_that_is_known
 from fuzz.oracle import copied, geometry, same, seed_of, strides, unshared
-from fuzz.placed import gather_again, mesh, two_levels, with_sharded_state
+from fuzz.placed import mesh, two_levels, with_sharded_state
 from fuzz.program import Program, accesses
 
 
@@ -117,7 +117,6 @@ def make_step(programs: Sequence[Program], step: Any) -> Any:
     """The step under fdp, as the options say."""
     o = programs[0].options
     two_levels(always=programs[0].seed % 2 == 1)
-    gather_again(programs[0].seed % 3)
     made = fdp.data_parallel(
         step,
         group=mesh(),
@@ -130,7 +129,7 @@ def make_step(programs: Sequence[Program], step: Any) -> Any:
         accumulate_dtype=getattr(torch, o.accumulate_dtype) if o.accumulate_dtype else None,
         network=None if o.latency_s is None else fdp.Network(latency_s=o.latency_s, bandwidth_bytes_per_s=1e6),
     )
-    return with_sharded_state(made) if o.shard else made
+    return with_sharded_state(made, programs[0].seed % 3) if o.shard else made
 
 
 def _run(programs: Sequence[Program], judge: Judge) -> Report:

@@ -33,22 +33,24 @@ def two_levels(always: bool) -> None:
     fdp.plan.buckets._TWO_LEVEL_BYTES = 0 if always else 2**18
 
 
-def gather_again(every: int) -> None:
-    """Let sharded values be gathered again for each backward pass: none (0), all (1), or every second one (2)."""
+def with_sharded_state(step: Any, again: int) -> Any:
+    """The same step, of which each rank gets a part of each leaf that it can divide.
+
+    For each backward pass sharded values are gathered again: none (0), all (1), or every second one (2).
+    """
 
     def choose(trace: Any) -> Any:
         once = trace(frozenset())
         names = [link.whole for link in once.links if link.kind == "gathered"]
-        return trace(frozenset(names[::every])) if every and names else once
-
-    fdp.step.first_call.trace_step = lambda *args: fdp.trace.trace_step(*args[:-1], choose)
-
-
-def with_sharded_state(step: Any) -> Any:
-    """The same step, of which each rank gets a part of each leaf that it can divide."""
+        return trace(frozenset(names[::again])) if again and names else once
 
     def call(state: Any, batch: Any) -> Any:
-        new, results = step(placed(state), batch)
+        usual = fdp.step.first_call.trace_step
+        fdp.step.first_call.trace_step = lambda *args: usual(*args[:-1], choose)
+        try:
+            new, results = step(placed(state), batch)
+        finally:
+            fdp.step.first_call.trace_step = usual
         return fdp.unshard(new), results
 
     return call
