@@ -1,9 +1,8 @@
-"""Keeps a step within a memory limit: some sharded state is gathered again, or the step is refused."""
+"""Keeps a step within a memory limit: sharded state is gathered again, or the step is refused."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -63,11 +62,10 @@ def check_limit(trace: Trace, plan: Plan, limit_bytes: int) -> None:
 
 
 def gather_within(limit_bytes: int, plan: Callable[[Trace], Plan], trace: Callable[[frozenset[str]], Trace]) -> Trace:
-    """Choose which sharded values are gathered again for the backward pass: as few as make a step fit.
+    """Choose whether sharded values are gathered again for the backward pass: all of them, or none.
 
-    Values that are kept from the forward to the backward pass take memory; those that are gathered again take time.
-    What the forward pass reads first is kept longest, so it is gathered again first. How many are is found by
-    bisection, to a sixteenth of all.
+    Values that are kept from the forward to the backward pass take memory; those that are gathered again take time. A
+    number in between would depend on the batch, of which each rank has its own, and ranks have to choose alike.
 
     Args:
         limit_bytes: the most that a rank may hold.
@@ -82,23 +80,10 @@ def gather_within(limit_bytes: int, plan: Callable[[Trace], Plan], trace: Callab
         return forecast_memory(plan(made)).peak_bytes
 
     once = trace(frozenset())
-    gathered = [link.whole for link in once.links if link.kind == "gathered"]
+    gathered = frozenset(link.whole for link in once.links if link.kind == "gathered")
     if not gathered or peak(once) <= limit_bytes:
         return once
-    found = trace(frozenset(gathered))
-    if peak(found) > limit_bytes:
-        return min(once, found, key=peak)
-    times = Counter(link.whole for link in found.links if link.kind == "gathered")
-    again = [name for name in dict.fromkeys(gathered) if times[name] > 1]
-    few, enough = 0, len(again)
-    while enough - few > max(1, len(again) // 16):
-        middle = (few + enough) // 2
-        some = trace(frozenset(again[:middle]))
-        if peak(some) <= limit_bytes:
-            found, enough = some, middle
-        else:
-            few = middle
-    return found
+    return min(once, trace(gathered), key=peak)
 
 
 def _rounded_up(size_bytes: int) -> float:

@@ -30,17 +30,31 @@ def _scaled_add(one: Any, other: Any, *, alpha: Any = 1) -> Any:
 def _first_extreme(operator: Any) -> Callable[..., Any]:
     """`argmax` and `argmin` of a whole tensor, on a flat copy: of several equal elements the first counts.
 
-    Inductor walks the tensor in memory order, and takes the first one there (seen in torch 2.13, with `torch.compile`
-    as well).
+    Inductor walks the tensor in memory order, and takes the first one there. Of int8 it returns other places (seen in
+    torch 2.13, with `torch.compile` as well).
     """
 
     def place(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+        if x.dtype == torch.int8:
+            return operator(x.to(torch.int16), dim, keepdim)
         if dim is not None or x.dim() < 2:
             return NotImplemented
         found = operator(x.reshape(-1), 0)
         return found.reshape([1] * x.dim()) if keepdim else found
 
     return place
+
+
+def _extreme_of_bytes(operator: Any) -> Callable[..., Any]:
+    """The largest or smallest values of int8 and their places; see `_first_extreme`."""
+
+    def values_and_places(x: Any, dim: int, keepdim: bool = False) -> Any:
+        if x.dtype != torch.int8:
+            return NotImplemented
+        values, places = operator(x.to(torch.int16), dim, keepdim)
+        return values.to(torch.int8), places
+
+    return values_and_places
 
 
 def _strided_copy(x: Any, *where: Any, **named: Any) -> Any:
@@ -193,6 +207,7 @@ _CORRECTIONS: Mapping[Any, Callable[..., Any]] = {
     **{each: _put_by_mask(each) for each in (_aten.index_put.default, _aten._unsafe_index_put.default)},
     **dict.fromkeys(LOSS_GRADIENTS, _of_no_elements),
     **{each: _sum_of_bytes(each) for each in (_aten.sum.default, _aten.sum.dim_IntList)},
+    **{each: _extreme_of_bytes(each) for each in (_aten.max.dim, _aten.min.dim)},
     **{each: _first_extreme(each) for each in (_aten.argmax.default, _aten.argmin.default)},
 }
 """Decompositions of operators that inductor computes wrongly; `NotImplemented` where inductor is right."""

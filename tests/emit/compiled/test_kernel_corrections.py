@@ -103,6 +103,18 @@ def test_sums_of_bytes() -> None:
         torch.testing.assert_close(fdp.data_parallel(each, compile=True, check_replication=False)(x, x)[1], due)
 
 
+def test_places_of_the_extremes_of_bytes() -> None:
+    def step(state: torch.Tensor, x: torch.Tensor) -> Any:
+        of_rows = [x.argmax(1), x.argmin(1, keepdim=True), *x.max(1), *x.min(1), *x.max(0), x.argmax()]
+        return state, [*of_rows, *x.to(torch.uint8).max(1), *x.to(torch.int16).min(1)]
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-60, 60, (5, 70), generator=generator).to(torch.int8)
+    due = step(x, x)[1]
+    found = fdp.data_parallel(step, compile=True, check_trace=False, check_replication=False)(x, x)[1]
+    torch.testing.assert_close(found, due)
+
+
 def test_targets_end_at_the_first_minus_one() -> None:
     targets = torch.tensor([[1, 0, -1, 2, 2, 0], [1, 0, 3, -1, -1, 2], [0, 1, 2, 3, 4, 5], [-1, 0, 0, 0, 0, 0]])
 
