@@ -61,7 +61,7 @@ def check_limit(trace: Trace, plan: Plan, limit_bytes: int) -> None:
     )
 
 
-def gather_within(limit_bytes: int, plan: Callable[[Trace], Plan], trace: Callable[[frozenset[str]], Trace]) -> Trace:
+def gather_within(limit_bytes: int, plan: Callable[[Trace], Plan], trace: Callable[[bool], Trace]) -> Trace:
     """Choose whether sharded values are gathered again for the backward pass: all of them, or none.
 
     Values that are kept from the forward to the backward pass take memory; those that are gathered again take time. A
@@ -70,7 +70,7 @@ def gather_within(limit_bytes: int, plan: Callable[[Trace], Plan], trace: Callab
     Args:
         limit_bytes: the most that a rank may hold.
         plan: plans a trace with messages as small as they may be.
-        trace: traces the step; it is given the names of the values that are gathered again.
+        trace: traces the step; its argument says whether values are gathered again.
 
     Returns:
         A trace that fits; if none does, the one that takes least.
@@ -79,11 +79,11 @@ def gather_within(limit_bytes: int, plan: Callable[[Trace], Plan], trace: Callab
     def peak(made: Trace) -> int:
         return forecast_memory(plan(made)).peak_bytes
 
-    once = trace(frozenset())
-    gathered = frozenset(link.whole for link in once.links if link.kind == "gathered")
-    if not gathered or peak(once) <= limit_bytes:
+    once = trace(False)
+    if (least := peak(once)) <= limit_bytes:
         return once
-    return min(once, trace(gathered), key=peak)
+    again = trace(True)
+    return again if peak(again) < least else once
 
 
 def _rounded_up(size_bytes: int) -> float:

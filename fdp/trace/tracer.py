@@ -51,24 +51,17 @@ from fdp.trace.graph.replicated import closed_over, replicated_calls
 from fdp.trace.graph.variance import Cause, varying_nodes
 from fdp.trace.graph.wire_cast import cast_early, is_wire_cast
 from fdp.trace.operators.effects import bound_arguments, collective_of, is_marker
-from fdp.trace.sharding.sharded import (
-    ForOneRank,
-    examples_of,
-    for_one_rank,
-    refuse_held,
-    warn_of_gathered,
-    whole_inputs,
-)
+from fdp.trace.sharding.sharded import examples_of, for_one_rank, refuse_held, whole_inputs
 from fdp.trace.trace import Input, Operation, Output, Reduction, Trace
 
-Choice = Callable[[Callable[[frozenset[str]], Trace]], Trace]
-"""Chooses the trace of a step with sharded state. It may ask for several, each by the names of the nodes, in the graph
-on whole values, whose values are gathered again in each forward and backward pass; others are gathered once."""
+Choice = Callable[[Callable[[bool], Trace]], Trace]
+"""Chooses the trace of a step with sharded state: what is gathered for a forward pass may be gathered again for the
+backward pass. It asks for the trace without that first."""
 
 
-def gather_once(trace: Callable[[frozenset[str]], Trace]) -> Trace:
+def gather_once(trace: Callable[[bool], Trace]) -> Trace:
     """The trace of a step that gathers nothing again."""
-    return trace(frozenset())
+    return trace(False)
 
 
 def trace_step(
@@ -89,7 +82,7 @@ def trace_step(
         group: the ranks that it is to run on.
         check_replication: whether outputs must be equal on every rank unless declared.
         wire: in which dtype gradients are sent; None for their own.
-        choose: says which sharded state is gathered again for the backward pass; by default none is.
+        choose: says whether sharded state is gathered again for the backward pass; by default it is not.
 
     Returns:
         The trace.
@@ -137,15 +130,12 @@ def trace_step(
     if all(item.part is None for item in inputs):
         made = traced(captured.module, inputs, outputs, flat.spec, spec)
         return replace(made, replicated_calls=tuple(replicated_calls(captured.module, varying)))
-    written: list[ForOneRank] = []
 
-    def sharded(again: frozenset[str]) -> Trace:
-        written.append(for_one_rank(name, captured.module, whole, outputs, sources, may_differ, again, group.sizes))
-        made = traced(written[-1].module, inputs, written[-1].outputs, flat.spec, spec)
-        return replace(made, links=written[-1].links)
+    def sharded(again: bool) -> Trace:
+        one = for_one_rank(name, captured.module, whole, outputs, sources, may_differ, again, group.sizes)
+        return replace(traced(one.module, inputs, one.outputs, flat.spec, spec), links=one.links)
 
     made = choose(sharded)
-    warn_of_gathered(name, written[0], whole)
     of_whole = with_containers(out_spec, _around(flat, sources, "part"))
     replicated = traced(captured.module, whole, outputs, bare_spec(flat.spec, "part"), of_whole)
     return replace(made, replicated_calls=tuple(replicated_calls(captured.module, varying)), whole=replicated)

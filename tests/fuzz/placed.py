@@ -33,20 +33,15 @@ def two_levels(always: bool) -> None:
     fdp.plan.buckets._TWO_LEVEL_BYTES = 0 if always else 2**18
 
 
-def with_sharded_state(step: Any, again: int) -> Any:
+def with_sharded_state(step: Any, again: bool) -> Any:
     """The same step, of which each rank gets a part of each leaf that it can divide.
 
-    For each backward pass sharded values are gathered again: none (0), all (1), or every second one (2).
+    What is gathered for a forward pass may be gathered again for the backward pass.
     """
-
-    def choose(trace: Any) -> Any:
-        once = trace(frozenset())
-        names = [link.whole for link in once.links if link.kind == "gathered"]
-        return trace(frozenset(names[::again])) if again and names else once
 
     def call(state: Any, batch: Any) -> Any:
         usual = fdp.step.first_call.trace_step
-        fdp.step.first_call.trace_step = lambda *args: usual(*args[:-1], choose)
+        fdp.step.first_call.trace_step = lambda *args: usual(*args[:-1], lambda trace: trace(again))
         try:
             new, results = step(placed(state), batch)
         finally:

@@ -8,20 +8,31 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from fdp.pytorch.parts import release
+from fdp.trace.capture.silent_changes import replaced
 from fdp.trace.operators.effects import storages
 
 _READS_FLOAT = re.compile(r"\n *template <> inline float parse_arg<float>.*?\n *\}\}\n", re.DOTALL)
 
 
 @contextmanager
-def branches_get_strides_of_graph(lowerings: Any, kernel: Any, virtualized: Any) -> Iterator[None]:
+def _entries(table: Any, now: Mapping[Any, Any]) -> Iterator[None]:
+    """Other values for some keys of a table."""
+    before = {key: table[key] for key in now}
+    table.update(now)
+    try:
+        yield
+    finally:
+        table.update(before)
+
+
+def branches_get_strides_of_graph(lowerings: Any, kernel: Any, virtualized: Any) -> AbstractContextManager[None]:
     """Give the branches of a condition their operands with the strides that these have in the graph.
 
     The branches are lowered for such strides, and inductor may have laid an operand out otherwise: then they read other
@@ -34,7 +45,6 @@ def branches_get_strides_of_graph(lowerings: Any, kernel: Any, virtualized: Any)
             the operands.
     """
     operators = [op for name in ("cond", "switch") if (op := getattr(torch.ops.higher_order, name, None)) in lowerings]
-    before = {operator: lowerings[operator] for operator in operators}
 
     def lowered(otherwise: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(otherwise)
@@ -50,15 +60,10 @@ def branches_get_strides_of_graph(lowerings: Any, kernel: Any, virtualized: Any)
 
         return lower
 
-    lowerings.update({operator: lowered(otherwise) for operator, otherwise in before.items()})
-    try:
-        yield
-    finally:
-        lowerings.update(before)
+    return _entries(lowerings, {operator: lowered(lowerings[operator]) for operator in operators})
 
 
-@contextmanager
-def reads_ordered_after_changes(node: Any) -> Iterator[None]:
+def reads_ordered_after_changes(node: Any) -> AbstractContextManager[None]:
     """Order reads of changed memory after the change, in inductor's scheduler.
 
     Before inductor fuses loops it may lay them out anew. In torch 2.13 it then forgets that a loop reads what another
@@ -69,24 +74,20 @@ def reads_ordered_after_changes(node: Any) -> Iterator[None]:
             a buffer it reads.
     """
     if release(str(torch.__version__)) >= (2, 14):
-        yield
-        return
-    recompute = node.recompute_size_and_body
+        return nullcontext()
 
-    @functools.wraps(recompute)
-    def remembering(self: Any, *args: Any, **kwargs: Any) -> None:
-        recompute(self, *args, **kwargs)
-        self.set_read_writes(self.read_writes.rename(self.mutation_renames))
+    def remembering(recompute: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(recompute)
+        def recomputed(self: Any, *args: Any, **kwargs: Any) -> None:
+            recompute(self, *args, **kwargs)
+            self.set_read_writes(self.read_writes.rename(self.mutation_renames))
 
-    node.recompute_size_and_body = remembering
-    try:
-        yield
-    finally:
-        node.recompute_size_and_body = recompute
+        return recomputed
+
+    return replaced(node, "recompute_size_and_body", remembering)
 
 
-@contextmanager
-def scatters_read_other_memory(table: Any) -> Iterator[None]:
+def scatters_read_other_memory(table: Any) -> AbstractContextManager[None]:
     """Let inductor scatter in place only if what is scattered, and where, lies in other memory.
 
     It looks for later readers of the old value, and not at the other arguments of the scatter itself. Of
@@ -97,7 +98,6 @@ def scatters_read_other_memory(table: Any) -> Iterator[None]:
         table: `reinplace.inplaceable_ops`, by operator: what does the same in place (`mutated_args` are the numbers of
             the arguments that are changed), and `extra_check`, by which a call may be refused.
     """
-    before = dict(table)
 
     def checked(entry: Any) -> Any:
         def check(node: torch.fx.Node) -> bool:
@@ -108,11 +108,7 @@ def scatters_read_other_memory(table: Any) -> Iterator[None]:
 
         return dataclasses.replace(entry, extra_check=check)
 
-    table.update({operator: checked(entry) for operator, entry in before.items()})
-    try:
-        yield
-    finally:
-        table.update(before)
+    return _entries(table, {operator: checked(entry) for operator, entry in table.items()})
 
 
 @contextmanager
@@ -142,8 +138,7 @@ def _memory_of(argument: Any) -> list[int]:
     return [number for node in found for number in storages(node.meta.get("val"))]
 
 
-@contextmanager
-def changed_memory_known_by_all_names(scheduler: Any) -> Iterator[None]:
+def changed_memory_known_by_all_names(scheduler: Any) -> AbstractContextManager[None]:
     """Let a loop that changes memory be fused with one that reads it only if both get to each element at once.
 
     Inductor looks for such reads by the first name of the memory. After each change it has another name, so reads of
@@ -155,28 +150,25 @@ def changed_memory_known_by_all_names(scheduler: Any) -> Iterator[None]:
             one loop; `mutation_real_name` has the first names.
     """
     if release(str(torch.__version__)) >= (2, 15):
-        yield
-        return
-    otherwise = scheduler.fusable_weak_dep
+        return nullcontext()
 
-    @functools.wraps(otherwise)
-    def fusable(self: Any, weak_dep: Any, reader: Any, changer: Any) -> bool:
-        if not otherwise(self, weak_dep, reader, changer):
-            return False
-        first = self.mutation_real_name
-        memory = first[weak_dep.mutating_buf]
-        (write,) = [each for each in changer.read_writes.writes if each.name == weak_dep.mutating_buf]
-        return all(
-            isinstance(read, type(write)) and (read.index, read.size) == (write.index, write.size)
-            for read in reader.read_writes.reads
-            if first.get(read.name, read.name) == memory
-        )
+    def asking_for_all(otherwise: Callable[..., bool]) -> Callable[..., bool]:
+        @functools.wraps(otherwise)
+        def fusable(self: Any, weak_dep: Any, reader: Any, changer: Any) -> bool:
+            if not otherwise(self, weak_dep, reader, changer):
+                return False
+            first = self.mutation_real_name
+            memory = first[weak_dep.mutating_buf]
+            (write,) = [each for each in changer.read_writes.writes if each.name == weak_dep.mutating_buf]
+            return all(
+                isinstance(read, type(write)) and (read.index, read.size) == (write.index, write.size)
+                for read in reader.read_writes.reads
+                if first.get(read.name, read.name) == memory
+            )
 
-    scheduler.fusable_weak_dep = fusable
-    try:
-        yield
-    finally:
-        scheduler.fusable_weak_dep = otherwise
+        return fusable
+
+    return replaced(scheduler, "fusable_weak_dep", asking_for_all)
 
 
 @contextmanager
@@ -195,21 +187,23 @@ def read_in_float64(arguments: Any, bindings: Any) -> Iterator[None]:
     Raises:
         AttributeError: they are made otherwise on this torch.
     """
-    made, template = arguments.cpp_argdefs, bindings.suffix_template
+    template = bindings.suffix_template
     reads = _READS_FLOAT.search(template)
     if reads is None:
         raise AttributeError("the code that calls a kernel reads no float")
     reads_double = "" if "parse_arg<double>" in template else reads.group().replace("float", "double")
 
-    @functools.wraps(made)
-    def in_float64(self: Any, *args: Any, **kwargs: Any) -> Any:
-        definitions, given, types = made(self, *args, **kwargs)
-        definitions = [re.sub(r"^const float(?= \w+$)", "const double", each) for each in definitions]
-        return definitions, given, ["const double" if each == "const float" else each for each in types]
+    def in_float64(made: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(made)
+        def definitions_in_float64(self: Any, *args: Any, **kwargs: Any) -> Any:
+            definitions, given, types = made(self, *args, **kwargs)
+            definitions = [re.sub(r"^const float(?= \w+$)", "const double", each) for each in definitions]
+            return definitions, given, ["const double" if each == "const float" else each for each in types]
 
-    arguments.cpp_argdefs = in_float64
-    bindings.suffix_template = template[: reads.end()] + reads_double + template[reads.end() :]
-    try:
+        return definitions_in_float64
+
+    with (
+        replaced(arguments, "cpp_argdefs", in_float64),
+        replaced(bindings, "suffix_template", lambda text: text[: reads.end()] + reads_double + text[reads.end() :]),
+    ):
         yield
-    finally:
-        arguments.cpp_argdefs, bindings.suffix_template = made, template

@@ -1,4 +1,4 @@
-"""When whole values are gathered (once, or again in each pass), and when parts are taken.
+"""When whole values are gathered (once, or again for the backward pass), and when parts are taken.
 
 References:
     Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel (VLDB 2023), sections 3.2 and 3.3.
@@ -115,34 +115,26 @@ def joined(rows: fx.Node, part: Part, shape: Sequence[int], new: Callable[..., f
     return new(aten.cat.default, each, part.dim)
 
 
-class Passes:
-    """The forward and backward passes of a step, numbered; a whole value is gathered at most once in each.
+def phases_of(graph: fx.Graph, in_loops: Container[fx.Node], again: bool) -> Mapping[fx.Node, int]:
+    """Number the forward and backward passes of a step; a whole value is gathered at most once in each.
 
     Args:
         graph: of the step on whole values.
         in_loops: the nodes that run in loops. A loop belongs to the pass in which it begins: in each of its rounds a
             value would be gathered anew.
-        again: the names of the nodes whose values are gathered again in each pass; others are kept. If there are none,
-            all of the step is one pass.
+        again: whether there are passes. If not, all of the step is one.
+
+    Returns:
+        For each node the number of its pass.
     """
-
-    def __init__(self, graph: fx.Graph, in_loops: Container[fx.Node], again: frozenset[str]) -> None:
-        self._again = again
-        self._number: dict[fx.Node, int] = {}
-        number, backward = 0, False
-        for node in graph.nodes:
-            if again and node.op == "call_function" and node not in in_loops:
-                number += bool(node.meta.get("backward")) != backward
-                backward = bool(node.meta.get("backward"))
-            self._number[node] = number
-
-    def __getitem__(self, node: fx.Node) -> int:
-        """The pass that a node is in."""
-        return self._number[node]
-
-    def of_gather(self, value: fx.Node, reader: fx.Node) -> int:
-        """The pass in which a value is gathered for a reader: always the first, if it is kept."""
-        return self._number[reader] if value.name in self._again else 0
+    found: dict[fx.Node, int] = {}
+    number, backward = 0, False
+    for node in graph.nodes:
+        if again and node.op == "call_function" and node not in in_loops:
+            number += bool(node.meta.get("backward")) != backward
+            backward = bool(node.meta.get("backward"))
+        found[node] = number
+    return found
 
 
 def start_gathers_late(graph: fx.Graph, gathers: Sequence[tuple[fx.Node, fx.Node]], ahead_bytes: int = 0) -> None:

@@ -45,13 +45,11 @@ class ForOneRank:
         module: its graph.
         outputs: what it returns.
         links: which collectives were put in.
-        gathered: the positions of the results that are gathered because they are returned whole.
     """
 
     module: fx.GraphModule
     outputs: list[Output]
     links: tuple[Link, ...]
-    gathered: tuple[int, ...]
 
 
 def whole_inputs(inputs: Sequence[Input], flat: Flat) -> list[Input]:
@@ -98,7 +96,7 @@ def for_one_rank(
     outputs: Sequence[Output],
     sources: Sequence[int | None],
     varying: Sequence[fx.Node],
-    again: frozenset[str] = frozenset(),
+    again: bool = False,
     dimensions: Dimensions = (),
 ) -> ForOneRank:
     """Rewrite a step for one rank.
@@ -110,7 +108,7 @@ def for_one_rank(
         outputs: of that.
         sources: for each output the input in whose container it comes out, if there is one.
         varying: the placeholders that differ from rank to rank.
-        again: the names of the nodes whose values are gathered again in each forward and backward pass.
+        again: whether what is gathered for a forward pass is gathered again for the backward pass.
         dimensions: of the mesh.
 
     Returns:
@@ -141,14 +139,15 @@ def for_one_rank(
     done = for_rank(module, parts, divided, names, returned, again, dimensions, ever)
     nodes = iter(done.module.graph.output_node().args[0])  # type: ignore[arg-type]
     made = [output if output.node is None else replace(output, node=next(nodes).name) for output in made]
-    return ForOneRank(done.module, made, tuple(done.links), tuple(done.gathered))
+    if not again:  # what is returned whole is the same at a second try
+        _warn_of_gathered(name, [output for output in made if output.node is not None], done.gathered, inputs)
+    return ForOneRank(done.module, made, tuple(done.links))
 
 
-def warn_of_gathered(name: str, step: ForOneRank, inputs: Sequence[Input]) -> None:
-    """Warn of sharded state that is returned whole: that may be a mistake."""
+def _warn_of_gathered(name: str, outputs: Sequence[Output], gathered: Sequence[int], inputs: Sequence[Input]) -> None:
+    """Warn once of sharded state that is returned whole: that may be a mistake."""
     shapes = {item.shape for item in inputs if item.part is not None}
-    outputs = [output for output in step.outputs if output.node is not None]
-    found = [outputs[at] for at in step.gathered if outputs[at].slot is None and outputs[at].shape in shapes]
+    found = [outputs[at] for at in gathered if outputs[at].slot is None and outputs[at].shape in shapes]
     if found:
         sizes = [torch.Size(o.shape or ()).numel() * (o.dtype or torch.float32).itemsize for o in found]
         warnings.warn(

@@ -32,13 +32,13 @@ from fdp.trace.operators.effects import (
 )
 from fdp.trace.sharding.gathers import (
     Gather,
-    Passes,
     RankNumber,
     Taken,
     entry_of,
     joined,
     origin_of,
     part_taken,
+    phases_of,
     take_parts_late,
 )
 from fdp.trace.sharding.inserted import Link
@@ -78,7 +78,7 @@ def for_rank(
     sharded: Mapping[fx.Node, Part],
     names: Mapping[fx.Node, str],
     returned: Sequence[Part | None],
-    again: frozenset[str],
+    again: bool,
     dimensions: Dimensions,
     varying: Container[int],
 ) -> Partitioned:
@@ -90,8 +90,8 @@ def for_rank(
         sharded: the placeholders of which a rank is given its part.
         names: of arguments and results, for the names of messages.
         returned: for each result how it is divided; None where it is returned whole.
-        again: the names of the nodes whose values are gathered again in each pass. If there are any, each value is
-            gathered no earlier than it has to be, so that few are whole at once.
+        again: whether what is gathered for a forward pass is gathered again for the backward pass, and each value no
+            earlier than it has to be, so that few are whole at once.
         dimensions: of the mesh.
         varying: the memory that may differ from rank to rank at any moment.
 
@@ -110,7 +110,7 @@ class _Rewriting:
         parts: Mapping[int, Part],
         sharded: Mapping[fx.Node, Part],
         names: Mapping[fx.Node, str],
-        again: frozenset[str],
+        again: bool,
         dimensions: Dimensions,
         varying: Container[int],
     ) -> None:
@@ -125,7 +125,7 @@ class _Rewriting:
         self._last: dict[int, tuple[fx.Node, fx.Node]] = {}
         self._ahead = {begin: region for begin, region, _ in regions_of(module.graph)}
         self._in_loops = {node for region in self._ahead.values() for node in region}
-        self._again, self._passes = again, Passes(module.graph, self._in_loops, again)
+        self._again, self._phases = again, phases_of(module.graph, self._in_loops, again)
         self._views: dict[tuple[fx.Node, int], fx.Node] = {}
         self._changed: set[int] = set()
         self._gathers: list[Gather] = []
@@ -154,8 +154,8 @@ class _Rewriting:
                     self._last.setdefault(number, (node, node))
                 for written in effects_of(node).writes:
                     for number in storages_of(written):
-                        for each in range(self._passes[node] + 1):
-                            self._gathered.pop((number, each), None)
+                        for phase in range(self._phases[node] + 1):
+                            self._gathered.pop((number, phase), None)
                         self._changed.add(number)
                         self._last[number] = written, node
         values: list[fx.Node] = []
@@ -169,7 +169,7 @@ class _Rewriting:
         self._graph.output_node().meta.update(self._module.graph.output_node().meta)
         owned = compute_once(self._graph, self._axis, self._gathers, self._taken, self._here, self._varying, self._new)
         self._links += owned.links
-        self._links += share_messages(self._graph, owned.gathers, self._new, bool(self._again), owned.messages)
+        self._links += share_messages(self._graph, owned.gathers, self._new, self._again, owned.messages)
         take_parts_late(self._graph, [t.nodes for t in self._taken if t.is_of_input and not self._is_changed(t.node)])
         made = fx.GraphModule(self._module, self._graph)
         return Partitioned(made, self._links, gathered)
@@ -227,18 +227,15 @@ class _Rewriting:
     def _whole(self, node: fx.Node) -> fx.Node:
         """The whole value of a node, gathered if it lies in parts."""
         assert self._now is not None
-        here, now = self._here[node], self._passes[self._now]
+        here, phase = self._here[node], self._phases[self._now]
         if not self._lies_in_parts(node):
-            return self._viewed_again(node, now) if self._passes[node] != now and self._is_whole_view(node) else here
+            if self._phases[node] != phase and self._is_whole_view(node):
+                return self._viewed_again(node, phase)
+            return here
         (number,) = storages_of(node)
-        key = number, self._passes.of_gather(self._value_in(node), self._now)
-        if key not in self._gathered:
-            self._gathered[key] = self._gather(node, here, self._part_of(node))
-        return self._gathered[key]
-
-    def _value_in(self, node: fx.Node) -> fx.Node:
-        """The node that has the value of the memory of a node."""
-        return self._last.get(storages_of(node)[0], (node, node))[0]
+        if (number, phase) not in self._gathered:
+            self._gathered[number, phase] = self._gather(node, here, self._part_of(node))
+        return self._gathered[number, phase]
 
     def _is_whole_view(self, node: fx.Node) -> bool:
         """Whether a node is a view of a gathered value that may be taken again from another gather."""
@@ -251,11 +248,11 @@ class _Rewriting:
             and all(number in self._parts and number not in self._changed for number in numbers)
         )
 
-    def _viewed_again(self, node: fx.Node, now: int) -> fx.Node:
+    def _viewed_again(self, node: fx.Node, phase: int) -> fx.Node:
         """A view from an earlier pass, taken again from what is gathered in this one."""
-        if (node, now) not in self._views:
-            self._views[node, now] = self._made(node, self._whole)
-        return self._views[node, now]
+        if (node, phase) not in self._views:
+            self._views[node, phase] = self._made(node, self._whole)
+        return self._views[node, phase]
 
     def _gather(self, node: fx.Node, own: fx.Node, part: Part) -> fx.Node:
         shape = node.meta["val"].shape
@@ -263,9 +260,10 @@ class _Rewriting:
         rows = self._new(torch.ops.fdp.all_gather.default, own, part.ranks, self._axis, name)
         whole = joined(rows, part, shape, self._new)
         assert self._now is not None
-        when = self._passes[self._now], bool(self._now.meta.get("backward"))
+        when = self._phases[self._now], bool(self._now.meta.get("backward"))
         value, after = self._last.get(storages_of(node)[0], (node, node))
-        link = Link(rows.name, value.name, "gathered", whole.name, after.name, part, name, entry_of(value, node))
+        entry = entry_of(value, node)
+        link = Link(rows.name, value.name, "gathered", whole.name, after.name, part, name, entry)
         self._gathers.append(Gather(own, rows, whole, link, when))
         return whole
 

@@ -61,31 +61,27 @@ def test_a_scatter_reads_the_old_values_of_what_it_changes() -> None:
     assert [name for name, one, two in zip(SCATTERS, due[1], found[1], strict=True) if not torch.equal(one, two)] == []
 
 
+def move_rows(w: torch.Tensor, i: torch.Tensor) -> Any:
+    moved = w * 1
+    moved[i] = moved.clone()
+    return w, moved * 1
+
+
 def test_rows_that_change_places_at_a_later_call() -> None:
     """At the first call each row is written where it lies, and nothing shows."""
 
-    def step(w: torch.Tensor, i: torch.Tensor) -> Any:
-        moved = w * 1
-        moved[i] = moved.clone()
-        return w, moved * 1
-
     w = torch.arange(15.0).view(5, 3)
-    compiled = fdp.data_parallel(step, compile=True, check_replication=False)
+    compiled = fdp.data_parallel(move_rows, compile=True, check_replication=False)
     for index in (torch.arange(5), ROWS):
-        assert torch.equal(compiled(w, index)[1], step(w, index)[1])
+        assert torch.equal(compiled(w, index)[1], move_rows(w, index)[1])
 
 
 @pytest.mark.skipif(release(torch.__version__) >= (2, 15), reason="inductor copies the rows there")
 def test_without_the_correction_rows_are_read_that_were_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inductor, "scatters_read_other_memory", lambda table: contextlib.nullcontext())
 
-    def step(w: torch.Tensor, i: torch.Tensor) -> Any:
-        moved = w * 1
-        moved[i] = moved.clone()
-        return w, moved * 1
-
     with config.patch(force_disable_caches=True), pytest.raises(fdp.CompileError, match="rounding does not explain it"):
-        fdp.data_parallel(step, compile=True, check_replication=False)(torch.arange(15.0).view(5, 3), ROWS)
+        fdp.data_parallel(move_rows, compile=True, check_replication=False)(torch.arange(15.0).view(5, 3), ROWS)
 
 
 def test_sums_of_bytes() -> None:
