@@ -10,21 +10,12 @@ from typing import Any
 
 import torch
 
+from fdp.emit.compiled.numbers import NUMBERS
 from fdp.emit.compiled.special_values import KERNEL_DECOMPOSITIONS
 from fdp.trace.calls.arguments import overlaps_itself
 from fdp.trace.operators.fake_rules import LOSS_GRADIENTS
 
 _aten = torch.ops.aten
-
-
-def _scaled_add(one: Any, other: Any, *, alpha: Any = 1) -> Any:
-    """`add` with `alpha`, as a product and a sum: inductor fuses the sum with a matrix product, and forgets `alpha`.
-
-    (`addmm` in its pass behind the backward pass; seen in torch 2.13, with `torch.compile` as well.) Of a factor that
-    is known at each call only, nothing can be asked here.
-    """
-    is_one = isinstance(alpha, int | float) and alpha == 1
-    return NotImplemented if is_one else _aten.add.Tensor(one, _aten.mul.Tensor(other, alpha))
 
 
 def _first_extreme(operator: Any) -> Callable[..., Any]:
@@ -140,15 +131,6 @@ def _of_no_elements(grad: Any, x: Any, *rest: Any) -> Any:
     return torch.zeros_like(x) if x.numel() == 0 else NotImplemented
 
 
-def _by_weight_of_tensor(start: Any, end: Any, weight: Any) -> Any:
-    """`lerp` by a number that is known at each call only, as of Adafactor: torch asks on which side of a half it is."""
-    if not isinstance(weight, torch.SymFloat):
-        return NotImplemented
-    share: Any = _aten.scalar_tensor.default(weight, dtype=start.dtype, device=start.device)
-    away = end - start
-    return torch.where(share.abs() < 0.5, start + share * away, end - (1 - share) * away)
-
-
 def _sum_of_bytes(operator: Any) -> Callable[..., Any]:
     """A sum in eight bits, added up in more, and cut off in the end.
 
@@ -184,9 +166,7 @@ def _multilabel_margin_loss(x: Any, target: Any, reduction: int) -> Any:
 _CORRECTIONS: Mapping[Any, Callable[..., Any]] = {
     **KERNEL_DECOMPOSITIONS,
     _aten._softmax.default: _alone,
-    _aten.add.Tensor: _scaled_add,
     _aten.as_strided_copy.default: _strided_copy,
-    _aten.lerp.Scalar: _by_weight_of_tensor,
     _aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     **{
         each: _average_pool_gradient(each, dims)
@@ -216,8 +196,10 @@ _CORRECTIONS: Mapping[Any, Callable[..., Any]] = {
 def with_corrections(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
     """A table of decompositions in which the corrections come first."""
     # Complex sums stay whole: inductor would take them apart into views of other dtypes.
-    rest = {operator: found for operator, found in table.items() if operator is not _aten.add.Tensor}
-    return {**rest, **{operator: _or_else(own, rest.get(operator)) for operator, own in _CORRECTIONS.items()}}
+    corrected = {operator: found for operator, found in table.items() if operator is not _aten.add.Tensor}
+    for corrections in (_CORRECTIONS, NUMBERS):
+        corrected |= {operator: _or_else(own, corrected.get(operator)) for operator, own in corrections.items()}
+    return corrected
 
 
 def _or_else(own: Callable[..., Any], otherwise: Callable[..., Any] | None) -> Callable[..., Any]:

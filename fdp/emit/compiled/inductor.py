@@ -19,7 +19,8 @@ What is relied on (torch 2.13 to 2.15; `fdp.pytorch.parts` lists the names):
 - `scheduler.Scheduler`, `scheduler.SchedulerNode`, `ir.ExternKernel`, `V.graph.current_node`,
   `reinplace.inplaceable_ops`, `reinplace.inplaceable_foreach_ops`, `codegen.common.KernelArgs`,
   `codecache.CppPythonBindingsCodeCache`: what `kernel_corrections` says of them; `graph.GraphLowering`: what
-  `computed_once` says of it.
+  `computed_once` says of it; `index_propagation`, `bound_sympy`, `lowering._full`,
+  `cpp_builder._get_optimization_cflags`: what `folded_values` says of them.
 - `CompiledFxGraph._boxed_call`, `CompiledFxGraph.source_code`: that it takes one list, and its text.
 - `meta["user_visible_output_idxs"]` of the output, `meta["eager_input_vals"]` of an operator (set in `barriers`): whose
   strides are to be what they are in the graph. That copies which change nothing are taken for their originals: `passes`
@@ -47,6 +48,7 @@ from torch import fx
 from fdp.emit.compiled.barriers import CHANGING, start_, wait_
 from fdp.emit.compiled.computed_once import mark_compared, marked_are_kept
 from fdp.emit.compiled.corrections import with_corrections
+from fdp.emit.compiled.folded_values import folded_values_are_rounded, whole_numbers_wrap
 from fdp.emit.compiled.kernel_corrections import (
     branches_get_strides_of_graph,
     changed_memory_known_by_all_names,
@@ -196,15 +198,15 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
     examples = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     with _lowering, ExitStack() as stack:
         with _as_expected():
-            from torch._inductor import compile_fx, config
+            from torch._inductor import compile_fx, config, cpp_builder, index_propagation, lowering
             from torch._inductor.codecache import CppPythonBindingsCodeCache
             from torch._inductor.codegen.common import KernelArgs
             from torch._inductor.fx_passes.reinplace import inplaceable_foreach_ops, inplaceable_ops
             from torch._inductor.graph import GraphLowering
             from torch._inductor.ir import ExternKernel
-            from torch._inductor.lowering import lowerings
             from torch._inductor.scheduler import Scheduler, SchedulerNode
             from torch._inductor.virtualized import V
+            from torch.utils._sympy.value_ranges import bound_sympy
 
             mode = fake_mode_at_work([node.meta.get("val") for node in graph.graph.nodes])
             output: Any = graph.graph.output_node()
@@ -226,7 +228,9 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
             stack.enter_context(scatters_read_other_memory(inplaceable_ops))
             stack.enter_context(lists_are_not_changed_in_place(inplaceable_foreach_ops))
             stack.enter_context(read_in_float64(KernelArgs, CppPythonBindingsCodeCache))
-            stack.enter_context(branches_get_strides_of_graph(lowerings, ExternKernel, V))
+            stack.enter_context(branches_get_strides_of_graph(lowering.lowerings, ExternKernel, V))
+            stack.enter_context(folded_values_are_rounded(index_propagation, lowering, bound_sympy))
+            stack.enter_context(whole_numbers_wrap(cpp_builder))
             stack.enter_context(marked_are_kept(GraphLowering))
             prepare, compile_inner = compile_fx._recursive_joint_graph_passes, compile_fx.compile_fx_inner
             inspect.signature(prepare).bind(graph)

@@ -3,7 +3,7 @@
 A quotient is rounded down by what is left over: 1.5 / 0.3 rounds to 5, but 0.3 fits into 1.5 four times. Inductor
 takes the floor of the rounded quotient, and what is left over from that of `fmod` and an addition, which makes other
 numbers of infinite ones. (Seen in torch 2.13, with `torch.compile` as well.) What still differs: the sign of zeros,
-numbers too small for a full mantissa, sums whose parts overflow, and constants that a kernel rounds to sixteen bits.
+numbers too small for a full mantissa, and sums whose parts overflow.
 """
 
 from __future__ import annotations
@@ -14,28 +14,38 @@ from typing import Any
 
 import torch
 
+from fdp.emit.compiled.numbers import NARROW, rounded
+
 _aten = torch.ops.aten
 
-_NARROW = (torch.float16, torch.bfloat16)
 _LARGE = 1e9
 """From this number on 1 + x * x rounds to x * x, in any dtype."""
 
 
-def _operands(one: Any, other: Any) -> tuple[torch.dtype, torch.Tensor, torch.Tensor] | None:
+def _operands(
+    one: Any, other: Any, *, rounds: bool = False
+) -> tuple[torch.dtype, torch.Tensor, torch.Tensor] | None:
     """The dtype of a result, and the operands in the dtype that a kernel computes in; None if it is not
-    floating-point."""
+    floating-point.
+
+    Args:
+        one: the dividend.
+        other: the divisor.
+        rounds: whether kernels for CPUs round numbers to sixteen bits beside such a tensor; see `numbers`.
+    """
     dtype = torch.result_type(one, other)
     if not dtype.is_floating_point:
         return None
-    wide = torch.float32 if dtype in _NARROW else dtype
+    wide = torch.float32 if dtype in NARROW else dtype
     device = one.device if isinstance(one, torch.Tensor) and one.dim() else getattr(other, "device", None)
     device = one.device if device is None else device
 
     def operand(value: Any) -> torch.Tensor:
         if isinstance(value, torch.Tensor):
             # Kernels take a whole number of many digits for one of sixteen bits first.
-            return (value.to(dtype) if value.dim() else value).to(device, wide)
-        return torch.full([], value, dtype=wide, device=device)
+            return (value.to(dtype) if value.dim() or rounds else value).to(device, wide)
+        now = rounded(value, dtype, device) if rounds else value
+        return now.to(wide) if isinstance(now, torch.Tensor) else torch.full([], now, dtype=wide, device=device)
 
     return dtype, operand(one), operand(other)
 
@@ -47,7 +57,7 @@ def _fmod(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def _remainder(one: Any, other: Any) -> Any:
-    if (operands := _operands(one, other)) is None:
+    if (operands := _operands(one, other, rounds=True)) is None:
         return NotImplemented
     dtype, one, other = operands
     rest, across = _fmod(one, other)
@@ -83,7 +93,7 @@ def _acosh(x: Any) -> Any:
     """Inductor squares the number, which overflows."""
     if not x.is_floating_point():
         return NotImplemented
-    wide = x.to(torch.float32) if x.dtype in _NARROW else x
+    wide = x.to(torch.float32) if x.dtype in NARROW else x
     large = wide > _LARGE
     some = torch.where(large, 2.0, wide)
     near = some.log() + (((some - 1) / some).sqrt() * ((some + 1) / some).sqrt()).log1p()

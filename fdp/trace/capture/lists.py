@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fdp.trace.operators.effects import entries_of, list_arguments, operator_name, storages
+from fdp.trace.operators.effects import entries_of, list_arguments, storages
 
 
 def take_lists_apart(graph: fx.Graph) -> None:
@@ -22,7 +22,7 @@ def take_lists_apart(graph: fx.Graph) -> None:
         graph: it is changed.
     """
     for node in list(graph.nodes):
-        if node.op == "call_function" and operator_name(node).startswith("_foreach_") and _carries_over(node):
+        if node.op == "call_function" and entries_of(node) and _carries_over(node):
             _take_apart(node)
 
 

@@ -12,6 +12,11 @@ import fdp
 
 Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
 
+def fused_sgd(*lists: list[torch.Tensor]) -> None:
+    how: Any = {"weight_decay": 0.1, "momentum": 0.9, "lr": 0.1, "dampening": 0.0, "nesterov": False}
+    torch._fused_sgd_(*lists, **how, maximize=False, is_first_step=False)
+
+
 ONE_AFTER_THE_OTHER: dict[str, Call] = {
     "exchanged": lambda a, c, x: torch._foreach_copy_([a, c], [c, a]),
     "added to each other": lambda a, c, x: torch._foreach_add_([a, c], [c, a]),
@@ -23,6 +28,8 @@ ONE_AFTER_THE_OTHER: dict[str, Call] = {
     "three lists": lambda a, c, x: torch._foreach_addcdiv_([a, c], [x, a], [c.abs() + 1, c.abs() + 1], [0.5, 2.0]),
     "weighted": lambda a, c, x: torch._foreach_lerp_([a, c], [c, a], 0.25),
     "alone": lambda a, c, x: torch._foreach_abs_([a, a[1:], c]),
+    "momentum of one": lambda a, c, x: fused_sgd([a, c], [x, x], [c, c]),
+    "optimizer twice": lambda a, c, x: fused_sgd([a, a], [x, c], [x * 2, x * 3]),
 }
 INDEPENDENT: dict[str, Call] = {
     "halves": lambda a, c, x: torch._foreach_add_([a[:2], a[2:]], [c[:2], c[2:]]),
@@ -66,5 +73,5 @@ def test_only_lists_that_depend_on_each_other_are_taken_apart(name: str) -> None
         return state, other
 
     trace = fdp.data_parallel(one, donate_argnums=0, check_replication=False).trace(state[name], x)
-    calls = [node for node in trace.graph.graph.nodes if "_foreach_" in str(node.target)]
+    calls = [node for node in trace.graph.graph.nodes if "_foreach_" in str(node.target) or "_fused_" in str(node.target)]
     assert (len(calls) > 1) == (name in ONE_AFTER_THE_OTHER)

@@ -1,0 +1,111 @@
+"""Values that inductor computes while it compiles, rounded as their dtypes round.
+
+Inductor computes with constants, and writes positions (of `arange`, say) as expressions of loop indices. It does so with
+numbers of any size: `arange(300).to(torch.uint8)` goes on behind 255, `full((4,), 0.1, dtype=torch.bfloat16)` is 0.1
+to whatever is computed from it. Seen in torch 2.13 to 2.15, with `torch.compile` as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from fdp.emit.compiled.numbers import nearest
+from fdp.trace.capture.silent_changes import replaced
+
+
+@contextmanager
+def folded_values_are_rounded(propagation: Any, lowering: Any, bounds: Callable[..., Any]) -> Iterator[None]:
+    """Let inductor fold only what it folds exactly, and round constants as their dtype does.
+
+    Args:
+        propagation: the module `index_propagation`. `IndexPropagation.propagate_sympy` folds one operation; `fallback`
+            leaves it to the kernel. A folded value has an `expr` and a `dtype`.
+        lowering: its `_full` makes a tensor of one number.
+        bounds: `bound_sympy`: between which numbers an expression lies, by the ranges of its indices.
+    """
+    folding, typed = propagation.IndexPropagation, propagation.TypedExpr
+
+    def exactly(otherwise: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(otherwise)
+        def propagate(self: Any, name: str, args: Any, kwargs: Any) -> Any:
+            result = otherwise(self, name, args, kwargs)
+            if not isinstance(result, propagation.IndexPropVar) or not result.is_symbolic:
+                return result
+            value = result.value
+            if value.is_constant():
+                # A number beside sixteen bits is a constant of that dtype; kernels take it as it is.
+                if name not in ("constant", "index_expr", "value_expr") and _is_cast(name, args, value.dtype):
+                    return propagation.IndexPropVar.new_symbolic(typed(_rounded(value.expr, value.dtype), value.dtype))
+                return result
+            if _fits(bounds(value.expr, dict(self.var_to_range)), value.dtype):
+                return result
+            return self.fallback(name, args, kwargs)
+
+        return propagate
+
+    def of_dtype(otherwise: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(otherwise)
+        def full(fill_value: Any, device: Any, dtype: torch.dtype, size: Any) -> Any:
+            return otherwise(_rounded(fill_value, dtype), device, dtype, size)
+
+        return full
+
+    with replaced(folding, "propagate_sympy", exactly), replaced(lowering, "_full", of_dtype):
+        yield
+
+
+def whole_numbers_wrap(builder: Any) -> AbstractContextManager[None]:
+    """Let whole numbers go on at the other end where they exceed their dtype, as in torch's kernels.
+
+    In C++ that is undefined, and compilers conclude from a product with a position that it is a small one: of
+    `arange(600) * (1 << 55)` the loop never ends, and writes beyond the tensor (seen in torch 2.13 to 2.15, with
+    `torch.compile` as well).
+
+    Args:
+        builder: `cpp_builder`. `_get_optimization_cflags` returns the flags of the compiler, without dashes, and those
+            of the linker.
+    """
+
+    def wrapping(otherwise: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(otherwise)
+        def flags(*args: Any, **kwargs: Any) -> Any:
+            compiler, linker = otherwise(*args, **kwargs)
+            return [*compiler, *([] if sys.platform == "win32" else ["fwrapv"])], linker
+
+        return flags
+
+    return replaced(builder, "_get_optimization_cflags", wrapping)
+
+
+def _is_cast(name: str, args: Any, dtype: torch.dtype) -> bool:
+    """Whether an operation rounds its result: arithmetic in sixteen bits takes place in float32."""
+    if name == "to_dtype":
+        return bool(args[0].value.dtype != dtype)
+    return dtype not in (torch.float16, torch.bfloat16)
+
+
+def _rounded(number: Any, dtype: torch.dtype) -> Any:
+    """A constant as a tensor of the dtype holds it; what is no constant, or whole, as it is."""
+    is_number = isinstance(number, int | float) or getattr(number, "is_number", False)
+    return nearest(float(number), dtype) if dtype.is_floating_point and is_number else number
+
+
+def _fits(bounds: Any, dtype: torch.dtype) -> bool:
+    """Whether a dtype has all whole numbers of a range, as they are."""
+    if dtype == torch.bool:
+        least, most = 0, 1
+    elif dtype.is_floating_point:
+        most = round(2 / torch.finfo(dtype).eps)
+        least = -most
+    else:
+        info = torch.iinfo(dtype)
+        least, most = info.min, info.max
+    if dtype == torch.int64 and not (bounds.lower.is_Integer and bounds.upper.is_Integer):
+        return True  # of a number that is read at each call: it is one of 64 bits
+    return bool(bounds.lower >= least and bounds.upper <= most)

@@ -1,0 +1,239 @@
+"""Numbers beside tensors of sixteen bits, as torch's kernels take them.
+
+Kernels compute with such tensors in float32, and with the number as it is: a Python number, one that is read from a
+tensor, or a tensor without dimensions on a CPU as the second operand. Inductor rounds the last two to sixteen bits. On a
+CPU the kernels of sums, powers and remainders round any number first, and inductor does not: of `x % 0.1` hardly an
+element is the same then. (Seen in torch 2.13, with `torch.compile` as well.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+
+NARROW = (torch.float16, torch.bfloat16)
+
+
+def rounded(number: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """A number as kernels that round it take it.
+
+    Args:
+        number: a Python number, or one that is read from a tensor at each call.
+        dtype: of the tensor beside it.
+        device: of the tensor beside it.
+
+    Returns:
+        The nearest number of the dtype, if kernels of the device round; a tensor without dimensions for a number that
+        is known at each call only.
+    """
+    if device.type != "cpu" or dtype not in NARROW:
+        return number
+    if isinstance(number, torch.SymFloat):
+        return _aten.scalar_tensor.default(number, dtype=dtype, device=device)
+    return nearest(float(number), dtype) if isinstance(number, int | float) else number
+
+
+def nearest(number: float, dtype: torch.dtype) -> float:
+    """The nearest number that a floating-point dtype has.
+
+    Example:
+        >>> nearest(0.1, torch.bfloat16), nearest(1e5, torch.float16)
+        (0.10009765625, inf)
+    """
+    if number == 0 or not math.isfinite(number):
+        return number
+    info = torch.finfo(dtype)
+    step = info.eps * max(2.0 ** (math.frexp(number)[1] - 1), info.smallest_normal)
+    rounded = round(number / step) * step
+    return math.copysign(rounded if abs(rounded) <= info.max else math.inf, number)
+
+
+def _has_more_digits(value: Any, dtype: torch.dtype) -> bool:
+    """Whether it stays as it is beside a tensor of sixteen bits, although it has more."""
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0 and value.device.type == "cpu" and value.dtype not in NARROW
+    return isinstance(value, torch.SymFloat) or (isinstance(value, float) and nearest(value, dtype) != value)
+
+
+def _wide(value: Any) -> Any:
+    return value.to(torch.float32) if isinstance(value, torch.Tensor) else value
+
+
+def _exact(operator: Any) -> Callable[..., Any]:
+    """An operator whose kernels take numbers as they are: products and quotients."""
+
+    def computed(one: Any, other: Any) -> Any:
+        dtype = one.dtype if isinstance(one, torch.Tensor) else None
+        if dtype not in NARROW or not _has_more_digits(other, dtype):
+            return NotImplemented
+        return operator(_wide(one), _wide(other)).to(dtype)
+
+    return computed
+
+
+def _number_rounded(operator: Any, of_tensors: Any) -> Callable[..., Any]:
+    """An operator of a tensor and a number, whose kernels for CPUs round the number first.
+
+    Args:
+        operator: one argument is a tensor, the other one a number.
+        of_tensors: the same with two tensors.
+    """
+
+    def computed(one: Any, other: Any, **named: Any) -> Any:
+        tensor, number = (one, other) if isinstance(one, torch.Tensor) else (other, one)
+        if isinstance(number, torch.Tensor) or not isinstance(tensor, torch.Tensor) or tensor.dtype not in NARROW:
+            return NotImplemented
+        if tensor.device.type != "cpu":
+            if not isinstance(number, torch.SymFloat):
+                return NotImplemented
+            return operator(_wide(one), _wide(other), **named).to(tensor.dtype)
+        now = rounded(number, tensor.dtype, tensor.device)
+        if isinstance(now, float) and now == number:
+            return NotImplemented
+        return (of_tensors if isinstance(now, torch.Tensor) else operator)(
+            *((tensor, now) if tensor is one else (now, tensor)), **named
+        )
+
+    return computed
+
+
+def _sum(operator: Any) -> Callable[..., Any]:
+    """`add` and `sub` with `alpha`, in which only one result is rounded, or as a product and a sum.
+
+    Inductor fuses the sum with a matrix product, and forgets `alpha` (`addmm` in its pass behind the backward pass;
+    seen in torch 2.13, with `torch.compile` as well). Of a factor that is known at each call only, nothing can be
+    asked here.
+    """
+    of_number = _number_rounded(operator, operator)
+
+    def total(one: Any, other: Any, *, alpha: Any = 1) -> Any:
+        if isinstance(alpha, int | float) and alpha == 1:
+            return of_number(one, other)
+        dtype = torch.result_type(one, other)
+        if dtype not in NARROW or not isinstance(other, torch.Tensor):
+            return operator(one, _aten.mul.Tensor(other, alpha))
+        alpha = rounded(alpha, dtype, other.device)
+        return operator(_wide(one), _aten.mul.Tensor(_wide(other), _wide(alpha))).to(dtype)
+
+    return total
+
+
+def _power(x: torch.Tensor, exponent: Any) -> Any:
+    """A power whose exponent is known at each call only, of tensors: torch asks for its value to take roots."""
+    if not isinstance(exponent, torch.SymFloat):
+        return _power_rounded(x, exponent)
+    dtype = torch.result_type(x, exponent)
+    wide = torch.float32 if dtype in NARROW else dtype
+    exponent = rounded(exponent, dtype, x.device)
+    if not isinstance(exponent, torch.Tensor):
+        exponent = _aten.scalar_tensor.default(exponent, dtype=wide, device=x.device)
+    return _aten.pow.Tensor_Tensor(x.to(wide), exponent.to(wide)).to(dtype)
+
+
+_power_rounded = _number_rounded(_aten.pow.Tensor_Scalar, _aten.pow.Tensor_Tensor)
+
+
+def _lerp(start: torch.Tensor, end: torch.Tensor, weight: Any) -> Any:
+    """`lerp` by a number, in float32.
+
+    Of one that is known at each call only, as of Adafactor, torch asks on which side of a half it is.
+    """
+    dtype = start.dtype
+    if not isinstance(weight, torch.SymFloat) and dtype not in NARROW:
+        return NotImplemented
+    start, end = (_wide(each) if dtype in NARROW else each for each in (start, end))
+    if not isinstance(weight, torch.SymFloat):
+        return _aten.lerp.Scalar(start, end, weight).to(dtype)
+    share: Any = _aten.scalar_tensor.default(weight, dtype=start.dtype, device=start.device)
+    away = end - start
+    return torch.where(share.abs() < 0.5, start + share * away, end - (1 - share) * away).to(dtype)
+
+
+def _fused(operator: Any) -> Callable[..., Any]:
+    """An operator of several operations with numbers, in float32."""
+
+    def computed(*given: Any, **named: Any) -> Any:
+        dtype = given[0].dtype
+        numbers = [each for each in (*given, *named.values()) if not isinstance(each, torch.Tensor)]
+        if dtype not in NARROW or not any(_has_more_digits(each, dtype) for each in numbers):
+            return NotImplemented
+        return operator(*map(_wide, given), **named).to(dtype)
+
+    return computed
+
+
+def _clamp(x: torch.Tensor, low: Any = None, high: Any = None) -> Any:
+    """Whole numbers between numbers that are known at each call only: inductor returns whole ones."""
+    if x.is_floating_point() or not any(isinstance(each, torch.SymFloat) for each in (low, high)):
+        return NotImplemented
+    return _aten.clamp.default(x.to(torch.get_default_dtype()), low, high)
+
+
+def _of_each(operator: Any) -> Callable[..., Any]:
+    """An operator of a list and a number, or of as many, one by one if there are sixteen bits."""
+
+    def computed(many: Sequence[Any], number: Any) -> Any:
+        if all(each.dtype not in NARROW for each in many):
+            return NotImplemented
+        numbers = number if isinstance(number, list | tuple) else [number] * len(many)
+        return [operator(each, its) for each, its in zip(many, numbers, strict=True)]
+
+    return computed
+
+
+def _sum_of_each(operator: Any) -> Callable[..., Any]:
+    """Sums of two lists with `alpha`, one by one if there are sixteen bits."""
+
+    def computed(many: Sequence[Any], others: Sequence[Any], *, alpha: Any = 1) -> Any:
+        is_one = isinstance(alpha, int | float) and alpha == 1
+        if is_one or all(each.dtype not in NARROW for each in many):
+            return NotImplemented
+        return [operator(one, two, alpha=alpha) for one, two in zip(many, others, strict=True)]
+
+    return computed
+
+
+def _tensor_of(number: Any, **how: Any) -> Any:
+    """A tensor of one number, which has the digits of its dtype."""
+    dtype = how.get("dtype")
+    if dtype not in NARROW or not isinstance(number, float) or nearest(number, dtype) == number:
+        return NotImplemented
+    return _aten.scalar_tensor.default(nearest(number, dtype), **how)
+
+
+_SUMS = {_aten.add.Tensor: "add", _aten.sub.Tensor: "sub"}
+_OF_NUMBERS = {_aten.mul.Tensor: "mul", _aten.div.Tensor: "div", _aten.pow.Tensor_Scalar: "pow", **_SUMS}
+
+NUMBERS: Mapping[Any, Callable[..., Any]] = {
+    **{operator: _sum(operator) for operator in _SUMS},
+    **{operator: _exact(operator) for operator in (_aten.mul.Tensor, _aten.div.Tensor)},
+    **{
+        operator: _fused(operator)
+        for operator in (
+            _aten.addcmul.default,
+            _aten.addcdiv.default,
+            _aten.softshrink.default,
+            _aten.leaky_relu_backward.default,
+            _aten.elu_backward.default,
+        )
+    },
+    _aten.clamp.default: _clamp,
+    _aten.scalar_tensor.default: _tensor_of,
+    _aten.rsub.Scalar: _number_rounded(_aten.rsub.Scalar, _aten.rsub.Tensor),
+    _aten.fmod.Scalar: _number_rounded(_aten.fmod.Scalar, _aten.fmod.Tensor),
+    _aten.pow.Scalar: _number_rounded(_aten.pow.Scalar, _aten.pow.Tensor_Tensor),
+    _aten.pow.Tensor_Scalar: _power,
+    _aten.lerp.Scalar: _lerp,
+    **{
+        getattr(getattr(_aten, f"_foreach_{name}"), overload): _of_each(operator)
+        for operator, name in _OF_NUMBERS.items()
+        for overload in ("Scalar", "ScalarList")
+    },
+    **{getattr(_aten, f"_foreach_{name}").List: _sum_of_each(operator) for operator, name in _SUMS.items()},
+}
+"""Decompositions that take numbers as kernels do; `NotImplemented` where inductor does."""

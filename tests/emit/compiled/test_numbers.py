@@ -1,0 +1,123 @@
+"""Numbers beside sixteen bits: constants, numbers read from tensors, and tensors without dimensions, as eager takes
+them, to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fdp
+
+NARROW = (torch.bfloat16, torch.float16)
+Operator = Callable[[Tensor, Tensor, Any], Tensor]
+
+OF_ANY: Mapping[str, Operator] = {
+    "mul": lambda x, y, n: x * n,
+    "product with one first": lambda x, y, n: n * x,
+    "div": lambda x, y, n: x / n,
+    "divided": lambda x, y, n: n / x,
+    "add": lambda x, y, n: x + n,
+    "sub": lambda x, y, n: x - n,
+    "rsub": lambda x, y, n: n - x,
+    "remainder": lambda x, y, n: x % n,
+    "remainder by x": lambda x, y, n: torch.remainder(n, x),
+    "floor": lambda x, y, n: x // n,
+    "fmod": lambda x, y, n: torch.fmod(x, n),
+    "power": lambda x, y, n: x.abs() ** n,
+    "power of it": lambda x, y, n: n**x,
+    "greater": lambda x, y, n: x > n,
+    "where": lambda x, y, n: torch.where(x > 0, x, n),
+    "in place": lambda x, y, n: x.clone().mul_(n),
+    "list": lambda x, y, n: torch._foreach_mul([x, y], n)[0],
+    "chain": lambda x, y, n: ((x * n) * n + n) / n,
+}
+"""Operators that also take a tensor without dimensions."""
+
+OF_NUMBERS: Mapping[str, Operator] = {
+    **OF_ANY,
+    "lerp": lambda x, y, n: torch.lerp(x, y, n),
+    "addcmul": lambda x, y, n: torch.addcmul(x, x, y, value=n),
+    "addcdiv": lambda x, y, n: torch.addcdiv(x, x, y, value=n),
+    "add with alpha": lambda x, y, n: torch.add(x, y, alpha=n),
+    "softshrink": lambda x, y, n: F.softshrink(x, abs(n)),
+    "leaky relu": lambda x, y, n: F.leaky_relu(x, n),
+    "softplus": lambda x, y, n: F.softplus(x, beta=n),
+    "sum of lists": lambda x, y, n: torch._foreach_add([x], [y], alpha=n)[0],
+    "list plus": lambda x, y, n: torch._foreach_add([x], n)[0],
+    "list divided": lambda x, y, n: torch._foreach_div([x, y], n)[0],
+    "list of powers": lambda x, y, n: torch._foreach_pow([x.abs()], n)[0],
+    "gradient of leaky relu": lambda x, y, n: fdp.grad(lambda z: (F.leaky_relu(z, n) * y).float().sum())(x),
+    "gradient of elu": lambda x, y, n: fdp.grad(lambda z: (F.elu(z, n) * y).float().sum())(x),
+}
+
+OF_CONSTANTS: Mapping[str, Operator] = {
+    **OF_NUMBERS,
+    "sub with alpha": lambda x, y, n: torch.sub(x, y, alpha=n),
+    "full": lambda x, y, n: torch.full_like(x, n) * y,
+    "filled": lambda x, y, n: x.clone().fill_(n) * y,
+    "scalar": lambda x, y, n: torch.scalar_tensor(n, dtype=x.dtype) * y,
+    "cast": lambda x, y, n: torch.full((64,), n).to(x.dtype).float() * y.float(),
+    "ones": lambda x, y, n: torch.ones_like(x) * n * y,
+    "hardtanh": lambda x, y, n: F.hardtanh(x, -n, n) * y,
+}
+
+
+def compared(operators: Mapping[str, Operator], number: Any, read: Callable[[Tensor], Any], dtype: torch.dtype) -> None:
+    def step(state: Tensor, x: Tensor, y: Tensor) -> Any:
+        return state, [of(x, y, read(state)) for of in operators.values()]
+
+    drawn = torch.Generator().manual_seed(3)
+    x, y = (torch.randn(64, generator=drawn).to(dtype) for _ in range(2))
+    state = torch.tensor(number, dtype=torch.float64)
+    found = fdp.data_parallel(step, compile=True, check_replication=False)(state, x, y)[1]
+    due = step(state, x, y)[1]
+    wrong = [name for name, one, two in zip(operators, found, due, strict=True) if one.dtype != two.dtype]
+    wrong += [
+        f"{name}: {int((one != two).sum())} of {one.numel()} differ"
+        for name, one, two in zip(operators, found, due, strict=True)
+        if not torch.equal(one.nan_to_num(7), two.nan_to_num(7))
+    ]
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("number", [0.1, 1.7])
+@pytest.mark.parametrize("dtype", NARROW)
+def test_constants_meet_sixteen_bits_as_in_kernels(dtype: torch.dtype, number: float) -> None:
+    compared(OF_CONSTANTS, number, lambda _: number, dtype)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_numbers_that_are_read_meet_sixteen_bits_as_in_kernels(dtype: torch.dtype) -> None:
+    compared(OF_NUMBERS, 0.1, Tensor.item, dtype)
+
+
+@pytest.mark.parametrize("of", [torch.float32, torch.float64, None])
+@pytest.mark.parametrize("dtype", NARROW)
+def test_tensors_without_dimensions_meet_sixteen_bits_as_in_kernels(dtype: torch.dtype, of: torch.dtype | None) -> None:
+    compared(OF_ANY, 0.1, lambda state: state.to(of or dtype), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_powers_by_a_number_that_is_read(dtype: torch.dtype) -> None:
+    def step(state: Tensor, x: Tensor) -> Any:
+        return state, x ** state.item()
+
+    state, x = torch.tensor(1.7), torch.arange(1, 9).to(dtype)
+    found = fdp.data_parallel(step, compile=True, check_replication=False)(state, x)[1]
+    torch.testing.assert_close(found, x**1.7000000476837158)
+
+
+def test_whole_numbers_between_numbers_that_are_read_become_fractions() -> None:
+    def step(state: Tensor, x: Tensor) -> Any:
+        bound = state.item()
+        return state, [x.clamp(min=bound), x.clamp(max=bound), x.clamp(-bound, bound), x.double().clamp(min=bound)]
+
+    state, x = torch.tensor(0.25), torch.arange(-3, 5)
+    found = fdp.data_parallel(step, compile=True, check_replication=False, check_trace=False)(state, x)[1]
+    for one, two in zip(found, step(state, x)[1], strict=True):
+        assert one.dtype == two.dtype and torch.equal(one, two)
