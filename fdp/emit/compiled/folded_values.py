@@ -1,8 +1,8 @@
 """Values that inductor computes while it compiles, rounded as their dtypes round.
 
-Inductor computes with constants, and writes positions (of `arange`, say) as expressions of loop indices. It does so with
-numbers of any size: `arange(300).to(torch.uint8)` goes on behind 255, `full((4,), 0.1, dtype=torch.bfloat16)` is 0.1
-to whatever is computed from it. Seen in torch 2.13 to 2.15, with `torch.compile` as well.
+Inductor computes with constants, and writes positions (of `arange`, say) as expressions of loop indices. It does so
+with numbers of any size: `arange(300).to(torch.uint8)` goes on behind 255, and `full((4,), 0.1, dtype=torch.bfloat16)`
+is 0.1 to whatever is computed from it. (Seen in torch 2.13 to 2.15, with `torch.compile` as well.)
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Numbers beside tensors of sixteen bits, as torch's kernels take them.
 
 Kernels compute with such tensors in float32, and with the number as it is: a Python number, one that is read from a
-tensor, or a tensor without dimensions on a CPU as the second operand. Inductor rounds the last two to sixteen bits. On a
-CPU the kernels of sums, powers and remainders round any number first, and inductor does not: of `x % 0.1` hardly an
-element is the same then. (Seen in torch 2.13, with `torch.compile` as well.)
+tensor, or a tensor without dimensions on a CPU as the second operand. Inductor rounds the last two to sixteen bits. On
+a CPU the kernels of sums, powers and remainders round any number first, and inductor does not: of `x % 0.1` hardly an
+element is the same then. (Seen in torch 2.13 to 2.15, with `torch.compile` as well.)
 """
 
 from __future__ import annotations
@@ -127,11 +127,10 @@ def _power(x: torch.Tensor, exponent: Any) -> Any:
     """A power whose exponent is known at each call only, of tensors: torch asks for its value to take roots."""
     if not isinstance(exponent, torch.SymFloat):
         return _power_rounded(x, exponent)
-    dtype = torch.result_type(x, exponent)
+    dtype = torch.result_type(x, 1.0)
     wide = torch.float32 if dtype in NARROW else dtype
-    exponent = rounded(exponent, dtype, x.device)
-    if not isinstance(exponent, torch.Tensor):
-        exponent = _aten.scalar_tensor.default(exponent, dtype=wide, device=x.device)
+    known: Any = rounded(exponent, dtype, x.device)
+    exponent = known if isinstance(known, torch.Tensor) else torch.scalar_tensor(known, dtype=wide, device=x.device)
     return _aten.pow.Tensor_Tensor(x.to(wide), exponent.to(wide)).to(dtype)
 
 

@@ -22,9 +22,7 @@ _LARGE = 1e9
 """From this number on 1 + x * x rounds to x * x, in any dtype."""
 
 
-def _operands(
-    one: Any, other: Any, *, rounds: bool = False
-) -> tuple[torch.dtype, torch.Tensor, torch.Tensor] | None:
+def _operands(one: Any, other: Any, *, rounds: bool = False) -> tuple[torch.dtype, torch.Tensor, torch.Tensor] | None:
     """The dtype of a result, and the operands in the dtype that a kernel computes in; None if it is not
     floating-point.
 

@@ -50,7 +50,9 @@ CONSTANTS: Mapping[str, Callable[[], Tensor]] = {
 def check(values: Mapping[str, Callable[[], Tensor]], size: int) -> None:
     # Something of the batch in each result: constants alone are not left to inductor.
     def step(state: Tensor, x: Tensor) -> Any:
-        return state, [value() + zeros for value in values.values() for zeros in [x[: value().numel()].to(value().dtype)]]
+        return state, [
+            value() + zeros for value in values.values() for zeros in [x[: value().numel()].to(value().dtype)]
+        ]
 
     x = torch.zeros(size)
     found = fdp.data_parallel(step, compile=True, check_replication=False, check_trace=False)(x, x)[1]

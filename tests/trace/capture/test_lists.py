@@ -12,6 +12,7 @@ import fdp
 
 Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
 
+
 def fused_sgd(*lists: list[torch.Tensor]) -> None:
     how: Any = {"weight_decay": 0.1, "momentum": 0.9, "lr": 0.1, "dampening": 0.0, "nesterov": False}
     torch._fused_sgd_(*lists, **how, maximize=False, is_first_step=False)
@@ -73,5 +74,7 @@ def test_only_lists_that_depend_on_each_other_are_taken_apart(name: str) -> None
         return state, other
 
     trace = fdp.data_parallel(one, donate_argnums=0, check_replication=False).trace(state[name], x)
-    calls = [node for node in trace.graph.graph.nodes if "_foreach_" in str(node.target) or "_fused_" in str(node.target)]
+    calls = [
+        node for node in trace.graph.graph.nodes if "_foreach_" in str(node.target) or "_fused_" in str(node.target)
+    ]
     assert (len(calls) > 1) == (name in ONE_AFTER_THE_OTHER)
