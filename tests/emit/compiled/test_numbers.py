@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fdp
+from fdp.pytorch.parts import release
 
 NARROW = (torch.bfloat16, torch.float16)
 Operator = Callable[[Tensor, Tensor, Any], Tensor]
@@ -44,7 +45,8 @@ OF_NUMBERS: Mapping[str, Operator] = {
     "addcmul": lambda x, y, n: torch.addcmul(x, x, y, value=n),
     "addcdiv": lambda x, y, n: torch.addcdiv(x, x, y, value=n),
     "add with alpha": lambda x, y, n: torch.add(x, y, alpha=n),
-    "softshrink": lambda x, y, n: F.softshrink(x, abs(n)),
+    # The kernel of torch 2.15 rounds the number.
+    **({} if release(torch.__version__) >= (2, 15) else {"softshrink": lambda x, y, n: F.softshrink(x, abs(n))}),
     "leaky relu": lambda x, y, n: F.leaky_relu(x, n),
     "softplus": lambda x, y, n: F.softplus(x, beta=n),
     "sum of lists": lambda x, y, n: torch._foreach_add([x], [y], alpha=n)[0],
