@@ -145,6 +145,15 @@ def _sum_of_bytes(operator: Any) -> Callable[..., Any]:
     return total
 
 
+def _any_of_bytes(operator: Any) -> Callable[..., Any]:
+    """`any` of uint8, which is one of uint8; inductor makes a bool of it (seen in torch 2.13, with `torch.compile`)."""
+
+    def found(x: Any, *how: Any, **named: Any) -> Any:
+        return operator(x != 0, *how, **named).to(torch.uint8) if x.dtype == torch.uint8 else NotImplemented
+
+    return found
+
+
 def _multilabel_margin_loss(x: Any, target: Any, reduction: int) -> Any:
     """`multilabel_margin_loss_forward`: the targets of a row end at the first -1.
 
@@ -187,6 +196,7 @@ _CORRECTIONS: Mapping[Any, Callable[..., Any]] = {
     **{each: _put_by_mask(each) for each in (_aten.index_put.default, _aten._unsafe_index_put.default)},
     **dict.fromkeys(LOSS_GRADIENTS, _of_no_elements),
     **{each: _sum_of_bytes(each) for each in (_aten.sum.default, _aten.sum.dim_IntList)},
+    **{each: _any_of_bytes(each) for each in (_aten.any.default, _aten.any.dim, _aten.any.dims)},
     **{each: _extreme_of_bytes(each) for each in (_aten.max.dim, _aten.min.dim)},
     **{each: _first_extreme(each) for each in (_aten.argmax.default, _aten.argmin.default)},
 }

@@ -114,9 +114,11 @@ def _sum(operator: Any) -> Callable[..., Any]:
     def total(one: Any, other: Any, *, alpha: Any = 1) -> Any:
         if isinstance(alpha, int | float) and alpha == 1:
             return of_number(one, other)
-        dtype = torch.result_type(one, other)
-        if dtype not in NARROW or not isinstance(other, torch.Tensor):
+        if not isinstance(other, torch.Tensor):
             return operator(one, _aten.mul.Tensor(other, alpha))
+        dtype = torch.result_type(one, other)
+        if dtype not in NARROW:
+            return operator(one, _aten.mul.Tensor(other.to(dtype), alpha))
         alpha = rounded(alpha, dtype, other.device)
         return operator(_wide(one), _aten.mul.Tensor(_wide(other), _wide(alpha))).to(dtype)
 
@@ -151,6 +153,14 @@ def _lerp(start: torch.Tensor, end: torch.Tensor, weight: Any) -> Any:
     share: Any = _aten.scalar_tensor.default(weight, dtype=start.dtype, device=start.device)
     away = end - start
     return torch.where(share.abs() < 0.5, start + share * away, end - (1 - share) * away).to(dtype)
+
+
+def _lerp_by_tensor(start: torch.Tensor, end: torch.Tensor, weight: torch.Tensor) -> Any:
+    """`lerp` of whole numbers by fractions: inductor takes one from the other in their own dtype, which may wrap."""
+    if start.is_floating_point() or not weight.is_floating_point():
+        return NotImplemented
+    dtype = torch.result_type(start, weight)
+    return _aten.lerp.Tensor(start.to(dtype), end.to(dtype), weight.to(dtype))
 
 
 def _fused(operator: Any) -> Callable[..., Any]:
@@ -228,6 +238,7 @@ NUMBERS: Mapping[Any, Callable[..., Any]] = {
     _aten.pow.Scalar: _number_rounded(_aten.pow.Scalar, _aten.pow.Tensor_Tensor),
     _aten.pow.Tensor_Scalar: _power,
     _aten.lerp.Scalar: _lerp,
+    _aten.lerp.Tensor: _lerp_by_tensor,
     **{
         getattr(getattr(_aten, f"_foreach_{name}"), overload): _of_each(operator)
         for operator, name in _OF_NUMBERS.items()

@@ -45,8 +45,8 @@ OF_NUMBERS: Mapping[str, Operator] = {
     "addcmul": lambda x, y, n: torch.addcmul(x, x, y, value=n),
     "addcdiv": lambda x, y, n: torch.addcdiv(x, x, y, value=n),
     "add with alpha": lambda x, y, n: torch.add(x, y, alpha=n),
-    # The kernel of torch 2.15 rounds the number.
-    **({} if release(torch.__version__) >= (2, 15) else {"softshrink": lambda x, y, n: F.softshrink(x, abs(n))}),
+    # The kernels of torch 2.14 and 2.15 round the number.
+    **({} if release(torch.__version__) >= (2, 14) else {"softshrink": lambda x, y, n: F.softshrink(x, abs(n))}),
     "leaky relu": lambda x, y, n: F.leaky_relu(x, n),
     "softplus": lambda x, y, n: F.softplus(x, beta=n),
     "sum of lists": lambda x, y, n: torch._foreach_add([x], [y], alpha=n)[0],

@@ -1,0 +1,107 @@
+"""Every operator that torch ships samples for, of each dtype, compiled and one by one.
+
+The comparison at the first call is off: it would refuse what the compiler gets wrong. Steps of forty samples; if one of
+them cannot be compiled, each half is tried alone. An operator is right, or refused by an `FdpError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import pytest
+import torch
+from samples import exhaustive
+from torch import Tensor
+
+import fdp
+
+pytestmark = [exhaustive, pytest.mark.filterwarnings("ignore")]
+
+TOGETHER, OF_EACH = 40, 4
+DRAWS = {"bernoulli", "cauchy", "exponential", "geometric", "log_normal", "multinomial", "normal", "uniform"}
+"""Operators with random results."""
+MANY_RESULTS_ARE_RIGHT = ("empty", "new_empty", "resize", "rand", "svd", "pca_lowrank", "linalg", "fft", "ops.aten")
+"""Beginnings of the names of operators whose results are not determined, or whose kernels inductor calls anyway."""
+
+TOLERANCE = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2e-2, 1e-2), torch.float16: (3e-3, 2e-3)}
+DTYPES = [
+    getattr(torch, name)
+    for name in ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
+]
+
+
+@dataclass(frozen=True)
+class Call:
+    name: str
+    of: Callable[[list[Tensor]], list[Tensor]]
+    tensors: list[Tensor]
+    due: list[Tensor]
+
+
+def call_of(info: Any, sample: Any) -> Call | None:
+    leaves, spec = optree.tree_flatten((sample.input, tuple(sample.args), dict(sample.kwargs)), none_is_leaf=True)
+    places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def of(tensors: list[Tensor]) -> list[Tensor]:
+        given = dict(zip(places, tensors, strict=True))
+        first, args, kwargs = optree.tree_unflatten(spec, [given.get(at, leaf) for at, leaf in enumerate(leaves)])
+        return [x for x in optree.tree_leaves(info.op(first, *args, **kwargs)) if isinstance(x, Tensor)]
+
+    tensors = [leaves[at].detach().clone() for at in places]
+    try:
+        due = of([x.clone() for x in tensors])
+    except Exception:  # a sample that torch itself refuses
+        return None
+    plain = all(x.layout is torch.strided and x.dtype != torch.complex32 for x in (*tensors, *due))
+    return Call(info.formatted_name, of, tensors, due) if plain else None
+
+
+def calls(dtype: torch.dtype) -> list[Call]:
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    found = []
+    for info in op_db:
+        random = info.name in DRAWS or "dropout" in info.name or "fractional" in info.name or "rrelu" in info.name
+        if dtype not in info.dtypes or random or info.name.startswith(MANY_RESULTS_ARE_RIGHT):
+            continue
+        torch.manual_seed(0)
+        samples = list(info.sample_inputs_func(info, "cpu", dtype, False))
+        chosen = samples[:: max(1, len(samples) // OF_EACH)][:OF_EACH]
+        found += [call for sample in chosen if (call := call_of(info, sample)) is not None]
+    return found
+
+
+def same(one: Tensor, two: Tensor, dtype: torch.dtype) -> bool:
+    if one.dtype != two.dtype or one.shape != two.shape:
+        return False
+    rounds = one.is_floating_point() or one.is_complex()
+    # Of sixteen bits also results of more are computed.
+    relative, absolute = TOLERANCE.get(dtype, TOLERANCE.get(one.dtype, (1e-8, 1e-9))) if rounds else (0, 0)
+    return torch.allclose(one, two, rtol=relative, atol=absolute, equal_nan=True)
+
+
+def wrong(part: list[Call], dtype: torch.dtype) -> list[str]:
+    def step(state: Tensor, tensors: Any) -> Any:
+        return state, [call.of(given) for call, given in zip(part, tensors, strict=True)]
+
+    try:
+        made = fdp.data_parallel(step, compile=True, check_replication=False, check_trace=False)
+        found = made(torch.zeros(()), [[x.clone() for x in call.tensors] for call in part])[1]
+    except fdp.FdpError:
+        half = len(part) // 2
+        return wrong(part[:half], dtype) + wrong(part[half:], dtype) if half else []
+    return [
+        call.name
+        for call, results in zip(part, found, strict=True)
+        if not all(same(one, two, dtype) for one, two in zip(results, call.due, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_compiled_operators_compute_what_they_compute_alone(dtype: torch.dtype) -> None:
+    every = calls(dtype)
+    assert len(every) > 500
+    assert not [name for at in range(0, len(every), TOGETHER) for name in wrong(every[at : at + TOGETHER], dtype)]

@@ -1,0 +1,40 @@
+"""Operators of two dtypes, or whose result has another one than inductor takes it for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fdp
+
+U8 = torch.tensor([0, 1, 2, 33, 100, 200, 255], dtype=torch.uint8)
+I8 = torch.tensor([-100, 127, 100, -3, 7, 5, 0], dtype=torch.int8)
+HALF = torch.tensor(3.3, dtype=torch.float16)
+
+OPERATORS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "sum of two dtypes with alpha": lambda u, i, h: torch.add(u, i, alpha=2),
+    "difference of two dtypes with alpha": lambda u, i, h: torch.sub(i, u, alpha=3),
+    "sum with alpha and bool": lambda u, i, h: torch.add(u, i > 0, alpha=2),
+    "sum of a scalar with alpha": lambda u, i, h: torch.add(h.float(), u, alpha=2),
+    "any of bytes": lambda u, i, h: u.any(),
+    "any of rows of bytes": lambda u, i, h: torch.stack([u, u * 0]).any(1, keepdim=True),
+    "any of dims of bytes": lambda u, i, h: torch.any(u[None], dim=(0, 1)),
+    "all of bytes": lambda u, i, h: u.all(),
+    "quotient cut off": lambda u, i, h: torch.div(u, h, rounding_mode="trunc"),
+    "quotient of many cut off": lambda u, i, h: torch.div(u, (i / 7).bfloat16(), rounding_mode="trunc"),
+    "quotient by a constant cut off": lambda u, i, h: torch.div(u.bfloat16(), 0.1, rounding_mode="trunc"),
+    "lerp of whole numbers": lambda u, i, h: torch.lerp(u, u * 2, h),
+}
+
+
+def test_results_have_the_dtypes_and_values_of_eager() -> None:
+    def step(state: Tensor, u: Tensor, i: Tensor, h: Tensor) -> Any:
+        return state, [of(u, i, h) for of in OPERATORS.values()]
+
+    given = (torch.zeros(()), U8, I8, HALF)
+    found = fdp.data_parallel(step, compile=True, check_replication=False, check_trace=False)(*given)[1]
+    for name, one, two in zip(OPERATORS, found, step(*given)[1], strict=True):
+        assert one.dtype == two.dtype and torch.equal(one, two), (name, one, two)
