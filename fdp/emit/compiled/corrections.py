@@ -154,6 +154,14 @@ def _any_of_bytes(operator: Any) -> Callable[..., Any]:
     return found
 
 
+def _mean_of_nothing(x: Any, dim: Any = None, **how: Any) -> Any:
+    """`var_mean` of no elements: inductor takes their mean for zero (seen in torch 2.13, with `torch.compile` too)."""
+    if x.numel():
+        return NotImplemented
+    dims = list(range(x.dim())) if dim is None else dim
+    return _aten.var.correction(x, dim, **how), _aten.mean.dim(x, dims, bool(how.get("keepdim")))
+
+
 def _multilabel_margin_loss(x: Any, target: Any, reduction: int) -> Any:
     """`multilabel_margin_loss_forward`: the targets of a row end at the first -1.
 
@@ -176,6 +184,7 @@ _CORRECTIONS: Mapping[Any, Callable[..., Any]] = {
     **KERNEL_DECOMPOSITIONS,
     _aten._softmax.default: _alone,
     _aten.as_strided_copy.default: _strided_copy,
+    _aten.var_mean.correction: _mean_of_nothing,
     _aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     **{
         each: _average_pool_gradient(each, dims)

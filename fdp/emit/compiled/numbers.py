@@ -118,9 +118,9 @@ def _sum(operator: Any) -> Callable[..., Any]:
             return operator(one, _aten.mul.Tensor(other, alpha))
         dtype = torch.result_type(one, other)
         if dtype not in NARROW:
-            return operator(one, _aten.mul.Tensor(other.to(dtype), alpha))
-        alpha = rounded(alpha, dtype, other.device)
-        return operator(_wide(one), _aten.mul.Tensor(_wide(other), _wide(alpha))).to(dtype)
+            return operator(one, _aten.mul.Tensor(other.to(dtype), alpha).to(dtype))
+        one, other = (_wide(each.to(dtype)) for each in (one, other))
+        return operator(one, _aten.mul.Tensor(other, _wide(rounded(alpha, dtype, other.device)))).to(dtype)
 
     return total
 

@@ -63,13 +63,14 @@ def _remainder(one: Any, other: Any) -> Any:
 
 
 def _floor_divide(one: Any, other: Any, *, rounding_mode: str | None = "floor") -> Any:
-    """A quotient that is rounded down, or of sixteen bits and a number also cut off: kernels do not round it before."""
+    """A quotient that is rounded down, or of sixteen bits also cut off: kernels round that of two tensors before."""
     if rounding_mode is None or (operands := _operands(one, other)) is None:
         return NotImplemented
     is_number = not isinstance(other, torch.Tensor) or (other.dim() == 0 and other.device.type == "cpu")
     dtype, one, other = operands
     if rounding_mode == "trunc":
-        return (one / other).trunc().to(dtype) if dtype in NARROW and is_number else NotImplemented
+        whole = one / other
+        return (whole if is_number else whole.to(dtype)).trunc().to(dtype) if dtype in NARROW else NotImplemented
     rest, across = _fmod(one, other)
     whole = one / other
     # Of a quotient that overflows, some kernels' `fmod` leaves no number over.

@@ -27,10 +27,8 @@ MANY_RESULTS_ARE_RIGHT = ("empty", "new_empty", "resize", "rand", "svd", "pca_lo
 """Beginnings of the names of operators whose results are not determined, or whose kernels inductor calls anyway."""
 
 TOLERANCE = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2e-2, 1e-2), torch.float16: (3e-3, 2e-3)}
-DTYPES = [
-    getattr(torch, name)
-    for name in ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
-]
+DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+DTYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -12,6 +13,7 @@ import fdp
 
 U8 = torch.tensor([0, 1, 2, 33, 100, 200, 255], dtype=torch.uint8)
 I8 = torch.tensor([-100, 127, 100, -3, 7, 5, 0], dtype=torch.int8)
+TENTH = torch.full((7,), 0.1, dtype=torch.bfloat16)
 HALF = torch.tensor(3.3, dtype=torch.float16)
 
 OPERATORS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -19,17 +21,26 @@ OPERATORS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "difference of two dtypes with alpha": lambda u, i, h: torch.sub(i, u, alpha=3),
     "sum with alpha and bool": lambda u, i, h: torch.add(u, i > 0, alpha=2),
     "sum of a scalar with alpha": lambda u, i, h: torch.add(h.float(), u, alpha=2),
+    "sum of bool with alpha": lambda u, i, h: torch.add(u > 9, i > 0, alpha=2),
+    "nothing of bool added": lambda u, i, h: torch.add(u > 9, i > 0, alpha=0),
+    "sum of sixteen bits and a wide number with alpha": lambda u, i, h: torch.add(u.half(), h.double(), alpha=2),
     "any of bytes": lambda u, i, h: u.any(),
     "any of rows of bytes": lambda u, i, h: torch.stack([u, u * 0]).any(1, keepdim=True),
     "any of dims of bytes": lambda u, i, h: torch.any(u[None], dim=(0, 1)),
     "all of bytes": lambda u, i, h: u.all(),
     "quotient cut off": lambda u, i, h: torch.div(u, h, rounding_mode="trunc"),
     "quotient of many cut off": lambda u, i, h: torch.div(u, (i / 7).bfloat16(), rounding_mode="trunc"),
+    "quotient of nearly 30 cut off": lambda u, i, h: torch.div(
+        u - u + 3, u.bfloat16() * 0 + 0.1, rounding_mode="trunc"
+    ),
     "quotient by a constant cut off": lambda u, i, h: torch.div(u.bfloat16(), 0.1, rounding_mode="trunc"),
+    "mean of nothing": lambda u, i, h: torch.var_mean(u[:0].float())[1].nan_to_num(7),
+    "means of nothing": lambda u, i, h: torch.std_mean(u[:0].float().view(0, 2), 0, keepdim=True)[1].nan_to_num(7),
     "lerp of whole numbers": lambda u, i, h: torch.lerp(u, u * 2, h),
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 def test_results_have_the_dtypes_and_values_of_eager() -> None:
     def step(state: Tensor, u: Tensor, i: Tensor, h: Tensor) -> Any:
         return state, [of(u, i, h) for of in OPERATORS.values()]
