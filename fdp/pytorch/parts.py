@@ -126,6 +126,7 @@ KNOWN_OTHERWISE: Mapping[str, tuple[str, ...]] = {
     "inductor's own entry": (
         "torch._guards.TracingContext",
         "torch._guards.tracing",
+        "torch._inductor.bounds.BoundVars.get_bounds",
         "torch._inductor.codecache.CppPythonBindingsCodeCache.suffix_template",
         "torch._inductor.codegen.common.KernelArgs.cpp_argdefs",
         "torch._inductor.compile_fx._recursive_joint_graph_passes",
@@ -136,6 +137,7 @@ KNOWN_OTHERWISE: Mapping[str, tuple[str, ...]] = {
         "torch._inductor.fx_passes.reinplace.inplaceable_foreach_ops",
         "torch._inductor.fx_passes.reinplace.inplaceable_ops",
         "torch._inductor.graph.GraphLowering.call_function",
+        "torch._inductor.index_propagation.IndexPropagation.fallback",
         "torch._inductor.index_propagation.IndexPropagation.propagate_sympy",
         "torch._inductor.index_propagation.IndexPropVar.new_symbolic",
         "torch._inductor.index_propagation.TypedExpr.is_constant",
@@ -148,6 +150,7 @@ KNOWN_OTHERWISE: Mapping[str, tuple[str, ...]] = {
         "torch._inductor.scheduler.Scheduler.fusable_weak_dep",
         "torch._inductor.scheduler.SchedulerNode",
         "torch._inductor.virtualized.V",
+        "torch.utils._sympy.value_ranges.ValueRanges.unknown",
         "torch.utils._sympy.value_ranges.bound_sympy",
     ),
     # Without it tracebacks show one frame of torch.

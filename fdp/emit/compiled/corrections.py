@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fdp.emit.compiled.numbers import NUMBERS
+from fdp.emit.compiled.numbers import NARROW, NUMBERS
 from fdp.emit.compiled.special_values import KERNEL_DECOMPOSITIONS
 from fdp.trace.calls.arguments import overlaps_itself
 from fdp.trace.operators.fake_rules import LOSS_GRADIENTS
@@ -145,6 +145,17 @@ def _sum_of_bytes(operator: Any) -> Callable[..., Any]:
     return total
 
 
+def _wide_loss(operator: Any) -> Callable[..., Any]:
+    """A loss of sixteen bits whose exponential would overflow in them (seen in torch 2.13, with `torch.compile`)."""
+
+    def loss(*given: Any) -> Any:
+        wide = [x.to(torch.float32) if isinstance(x, torch.Tensor) and x.dtype in NARROW else x for x in given]
+        narrow = [x.dtype for x in given if isinstance(x, torch.Tensor) and x.dtype in NARROW]
+        return operator(*wide).to(narrow[0]) if narrow else NotImplemented
+
+    return loss
+
+
 def _any_of_bytes(operator: Any) -> Callable[..., Any]:
     """`any` of uint8, which is one of uint8; inductor makes a bool of it (seen in torch 2.13, with `torch.compile`)."""
 
@@ -205,6 +216,7 @@ _CORRECTIONS: Mapping[Any, Callable[..., Any]] = {
     **{each: _put_by_mask(each) for each in (_aten.index_put.default, _aten._unsafe_index_put.default)},
     **dict.fromkeys(LOSS_GRADIENTS, _of_no_elements),
     **{each: _sum_of_bytes(each) for each in (_aten.sum.default, _aten.sum.dim_IntList)},
+    _aten.soft_margin_loss.default: _wide_loss(_aten.soft_margin_loss.default),
     **{each: _any_of_bytes(each) for each in (_aten.any.default, _aten.any.dim, _aten.any.dims)},
     **{each: _extreme_of_bytes(each) for each in (_aten.max.dim, _aten.min.dim)},
     **{each: _first_extreme(each) for each in (_aten.argmax.default, _aten.argmin.default)},

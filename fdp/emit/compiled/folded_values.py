@@ -9,25 +9,31 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
-from fdp.emit.compiled.numbers import nearest
+from fdp.emit.compiled.numbers import NARROW, nearest
 from fdp.trace.capture.silent_changes import replaced
 
 
 @contextmanager
-def folded_values_are_rounded(propagation: Any, lowering: Any, bounds: Callable[..., Any]) -> Iterator[None]:
+def folded_values_are_rounded(propagation: Any, lowering: Any, ranges: Any, bounded: Any) -> Iterator[None]:
     """Let inductor fold only what it folds exactly, and round constants as their dtype does.
+
+    What is not folded is computed in the kernel, and inductor takes for its bounds those of numbers of any size. It
+    would leave out checks of an index that wraps, and read beyond a tensor. So it is told no bounds.
 
     Args:
         propagation: the module `index_propagation`. `IndexPropagation.propagate_sympy` folds one operation; `fallback`
             leaves it to the kernel. A folded value has an `expr` and a `dtype`.
         lowering: its `_full` makes a tensor of one number.
-        bounds: `bound_sympy`: between which numbers an expression lies, by the ranges of its indices.
+        ranges: the module `value_ranges`. `bound_sympy` says between which numbers an expression lies, by the ranges of
+            its indices; `ValueRanges.unknown` are the bounds of what may be anything.
+        bounded: `BoundVars`. `get_bounds` returns the bounds of what a kernel computes.
     """
     folding, typed = propagation.IndexPropagation, propagation.TypedExpr
 
@@ -39,11 +45,10 @@ def folded_values_are_rounded(propagation: Any, lowering: Any, bounds: Callable[
                 return result
             value = result.value
             if value.is_constant():
-                # A number beside sixteen bits is a constant of that dtype; kernels take it as it is.
-                if name not in ("constant", "index_expr", "value_expr") and _is_cast(name, args, value.dtype):
-                    return propagation.IndexPropVar.new_symbolic(typed(_rounded(value.expr, value.dtype), value.dtype))
-                return result
-            if _fits(bounds(value.expr, dict(self.var_to_range)), value.dtype):
+                if not _rounds(name, args, value.dtype):
+                    return result
+                return propagation.IndexPropVar.new_symbolic(typed(_rounded(value.expr, value.dtype), value.dtype))
+            if _fits(ranges.bound_sympy(value.expr, dict(self.var_to_range)), value.dtype):
                 return result
             return self.fallback(name, args, kwargs)
 
@@ -56,7 +61,11 @@ def folded_values_are_rounded(propagation: Any, lowering: Any, bounds: Callable[
 
         return full
 
-    with replaced(folding, "propagate_sympy", exactly), replaced(lowering, "_full", of_dtype):
+    with (
+        replaced(folding, "propagate_sympy", exactly),
+        replaced(lowering, "_full", of_dtype),
+        replaced(bounded, "get_bounds", lambda _: lambda self: defaultdict(ranges.ValueRanges.unknown)),
+    ):
         yield
 
 
@@ -83,11 +92,15 @@ def whole_numbers_wrap(builder: Any) -> AbstractContextManager[None]:
     return replaced(builder, "_get_optimization_cflags", wrapping)
 
 
-def _is_cast(name: str, args: Any, dtype: torch.dtype) -> bool:
-    """Whether an operation rounds its result: arithmetic in sixteen bits takes place in float32."""
+def _rounds(name: str, args: Any, dtype: torch.dtype) -> bool:
+    """Whether an operation rounds its result.
+
+    A number beside sixteen bits becomes a constant of that dtype, and is cast to the same dtype. Both leave it as it
+    is.
+    """
     if name == "to_dtype":
         return bool(args[0].value.dtype != dtype)
-    return dtype not in (torch.float16, torch.bfloat16)
+    return name != "constant" or dtype not in NARROW
 
 
 def _rounded(number: Any, dtype: torch.dtype) -> Any:
@@ -98,6 +111,8 @@ def _rounded(number: Any, dtype: torch.dtype) -> Any:
 
 def _fits(bounds: Any, dtype: torch.dtype) -> bool:
     """Whether a dtype has all whole numbers of a range, as they are."""
+    if dtype == torch.int64 and not (bounds.lower.is_Integer and bounds.upper.is_Integer):
+        return True  # an expression with a number that is read at each call: a kernel computes it in 64 bits
     if dtype == torch.bool:
         least, most = 0, 1
     elif dtype.is_floating_point:
@@ -106,6 +121,4 @@ def _fits(bounds: Any, dtype: torch.dtype) -> bool:
     else:
         info = torch.iinfo(dtype)
         least, most = info.min, info.max
-    if dtype == torch.int64 and not (bounds.lower.is_Integer and bounds.upper.is_Integer):
-        return True  # of a number that is read at each call: it is one of 64 bits
     return bool(bounds.lower >= least and bounds.upper <= most)

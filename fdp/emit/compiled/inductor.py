@@ -19,7 +19,7 @@ What is relied on (torch 2.13 to 2.15; `fdp.pytorch.parts` lists the names):
 - `scheduler.Scheduler`, `scheduler.SchedulerNode`, `ir.ExternKernel`, `V.graph.current_node`,
   `reinplace.inplaceable_ops`, `reinplace.inplaceable_foreach_ops`, `codegen.common.KernelArgs`,
   `codecache.CppPythonBindingsCodeCache`: what `kernel_corrections` says of them; `graph.GraphLowering`: what
-  `computed_once` says of it; `index_propagation`, `bound_sympy`, `lowering._full`,
+  `computed_once` says of it; `index_propagation`, `bounds.BoundVars`, `bound_sympy`, `lowering._full`,
   `cpp_builder._get_optimization_cflags`: what `folded_values` says of them.
 - `CompiledFxGraph._boxed_call`, `CompiledFxGraph.source_code`: that it takes one list, and its text.
 - `meta["user_visible_output_idxs"]` of the output, `meta["eager_input_vals"]` of an operator (set in `barriers`): whose
@@ -199,6 +199,7 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
     with _lowering, ExitStack() as stack:
         with _as_expected():
             from torch._inductor import compile_fx, config, cpp_builder, index_propagation, lowering
+            from torch._inductor.bounds import BoundVars
             from torch._inductor.codecache import CppPythonBindingsCodeCache
             from torch._inductor.codegen.common import KernelArgs
             from torch._inductor.fx_passes.reinplace import inplaceable_foreach_ops, inplaceable_ops
@@ -206,7 +207,7 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
             from torch._inductor.ir import ExternKernel
             from torch._inductor.scheduler import Scheduler, SchedulerNode
             from torch._inductor.virtualized import V
-            from torch.utils._sympy.value_ranges import bound_sympy
+            from torch.utils._sympy import value_ranges
 
             mode = fake_mode_at_work([node.meta.get("val") for node in graph.graph.nodes])
             output: Any = graph.graph.output_node()
@@ -229,7 +230,7 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
             stack.enter_context(lists_are_not_changed_in_place(inplaceable_foreach_ops))
             stack.enter_context(read_in_float64(KernelArgs, CppPythonBindingsCodeCache))
             stack.enter_context(branches_get_strides_of_graph(lowering.lowerings, ExternKernel, V))
-            stack.enter_context(folded_values_are_rounded(index_propagation, lowering, bound_sympy))
+            stack.enter_context(folded_values_are_rounded(index_propagation, lowering, value_ranges, BoundVars))
             stack.enter_context(whole_numbers_wrap(cpp_builder))
             stack.enter_context(marked_are_kept(GraphLowering))
             prepare, compile_inner = compile_fx._recursive_joint_graph_passes, compile_fx.compile_fx_inner

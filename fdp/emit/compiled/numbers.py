@@ -39,14 +39,18 @@ def rounded(number: Any, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def nearest(number: float, dtype: torch.dtype) -> float:
-    """The nearest number that a floating-point dtype has.
+    """The nearest number that a floating-point dtype has; one of sixteen bits is that of the nearest float32.
 
     Example:
         >>> nearest(0.1, torch.bfloat16), nearest(1e5, torch.float16)
         (0.10009765625, inf)
     """
-    if number == 0 or not math.isfinite(number):
+    if number == 0 or not math.isfinite(number) or torch.finfo(dtype).bits < 16:
         return number
+    if dtype in NARROW:
+        number = nearest(number, torch.float32)
+        if math.isinf(number):
+            return number
     info = torch.finfo(dtype)
     step = info.eps * max(2.0 ** (math.frexp(number)[1] - 1), info.smallest_normal)
     rounded = round(number / step) * step
@@ -54,10 +58,15 @@ def nearest(number: float, dtype: torch.dtype) -> float:
 
 
 def _has_more_digits(value: Any, dtype: torch.dtype) -> bool:
-    """Whether it stays as it is beside a tensor of sixteen bits, although it has more."""
+    """Whether a number, or a tensor without dimensions on a CPU, may be one that the dtype has not."""
     if isinstance(value, torch.Tensor):
-        return value.dim() == 0 and value.device.type == "cpu" and value.dtype not in NARROW
+        return value.dim() == 0 and value.device.type == "cpu" and value.dtype != dtype
     return isinstance(value, torch.SymFloat) or (isinstance(value, float) and nearest(value, dtype) != value)
+
+
+def _result(one: Any, other: Any) -> torch.dtype:
+    """The dtype of what is computed from both; a number that is known at each call only is a float."""
+    return torch.result_type(*(1.0 if isinstance(each, torch.SymFloat) else each for each in (one, other)))
 
 
 def _wide(value: Any) -> Any:
@@ -68,7 +77,7 @@ def _exact(operator: Any) -> Callable[..., Any]:
     """An operator whose kernels take numbers as they are: products and quotients."""
 
     def computed(one: Any, other: Any) -> Any:
-        dtype = one.dtype if isinstance(one, torch.Tensor) else None
+        dtype = _result(one, other)
         if dtype not in NARROW or not _has_more_digits(other, dtype):
             return NotImplemented
         return operator(_wide(one), _wide(other)).to(dtype)
@@ -86,7 +95,9 @@ def _number_rounded(operator: Any, of_tensors: Any) -> Callable[..., Any]:
 
     def computed(one: Any, other: Any, **named: Any) -> Any:
         tensor, number = (one, other) if isinstance(one, torch.Tensor) else (other, one)
-        if isinstance(number, torch.Tensor) or not isinstance(tensor, torch.Tensor) or tensor.dtype not in NARROW:
+        if not isinstance(number, int | float | torch.SymFloat) or _result(tensor, number) not in NARROW:
+            return NotImplemented
+        if tensor.dtype not in NARROW:
             return NotImplemented
         if tensor.device.type != "cpu":
             if not isinstance(number, torch.SymFloat):
@@ -116,7 +127,7 @@ def _sum(operator: Any) -> Callable[..., Any]:
             return of_number(one, other)
         if not isinstance(other, torch.Tensor):
             return operator(one, _aten.mul.Tensor(other, alpha))
-        dtype = torch.result_type(one, other)
+        dtype = _result(one, other)
         if dtype not in NARROW:
             return operator(one, _aten.mul.Tensor(other.to(dtype), alpha).to(dtype))
         one, other = (_wide(each.to(dtype)) for each in (one, other))
@@ -168,6 +179,8 @@ def _fused(operator: Any) -> Callable[..., Any]:
 
     def computed(*given: Any, **named: Any) -> Any:
         dtype = given[0].dtype
+        if any(isinstance(each, torch.Tensor) and each.dtype != dtype for each in given):
+            return NotImplemented
         numbers = [each for each in (*given, *named.values()) if not isinstance(each, torch.Tensor)]
         if dtype not in NARROW or not any(_has_more_digits(each, dtype) for each in numbers):
             return NotImplemented

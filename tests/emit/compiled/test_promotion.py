@@ -24,6 +24,15 @@ OPERATORS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "sum of bool with alpha": lambda u, i, h: torch.add(u > 9, i > 0, alpha=2),
     "nothing of bool added": lambda u, i, h: torch.add(u > 9, i > 0, alpha=0),
     "sum of sixteen bits and a wide number with alpha": lambda u, i, h: torch.add(u.half(), h.double(), alpha=2),
+    "scalar of sixteen bits times a wider one": lambda u, i, h: h * TENTH[0].float(),
+    "scalar of sixteen bits by a wider one": lambda u, i, h: h / TENTH[0].double(),
+    "of the other sixteen bits": lambda u, i, h: u.bfloat16() * h,
+    "times a complex scalar": lambda u, i, h: u.bfloat16() * torch.complex(h.float(), h.float()),
+    "times a complex number": lambda u, i, h: u.bfloat16() * (1 + 2j),
+    "addcmul of two dtypes": lambda u, i, h: (
+        torch.addcmul(u.half(), i.float(), i.float(), value=0.1).dtype.itemsize + u
+    ),
+    "soft margin": lambda u, i, h: torch.nn.functional.soft_margin_loss(i.half(), i.half().sign(), reduction="none"),
     "any of bytes": lambda u, i, h: u.any(),
     "any of rows of bytes": lambda u, i, h: torch.stack([u, u * 0]).any(1, keepdim=True),
     "any of dims of bytes": lambda u, i, h: torch.any(u[None], dim=(0, 1)),
