@@ -49,7 +49,7 @@ OPERATORS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*(degrees of freedom|complex operators)")
+@pytest.mark.filterwarnings("ignore:.*(degrees of freedom|complex operators|are mixed in)")
 def test_results_have_the_dtypes_and_values_of_eager() -> None:
     def step(state: Tensor, u: Tensor, i: Tensor, h: Tensor) -> Any:
         return state, [of(u, i, h) for of in OPERATORS.values()]
