@@ -65,8 +65,9 @@ def _has_more_digits(value: Any, dtype: torch.dtype) -> bool:
 
 
 def _result(one: Any, other: Any) -> torch.dtype:
-    """The dtype of what is computed from both; a number that is known at each call only is a float."""
-    return torch.result_type(*(1.0 if isinstance(each, torch.SymFloat) else each for each in (one, other)))
+    """The dtype of what is computed from both. Of a number that is known at each call only nothing can be asked."""
+    known = {torch.SymFloat: 1.0, torch.SymInt: 1, torch.SymBool: True}
+    return torch.result_type(*(known.get(type(each), each) for each in (one, other)))
 
 
 def _wide(value: Any) -> Any:
@@ -138,9 +139,9 @@ def _sum(operator: Any) -> Callable[..., Any]:
 
 def _power(x: torch.Tensor, exponent: Any) -> Any:
     """A power whose exponent is known at each call only, of tensors: torch asks for its value to take roots."""
-    if not isinstance(exponent, torch.SymFloat):
+    if not isinstance(exponent, torch.SymFloat | torch.SymInt):
         return _power_rounded(x, exponent)
-    dtype = torch.result_type(x, 1.0)
+    dtype = _result(x, exponent)
     wide = torch.float32 if dtype in NARROW else dtype
     known: Any = rounded(exponent, dtype, x.device)
     exponent = known if isinstance(known, torch.Tensor) else torch.scalar_tensor(known, dtype=wide, device=x.device)

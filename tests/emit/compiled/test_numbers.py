@@ -104,14 +104,27 @@ def test_tensors_without_dimensions_meet_sixteen_bits_as_in_kernels(dtype: torch
     compared(OF_ANY, 0.1, lambda state: state.to(of or dtype), dtype)
 
 
+@pytest.mark.parametrize("number", [1.7, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
-def test_powers_by_a_number_that_is_read(dtype: torch.dtype) -> None:
+def test_powers_by_a_number_that_is_read(dtype: torch.dtype, number: float) -> None:
     def step(state: Tensor, x: Tensor) -> Any:
         return state, x ** state.item()
 
-    state, x = torch.tensor(1.7), torch.arange(1, 9).to(dtype)
+    state, x = torch.tensor(number), torch.arange(1, 9).to(dtype)
     found = fdp.data_parallel(step, compile=True, check_replication=False)(state, x)[1]
-    torch.testing.assert_close(found, x**1.7000000476837158)
+    torch.testing.assert_close(found, step(state, x)[1])
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_whole_numbers_that_are_read_meet_sixteen_bits(dtype: torch.dtype) -> None:
+    def step(state: Tensor, x: Tensor) -> Any:
+        n = state.item()
+        return state, [x * n, x / n, n / x, x + n, n - x, x % n, torch.fmod(x, n), x.clamp(max=n), x * (n * 0.1)]
+
+    state, x = torch.tensor(3), torch.linspace(-2, 2, 64).to(dtype)
+    found = fdp.data_parallel(step, compile=True, check_replication=False)(state, x)[1]
+    for one, two in zip(found, step(state, x)[1], strict=True):
+        assert one.dtype == two.dtype and torch.equal(one, two)
 
 
 def test_whole_numbers_between_numbers_that_are_read_become_fractions() -> None:
