@@ -35,22 +35,25 @@ def folded_values_are_rounded(propagation: Any, lowering: Any, ranges: Any, boun
             its indices; `ValueRanges.unknown` are the bounds of what may be anything.
         bounded: `BoundVars`. `get_bounds` returns the bounds of what a kernel computes.
     """
-    folding, typed = propagation.IndexPropagation, propagation.TypedExpr
+    # All that is used later is asked for here, where one that is missing says so.
+    folding, variable, typed = propagation.IndexPropagation, propagation.IndexPropVar, propagation.TypedExpr
+    left_to_kernel, folded, is_constant = folding.fallback, variable.new_symbolic, typed.is_constant
+    bounds, unknown = ranges.bound_sympy, ranges.ValueRanges.unknown
 
     def exactly(otherwise: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(otherwise)
         def propagate(self: Any, name: str, args: Any, kwargs: Any) -> Any:
             result = otherwise(self, name, args, kwargs)
-            if not isinstance(result, propagation.IndexPropVar) or not result.is_symbolic:
+            if not isinstance(result, variable) or not result.is_symbolic:
                 return result
             value = result.value
-            if value.is_constant():
+            if is_constant(value):
                 if not _rounds(name, args, value.dtype):
                     return result
-                return propagation.IndexPropVar.new_symbolic(typed(_rounded(value.expr, value.dtype), value.dtype))
-            if _fits(ranges.bound_sympy(value.expr, dict(self.var_to_range)), value.dtype):
+                return folded(typed(_rounded(value.expr, value.dtype), value.dtype))
+            if _fits(bounds(value.expr, dict(self.var_to_range)), value.dtype):
                 return result
-            return self.fallback(name, args, kwargs)
+            return left_to_kernel(self, name, args, kwargs)
 
         return propagate
 
@@ -64,7 +67,7 @@ def folded_values_are_rounded(propagation: Any, lowering: Any, ranges: Any, boun
     with (
         replaced(folding, "propagate_sympy", exactly),
         replaced(lowering, "_full", of_dtype),
-        replaced(bounded, "get_bounds", lambda _: lambda self: defaultdict(ranges.ValueRanges.unknown)),
+        replaced(bounded, "get_bounds", lambda _: lambda self: defaultdict(unknown)),
     ):
         yield
 

@@ -3,12 +3,14 @@ them, to the last bit."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from samples import some
 from torch import Tensor
 
 import fdp
@@ -87,25 +89,22 @@ def compared(operators: Mapping[str, Operator], number: Any, read: Callable[[Ten
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("number", [0.1, 1.7])
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize(("dtype", "number"), some(itertools.product(NARROW, [0.1, 1.7]), 3))
 def test_constants_meet_sixteen_bits_as_in_kernels(dtype: torch.dtype, number: float) -> None:
     compared(OF_CONSTANTS, number, lambda _: number, dtype)
 
 
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("dtype", some(NARROW))
 def test_numbers_that_are_read_meet_sixteen_bits_as_in_kernels(dtype: torch.dtype) -> None:
     compared(OF_NUMBERS, 0.1, Tensor.item, dtype)
 
 
-@pytest.mark.parametrize("of", [torch.float32, torch.float64, None])
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize(("dtype", "of"), some(itertools.product(NARROW, [torch.float32, torch.float64, None]), 4))
 def test_tensors_without_dimensions_meet_sixteen_bits_as_in_kernels(dtype: torch.dtype, of: torch.dtype | None) -> None:
     compared(OF_ANY, 0.1, lambda state: state.to(of or dtype), dtype)
 
 
-@pytest.mark.parametrize("number", [1.7, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+@pytest.mark.parametrize(("number", "dtype"), some(itertools.product([1.7, 3], [torch.float32, torch.int64]), 3))
 def test_powers_by_a_number_that_is_read(dtype: torch.dtype, number: float) -> None:
     def step(state: Tensor, x: Tensor) -> Any:
         return state, x ** state.item()
@@ -115,7 +114,7 @@ def test_powers_by_a_number_that_is_read(dtype: torch.dtype, number: float) -> N
     torch.testing.assert_close(found, step(state, x)[1])
 
 
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("dtype", some(NARROW))
 def test_whole_numbers_that_are_read_meet_sixteen_bits(dtype: torch.dtype) -> None:
     def step(state: Tensor, x: Tensor) -> Any:
         n = state.item()
