@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from samples import some
+from samples import exhaustive, some
 from torch import Tensor
 
 import fdp
@@ -104,7 +104,7 @@ def test_tensors_without_dimensions_meet_sixteen_bits_as_in_kernels(dtype: torch
     compared(OF_ANY, 0.1, lambda state: state.to(of or dtype), dtype)
 
 
-@pytest.mark.parametrize(("number", "dtype"), some(itertools.product([1.7, 3], [torch.float32, torch.int64]), 3))
+@pytest.mark.parametrize(("number", "dtype"), some(itertools.product([1.7, 3], [torch.float32, torch.int64]), 4))
 def test_powers_by_a_number_that_is_read(dtype: torch.dtype, number: float) -> None:
     def step(state: Tensor, x: Tensor) -> Any:
         return state, x ** state.item()
@@ -114,7 +114,8 @@ def test_powers_by_a_number_that_is_read(dtype: torch.dtype, number: float) -> N
     torch.testing.assert_close(found, step(state, x)[1])
 
 
-@pytest.mark.parametrize("dtype", some(NARROW))
+@exhaustive
+@pytest.mark.parametrize("dtype", NARROW)
 def test_whole_numbers_that_are_read_meet_sixteen_bits(dtype: torch.dtype) -> None:
     def step(state: Tensor, x: Tensor) -> Any:
         n = state.item()
