@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fdp.emit.compiled.numbers import NARROW, NUMBERS
+from fdp.emit.compiled.numbers import NARROW, NUMBERS, wide
 from fdp.emit.compiled.special_values import KERNEL_DECOMPOSITIONS
 from fdp.trace.calls.arguments import overlaps_itself
 from fdp.trace.operators.fake_rules import LOSS_GRADIENTS
@@ -148,10 +148,8 @@ def _sum_of_bytes(operator: Any) -> Callable[..., Any]:
 def _wide_loss(operator: Any) -> Callable[..., Any]:
     """A loss of sixteen bits whose exponential would overflow in them (seen in torch 2.13, with `torch.compile`)."""
 
-    def loss(*given: Any) -> Any:
-        wide = [x.to(torch.float32) if isinstance(x, torch.Tensor) and x.dtype in NARROW else x for x in given]
-        narrow = [x.dtype for x in given if isinstance(x, torch.Tensor) and x.dtype in NARROW]
-        return operator(*wide).to(narrow[0]) if narrow else NotImplemented
+    def loss(x: Any, *given: Any) -> Any:
+        return operator(wide(x), *map(wide, given)).to(x.dtype) if x.dtype in NARROW else NotImplemented
 
     return loss
 
@@ -228,7 +226,7 @@ def with_corrections(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Calla
     """A table of decompositions in which the corrections come first."""
     # Complex sums stay whole: inductor would take them apart into views of other dtypes.
     corrected = {operator: found for operator, found in table.items() if operator is not _aten.add.Tensor}
-    for corrections in (_CORRECTIONS, NUMBERS):
+    for corrections in (_CORRECTIONS, NUMBERS):  # each before those that come earlier
         corrected |= {operator: _or_else(own, corrected.get(operator)) for operator, own in corrections.items()}
     return corrected
 

@@ -8,10 +8,9 @@ is 0.1 to whatever is computed from it. (Seen in torch 2.13 to 2.15, with `torch
 from __future__ import annotations
 
 import functools
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,29 +69,6 @@ def folded_values_are_rounded(propagation: Any, lowering: Any, ranges: Any, boun
         replaced(bounded, "get_bounds", lambda _: lambda self: defaultdict(unknown)),
     ):
         yield
-
-
-def whole_numbers_wrap(builder: Any) -> AbstractContextManager[None]:
-    """Let whole numbers go on at the other end where they exceed their dtype, as in torch's kernels.
-
-    In C++ that is undefined, and compilers conclude from a product with a position that it is a small one: of
-    `arange(600) * (1 << 55)` the loop never ends, and writes beyond the tensor (seen in torch 2.13 to 2.15, with
-    `torch.compile` as well).
-
-    Args:
-        builder: `cpp_builder`. `_get_optimization_cflags` returns the flags of the compiler, without dashes, and those
-            of the linker.
-    """
-
-    def wrapping(otherwise: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(otherwise)
-        def flags(*args: Any, **kwargs: Any) -> Any:
-            compiler, linker = otherwise(*args, **kwargs)
-            return [*compiler, *([] if sys.platform == "win32" else ["fwrapv"])], linker
-
-        return flags
-
-    return replaced(builder, "_get_optimization_cflags", wrapping)
 
 
 def _rounds(name: str, args: Any, dtype: torch.dtype) -> bool:

@@ -18,9 +18,9 @@ What is relied on (torch 2.13 to 2.15; `fdp.pytorch.parts` lists the names):
   it begins to trace.
 - `scheduler.Scheduler`, `scheduler.SchedulerNode`, `ir.ExternKernel`, `V.graph.current_node`,
   `reinplace.inplaceable_ops`, `reinplace.inplaceable_foreach_ops`, `codegen.common.KernelArgs`,
-  `codecache.CppPythonBindingsCodeCache`: what `kernel_corrections` says of them; `graph.GraphLowering`: what
-  `computed_once` says of it; `index_propagation`, `bounds.BoundVars`, `bound_sympy`, `lowering._full`,
-  `cpp_builder._get_optimization_cflags`: what `folded_values` says of them.
+  `codecache.CppPythonBindingsCodeCache`, `cpp_builder._get_optimization_cflags`: what `kernel_corrections` says of
+  them; `graph.GraphLowering`: what `computed_once` says of it; `index_propagation`, `bounds.BoundVars`,
+  `bound_sympy`, `lowering._full`: what `folded_values` says of them.
 - `CompiledFxGraph._boxed_call`, `CompiledFxGraph.source_code`: that it takes one list, and its text.
 - `meta["user_visible_output_idxs"]` of the output, `meta["eager_input_vals"]` of an operator (set in `barriers`): whose
   strides are to be what they are in the graph. That copies which change nothing are taken for their originals: `passes`
@@ -48,7 +48,7 @@ from torch import fx
 from fdp.emit.compiled.barriers import CHANGING, start_, wait_
 from fdp.emit.compiled.computed_once import mark_compared, marked_are_kept
 from fdp.emit.compiled.corrections import with_corrections
-from fdp.emit.compiled.folded_values import folded_values_are_rounded, whole_numbers_wrap
+from fdp.emit.compiled.folded_values import folded_values_are_rounded
 from fdp.emit.compiled.kernel_corrections import (
     branches_get_strides_of_graph,
     changed_memory_known_by_all_names,
@@ -56,6 +56,7 @@ from fdp.emit.compiled.kernel_corrections import (
     read_in_float64,
     reads_ordered_after_changes,
     scatters_read_other_memory,
+    whole_numbers_wrap,
 )
 from fdp.errors import CompileError, FdpError, build_message
 from fdp.pytorch.fake_modes import fake_mode_at_work, traced_with

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -207,3 +208,26 @@ def read_in_float64(arguments: Any, bindings: Any) -> Iterator[None]:
         replaced(bindings, "suffix_template", lambda text: text[: reads.end()] + reads_double + text[reads.end() :]),
     ):
         yield
+
+
+def whole_numbers_wrap(builder: Any) -> AbstractContextManager[None]:
+    """Let whole numbers go on at the other end where they exceed their dtype, as in torch's kernels.
+
+    In C++ that is undefined, and compilers conclude from a product with a position that it is a small one: of
+    `arange(600) * (1 << 55)` the loop never ends, and writes beyond the tensor (seen in torch 2.13 to 2.15, with
+    `torch.compile` as well).
+
+    Args:
+        builder: `cpp_builder`. `_get_optimization_cflags` returns the flags of the compiler, without dashes, and those
+            of the linker.
+    """
+
+    def wrapping(otherwise: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(otherwise)
+        def flags(*args: Any, **kwargs: Any) -> Any:
+            compiler, linker = otherwise(*args, **kwargs)
+            return [*compiler, *([] if sys.platform == "win32" else ["fwrapv"])], linker
+
+        return flags
+
+    return replaced(builder, "_get_optimization_cflags", wrapping)

@@ -70,8 +70,9 @@ def _result(one: Any, other: Any) -> torch.dtype:
     return torch.result_type(*(known.get(type(each), each) for each in (one, other)))
 
 
-def _wide(value: Any) -> Any:
-    return value.to(torch.float32) if isinstance(value, torch.Tensor) else value
+def wide(value: Any) -> Any:
+    """A tensor of sixteen bits in float32, in which kernels compute with it; anything else as it is."""
+    return value.to(torch.float32) if isinstance(value, torch.Tensor) and value.dtype in NARROW else value
 
 
 def _exact(operator: Any) -> Callable[..., Any]:
@@ -81,7 +82,7 @@ def _exact(operator: Any) -> Callable[..., Any]:
         dtype = _result(one, other)
         if dtype not in NARROW or not _has_more_digits(other, dtype):
             return NotImplemented
-        return operator(_wide(one), _wide(other)).to(dtype)
+        return operator(wide(one), wide(other)).to(dtype)
 
     return computed
 
@@ -96,20 +97,17 @@ def _number_rounded(operator: Any, of_tensors: Any) -> Callable[..., Any]:
 
     def computed(one: Any, other: Any, **named: Any) -> Any:
         tensor, number = (one, other) if isinstance(one, torch.Tensor) else (other, one)
-        if not isinstance(number, int | float | torch.SymFloat) or _result(tensor, number) not in NARROW:
-            return NotImplemented
-        if tensor.dtype not in NARROW:
+        if tensor.dtype not in NARROW or not isinstance(number, int | float | torch.SymFloat):
             return NotImplemented
         if tensor.device.type != "cpu":
             if not isinstance(number, torch.SymFloat):
                 return NotImplemented
-            return operator(_wide(one), _wide(other), **named).to(tensor.dtype)
+            return operator(wide(one), wide(other), **named).to(tensor.dtype)
         now = rounded(number, tensor.dtype, tensor.device)
         if isinstance(now, float) and now == number:
             return NotImplemented
-        return (of_tensors if isinstance(now, torch.Tensor) else operator)(
-            *((tensor, now) if tensor is one else (now, tensor)), **named
-        )
+        made = of_tensors if isinstance(now, torch.Tensor) else operator
+        return made(tensor, now, **named) if tensor is one else made(now, tensor, **named)
 
     return computed
 
@@ -131,8 +129,8 @@ def _sum(operator: Any) -> Callable[..., Any]:
         dtype = _result(one, other)
         if dtype not in NARROW:
             return operator(one, _aten.mul.Tensor(other.to(dtype), alpha).to(dtype))
-        one, other = (_wide(each.to(dtype)) for each in (one, other))
-        return operator(one, _aten.mul.Tensor(other, _wide(rounded(alpha, dtype, other.device)))).to(dtype)
+        one, other = (wide(each.to(dtype)) for each in (one, other))
+        return operator(one, _aten.mul.Tensor(other, wide(rounded(alpha, dtype, other.device)))).to(dtype)
 
     return total
 
@@ -142,10 +140,11 @@ def _power(x: torch.Tensor, exponent: Any) -> Any:
     if not isinstance(exponent, torch.SymFloat | torch.SymInt):
         return _power_rounded(x, exponent)
     dtype = _result(x, exponent)
-    wide = torch.float32 if dtype in NARROW else dtype
+    base = wide(x.to(dtype))
     known: Any = rounded(exponent, dtype, x.device)
-    exponent = known if isinstance(known, torch.Tensor) else torch.scalar_tensor(known, dtype=wide, device=x.device)
-    return _aten.pow.Tensor_Tensor(x.to(wide), exponent.to(wide)).to(dtype)
+    if not isinstance(known, torch.Tensor):
+        known = torch.scalar_tensor(known, dtype=base.dtype, device=x.device)
+    return _aten.pow.Tensor_Tensor(base, wide(known)).to(dtype)
 
 
 _power_rounded = _number_rounded(_aten.pow.Tensor_Scalar, _aten.pow.Tensor_Tensor)
@@ -159,7 +158,7 @@ def _lerp(start: torch.Tensor, end: torch.Tensor, weight: Any) -> Any:
     dtype = start.dtype
     if not isinstance(weight, torch.SymFloat) and dtype not in NARROW:
         return NotImplemented
-    start, end = (_wide(each) if dtype in NARROW else each for each in (start, end))
+    start, end = wide(start), wide(end)
     if not isinstance(weight, torch.SymFloat):
         return _aten.lerp.Scalar(start, end, weight).to(dtype)
     share: Any = _aten.scalar_tensor.default(weight, dtype=start.dtype, device=start.device)
@@ -185,7 +184,7 @@ def _fused(operator: Any) -> Callable[..., Any]:
         numbers = [each for each in (*given, *named.values()) if not isinstance(each, torch.Tensor)]
         if dtype not in NARROW or not any(_has_more_digits(each, dtype) for each in numbers):
             return NotImplemented
-        return operator(*map(_wide, given), **named).to(dtype)
+        return operator(*map(wide, given), **named).to(dtype)
 
     return computed
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fdp.emit.compiled.numbers import NARROW, rounded
+from fdp.emit.compiled.numbers import NARROW, rounded, wide
 
 _aten = torch.ops.aten
 
@@ -34,16 +34,16 @@ def _operands(one: Any, other: Any, *, rounds: bool = False) -> tuple[torch.dtyp
     dtype = torch.result_type(one, other)
     if not dtype.is_floating_point:
         return None
-    wide = torch.float32 if dtype in NARROW else dtype
+    within = torch.float32 if dtype in NARROW else dtype
     device = one.device if isinstance(one, torch.Tensor) and one.dim() else getattr(other, "device", None)
     device = one.device if device is None else device
 
     def operand(value: Any) -> torch.Tensor:
         if isinstance(value, torch.Tensor):
             # Kernels take a whole number of many digits for one of sixteen bits first.
-            return (value.to(dtype) if value.dim() or rounds else value).to(device, wide)
+            return (value.to(dtype) if value.dim() or rounds else value).to(device, within)
         now = rounded(value, dtype, device) if rounds else value
-        return now.to(wide) if isinstance(now, torch.Tensor) else torch.full([], now, dtype=wide, device=device)
+        return now.to(within) if isinstance(now, torch.Tensor) else torch.full([], now, dtype=within, device=device)
 
     return dtype, operand(one), operand(other)
 
@@ -96,11 +96,11 @@ def _acosh(x: Any) -> Any:
     """Inductor squares the number, which overflows."""
     if not x.is_floating_point():
         return NotImplemented
-    wide = x.to(torch.float32) if x.dtype in NARROW else x
-    large = wide > _LARGE
-    some = torch.where(large, 2.0, wide)
+    known = wide(x)
+    large = known > _LARGE
+    some = torch.where(large, 2.0, known)
     near = some.log() + (((some - 1) / some).sqrt() * ((some + 1) / some).sqrt()).log1p()
-    return torch.where(large, wide.log() + math.log(2), near).to(x.dtype)
+    return torch.where(large, known.log() + math.log(2), near).to(x.dtype)
 
 
 KERNEL_DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {

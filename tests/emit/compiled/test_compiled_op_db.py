@@ -26,6 +26,9 @@ DRAWS = {"bernoulli", "cauchy", "exponential", "geometric", "log_normal", "multi
 MANY_RESULTS_ARE_RIGHT = ("empty", "new_empty", "resize", "rand", "svd", "pca_lowrank", "linalg", "fft", "ops.aten")
 """Beginnings of the names of operators whose results are not determined, or whose kernels inductor calls anyway."""
 
+ROUNDS_ELSEWHERE = ("addr", "cross", "grid_sampler", "nn_functional_grid_sample")
+"""Beginnings of the names of operators of sixteen bits whose kernels round between their operations."""
+
 TOLERANCE = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2e-2, 1e-2), torch.float16: (3e-3, 2e-3)}
 DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 DTYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -76,7 +79,7 @@ def same(one: Tensor, two: Tensor, dtype: torch.dtype) -> bool:
     if one.dtype != two.dtype or one.shape != two.shape:
         return False
     rounds = one.is_floating_point() or one.is_complex()
-    # Of sixteen bits also results of more are computed.
+    # Results of more bits may be computed from sixteen.
     relative, absolute = TOLERANCE.get(dtype, TOLERANCE.get(one.dtype, (1e-8, 1e-9))) if rounds else (0, 0)
     return torch.allclose(one, two, rtol=relative, atol=absolute, equal_nan=True)
 
@@ -94,11 +97,12 @@ def wrong(part: list[Call], dtype: torch.dtype) -> list[str]:
     return [
         call.name
         for call, results in zip(part, found, strict=True)
-        if not all(same(one, two, dtype) for one, two in zip(results, call.due, strict=True))
+        if not (dtype in (torch.float16, torch.bfloat16) and call.name.startswith(ROUNDS_ELSEWHERE))
+        and not all(same(one, two, dtype) for one, two in zip(results, call.due, strict=True))
     ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_compiled_operators_compute_what_they_compute_alone(dtype: torch.dtype) -> None:
     every = calls(dtype)
     assert len(every) > 500
