@@ -13,6 +13,7 @@ import torch
 import fdp
 from fuzz import plain
 from fuzz.author import Author, DryRun, Refused
+from fuzz.dtypes import FIRST, OF_TYPES, TYPES
 from fuzz.exchanges import MESHES
 from fuzz.gradients import GRADIENTS
 from fuzz.outside import assigned, change, hold, read
@@ -90,6 +91,7 @@ class _Drawing:
         self.leaves: list[Leaf] = []
         self.closed: tuple[tuple[str, str], ...] = ()
         self.optimizers: list[tuple[str, str, list[str]]] = []
+        self.of_types = rng.random() < 0.35
         r = rng.random()
         self.naughty = (
             "state" if r < 0.03 else "batch" if r < 0.045 else "closed" if r < 0.08 else "data" if r < 0.1 else ""
@@ -114,6 +116,8 @@ class _Drawing:
             self._leaf("flag", "True")
         if rng.random() < 0.1:
             self._leaf("mask", "torch.tensor([True, False, True, False])")
+        for name in "uw"[: rng.choice([0, 1, 2]) if self.of_types else 0]:
+            self._leaf(name, rng.choice(FIRST).format(d=rng.choice(TYPES)))
         batch = [("x", (4, 4))] + ([("y", (4,))] if rng.random() < 0.5 else [])
         for index, (name, shape) in enumerate(batch):
             env[name] = self.kit.num(shape, 77 + index)
@@ -141,7 +145,7 @@ class _Drawing:
         """One optimizer more, for some of the state."""
         env, rng = self.author.env, self.rng
         tensors = [leaf for leaf in self.leaves if isinstance(env[leaf.name], torch.Tensor) and not leaf.own]
-        fit = [leaf.name for leaf in tensors if env[leaf.name].is_floating_point()]
+        fit = [leaf.name for leaf in tensors if env[leaf.name].dtype == torch.float32]
         if not fit:
             return
         params = rng.sample(fit, rng.randint(1, len(fit)))
@@ -185,6 +189,7 @@ class _Drawing:
         rng, author = self.rng, self.author
         more = ON_A_MESH if author.env["fdp"].axis_size() in MESHES else ()
         more += OF_PARTS if self.options.shard else ()
+        more += tuple((4 * often, kind) for often, kind in OF_TYPES) if self.of_types else ()
         weights, kinds = zip(*(STATEMENTS + GRADIENTS + more), strict=True)
         count = rng.choice([3, 5, 8, 8, 12, 12, 16, 22])
         # Once or so in a program, several times more often: what is rare meets itself then.
@@ -218,7 +223,9 @@ class _Drawing:
                     leaf = Leaf(leaf.name, leaf.make, rng.choice(fits[-5:]), leaf.own)
             if not leaf.own and isinstance(env[leaf.new], torch.Tensor) and author.varies(leaf.new):
                 # It was written with what varies.
-                new = f"fdp.pmean({leaf.new})" if old.is_floating_point() else f"{leaf.new} * 0"
+                new = f"fdp.{'pmean' if old.dtype == torch.float32 else 'pmax'}({leaf.new})"
+                if old.dtype == torch.bool:
+                    new = f"torch.zeros_like({leaf.name})"
                 leaf = Leaf(leaf.name, leaf.make, new, leaf.own)
             leaves.append(leaf)
         self.leaves = leaves

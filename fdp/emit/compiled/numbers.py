@@ -57,11 +57,16 @@ def nearest(number: float, dtype: torch.dtype) -> float:
     return math.copysign(rounded if abs(rounded) <= info.max else math.inf, number)
 
 
+def _is_one(number: float, dtype: torch.dtype) -> bool:
+    """Whether a floating-point dtype has a number; every one has NaN, which is not equal to itself."""
+    return math.isnan(number) or nearest(number, dtype) == number
+
+
 def _has_more_digits(value: Any, dtype: torch.dtype) -> bool:
     """Whether a number, or a tensor without dimensions on a CPU, may be one that the dtype has not."""
     if isinstance(value, torch.Tensor):
         return value.dim() == 0 and value.device.type == "cpu" and value.dtype != dtype
-    return isinstance(value, torch.SymFloat) or (isinstance(value, float) and nearest(value, dtype) != value)
+    return isinstance(value, torch.SymFloat) or (isinstance(value, float) and not _is_one(value, dtype))
 
 
 def _result(one: Any, other: Any) -> torch.dtype:
@@ -104,7 +109,7 @@ def _number_rounded(operator: Any, of_tensors: Any) -> Callable[..., Any]:
                 return NotImplemented
             return operator(wide(one), wide(other), **named).to(tensor.dtype)
         now = rounded(number, tensor.dtype, tensor.device)
-        if isinstance(now, float) and now == number:
+        if isinstance(now, float) and (now == number or math.isnan(now)):
             return NotImplemented
         made = of_tensors if isinstance(now, torch.Tensor) else operator
         return made(tensor, now, **named) if tensor is one else made(now, tensor, **named)
@@ -223,7 +228,7 @@ def _sum_of_each(operator: Any) -> Callable[..., Any]:
 def _tensor_of(number: Any, **how: Any) -> Any:
     """A tensor of one number, which has the digits of its dtype."""
     dtype = how.get("dtype")
-    if dtype not in NARROW or not isinstance(number, float) or nearest(number, dtype) == number:
+    if dtype not in NARROW or not isinstance(number, float) or _is_one(number, dtype):
         return NotImplemented
     return _aten.scalar_tensor.default(nearest(number, dtype), **how)
 

@@ -64,6 +64,8 @@ ENTRY = parts.KNOWN_OTHERWISE["inductor's own entry"]
 ELSEWHERE = {"TracingContext", "TensorBox", "lowerings", "make_fallback", "_boxed_call", "require_exact_strides"}
 if parts.release(torch.__version__) >= (2, 14):
     ELSEWHERE.add("SchedulerNode")
+if parts.release(torch.__version__) >= (2, 15):
+    ELSEWHERE.add("fusable_weak_dep")
 
 
 @pytest.mark.parametrize("path", [path for path in ENTRY if path.rpartition(".")[2] not in ELSEWHERE])

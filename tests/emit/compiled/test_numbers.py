@@ -4,6 +4,7 @@ them, to the last bit."""
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -92,6 +93,24 @@ def compared(operators: Mapping[str, Operator], number: Any, read: Callable[[Ten
 @pytest.mark.parametrize(("dtype", "number"), some(itertools.product(NARROW, [0.1, 1.7]), 3))
 def test_constants_meet_sixteen_bits_as_in_kernels(dtype: torch.dtype, number: float) -> None:
     compared(OF_CONSTANTS, number, lambda _: number, dtype)
+
+
+@pytest.mark.parametrize("number", some([math.nan, math.inf, -math.inf], 3))
+def test_constants_that_are_no_numbers_meet_sixteen_bits(number: float) -> None:
+    refused = ("hardtanh", "softshrink")  # by eager
+    compared({name: of for name, of in OF_CONSTANTS.items() if name not in refused}, number, lambda _: number, NARROW[0])
+
+
+def test_extremes_over_ranks_of_every_dtype() -> None:
+    def step(state: list[Tensor]) -> Any:
+        return [fdp.pmax(x) for x in state], [fdp.pmin(x) for x in state]
+
+    state = [torch.tensor([2.0, math.nan, -1.0]).to(dtype) for dtype in (*NARROW, torch.float32, torch.float64)]
+    state += [torch.arange(3).to(dtype) for dtype in (torch.uint8, torch.int8, torch.int32, torch.int64)]
+    for found in fdp.data_parallel(step, compile=True)(state):
+        for one, due in zip(found, state, strict=True):
+            assert one.dtype == due.dtype
+            torch.testing.assert_close(one, due, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", some(NARROW))
