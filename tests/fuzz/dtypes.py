@@ -51,9 +51,10 @@ OF_ONE = (
     "{a} == 1", "{a} > {c}", "{a}.sum(dtype={w})", "{a}.mean()", "{a} ** 2", "{a}.sign()", "{a}.clone()", "{a}.t()",
     "{a}.sort(0)[0]", "{a}.amin(-1)", "{a}.logical_not()", "{a}.masked_fill({a} > 1, 1)", "{a}.repeat(2)",
     "{a} + {c} * {a}", "torch.add({a}, 1, alpha=3)", "{a}.sub(1, alpha=2)", "{a}.cumprod(0)", "{a}.contiguous()",
-    "{a}.count_nonzero()", "{a}.ne(0).sum(0)", "torch.ones_like({a}) * {k}", "torch.full_like({a}, 3)", "{a}.rsub({k})",
-    "torch.floor({a} * 0.5)", "{a}.roll(1, 0)", "{a}.trunc()", "{a}.sqrt()", "{a}.reshape(-1).unfold(0, 2, 1).sum(1)",
-    "{a}.any(0)", "{a}.to(torch.int64).bitwise_left_shift({k} % 40)", "{a}.fmod(3)",
+    "{a}.count_nonzero()", "{a}.ne(0).sum(0)", "torch.ones_like({a}) * {k}", "torch.full_like({a}, 3)",
+    "{a}.rsub({k})", "torch.floor({a} * 0.5)", "{a}.roll(1, 0)", "{a}.trunc()", "{a}.sqrt()",
+    "{a}.reshape(-1).unfold(0, 2, 1).sum(1)", "{a}.any(0)", "{a}.to(torch.int64).bitwise_left_shift({k} % 40)",
+    "{a}.fmod(3)",
 )  # fmt: skip
 
 OF_TWO = (
@@ -69,27 +70,31 @@ OF_TWO = (
 WRITTEN = (
     "{a}.add_(1)", "{a}.mul_(2)", "{a}[0] = 3", "{a}.fill_(1)", "{a}.zero_()", "{a}.neg_()", "{a}.clamp_(-3, 3)",
     "{a}.bitwise_xor_(1)", "torch._foreach_add_([{a}], 1)", "torch._foreach_mul_([{a}], 2)", "{a}.cumsum_(0)",
-    "{a}.floor_divide_(2)", "{a}.remainder_(3)", "{a} += 1", "{a}[1:] *= 2", "{a}[{a} > 1] = 1", "{a}.add_(3, alpha=2)",
-    "{a}.masked_fill_({a} > 2, 0)", "{a}.mul_({c})", "{a}.add_({c})", "{a}.logical_not_()", "{a}.t().add_(2)",
-    "{a}[-1] = {k}", "{a}.sub_({k})", "torch.add({a}, 1, out={a})", "{a}.index_fill_(0, torch.tensor([1]), 2)",
+    "{a}.floor_divide_(2)", "{a}.remainder_(3)", "{a} += 1", "{a}[1:] *= 2", "{a}[{a} > 1] = 1",
+    "{a}.add_(3, alpha=2)", "{a}.masked_fill_({a} > 2, 0)", "{a}.mul_({c})", "{a}.add_({c})", "{a}.logical_not_()",
+    "{a}.t().add_(2)", "{a}[-1] = {k}", "{a}.sub_({k})", "torch.add({a}, 1, out={a})",
+    "{a}.index_fill_(0, torch.tensor([1]), 2)",
 )  # fmt: skip
 
 WRITTEN_OF = (
     "{a}.add_({b})", "{a}.copy_({b})", "{a}.mul_({b})", "{a} += {b}", "{a} -= {b}", "{a}[:2] = {b}[:2]",
     "{a}.index_add_(0, torch.tensor([0, 1]), {b}[:2])", "{a}.masked_fill_({b} > 0, 1)", "{a}.sub_({b}, alpha=2)",
     "{a}.index_put_((torch.tensor([1, 1]),), {b}[:2], accumulate=True)", "torch._foreach_add_([{a}], [{b}])",
-    "{a}.scatter_(0, torch.zeros_like({b}, dtype=torch.int64), {b})", "torch.add({b}, 1, out={a})", "{a}.bitwise_or_({b})",
-    "{a}.scatter_add_(0, torch.ones_like({b}, dtype=torch.int64), {b})", "torch._foreach_copy_([{a}], [{b}])",
-    "{a}.addcmul_({b}, {b}, value=2)", "{a}[{b} > 1] = 0", "{a}.t().copy_({b})", "torch.mul({a}, {b}, out={a})",
-    "{a}.fill_({b}.sum().to({a}.dtype))",
+    "{a}.scatter_(0, torch.zeros_like({b}, dtype=torch.int64), {b})", "torch.add({b}, 1, out={a})",
+    "{a}.bitwise_or_({b})", "{a}.scatter_add_(0, torch.ones_like({b}, dtype=torch.int64), {b})",
+    "torch._foreach_copy_([{a}], [{b}])", "{a}.addcmul_({b}, {b}, value=2)", "{a}[{b} > 1] = 0", "{a}.t().copy_({b})",
+    "torch.mul({a}, {b}, out={a})", "{a}.fill_({b}.sum().to({a}.dtype))",
 )  # fmt: skip
 
 PLACES = (
     "{a}[({i}.long() % {a}.shape[0]).reshape(-1)]", "{a}.index_select(0, {i}.reshape(-1).long() % {a}.shape[0])",
-    "{a}.reshape(-1)[({i}.view(-1) * {k}).long() % {a}.numel()]", "{a}.gather(0, {i}.long().expand_as({a}) % {a}.shape[0])",
-    "torch.nn.functional.one_hot({i}.reshape(-1)[:4].long() % 4, 4).to(F)", "{a}.reshape(-1)[{i}.view(-1).long().clamp(0, 3)]",
-    "{a}[torch.arange({k} + 4).to({d})[-4:].long() % {a}.shape[0]]", "{a}[{i}.view(-1).long().clamp(-{a}.shape[0], -1)]",
-    "torch.where({i}.expand_as({a}) > {c}, {a}, 0)", "{a}.take({i}.long() % {a}.numel())", "{a} * ({i} > {c})",
+    "{a}.reshape(-1)[({i}.view(-1) * {k}).long() % {a}.numel()]",
+    "{a}.gather(0, {i}.long().expand_as({a}) % {a}.shape[0])",
+    "torch.nn.functional.one_hot({i}.reshape(-1)[:4].long() % 4, 4).to(F)",
+    "{a}.reshape(-1)[{i}.view(-1).long().clamp(0, 3)]",
+    "{a}[torch.arange({k} + 4).to({d})[-4:].long() % {a}.shape[0]]",
+    "{a}[{i}.view(-1).long().clamp(-{a}.shape[0], -1)]", "torch.where({i}.expand_as({a}) > {c}, {a}, 0)",
+    "{a}.take({i}.long() % {a}.numel())", "{a} * ({i} > {c})",
     "{a}[(torch.arange(4).to({d}) * {k}).long() % {a}.shape[0]]", "{a}.masked_fill({i}.expand_as({a}) < {c}, 0)",
 )  # fmt: skip
 """Of a value, and another one that says where."""
@@ -101,6 +106,17 @@ READ = (
     "{a} / (abs({s}.item()) + 1)", "{a} + {s}.to(torch.int64).item()", "{a} * {s}.to(torch.int64).item()",
 )  # fmt: skip
 """Of a value and a number that is read."""
+
+THROUGH = (
+    "({a}.bfloat16() * 2).to(F)", "{a}.half().to(F)", "({a}.bfloat16() @ {b}.bfloat16()).to(F)",
+    "({a}.half() @ {b}.half().t()).to(F)", "{a}.double().square().to(F) * 0.25", "({a}.half() * {b}.half()).to(F)",
+    "({a}.bfloat16() + {b}.bfloat16()).to(F)", "torch.where({a}.half() > 1, {a}, 0)",
+    "{a} * {b}.detach().to(torch.int32)", "{a}.bfloat16().sum(0).to(F)", "({a}.bfloat16().relu() + {b}).to(F)",
+    "({a}.bfloat16() * {b}).to(F)", "torch.cat([{a}.half(), {b}.half()]).to(F)",
+    "{a}.bfloat16()[torch.arange(2)].to(F)", "({a}.half() / 4).to(F)", "({a}.bfloat16().mean(-1) * 2).to(F)",
+    "{a}.bfloat16().amax(0).to(F)",
+)  # fmt: skip
+"""Of float32, through other dtypes and back: gradients take the same way."""
 
 SENT = ("psum", "pmax", "pmin", "broadcast", "all_gather", "pmean")
 
@@ -209,6 +225,16 @@ def read_number(author: Author) -> None:
     _let(author, _filled(author, author.rng.choice(READ), a=a, s=s), a)
 
 
+def through(author: Author) -> None:
+    if not author.exact:
+        raise Refused
+    text = author.rng.choice(THROUGH)
+    author.write(
+        f"{(v := author.fresh())} = {text.format(a=(a := author.pick()), b=author.pick(author.env[a].shape))}",
+        {v: None},
+    )
+
+
 def sent(author: Author) -> None:
     """Messages of values of several types."""
     names = author.tensors(lambda x: other(x) and x.dtype not in (torch.bool, torch.int16))
@@ -233,5 +259,6 @@ def sent(author: Author) -> None:
 OF_TYPES: tuple[tuple[float, Statement], ...] = (
     (1.2, positions), (1, cast), (2, of_one), (2, of_two), (0.7, view), (1, written), (1.2, written_of), (1, places),
     (0.7, read_number), (0.7, sent),
+    (0.5, through),
 )  # fmt: skip
 """What may be written, and how often."""

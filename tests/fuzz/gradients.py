@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fuzz.author import Author, Refused, place
+from fuzz.dtypes import through
 from fuzz.outside import read
 from fuzz.statements import (
     BINARY,
@@ -25,6 +26,7 @@ from fuzz.statements import (
 _INSIDE: tuple[tuple[float, Statement], ...] = (
     (4, one(POINTWISE)), (4, binary), (2, broadcasted), (1, one(SHRINKING)), (3, one(VIEWS)), (4, product),
     (1, product_with_vector), (1, write_alone), (1, write_of),
+    (0.7, through),
 )  # fmt: skip
 
 _SAMPLES = (

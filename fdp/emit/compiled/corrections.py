@@ -171,6 +171,20 @@ def _mean_of_nothing(x: Any, dim: Any = None, **how: Any) -> Any:
     return _aten.var.correction(x, dim, **how), _aten.mean.dim(x, dims, bool(how.get("keepdim")))
 
 
+def _take_one(x: Any, place: Any) -> Any:
+    """`take` with a place without dimensions, of which torch's decomposition asks for the value (torch 2.13 to 2.15)."""
+    return NotImplemented if place.dim() else _aten.take.default(x, place.reshape(1)).reshape(())
+
+
+def _add_at_one(operator: Any) -> Callable[..., Any]:
+    """`index_add` with a place without dimensions, which inductor cannot lower (seen in torch 2.13 to 2.15)."""
+
+    def added(x: Any, dim: int, place: Any, *source: Any, **named: Any) -> Any:
+        return NotImplemented if place.dim() else operator(x, dim, place.reshape(1), *source, **named)
+
+    return added
+
+
 def _multilabel_margin_loss(x: Any, target: Any, reduction: int) -> Any:
     """`multilabel_margin_loss_forward`: the targets of a row end at the first -1.
 
@@ -194,6 +208,8 @@ _CORRECTIONS: Mapping[Any, Callable[..., Any]] = {
     _aten._softmax.default: _alone,
     _aten.as_strided_copy.default: _strided_copy,
     _aten.var_mean.correction: _mean_of_nothing,
+    _aten.take.default: _take_one,
+    **{each: _add_at_one(each) for each in (_aten.index_add.default, _aten.index_add_.default)},
     _aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     **{
         each: _average_pool_gradient(each, dims)

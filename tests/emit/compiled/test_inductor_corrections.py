@@ -279,6 +279,20 @@ def test_an_input_that_is_scattered_into_is_made_anew() -> None:
     assert [name for name, one, two in zip(MADE_ANEW, found, values, strict=True) if not torch.equal(one, two)] == []
 
 
+def test_a_place_without_dimensions() -> None:
+    def step(w: torch.Tensor, place: torch.Tensor) -> Any:
+        gradients = fdp.grad(lambda v: v.take(place) + v.index_select(0, place).square().sum())(w)
+        return w.take(place), w.index_add(0, place, w[:1], alpha=2), gradients
+
+    w, place = torch.arange(12.0).view(4, 3), torch.tensor(2)
+    taken, added, gradients = fdp.data_parallel(step, compile=True, check_replication=False)(w, place)
+    assert (taken.shape, taken.item()) == ((), 2.0)
+    assert torch.equal(added, w + torch.tensor([[0.0], [0], [1], [0]]) * 2 * w[0])
+    due = torch.zeros(4, 3)
+    due[2], due[0, 2] = 2 * w[2], 1
+    assert torch.equal(gradients, due)
+
+
 def test_a_softmax_over_one_element() -> None:
     def step(x: torch.Tensor) -> Any:
         return x, torch.softmax(torch.softmax(x, -1), 0), torch.softmax(x.view(1), 0)

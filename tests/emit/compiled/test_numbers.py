@@ -98,7 +98,9 @@ def test_constants_meet_sixteen_bits_as_in_kernels(dtype: torch.dtype, number: f
 @pytest.mark.parametrize("number", some([math.nan, math.inf, -math.inf], 3))
 def test_constants_that_are_no_numbers_meet_sixteen_bits(number: float) -> None:
     refused = ("hardtanh", "softshrink")  # by eager
-    compared({name: of for name, of in OF_CONSTANTS.items() if name not in refused}, number, lambda _: number, NARROW[0])
+    compared(
+        {name: of for name, of in OF_CONSTANTS.items() if name not in refused}, number, lambda _: number, NARROW[0]
+    )
 
 
 def test_extremes_over_ranks_of_every_dtype() -> None:
