@@ -172,12 +172,12 @@ def _mean_of_nothing(x: Any, dim: Any = None, **how: Any) -> Any:
 
 
 def _take_one(x: Any, place: Any) -> Any:
-    """`take` with a place without dimensions, of which torch's decomposition asks for the value (torch 2.13 to 2.15)."""
+    """`take` with a place without dimensions, whose value torch asks for (seen in torch 2.13)."""
     return NotImplemented if place.dim() else _aten.take.default(x, place.reshape(1)).reshape(())
 
 
 def _add_at_one(operator: Any) -> Callable[..., Any]:
-    """`index_add` with a place without dimensions, which inductor cannot lower (seen in torch 2.13 to 2.15)."""
+    """`index_add` with a place without dimensions, which inductor cannot lower (seen in torch 2.13)."""
 
     def added(x: Any, dim: int, place: Any, *source: Any, **named: Any) -> Any:
         return NotImplemented if place.dim() else operator(x, dim, place.reshape(1), *source, **named)
