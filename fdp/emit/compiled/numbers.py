@@ -161,10 +161,11 @@ def _lerp(start: torch.Tensor, end: torch.Tensor, weight: Any) -> Any:
     Of one that is known at each call only, as of Adafactor, torch asks on which side of a half it is.
     """
     dtype = start.dtype
-    if not isinstance(weight, torch.SymFloat) and dtype not in NARROW:
+    is_read = isinstance(weight, torch.SymFloat | torch.SymInt)
+    if not is_read and dtype not in NARROW:
         return NotImplemented
     start, end = wide(start), wide(end)
-    if not isinstance(weight, torch.SymFloat):
+    if not is_read:
         return _aten.lerp.Scalar(start, end, weight).to(dtype)
     share: Any = _aten.scalar_tensor.default(weight, dtype=start.dtype, device=start.device)
     away = end - start
@@ -233,6 +234,23 @@ def _tensor_of(number: Any, **how: Any) -> Any:
     return _aten.scalar_tensor.default(nearest(number, dtype), **how)
 
 
+def _scattered(of_tensor: Any) -> Callable[..., Any]:
+    """A number scattered into a tensor: one that is known at each call only inductor cannot lower (torch 2.13).
+
+    Args:
+        of_tensor: the same with a tensor; the names of reductions are those of `scatter_reduce`.
+    """
+
+    def scattered(x: torch.Tensor, dim: int, index: torch.Tensor, number: Any, **how: Any) -> Any:
+        if not isinstance(number, torch.SymFloat | torch.SymInt):
+            return NotImplemented
+        source: Any = _aten.scalar_tensor.default(number, dtype=x.dtype, device=x.device)
+        reductions = [{"add": "sum", "multiply": "prod"}[each] for each in how.values()]
+        return of_tensor(x, dim, index, source.expand(index.shape), *reductions)
+
+    return scattered
+
+
 _SUMS = {_aten.add.Tensor: "add", _aten.sub.Tensor: "sub"}
 _OF_NUMBERS = {_aten.mul.Tensor: "mul", _aten.div.Tensor: "div", _aten.pow.Tensor_Scalar: "pow", **_SUMS}
 
@@ -251,6 +269,10 @@ NUMBERS: Mapping[Any, Callable[..., Any]] = {
     },
     _aten.clamp.default: _clamp,
     _aten.scalar_tensor.default: _tensor_of,
+    _aten.scatter.value: _scattered(_aten.scatter.src),
+    _aten.scatter_.value: _scattered(_aten.scatter_.src),
+    _aten.scatter.value_reduce: _scattered(_aten.scatter_reduce.two),
+    _aten.scatter_.value_reduce: _scattered(_aten.scatter_reduce_.two),
     _aten.rsub.Scalar: _number_rounded(_aten.rsub.Scalar, _aten.rsub.Tensor),
     _aten.fmod.Scalar: _number_rounded(_aten.fmod.Scalar, _aten.fmod.Tensor),
     _aten.pow.Scalar: _number_rounded(_aten.pow.Scalar, _aten.pow.Tensor_Tensor),

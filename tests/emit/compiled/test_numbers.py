@@ -135,6 +135,19 @@ def test_powers_by_a_number_that_is_read(dtype: torch.dtype, number: float) -> N
     torch.testing.assert_close(found, step(state, x)[1])
 
 
+@pytest.mark.parametrize(("number", "dtype"), some(itertools.product([1.7, 3], [torch.float32, NARROW[0]]), 3))
+def test_a_number_that_is_read_is_scattered(dtype: torch.dtype, number: float) -> None:
+    def step(state: Tensor, x: Tensor) -> Any:
+        n, places = state.item(), torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
+        found = [x.scatter(0, places, n), x.clone().scatter_(0, places, n), torch.lerp(x, -x, n)]
+        return state, found + [x.scatter(0, places, n, reduce=how) for how in ("add", "multiply")]
+
+    state, x = torch.tensor(number), torch.arange(16.0).to(dtype).view(4, 4)
+    found = fdp.data_parallel(step, compile=True, check_replication=False)(state, x)[1]
+    for one, two in zip(found, step(state, x)[1], strict=True):
+        torch.testing.assert_close(one, two)
+
+
 @exhaustive
 @pytest.mark.parametrize("dtype", NARROW)
 def test_whole_numbers_that_are_read_meet_sixteen_bits(dtype: torch.dtype) -> None:
