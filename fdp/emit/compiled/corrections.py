@@ -203,7 +203,7 @@ def _multilabel_margin_loss(x: Any, target: Any, reduction: int) -> Any:
     return loss, is_target.to(x.dtype).reshape(target.shape)
 
 
-_CORRECTIONS: Mapping[Any, Callable[..., Any]] = {
+CORRECTIONS: Mapping[Any, Callable[..., Any]] = {
     **KERNEL_DECOMPOSITIONS,
     _aten._softmax.default: _alone,
     _aten.as_strided_copy.default: _strided_copy,
@@ -242,7 +242,7 @@ def with_corrections(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Calla
     """A table of decompositions in which the corrections come first."""
     # Complex sums stay whole: inductor would take them apart into views of other dtypes.
     corrected = {operator: found for operator, found in table.items() if operator is not _aten.add.Tensor}
-    for corrections in (_CORRECTIONS, NUMBERS):  # each before those that come earlier
+    for corrections in (CORRECTIONS, NUMBERS):  # each before those that come earlier
         corrected |= {operator: _or_else(own, corrected.get(operator)) for operator, own in corrections.items()}
     return corrected
 

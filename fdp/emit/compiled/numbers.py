@@ -140,6 +140,18 @@ def _sum(operator: Any) -> Callable[..., Any]:
     return total
 
 
+def _rsub(x: torch.Tensor, number: Any, alpha: Any = 1) -> Any:
+    """A number less a tensor, which may be multiplied before."""
+    if isinstance(alpha, int | float) and alpha == 1:
+        return _rsub_rounded(x, number)
+    dtype = _result(x, number)
+    return _less(_aten.scalar_tensor.default(number, dtype=dtype, device=x.device), x, alpha=alpha)
+
+
+_rsub_rounded = _number_rounded(_aten.rsub.Scalar, _aten.rsub.Tensor)
+_less = _sum(_aten.sub.Tensor)
+
+
 def _power(x: torch.Tensor, exponent: Any) -> Any:
     """A power whose exponent is known at each call only, of tensors: torch asks for its value to take roots."""
     if not isinstance(exponent, torch.SymFloat | torch.SymInt):
@@ -273,7 +285,7 @@ NUMBERS: Mapping[Any, Callable[..., Any]] = {
     _aten.scatter_.value: _scattered(_aten.scatter_.src),
     _aten.scatter.value_reduce: _scattered(_aten.scatter_reduce.two),
     _aten.scatter_.value_reduce: _scattered(_aten.scatter_reduce_.two),
-    _aten.rsub.Scalar: _number_rounded(_aten.rsub.Scalar, _aten.rsub.Tensor),
+    _aten.rsub.Scalar: _rsub,
     _aten.fmod.Scalar: _number_rounded(_aten.fmod.Scalar, _aten.fmod.Tensor),
     _aten.pow.Scalar: _number_rounded(_aten.pow.Scalar, _aten.pow.Tensor_Tensor),
     _aten.pow.Tensor_Scalar: _power,

@@ -3,6 +3,7 @@ them, to the last bit."""
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -15,6 +16,8 @@ from samples import exhaustive, some
 from torch import Tensor
 
 import fdp
+from fdp.emit.compiled.corrections import CORRECTIONS
+from fdp.emit.compiled.numbers import NUMBERS
 from fdp.pytorch.parts import release
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -63,6 +66,7 @@ OF_NUMBERS: Mapping[str, Operator] = {
 OF_CONSTANTS: Mapping[str, Operator] = {
     **OF_NUMBERS,
     "sub with alpha": lambda x, y, n: torch.sub(x, y, alpha=n),
+    "rsub with alpha": lambda x, y, n: torch.rsub(x, n, alpha=3) + torch.rsub(y, 2, alpha=n),
     "full": lambda x, y, n: torch.full_like(x, n) * y,
     "filled": lambda x, y, n: x.clone().fill_(n) * y,
     "scalar": lambda x, y, n: torch.scalar_tensor(n, dtype=x.dtype) * y,
@@ -70,6 +74,16 @@ OF_CONSTANTS: Mapping[str, Operator] = {
     "ones": lambda x, y, n: torch.ones_like(x) * n * y,
     "hardtanh": lambda x, y, n: F.hardtanh(x, -n, n) * y,
 }
+
+
+@pytest.mark.parametrize("operator", sorted({**NUMBERS, **CORRECTIONS}, key=str), ids=str)
+def test_corrections_take_all_arguments(operator: Any) -> None:
+    taken = inspect.signature({**NUMBERS, **CORRECTIONS}[operator])
+    by_place = [each for each in operator._schema.arguments if not each.kwarg_only]
+    by_name = {each.name: None for each in operator._schema.arguments if each.kwarg_only}
+    needed = sum(not each.has_default_value() for each in by_place)
+    for count in range(needed, len(by_place) + 1):
+        taken.bind(*by_place[:count], **by_name)
 
 
 def compared(operators: Mapping[str, Operator], number: Any, read: Callable[[Tensor], Any], dtype: torch.dtype) -> None:
