@@ -163,6 +163,26 @@ def _any_of_bytes(operator: Any) -> Callable[..., Any]:
     return found
 
 
+_AS_IT_IS = object()
+"""What a decomposition returns for an operator that is not to be taken apart."""
+
+
+def _positions(start: Any, end: Any, step: Any = 1, **how: Any) -> Any:
+    """`arange` by fractions, rounded as its kernel does it; see `WHOLE`."""
+    if all_whole(start, step):
+        return NotImplemented
+    if how.get("dtype") is None:
+        return _aten.arange.start_step(start, end, step, **{**how, "dtype": torch.get_default_dtype()})
+    return _AS_IT_IS
+
+
+def all_whole(*numbers: Any) -> bool:
+    """Whether all are whole numbers, and known to be."""
+    return all(
+        isinstance(each, int | torch.SymInt) or (isinstance(each, float) and each.is_integer()) for each in numbers
+    )
+
+
 def _mean_of_nothing(x: Any, dim: Any = None, **how: Any) -> Any:
     """`var_mean` of no elements: inductor takes their mean for zero (seen in torch 2.13, with `torch.compile` too)."""
     if x.numel():
@@ -209,6 +229,7 @@ CORRECTIONS: Mapping[Any, Callable[..., Any]] = {
     _aten.as_strided_copy.default: _strided_copy,
     _aten.var_mean.correction: _mean_of_nothing,
     _aten.take.default: _take_one,
+    _aten.arange.start_step: _positions,
     **{each: _add_at_one(each) for each in (_aten.index_add.default, _aten.index_add_.default)},
     _aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     **{
@@ -238,10 +259,27 @@ CORRECTIONS: Mapping[Any, Callable[..., Any]] = {
 """Decompositions of operators that inductor computes wrongly; `NotImplemented` where inductor is right."""
 
 
+def _never(*args: Any) -> bool:
+    return False
+
+
+WHOLE: Mapping[Any, Callable[..., bool]] = {
+    **{getattr(_aten.linspace, each): _never for each in _aten.linspace.overloads()},
+    **{getattr(_aten.logspace, each): _never for each in _aten.logspace.overloads()},
+    _aten.arange.start_step: lambda start, end, step=1: all_whole(start, step),
+}
+"""Operators that are not taken apart, each with the arguments for which it is after all.
+
+Numbers between two others are rounded as their own kernels do it: they may be made into indices (seen in torch 2.13,
+with `torch.compile` as well).
+"""
+
+
 def with_corrections(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
     """A table of decompositions in which the corrections come first."""
     # Complex sums stay whole: inductor would take them apart into views of other dtypes.
-    corrected = {operator: found for operator, found in table.items() if operator is not _aten.add.Tensor}
+    whole = {_aten.add.Tensor, *WHOLE} - set(CORRECTIONS)
+    corrected = {operator: found for operator, found in table.items() if operator not in whole}
     for corrections in (CORRECTIONS, NUMBERS):  # each before those that come earlier
         corrected |= {operator: _or_else(own, corrected.get(operator)) for operator, own in corrections.items()}
     return corrected
@@ -250,6 +288,8 @@ def with_corrections(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Calla
 def _or_else(own: Callable[..., Any], otherwise: Callable[..., Any] | None) -> Callable[..., Any]:
     def decomposed(*args: Any, **kwargs: Any) -> Any:
         made = own(*args, **kwargs)
-        return otherwise(*args, **kwargs) if made is NotImplemented and otherwise is not None else made
+        if made is NotImplemented and otherwise is not None:
+            return otherwise(*args, **kwargs)
+        return NotImplemented if made is _AS_IT_IS else made
 
     return decomposed

@@ -112,6 +112,31 @@ def scatters_read_other_memory(table: Any) -> AbstractContextManager[None]:
     return _entries(table, {operator: checked(entry) for operator, entry in table.items()})
 
 
+_called: set[Any] = set()
+"""Operators whose kernels inductor now calls."""
+
+
+def called_as_they_are(lowering: Any, operators: Mapping[Any, Callable[..., bool]]) -> None:
+    """Let inductor call the kernels of operators, from here on.
+
+    Args:
+        lowering: the module `torch._inductor.lowering`.
+        operators: each with the arguments for which inductor's own loops, if it has any, are right.
+    """
+
+    def chosen(ours: Callable[..., Any], theirs: Callable[..., Any], is_right: Callable[..., bool]) -> Any:
+        return lambda *args, **named: (theirs if is_right(*args) else ours)(*args, **named)
+
+    for operator, is_right in operators.items():
+        if operator in _called:
+            continue
+        theirs = lowering.lowerings.get(operator)
+        lowering.make_fallback(operator, warn=False, override_decomp=True)
+        if theirs is not None:
+            lowering.lowerings[operator] = chosen(lowering.lowerings[operator], theirs, is_right)
+        _called.add(operator)
+
+
 @contextmanager
 def lists_are_not_changed_in_place(table: Any) -> Iterator[None]:
     """Keep inductor from doing operators on lists in place.

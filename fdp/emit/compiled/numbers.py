@@ -185,7 +185,10 @@ def _lerp(start: torch.Tensor, end: torch.Tensor, weight: Any) -> Any:
 
 
 def _lerp_by_tensor(start: torch.Tensor, end: torch.Tensor, weight: torch.Tensor) -> Any:
-    """`lerp` of whole numbers by fractions: inductor takes one from the other in their own dtype, which may wrap."""
+    """`lerp` of whole numbers by fractions, and of sixteen bits: inductor takes one from the other in their own dtype,
+    which may wrap, or round."""
+    if start.dtype in NARROW and start.dtype == end.dtype:
+        return _aten.lerp.Tensor(wide(start), wide(end), wide(weight)).to(start.dtype)
     if start.is_floating_point() or not weight.is_floating_point():
         return NotImplemented
     dtype = torch.result_type(start, weight)

@@ -78,3 +78,24 @@ def test_positions_are_of_their_dtype() -> None:
 
 def test_constants_are_of_their_dtype() -> None:
     check(CONSTANTS, 8)
+
+
+BETWEEN = {
+    "linspace": lambda n: [torch.linspace(0, 7, 50), torch.linspace(4.3, -3, 50, dtype=torch.float64)],
+    "linspace of whole numbers": lambda n: [torch.linspace(4.3, -3, 50, dtype=torch.int64)],
+    "linspace of a number that is read": lambda n: [torch.linspace(0, n, 50), torch.linspace(n, 9, 7).long()],
+    "logspace": lambda n: [torch.logspace(0.1, 2.3, 40, base=2), torch.logspace(0, 2, 40, dtype=torch.int32)],
+    "arange": lambda n: [torch.arange(0, 10, 0.3), torch.arange(1, -1, -0.07, dtype=torch.float64)],
+    "places": lambda n: [(torch.arange(0, 10, 0.3) * 10).long(), torch.linspace(0, 99, 12).long()],
+}
+
+
+def test_numbers_between_two_others_are_those_of_their_kernels() -> None:
+    def step(n: torch.Tensor) -> Any:
+        return n, [between(n.item()) for between in BETWEEN.values()]
+
+    n = torch.tensor(1.3, dtype=torch.float64)
+    found = fdp.data_parallel(step, compile=True, check_replication=False, check_trace=False)(n)[1]
+    for name, ours, due in zip(BETWEEN, found, step(n)[1], strict=True):
+        for one, two in zip(ours, due, strict=True):
+            assert one.dtype == two.dtype and torch.equal(one, two), name
