@@ -38,6 +38,11 @@ _TIMES, _TIMES_ALIKE = 16.0, 2.0
 """An element may differ by so many times what it does in these runs: fused arithmetic rounds in other places, and long
 sums round more often. The same kernels, which only do not repeat themselves, differ by less."""
 
+_aten = torch.ops.aten
+_AVERAGING = {_aten.var_mean, _aten.std_mean, _aten.var, _aten.std, _aten.native_layer_norm, _aten.native_group_norm}
+_AVERAGING |= {_aten._native_batch_norm_legit, _aten.native_batch_norm}
+"""Operators that compilers compute by running averages."""
+
 _TURNED = 100.0
 """An element that differs by so many units in its last place has been turned: by a comparison, or a step of Adam."""
 
@@ -187,6 +192,7 @@ class _Changing:
         """Called after each operator, with its results or changed arguments."""
         if rounds_nothing(node):
             return
+        self._average_anew(node, value_of, result)
         written = effects_of(node).writes
         if written:
             for argument in written:
@@ -195,9 +201,23 @@ class _Changing:
             for tensor in tensors_in(result):
                 self.change(tensor)
 
-    def change(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Change a tensor in place."""
+    def _average_anew(self, node: fx.Node, value_of: Lookup, result: Any) -> None:
+        """Put the results for a changed input in the place of those of an operator that averages.
+
+        It divides on the way (Welford), so a mean that is zero may come out as a rounding of what it is a mean of.
+        """
+        if getattr(node.target, "overloadpacket", None) not in _AVERAGING or effects_of(node).writes:
+            return
+        first = node.args[0]
+        moved = self.change(value_of(first).clone(), whole=True)  # type: ignore[arg-type]
+        given, named = fx.map_arg((node.args[1:], node.kwargs), value_of)
+        again = node.target(moved, *given, **named)  # type: ignore[operator]
+        for old, new in zip(tensors_in(result), tensors_in(again), strict=True):
+            old.copy_(new)
+
+    def change(self, tensor: torch.Tensor, whole: bool = False) -> torch.Tensor:
+        """Change a tensor in place; whole numbers as well, if so asked."""
         generator = self._generators.get(tensor.device)
         if generator is None:
             generator = self._generators[tensor.device] = torch.Generator(tensor.device).manual_seed(self._seed)
-        return change_last_places_(tensor, _LAST_PLACES.get(tensor.dtype, _LAST_PLACES_NARROW), generator)
+        return change_last_places_(tensor, _LAST_PLACES.get(tensor.dtype, _LAST_PLACES_NARROW), generator, whole)

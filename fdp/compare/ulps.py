@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 
-def change_last_places_(tensor: torch.Tensor, units: float, generator: torch.Generator) -> torch.Tensor:
+def change_last_places_(
+    tensor: torch.Tensor, units: float, generator: torch.Generator, whole: bool = False
+) -> torch.Tensor:
     """Change a tensor in place, each element by up to some units in its last place.
 
     Whole numbers stay, but for large ones: they are counts, masks and signs, which do not round. So do dtypes that are
@@ -15,6 +17,7 @@ def change_last_places_(tensor: torch.Tensor, units: float, generator: torch.Gen
         tensor: of any shape and dtype.
         units: how far, at most.
         generator: of the tensor's device.
+        whole: whether whole numbers change as well.
 
     Returns:
         The tensor.
@@ -26,8 +29,10 @@ def change_last_places_(tensor: torch.Tensor, units: float, generator: torch.Gen
     wide = torch.promote_types(real.dtype, torch.float32)
     away = torch.rand(real.shape, dtype=wide, device=real.device, generator=generator)
     moved = (real + real * away.mul_(2 * units * eps).sub_(units * eps)).to(real.dtype)
-    whole = (real == real.round()) & (real.abs() < 1 / (8 * eps))
-    real.copy_(torch.where(whole | ~moved.isfinite(), real, moved))
+    stays = ~moved.isfinite()
+    if not whole:
+        stays |= (real == real.round()) & (real.abs() < 1 / (8 * eps))
+    real.copy_(torch.where(stays, real, moved))
     return tensor
 
 

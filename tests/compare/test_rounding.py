@@ -175,6 +175,25 @@ def test_one_large_noisy_element_excuses_no_other() -> None:
     assert not excuses.excused(0, exact * torch.tensor([1.0, 1.01] + [1.0] * 62))
 
 
+@pytest.mark.parametrize(
+    "averaged",
+    [
+        lambda x: torch.var_mean(x)[1],
+        lambda x: torch.std_mean(x, 0)[1][0],
+        lambda x: torch.nn.functional.layer_norm(x, (4,))[0, 3],
+        lambda x: torch.nn.functional.group_norm(x[..., None], 1)[0, 3, 0],
+    ],
+    ids=["var_mean", "std_mean", "layer_norm", "group_norm"],
+)
+def test_a_mean_of_whole_numbers_that_is_zero_may_be_rounded(averaged: Any) -> None:
+    x = torch.tensor([[-7.0, 3.0, 4.0, 0.0], [7.0, -3.0, -4.0, 0.0]])
+    emitted, flat, _ = made(lambda p, x: fdp.pmean({"w": averaged(p["w"])}), {"w": x}, x)
+    excuses = Excuses(emitted, lambda: [t.clone() for t in flat.tensors], OTHERS, [0])
+    assert excuses.exact[0].abs() < 1e-6
+    assert excuses.excused(0, excuses.exact[0] + 1e-8)
+    assert not excuses.excused(0, excuses.exact[0] + 1e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
 def test_last_places_change_and_nothing_gets_infinite_or_lost(dtype: torch.dtype) -> None:
     finfo = torch.finfo(dtype)

@@ -73,6 +73,7 @@ class Author:
         fixed: memory of inputs that must not be written.
         inputs: memory of inputs.
         varying: memory that may differ between ranks.
+        of_types: whether values may be of other dtypes than float32 (`fuzz.dtypes`).
         outside: what it may read from outside, by the ways to hold it (`fuzz.outside`).
     """
 
@@ -84,6 +85,7 @@ class Author:
         self.varying: set[int] = set()
         self.names: list[str] = []
         self.traits: set[str] = set()
+        self.of_types = False
         self.outside: tuple[Any, ...] = ()
         self._count = 0
 

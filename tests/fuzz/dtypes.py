@@ -33,6 +33,8 @@ POSITIONS = (
     "torch.arange(4 * {k}).to({d})[::{k}] * {c}", "torch.linspace(0, 3, 4).to({d})", "torch.tensor({c}).to({d})",
     "torch.arange(4, dtype=torch.int32).mul({k}).mul({k}).to({d})", "torch.ones((), dtype={d}) * {k}",
     "(torch.arange({k}, {k} + 4) << 4).to({d})", "torch.arange({k} + 4).to({d}).cumsum(0)[-4:]",
+    "torch.linspace(0, 7, {k}).long()[::{k} // 3]", "(torch.arange(0, 10, 0.3) * 10).long()[-8:]",
+    "torch.linspace(4.3, -3, 16, dtype={d}).view(4, 4)", "torch.arange(0, 4.8, 0.3, dtype={d}).view(4, 4)",
     "torch.arange({k} + 4).to({e}).to({d})[-4:]", "(torch.arange(4).to({e}) * {k}).to({d})",
 )  # fmt: skip
 
@@ -50,11 +52,13 @@ OF_ONE = (
     "{a} & 3", "{a} ^ 1", "{a}.to(F)", "{a}.to(F) * 0.5", "torch.where({a} > 1, {a}, 0)", "torch.zeros_like({a})",
     "{a} == 1", "{a} > {c}", "{a}.sum(dtype={w})", "{a}.mean()", "{a} ** 2", "{a}.sign()", "{a}.clone()", "{a}.t()",
     "{a}.sort(0)[0]", "{a}.amin(-1)", "{a}.logical_not()", "{a}.masked_fill({a} > 1, 1)", "{a}.repeat(2)",
-    "{a} + {c} * {a}", "torch.add({a}, 1, alpha=3)", "{a}.sub(1, alpha=2)", "{a}.cumprod(0)", "{a}.contiguous()",
+    "{a} + {c} * {a}", "torch.add({a}, 1, alpha=3)", "torch.rsub({a}, 3, alpha=2)",
+    "{a}.sub(1, alpha=2)", "{a}.cumprod(0)", "{a}.contiguous()",
     "{a}.count_nonzero()", "{a}.ne(0).sum(0)", "torch.ones_like({a}) * {k}", "torch.full_like({a}, 3)",
     "{a}.rsub({k})", "torch.floor({a} * 0.5)", "{a}.roll(1, 0)", "{a}.trunc()", "{a}.sqrt()",
     "{a}.reshape(-1).unfold(0, 2, 1).sum(1)", "{a}.any(0)", "{a}.to(torch.int64).bitwise_left_shift({k} % 40)",
     "{a}.fmod(3)",
+    "torch.lerp({a}, {a} * 2, torch.tensor(0.25))",
 )  # fmt: skip
 
 OF_TWO = (

@@ -80,7 +80,7 @@ def draw_options(rng: random.Random, world: int) -> Options:
 class _Drawing:
     """A program that is being drawn."""
 
-    def __init__(self, rng: random.Random, world: int) -> None:
+    def __init__(self, rng: random.Random, seed: int, world: int) -> None:
         self.rng, self.exact = rng, rng.random() < 0.6
         self.options = draw_options(rng, world)
         plainly = DryRun(world)
@@ -91,7 +91,8 @@ class _Drawing:
         self.leaves: list[Leaf] = []
         self.closed: tuple[tuple[str, str], ...] = ()
         self.optimizers: list[tuple[str, str, list[str]]] = []
-        self.of_types = rng.random() < 0.35
+        # Of a generator of its own: programs without other dtypes are what they would be without these.
+        self.of_types = self.author.of_types = random.Random(f"types {seed} {world}").random() < 0.3
         r = rng.random()
         self.naughty = (
             "state" if r < 0.03 else "batch" if r < 0.045 else "closed" if r < 0.08 else "data" if r < 0.1 else ""
@@ -261,7 +262,7 @@ class _Drawing:
 
 
 def _draw(rng: random.Random, seed: int, world: int) -> Program:
-    drawing = _Drawing(rng, world)
+    drawing = _Drawing(rng, seed, world)
     batch = drawing.inputs(world)
     if rng.random() < 0.3:
         for _ in range(rng.choice([1, 1, 2])):

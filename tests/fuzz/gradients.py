@@ -26,7 +26,6 @@ from fuzz.statements import (
 _INSIDE: tuple[tuple[float, Statement], ...] = (
     (4, one(POINTWISE)), (4, binary), (2, broadcasted), (1, one(SHRINKING)), (3, one(VIEWS)), (4, product),
     (1, product_with_vector), (1, write_alone), (1, write_of),
-    (0.7, through),
 )  # fmt: skip
 
 _SAMPLES = (
@@ -63,7 +62,8 @@ def loss(author: Author, params: list[str], batch: str | None = None, messages: 
         sub.add("piece", True, fixed=True)
     for local in own:
         sub.names += [local, local]  # more often
-    weights, kinds = zip(*_INSIDE, strict=True)
+    sub.of_types = author.of_types
+    weights, kinds = zip(*_INSIDE, *([(0.7, through)] if author.of_types else []), strict=True)
     for _ in range(author.rng.randint(1, 6)):
         kind = author.rng.choices(kinds, weights)[0]
         try:

@@ -120,7 +120,7 @@ def test_a_broken_emitter_is_found_and_shrunk_to_a_script_that_fails_by_itself(t
 
 def test_what_a_step_reads_from_outside_changes_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs fail if nothing looks for it."""
-    changing = [program for program in drawn(1, 120 if ALL_SAMPLES else 33) if program.reads_what_changes]
+    changing = [program for program in drawn(1, 120 if ALL_SAMPLES else 40) if program.reads_what_changes]
     assert not any(map(failing, changing))
     monkeypatch.setattr(OutsideValues, "version", lambda self, static=(): 0)
     assert sum(map(failing, changing)) > 0.15 * len(changing) > 1

@@ -164,23 +164,45 @@ def _any_of_bytes(operator: Any) -> Callable[..., Any]:
 
 
 _AS_IT_IS = object()
-"""What a decomposition returns for an operator that is not to be taken apart."""
+"""What a correction returns for an operator that is not taken apart at all: its kernel is called."""
 
 
-def _positions(start: Any, end: Any, step: Any = 1, **how: Any) -> Any:
-    """`arange` by fractions, rounded as its kernel does it; see `WHOLE`."""
-    if all_whole(start, step):
-        return NotImplemented
-    if how.get("dtype") is None:
-        return _aten.arange.start_step(start, end, step, **{**how, "dtype": torch.get_default_dtype()})
-    return _AS_IT_IS
+def no_fractions(*numbers: Any) -> bool:
+    """Whether none of some numbers is known not to be whole."""
+    return not any(isinstance(each, float) and not each.is_integer() for each in numbers)
 
 
-def all_whole(*numbers: Any) -> bool:
-    """Whether all are whole numbers, and known to be."""
-    return all(
-        isinstance(each, int | torch.SymInt) or (isinstance(each, float) and each.is_integer()) for each in numbers
-    )
+def _numbers_between(operator: Any) -> Callable[..., Any]:
+    """`linspace`, `logspace`, and `arange` by fractions, rounded as their own kernels do it.
+
+    An index may be made of them, and then another digit is another index (seen in torch 2.13, with `torch.compile` as
+    well). Of tensors on a card the kernels ask for the values, for which a call would have to wait: these stay as
+    inductor has them.
+    """
+
+    def between(start: Any, end: Any, *more: Any, **how: Any) -> Any:
+        given = (start, end, *more)
+        if operator is _aten.arange.start_step and no_fractions(*given):
+            return NotImplemented
+        if any(isinstance(each, torch.Tensor) and each.device.type != "cpu" for each in given):
+            return NotImplemented
+        if how.get("dtype") is None and not any(map(_is_complex, given)):
+            return operator(*given, **{**how, "dtype": torch.get_default_dtype()})
+        return _AS_IT_IS
+
+    return between
+
+
+def _is_complex(number: Any) -> bool:
+    return isinstance(number, complex) or (isinstance(number, torch.Tensor) and number.is_complex())
+
+
+NUMBERS_BETWEEN = (
+    *(getattr(_aten.linspace, each) for each in ("default", "Tensor_Tensor", "Tensor_Scalar", "Scalar_Tensor")),
+    *(getattr(_aten.logspace, each) for each in ("default", "Tensor_Tensor", "Tensor_Scalar", "Scalar_Tensor")),
+    _aten.arange.start_step,
+)
+"""Operators of which `_numbers_between` leaves some calls whole."""
 
 
 def _mean_of_nothing(x: Any, dim: Any = None, **how: Any) -> Any:
@@ -229,7 +251,7 @@ CORRECTIONS: Mapping[Any, Callable[..., Any]] = {
     _aten.as_strided_copy.default: _strided_copy,
     _aten.var_mean.correction: _mean_of_nothing,
     _aten.take.default: _take_one,
-    _aten.arange.start_step: _positions,
+    **{each: _numbers_between(each) for each in NUMBERS_BETWEEN},
     **{each: _add_at_one(each) for each in (_aten.index_add.default, _aten.index_add_.default)},
     _aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     **{
@@ -256,30 +278,14 @@ CORRECTIONS: Mapping[Any, Callable[..., Any]] = {
     **{each: _extreme_of_bytes(each) for each in (_aten.max.dim, _aten.min.dim)},
     **{each: _first_extreme(each) for each in (_aten.argmax.default, _aten.argmin.default)},
 }
-"""Decompositions of operators that inductor computes wrongly; `NotImplemented` where inductor is right."""
-
-
-def _never(*args: Any) -> bool:
-    return False
-
-
-WHOLE: Mapping[Any, Callable[..., bool]] = {
-    **{getattr(_aten.linspace, each): _never for each in _aten.linspace.overloads()},
-    **{getattr(_aten.logspace, each): _never for each in _aten.logspace.overloads()},
-    _aten.arange.start_step: lambda start, end, step=1: all_whole(start, step),
-}
-"""Operators that are not taken apart, each with the arguments for which it is after all.
-
-Numbers between two others are rounded as their own kernels do it: they may be made into indices (seen in torch 2.13,
-with `torch.compile` as well).
-"""
+"""Decompositions of operators that inductor computes wrongly; `NotImplemented` where inductor is right, and `_AS_IT_IS`
+where neither is, but the operator's own kernel."""
 
 
 def with_corrections(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
     """A table of decompositions in which the corrections come first."""
     # Complex sums stay whole: inductor would take them apart into views of other dtypes.
-    whole = {_aten.add.Tensor, *WHOLE} - set(CORRECTIONS)
-    corrected = {operator: found for operator, found in table.items() if operator not in whole}
+    corrected = {operator: found for operator, found in table.items() if operator is not _aten.add.Tensor}
     for corrections in (CORRECTIONS, NUMBERS):  # each before those that come earlier
         corrected |= {operator: _or_else(own, corrected.get(operator)) for operator, own in corrections.items()}
     return corrected

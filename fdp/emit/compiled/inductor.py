@@ -47,7 +47,7 @@ from torch import fx
 
 from fdp.emit.compiled.barriers import CHANGING, start_, wait_
 from fdp.emit.compiled.computed_once import mark_compared, marked_are_kept
-from fdp.emit.compiled.corrections import WHOLE, with_corrections
+from fdp.emit.compiled.corrections import NUMBERS_BETWEEN, no_fractions, with_corrections
 from fdp.emit.compiled.folded_values import folded_values_are_rounded
 from fdp.emit.compiled.kernel_corrections import (
     branches_get_strides_of_graph,
@@ -226,7 +226,7 @@ def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\._inductor")  # about itself
             _lower_readers_first()
-            called_as_they_are(lowering, WHOLE)
+            stack.enter_context(called_as_they_are(lowering, NUMBERS_BETWEEN, no_fractions))
             stack.enter_context(reads_ordered_after_changes(SchedulerNode))
             stack.enter_context(changed_memory_known_by_all_names(Scheduler))
             stack.enter_context(scatters_read_other_memory(inplaceable_ops))

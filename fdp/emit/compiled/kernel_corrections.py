@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -112,29 +112,36 @@ def scatters_read_other_memory(table: Any) -> AbstractContextManager[None]:
     return _entries(table, {operator: checked(entry) for operator, entry in table.items()})
 
 
-_called: set[Any] = set()
-"""Operators whose kernels inductor now calls."""
-
-
-def called_as_they_are(lowering: Any, operators: Mapping[Any, Callable[..., bool]]) -> None:
-    """Let inductor call the kernels of operators, from here on.
+@contextmanager
+def called_as_they_are(lowering: Any, operators: Sequence[Any], are_right: Callable[..., bool]) -> Iterator[None]:
+    """Let inductor call the kernels of operators.
 
     Args:
         lowering: the module `torch._inductor.lowering`.
-        operators: each with the arguments for which inductor's own loops, if it has any, are right.
+        operators: those that may be left whole.
+        are_right: asked with the arguments of a call, whether inductor's own loops will do, if it has any.
     """
+    table = lowering.lowerings
+    before = {operator: table.get(operator) for operator in operators}
 
-    def chosen(ours: Callable[..., Any], theirs: Callable[..., Any], is_right: Callable[..., bool]) -> Any:
-        return lambda *args, **named: (theirs if is_right(*args) else ours)(*args, **named)
+    def chosen(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(theirs)
+        def lowered(*args: Any, **named: Any) -> Any:
+            return (theirs if are_right(*args, *named.values()) else ours)(*args, **named)
 
-    for operator, is_right in operators.items():
-        if operator in _called:
-            continue
-        theirs = lowering.lowerings.get(operator)
-        lowering.make_fallback(operator, warn=False, override_decomp=True)
-        if theirs is not None:
-            lowering.lowerings[operator] = chosen(lowering.lowerings[operator], theirs, is_right)
-        _called.add(operator)
+        return lowered
+
+    try:
+        for operator, theirs in before.items():
+            lowering.make_fallback(operator, warn=False, override_decomp=True)
+            if theirs is not None:
+                table[operator] = chosen(table[operator], theirs)
+        yield
+    finally:
+        for operator, theirs in before.items():
+            table.pop(operator, None)
+            if theirs is not None:
+                table[operator] = theirs
 
 
 @contextmanager

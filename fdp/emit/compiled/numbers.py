@@ -57,8 +57,8 @@ def nearest(number: float, dtype: torch.dtype) -> float:
     return math.copysign(rounded if abs(rounded) <= info.max else math.inf, number)
 
 
-def _is_one(number: float, dtype: torch.dtype) -> bool:
-    """Whether a floating-point dtype has a number; every one has NaN, which is not equal to itself."""
+def _has(number: float, dtype: torch.dtype) -> bool:
+    """Whether a number is one of a floating-point dtype. NaN is, though it does not equal itself."""
     return math.isnan(number) or nearest(number, dtype) == number
 
 
@@ -66,7 +66,7 @@ def _has_more_digits(value: Any, dtype: torch.dtype) -> bool:
     """Whether a number, or a tensor without dimensions on a CPU, may be one that the dtype has not."""
     if isinstance(value, torch.Tensor):
         return value.dim() == 0 and value.device.type == "cpu" and value.dtype != dtype
-    return isinstance(value, torch.SymFloat) or (isinstance(value, float) and not _is_one(value, dtype))
+    return isinstance(value, torch.SymFloat) or (isinstance(value, float) and not _has(value, dtype))
 
 
 def _result(one: Any, other: Any) -> torch.dtype:
@@ -145,7 +145,13 @@ def _rsub(x: torch.Tensor, number: Any, alpha: Any = 1) -> Any:
     if isinstance(alpha, int | float) and alpha == 1:
         return _rsub_rounded(x, number)
     dtype = _result(x, number)
-    return _less(_aten.scalar_tensor.default(number, dtype=dtype, device=x.device), x, alpha=alpha)
+    if dtype in NARROW and x.device.type != "cpu":  # kernels for cards take the number as it is
+        known: Any = _aten.scalar_tensor.default(number, dtype=torch.float32, device=x.device)
+        return _aten.sub.Tensor(known, _aten.mul.Tensor(wide(x.to(dtype)), alpha)).to(dtype)
+    # A whole number that the dtype has not wraps.
+    made = dtype if dtype.is_floating_point or dtype.is_complex else torch.int64
+    known = _aten.scalar_tensor.default(number, dtype=made, device=x.device).to(dtype)
+    return _less(known, x, alpha=alpha)
 
 
 _rsub_rounded = _number_rounded(_aten.rsub.Scalar, _aten.rsub.Tensor)
@@ -185,14 +191,15 @@ def _lerp(start: torch.Tensor, end: torch.Tensor, weight: Any) -> Any:
 
 
 def _lerp_by_tensor(start: torch.Tensor, end: torch.Tensor, weight: torch.Tensor) -> Any:
-    """`lerp` of whole numbers by fractions, and of sixteen bits: inductor takes one from the other in their own dtype,
-    which may wrap, or round."""
-    if start.dtype in NARROW and start.dtype == end.dtype:
-        return _aten.lerp.Tensor(wide(start), wide(end), wide(weight)).to(start.dtype)
-    if start.is_floating_point() or not weight.is_floating_point():
+    """`lerp` by a tensor, of whole numbers by fractions or of sixteen bits.
+
+    Inductor takes one end from the other in their own dtype, which may wrap, or round (seen in torch 2.13).
+    """
+    dtype = torch.result_type(start if start.dim() else end, weight)
+    if start.dtype not in NARROW and (start.is_floating_point() or not weight.is_floating_point()):
         return NotImplemented
-    dtype = torch.result_type(start, weight)
-    return _aten.lerp.Tensor(start.to(dtype), end.to(dtype), weight.to(dtype))
+    start, end, weight = (wide(each.to(dtype)) for each in (start, end, weight))
+    return _aten.lerp.Tensor(start, end, weight).to(dtype)
 
 
 def _fused(operator: Any) -> Callable[..., Any]:
@@ -244,7 +251,7 @@ def _sum_of_each(operator: Any) -> Callable[..., Any]:
 def _tensor_of(number: Any, **how: Any) -> Any:
     """A tensor of one number, which has the digits of its dtype."""
     dtype = how.get("dtype")
-    if dtype not in NARROW or not isinstance(number, float) or _is_one(number, dtype):
+    if dtype not in NARROW or not isinstance(number, float) or _has(number, dtype):
         return NotImplemented
     return _aten.scalar_tensor.default(nearest(number, dtype), **how)
 

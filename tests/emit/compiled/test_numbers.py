@@ -104,7 +104,7 @@ def compared(operators: Mapping[str, Operator], number: Any, read: Callable[[Ten
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize(("dtype", "number"), some(itertools.product(NARROW, [0.1, 1.7]), 3))
+@pytest.mark.parametrize(("dtype", "number"), some(itertools.product(NARROW, [0.1, 1.7]), 4))
 def test_constants_meet_sixteen_bits_as_in_kernels(dtype: torch.dtype, number: float) -> None:
     compared(OF_CONSTANTS, number, lambda _: number, dtype)
 
@@ -117,7 +117,7 @@ def test_constants_that_are_no_numbers_meet_sixteen_bits(number: float) -> None:
     )
 
 
-def test_extremes_over_ranks_of_every_dtype() -> None:
+def test_extremes_of_every_dtype_are_compiled() -> None:
     def step(state: list[Tensor]) -> Any:
         return [fdp.pmax(x) for x in state], [fdp.pmin(x) for x in state]
 
@@ -149,7 +149,7 @@ def test_powers_by_a_number_that_is_read(dtype: torch.dtype, number: float) -> N
     torch.testing.assert_close(found, step(state, x)[1])
 
 
-@pytest.mark.parametrize(("number", "dtype"), some(itertools.product([1.7, 3], [torch.float32, NARROW[0]]), 3))
+@pytest.mark.parametrize(("number", "dtype"), some(itertools.product([1.7, 3], [torch.float32, NARROW[0]]), 4))
 def test_a_number_that_is_read_is_scattered(dtype: torch.dtype, number: float) -> None:
     def step(state: Tensor, x: Tensor) -> Any:
         n, places = state.item(), torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
@@ -160,6 +160,30 @@ def test_a_number_that_is_read_is_scattered(dtype: torch.dtype, number: float) -
     found = fdp.data_parallel(step, compile=True, check_replication=False)(state, x)[1]
     for one, two in zip(found, step(state, x)[1], strict=True):
         torch.testing.assert_close(one, two)
+
+
+LERPS = {
+    "a tensor without dimensions": lambda x, y, w: torch.lerp(x, y, w),
+    "nothing with dimensions": lambda x, y, w: torch.lerp(x[0], y[1], w),
+    "a start without dimensions": lambda x, y, w: torch.lerp(x[0], y, w),
+    "its own dtype": lambda x, y, w: torch.lerp(x, y, y),
+    "rsub of a whole number that wraps": lambda x, y, w: torch.rsub(torch.arange(5, dtype=torch.uint8), 300, alpha=2),
+    "rsub of whole numbers": lambda x, y, w: torch.rsub(torch.arange(5), 3, alpha=2),
+}
+
+
+@pytest.mark.parametrize("dtype", some(NARROW))
+def test_numbers_between_tensors_of_sixteen_bits(dtype: torch.dtype) -> None:
+    def step(w: Tensor, x: Tensor, y: Tensor) -> Any:
+        return w, [of(x, y, w) for of in LERPS.values()]
+
+    drawn = torch.Generator().manual_seed(3)
+    x, y = (torch.randn(64, generator=drawn).to(dtype) for _ in range(2))
+    w = torch.tensor(0.1)
+    found = fdp.data_parallel(step, compile=True, check_replication=False)(w, x, y)[1]
+    for name, one, two in zip(LERPS, found, step(w, x, y)[1], strict=True):
+        digits = 0 if one.dtype != torch.float32 else 1e-6
+        torch.testing.assert_close(one, two, rtol=digits, atol=digits, msg=name)
 
 
 @exhaustive
