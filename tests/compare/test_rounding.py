@@ -182,8 +182,9 @@ def test_one_large_noisy_element_excuses_no_other() -> None:
         lambda x: torch.std_mean(x, 0)[1][0],
         lambda x: torch.nn.functional.layer_norm(x, (4,))[0, 3],
         lambda x: torch.nn.functional.group_norm(x[..., None], 1)[0, 3, 0],
+        lambda x: torch.nn.functional.batch_norm(x.t(), None, None, training=True)[3, 0],
     ],
-    ids=["var_mean", "std_mean", "layer_norm", "group_norm"],
+    ids=["var_mean", "std_mean", "layer_norm", "group_norm", "batch_norm"],
 )
 def test_a_mean_of_whole_numbers_that_is_zero_may_be_rounded(averaged: Any) -> None:
     x = torch.tensor([[-7.0, 3.0, 4.0, 0.0], [7.0, -3.0, -4.0, 0.0]])

@@ -7,6 +7,7 @@ program is compared with. So values of a program that is not exact get in only a
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import torch
 
@@ -122,6 +123,9 @@ THROUGH = (
 )  # fmt: skip
 """Of float32, through other dtypes and back: gradients take the same way."""
 
+NOT_SENT = (torch.bool, torch.int16)
+"""Sums and extremes over ranks are not defined for these."""
+
 SENT = ("psum", "pmax", "pmin", "broadcast", "all_gather", "pmean")
 
 _CONSTANTS = ("0.1", "0.5", "1.5", "-2", "3", "7.3", "0.3", "100", "1e-3", "257")
@@ -132,7 +136,8 @@ def other(x: torch.Tensor) -> bool:
     return x.dtype != torch.float32
 
 
-def _pick(author: Author, fits, writable: bool = False) -> str:  # type: ignore[no-untyped-def]
+def _pick(author: Author, fits: Callable[[torch.Tensor], bool], writable: bool = False) -> str:
+    """A value that fits, later ones more often."""
     names = author.tensors(fits, writable)
     if not names:
         raise Refused
@@ -217,10 +222,8 @@ def places(author: Author) -> None:
     a, i = author.pick(dtype=None), _pick(author, other)
     if overlaps_itself(author.env[a]) and author.rng.random() < 0.5:
         raise Refused
-    index = i
-    if author.env[i].is_floating_point():
-        index = f"{i}.clamp(-100, 100)"
-    _let(author, _filled(author, author.rng.choice(PLACES), a=a, i=index), a)
+    within = f"{i}.clamp(-100, 100)" if author.env[i].is_floating_point() else i
+    _let(author, _filled(author, author.rng.choice(PLACES), a=a, i=within), a)
 
 
 def read_number(author: Author) -> None:
@@ -232,16 +235,14 @@ def read_number(author: Author) -> None:
 def through(author: Author) -> None:
     if not author.exact:
         raise Refused
-    text = author.rng.choice(THROUGH)
-    author.write(
-        f"{(v := author.fresh())} = {text.format(a=(a := author.pick()), b=author.pick(author.env[a].shape))}",
-        {v: None},
-    )
+    text, a = author.rng.choice(THROUGH), author.pick()
+    b = author.pick(author.env[a].shape)
+    author.write(f"{(v := author.fresh())} = {text.format(a=a, b=b)}", {v: None})
 
 
 def sent(author: Author) -> None:
     """Messages of values of several types."""
-    names = author.tensors(lambda x: other(x) and x.dtype not in (torch.bool, torch.int16))
+    names = author.tensors(lambda x: other(x) and x.dtype not in NOT_SENT)
     if not names:
         raise Refused
     chosen = [author.rng.choice(names[-6:]) for _ in range(author.rng.choice([1, 1, 2, 3]))]
@@ -262,7 +263,6 @@ def sent(author: Author) -> None:
 
 OF_TYPES: tuple[tuple[float, Statement], ...] = (
     (1.2, positions), (1, cast), (2, of_one), (2, of_two), (0.7, view), (1, written), (1.2, written_of), (1, places),
-    (0.7, read_number), (0.7, sent),
-    (0.5, through),
+    (0.7, read_number), (0.7, sent), (0.5, through),
 )  # fmt: skip
 """What may be written, and how often."""

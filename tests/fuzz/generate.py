@@ -13,7 +13,7 @@ import torch
 import fdp
 from fuzz import plain
 from fuzz.author import Author, DryRun, Refused
-from fuzz.dtypes import FIRST, OF_TYPES, TYPES
+from fuzz.dtypes import FIRST, NOT_SENT, OF_TYPES, TYPES
 from fuzz.exchanges import MESHES
 from fuzz.gradients import GRADIENTS
 from fuzz.outside import assigned, change, hold, read
@@ -224,9 +224,8 @@ class _Drawing:
                     leaf = Leaf(leaf.name, leaf.make, rng.choice(fits[-5:]), leaf.own)
             if not leaf.own and isinstance(env[leaf.new], torch.Tensor) and author.varies(leaf.new):
                 # It was written with what varies.
-                new = f"fdp.{'pmean' if old.dtype == torch.float32 else 'pmax'}({leaf.new})"
-                if old.dtype == torch.bool:
-                    new = f"torch.zeros_like({leaf.name})"
+                average = "fdp.pmean({})" if old.dtype == torch.float32 else "fdp.pmax({})"
+                new = ("torch.zeros_like({})" if old.dtype in NOT_SENT else average).format(leaf.new)
                 leaf = Leaf(leaf.name, leaf.make, new, leaf.own)
             leaves.append(leaf)
         self.leaves = leaves

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from operator_samples import DTYPES, Call, calls, same
+from operator_samples import DTYPES, ROUNDS_ELSEWHERE, Call, agree, calls
 from samples import exhaustive
 from torch import Tensor
 
@@ -19,8 +19,6 @@ import fdp
 pytestmark = [exhaustive, pytest.mark.filterwarnings("ignore")]
 
 TOGETHER, OF_EACH = 40, 4
-ROUNDS_ELSEWHERE = ("addr", "cross", "grid_sampler", "nn_functional_grid_sample")
-"""Beginnings of the names of operators of sixteen bits whose kernels round between their operations."""
 
 
 def wrong(part: list[Call], dtype: torch.dtype) -> list[str]:
@@ -33,11 +31,11 @@ def wrong(part: list[Call], dtype: torch.dtype) -> list[str]:
     except fdp.FdpError:
         half = len(part) // 2
         return wrong(part[:half], dtype) + wrong(part[half:], dtype) if half else []
+    rounds_elsewhere = ("addr", *ROUNDS_ELSEWHERE)
     return [
         call.name
         for call, results in zip(part, found, strict=True)
-        if not (dtype in (torch.float16, torch.bfloat16) and call.name.startswith(ROUNDS_ELSEWHERE))
-        and not all(same(one, two, dtype) for one, two in zip(results, call.due, strict=True))
+        if not agree(call, results, dtype, rounds_elsewhere)
     ]
 
 
