@@ -7,11 +7,13 @@ through the compiler as well, what other tests show.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+T = TypeVar("T")
 
 ALL_SAMPLES = bool(os.environ.get("FDP_ALL_SAMPLES"))
 
@@ -25,6 +27,14 @@ def some(cases: Iterable[Any], every: int = 2) -> list[Any]:
     """
     values = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [pytest.param(*each, marks=exhaustive if at % every else ()) for at, each in enumerate(values)]
+
+
+def few(cases: Mapping[str, T], every: int = 2, first: int = 0) -> dict[str, T]:
+    """One of `every` entries by default, from the one of number `first` on; all with FDP_ALL_SAMPLES=1.
+
+    For entries that are compiled as one step.
+    """
+    return dict(cases if ALL_SAMPLES else list(cases.items())[first::every])
 
 
 _EXAMPLES = os.environ.get("FDP_EXAMPLES")

@@ -9,7 +9,7 @@ import sys
 import pytest
 import run_faults
 import seeded_faults_trace
-from samples import ALL_SAMPLES, exhaustive
+from samples import ALL_SAMPLES, exhaustive, few
 from seeded_fault import Fault
 from seeded_faults import COMPILED_FAULTS, FAULTS
 
@@ -66,6 +66,7 @@ _SHOWN_COMPILED = {"compiled, not divided": "large", "compiled, beta left out": 
     ids=["emitted", "on a mesh", "compiled"],
 )
 def test_faults_that_change_a_number_are_caught_before_it_is_computed(shown: dict[str, str], option: list[str]) -> None:
+    shown = few(shown)
     words = [*shown, *option, "--programs", *sorted(set(shown.values())), "--workers", "1"]
     if not ALL_SAMPLES:  # each by its own program, and not by those of the others
         words += ["--shown-by", *(f"{fault}={program}" for fault, program in shown.items())]
