@@ -39,6 +39,7 @@ class Report:
         exact: nothing was rounded.
         written: inputs that plain PyTorch writes in place, by their kind.
         unequal: values that are called equal on all ranks, and are not in plain PyTorch.
+        traces: how many times the step was traced; 0 where its state is sharded.
     """
 
     status: str
@@ -49,6 +50,7 @@ class Report:
     exact: bool = False
     written: tuple[str, ...] = ()
     unequal: tuple[str, ...] = ()
+    traces: int = 0
 
 
 class RealKit:
@@ -178,7 +180,7 @@ def _run(programs: Sequence[Program], judge: Judge) -> Report:
         state = unshared(found[0]) if "state" in expected.written else found[0]
         between()
     if not bad:
-        return Report("ok", bits=tuple(bits))
+        return Report("ok", bits=tuple(bits), traces=getattr(step, "traces", 0))
     text = "\n".join(f"call {m.call}, {what} {m.path}: {m.text}" for what, m in bad[:12])
     return Report("wrong", bad[0][0], text, tuple(bits))
 

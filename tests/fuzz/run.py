@@ -86,7 +86,7 @@ class Fuzzer:
                  without: frozenset[str] = frozenset(), device: str = "cpu") -> None:  # fmt: skip
         self.world, self.seed, self.share, self.out, self.shrink_s = world, seed, share, out, shrink_s
         self.counts, self.pool, self.without = counts, Pool(world, device), without
-        self._waiting: dict[bool, list[Program]] = {False: [], True: []}
+        self._waiting: dict[tuple[bool, int], list[Program]] = collections.defaultdict(list)
         self._rng = random.Random(seed)
 
     def chunk(self, size: int = _CHUNK) -> None:
@@ -104,7 +104,8 @@ class Fuzzer:
         program = job[0]
         # With all options of its own it ran; compiled it runs with those of others.
         if verdict.status == "right" and not program.traits - _HARMLESS and self._rng.random() < self.share:
-            self._waiting[program.options.donate].append(program)
+            # With others that are traced as often: all are compiled anew when one of them is.
+            self._waiting[program.options.donate, verdict.traces].append(program)
 
     def compile(self, programs: Sequence[Program]) -> None:
         """Compile programs as one step; if that fails, each by itself, so that it is known which one it was."""

@@ -19,6 +19,7 @@ class Verdict:
         status: "right", "refused", "failed" or "invalid".
         kind: the reason of a refusal; of a failure what is to stay the same while it shrinks.
         text: a failure at length.
+        traces: how many times a step that is right was traced.
     """
 
     status: str
@@ -26,6 +27,7 @@ class Verdict:
     text: str = ""
     excused: int = 0
     exact: bool = False
+    traces: int = 0
 
 
 def judge(programs: Sequence[Program], reports: Sequence[Report]) -> Verdict:
@@ -56,7 +58,7 @@ def judge(programs: Sequence[Program], reports: Sequence[Report]) -> Verdict:
                     f"call {call}: ranks 0 and {rank} hold different bits in {', '.join(paths)}, which are called equal"
                 )
                 return Verdict("failed", "different bits", text, excused, exact)
-    return Verdict("right", "", "", excused, exact)
+    return Verdict("right", "", "", excused, exact, max(r.traces for r in reports))
 
 
 def _essence(text: str) -> str:
