@@ -261,7 +261,6 @@ class Execution(TermMachine):
             made.extend(tensors)
             return views
 
-        self._called = func
         self.perform(operator, given, fresh)
         if not operator.results:
             return None

@@ -306,12 +306,5 @@ UNDEFINED = Term(("undefined",), (), None, False)
 _NOTHING = Store(UNDEFINED, 0, (), (), torch.uint8)
 
 
-def is_undefined(term: Any) -> bool:
-    """Whether a value depends on uninitialised memory."""
-    if term.key[0] != "load":
-        return False
-    return any(not layers or any(layer[0] is UNDEFINED for layer in layers) for _, _, layers in term.key[4])
-
-
 def _in_flight(what: str, block: Block) -> VerificationError:
     return VerificationError(f"memory of a bucket whose message is under way is {what} ({block.name})")

@@ -17,7 +17,7 @@ from fdp.verify.combined import Ranks, axis_dimension
 from fdp.verify.extents import comparable_number
 from fdp.verify.higher import function_name, higher_order, run_loop
 from fdp.verify.machine import TermMachine, views_in
-from fdp.verify.memory import Block, View, is_undefined, marks_of, view_of
+from fdp.verify.memory import Block, View, marks_of, view_of
 from fdp.verify.schemas import Operator, operator_of
 from fdp.verify.terms import Term
 from fdp.verify.values import Values
@@ -115,7 +115,6 @@ class Reference(TermMachine):
         pristine: what that memory holds before anything runs.
         bodies: of its loops, by node.
         higher: the operators of other kinds in it: functions that take functions.
-        reads_undefined: whether it reads what happens to be in memory.
     """
 
     def __init__(self, trace: Trace, rank: int) -> None:
@@ -142,7 +141,6 @@ class Reference(TermMachine):
         self.pristine: dict[Block, Block] = {}
         self.bodies: dict[str, Reference] = {}
         self.higher: dict[int, Any] = {}
-        self.reads_undefined = False
         self._means: list[tuple[Term, str]] = []
         self._node: Any = None
         self._loops = {loop.node: loop for loop in self.trace.loops}
@@ -155,8 +153,6 @@ class Reference(TermMachine):
     def wrote(self, term: Term) -> None:
         if term.origin is None:
             term.origin = self._node.name
-        if is_undefined(term):
-            self.reads_undefined = True
 
     def _run(self) -> None:
         module = self.trace.graph
