@@ -88,6 +88,16 @@ class MetaCopy:
                 ) from None
         return self._module
 
+    def has_its_parts(self, part: ModuleCopy) -> bool:
+        """Whether a part of the module has the parts and the class that it had; also said of one that has died."""
+        original = part.original()
+        try:
+            if original is not None:
+                self._refuse_other_parts(part, original)
+        except _Entangled:
+            return False
+        return True
+
     def _stand_in(self, original: Any) -> Any:
         """The stand-in for an original; None for any other object."""
         # The number of an original that died may have been given to another object.

@@ -198,18 +198,19 @@ class Search:
             found += [self._visit(f"the key {k} of {label}", x, None, depth) for k, x in enumerate(keys) if _is_odd(x)]
             items = [(_key_text(key), key, dict.__getitem__(value, key)) for key in keys]
             found += [self._visit(f"{label}[{text}]", x, ("item", value, key), depth) for text, key, x in items]
-            contents = ", ".join(text for text, *_ in items)
+            contents = contents_of(label), ", ".join(text for text, *_ in items)
         elif isinstance(value, (set, frozenset)):
-            contents = ", ".join(sorted(map(_key_text, value)))
+            contents = contents_of(label), ", ".join(sorted(map(_key_text, value)))
             found.append(True)
         else:
             found += [self._visit(f"{label}[{i}]", x, None, depth) for i, x in enumerate(value)]
-            contents = f"{len(value)} items"
+            contents = f"the length of {label}", f"{len(value)} items"
         if not isinstance(value, (tuple, frozenset)):
             self.watched.add_length(value)
-        if any(found) and (named := contents_of(label)) not in self._without:
-            self.leaves.insert(first, (named, contents))
-            if value and not isinstance(value, (tuple, set, frozenset)):
+        if any(found):
+            if contents[0] not in self._without:
+                self.leaves.insert(first, contents)
+            if value and not isinstance(value, (tuple, frozenset)):
                 self.watched.add_order(value)
         return any(found)
 
@@ -257,6 +258,7 @@ class Search:
 
             attributes = {**vars(part.stand_in), **part.attributes}
             self._attributes_of_part(here, type(part.stand_in), attributes, place, depth)
+            self._leaf(f"the parts of {here}", module.has_its_parts(part))  # if it has others, a new trace is refused
             if lives:
                 self.watched.add_part(part)
             for name in HOOKS:
@@ -290,6 +292,9 @@ class Search:
             self._leaf(f"type({label})", kind)
             self._class(kind, depth)
         if isinstance(held := getattr(value, "__dict__", None), dict):
+            if value.__class__ is kind:  # not of a proxy
+                self.watched.add(("attribute", value, "__class__"), kind)
+                self.watched.add(("attribute", value, "__dict__"), held)
             if "__wrapped__" in held:  # such as another step
                 self._visit(label, held["__wrapped__"], ("item", held, "__wrapped__"), depth)
             self._some(label, held, depth)
@@ -316,30 +321,37 @@ class Search:
         if kind in self._classes or is_of_library(_file_of_class(kind)):
             return False
         self._classes.add(kind)
-        held: dict[str, Any] = {}
-        for base in reversed(kind.__mro__):
+        held: collections.defaultdict[str, list[tuple[type, Any]]] = collections.defaultdict(list)
+        for base in kind.__mro__:
             if base is not object and not is_of_library(_file_of_class(base)):
-                held.update({n: x for n, x in vars(base).items() if self._reads(n) or _is_called(n, x)})
-        for name, value in sorted(held.items()):
-            inner: Any
-            if isinstance(value, (classmethod, staticmethod)):
-                inner = value.__func__
-            elif isinstance(value, (property, functools.cached_property)):
-                inner = value.fget if isinstance(value, property) else value.func
-            elif isinstance(value, functools.partialmethod):
-                inner = functools.partial(value.func, *value.args, **value.keywords)
-            elif not isinstance(value, types.FunctionType) and hasattr(type(value), "__get__"):
-                continue  # which gives another object each time
-            else:
-                inner = value
-            counts = self._visit(f"{kind.__name__}.{name}", inner, None, depth)
-            if counts and self._reads(name) and inner is getattr(kind, name):
-                self.watched.add(("attribute", kind, name), getattr(kind, name))
+                for name, value in vars(base).items():
+                    if self._reads(name) or _is_called(name, value):
+                        # What one class hides, its code may call through `super()`.
+                        held[name].append((base if held[name] else kind, value))
+        for name, found in sorted(held.items()):
+            for owner, value in found:
+                self._attribute_of_class(owner, name, value, depth)
         return True
+
+    def _attribute_of_class(self, owner: type, name: str, value: Any, depth: int) -> None:
+        inner: Any
+        if isinstance(value, (classmethod, staticmethod)):
+            inner = value.__func__
+        elif isinstance(value, (property, functools.cached_property)):
+            inner = value.fget if isinstance(value, property) else value.func
+        elif isinstance(value, functools.partialmethod):
+            inner = functools.partial(value.func, *value.args, **value.keywords)
+        elif not isinstance(value, types.FunctionType) and hasattr(type(value), "__get__"):
+            return  # which gives another object each time
+        else:
+            inner = value
+        counts = self._visit(f"{owner.__name__}.{name}", inner, None, depth)
+        if counts and self._reads(name) and inner is getattr(owner, name):
+            self.watched.add(("attribute", owner, name), inner)
 
 
 def contents_of(label: str) -> str:
-    """The expression for which items there are in what an expression stands for."""
+    """The expression for which items there are in the dict or set that an expression stands for."""
     return f"the items of {label}"
 
 

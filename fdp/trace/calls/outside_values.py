@@ -99,9 +99,9 @@ class OutsideValues:
             had = {label for label, _ in before}
             # Of tensors that have come to count, it is not known what they were.
             after = [x for x in now.leaves if self._counts(x) and (x[0] in had or not isinstance(x[1], torch.Tensor))]
-            own = set(_changed([leaf for leaf in before if self._counts(leaf)], after))
-            # A list that has grown will grow again, at its end.
-            self._leave_out(own.union(filter(None, map(of_contents, own))))
+            own = _changed([leaf for leaf in before if self._counts(leaf)], after)
+            # Which keys a dict has is noted anew: the others may still be changed by somebody else.
+            self._leave_out(label for label in own if of_contents(label) is None)
 
     def in_vain(self, earlier: Iterable[int], number: int) -> list[str]:
         """Learn that a version has the same trace as earlier ones.

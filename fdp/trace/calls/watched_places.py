@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
-from fdp.pytorch.registries import HOOKS
+from fdp.pytorch.registries import HOOKS, SUBMODULES
 
 Kind = Literal["cell", "item", "attribute", "part"]
 Place = tuple[Kind, Any, Any]
@@ -22,7 +22,7 @@ _MISSING = object()
 _Getter = Callable[[Mapping[str, Any]], tuple[Any, ...]]
 _Select = Callable[[list[dict[str, Any]]], tuple[dict[str, Any], ...]]
 
-_hooks = operator.itemgetter(*HOOKS)
+_hooks, _submodules = operator.itemgetter(*HOOKS), operator.itemgetter(SUBMODULES)
 _contents = operator.attrgetter("cell_contents")
 
 
@@ -49,15 +49,16 @@ class WatchedPlaces:
             (self._items if kind == "item" else self._in_objects).append((holder, key, value))
 
     def add_length(self, container: Any) -> None:
-        """Watch how many items a container has."""
+        """Watch how many items a container has, and of a dict the last key: that is another one if a key is new."""
         self._sized[id(container)] = container
 
     def add_order(self, container: Any) -> None:
-        """Watch the items of a list, or the keys of a dict, and their order; its length has to be watched as well."""
+        """Watch the items of a list or set, or the keys of a dict, and their order; its length has to be watched as
+        well."""
         self._ordered[id(container)] = container
 
     def add_part(self, part: Any) -> None:
-        """Watch how many attributes and hooks a part of a module taken apart has."""
+        """Watch how many attributes and hooks a part of a module taken apart has, and which parts of its own."""
         self._parts[id(part)] = part
 
     def freeze(self) -> None:
@@ -66,16 +67,18 @@ class WatchedPlaces:
         dicts, keys, in_dicts = _columns(self._items)
         objects, names, in_objects = _columns(self._in_objects)
         lists, in_parts = list(self._ordered.values()), self._groups_of_parts()
+        self._containers = list(self._sized.values())
+        tables = [each for each in self._containers if isinstance(each, dict)]
         # What reads a kind of places, and what they hold now.
         reads: list[tuple[Callable[[], Iterable[Any]], list[Any]]] = [
             (functools.partial(map, _contents, cells), in_cells),
             (functools.partial(map, dict.get, dicts, keys, itertools.repeat(_MISSING)), in_dicts),
             (functools.partial(map, getattr, objects, names), in_objects),
             (functools.partial(itertools.chain.from_iterable, lists), list(itertools.chain.from_iterable(lists))),
+            (functools.partial(_last_keys, tables), list(_last_keys(tables))),
             *((functools.partial(_read, get, *_selected(parts)), held) for get, parts, held in in_parts),
         ]
         self._reads = [(read, values) for read, values in reads if values]
-        self._containers = list(self._sized.values())
         self._lengths = list(map(len, self._containers))
         trees: dict[int, list[Any]] = {}
         for part in self._parts.values():
@@ -106,12 +109,15 @@ class WatchedPlaces:
         except Exception:  # a variable or an attribute that is gone
             return False
 
-    def _counts_of_parts(self) -> list[int]:
-        counts: list[int] = []
+    def _counts_of_parts(self) -> list[Any]:
+        counts: list[Any] = []
         for select, live in self._trees:
             parts = select(live)
-            counts += map(len, parts)
-            counts += map(len, itertools.chain.from_iterable(map(_hooks, parts)))
+            # The parts by number: a module that is watched is not kept. One that dies is noticed by its attributes.
+            counts += map(id, itertools.chain.from_iterable(map(dict.values, map(_submodules, parts))))
+            for tables in (parts, list(itertools.chain.from_iterable(map(_hooks, parts)))):
+                counts += map(len, tables)
+                counts += _last_keys(tables)
         return counts
 
 
@@ -125,6 +131,11 @@ def _selected(parts: list[Any]) -> tuple[_Select, list[dict[str, Any]]]:
 
 def _read(get: _Getter, select: _Select, live: list[dict[str, Any]]) -> Iterator[Any]:
     return itertools.chain.from_iterable(map(get, select(live)))
+
+
+def _last_keys(tables: Iterable[dict[Any, Any]]) -> Iterator[Any]:
+    """The key of each dict that was added last."""
+    return map(next, map(dict.__reversed__, tables), itertools.repeat(_MISSING))
 
 
 def _columns(rows: list[tuple[Any, Any, Any]]) -> tuple[list[Any], list[Any], list[Any]]:
