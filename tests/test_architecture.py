@@ -43,7 +43,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "random": ("hashing", "keys", "generators"),
     "data": ("permutation", "batch_sampler"),
     "state": (
-        "labels lock pace pieces rank_local seal shards unwritten", "containers index", "replicate shard storage",
+        "labels lock pace pieces rank_local seal shards unwritten", "containers index", "replicate storage", "shard",
         "contents", "checkpoint", "checkpoint_manager",
     ),
     "collectives": ("operators", "markers", "over_pytrees own_rank transposes", "exchanges"),

@@ -15,6 +15,7 @@ reason has to be found, there may be two more.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -153,6 +154,15 @@ class SideBySide:
             [output.constant if output.node is None else next(outputs) for output in self._trace.outputs]
         )
 
+    def _warn_of_frozen_draws(self) -> None:
+        """Two runs agreed; but a branch that is seldom taken may depend on what was drawn."""
+        warnings.warn(
+            f"fdp: step {self._trace.name!r} draws random numbers from Python's or NumPy's generators. A trace freezes "
+            "them: every call takes the branches that the first one took. Draw with torch (torch.rand, fdp.random) and "
+            "choose by torch.where or torch.cond, or draw outside of the step.",
+            stacklevel=2,
+        )
+
     def _compare(self, move: float) -> bool:
         """Compare on one kind of inputs; returns whether the step runs on them."""
         self._kept = []
@@ -183,6 +193,8 @@ class SideBySide:
                     again, _ = looked_into(self._untraced(move, kind, expected))
                 # Two runs of the same code: on a CPU they agree to the bit, so the smallest difference tells.
                 offenders = different(names, again, expected, before_of, share=1.0 if self._on_accelerator else 1e-3)
+            if not offenders:
+                self._warn_of_frozen_draws()
         else:
             # Each leaf is let go of as soon as it has been compared.
             offenders = different(names, taken_from(found), taken_from(expected), before_of)

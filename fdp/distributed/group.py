@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -31,6 +31,7 @@ from fdp.distributed.messages import (
 from fdp.distributed.other_ranks import Kind, OtherRanks
 from fdp.distributed.sending import Arrived
 from fdp.errors import ArgumentError, build_message
+from fdp.pytorch.dispatch import innermost_mode
 from fdp.pytorch.parts import require
 
 Ranks: TypeAlias = "dist.ProcessGroup | DeviceMesh | Group | None"
@@ -232,6 +233,8 @@ def _of_mesh(mesh: DeviceMesh) -> Group:
     known = _of_meshes.get(mesh)
     if known is not None and known.exists:
         return known
+    if innermost_mode() is None:  # while a step is traced, its own ranks were looked at
+        _refuse_of_other_ranks(mesh)
     names = mesh.mesh_dim_names or ("",)
     if mesh.ndim == 1:
         made = _of_process_group(mesh.get_group(), label=names[0])
@@ -239,6 +242,33 @@ def _of_mesh(mesh: DeviceMesh) -> Group:
         made = _of_process_group(_whole_group(mesh), dimensions_of(mesh))
     _of_meshes[mesh] = made
     return made
+
+
+def _refuse_of_other_ranks(mesh: DeviceMesh) -> None:
+    """Refuse a mesh of ranks that have ended: torch takes it for one of those that have the same numbers now."""
+    world = dist.get_world_size() if dist.is_initialized() else 0
+    rank = dist.get_rank() if world else -1
+    places = dict(_places_in(mesh.mesh.tolist()))
+    fits = world > max(places) and places.get(rank, ()) == tuple(mesh.get_coordinate() or ())
+    if not fits or (mesh.ndim == 1 and rank in places and mesh.get_group().size() != mesh.size()):
+        now = f"rank {rank} of {world}" if world else "no rank of any"
+        raise ArgumentError(
+            build_message(
+                f"a mesh, or what is sharded over it, belongs to ranks {sorted(places)} of a process "
+                f"group that has ended; this process is {now} now.",
+                remedy="save sharded state, or fdp.unshard it, before destroy_process_group(); load or shard it after "
+                "the next init_process_group().",
+            )
+        )
+
+
+def _places_in(ranks: Any, at: tuple[int, ...] = ()) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Each rank in nested lists, with its place."""
+    if not isinstance(ranks, list):
+        yield ranks, at
+        return
+    for index, inner in enumerate(ranks):
+        yield from _places_in(inner, (*at, index))
 
 
 def _whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -18,7 +18,7 @@ from fdp.nn.batch_norm import synchronised_forward
 from fdp.nn.meta_copy import MetaCopy
 from fdp.pytorch.dynamo import uncompiled_module
 from fdp.pytorch.recomputation import Again, recomputed_by, unselected
-from fdp.pytorch.registries import tensor_registries
+from fdp.pytorch.registries import has_gradient_hooks, tensor_registries
 from fdp.tracebacks import hiding_frames
 
 _TABLES, _LISTS = (dict, collections.OrderedDict, collections.defaultdict, set), (list, collections.deque)
@@ -64,7 +64,7 @@ def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, 
         that went in.
 
     Raises:
-        ArgumentError: not a module; a parameter that does not exist yet; a data-parallel wrapper; from
+        ArgumentError: not a module; a parameter that does not exist yet, or has hooks; a data-parallel wrapper; from
             `apply`: other names than the module's, where it would otherwise use tensors of its own; a module that
             was given other parts after it was taken apart.
 
@@ -138,6 +138,14 @@ def _plain(module: Any) -> nn.Module:
     if lazy:
         what = f"{type(module).__name__} has tensors whose shape is not known yet:"
         raise ArgumentError(build_message(what, lazy, "run one forward first, then call from_module."))
+    hooked = [name for name, p in module.named_parameters() if has_gradient_hooks(p)]
+    if hooked:
+        what = (
+            f"{type(module).__name__} has parameters with hooks, which copies do not have, so that they would not run:"
+        )
+        raise ArgumentError(
+            build_message(what, hooked, "change gradients in the step, between grad and the optimizer.")
+        )
     result: nn.Module = module
     return result
 

@@ -30,6 +30,17 @@ def tensor_registries(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
     return tuple(getattr(module, name) for name in TENSOR_REGISTRIES)
 
 
+_GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether something is called when a tensor gets a gradient.
+
+    (Private to torch: attributes of each tensor, None until the first hook is registered, then dicts.)
+    """
+    return any(getattr(tensor, name) for name in _GRADIENT_HOOKS)
+
+
 def refuse_other_registries(module: torch.nn.Module) -> None:
     """Refuse a torch whose modules hold their tensors, submodules and hooks in another way.
 
@@ -40,8 +51,10 @@ def refuse_other_registries(module: torch.nn.Module) -> None:
         FdpError: they do.
     """
     gone = [name for name in (*REGISTRIES, *HOOKS) if not isinstance(vars(module).get(name), dict)]
+    gone = [f"a torch.nn.Module has no {name}" for name in gone]
+    gone += [f"a tensor has no {name}" for name in _GRADIENT_HOOKS if not hasattr(torch.Tensor, name)]
     if gone:
-        raise unsupported_torch("importing fdp", [f"a torch.nn.Module has no {name}" for name in gone])
+        raise unsupported_torch("importing fdp", gone)
 
 
 refuse_other_registries(torch.nn.Module())

@@ -5,6 +5,7 @@ The state of each rank's random number generators can go with it, so that a run 
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import warnings
@@ -25,7 +26,16 @@ from fdp.distributed.fingerprint import fingerprint
 from fdp.distributed.group import Group, Ranks, is_destroyed, resolve_group
 from fdp.distributed.liveness.elsewhere import Elsewhere
 from fdp.distributed.liveness.patience import explain
-from fdp.errors import ArgumentError, FdpError, PeerError, ReplicationError, build_message, first_line
+from fdp.errors import (
+    AgreementError,
+    ArgumentError,
+    FdpError,
+    PeerError,
+    ReplicationError,
+    build_message,
+    first_line,
+    ranks_text,
+)
 from fdp.pytree import Tree
 from fdp.random.generators import generator_states, seed, set_generator_states
 from fdp.state.containers import containers_of
@@ -194,7 +204,7 @@ def load(path: str | os.PathLike[str], like: Tree, group: Ranks = None, *, rando
             another number of ranks; names each of them. With `random=True`: it holds no states of generators, or
             those of another number of ranks. It was not written by `save`, or is damaged: nothing of a checkpoint is
             run, whoever wrote it.
-        AgreementError: another rank was refused like that, or did not come.
+        AgreementError: another rank was refused like that, did not come, or reads another checkpoint.
         FdpError: the disk cannot be read; on every rank.
 
     Example:
@@ -226,6 +236,8 @@ def load(path: str | os.PathLike[str], like: Tree, group: Ranks = None, *, rando
         }
         named.update(generators)
         named.update(fingerprints_of(path, saved, ranks))
+        index = hashlib.sha256((Path(path) / INDEX).read_bytes()).hexdigest()
+    _refuse_other_checkpoints(path, tell_all(ranks, {"index": index}, "fdp.load", "was called"))
     planner = LoadPlanner({name: leaf for name, leaf in named.items() if not isinstance(leaf, torch.Tensor)})
     _read("fdp.load", named, reader, ranks, planner)
     with ready_on_all_ranks(ranks, "fdp.load"):
@@ -237,6 +249,20 @@ def load(path: str | os.PathLike[str], like: Tree, group: Ranks = None, *, rando
             _set_generators(path, states_of_generators(named))
     found_leaves = zip(containers, leaves, names, strict=True)
     return pytree.unflatten(spec, [container.with_tensor(leaf, named[name]) for container, leaf, name in found_leaves])
+
+
+def _refuse_other_checkpoints(path: str | os.PathLike[str], told: list[dict[str, Any]]) -> None:
+    """Refuse to put a state together from parts of several checkpoints."""
+    odd = [rank for rank, each in enumerate(told) if each["index"] != told[0]["index"]]
+    if odd:
+        raise AgreementError(
+            build_message(
+                f"fdp.load was called with {os.fspath(path)!r}, and not all ranks read one checkpoint there. Nothing "
+                f"was loaded. Another one than rank 0 was read by {ranks_text(odd)}.",
+                remedy="pass one path on all ranks (CheckpointManager.restore lets rank 0 choose the step). If it is "
+                "one, wait until all machines see the new files.",
+            )
+        )
 
 
 def _read(caller: str, named: dict[str, Any], reader: Reader, ranks: Group, planner: LoadPlanner | None = None) -> None:
@@ -284,7 +310,16 @@ def _refuse_unreadable(caller: str, named: dict[str, Any]) -> None:
         if type(leaf) in (bool, int, float, complex, str, type(None)):
             continue
         written = io.BytesIO()
-        torch.save(leaf, written)
+        try:
+            torch.save(leaf, written)
+        except Exception as error:  # whatever its class raises where it cannot be pickled
+            raise ArgumentError(
+                build_message(
+                    f"{caller} was given {name}, a {type(leaf).__name__}, which cannot be written to a file.",
+                    [f"{type(error).__name__}: {first_line(error)}"],
+                    remedy="leave it out of the state, and make it again by the code that loads.",
+                )
+            ) from error
         written.seek(0)
         read_plain(name, written, leaf)
 

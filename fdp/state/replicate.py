@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from fdp.distributed.exchange import tell_all
 from fdp.distributed.fingerprint import fingerprint
 from fdp.distributed.group import Group, Ranks, resolve_group
 from fdp.distributed.messages import start_all_gather, start_broadcast
-from fdp.errors import AgreementError, ReplicationError, build_message
+from fdp.errors import AgreementError, ArgumentError, ReplicationError, build_message
 from fdp.pytree import Tree
 from fdp.state import rank_local
 from fdp.state.containers import Container, containers_of, lies_in_parts
@@ -40,7 +41,8 @@ def replicate(tree: Tree, root: int = 0, group: Ranks = None) -> Tree:
         The tree with new tensors, equal bit for bit on every rank but for labelled ones; the argument is not changed.
 
     Raises:
-        AgreementError: ranks hold trees of different structure, shapes or dtypes.
+        AgreementError: ranks hold trees of different structure, shapes or dtypes, or name different roots.
+        ArgumentError: there is no such rank.
 
     Example:
         >>> replicate({"w": torch.ones(2)})
@@ -48,9 +50,17 @@ def replicate(tree: Tree, root: int = 0, group: Ranks = None) -> Tree:
     """
     ranks = resolve_group(group)
     refuse_inside("replicate")
+    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < ranks.size:
+        raise ArgumentError(
+            build_message(
+                f"fdp.replicate was given root={root!r} in a world of {ranks.size}.",
+                remedy=f"pass a rank from 0 to {ranks.size - 1}.",
+            )
+        )
     leaves, spec = pytree.flatten(tree)
     containers = containers_of(leaves, spec)
-    _compare_structure("fdp.replicate", pytree.names_in(spec, "tree"), _saved(leaves, containers), containers, ranks)
+    names = pytree.names_in(spec, "tree")
+    compare_structure("fdp.replicate", names, _saved(leaves, containers), containers, ranks, [f"root={root}"])
     out, beside = [], _devices(leaves)
     for leaf, container in zip(leaves, containers, strict=True):
         tensor = container.tensor(leaf)
@@ -122,7 +132,7 @@ def differing(
     """
     names, containers = pytree.names_in(spec, root), containers_of(leaves, spec)
     leaves = _saved(leaves, containers)
-    _compare_structure(caller, names, leaves, containers, ranks)
+    compare_structure(caller, names, leaves, containers, ranks)
     if ranks.size == 1:
         return []
     compared = [at for at, container in enumerate(containers) if container.role != "per rank"]
@@ -208,10 +218,27 @@ def _saved(leaves: list[Any], containers: list[Container]) -> list[Any]:
     return [container.saved(leaf) for leaf, container in zip(leaves, containers, strict=True)]
 
 
-def _compare_structure(
-    caller: str, names: list[str], leaves: list[Any], containers: list[Container], ranks: Group
+def compare_structure(
+    caller: str,
+    names: list[str],
+    leaves: list[Any],
+    containers: list[Container],
+    ranks: Group,
+    also: Sequence[str] = (),
 ) -> None:
-    """All ranks take part in one exchange of fixed size, so that a difference cannot make them hang."""
+    """Compare trees between ranks, in one exchange of fixed size, so that a difference cannot make them hang.
+
+    Args:
+        caller: the function that the user called, for messages.
+        names: of the leaves.
+        leaves: of the tree.
+        containers: what each leaf lies in.
+        ranks: the ranks; all of them call this.
+        also: what else has to be the same on all ranks.
+
+    Raises:
+        AgreementError: structure, shapes, dtypes, or `also` differ.
+    """
     if ranks.size == 1:
         return
     refuse_desynchronised(ranks, caller)
@@ -219,6 +246,7 @@ def _compare_structure(
         f"{name}: {container.adjective}{', ' if container.adjective else ''}{_leaf_text(leaf)}"
         for name, leaf, container in zip(names, leaves, containers, strict=True)
     ]
+    kinds += also
     (marks,) = zip(*_gather_marks([_text_mark("\n".join(kinds))], ranks, leaves), strict=True)
     odd = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
     if odd:
@@ -231,7 +259,8 @@ def _compare_structure(
             lines += [f"rank {rank}: {kind}" for kind in other if kind not in set(first)][:4]
         raise AgreementError(
             build_message(
-                f"{caller} was called with trees that have different structure, shapes or dtypes on different ranks.",
+                f"{caller} was called with trees that have different structure, shapes or dtypes on different ranks"
+                f"{', or for different ranks' if also else ''}.",
                 lines or [f"ranks {odd} have the leaves of rank 0 in another order"],
                 remedy="build the state by the same code on every rank.",
             )

@@ -17,6 +17,7 @@ from fdp.errors import ArgumentError, build_message
 from fdp.pytorch.tensors import copy_of
 from fdp.pytree import Tree
 from fdp.state.containers import PLAIN, Container, containers_of
+from fdp.state.replicate import compare_structure
 from fdp.state.shards import Part, assembled_over, contiguous_strides, is_sharded, layout_of, part_of
 from fdp.tracebacks import hiding_frames
 
@@ -85,6 +86,10 @@ def unshard(tree: Tree) -> Tree:
     Returns:
         The tree with a plain tensor in the place of each `DTensor`. Its tensors are new, also those that were whole.
 
+    Raises:
+        AgreementError: ranks hold sharded leaves of different names, shapes or dtypes, or in another order.
+        ArgumentError: the process group that a leaf was sharded over has ended.
+
     Example:
         >>> unshard({"w": torch.ones(2)})
         {'w': tensor([1., 1.])}
@@ -92,6 +97,16 @@ def unshard(tree: Tree) -> Tree:
     refuse_inside("unshard")
     leaves, spec = pytree.flatten(tree)
     containers = containers_of(leaves, spec)
+    by_ranks: dict[Group, list[int]] = {}
+    for at, leaf in enumerate(leaves):
+        if is_sharded(leaf):
+            by_ranks.setdefault(resolve_group(leaf.device_mesh), []).append(at)
+    names = pytree.names_in(spec, "tree")
+    for ranks, chosen in by_ranks.items():
+        compare_structure(
+            "fdp.unshard", [names[at] for at in chosen], [leaves[at] for at in chosen],
+            [containers[at] for at in chosen], ranks,
+        )  # fmt: skip
     whole = [_gathered(x) if is_sharded(x) else _copied(x, each) for x, each in zip(leaves, containers, strict=True)]
     return pytree.unflatten(spec, whole)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import random
 import sys
 import types
 import warnings
@@ -19,6 +20,7 @@ from bits import same_bits_or_equal
 from hidden_reads import HIDDEN
 from outside_cases import CASES, Case, Config, Trainer
 from samples import exhaustive, some
+from swapped_reads import SWAPPED
 
 import fdp
 
@@ -45,6 +47,54 @@ def compare(case: Callable[[], Case], **options: Any) -> None:
 @pytest.mark.parametrize("case", some([*CASES, *HIDDEN], 4))
 def test_what_is_read_from_outside_is_seen_when_it_changes(case: Callable[[], Case]) -> None:
     compare(case)
+
+
+@pytest.mark.parametrize("case", SWAPPED)
+def test_changes_that_leave_sizes_as_they_are_are_seen(case: Callable[[], Case]) -> None:
+    compare(case)
+
+
+def test_entries_of_a_list_that_the_step_appends_to_are_seen() -> None:
+    rates = [2.0]
+
+    def fn(w: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        rates.append(0.0)
+        return w * rates[0] + fdp.pmean(batch.sum())
+
+    step = fdp.data_parallel(fn)
+    for call in range(12):  # in some of which it is compared again
+        if call == 6:
+            rates[0] = 3.0
+        assert same_bits_or_equal(step(W, BATCH), W * rates[0] + BATCH.sum())
+    assert step.traces == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.__setitem__(1, torch.nn.ReLU()),
+        lambda m: m.append(torch.nn.ReLU()),
+        lambda m: m.__delitem__(1),
+        lambda m: setattr(m[2], "inner", torch.nn.ReLU()),
+    ],
+)
+def test_other_parts_of_a_module_taken_apart_are_refused_at_the_next_call(change: Callable[[Any], Any]) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Sequential(torch.nn.Tanh()))
+    apply, params, buffers = fdp.from_module(module)
+    step = fdp.data_parallel(lambda p, x: fdp.pmean(apply(p, buffers, x)[0].sum()))
+    assert step(params, W) == step(params, W) and step.traces == 1
+    change(module)
+    for _ in range(2):
+        with pytest.raises(fdp.ArgumentError, match="was changed after from_module took it apart"):
+            step(params, W)
+
+
+def test_numbers_of_python_that_a_trace_freezes_are_said() -> None:
+    def fn(w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return w + fdp.pmean(b.sum()) if random.random() < 2 else w
+
+    with pytest.warns(UserWarning, match="draws random numbers from Python's or NumPy's generators"):
+        fdp.data_parallel(fn)(W, BATCH)
 
 
 @exhaustive

@@ -1,0 +1,111 @@
+"""What ranks must have in common when they load, replicate or unshard: where they do not, all of them raise."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+import fdp
+
+
+def told(call: Callable[[], Any]) -> str:
+    """The class and the text of the error that a call raises."""
+    try:
+        call()
+    except fdp.FdpError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def load_of_each_ranks_own(folder: str, sharded: bool) -> tuple[str, list[float]]:
+    like = {"w": torch.zeros(4, 2)}
+    for number in (0, 1):
+        state = {"w": torch.full((4, 2), float(number))}
+        fdp.save(f"{folder}/{number}", fdp.shard(state, min_size=0) if sharded else state)
+    given = fdp.shard(like, min_size=0) if sharded else like
+    error = told(lambda: fdp.load(f"{folder}/{dist.get_rank()}", like=given))
+    return error, fdp.unshard(fdp.load(f"{folder}/1", like=given))["w"][:, 0].tolist()
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_state_is_not_put_together_from_two_checkpoints(tmp_path: Path, sharded: bool) -> None:
+    for error, loaded in ranks.run(2, load_of_each_ranks_own, str(tmp_path), sharded):
+        assert error.startswith("AgreementError: fdp.load") and "read by rank 1." in error
+        assert loaded == [1.0] * 4
+
+
+def replicate_from_different_roots() -> tuple[str, list[float]]:
+    tree = {"w": torch.full((2,), float(dist.get_rank()))}
+    error = told(lambda: fdp.replicate(tree, root=dist.get_rank()))
+    return error, fdp.replicate(tree, root=1)["w"].tolist()
+
+
+def test_roots_that_differ_are_refused_before_anything_is_sent() -> None:
+    for error, found in ranks.run(2, replicate_from_different_roots):
+        assert error.startswith("AgreementError: fdp.replicate") and "rank 1: root=1" in error
+        assert found == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("root", [1, -1, True, 0.0])
+def test_a_root_that_is_no_rank_is_refused(root: Any) -> None:
+    with pytest.raises(fdp.ArgumentError, match=r"was given root=.* in a world of 1"):
+        fdp.replicate({"w": torch.ones(2)}, root=root)
+
+
+def unshard_in_another_order() -> tuple[str, list[float]]:
+    one, two = (fdp.shard(torch.full((4, 2), float(n)), min_size=0) for n in (1, 2))
+    error = told(lambda: fdp.unshard({"w": one, "v": two} if dist.get_rank() else {"u": one, "w": two}))
+    return error, fdp.unshard(one)[:, 0].tolist()
+
+
+def test_other_trees_are_not_put_together() -> None:
+    for error, whole in ranks.run(2, unshard_in_another_order):
+        assert error.startswith("AgreementError: fdp.unshard") and "tree['u']" in error
+        assert whole == [1.0] * 4
+
+
+def begin(folder: str, name: str, rank: int, size: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=size)
+
+
+def outlive_a_process_group(folder: str, place: int) -> list[str]:
+    """State that was sharded over two ranks: without any, on one rank, on two that changed places, and as it was."""
+    begin(folder, "first", place, 2)
+    state = fdp.shard({"w": torch.arange(8.0).view(4, 2)}, min_size=0)
+    step = fdp.data_parallel(lambda s, x: {"w": s["w"] + fdp.pmean(x.sum())})
+    step(state, torch.ones(2))
+    dist.destroy_process_group()
+    found = [told(lambda: fdp.unshard(state))]
+    for name, rank, size in (("alone", 0, 1), ("swapped", 1 - place, 2), ("again", place, 2)):
+        begin(folder, f"{name}{place if size == 1 else ''}", rank, size)
+        found += [told(lambda: fdp.unshard(state)), told(lambda: step(state, torch.ones(2)))]
+        if name == "again":
+            found.append(str(fdp.unshard(state)["w"][:, 0].tolist()))
+        dist.destroy_process_group()
+    return found
+
+
+def on_place(folder: str) -> list[str]:
+    return outlive_a_process_group(folder, int(multiprocessing.current_process().name.startswith("rank1")))
+
+
+def test_sharded_state_does_not_outlive_its_ranks(tmp_path: Path) -> None:
+    for outcome in ranks.run_fresh(2, on_place, str(tmp_path), init=False, deadline_s=90):
+        assert outcome.ok, outcome.describe()
+        *refused, unsharded, stepped, whole = outcome.value
+        assert len(refused) == 5 and all("a process group that has ended" in each for each in refused), refused
+        assert (unsharded, stepped, whole) == ("no error", "no error", "[0.0, 2.0, 4.0, 6.0]")
+
+
+@pytest.mark.parametrize("value", [lambda: 1, (n for n in "ab")], ids=["function", "generator"])
+def test_a_value_that_cannot_be_written_is_named(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(fdp.ArgumentError, match=r"state\['value'\], a (function|generator), which cannot be written"):
+        fdp.save(tmp_path / "one", {"w": torch.ones(2), "value": value})
+    assert list(tmp_path.iterdir()) == []
