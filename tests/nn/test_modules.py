@@ -249,6 +249,12 @@ class Wrapper(nn.parallel.DataParallel):
     pass
 
 
+def hooked(register: str) -> nn.Module:
+    module = nn.Linear(2, 2)
+    getattr(module.weight, register)(lambda grad: None)
+    return module
+
+
 @pytest.mark.parametrize(
     ("make", "what", "remedy"),
     [
@@ -262,6 +268,8 @@ class Wrapper(nn.parallel.DataParallel):
             "the part '0' of Sequential, a DataParallel",
             "pass module.module",
         ),
+        (lambda: hooked("register_hook"), "parameters with hooks, which copies do not have", "in the step"),
+        (lambda: hooked("register_post_accumulate_grad_hook"), "parameters with hooks", "in the step"),
     ],
 )
 def test_refusals(make: Any, what: str, remedy: str) -> None:

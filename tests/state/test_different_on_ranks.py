@@ -81,6 +81,7 @@ def outlive_a_process_group(folder: str, place: int) -> list[str]:
     state = fdp.shard({"w": torch.arange(8.0).view(4, 2)}, min_size=0)
     step = fdp.data_parallel(lambda s, x: {"w": s["w"] + fdp.pmean(x.sum())})
     step(state, torch.ones(2))
+    dist.barrier()
     dist.destroy_process_group()
     found = [told(lambda: fdp.unshard(state))]
     for name, rank, size in (("alone", 0, 1), ("swapped", 1 - place, 2), ("again", place, 2)):
@@ -88,6 +89,7 @@ def outlive_a_process_group(folder: str, place: int) -> list[str]:
         found += [told(lambda: fdp.unshard(state)), told(lambda: step(state, torch.ones(2)))]
         if name == "again":
             found.append(str(fdp.unshard(state)["w"][:, 0].tolist()))
+        dist.barrier()
         dist.destroy_process_group()
     return found
 

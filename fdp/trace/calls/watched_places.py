@@ -68,7 +68,7 @@ class WatchedPlaces:
         objects, names, in_objects = _columns(self._in_objects)
         lists, in_parts = list(self._ordered.values()), self._groups_of_parts()
         self._containers = list(self._sized.values())
-        tables = [each for each in self._containers if isinstance(each, dict)]
+        tables = [each for each in self._containers if isinstance(each, dict) and each]
         # What reads a kind of places, and what they hold now.
         reads: list[tuple[Callable[[], Iterable[Any]], list[Any]]] = [
             (functools.partial(map, _contents, cells), in_cells),
@@ -114,10 +114,11 @@ class WatchedPlaces:
         for select, live in self._trees:
             parts = select(live)
             # The parts by number: a module that is watched is not kept. One that dies is noticed by its attributes.
-            counts += map(id, itertools.chain.from_iterable(map(dict.values, map(_submodules, parts))))
+            inner = filter(None, map(_submodules, parts))
+            counts += map(id, itertools.chain.from_iterable(map(dict.values, inner)))
             for tables in (parts, list(itertools.chain.from_iterable(map(_hooks, parts)))):
                 counts += map(len, tables)
-                counts += _last_keys(tables)
+                counts += _last_keys(filter(None, tables))
         return counts
 
 
