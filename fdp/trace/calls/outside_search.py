@@ -204,7 +204,7 @@ class Search:
             found.append(True)
         else:
             found += [self._visit(f"{label}[{i}]", x, None, depth) for i, x in enumerate(value)]
-            contents = f"the length of {label}", f"{len(value)} items"
+            contents = length_of(label), f"{len(value)} items"
         if not isinstance(value, (tuple, frozenset)):
             self.watched.add_length(value)
         if any(found):
@@ -355,9 +355,15 @@ def contents_of(label: str) -> str:
     return f"the items of {label}"
 
 
+def length_of(label: str) -> str:
+    """The expression for how many items there are in the list that an expression stands for."""
+    return f"the length of {label}"
+
+
 def of_contents(expression: str) -> str | None:
-    """Of what an expression is the contents; None if it is that of a value."""
-    return expression.removeprefix("the items of ") if expression.startswith("the items of ") else None
+    """Of what an expression is the contents, or the length; None if it is that of a value."""
+    start = next((start for start in (contents_of(""), length_of("")) if expression.startswith(start)), None)
+    return None if start is None else expression.removeprefix(start)
 
 
 def _is_called(name: str, value: Any) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from fdp.trace.calls.arguments import PLAIN_TYPES
-from fdp.trace.calls.outside_search import Search, of_contents
+from fdp.trace.calls.outside_search import Search, of_contents, contents_of
 from fdp.trace.calls.watched_places import WatchedPlaces
 from fdp.trace.trace import Trace
 
@@ -100,8 +100,8 @@ class OutsideValues:
             # Of tensors that have come to count, it is not known what they were.
             after = [x for x in now.leaves if self._counts(x) and (x[0] in had or not isinstance(x[1], torch.Tensor))]
             own = _changed([leaf for leaf in before if self._counts(leaf)], after)
-            # Which keys a dict has is noted anew: the others may still be changed by somebody else.
-            self._leave_out(label for label in own if of_contents(label) is None)
+            # Which keys a dict has is noted anew: somebody else may change others of them.
+            self._leave_out(label for label in own if not label.startswith(contents_of("")))
 
     def in_vain(self, earlier: Iterable[int], number: int) -> list[str]:
         """Learn that a version has the same trace as earlier ones.
