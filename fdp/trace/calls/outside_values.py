@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from fdp.trace.calls.arguments import PLAIN_TYPES
-from fdp.trace.calls.outside_search import Search, of_contents, contents_of
+from fdp.trace.calls.outside_search import Search, contents_of, of_contents
 from fdp.trace.calls.watched_places import WatchedPlaces
 from fdp.trace.trace import Trace
 
