@@ -15,6 +15,7 @@ from fdp import pytree
 from fdp.collectives import markers
 from fdp.context.accumulating import refuse_while_accumulating
 from fdp.context.axis import Axis, current_axis
+from fdp.distributed.group import refuse_unknown_root
 from fdp.errors import ArgumentError, build_message
 from fdp.pytree import Tree
 from fdp.state.containers import bare, container_of
@@ -317,11 +318,5 @@ def broadcast(tree: Tree, root: int = 0, axis: str | None = None) -> Tree:
         tensor([1., 2.])
     """
     over = current_axis().along(axis, "broadcast")
-    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < over.size:
-        raise ArgumentError(
-            build_message(
-                f"fdp.broadcast was given root={root} in a world of {over.size}.",
-                remedy=f"pass a rank from 0 to {over.size - 1}.",
-            )
-        )
+    refuse_unknown_root("fdp.broadcast", root, over.size)
     return map_tensors("broadcast", tree, lambda x, label: markers.broadcast(x, root, over.name, label))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -246,29 +246,22 @@ def _of_mesh(mesh: DeviceMesh) -> Group:
 
 def _refuse_of_other_ranks(mesh: DeviceMesh) -> None:
     """Refuse a mesh of ranks that have ended: torch takes it for one of those that have the same numbers now."""
-    world = dist.get_world_size() if dist.is_initialized() else 0
-    rank = dist.get_rank() if world else -1
-    places = dict(_places_in(mesh.mesh.tolist()))
-    fits = world > max(places) and places.get(rank, ()) == tuple(mesh.get_coordinate() or ())
-    if not fits or (mesh.ndim == 1 and rank in places and mesh.get_group().size() != mesh.size()):
-        now = f"rank {rank} of {world}" if world else "no rank of any"
-        raise ArgumentError(
-            build_message(
-                f"a mesh, or what is sharded over it, belongs to ranks {sorted(places)} of a process "
-                f"group that has ended; this process is {now} now.",
-                remedy="save sharded state, or fdp.unshard it, before destroy_process_group(); load or shard it after "
-                "the next init_process_group().",
-            )
+    place, now = mesh.get_coordinate(), "no rank of any"
+    if dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        is_there = place is None or (mesh.mesh == rank).nonzero().flatten().tolist() == list(place)
+        of_its_size = mesh.ndim > 1 or place is None or mesh.get_group().size() == mesh.size()
+        if is_there and of_its_size and int(mesh.mesh.max()) < size:
+            return
+        now = f"rank {rank} of {size}"
+    raise ArgumentError(
+        build_message(
+            f"a mesh, or what is sharded over it, belongs to {mesh.size()} ranks of a process group that has ended; "
+            f"this process is {now} now.",
+            remedy="save sharded state, or fdp.unshard it, before destroy_process_group(); load or shard it after the "
+            "next init_process_group().",
         )
-
-
-def _places_in(ranks: Any, at: tuple[int, ...] = ()) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Each rank in nested lists, with its place."""
-    if not isinstance(ranks, list):
-        yield ranks, at
-        return
-    for index, inner in enumerate(ranks):
-        yield from _places_in(inner, (*at, index))
+    )
 
 
 def _whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -279,6 +272,25 @@ def _whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:
         return dist.group.WORLD
     made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
     return made
+
+
+def refuse_unknown_root(caller: str, root: Any, size: int) -> None:
+    """Refuse a root that is no rank.
+
+    Args:
+        caller: the function that the user called, for the message.
+        root: what it was given.
+        size: how many ranks there are.
+
+    Raises:
+        ArgumentError: it is not one of their numbers.
+    """
+    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < size:
+        raise ArgumentError(
+            build_message(
+                f"{caller} was given root={root!r} in a world of {size}.", remedy=f"pass a rank from 0 to {size - 1}."
+            )
+        )
 
 
 def time_limit_of(ranks: Group) -> datetime.timedelta | None:

@@ -140,12 +140,8 @@ def _plain(module: Any) -> nn.Module:
         raise ArgumentError(build_message(what, lazy, "run one forward first, then call from_module."))
     hooked = [name for name, p in module.named_parameters() if has_gradient_hooks(p)]
     if hooked:
-        what = (
-            f"{type(module).__name__} has parameters with hooks, which copies do not have, so that they would not run:"
-        )
-        raise ArgumentError(
-            build_message(what, hooked, "change gradients in the step, between grad and the optimizer.")
-        )
+        what = f"{type(module).__name__} has parameters with hooks, which copies do not have:"
+        raise ArgumentError(build_message(what, hooked, "change gradients in the step, between grad and update."))
     result: nn.Module = module
     return result
 

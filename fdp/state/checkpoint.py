@@ -6,7 +6,6 @@ The state of each rank's random number generators can go with it, so that a run 
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import warnings
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 
 from fdp import pytree
 from fdp.context.axis import refuse_inside
+from fdp.distributed.comparable import comparable
 from fdp.distributed.desynchronised import mark_desynchronised, refuse_desynchronised
 from fdp.distributed.exchange import announce_failure, come_together, tell_all
 from fdp.distributed.fingerprint import fingerprint
@@ -50,13 +50,14 @@ from fdp.state.contents import (
     generator_templates,
     key_path_of,
     names_of,
+    refuse_unreadable,
     states_of_generators,
 )
 from fdp.state.index import INDEX
 from fdp.state.pace import Pace
 from fdp.state.pieces import ChangedCheckpoint, refuse_changed
 from fdp.state.replicate import differing, mark_of, plain_tensor
-from fdp.state.storage import CheckpointWriter, LoadPlanner, Reader, process_group_destroyed, read_plain
+from fdp.state.storage import CheckpointWriter, LoadPlanner, Reader, process_group_destroyed
 from fdp.state.unwritten import NotWritten, not_written
 from fdp.tracebacks import hiding_frames
 
@@ -128,7 +129,7 @@ def prepared(caller: str, state: Tree, ranks: Group, random: bool) -> dict[str, 
             name: plain_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
             for name, leaf in zip(names_of(spec, containers, ranks), saved, strict=True)
         }
-        _refuse_unreadable(caller, named)
+        refuse_unreadable(caller, named)
         marks = [mark_of(leaf) for leaf in saved]
         at = zip(named, marks, saved, strict=True)
         kept = {name: mark for name, mark, x in at if isinstance(x, torch.Tensor)}
@@ -236,7 +237,7 @@ def load(path: str | os.PathLike[str], like: Tree, group: Ranks = None, *, rando
         }
         named.update(generators)
         named.update(fingerprints_of(path, saved, ranks))
-        index = hashlib.sha256((Path(path) / INDEX).read_bytes()).hexdigest()
+        index = hashlib.sha256(comparable(reader.read_metadata()).encode()).hexdigest()
     _refuse_other_checkpoints(path, tell_all(ranks, {"index": index}, "fdp.load", "was called"))
     planner = LoadPlanner({name: leaf for name, leaf in named.items() if not isinstance(leaf, torch.Tensor)})
     _read("fdp.load", named, reader, ranks, planner)
@@ -293,35 +294,6 @@ def _set_generators(path: str | os.PathLike[str], states: dict[str, torch.Tensor
                 remedy="load it with random=False, and find out what wrote it.",
             )
         ) from error
-
-
-def _refuse_unreadable(caller: str, named: dict[str, Any]) -> None:
-    """Refuse values that `load` would refuse: an error at saving is early enough to act on."""
-    for name, leaf in named.items():
-        if isinstance(leaf, torch.Tensor):
-            if leaf.layout != torch.strided or leaf.is_nested or leaf.is_meta:
-                raise ArgumentError(
-                    build_message(
-                        f"{caller} was given {name}, which is no dense tensor, and a checkpoint holds no other.",
-                        remedy="save the dense tensors that it is made of, such as `x.indices()` and `x.values()`.",
-                    )
-                )
-            continue
-        if type(leaf) in (bool, int, float, complex, str, type(None)):
-            continue
-        written = io.BytesIO()
-        try:
-            torch.save(leaf, written)
-        except Exception as error:  # whatever its class raises where it cannot be pickled
-            raise ArgumentError(
-                build_message(
-                    f"{caller} was given {name}, a {type(leaf).__name__}, which cannot be written to a file.",
-                    [f"{type(error).__name__}: {first_line(error)}"],
-                    remedy="leave it out of the state, and make it again by the code that loads.",
-                )
-            ) from error
-        written.seek(0)
-        read_plain(name, written, leaf)
 
 
 def _refuse_differing(caller: str, offenders: list[str]) -> None:

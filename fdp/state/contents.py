@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 from collections.abc import Sequence
@@ -12,10 +13,11 @@ import torch
 
 from fdp import pytree
 from fdp.distributed.group import Group
-from fdp.errors import ArgumentError, build_message
+from fdp.errors import ArgumentError, build_message, first_line
 from fdp.state.containers import Container
 from fdp.state.index import INDEX, read_index
 from fdp.state.replicate import NO_MARK, mark_of
+from fdp.state.storage import read_plain
 
 _OWN = re.compile(r"rank (\d+) of (\d+): (.*)", re.DOTALL)
 """The name of a labelled leaf in a checkpoint. Other leaves of the state are called state[...]."""
@@ -204,6 +206,43 @@ def key_path_of(name: str) -> str:
     """The key path of a leaf, from its name in a checkpoint; also of a line that begins with its name."""
     match = _OWN.fullmatch(name)
     return match[3] if match else name
+
+
+def refuse_unreadable(caller: str, named: dict[str, Any]) -> None:
+    """Refuse values that `load` would refuse: an error at saving is early enough to act on.
+
+    Args:
+        caller: the function that the user called, for messages.
+        named: the values, by their names in the checkpoint.
+
+    Raises:
+        ArgumentError: names the first of them.
+    """
+    for name, leaf in named.items():
+        if isinstance(leaf, torch.Tensor):
+            if leaf.layout != torch.strided or leaf.is_nested or leaf.is_meta:
+                raise ArgumentError(
+                    build_message(
+                        f"{caller} was given {name}, which is no dense tensor, and a checkpoint holds no other.",
+                        remedy="save the dense tensors that it is made of, such as `x.indices()` and `x.values()`.",
+                    )
+                )
+            continue
+        if type(leaf) in (bool, int, float, complex, str, type(None)):
+            continue
+        written = io.BytesIO()
+        try:
+            torch.save(leaf, written)
+        except Exception as error:  # whatever its class raises where it cannot be pickled
+            raise ArgumentError(
+                build_message(
+                    f"{caller} was given {name}, a {type(leaf).__name__}, which cannot be written to a file.",
+                    [f"{type(error).__name__}: {first_line(error)}"],
+                    remedy="leave it out of the state, and make it again by the code that loads.",
+                )
+            ) from error
+        written.seek(0)
+        read_plain(name, written, leaf)
 
 
 def check_owners(path: str | os.PathLike[str], saved: dict[str, Any], ranks: Group) -> None:

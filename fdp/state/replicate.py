@@ -14,9 +14,9 @@ from fdp.distributed.comparable import comparable
 from fdp.distributed.desynchronised import refuse_desynchronised
 from fdp.distributed.exchange import tell_all
 from fdp.distributed.fingerprint import fingerprint
-from fdp.distributed.group import Group, Ranks, resolve_group
+from fdp.distributed.group import Group, Ranks, refuse_unknown_root, resolve_group
 from fdp.distributed.messages import start_all_gather, start_broadcast
-from fdp.errors import AgreementError, ArgumentError, ReplicationError, build_message
+from fdp.errors import AgreementError, ReplicationError, build_message
 from fdp.pytree import Tree
 from fdp.state import rank_local
 from fdp.state.containers import Container, containers_of, lies_in_parts
@@ -50,13 +50,7 @@ def replicate(tree: Tree, root: int = 0, group: Ranks = None) -> Tree:
     """
     ranks = resolve_group(group)
     refuse_inside("replicate")
-    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < ranks.size:
-        raise ArgumentError(
-            build_message(
-                f"fdp.replicate was given root={root!r} in a world of {ranks.size}.",
-                remedy=f"pass a rank from 0 to {ranks.size - 1}.",
-            )
-        )
+    refuse_unknown_root("fdp.replicate", root, ranks.size)
     leaves, spec = pytree.flatten(tree)
     containers = containers_of(leaves, spec)
     names = pytree.names_in(spec, "tree")
@@ -260,7 +254,7 @@ def compare_structure(
         raise AgreementError(
             build_message(
                 f"{caller} was called with trees that have different structure, shapes or dtypes on different ranks"
-                f"{', or for different ranks' if also else ''}.",
+                f"{', or with other arguments' if also else ''}.",
                 lines or [f"ranks {odd} have the leaves of rank 0 in another order"],
                 remedy="build the state by the same code on every rank.",
             )

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from hidden_reads import case
 from outside_cases import Case
-
-import fdp
-
-
-def case(fn: Callable[[torch.Tensor], Any], *changes: Callable[[], Any]) -> Case:
-    return (lambda w, b: fn(w) + fdp.pmean(b.sum())), list(changes)
 
 
 def of_an_attribute_in_the_place_of_another() -> Case:

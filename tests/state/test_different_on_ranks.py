@@ -75,8 +75,9 @@ def begin(folder: str, name: str, rank: int, size: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=size)
 
 
-def outlive_a_process_group(folder: str, place: int) -> list[str]:
+def outlive_a_process_group(folder: str) -> list[str]:
     """State that was sharded over two ranks: without any, on one rank, on two that changed places, and as it was."""
+    place = int(multiprocessing.current_process().name.startswith("rank1"))
     begin(folder, "first", place, 2)
     state = fdp.shard({"w": torch.arange(8.0).view(4, 2)}, min_size=0)
     step = fdp.data_parallel(lambda s, x: {"w": s["w"] + fdp.pmean(x.sum())})
@@ -94,12 +95,8 @@ def outlive_a_process_group(folder: str, place: int) -> list[str]:
     return found
 
 
-def on_place(folder: str) -> list[str]:
-    return outlive_a_process_group(folder, int(multiprocessing.current_process().name.startswith("rank1")))
-
-
 def test_sharded_state_does_not_outlive_its_ranks(tmp_path: Path) -> None:
-    for outcome in ranks.run_fresh(2, on_place, str(tmp_path), init=False, deadline_s=90):
+    for outcome in ranks.run_fresh(2, outlive_a_process_group, str(tmp_path), init=False, deadline_s=90):
         assert outcome.ok, outcome.describe()
         *refused, unsharded, stepped, whole = outcome.value
         assert len(refused) == 5 and all("a process group that has ended" in each for each in refused), refused

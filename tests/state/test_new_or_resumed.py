@@ -9,6 +9,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
 
 import fdp
 from fdp.distributed.exchange import tell_all
@@ -27,6 +28,36 @@ def test_a_directory_without_a_checkpoint_gives_the_state_of_a_new_run(tmp_path:
         manager.save(3, {"w": torch.ones(2)}, blocking=True)
         state, step = manager.restore(like, missing_ok=True)
         assert step == 3 and state["w"].tolist() == [1, 1]
+
+
+def train(folder: Path, stop: int, own_generator: bool) -> torch.Tensor:
+    """Train with dropout up to a step, from the newest checkpoint; there is one after step 3, in the first epoch."""
+    fdp.seed(0)
+    data = TensorDataset(torch.linspace(-1, 1, 80).view(20, 4))
+
+    def train_step(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return w - 0.1 * fdp.grad(lambda w: (torch.dropout(x, 0.5, True) @ w - 1).square().mean())(w)
+
+    step_fn = fdp.data_parallel(train_step)
+    with fdp.CheckpointManager(folder) as manager:
+        w, step = manager.restore(torch.zeros(4), missing_ok=True)
+        generator = torch.Generator() if own_generator else None
+        loader = DataLoader(data, batch_sampler=fdp.BatchSampler(20, 4).at(step), generator=generator)
+        while step < stop:
+            for (x,) in loader:
+                w, step = step_fn(w, x), step + 1
+                if step == 3:
+                    manager.save(step, w)
+                if step == stop:
+                    break
+    return w
+
+
+@pytest.mark.parametrize("own_generator", [True, False])
+def test_a_run_that_draws_goes_on_if_its_loader_draws_elsewhere(tmp_path: Path, own_generator: bool) -> None:
+    whole = train(tmp_path / "whole", 8, own_generator)
+    train(tmp_path / "parts", 3, own_generator)
+    assert torch.equal(train(tmp_path / "parts", 8, own_generator), whole) == own_generator
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def test_a_value_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
 
 
 def test_a_program_in_the_place_of_a_number_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_refuse_unreadable", lambda *given: None)
+    monkeypatch.setattr(checkpoint, "refuse_unreadable", lambda *given: None)
     fdp.save(tmp_path / "a", {**version(1), "c": Exploit(tmp_path / "hurt")})
     with pytest.raises(fdp.ArgumentError, match=r"state\['c'\] cannot be read from a checkpoint without running code"):
         fdp.load(tmp_path / "a", {**version(0), "c": 0})

@@ -45,6 +45,9 @@ _PLAIN = (*PLAIN_TYPES, type(None))
 _SETTINGS = (*_PLAIN, tuple, types.FunctionType, types.BuiltinFunctionType, functools.partial)
 """What an attribute of a module is that is a setting: also of an activation function."""
 
+_ITEMS, _LENGTH = "the items of ", "the length of "
+"""How expressions begin that stand for the keys of a dict or the items of a set, and for how many items a list has."""
+
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _CALLED_BY_TORCH = frozenset({"forward", "backward", "setup_context"})
 
@@ -204,7 +207,7 @@ class Search:
             found.append(True)
         else:
             found += [self._visit(f"{label}[{i}]", x, None, depth) for i, x in enumerate(value)]
-            contents = length_of(label), f"{len(value)} items"
+            contents = f"{_LENGTH}{label}", f"{len(value)} items"
         if not isinstance(value, (tuple, frozenset)):
             self.watched.add_length(value)
         if any(found):
@@ -352,18 +355,18 @@ class Search:
 
 def contents_of(label: str) -> str:
     """The expression for which items there are in the dict or set that an expression stands for."""
-    return f"the items of {label}"
+    return f"{_ITEMS}{label}"
 
 
-def length_of(label: str) -> str:
-    """The expression for how many items there are in the list that an expression stands for."""
-    return f"the length of {label}"
+def says_which_items(expression: str) -> bool:
+    """Whether an expression is one of `contents_of`."""
+    return expression.startswith(_ITEMS)
 
 
 def of_contents(expression: str) -> str | None:
     """Of what an expression is the contents, or the length; None if it is that of a value."""
-    start = next((start for start in (contents_of(""), length_of("")) if expression.startswith(start)), None)
-    return None if start is None else expression.removeprefix(start)
+    starts = (start for start in (_ITEMS, _LENGTH) if expression.startswith(start))
+    return next((expression.removeprefix(start) for start in starts), None)
 
 
 def _is_called(name: str, value: Any) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from fdp.trace.calls.arguments import PLAIN_TYPES
-from fdp.trace.calls.outside_search import Search, contents_of, of_contents
+from fdp.trace.calls.outside_search import Search, of_contents, says_which_items
 from fdp.trace.calls.watched_places import WatchedPlaces
 from fdp.trace.trace import Trace
 
@@ -101,7 +101,7 @@ class OutsideValues:
             after = [x for x in now.leaves if self._counts(x) and (x[0] in had or not isinstance(x[1], torch.Tensor))]
             own = _changed([leaf for leaf in before if self._counts(leaf)], after)
             # Which keys a dict has is noted anew: somebody else may change others of them.
-            self._leave_out(label for label in own if not label.startswith(contents_of("")))
+            self._leave_out(label for label in own if not says_which_items(label))
 
     def in_vain(self, earlier: Iterable[int], number: int) -> list[str]:
         """Learn that a version has the same trace as earlier ones.

@@ -84,7 +84,7 @@ class WatchedPlaces:
         for part in self._parts.values():
             trees.setdefault(id(part.live), []).append(part)
         self._trees = list(map(_selected, trees.values()))
-        self._counts = self._counts_of_parts()
+        self._parts_as_found = self._look_at_parts()
 
     def _groups_of_parts(self) -> list[tuple[_Getter, list[Any], list[Any]]]:
         """Modules of one kind have attributes of the same names, which are read together: parts, and what they hold."""
@@ -105,21 +105,21 @@ class WatchedPlaces:
                     return False
             if self._containers and list(map(len, self._containers)) != self._lengths:
                 return False
-            return not self._trees or self._counts_of_parts() == self._counts
+            return not self._trees or self._look_at_parts() == self._parts_as_found
         except Exception:  # a variable or an attribute that is gone
             return False
 
-    def _counts_of_parts(self) -> list[Any]:
-        counts: list[Any] = []
+    def _look_at_parts(self) -> list[Any]:
+        found: list[Any] = []
         for select, live in self._trees:
             parts = select(live)
             # The parts by number: a module that is watched is not kept. One that dies is noticed by its attributes.
             inner = filter(None, map(_submodules, parts))
-            counts += map(id, itertools.chain.from_iterable(map(dict.values, inner)))
+            found += map(id, itertools.chain.from_iterable(map(dict.values, inner)))
             for tables in (parts, list(itertools.chain.from_iterable(map(_hooks, parts)))):
-                counts += map(len, tables)
-                counts += _last_keys(filter(None, tables))
-        return counts
+                found += map(len, tables)
+                found += _last_keys(filter(None, tables))
+        return found
 
 
 def _selected(parts: list[Any]) -> tuple[_Select, list[dict[str, Any]]]:
