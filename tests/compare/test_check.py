@@ -67,6 +67,22 @@ def test_a_difference_in_the_last_element_of_a_large_output_is_found() -> None:
         step(torch.ones(2**21 + 2), torch.ones(2))
 
 
+_TURNS = [(1, 2), (1, 2, 2), (1, 1, 2), (1, 2, 1), (1, 2, 2, 1), (1, 2, 3)]
+
+
+@pytest.mark.parametrize(("values", "compile"), [*((values, False) for values in _TURNS), (_TURNS[0], True)])
+def test_a_step_that_takes_turns_is_refused(values: tuple[int, ...], compile: bool) -> None:
+    turns = itertools.cycle(values)
+
+    @fdp.data_parallel(compile=compile)
+    def step(state: torch.Tensor, batch: torch.Tensor) -> Any:
+        return state * next(turns) + fdp.pmean(batch.sum())
+
+    with pytest.raises(TraceError, match=r"iterators that the step itself moves on"):
+        for _ in range(2):
+            step(torch.ones(3), torch.ones(2))
+
+
 def test_a_user_sees_the_mistake_of_his_own_that_only_values_show() -> None:
     @fdp.data_parallel
     def step(table: torch.Tensor, batch: torch.Tensor) -> Any:
