@@ -59,10 +59,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "trace": (
         "operators.control operators.effects operators.source", "operators.kernel_strides", "operators.fake_rules",
         "sharding.inserted", "trace",
-        "equality calls.finite_flags calls.keywords calls.names_in_code calls.overlap calls.structure",
-        "calls.arguments calls.closure calls.watched_places", "calls.outside_search", "calls.outside_values",
-        "calls.changes calls.pairing calls.recognise calls.results", "capture.functional capture.lists "
-        "capture.remedies capture.reshapes capture.rng_replay capture.silent_changes capture.untouched",
+        "equality calls.finite_flags calls.keywords calls.libraries calls.names_in_code calls.overlap calls.structure",
+        "calls.arguments calls.closure calls.watched_places", "calls.expressions", "calls.outside_search",
+        "calls.outside_values", "calls.changes calls.pairing calls.recognise calls.results", "capture.functional "
+        "capture.lists capture.remedies capture.reshapes capture.rng_replay capture.silent_changes capture.untouched",
         "capture.raw_messages capture.switches capture.value_reads", "capture.capture", "capture.calling",
         "graph.dependencies graph.replicated graph.variance", "graph.loops", "graph.precedence graph.wire_cast",
         "checks.checks checks.memory_checks checks.uncertain_strides",

@@ -17,7 +17,8 @@ def wrong_trace(name: str, offenders: Sequence[str]) -> TraceError:
             offenders,
             remedy="look for values that are frozen when the step is traced: Python or NumPy random numbers, "
             "torch.manual_seed inside the step, counters, flags and iterators that the step itself moves on, tensors "
-            "made from Python numbers that change, operators that read memory behind the dispatcher's back. check_trace=False accepts the trace as it is.",
+            "made from Python numbers that change, operators that read memory behind the dispatcher's back. "
+            "check_trace=False accepts the trace as it is.",
         )
     )
 

@@ -24,6 +24,10 @@ REGISTRIES = (*TENSOR_REGISTRIES, SUBMODULES)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 """The attributes that hold what is called around the forward function of a module."""
 
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+GLOBAL_HOOKS = tuple(getattr(torch.nn.modules.module, name, None) for name in _GLOBAL_HOOKS)
+"""What is called around the forward functions of all modules: dicts, which stay the same objects."""
+
 
 def tensor_registries(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
     """The parameters and the buffers of a module itself, by name; an entry may be None."""
@@ -53,6 +57,9 @@ def refuse_other_registries(module: torch.nn.Module) -> None:
     gone = [name for name in (*REGISTRIES, *HOOKS) if not isinstance(vars(module).get(name), dict)]
     gone = [f"a torch.nn.Module has no {name}" for name in gone]
     gone += [f"a tensor has no {name}" for name in _GRADIENT_HOOKS if not hasattr(torch.Tensor, name)]
+    gone += [
+        f"torch has no dict {n}" for n, x in zip(_GLOBAL_HOOKS, GLOBAL_HOOKS, strict=True) if not isinstance(x, dict)
+    ]
     if gone:
         raise unsupported_torch("importing fdp", gone)
 

@@ -6,9 +6,10 @@ values that the function reads from outside.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +74,7 @@ class Signatures(dict[Any, Known]):
         self._forgotten: set[int] | None = set()
         self._outside = OutsideValues(function)
         self._offsets_matter = False  # whether programs differ where inputs begin elsewhere in their memory
-        self._warned = False
+        self._warned = self._said = False
         self.calls: RememberedCalls[Known] = RememberedCalls()
 
     def place(self, args: tuple[Any, ...], roles: Roles, group: Group) -> Place:
@@ -142,6 +143,28 @@ class Signatures(dict[Any, Known]):
     def settle(self, trace: Trace | None = None) -> None:
         """After the function has run as Python: what it changes itself is not part of its signature."""
         self._outside.settle([] if trace is None else [trace])
+
+    @contextlib.contextmanager
+    def settled(self) -> Iterator[None]:
+        """As `settle`, around runs of the function; warns of numbers that each of them changes, and that it reads."""
+        before = self._outside.own_numbers()
+        try:
+            yield
+        finally:
+            self.settle()
+        now = self._outside.own_numbers()
+        moved = [
+            f"{name} (it was {before[name]}, and is {now[name]})" for name in before if now.get(name) != before[name]
+        ]
+        if moved and not self._said:
+            self._said = True
+            warnings.warn(
+                f"fdp: step {self._step!r} reads what it changes itself: {', '.join(moved)}. fdp runs it as Python to "
+                "trace it and to compare, not at every call: all calls do what the first one did. Pass a number that "
+                "counts calls as a tensor in the state, and choose by torch.where or torch.cond; or count outside of "
+                "the step.",
+                stacklevel=8,
+            )
 
     def _forget_other_tensors(self, place: Place) -> str | None:
         """Forget programs that hold closed-over tensors which the user has let go of; returns a warning, once."""

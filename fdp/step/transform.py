@@ -267,13 +267,13 @@ class Step:
         again = known.again
         assert again is not None
         try:
-            return again.look(
-                lambda: self._preparation.check_again(known.emitted, flatten_call(args, roles), roles),
-                lambda: known.emitted.run(tensors),
-            )
+            with self._known.settled():
+                return again.look(
+                    lambda: self._preparation.check_again(known.emitted, flatten_call(args, roles), roles),
+                    lambda: known.emitted.run(tensors),
+                )
         finally:
             known.looks_at = again.at
-            self._known.settle()
 
     def _look_up(self, flat: Flat, roles: Roles, place: Place) -> tuple[Known, list[torch.Tensor]]:
         """Find a call by its signature worked out in full, or prepare that signature."""

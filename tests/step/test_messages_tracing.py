@@ -206,8 +206,9 @@ Remedy: put fdp.pmean and fdp.grad outside of torch.cond, and choose between the
 
 LOOK_FOR = (
     "Remedy: look for values that are frozen when the step is traced: Python or NumPy random numbers, "
-    "torch.manual_seed inside the step, tensors made from Python numbers that change, operators that read memory "
-    "behind the dispatcher's back. check_trace=False accepts the trace as it is."
+    "torch.manual_seed inside the step, counters, flags and iterators that the step itself moves on, tensors made "
+    "from Python numbers that change, operators that read memory behind the dispatcher's back. check_trace=False "
+    "accepts the trace as it is."
 )
 
 

@@ -19,6 +19,7 @@ import torch
 from bits import same_bits_or_equal
 from hidden_reads import HIDDEN
 from outside_cases import CASES, Case, Config, Trainer
+from rare_reads import RARE
 from samples import exhaustive, some
 from swapped_reads import SWAPPED
 
@@ -46,6 +47,11 @@ def compare(case: Callable[[], Case], **options: Any) -> None:
 
 @pytest.mark.parametrize("case", some([*CASES, *HIDDEN], 4))
 def test_what_is_read_from_outside_is_seen_when_it_changes(case: Callable[[], Case]) -> None:
+    compare(case)
+
+
+@pytest.mark.parametrize("case", RARE)
+def test_what_objects_of_rarer_kinds_hold_is_seen(case: Callable[[], Case]) -> None:
     compare(case)
 
 
@@ -163,14 +169,70 @@ def test_what_the_step_itself_assigns_is_no_part_of_it() -> None:
     def fn(w: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
         nonlocal count
         count += 1
-        seen.append(count)
-        cache[count] = len(seen)
+        seen.append(w.shape)
+        cache[len(seen)] = 1
         return w + fdp.pmean(batch.sum())
 
     step = fdp.data_parallel(fn)
     for _ in range(20):  # in some of which it is compared again
         assert same_bits_or_equal(step(W, BATCH), W + BATCH.sum())
     assert step.traces == 1 and count > 2
+
+
+class Counts:
+    """Steps that count their calls, each in another place."""
+
+    calls, every = 0, 16
+
+    def __init__(self) -> None:
+        self.table = {"calls": 0}
+
+    def by_attribute(self, w: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return w if self.calls % self.every else -w
+
+    def by_item(self, w: torch.Tensor) -> torch.Tensor:
+        self.table["calls"] = self.table["calls"] + 1
+        return w if self.table["calls"] % self.every else -w
+
+    def by_method(self, w: torch.Tensor) -> torch.Tensor:
+        return w if self.tick() % self.every else -w
+
+    def tick(self) -> int:
+        self.calls += 1
+        return self.calls
+
+    def only_counting(self, w: torch.Tensor) -> torch.Tensor:
+        self.calls += self.every
+        self.table["calls"] = self.table["calls"] + 1
+        return w
+
+    def once(self, w: torch.Tensor) -> torch.Tensor:
+        if len(w) > self.calls:
+            self.calls = len(w)
+        return w
+
+
+@pytest.mark.parametrize("way", ["by_attribute", "by_item", "by_method"])
+def test_a_step_that_reads_what_it_counts_is_warned_of(way: str) -> None:
+    method = getattr(Counts(), way)
+    step = fdp.data_parallel(lambda w, b: method(w) + fdp.pmean(b.sum()))
+    step(W, BATCH)
+    with pytest.warns(UserWarning, match=r"reads what it changes itself: .*calls.* \(it was 2, and is 3\)") as caught:
+        step(W, BATCH)
+    assert [warning.filename for warning in caught] == [__file__]
+    for _ in range(4):
+        step(W, BATCH)
+    assert step.traces == 1
+
+
+@pytest.mark.parametrize("way", ["only_counting", "once"])
+def test_counting_and_what_is_kept_for_later_calls_are_no_reason_to_warn(way: str) -> None:
+    held = Counts()
+    step = fdp.data_parallel(lambda w, b: getattr(held, way)(w) + fdp.pmean(b.sum()))
+    for _ in range(5):
+        step(W, BATCH)
+    assert held.calls and step.traces == 1
 
 
 def test_what_makes_no_difference_is_given_up_with_a_warning() -> None:

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import dis
 import functools
-import os
-import sysconfig
 import types
 from collections.abc import Iterable
-
-import optree
-import torch
 
 _GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"})
@@ -18,21 +13,19 @@ _IMPORTS = frozenset({"IMPORT_NAME"})
 _MATCHES = frozenset({"MATCH_CLASS"})
 """Instructions, as `dis` names them in Python 3.10 to 3.14."""
 
+_VARIABLES = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF"})
+_SUBSCRIPTS = frozenset({"BINARY_SUBSCR"})
+_STORES = frozenset({"STORE_ATTR", "STORE_GLOBAL", "STORE_NAME", "STORE_DEREF", "STORE_SUBSCR"})
+_ON_THE_STACK = frozenset(
+    {"CACHE", "COPY", "DUP_TOP", "DUP_TOP_TWO", "EXTENDED_ARG", "NOP", "PRECALL", "ROT_TWO", "ROT_THREE", "SWAP"}
+)
+_SIMPLE = ("LOAD_FAST", "LOAD_CONST", "LOAD_SMALL_INT", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
+
 _BY_STRING = frozenset({"getattr", "hasattr", "attrgetter", "itemgetter"})
 """Functions that take the name of an attribute as a string."""
 
 ALL = "*"
 """Among the attributes that code reads: any attribute."""
-
-_STANDARD = os.path.join(sysconfig.get_path("stdlib"), "")
-_LIBRARIES = tuple(
-    os.path.join(folder, "")
-    for folder in (
-        os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
-        *(os.path.dirname(os.path.abspath(str(library.__file__))) for library in (torch, optree)),
-    )
-)
-_INSTALLED = tuple(os.path.join("", folder, "") for folder in ("site-packages", "dist-packages"))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -49,6 +42,59 @@ def attribute_names(code: types.CodeType) -> frozenset[str]:
         names |= {ALL}
     by_string = not _BY_STRING.isdisjoint(names | known) or _has(code, _MATCHES)
     return names | _strings(code.co_consts) if by_string else names
+
+
+@functools.lru_cache(maxsize=4096)
+def names_read_for_more(code: types.CodeType) -> frozenset[str]:
+    """What a function reads, and not only to count it on, as `self.calls += 1` does.
+
+    Returns:
+        Names of variables and attributes; of items their key, as text in brackets.
+    """
+    inner = [names_read_for_more(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    steps = [step for step in dis.get_instructions(code) if step.opname not in _ON_THE_STACK]
+    found = ((at, name) for at in range(len(steps)) if (name := _what_is_read(steps, at)) is not None)
+    return frozenset(name for at, name in found if not _counts_on(steps, at + 1, name)).union(*inner)
+
+
+def _what_is_read(steps: list[dis.Instruction], at: int) -> str | None:
+    step = steps[at]
+    if step.opname in _ATTRIBUTES | _GLOBALS | _VARIABLES:
+        return str(step.argval)
+    is_item = step.opname in _SUBSCRIPTS or (step.opname == "BINARY_OP" and step.argrepr == "[]")
+    return _key(steps, at) if is_item else None
+
+
+def _key(steps: list[dis.Instruction], at: int) -> str | None:
+    """The constant in brackets, of an instruction that reads or stores an item."""
+    before = steps[at - 1] if at else None
+    return f"[{before.argval!r}]" if before is not None and before.opname.startswith(_SIMPLE[1:3]) else None
+
+
+def _counts_on(steps: list[dis.Instruction], at: int, name: str) -> bool:
+    """Whether what was read goes, with another value, into one operation, and from there to where it was."""
+    operation = _after_a_value(steps, at)
+    if not _begins(steps, operation, ("BINARY_", "INPLACE_")):
+        return False
+    at = _after_a_value(steps, _after_a_value(steps, operation + 1))
+    if at >= len(steps) or steps[at].opname not in _STORES:
+        return False
+    if steps[at].opname == "STORE_SUBSCR":
+        return at == operation + 1 or _key(steps, at) == name
+    return bool(steps[at].argval == name)
+
+
+def _after_a_value(steps: list[dis.Instruction], at: int) -> int:
+    """Behind what loads a variable, a constant or an attribute, if that is what comes next."""
+    if _begins(steps, at, _SIMPLE):
+        at += 1
+        while _begins(steps, at, ("LOAD_ATTR",)):
+            at += 1
+    return at
+
+
+def _begins(steps: list[dis.Instruction], at: int, names: tuple[str, ...]) -> bool:
+    return at < len(steps) and steps[at].opname.startswith(names)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -108,15 +154,3 @@ def _names(code: types.CodeType, instructions: frozenset[str]) -> frozenset[str]
     own = {step.argval for step in dis.get_instructions(code) if step.opname in instructions}
     inner = (_names(constant, instructions) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return frozenset(own.union(*inner))
-
-
-@functools.lru_cache(maxsize=4096)
-def is_of_library(path: str) -> bool:
-    """Whether a file belongs to Python itself, to what is installed, or to fdp: no code of the user's.
-
-    Args:
-        path: the file of a function's code, or of a module; "" for one that is built in.
-    """
-    if not path or path.startswith("<frozen"):
-        return True
-    return path.startswith((_STANDARD, *_LIBRARIES)) or any(folder in path for folder in _INSTALLED)

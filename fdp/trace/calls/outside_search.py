@@ -22,15 +22,15 @@ import torch
 
 from fdp.nn.meta_copy import MetaCopy
 from fdp.nn.modules import module_read_by
-from fdp.pytorch.registries import HOOKS, REGISTRIES, SUBMODULES, TENSOR_REGISTRIES
-from fdp.trace.calls.arguments import PLAIN_TYPES
+from fdp.pytorch.registries import GLOBAL_HOOKS, HOOKS, REGISTRIES, SUBMODULES, TENSOR_REGISTRIES
+from fdp.trace.calls.expressions import PLAIN, contents_of, is_odd, key_text, length_of
 from fdp.trace.calls.finite_flags import ReturnsFiniteFlags
+from fdp.trace.calls.libraries import class_is_of_library, is_of_library, module_is_of_library
 from fdp.trace.calls.names_in_code import (
     ALL,
     attribute_names,
     global_names,
     imported_names,
-    is_of_library,
     names_read_by,
 )
 from fdp.trace.calls.watched_places import Place, WatchedPlaces
@@ -41,13 +41,10 @@ _MOST_KEYS, _MOST_ITEMS = 4096, 512
 _MOST_LEAVES = 10_000
 _MOST_DEPTH = 100
 
-_PLAIN = (*PLAIN_TYPES, type(None))
-_SETTINGS = (*_PLAIN, tuple, types.FunctionType, types.BuiltinFunctionType, functools.partial)
+_SETTINGS = (*PLAIN, tuple, types.FunctionType, types.BuiltinFunctionType, functools.partial)
 """What an attribute of a module is that is a setting: also of an activation function."""
 
-_ITEMS, _LENGTH = "the items of ", "the length of "
-"""How expressions begin that stand for the keys of a dict or the items of a set, and for how many items a list has."""
-
+_VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _CALLED_BY_TORCH = frozenset({"forward", "backward", "setup_context"})
 
@@ -83,7 +80,7 @@ class Search:
         self._classes: set[type] = set()
         self._labels: collections.Counter[str] = collections.Counter()
         self._alive: list[Any] = []  # or another object may come to be where one was that was seen
-        for label, root in roots:
+        for label, root in (*roots, ("hooks of all modules", GLOBAL_HOOKS)):
             self._visit(label, root, None, _MOST_DEPTH)
         self.watched.freeze()
 
@@ -114,11 +111,14 @@ class Search:
     def _look(self, label: str, value: Any, depth: int) -> bool:
         kind = type(value)
         if issubclass(kind, torch.Tensor):
-            return (self._tensors is None or label in self._tensors) and self._leaf(label, value)
+            return self._tensor(label, value, depth)
         if issubclass(kind, enum.Enum):
-            return self._class(kind, depth) | self._leaf(label, value)
-        if issubclass(kind, _PLAIN):
+            inside = self._visit(f"{label}.value", value._value_, None, depth - 1) if depth else False
+            return self._leaf(label, value) | self._object_around(label, value, kind, depth) | inside
+        if kind in PLAIN:
             return self._leaf(label, value)
+        if issubclass(kind, PLAIN):
+            return self._leaf(label, value) | self._object_around(label, value, kind, depth)
         if (first := self._seen.get(id(value))) is not None:
             return self._leaf(label, f"the same as {first}")
         if depth == 0 or len(self.leaves) > _MOST_LEAVES:
@@ -137,13 +137,23 @@ class Search:
         if issubclass(kind, torch.nn.Module):
             return self._module(label, value, depth)
         if issubclass(kind, types.ModuleType):
-            inner = not is_of_library(_file_of(value)) and self._some(label, vars(value), depth)
+            inner = not module_is_of_library(value) and self._some(label, vars(value), depth)
             return self._leaf(label, value) | inner
         if issubclass(kind, type):
             return self._leaf(label, value) | self._class(value, depth)
+        if issubclass(kind, (types.BuiltinFunctionType, types.MethodWrapperType)):  # `get = settings.get`, say
+            return self._leaf(label, value) | self._visit(f"{label}.__self__", value.__self__, None, depth)
+        if issubclass(kind, _VIEWS):
+            return self._view(label, value.mapping, depth)
         if issubclass(kind, weakref.ref):
             return self._leaf(label, value) | self._visit(f"{label}()", value(), None, depth)
         return self._object(label, value, kind, depth)
+
+    def _tensor(self, label: str, value: torch.Tensor, depth: int) -> bool:
+        """Which tensor it is; and attributes that the user has given it."""
+        held = vars(value)
+        around = bool(held) and self._some(label, held, depth)
+        return ((self._tensors is None or label in self._tensors) and self._leaf(label, value)) | around
 
     def _any(self, found: Iterable[bool]) -> bool:
         return any(list(found))  # all of them, since each leaves what it finds
@@ -180,9 +190,13 @@ class Search:
             if name in sys.modules:
                 self._visit(name, sys.modules[name], None, depth)
         defaults = zip(code.co_varnames[: code.co_argcount][::-1], (function.__defaults__ or ())[::-1], strict=False)
+        if function.__defaults__:
+            self.watched.add(("attribute", function, "__defaults__"), function.__defaults__)
         for name, value in defaults:
             self._visit(f"{label}: default of {name}", value, None, depth)
         keywords = function.__kwdefaults__ or {}
+        if keywords:
+            self.watched.add(("attribute", function, "__kwdefaults__"), keywords)
         for name, value in keywords.items():
             self._visit(f"{label}: default of {name}", value, ("item", keywords, name), depth)
         if own := {name: value for name, value in vars(function).items() if name != "__wrapped__"}:
@@ -198,16 +212,17 @@ class Search:
         found = [not value]
         if isinstance(value, dict):
             keys = list(value)
-            found += [self._visit(f"the key {k} of {label}", x, None, depth) for k, x in enumerate(keys) if _is_odd(x)]
-            items = [(_key_text(key), key, dict.__getitem__(value, key)) for key in keys]
+            found += [self._visit(f"key {k} of {label}", x, None, depth) for k, x in enumerate(keys) if is_odd(x)]
+            items = [(key_text(key), key, dict.__getitem__(value, key)) for key in keys]
             found += [self._visit(f"{label}[{text}]", x, ("item", value, key), depth) for text, key, x in items]
             contents = contents_of(label), ", ".join(text for text, *_ in items)
         elif isinstance(value, (set, frozenset)):
-            contents = contents_of(label), ", ".join(sorted(map(_key_text, value)))
-            found.append(True)
+            contents = contents_of(label), ", ".join(sorted(map(key_text, value)))
+            odd = sorted(filter(is_odd, value), key=id)
+            found += [True, *(self._visit(f"item {i} of {label}", x, None, depth) for i, x in enumerate(odd))]
         else:
             found += [self._visit(f"{label}[{i}]", x, None, depth) for i, x in enumerate(value)]
-            contents = f"{_LENGTH}{label}", f"{len(value)} items"
+            contents = length_of(label), f"{len(value)} items"
         if not isinstance(value, (tuple, frozenset)):
             self.watched.add_length(value)
         if any(found):
@@ -222,11 +237,11 @@ class Search:
         self.watched.add_length(value)
         self.watched.add_order(value)
         self.watched.add_order(value.values())
-        return self._any(self._visit(f"{label}[{_key_text(k)}]", x, None, depth) for k, x in list(value.items()))
+        return self._any(self._visit(f"{label}[{key_text(k)}]", x, None, depth) for k, x in list(value.items()))
 
     def _object_around(self, label: str, value: Any, kind: type, depth: int) -> bool:
-        """What a container of a class of the user's has besides its items."""
-        if is_of_library(_file_of_class(kind)):
+        """What a container or a value of a class of the user's has besides."""
+        if class_is_of_library(kind):
             return False
         held = getattr(value, "__dict__", None)
         return self._class(kind, depth) | (isinstance(held, dict) and self._some(label, held, depth))
@@ -280,7 +295,7 @@ class Search:
     ) -> None:
         self._leaf(f"type({label})", kind)
         # A class of torch or of another library has many attributes that say how it was made.
-        read = names_read_by(kind, "forward", torch.nn.Module) if is_of_library(_file_of_class(kind)) else None
+        read = names_read_by(kind, "forward", torch.nn.Module) if class_is_of_library(kind) else None
         for name, value in list(attributes.items()):
             is_setting = issubclass(type(value), _SETTINGS)
             counts = is_setting and (name in read if read is not None else not name.startswith("_"))
@@ -289,7 +304,7 @@ class Search:
         self._class(kind, depth)
 
     def _object(self, label: str, value: Any, kind: type, depth: int) -> bool:
-        if is_of_library(_file_of_class(kind)) and not issubclass(kind, _NAMESPACES):
+        if class_is_of_library(kind) and not issubclass(kind, _NAMESPACES):
             self._leaf(label, value)  # which may be anything
         else:
             self._leaf(f"type({label})", kind)
@@ -321,22 +336,23 @@ class Search:
 
     def _class(self, kind: type, depth: int) -> bool:
         """The code of a class, and its attributes: those that are read, and those that Python or torch calls."""
-        if kind in self._classes or is_of_library(_file_of_class(kind)):
+        if kind in self._classes or class_is_of_library(kind):
             return False
         self._classes.add(kind)
-        held: collections.defaultdict[str, list[tuple[type, Any]]] = collections.defaultdict(list)
+        self._class(type(kind), depth)  # whose properties are attributes of the class
+        held: collections.defaultdict[str, list[tuple[type, type, Any]]] = collections.defaultdict(list)
         for base in kind.__mro__:
-            if base is not object and not is_of_library(_file_of_class(base)):
+            if base is not object and not class_is_of_library(base):
                 for name, value in vars(base).items():
                     if self._reads(name) or _is_called(name, value):
                         # What one class hides, its code may call through `super()`.
-                        held[name].append((base if held[name] else kind, value))
+                        held[name].append((base if held[name] else kind, base, value))
         for name, found in sorted(held.items()):
-            for owner, value in found:
-                self._attribute_of_class(owner, name, value, depth)
+            for owner, base, value in found:
+                self._attribute_of_class(owner, base, name, value, depth)
         return True
 
-    def _attribute_of_class(self, owner: type, name: str, value: Any, depth: int) -> None:
+    def _attribute_of_class(self, owner: type, base: type, name: str, value: Any, depth: int) -> None:
         inner: Any
         if isinstance(value, (classmethod, staticmethod)):
             inner = value.__func__
@@ -344,51 +360,15 @@ class Search:
             inner = value.fget if isinstance(value, property) else value.func
         elif isinstance(value, functools.partialmethod):
             inner = functools.partial(value.func, *value.args, **value.keywords)
-        elif not isinstance(value, types.FunctionType) and hasattr(type(value), "__get__"):
-            return  # which gives another object each time
         else:
-            inner = value
-        counts = self._visit(f"{owner.__name__}.{name}", inner, None, depth)
-        if counts and self._reads(name) and inner is getattr(owner, name):
-            self.watched.add(("attribute", owner, name), inner)
-
-
-def contents_of(label: str) -> str:
-    """The expression for which items there are in the dict or set that an expression stands for."""
-    return f"{_ITEMS}{label}"
-
-
-def says_which_items(expression: str) -> bool:
-    """Whether an expression is one of `contents_of`."""
-    return expression.startswith(_ITEMS)
-
-
-def of_contents(expression: str) -> str | None:
-    """Of what an expression is the contents, or the length; None if it is that of a value."""
-    starts = (start for start in (_ITEMS, _LENGTH) if expression.startswith(start))
-    return next((expression.removeprefix(start) for start in starts), None)
+            inner = value  # also a descriptor of the user's own: an object with code and attributes
+        if self._visit(f"{owner.__name__}.{name}", inner, None, depth) and self._reads(name):
+            # One that is looked up as it is may come to be hidden by another one.
+            is_plain = isinstance(value, (types.FunctionType, property)) or not hasattr(type(value), "__get__")
+            by_lookup = is_plain and value is getattr(owner, name, None)
+            self.watched.add(("attribute", owner, name) if by_lookup else ("class", base, name), value)
 
 
 def _is_called(name: str, value: Any) -> bool:
     value = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
     return isinstance(value, types.FunctionType) and (name.startswith("__") or name in _CALLED_BY_TORCH)
-
-
-def _is_odd(key: Any) -> bool:
-    return not issubclass(type(key), (*_PLAIN, tuple))
-
-
-def _key_text(key: Any) -> str:
-    return f"a {type(key).__name__}" if _is_odd(key) else repr(key)
-
-
-def _file_of(module: types.ModuleType | None) -> str:
-    found = getattr(module, "__file__", None)
-    # Of a package without an __init__.py, the folder.
-    return found or next(iter(getattr(module, "__path__", ())), "")
-
-
-def _file_of_class(kind: type) -> str:
-    module = sys.modules.get(kind.__module__)
-    # What was defined at a prompt or in a notebook has no file.
-    return "<prompt>" if kind.__module__ == "__main__" or module is None else _file_of(module)

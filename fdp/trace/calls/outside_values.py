@@ -22,7 +22,9 @@ from typing import Any
 import torch
 
 from fdp.trace.calls.arguments import PLAIN_TYPES
-from fdp.trace.calls.outside_search import Search, of_contents, says_which_items
+from fdp.trace.calls.expressions import last_name_of, of_contents, says_which_items
+from fdp.trace.calls.names_in_code import names_read_for_more
+from fdp.trace.calls.outside_search import Search
 from fdp.trace.calls.watched_places import WatchedPlaces
 from fdp.trace.trace import Trace
 
@@ -35,6 +37,8 @@ _MOST_SEARCHES = 20
 
 _EXACT = frozenset({*PLAIN_TYPES, decimal.Decimal, fractions.Fraction})
 """Types whose objects are the same if their texts are."""
+
+_NUMBERS = frozenset({bool, int, float})
 
 _Leaves = list[tuple[str, Any]]
 
@@ -51,6 +55,7 @@ class OutsideValues:
         self._static: tuple[tuple[str, Any], ...] = ()
         self._names: frozenset[str] = frozenset()
         self._without: set[str] = set()
+        self._own: set[str] = set()
         self._tensors: set[str] | None = None
         self._versions: dict[int, _Leaves] = {}
         self._vain: collections.Counter[str] = collections.Counter()
@@ -100,8 +105,20 @@ class OutsideValues:
             # Of tensors that have come to count, it is not known what they were.
             after = [x for x in now.leaves if self._counts(x) and (x[0] in had or not isinstance(x[1], torch.Tensor))]
             own = _changed([leaf for leaf in before if self._counts(leaf)], after)
+            was, now_is = dict(before), dict(after)
+            # (What an object has only from now on, it had from its class.)
+            self._own.update(n for n in own if {type(was.get(n, 0)), type(now_is.get(n))} <= _NUMBERS)
             # Which keys a dict has is noted anew: somebody else may change others of them.
             self._leave_out(label for label in own if not says_which_items(label))
+
+    def own_numbers(self) -> dict[str, Any]:
+        """The numbers that the function itself has changed, of those that it reads not only to count them on."""
+        if not self._own:
+            return {}
+        with self._changing:
+            found = Search((self._root, *self._static), self._names, frozenset(), frozenset()).leaves
+            read = {name for _, x in found if isinstance(x, types.CodeType) for name in names_read_for_more(x)}
+            return {label: x for label, x in found if label in self._own and last_name_of(label) in read}
 
     def in_vain(self, earlier: Iterable[int], number: int) -> list[str]:
         """Learn that a version has the same trace as earlier ones.

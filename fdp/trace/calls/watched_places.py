@@ -8,14 +8,16 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from fdp.pytorch.registries import HOOKS, SUBMODULES
 
-Kind = Literal["cell", "item", "attribute", "part"]
+Kind = Literal["cell", "item", "attribute", "class", "part"]
 Place = tuple[Kind, Any, Any]
-"""Where a value was found: in a variable, under a key of a dict, in an attribute, in one of a module taken apart."""
+"""Where a value was found: in a variable, under a key of a dict, in an attribute, in one of a class as it was defined,
+in one of a module taken apart."""
 
 _MISSING = object()
 
@@ -23,6 +25,7 @@ _Getter = Callable[[Mapping[str, Any]], tuple[Any, ...]]
 _Select = Callable[[list[dict[str, Any]]], tuple[dict[str, Any], ...]]
 
 _hooks, _submodules = operator.itemgetter(*HOOKS), operator.itemgetter(SUBMODULES)
+_from_class = types.MappingProxyType.get
 _contents = operator.attrgetter("cell_contents")
 
 
@@ -33,6 +36,7 @@ class WatchedPlaces:
         self._cells: list[tuple[Any, Any]] = []
         self._items: list[tuple[Any, Any, Any]] = []
         self._in_objects: list[tuple[Any, Any, Any]] = []
+        self._in_classes: list[tuple[Any, Any, Any]] = []
         self._in_parts: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._parts: dict[int, Any] = {}
         self._sized: dict[int, Any] = {}
@@ -45,6 +49,8 @@ class WatchedPlaces:
             self._in_parts.setdefault(id(holder), (holder, {}))[1][key] = value
         elif kind == "cell":
             self._cells.append((holder, value))
+        elif kind == "class":
+            self._in_classes.append((vars(holder), key, value))
         else:
             (self._items if kind == "item" else self._in_objects).append((holder, key, value))
 
@@ -66,6 +72,7 @@ class WatchedPlaces:
         cells, in_cells = [cell for cell, _ in self._cells], [value for _, value in self._cells]
         dicts, keys, in_dicts = _columns(self._items)
         objects, names, in_objects = _columns(self._in_objects)
+        classes, defined, in_classes = _columns(self._in_classes)
         lists, in_parts = list(self._ordered.values()), self._groups_of_parts()
         self._containers = list(self._sized.values())
         tables = [each for each in self._containers if isinstance(each, dict) and each]
@@ -74,6 +81,7 @@ class WatchedPlaces:
             (functools.partial(map, _contents, cells), in_cells),
             (functools.partial(map, dict.get, dicts, keys, itertools.repeat(_MISSING)), in_dicts),
             (functools.partial(map, getattr, objects, names), in_objects),
+            (functools.partial(map, _from_class, classes, defined, itertools.repeat(_MISSING)), in_classes),
             (functools.partial(itertools.chain.from_iterable, lists), list(itertools.chain.from_iterable(lists))),
             (functools.partial(_last_keys, tables), list(_last_keys(tables))),
             *((functools.partial(_read, get, *_selected(parts)), held) for get, parts, held in in_parts),
