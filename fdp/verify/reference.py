@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator as python_operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -83,12 +83,21 @@ class Memories:
             self.blocks[storage_id(value.untyped_storage())] = self.blocks[storage_id(base.untyped_storage())]
             self.kept.append(value)
 
+    def place(self, value: torch.Tensor, view: View) -> None:
+        """Say where a tensor without strides lies."""
+        self.blocks[id(value)] = view.block, 0
+        self._views[id(value)] = view, value
+
     def knows(self, value: Any) -> bool:
         """Whether the memory of a tensor, or of any in a list, is known."""
         if isinstance(value, torch.Tensor):
             strided = value.layout is torch.strided
             return (storage_id(value.untyped_storage()) if strided else id(value)) in self.blocks
         return isinstance(value, (list, tuple)) and any(map(self.knows, value))
+
+
+def _is_sparse(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is not torch.strided
 
 
 def _steps(shape: Sequence[Any]) -> tuple[int, ...]:
@@ -219,7 +228,9 @@ class Reference(TermMachine):
     def _operator(self, node: fx.Node, target: Any) -> None:
         operator = operator_of(target)
         value = node.meta.get("val")
-        if operator.views:
+        if operator.views and _is_sparse(value) and not self.memories.knows(value):
+            self._as_if_dense(node, value)
+        elif operator.views:
             # What looks at a closed-over tensor has an example storage of its own, and yet the same memory.
             self.memories.join(value, node.args[0].meta["val"])  # type: ignore[union-attr]
         if operator.number or operator.reshapes or (operator.views and self.memories.knows(value)):
@@ -231,6 +242,14 @@ class Reference(TermMachine):
             self._note_marker(node, given)
         elif operator.name.startswith("fdp::") and isinstance(value, torch.Tensor):
             self.markers[node.name] = self.values.read(self.memories.view(value))
+
+    def _as_if_dense(self, node: fx.Node, value: Any) -> None:
+        """A sparse tensor transposed, say: it has no strides, and is followed as a dense one of its shape would be."""
+        base: Any = node.args[0]
+        view, target = self.memories.view(base.meta["val"]), cast(Any, node.target)
+        dense = torch.empty_strided(view.shape, view.stride, dtype=view.dtype, device="meta")
+        seen = target(dense, *node.args[1:], **node.kwargs)
+        self.memories.place(value, view_of(view.block, seen.storage_offset(), seen.shape, seen.stride(), seen.dtype))
 
     def _note_marker(self, node: fx.Node, given: list[Any]) -> None:
         self.markers[node.name] = self.values.read(self.memories.view(node.meta["val"]))

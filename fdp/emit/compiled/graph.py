@@ -300,9 +300,10 @@ def functional_graph(
         input.
 
     Raises:
-        CompileError: an operator cannot be taken apart; names it.
+        CompileError: an operator cannot be taken apart, or there are sparse tensors; names it.
     """
     plan = memory.plan
+    _refuse_sparse(plan)
     placeholders = plan.trace.graph.graph.find_nodes(op="placeholder")
     inputs: list[Geometry] = [(i.shape, i.stride, i.offset, i.dtype, i.device) for i in plan.trace.inputs]
     for node in constants:
@@ -329,6 +330,22 @@ def functional_graph(
     _give_numbers_examples(graph)
     _refuse_unused_draws_before_loops(plan, graph.graph)
     return graph
+
+
+def _refuse_sparse(plan: Plan) -> None:
+    """Refuse tensors of torch's sparse layouts, which inductor has no code for."""
+    for node in plan.trace.graph.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            users = (node, *node.users) if node.op == "get_attr" else (node,)
+            source = next((each.meta["source"] for each in users if each.meta.get("source")), "at an unknown line")
+            raise CompileError(
+                build_message(
+                    f"step {plan.trace.name!r} cannot be compiled: it computes with sparse tensors.",
+                    [f"{source}: {value.layout}"],
+                    remedy="pass A.to_dense(); compile=False runs it as it is.",
+                )
+            )
 
 
 def _give_numbers_examples(graph: fx.GraphModule) -> None:

@@ -23,7 +23,7 @@ def redundant_views(graph: fx.Graph) -> Mapping[fx.Node, fx.Node]:
         if node.op != "call_function" or not effects_of(node).view or not isinstance(node.args[0], fx.Node):
             continue
         base = node.args[0]
-        if not all(isinstance(each.meta["val"], torch.Tensor) for each in (base, node)):
+        if not all(_has_strides(each.meta["val"]) for each in (base, node)):
             continue
         base_of[node] = base
         candidate: fx.Node | None = base
@@ -33,6 +33,11 @@ def redundant_views(graph: fx.Graph) -> Mapping[fx.Node, fx.Node]:
                 break
             candidate = base_of.get(candidate)
     return same
+
+
+def _has_strides(value: Any) -> bool:
+    """A sparse matrix of as many rows as columns looks, to `geometry`, like its own transpose."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
 def geometry(value: Any) -> tuple[Any, ...]:

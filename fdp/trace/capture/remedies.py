@@ -75,6 +75,7 @@ _BY_TEXT = {
     "expected b_val": "the branches of torch.cond have gradients with other strides (that of x.sum() is one number, "
     "expanded): sum behind torch.cond, not in it; or choose between results with torch.where.",
     "dispatch_on_subclass": _TOO_LONG,
+    "tensors do not have strides": "of torch's sparse layouts take A.to_sparse_coo() for this; or A.to_dense().",
 }
 _VALIDATED = (
     "it checks the values of its arguments: leave out validate_args=True, which is off anyway while a step is traced "

@@ -92,7 +92,8 @@ def is_same_view(node: fx.Node) -> bool:
         return not effects_of(node.all_input_nodes[0]).view  # one of several results
     if not (isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor)):
         return False
-    result: bool = _geometry(one) == _geometry(two)
+    has_strides = one.layout is two.layout is torch.strided  # a sparse tensor looks like its own transpose
+    result: bool = has_strides and _geometry(one) == _geometry(two)
     return result
 
 
