@@ -158,3 +158,16 @@ def test_key_paths_in_messages() -> None:
         "batch['d']: containers.Odd, a subclass of dict that is not registered Odd(x=1), in a batch argument, which "
         "holds tensors only",
     ]
+
+
+def test_a_tree_that_holds_itself_is_refused() -> None:
+    state: dict[str, Any] = {"w": torch.ones(3), "more": [1, {}]}
+    state["more"][1]["me"] = state
+    deep: Any = torch.ones(1)
+    for _ in range(3000):
+        deep = [deep]
+    for call in (fdp.replicate, fdp.pmean, fdp.data_parallel(lambda state: state)):
+        with pytest.raises(fdp.ArgumentError, match=r"endless: what .*\['more'\]\[1\]\['me'\] holds"):
+            call(state)
+        with pytest.raises(fdp.ArgumentError, match="nested too deep"):
+            call(deep)

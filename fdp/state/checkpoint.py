@@ -57,7 +57,7 @@ from fdp.state.index import INDEX
 from fdp.state.pace import Pace
 from fdp.state.pieces import ChangedCheckpoint, refuse_changed
 from fdp.state.replicate import differing, mark_of, plain_tensor
-from fdp.state.storage import CheckpointWriter, LoadPlanner, Reader, process_group_destroyed
+from fdp.state.storage import CheckpointWriter, LoadPlanner, Reader, directory_of, process_group_destroyed
 from fdp.state.unwritten import NotWritten, not_written
 from fdp.tracebacks import hiding_frames
 
@@ -80,7 +80,8 @@ def save(path: str | os.PathLike[str], state: Tree, group: Ranks = None, *, rand
             accelerator, Python's, and NumPy's if it is imported. With them a run continues bit for bit.
 
     Raises:
-        ArgumentError: a leaf is a value of a class that `load` would not read, such as a function; names it.
+        ArgumentError: a leaf is a value of a class that `load` would not read, such as a function; names it. Or `path`
+            is no path: it comes first, other than in `torch.save`.
         ReplicationError: names, on every rank, each leaf that should be equal and is not, and the ranks; nothing is
             written, and what the directory held stays.
         AgreementError: another rank failed before it could write, or did not come; ranks hold states of different
@@ -100,10 +101,11 @@ def save(path: str | os.PathLike[str], state: Tree, group: Ranks = None, *, rand
     refuse_inside("save")
     ranks = resolve_group(group)
     refuse_desynchronised(ranks, "fdp.save")
+    directory = directory_of("fdp.save", path, ranks)
     named = prepared("fdp.save", state, ranks, random)
     with warnings.catch_warnings():
         ignore_what_is_meant()
-        write("fdp.save", Path(path), named, ranks)
+        write("fdp.save", directory, named, ranks)
 
 
 def prepared(caller: str, state: Tree, ranks: Group, random: bool) -> dict[str, Any]:
@@ -218,9 +220,10 @@ def load(path: str | os.PathLike[str], like: Tree, group: Ranks = None, *, rando
     containers = containers_of(leaves, spec)
     names = names_of(spec, containers, ranks)
     wanted = [container.saved(leaf) for leaf, container in zip(leaves, containers, strict=True)]
-    reader = Reader(Path(path))
+    directory = directory_of("fdp.load", path, ranks)
+    reader = Reader(directory)
     with ready_on_all_ranks(ranks, "fdp.load"):
-        if not (Path(path) / INDEX).is_file():
+        if not (directory / INDEX).is_file():
             raise ArgumentError(
                 build_message(
                     f"fdp.load found no checkpoint in {os.fspath(path)!r}.",

@@ -37,7 +37,7 @@ from fdp.state.index import INDEX, read_index
 from fdp.state.lock import DirectoryLock
 from fdp.state.pace import Pace, Writing
 from fdp.state.pieces import ChangedCheckpoint
-from fdp.state.storage import delete_checkpoint
+from fdp.state.storage import delete_checkpoint, directory_of
 from fdp.state.unwritten import NotWritten, not_written, reason
 from fdp.tracebacks import hiding_frames
 
@@ -81,8 +81,9 @@ class CheckpointManager:
                     remedy="pass how many checkpoints to keep, at least 1, or None for all.",
                 )
             )
+        given = directory_of("fdp.CheckpointManager", directory)
         # Absolute: the program may change its working directory while a thread writes.
-        self._directory, self._keep, self._group = Path(os.path.abspath(directory)), keep, group
+        self._directory, self._keep, self._group = Path(os.path.abspath(given)), keep, group
         self._lock = DirectoryLock(self._directory)
         self._writing: Writing | None = None
         self._beside: tuple[Group, dist.ProcessGroup] | None = None

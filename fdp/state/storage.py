@@ -23,12 +23,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 
+from fdp.distributed.exchange import announce_failure
+from fdp.distributed.group import Group
 from fdp.errors import ArgumentError, FdpError, build_message, first_line
 from fdp.state.index import INDEX, files_of, read_index
 from fdp.state.pace import Pace, Paced
 from fdp.state.pieces import is_intact, refuse_changed
 from fdp.state.seal import seal_of
-from fdp.state.unwritten import with_reasons
+from fdp.state.unwritten import NOT_SEEN, NotWritten, with_reasons
 
 _DATA = "*.distcp"
 
@@ -107,6 +109,31 @@ class CheckpointWriter(dcp.FileSystemWriter):
                         path.unlink()
 
 
+def directory_of(caller: str, path: Any, ranks: Group | None = None) -> Path:
+    """The directory that a user gave.
+
+    Args:
+        caller: the function that the user called.
+        path: what was given.
+        ranks: who else is told that it is none.
+
+    Raises:
+        ArgumentError: it is none; `torch.save` takes the object first.
+    """
+    if isinstance(path, (str, os.PathLike)):
+        return Path(path)
+    kind = type(path).__name__
+    error = ArgumentError(
+        build_message(
+            f"{caller} takes the directory first, as a string or a path. It was given an object of type {kind}.",
+            remedy=f"call {caller}(directory, ...).",
+        )
+    )
+    if ranks is not None:
+        announce_failure(ranks, error)
+    raise error
+
+
 def process_group_destroyed(directory: Path) -> FdpError:
     """The error for a checkpoint whose process group was destroyed while it was written."""
     return FdpError(
@@ -141,7 +168,11 @@ class _ReplacesAtOnce(FileSystem):
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         _seal(Path(path))
-        self._check(Path(path))
+        try:
+            self._check(Path(path))
+        except ArgumentError as error:  # another rank wrote elsewhere, or another job has deleted it
+            cause = first_line(error.__cause__) if error.__cause__ is not None else first_line(error)
+            raise NotWritten(f"{NOT_SEEN} in {os.fspath(Path(path).parent)!r} ({cause})") from error
         _sync(Path(path).parent)  # the names of data files are there before the index names them
         os.replace(path, new_path)
         _sync(Path(path).parent)

@@ -15,6 +15,9 @@ _NEARLY_FULL = 2**20
 """Bytes. Less is free after a write failed: that is why, also where the error does not say so."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
+NOT_SEEN = "what ranks wrote is not all"
+"""How a line begins that says where the rank that writes the index did not find something."""
+
 
 class NotWritten(FdpError):
     """One line that says what a rank could not write, and why. It becomes part of an error on all ranks."""
@@ -61,6 +64,8 @@ def not_written(caller: str, what: str, directory: Path, reasons: Iterable[str])
     remedy = "look at the disk and its permissions, then call it again."
     if any("the disk is full" in line for line in reasons):
         remedy = "free some space on the disk, or keep fewer checkpoints, then call it again."
+    if any(NOT_SEEN in line for line in reasons):
+        remedy = "pass one directory on all ranks, on storage that all of them see, and that no other job saves to."
     return FdpError(
         build_message(
             f"{caller} could not write {what} to {os.fspath(directory)!r}. Checkpoints that were there stay.",

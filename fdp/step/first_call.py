@@ -179,6 +179,12 @@ class Preparation:
         self, flat: Flat, roles: Roles, group: Group, progress: Progress, others: Sequence[tuple[Emitted, str]]
     ) -> Emitted:
         warn_if_alone_by_mistake(group)
+        if torch.is_anomaly_enabled():
+            warnings.warn(
+                f"fdp: torch.autograd.detect_anomaly() does not look into step {self._name!r}: it runs as a program. "
+                "data_parallel(check_finite=True) says which gradients are not finite.",
+                stacklevel=7,
+            )
         watched = watched_ranks(group.process_group)
         if watched is not None:
             watched.prepares(True)

@@ -332,3 +332,17 @@ def test_an_lstm_that_is_called_by_itself(owner: Any) -> None:
             run(params, batch)
     else:
         torch.testing.assert_close(run(params, batch), step(params, batch))
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_a_step_under_detect_anomaly_runs_and_says_what_looks_at_gradients() -> None:
+    def step(w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return w - fdp.pmean(fdp.grad(lambda w: ((w * b) ** 2).mean())(w))
+
+    run = fdp.data_parallel(step)
+    with torch.autograd.detect_anomaly(check_nan=True):
+        with pytest.warns(UserWarning, match=r"does not look into step 'step'(.|\n)*check_finite=True") as caught:
+            first = run(torch.ones(2), torch.ones(2))
+        assert [warning.filename for warning in caught] == [__file__]
+        assert torch.is_anomaly_enabled() and torch.equal(run(torch.ones(2), torch.ones(2)), first)
+    assert torch.equal(first, torch.zeros(2))

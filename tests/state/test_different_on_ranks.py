@@ -41,6 +41,31 @@ def test_a_state_is_not_put_together_from_two_checkpoints(tmp_path: Path, sharde
         assert loaded == [1.0] * 4
 
 
+def save_to_each_ranks_own(folder: str) -> tuple[str, str, str]:
+    state = fdp.shard({"w": torch.ones(4, 2)}, min_size=0)
+    own = told(lambda: fdp.save(f"{folder}/{dist.get_rank()}", state))
+    swapped = told(lambda: fdp.save(f"{folder}/all", state) if dist.get_rank() else fdp.save(state, f"{folder}/all"))
+    return own, swapped, told(lambda: fdp.save(f"{folder}/all", state))
+
+
+def test_directories_that_differ_and_a_state_in_the_place_of_one_are_said(tmp_path: Path) -> None:
+    found = ranks.run(2, save_to_each_ranks_own, str(tmp_path))
+    for rank, (own, swapped, afterwards) in enumerate(found):
+        assert own.startswith(f"FdpError: fdp.save could not write the checkpoint to '{tmp_path}/{rank}'")
+        assert f"rank 0: what ranks wrote is not all in '{tmp_path}/0'" in own
+        assert own.endswith(
+            "Remedy: pass one directory on all ranks, on storage that all of them see, and that no other job saves to."
+        )
+        assert swapped.startswith("AgreementError" if rank else "ArgumentError: fdp.save takes the directory first")
+        assert afterwards == "no error"
+
+
+@pytest.mark.parametrize("call", [fdp.save, fdp.load, lambda *args: fdp.CheckpointManager(args[0])])
+def test_what_is_no_directory_is_refused(call: Callable[..., Any]) -> None:
+    with pytest.raises(fdp.ArgumentError, match=r"takes the directory first, .*\n.*\(directory, \.\.\.\)"):
+        call({"w": torch.ones(2)}, "folder")
+
+
 def replicate_from_different_roots() -> tuple[str, list[float]]:
     tree = {"w": torch.full((2,), float(dist.get_rank()))}
     error = told(lambda: fdp.replicate(tree, root=dist.get_rank()))

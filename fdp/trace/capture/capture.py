@@ -165,6 +165,7 @@ def _tracing_settings(fakes: Sequence[torch.Tensor]) -> Iterator[None]:
         stack.enter_context(replaying_rng_state(fakes))
         # That of oneDNN cannot be replayed: its backward takes a tensor that the trace does not have.
         stack.enter_context(without_fused_lstm())
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))  # which reads gradients, and there are none yet
         # The code of the graph module is never run: what is emitted is. Writing it would take a tenth of the time.
         stack.enter_context(_use_lazy_graph_module(True))
         stack.enter_context(copyable(FakeTensor))
