@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fdp.context.axis import current_axis, ranks_for
+from fdp.context.axis import current_axis, send_now
 from fdp.distributed.collective import OPERATORS
 from fdp.distributed.messages import rows_arriving
 from fdp.distributed.other_ranks import OtherRanks
@@ -66,7 +66,7 @@ def _all_reduce(
     if not out.numel():
         return out
     if (others := OtherRanks.of_axis(axis)) is None:
-        ranks_for(label).all_reduce(out, op)()
+        send_now(label, lambda ranks: ranks.all_reduce(out, op))
     elif op == "mean" and out.dtype == torch.float16 and accumulate is None and others.size > 1:
         # As a bucket of such values: divided before it is added up, because two large values have a mean and no sum.
         others.all_reduce_(out.mul_(1 / others.size), op, scaled=True)
@@ -81,7 +81,7 @@ def _all_gather(x: torch.Tensor, size: int, axis: str, label: str) -> torch.Tens
     if not out.numel():
         return out
     if (others := OtherRanks.of_axis(axis)) is None:
-        ranks_for(label).all_gather(out, _sendable(x))()
+        send_now(label, lambda ranks: ranks.all_gather(out, _sendable(x)))
     else:
         others.all_gather_(out, x)
     return out
@@ -93,7 +93,7 @@ def _broadcast(x: torch.Tensor, root: int, axis: str, label: str) -> torch.Tenso
     if not out.numel():
         return out
     if (others := OtherRanks.of_axis(axis)) is None:
-        ranks_for(label).broadcast(out, root)()
+        send_now(label, lambda ranks: ranks.broadcast(out, root))
     else:
         others.broadcast_(out, root)
     return out
@@ -106,7 +106,7 @@ def _reduce_scatter(x: torch.Tensor, op: str, axis: str, kind: str, label: str, 
     own, out = _contiguous_copy(x), _first_contiguous(x)
     if (others := OtherRanks.of_axis(axis)) is None:
         arriving = own.new_empty((rows_arriving(len(own)), *own.shape[1:]))
-        ranks_for(label).reduce_scatter(out, arriving, own, op, accumulate=accumulate)()
+        send_now(label, lambda ranks: ranks.reduce_scatter(out, arriving, own, op, accumulate=accumulate))
     else:
         others.reduce_scatter_(out, own, op)
     return out
@@ -118,7 +118,7 @@ def _all_to_all(x: torch.Tensor, axis: str, kind: str, label: str) -> torch.Tens
     if not out.numel():
         return out
     if (others := OtherRanks.of_axis(axis)) is None:
-        ranks_for(label).all_to_all(out, _sendable(x))()
+        send_now(label, lambda ranks: ranks.all_to_all(out, _sendable(x)))
     else:
         others.all_to_all_(out, x)
     return out
@@ -131,7 +131,7 @@ def _permute(x: torch.Tensor, pairs: Sequence[int], axis: str, kind: str, label:
         return out
     paired = list(zip(pairs[::2], pairs[1::2], strict=True))
     if (others := OtherRanks.of_axis(axis)) is None:
-        ranks_for(label).permute(out, _sendable(x), paired)()
+        send_now(label, lambda ranks: ranks.permute(out, _sendable(x), paired))
     else:
         others.permute_(out, x, paired)
     return out

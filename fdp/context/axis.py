@@ -6,11 +6,11 @@ Marker operators carry the axis by name, so that a backward pass on another thre
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from fdp.distributed.desynchronised import refuse_desynchronised
+from fdp.distributed.desynchronised import carry_out
 from fdp.distributed.group import Group, Ranks, resolve_group
 from fdp.distributed.mesh import mesh_text, text_along
 from fdp.distributed.other_ranks import OtherRanks
@@ -82,15 +82,18 @@ def current_axis() -> Axis:
     return Axis("eager", group.size, group.rank, group)
 
 
-def ranks_for(collective: str) -> Group:
-    """The ranks of a collective outside of a step.
+def send_now(collective: str, start: Callable[[Group], Callable[[], None]]) -> None:
+    """Carry out a collective that was called outside of a step.
+
+    Args:
+        collective: its name.
+        start: starts it among some ranks; returns the function that waits for it.
 
     Raises:
-        PeerError: this rank is desynchronised.
+        PeerError: this rank is desynchronised, or another one will not come.
     """
     group = current_axis().group
-    refuse_desynchronised(group, f"fdp.{collective}")
-    return group
+    carry_out(f"fdp.{collective}", group, lambda: start(group))
 
 
 def inside_step() -> bool:

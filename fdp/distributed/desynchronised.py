@@ -70,6 +70,31 @@ def refuse_desynchronised(group: Group, what: str) -> None:
         )
 
 
+def carry_out(what: str, group: Group, start: Callable[[], Callable[[], None]]) -> None:
+    """Send a message outside of steps, and wait for it. A rank that leaves it in the middle is desynchronised.
+
+    Args:
+        what: sends it, for errors.
+        group: the ranks.
+        start: starts it; returns the function that waits for it.
+
+    Raises:
+        PeerError: this rank is desynchronised, or another one will not come.
+    """
+    whole = group.watched  # of a mesh, all ranks: no message along another dimension is paired rightly either
+    refuse_desynchronised(whole, what)
+    is_sent = False
+    try:
+        wait = start()
+        is_sent = True
+        wait()
+    except BaseException as error:
+        # An argument that cannot be sent is refused on all ranks alike. What a signal interrupts may have been sent.
+        if is_sent or not isinstance(error, Exception):
+            mark_desynchronised(whole, f"{what} was left in the middle by {type(error).__name__}")
+        raise
+
+
 _busy: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[threading.Lock, list[str]]] = weakref.WeakKeyDictionary()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from fdp import pytree
 from fdp.context.axis import refuse_inside
 from fdp.distributed.comparable import comparable
-from fdp.distributed.desynchronised import refuse_desynchronised
+from fdp.distributed.desynchronised import carry_out, refuse_desynchronised
 from fdp.distributed.exchange import tell_all
 from fdp.distributed.fingerprint import fingerprint
 from fdp.distributed.group import Group, Ranks, refuse_unknown_root, resolve_group
@@ -63,7 +64,7 @@ def replicate(tree: Tree, root: int = 0, group: Ranks = None) -> Tree:
             # what is on the CPU, as a learning rate is.
             message = tensor.detach().contiguous().to(ranks.carrier(tensor.device, *beside), copy=True)
             if message.numel() and container.role == "state":
-                start_broadcast(message, root, ranks)()
+                carry_out("fdp.replicate", ranks, functools.partial(start_broadcast, message, root, ranks))
             leaf = container.with_tensor(leaf, torch.empty_like(tensor, requires_grad=False).copy_(message))
         out.append(leaf)
     return pytree.unflatten(spec, out)
@@ -271,6 +272,6 @@ def _gather_marks(marks: list[int], ranks: Group, leaves: list[Any]) -> list[lis
     own = torch.tensor(marks, dtype=torch.int64, device=device)
     out = torch.empty((ranks.size, len(marks)), dtype=torch.int64, device=device)
     if marks:
-        start_all_gather(out, own, ranks)()
+        carry_out("a comparison of ranks", ranks, lambda: start_all_gather(out, own, ranks))
     rows: list[list[int]] = out.tolist()
     return rows

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fdp import pytree
 from fdp.context.axis import refuse_inside
+from fdp.distributed.desynchronised import carry_out
 from fdp.distributed.group import Group, Ranks, resolve_group
 from fdp.distributed.mesh import sharded_along
 from fdp.errors import ArgumentError, build_message
@@ -147,7 +148,7 @@ def _gathered(leaf: Any) -> torch.Tensor:
     ranks = whole_mesh.along(sharded_along(whole_mesh.sizes))
     own = part_of(leaf).contiguous()
     rows = torch.empty((ranks.size, *own.shape), dtype=own.dtype, device=own.device)
-    ranks.all_gather(rows, own)()
+    carry_out("fdp.unshard", ranks, lambda: ranks.all_gather(rows, own))
     return part.joined(rows)
 
 
