@@ -21,12 +21,12 @@ SUBMODULES = "_modules"
 
 REGISTRIES = (*TENSOR_REGISTRIES, SUBMODULES)
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-"""The attributes that hold what is called around the forward function of a module."""
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""The attributes that hold what is called around the forward function of a module, and around its gradient."""
 
-_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 GLOBAL_HOOKS = tuple(getattr(torch.nn.modules.module, name, None) for name in _GLOBAL_HOOKS)
-"""What is called around the forward functions of all modules: dicts, which stay the same objects."""
+"""What is called around those of all modules: dicts, which stay the same objects."""
 
 
 def tensor_registries(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:

@@ -51,7 +51,7 @@ def digest(plan: Plan, made: str = "") -> str:
 
 
 def agree(
-    plan: Plan, group: Group, tensors: Sequence[torch.Tensor], compare_state: bool, made: str = ""
+    plan: Plan, group: Group, tensors: Sequence[torch.Tensor], compare_state: bool, made: str = "", because: str = ""
 ) -> tuple[int, bool]:
     """Compare a plan, and the state that it starts from, with those of the other ranks.
 
@@ -61,6 +61,7 @@ def agree(
         tensors: the inputs of the call, in the order of `Trace.inputs`.
         compare_state: whether replicated inputs and closed-over tensors are compared bit for bit.
         made: how its program is made, as a line of text; empty if ranks need not compare that.
+        because: why there is another plan than before, for messages; empty for the first.
 
     Returns:
         The number of this agreement, the same on all ranks and no other one's on the group; and whether all ranks
@@ -74,7 +75,8 @@ def agree(
     parts = _marks_of_parts(plan, tensors, group.rank) if compare_state else {}
     own = {"schedule": schedule_text(plan, made), "marks": marks, "parts": parts, "compares": compare_state}
     name = plan.trace.name
-    number, found = tell_all_once(group, own, f"step {name!r}", "has a new communication schedule")
+    subject = f"step {name!r}{f', traced again ({because})' if because else ''}"
+    number, found = tell_all_once(group, own, subject, "has a new communication schedule")
     for rank, other in enumerate(found):
         if "failed" in other:
             raise AgreementError(

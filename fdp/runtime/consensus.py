@@ -28,6 +28,9 @@ class Consensus:
         backend: what made the program, settled.
         compare_state: whether replicated inputs and closed-over tensors are compared bit for bit.
         communicates: False if nothing is ever sent.
+
+    Attributes:
+        because: why the step was traced again, for messages; empty at first.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Consensus:
         self._backend = backend
         self._key = self._key_of(backend)
         self._order: Order | None = None
+        self.because = ""
 
     @property
     def digest(self) -> str:
@@ -67,7 +71,8 @@ class Consensus:
         key = self._key if backend is None else self._key_of(made_by)
         if key in self._agreed:
             return False
-        number, compares = agree(self._plan, self._group, tensors, self._compare_state, made_by.agreed_text)
+        made = made_by.agreed_text
+        number, compares = agree(self._plan, self._group, tensors, self._compare_state, made, self.because)
         self._agreed[key] = Agreed(number, key[0], compares)
         return True
 

@@ -254,7 +254,7 @@ class CheckpointManager:
                 raise writing.error
 
     def close(self) -> None:
-        """Wait as `wait_until_finished`, and let others write to the directory.
+        """Wait as `wait_until_finished`, and let others write to the directory; a later `save` takes it again.
 
         Raises:
             FdpError: what was saved could not be written; on every rank.

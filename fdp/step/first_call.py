@@ -193,7 +193,8 @@ class Preparation:
             with progress.stage("tracing"):
                 trace = self._trace_within(flat, roles, group)
             same = next((other for other, _ in others if same_program(other.plan.trace, trace)), None)
-            emitted = self._emit(trace, flat, roles, group, progress) if same is None else same
+            changed, remedy = self._what_changed(flat, roles, others)
+            emitted = self._emit(trace, flat, roles, group, progress, changed) if same is None else same
         except Exception as error:
             if group.size > 1 and not self._prepared:
                 announce_failure(group, error)
@@ -202,9 +203,7 @@ class Preparation:
             # From here on ranks hear of each other's failures.
             emitted = self._compile(emitted, flat, roles, progress)
         self._prepared += 1
-        if self._prepared == _RETRACE_WARNING and self._previous is not None:
-            outside = others[0][1] if others else ""
-            changed, remedy = describe_change(self._previous, flat, self._name, roles, outside)
+        if self._prepared == _RETRACE_WARNING and changed:
             warnings.warn(
                 f"fdp: step {self._name!r} was traced for the {_RETRACE_WARNING}th time. What changed last: {changed}. "
                 f"Each trace takes as long as several steps: {remedy}.",
@@ -215,12 +214,21 @@ class Preparation:
             watched.prepares(False)
         return emitted
 
-    def _emit(self, trace: Trace, flat: Flat, roles: Roles, group: Group, progress: Progress) -> Emitted:
+    def _what_changed(self, flat: Flat, roles: Roles, others: Sequence[tuple[Emitted, str]]) -> tuple[str, str]:
+        """What differs from the call that was traced last, and what to do about it; empty for the first."""
+        if self._previous is None:
+            return "", ""
+        return describe_change(self._previous, flat, self._name, roles, others[0][1] if others else "")
+
+    def _emit(
+        self, trace: Trace, flat: Flat, roles: Roles, group: Group, progress: Progress, changed: str = ""
+    ) -> Emitted:
         """Make the program that ranks agree on, and compare it with the step if it is the one that runs."""
         settings = self._settings
         plan = self._planned(trace, flat, group, progress)
         with progress.stage("writing and proving"):
             emitted = Emitted(plan, group, self._agreed, settings.check_replication, self._first_backend)
+            emitted.consensus.because = changed
         with progress.stage("comparing"):
             if settings.check_trace and plan.trace.whole is not None:
                 self._check_on_whole_values(emitted, flat, roles)

@@ -18,6 +18,7 @@ import ranks
 import torch
 from bits import same_bits_or_equal
 from hidden_reads import HIDDEN
+from module_reads import CHANGED
 from outside_cases import CASES, Case, Config, Trainer
 from rare_reads import RARE
 from samples import exhaustive, some
@@ -47,6 +48,11 @@ def compare(case: Callable[[], Case], **options: Any) -> None:
 
 @pytest.mark.parametrize("case", some([*CASES, *HIDDEN], 4))
 def test_what_is_read_from_outside_is_seen_when_it_changes(case: Callable[[], Case]) -> None:
+    compare(case)
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_modules_and_objects_of_libraries_that_change_are_seen(case: Callable[[], Case]) -> None:
     compare(case)
 
 

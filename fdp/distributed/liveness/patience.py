@@ -249,8 +249,8 @@ def _different_places(watched: Watched) -> AgreementError | None:
         build_message(
             f"rank {watched.rank} cannot go on: ranks wait for each other in different places.",
             [f"rank {place.rank} waits in {place.text}" for place in places],
-            remedy="call the same functions in the same order on every rank. Start the job again from its last "
-            "checkpoint.",
+            remedy="call the same functions in the same order on every rank, with arguments and settings of the same "
+            "kinds. Start the job again from its last checkpoint.",
         )
     )
 

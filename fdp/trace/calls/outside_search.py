@@ -151,8 +151,12 @@ class Search:
 
     def _tensor(self, label: str, value: torch.Tensor, depth: int) -> bool:
         """Which tensor it is; and attributes that the user has given it."""
-        held = vars(value)
-        around = bool(held) and self._some(label, held, depth)
+        held, around = vars(value), False
+        if held or not isinstance(value, torch.nn.Parameter):
+            around = self._some(label, held, depth)
+        if self._reads("requires_grad"):
+            place: Place = ("attribute", value, "requires_grad")
+            around |= self._visit(f"{label}.requires_grad", value.requires_grad, place, depth)
         return ((self._tensors is None or label in self._tensors) and self._leaf(label, value)) | around
 
     def _any(self, found: Iterable[bool]) -> bool:
@@ -163,7 +167,9 @@ class Search:
             return self._visit(label, value.step, None, depth)
         if isinstance(value, functools.partial):
             found = [self._visit(f"{label}: argument {i}", x, None, depth) for i, x in enumerate(value.args)]
-            found += [self._visit(key, x, None, depth) for key, x in value.keywords.items()]
+            named = value.keywords
+            found += [self._visit(key, x, ("item", named, key), depth) for key, x in named.items()]
+            self.watched.add_length(named)
             return self._visit(label, value.func, None, depth) | any(found)
         if isinstance(value, types.MethodType):
             return self._visit("self", value.__self__, None, depth) | self._visit(label, value.__func__, None, depth)
@@ -199,8 +205,9 @@ class Search:
             self.watched.add(("attribute", function, "__kwdefaults__"), keywords)
         for name, value in keywords.items():
             self._visit(f"{label}: default of {name}", value, ("item", keywords, name), depth)
-        if own := {name: value for name, value in vars(function).items() if name != "__wrapped__"}:
-            self._any(self._visit(f"{label}.{n}", x, ("item", vars(function), n), depth) for n, x in own.items())
+        own = {name: value for name, value in vars(function).items() if name != "__wrapped__"}
+        self._any(self._visit(f"{label}.{n}", x, ("item", vars(function), n), depth) for n, x in own.items())
+        self.watched.add_length(vars(function))
         if "IPython" in sys.modules:  # whose autoreload gives functions other code
             self.watched.add(("attribute", function, "__code__"), code)
         return self._leaf(label, code)
@@ -253,6 +260,7 @@ class Search:
             self._alive.append(part)
             for held in (attributes, *(attributes[registry] for registry in REGISTRIES)):
                 self.watched.add_length(held)
+            self.watched.add(("attribute", part, "__class__"), type(part))
             for registry in TENSOR_REGISTRIES:
                 held = attributes[registry]
                 self._any(self._visit(f"{here}.{n}", x, ("item", held, n), depth) for n, x in held.items())
@@ -274,7 +282,8 @@ class Search:
             def place(_: Any, name: str, part: Any = part, lives: bool = lives) -> Place | None:
                 return ("part", part, name) if lives else None
 
-            attributes = {**vars(part.stand_in), **part.attributes}
+            # When it is dead, its attributes are those of the stand-in, but for what changed last.
+            attributes = dict(part.attributes) if lives else {**vars(part.stand_in), **part.attributes}
             self._attributes_of_part(here, type(part.stand_in), attributes, place, depth)
             self._leaf(f"the parts of {here}", module.has_its_parts(part))  # if it has others, a new trace is refused
             if lives:
@@ -294,8 +303,10 @@ class Search:
         depth: int,
     ) -> None:
         self._leaf(f"type({label})", kind)
-        # A class of torch or of another library has many attributes that say how it was made.
-        read = names_read_by(kind, "forward", torch.nn.Module) if class_is_of_library(kind) else None
+        # A class of torch or of another library has many attributes that say how it was made. A hook may read all.
+        is_hooked = any(attributes.get(name) for name in HOOKS)
+        is_known = class_is_of_library(kind) and not is_hooked
+        read = names_read_by(kind, "forward", torch.nn.Module) if is_known else None
         for name, value in list(attributes.items()):
             is_setting = issubclass(type(value), _SETTINGS)
             counts = is_setting and (name in read if read is not None else not name.startswith("_"))
@@ -316,6 +327,7 @@ class Search:
             if "__wrapped__" in held:  # such as another step
                 self._visit(label, held["__wrapped__"], ("item", held, "__wrapped__"), depth)
             self._some(label, held, depth)
+            self._settings_of_library(label, held, kind, depth)
         if issubclass(kind, (collections.UserDict, collections.UserList, collections.ChainMap)):
             self._visit(label, value.maps if issubclass(kind, collections.ChainMap) else value.data, None, depth)
         if kind in (operator.attrgetter, operator.itemgetter):
@@ -324,6 +336,15 @@ class Search:
             if isinstance(getattr(kind, name, None), types.MemberDescriptorType) and hasattr(value, name):
                 self._visit(f"{label}.{name}", getattr(value, name), ("attribute", value, name), depth)
         return True
+
+    def _settings_of_library(self, label: str, held: dict[str, Any], kind: type, depth: int) -> None:
+        """What the methods of a library's class read that code calls, as `scheduler.get_last_lr()`: plain values."""
+        bases = [base for base in kind.__mro__ if base is not object and class_is_of_library(base)]
+        called = {name for base in bases for name in vars(base) if self._reads(name)}
+        read = {name for method in called for name in names_read_by(kind, method, object)}
+        for name in sorted(read.intersection(held)):
+            if not self._reads(name) and _is_setting(held[name]):
+                self._visit(f"{label}.{name}", held[name], ("item", held, name), depth)
 
     def _reads(self, name: str) -> bool:
         return name in self._follows or (ALL in self._follows and not name.startswith("__"))
@@ -362,11 +383,16 @@ class Search:
             inner = functools.partial(value.func, *value.args, **value.keywords)
         else:
             inner = value  # also a descriptor of the user's own: an object with code and attributes
-        if self._visit(f"{owner.__name__}.{name}", inner, None, depth) and self._reads(name):
+        counts = self._visit(f"{owner.__name__}.{name}", inner, None, depth)
+        if counts and (self._reads(name) or _is_called(name, value)):
             # One that is looked up as it is may come to be hidden by another one.
             is_plain = isinstance(value, (types.FunctionType, property)) or not hasattr(type(value), "__get__")
             by_lookup = is_plain and value is getattr(owner, name, None)
             self.watched.add(("attribute", owner, name) if by_lookup else ("class", base, name), value)
+
+
+def _is_setting(value: Any) -> bool:
+    return type(value) in PLAIN or (type(value) in (list, tuple) and all(type(each) in PLAIN for each in value))
 
 
 def _is_called(name: str, value: Any) -> bool:
