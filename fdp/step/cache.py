@@ -105,7 +105,7 @@ class Signatures(dict[Any, Known]):
             Each with what has changed since, as text.
         """
         found = [(key[1][3], known) for key, known in self.items() if (key[0], key[1][:3]) == (flat.key, place[:3])]
-        found.sort(key=lambda item: item[1].last_call, reverse=True)
+        found.sort(key=lambda item: (item[1].last_call, item[0]), reverse=True)
         return [(known, self._outside.describe(version, place[3])) for version, known in found]
 
     def keep(self, flat: Flat, place: Place, known: Known) -> None:

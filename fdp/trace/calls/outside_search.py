@@ -113,7 +113,7 @@ class Search:
         if issubclass(kind, torch.Tensor):
             return self._tensor(label, value, depth)
         if issubclass(kind, enum.Enum):
-            inside = self._visit(f"{label}.value", value._value_, None, depth - 1) if depth else False
+            inside = self._visit(f"{label}.value", value.value, None, depth - 1) if depth else False
             return self._leaf(label, value) | self._object_around(label, value, kind, depth) | inside
         if kind in PLAIN:
             return self._leaf(label, value)
