@@ -25,6 +25,7 @@ from torch.utils._pytree import SUPPORTED_NODES as _TORCH_NODES
 from torch.utils._pytree import GetAttrKey
 from torch.utils._pytree import register_pytree_node as register_torch_node
 
+from fdp.endless_trees import endless
 from fdp.errors import ArgumentError, build_message
 
 Tree = Any
@@ -78,26 +79,10 @@ def flatten(
         try:
             leaves, spec = optree.tree_flatten(tree, is_leaf, none_is_leaf=none_is_leaf, namespace=_NAMESPACE)
         except RecursionError as error:
-            raise _endless(tree) from error
+            raise endless(tree, _NAMESPACE) from error
         # A leaf that turns out to be a container shows containers inside of it only when it is taken apart.
         if not _register(set(map(type, leaves)) - _LEAVES - kept):
             return leaves, spec
-
-
-def _endless(tree: Tree) -> ArgumentError:
-    """The error for a tree that holds itself, or that is nested too deep."""
-    pending: list[tuple[str, Any, tuple[int, ...]]] = [("", tree, ())]
-    text = "nested too deep: in hundreds of containers"
-    while pending:
-        name, node, above = pending.pop()
-        if id(node) in above:
-            text = f"endless: what {name or 'an entry'} holds is a container around it"
-            break
-        if isinstance(node, (dict, list, tuple)):
-            entries = node.items() if isinstance(node, dict) else enumerate(node)
-            pending += [(f"{name}[{key!r}]", child, (*above, id(node))) for key, child in entries]
-    remedy = "leave out references to what is above; they belong outside of a tree of tensors."
-    return ArgumentError(build_message(f"a tree of tensors is {text}.", remedy=remedy))
 
 
 def unflatten(spec: Spec, leaves: Iterable[Any]) -> Tree:

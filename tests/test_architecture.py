@@ -21,7 +21,7 @@ PACKAGE, TESTS = ROOT / "fdp", ROOT / "tests"
 ROOMS: dict[str, tuple[str, ...]] = {
     # the ground: no knowledge of steps
     "errors": (),
-    "tracebacks": (),
+    "tracebacks": (), "endless_trees": (),
     "pytree": (),
     "tables": (),
     "pytorch": (

@@ -160,14 +160,31 @@ def test_key_paths_in_messages() -> None:
     ]
 
 
+@dataclasses.dataclass(eq=False, repr=False)
+class Node:
+    value: Any
+    more: Any = None
+
+
 def test_a_tree_that_holds_itself_is_refused() -> None:
     state: dict[str, Any] = {"w": torch.ones(3), "more": [1, {}]}
     state["more"][1]["me"] = state
-    deep: Any = torch.ones(1)
-    for _ in range(3000):
-        deep = [deep]
+    deep, chain, shared = torch.ones(1), (), Node(torch.ones(1))  # type: ignore[var-annotated]
+    for _ in range(3_000):
+        deep, chain = [deep], (1, chain)  # type: ignore[assignment]
+    for _ in range(40):
+        shared = Node(shared, shared)
+    root = Node(None, shared)
+    root.value = [root]
+    optree.register_pytree_node(
+        Node, lambda node: ((node.value, node.more), None, ("value", "more")), lambda _, parts: Node(*parts),
+        namespace="fdp",
+    )  # fmt: skip
     for call in (fdp.replicate, fdp.pmean, fdp.data_parallel(lambda state: state)):
         with pytest.raises(fdp.ArgumentError, match=r"endless: what .*\['more'\]\[1\]\['me'\] holds"):
             call(state)
-        with pytest.raises(fdp.ArgumentError, match="nested too deep"):
-            call(deep)
+        for tree in (deep, chain):
+            with pytest.raises(fdp.ArgumentError, match="nested too deep"):
+                call(tree)
+    with pytest.raises(fdp.ArgumentError, match=r"endless: what \['value'\]\[0\] holds"):
+        fdp.replicate(root)

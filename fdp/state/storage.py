@@ -120,12 +120,12 @@ def directory_of(caller: str, path: Any, ranks: Group | None = None) -> Path:
     Raises:
         ArgumentError: it is none; `torch.save` takes the object first.
     """
-    if isinstance(path, (str, os.PathLike)):
+    with suppress(TypeError):
         return Path(path)
     kind = type(path).__name__
     error = ArgumentError(
         build_message(
-            f"{caller} takes the directory first, as a string or a path. It was given an object of type {kind}.",
+            f"{caller} takes a directory first, as a string or a path. It was given an object of type {kind}.",
             remedy=f"call {caller}(directory, ...).",
         )
     )

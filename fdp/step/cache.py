@@ -153,9 +153,8 @@ class Signatures(dict[Any, Known]):
         finally:
             self.settle()
         now = self._outside.own_numbers()
-        moved = [
-            f"{name} (it was {before[name]}, and is {now[name]})" for name in before if now.get(name) != before[name]
-        ]
+        kept = ((name, repr(was), repr(now[name])) for name, was in before.items() if name in now)
+        moved = [f"{name} (it was {was}, and is {found})" for name, was, found in kept if was != found]
         if moved and not self._said:
             self._said = True
             warnings.warn(

@@ -228,7 +228,7 @@ class Preparation:
         plan = self._planned(trace, flat, group, progress)
         with progress.stage("writing and proving"):
             emitted = Emitted(plan, group, self._agreed, settings.check_replication, self._first_backend)
-            emitted.consensus.because = changed
+            emitted.consensus.because = f"{changed:.300}"
         with progress.stage("comparing"):
             if settings.check_trace and plan.trace.whole is not None:
                 self._check_on_whole_values(emitted, flat, roles)

@@ -67,7 +67,7 @@ def test_a_difference_in_the_last_element_of_a_large_output_is_found() -> None:
         step(torch.ones(2**21 + 2), torch.ones(2))
 
 
-_TURNS = [(1, 2), (1, 2, 2), (1, 1, 2), (1, 2, 1), (1, 2, 2, 1), (1, 2, 3)]
+_TURNS = [(1, 2), (1, 2, 2), (1, 1, 2), (1, 2, 1), (1, 2, 2, 1), (1, 2, 3), (1, 2, 2, 1, 2)]
 
 
 @pytest.mark.parametrize(("values", "compile"), [*((values, False) for values in _TURNS), (_TURNS[0], True)])

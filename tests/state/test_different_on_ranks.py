@@ -56,13 +56,13 @@ def test_directories_that_differ_and_a_state_in_the_place_of_one_are_said(tmp_pa
         assert own.endswith(
             "Remedy: pass one directory on all ranks, on storage that all of them see, and that no other job saves to."
         )
-        assert swapped.startswith("AgreementError" if rank else "ArgumentError: fdp.save takes the directory first")
+        assert swapped.startswith("AgreementError" if rank else "ArgumentError: fdp.save takes a directory first")
         assert afterwards == "no error"
 
 
 @pytest.mark.parametrize("call", [fdp.save, fdp.load, lambda *args: fdp.CheckpointManager(args[0])])
 def test_what_is_no_directory_is_refused(call: Callable[..., Any]) -> None:
-    with pytest.raises(fdp.ArgumentError, match=r"takes the directory first, .*\n.*\(directory, \.\.\.\)"):
+    with pytest.raises(fdp.ArgumentError, match=r"takes a directory first, .*\n.*\(directory, \.\.\.\)"):
         call({"w": torch.ones(2)}, "folder")
 
 

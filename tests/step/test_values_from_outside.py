@@ -185,62 +185,6 @@ def test_what_the_step_itself_assigns_is_no_part_of_it() -> None:
     assert step.traces == 1 and count > 2
 
 
-class Counts:
-    """Steps that count their calls, each in another place."""
-
-    calls, every = 0, 16
-
-    def __init__(self) -> None:
-        self.table = {"calls": 0}
-
-    def by_attribute(self, w: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return w if self.calls % self.every else -w
-
-    def by_item(self, w: torch.Tensor) -> torch.Tensor:
-        self.table["calls"] = self.table["calls"] + 1
-        return w if self.table["calls"] % self.every else -w
-
-    def by_method(self, w: torch.Tensor) -> torch.Tensor:
-        return w if self.tick() % self.every else -w
-
-    def tick(self) -> int:
-        self.calls += 1
-        return self.calls
-
-    def only_counting(self, w: torch.Tensor) -> torch.Tensor:
-        self.calls += self.every
-        self.table["calls"] = self.table["calls"] + 1
-        return w
-
-    def once(self, w: torch.Tensor) -> torch.Tensor:
-        if len(w) > self.calls:
-            self.calls = len(w)
-        return w
-
-
-@pytest.mark.parametrize("way", ["by_attribute", "by_item", "by_method"])
-def test_a_step_that_reads_what_it_counts_is_warned_of(way: str) -> None:
-    method = getattr(Counts(), way)
-    step = fdp.data_parallel(lambda w, b: method(w) + fdp.pmean(b.sum()))
-    step(W, BATCH)
-    with pytest.warns(UserWarning, match=r"reads what it changes itself: .*calls.* \(it was 2, and is 3\)") as caught:
-        step(W, BATCH)
-    assert [warning.filename for warning in caught] == [__file__]
-    for _ in range(4):
-        step(W, BATCH)
-    assert step.traces == 1
-
-
-@pytest.mark.parametrize("way", ["only_counting", "once"])
-def test_counting_and_what_is_kept_for_later_calls_are_no_reason_to_warn(way: str) -> None:
-    held = Counts()
-    step = fdp.data_parallel(lambda w, b: getattr(held, way)(w) + fdp.pmean(b.sum()))
-    for _ in range(5):
-        step(W, BATCH)
-    assert held.calls and step.traces == 1
-
-
 def test_what_makes_no_difference_is_given_up_with_a_warning() -> None:
     epoch = 0
 

@@ -333,7 +333,7 @@ def functional_graph(
 
 
 def _refuse_sparse(plan: Plan) -> None:
-    """Refuse tensors of torch's sparse layouts, which inductor has no code for."""
+    """Refuse tensors of other layouts than the usual one, of sparse ones above all: inductor has no code for them."""
     for node in plan.trace.graph.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
@@ -341,8 +341,9 @@ def _refuse_sparse(plan: Plan) -> None:
             source = next((each.meta["source"] for each in users if each.meta.get("source")), "at an unknown line")
             raise CompileError(
                 build_message(
-                    f"step {plan.trace.name!r} cannot be compiled: it computes with sparse tensors.",
-                    [f"{source}: {value.layout}"],
+                    f"step {plan.trace.name!r} cannot be compiled: it computes with tensors of the layout "
+                    f"{value.layout}.",
+                    [str(source)],
                     remedy="pass A.to_dense(); compile=False runs it as it is.",
                 )
             )

@@ -54,7 +54,9 @@ def names_read_for_more(code: types.CodeType) -> frozenset[str]:
     inner = [names_read_for_more(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
     steps = [step for step in dis.get_instructions(code) if step.opname not in _ON_THE_STACK]
     found = ((at, name) for at in range(len(steps)) if (name := _what_is_read(steps, at)) is not None)
-    return frozenset(name for at, name in found if not _counts_on(steps, at + 1, name)).union(*inner)
+    read = frozenset(name for at, name in found if not _counts_on(steps, at + 1, name))
+    by_string = not _BY_STRING.isdisjoint(read) or _has(code, _MATCHES)
+    return read.union(_strings(code.co_consts) if by_string else (), *inner)
 
 
 def _what_is_read(steps: list[dis.Instruction], at: int) -> str | None:
@@ -119,17 +121,31 @@ def names_read_by(kind: type, method: str, until: type) -> frozenset[str]:
         method: the name of the method.
         until: a base class, whose methods are not followed.
     """
-    found: set[str] = set()
-    pending, followed = [method], set()
+    return frozenset().union(*map(attribute_names, _codes_of(kind, method, until)))
+
+
+@functools.lru_cache(maxsize=4096)
+def names_looked_up_by(kind: type, method: str) -> frozenset[str]:
+    """The attributes that a method of a class reads, if neither it nor what it calls assigns any: one that does counts
+    or moves on, and is called for that."""
+    codes = _codes_of(kind, method, object)
+    if any(_has(code, frozenset({"STORE_ATTR"})) for code in codes):
+        return frozenset()
+    return frozenset().union(*map(attribute_names, codes))
+
+
+def _codes_of(kind: type, method: str, until: type) -> list[types.CodeType]:
+    """The code of a method of a class, and of the methods that it calls; those of `until` are not followed."""
+    codes: list[types.CodeType] = []
+    pending, followed = [method], set[str]()
     while pending:
         name = pending.pop()
         followed.add(name)
         function = getattr(kind, name, None)
         if isinstance(function, types.FunctionType) and function is not getattr(until, name, None):
-            names = attribute_names(function.__code__)
-            found |= names
-            pending += names - followed
-    return frozenset(found)
+            codes.append(function.__code__)
+            pending += attribute_names(function.__code__) - followed
+    return codes
 
 
 def _strings(constants: Iterable[object]) -> frozenset[str]:

@@ -31,6 +31,7 @@ from fdp.trace.calls.names_in_code import (
     attribute_names,
     global_names,
     imported_names,
+    names_looked_up_by,
     names_read_by,
 )
 from fdp.trace.calls.watched_places import Place, WatchedPlaces
@@ -241,6 +242,8 @@ class Search:
 
     def _view(self, label: str, value: Mapping[Any, Any], depth: int) -> bool:
         """A view of a dict that cannot be reached."""
+        if len(value) > _MOST_KEYS:
+            return self._leaf(label, value)
         self.watched.add_length(value)
         self.watched.add_order(value)
         self.watched.add_order(value.values())
@@ -341,7 +344,7 @@ class Search:
         """What the methods of a library's class read that code calls, as `scheduler.get_last_lr()`: plain values."""
         bases = [base for base in kind.__mro__ if base is not object and class_is_of_library(base)]
         called = {name for base in bases for name in vars(base) if self._reads(name)}
-        read = {name for method in called for name in names_read_by(kind, method, object)}
+        read = {name for method in called for name in names_looked_up_by(kind, method)}
         for name in sorted(read.intersection(held)):
             if not self._reads(name) and _is_setting(held[name]):
                 self._visit(f"{label}.{name}", held[name], ("item", held, name), depth)

@@ -65,16 +65,19 @@ def caching_casts(enabled: bool) -> Iterator[None]:
 
 
 @contextmanager
-def without_fused_lstm() -> Iterator[None]:
-    """Have LSTMs computed by ordinary operators, not by oneDNN's fused one.
+def without_fused_lstm() -> Iterator[list[str]]:
+    """Have LSTMs computed by ordinary operators, not by oneDNN's fused one; yields a list, with an entry a call of one.
 
     The flag of oneDNN holds for the whole process, and how a convolution lays its result out depends on it: it is off
     for no longer than a call of an LSTM takes.
     """
 
+    called: list[str] = []
+
     def unfused(original: Any) -> Any:
         @functools.wraps(original)
         def lstm(*args: Any, **kwargs: Any) -> Any:
+            called.append("lstm")
             before = onednn_enabled()
             set_onednn_enabled(False)
             try:
@@ -85,7 +88,7 @@ def without_fused_lstm() -> Iterator[None]:
         return lstm
 
     with replaced(torch._VF, "lstm", unfused), replaced(torch, "lstm", unfused):
-        yield
+        yield called
 
 
 @contextmanager
