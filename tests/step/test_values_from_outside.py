@@ -185,6 +185,17 @@ def test_what_the_step_itself_assigns_is_no_part_of_it() -> None:
     assert step.traces == 1 and count > 2
 
 
+def test_a_view_of_a_large_dict_is_left_out_as_the_dict_is() -> None:
+    """To look at it would take longer than the step, at every call."""
+    rates = dict.fromkeys(range(5000), 1.0)
+    values = rates.values()
+    step = fdp.data_parallel(lambda w, b: w * len(values) + fdp.pmean(b.sum()))
+    for key in range(3):
+        rates[key] = 2.0
+        step(W, BATCH)
+    assert step.traces == 1
+
+
 def test_what_makes_no_difference_is_given_up_with_a_warning() -> None:
     epoch = 0
 

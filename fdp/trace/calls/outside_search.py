@@ -263,7 +263,7 @@ class Search:
             self._alive.append(part)
             for held in (attributes, *(attributes[registry] for registry in REGISTRIES)):
                 self.watched.add_length(held)
-            self.watched.add(("attribute", part, "__class__"), type(part))
+            self.watched.add_type(part)
             for registry in TENSOR_REGISTRIES:
                 held = attributes[registry]
                 self._any(self._visit(f"{here}.{n}", x, ("item", held, n), depth) for n, x in held.items())
@@ -325,7 +325,7 @@ class Search:
             self._class(kind, depth)
         if isinstance(held := getattr(value, "__dict__", None), dict):
             if value.__class__ is kind:  # not of a proxy
-                self.watched.add(("attribute", value, "__class__"), kind)
+                self.watched.add_type(value)
                 self.watched.add(("attribute", value, "__dict__"), held)
             if "__wrapped__" in held:  # such as another step
                 self._visit(label, held["__wrapped__"], ("item", held, "__wrapped__"), depth)

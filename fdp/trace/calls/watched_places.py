@@ -37,6 +37,7 @@ class WatchedPlaces:
         self._items: list[tuple[Any, Any, Any]] = []
         self._in_objects: list[tuple[Any, Any, Any]] = []
         self._in_classes: list[tuple[Any, Any, Any]] = []
+        self._typed: list[Any] = []
         self._in_parts: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._parts: dict[int, Any] = {}
         self._sized: dict[int, Any] = {}
@@ -53,6 +54,10 @@ class WatchedPlaces:
             self._in_classes.append((vars(holder), key, value))
         else:
             (self._items if kind == "item" else self._in_objects).append((holder, key, value))
+
+    def add_type(self, held: Any) -> None:
+        """Watch of which class an object is."""
+        self._typed.append(held)
 
     def add_length(self, container: Any) -> None:
         """Watch how many items a container has, and of a dict the last key: that is another one if a key is new."""
@@ -82,6 +87,7 @@ class WatchedPlaces:
             (functools.partial(map, dict.get, dicts, keys, itertools.repeat(_MISSING)), in_dicts),
             (functools.partial(map, getattr, objects, names), in_objects),
             (functools.partial(map, _from_class, classes, defined, itertools.repeat(_MISSING)), in_classes),
+            (functools.partial(map, type, self._typed), list(map(type, self._typed))),
             (functools.partial(itertools.chain.from_iterable, lists), list(itertools.chain.from_iterable(lists))),
             (functools.partial(_last_keys, tables), list(_last_keys(tables))),
             *((functools.partial(_read, get, *_selected(parts)), held) for get, parts, held in in_parts),
