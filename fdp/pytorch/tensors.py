@@ -50,6 +50,23 @@ def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     )
 
 
+def geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """How a tensor lies in its memory: two of one storage that agree in it have the same elements.
+
+    A sparse tensor, which has no strides and looks like its own transpose, agrees with no other.
+    """
+    is_strided = tensor.layout is torch.strided
+    return (
+        tuple(tensor.shape),
+        tuple(tensor.stride()) if is_strided else (),
+        tensor.storage_offset() if is_strided else 0,
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+        None if is_strided else id(tensor),
+    )
+
+
 def generator_id(generator: Any) -> int | None:
     """The identity of a generator: an operator may be given another object for the same one.
 

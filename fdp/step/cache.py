@@ -147,15 +147,15 @@ class Signatures(dict[Any, Known]):
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
         """As `settle`, around runs of the function; warns of numbers that each of them changes, and that it reads."""
-        before = self._outside.own_numbers()
+        before = {} if self._said else self._outside.own_numbers()
         try:
             yield
         finally:
             self.settle()
-        now = self._outside.own_numbers()
+        now = self._outside.own_numbers() if before else {}
         kept = ((name, repr(was), repr(now[name])) for name, was in before.items() if name in now)
         moved = [f"{name} (it was {was}, and is {found})" for name, was, found in kept if was != found]
-        if moved and not self._said:
+        if moved:
             self._said = True
             warnings.warn(
                 f"fdp: step {self._step!r} reads what it changes itself: {', '.join(moved)}. fdp runs it as Python to "

@@ -220,9 +220,7 @@ class Preparation:
             return "", ""
         return describe_change(self._previous, flat, self._name, roles, others[0][1] if others else "")
 
-    def _emit(
-        self, trace: Trace, flat: Flat, roles: Roles, group: Group, progress: Progress, changed: str = ""
-    ) -> Emitted:
+    def _emit(self, trace: Trace, flat: Flat, roles: Roles, group: Group, progress: Progress, changed: str) -> Emitted:
         """Make the program that ranks agree on, and compare it with the step if it is the one that runs."""
         settings = self._settings
         plan = self._planned(trace, flat, group, progress)

@@ -50,13 +50,6 @@ def of_an_attribute_that_hides_that_of_the_class() -> Case:
     return case(run, lambda: setattr(module, "by", 4.0), lambda: delattr(module, "by"))
 
 
-def of_an_attribute_that_is_taken_away_at_last() -> Case:
-    modules = [Scale()]
-    modules[0].by = 4.0
-    run = applied(modules[0])
-    return case(run, lambda: (delattr(modules[0], "by"), modules.clear()))
-
-
 def of_hooks_of_the_gradient() -> Case:
     module, added = Scale(), []  # type: ignore[var-annotated]
     run = applied(module)

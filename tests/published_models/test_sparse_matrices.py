@@ -54,6 +54,16 @@ def test_a_compiled_step_refuses_sparse_matrices() -> None:
         run(START, BATCH)
 
 
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
+def test_a_view_of_a_sparse_matrix_that_is_made_in_a_step(layout: str) -> None:
+    def step(w: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return w + fdp.pmean((getattr(torch.eye(4), layout)().detach() @ batch).sum())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torch.testing.assert_close(fdp.data_parallel(step)(START, BATCH), START + BATCH.sum())
+
+
 def test_another_sparse_layout_is_refused_with_a_way_out() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch says that this layout is in beta

@@ -12,8 +12,8 @@ from torch import fx
 
 from fdp.emit.compiled.barriers import DECLARED, copy_into, declare_effects, multiply_into, snapshot
 from fdp.emit.compiled.storage_indexing import index_flat_copies
-from fdp.emit.memory.views import geometry
 from fdp.pytorch.overloads import schema_of
+from fdp.pytorch.tensors import geometry
 from fdp.trace.operators.effects import bound_arguments, storages_of
 
 _aten = torch.ops.aten

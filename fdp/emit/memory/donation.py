@@ -19,8 +19,8 @@ from fdp.emit.memory.analysis import Analysis
 from fdp.emit.memory.elements import has_each_element_once, same_strides
 from fdp.emit.memory.liveness import Liveness
 from fdp.emit.memory.out_variants import out_variant_of
-from fdp.emit.memory.views import geometry
 from fdp.plan import Plan
+from fdp.pytorch.tensors import geometry
 from fdp.trace.operators.effects import collective_of, effects_of, storage_indexed_memory, storages_of
 from fdp.trace.trace import Trace
 

@@ -19,9 +19,9 @@ from fdp.emit.memory.donation import Placement
 from fdp.emit.memory.message_memory import memory_bytes, result_numel
 from fdp.emit.memory.out_variants import OutVariant, out_variant_of
 from fdp.emit.memory.own_memory import row_name, storage_indexed_values
-from fdp.emit.memory.views import geometry
 from fdp.plan import Bucket
 from fdp.pytorch.overloads import OpOverload
+from fdp.pytorch.tensors import geometry
 from fdp.trace.graph.loops import is_loop
 from fdp.trace.operators.effects import storage_indexed_memory, storages, storages_of, tensors_in
 

@@ -7,11 +7,11 @@ base. Each one costs a call into the dispatcher.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import fx
 
+from fdp.pytorch.tensors import geometry
 from fdp.trace.operators.effects import effects_of
 
 
@@ -23,7 +23,7 @@ def redundant_views(graph: fx.Graph) -> Mapping[fx.Node, fx.Node]:
         if node.op != "call_function" or not effects_of(node).view or not isinstance(node.args[0], fx.Node):
             continue
         base = node.args[0]
-        if not all(_has_strides(each.meta["val"]) for each in (base, node)):
+        if not all(isinstance(each.meta["val"], torch.Tensor) for each in (base, node)):
             continue
         base_of[node] = base
         candidate: fx.Node | None = base
@@ -33,20 +33,3 @@ def redundant_views(graph: fx.Graph) -> Mapping[fx.Node, fx.Node]:
                 break
             candidate = base_of.get(candidate)
     return same
-
-
-def _has_strides(value: Any) -> bool:
-    """A sparse matrix of as many rows as columns looks, to `geometry`, like its own transpose."""
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided
-
-
-def geometry(value: Any) -> tuple[Any, ...]:
-    """The geometry of a tensor: two tensors of one storage with the same geometry have the same elements."""
-    return (
-        tuple(value.shape),
-        tuple(value.stride()),
-        value.storage_offset(),
-        value.dtype,
-        value.is_conj(),
-        value.is_neg(),
-    )

@@ -19,7 +19,8 @@ _STORES = frozenset({"STORE_ATTR", "STORE_GLOBAL", "STORE_NAME", "STORE_DEREF", 
 _ON_THE_STACK = frozenset(
     {"CACHE", "COPY", "DUP_TOP", "DUP_TOP_TWO", "EXTENDED_ARG", "NOP", "PRECALL", "ROT_TWO", "ROT_THREE", "SWAP"}
 )
-_SIMPLE = ("LOAD_FAST", "LOAD_CONST", "LOAD_SMALL_INT", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
+_CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
+_SIMPLE = (*_CONSTANTS, "LOAD_FAST", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
 
 _BY_STRING = frozenset({"getattr", "hasattr", "attrgetter", "itemgetter"})
 """Functions that take the name of an attribute as a string."""
@@ -70,7 +71,7 @@ def _what_is_read(steps: list[dis.Instruction], at: int) -> str | None:
 def _key(steps: list[dis.Instruction], at: int) -> str | None:
     """The constant in brackets, of an instruction that reads or stores an item."""
     before = steps[at - 1] if at else None
-    return f"[{before.argval!r}]" if before is not None and before.opname.startswith(_SIMPLE[1:3]) else None
+    return f"[{before.argval!r}]" if before is not None and before.opname.startswith(_CONSTANTS) else None
 
 
 def _counts_on(steps: list[dis.Instruction], at: int, name: str) -> bool:

@@ -286,7 +286,7 @@ class Search:
                 return ("part", part, name) if lives else None
 
             # When it is dead, its attributes are those of the stand-in, but for what changed last.
-            attributes = dict(part.attributes) if lives else {**vars(part.stand_in), **part.attributes}
+            attributes = part.attributes if lives else {**vars(part.stand_in), **part.attributes}
             self._attributes_of_part(here, type(part.stand_in), attributes, place, depth)
             self._leaf(f"the parts of {here}", module.has_its_parts(part))  # if it has others, a new trace is refused
             if lives:

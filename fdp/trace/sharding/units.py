@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from fdp.pytorch.overloads import OpOverload
+from fdp.pytorch.tensors import geometry
 from fdp.trace.operators.effects import (
     FUSED_OPTIMIZERS,
     bound_arguments,
@@ -92,13 +93,7 @@ def is_same_view(node: fx.Node) -> bool:
         return not effects_of(node.all_input_nodes[0]).view  # one of several results
     if not (isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor)):
         return False
-    has_strides = one.layout is two.layout is torch.strided  # a sparse tensor looks like its own transpose
-    result: bool = has_strides and _geometry(one) == _geometry(two)
-    return result
-
-
-def _geometry(x: torch.Tensor) -> Any:
-    return x.shape, x.stride(), x.storage_offset(), x.dtype, x.is_conj(), x.is_neg()
+    return geometry(one) == geometry(two)
 
 
 def is_own_memory(node: fx.Node) -> bool:
