@@ -84,7 +84,8 @@ def measure(setting: Setting, case: str, trees: Mapping[str, str], args: argpars
             warm_up(name, crews[name], [same.add])
         times = take_turns(crews, args.rounds or CASES[case].rounds, tell)
         buckets = {name: crew.ask("tell", _buckets)[0] for name, crew in crews.items()}
-    tell, starts = begin(f"{case}: first calls, {setting.title}"), {name: [] for name in trees}
+    tell = begin(f"{case}: first calls, {setting.title}")
+    starts: dict[str, list[float]] = {name: [] for name in trees}
     for i, order in enumerate(turns(list(trees), args.starts)):
         for name in order:
             starts[name].append(max(run_in(places[name], _first_call, case, args.contender)))

@@ -1,8 +1,9 @@
 """Draws what overlap.py measured: step time against the bucket cap, measured and predicted, and what "auto" made of it.
 
-    python benchmarks/caps_picture.py FIGURES.json [FIGURES.json ...] PICTURE.png
+    python benchmarks/caps_picture.py FIGURES.json [FIGURES.json ...] PICTURE
 
-FIGURES.json is what `overlap.py --json` wrote; each case of each setting gets a panel.
+FIGURES.json is what `overlap.py --json` wrote; each case of each setting gets a panel. PICTURE ends in .png, .svg or
+.pdf. A point is the median of all rounds, its bar goes from the lower to the upper quartile.
 """
 
 from __future__ import annotations
@@ -14,9 +15,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cases import CASES
 from contenders import CAPS_MB
+from overlap import SETTINGS, Overlap
 
-_DDP, _FDP = "#d55e00", "#0072b2"
+from fdp.timeline.picture import check_path, new_figure, save_figure
+
+_INK, _FONT = "#262626", 9.0
+_WIDTH_IN, _HEIGHT_IN = 10.0, 3.7
+_LEFT, _RIGHT, _TOP, _BOTTOM, _BETWEEN = 0.045, 0.905, 0.82, 0.26, 0.14
+_MEASURED = (("ddp", "DDP", "#D55E00", "^"), ("fdp", "fdp", "#0072B2", "o"))
+_PREDICTED = ("fdp, predicted", "#009E73", "s")
+_DEFAULTS = (("ddp", "DDP's default", "#E69F00", "--"), ("fdp", "fdp, auto", "#56B4E9", "-"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,56 +35,85 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(given) < 2:
         print(__doc__, file=sys.stderr)
         return 2
+    check_path(given[-1])
     kept = [json.loads(pathlib.Path(path).read_text())["figures"] for path in given[:-1]]
-    panels = [
-        (setting, case, row) for figures in kept for setting, cases in figures.items() for case, row in cases.items()
-    ]
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.6), squeeze=False)
-    for axis, (setting, case, row) in zip(axes[0], panels, strict=True):
-        _panel(axis, f"{case}, {setting}", row)
-    figure.tight_layout()
-    figure.savefig(given[-1], dpi=110, metadata={"Software": None})
+    draw([(setting, case, row) for found in kept for setting, cases in found.items() for case, row in cases.items()],
+         given[-1])  # fmt: skip
     return 0
 
 
-def _panel(axis: Any, title: str, row: Mapping[str, Any]) -> None:
-    at = range(len(CAPS_MB))
+def draw(panels: Sequence[tuple[str, str, Mapping[str, Any]]], path: str) -> None:
+    """Draws a panel for each case.
 
-    def measured(name: str) -> float:
-        return 1e3 * statistics.median(statistics.median(turn) for turn in row["times"][name]["host_s"])
+    Args:
+        panels: name of a setting, name of a case, and what was measured, as `Overlap.as_json` has it.
+        path: of the picture.
+    """
+    figure = new_figure(_WIDTH_IN, _HEIGHT_IN)
+    places = list(dict.fromkeys(SETTINGS[setting].title for setting, _, _ in panels))
+    width = (_RIGHT - _LEFT - _BETWEEN * (len(panels) - 1)) / len(panels)
+    for number, (setting, case, row) in enumerate(panels):
+        axes = figure.add_axes((_LEFT + number * (width + _BETWEEN), _BOTTOM, width, _TOP - _BOTTOM))
+        _panel(axes, Overlap.of_json(row))
+        title = CASES[case].what.partition(",")[0] + (f", {setting}" if len(places) > 1 else "")
+        axes.set_title(title, loc="left", fontsize=_FONT + 1, color=_INK)
+    what = f"ms a step, {'; '.join(places)}: medians and quartiles"
+    figure.text(_LEFT, 0.97, what, fontsize=_FONT + 2, va="top", color=_INK)
+    drawn = dict(zip(*reversed(figure.axes[0].get_legend_handles_labels()), strict=True))
+    names = [name for _, name, *_ in _MEASURED] + [_PREDICTED[0]] + [name for _, name, *_ in _DEFAULTS]
+    handles = [drawn[name] for name in names]
+    figure.legend(handles, names, loc="lower center", ncols=len(names), fontsize=_FONT, frameon=False)
+    save_figure(figure, path)
 
-    ours, theirs = [[measured(f"{who}-cap-{cap}") for cap in CAPS_MB] for who in ("fdp", "ddp")]
-    predicted = [1e3 * row["predicted"][f"fdp-cap-{cap}"]["step_s"] for cap in CAPS_MB]
-    axis.plot(at, theirs, "^-", color=_DDP)
-    axis.plot(at, ours, "o-", color=_FDP)
-    axis.plot(at, predicted, "o:", color=_FDP, fillstyle="none")
-    auto, default = measured("fdp"), measured("ddp")
-    across = [-0.3, len(CAPS_MB) - 0.95]
-    axis.plot(across, [auto, auto], color=_FDP, linewidth=1)
-    axis.plot(across, [default, default], color=_DDP, linewidth=1, linestyle="--")
-    axis.set_xticks(list(at), [str(cap) for cap in CAPS_MB])
-    axis.set_xlim(-0.3, len(CAPS_MB) + 0.9)
-    axis.set_ylim(0, 1.2 * max(*theirs, *ours, default))
-    axis.set_xlabel("bucket cap, MiB")
-    axis.set_title(title + ": ms a step", loc="left", fontsize=10)
+
+def _panel(axes: Any, row: Overlap) -> None:
+    """One case: the caps from left to right, the defaults as lines across, each with its median at its end."""
+    at, end = range(len(CAPS_MB)), len(CAPS_MB) - 0.6
+    for who, name, colour, mark in _MEASURED:
+        found = [_quartiles_ms(row, f"{who}-cap-{cap}") for cap in CAPS_MB]
+        medians = [middle for _, middle, _ in found]
+        spread = [middle - low for low, middle, _ in found], [high - middle for _, middle, high in found]
+        axes.errorbar(
+            at, medians, spread, color=colour, marker=mark, markersize=5, linewidth=1.6, capsize=3, label=name
+        )
+    name, colour, mark = _PREDICTED
+    predictions = [row.predicted[f"fdp-cap-{cap}"] for cap in CAPS_MB]
+    axes.plot(at, [1e3 * each.step_s if each else float("nan") for each in predictions], f"{mark}:", color=colour,
+              markersize=5, markerfacecolor="none", linewidth=1.4, label=name)  # fmt: skip
+    ends = []
+    for who, name, colour, dash in _DEFAULTS:
+        low, middle, high = _quartiles_ms(row, who)
+        axes.fill_between([-0.4, end], low, high, color=colour, alpha=0.25, linewidth=0)
+        axes.plot([-0.4, end], [middle, middle], color=colour, linestyle=dash, linewidth=1.6, label=name)
+        ends.append((middle, name))
+    axes.set_ylim(0, None)
+    axes.set_xlim(-0.4, end)
+    axes.set_xticks(list(at), [str(cap) for cap in CAPS_MB])
+    axes.set_xlabel("bucket cap, MiB", fontsize=_FONT)
+    axes.tick_params(labelsize=_FONT)
+    axes.grid(axis="y", color="#E5E5E5", linewidth=0.8)
+    axes.set_axisbelow(True)
     for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
-    labels = [
-        (theirs[-1], "DDP", _DDP), (ours[-1], "fdp", _FDP), (predicted[-1], "fdp, predicted", _FDP),
-        (auto, f"fdp auto {auto:.0f}", _FDP), (default, f"DDP's default {default:.0f}", _DDP),
-    ]  # fmt: skip
-    # Labels stand beside the ends of their lines, as far apart as they need.
-    last = None
-    for height, text, colour in sorted(labels):
-        room = axis.get_ylim()[1] * 0.06
-        place = height if last is None else max(height, last + room)
-        axis.annotate(text, (len(CAPS_MB) - 0.85, place), color=colour, fontsize=8, va="center")
-        last = place
+        axes.spines[side].set_visible(False)
+    _name_ends(axes, ends, end)
+
+
+def _name_ends(axes: Any, ends: list[tuple[float, str]], at: float) -> None:
+    """Write name and median of both lines across at their right ends, moved apart where those are close."""
+    (low, _), (high, _) = sorted(ends)
+    apart = max(0.0, 0.15 * axes.get_ylim()[1] - (high - low)) / 2
+    for (height, name), moved in zip(sorted(ends), (-apart, apart), strict=True):
+        axes.annotate(f"{name}\n{height:.0f} ms", (at, height), (at + 0.12, height + moved), fontsize=_FONT - 1,
+                      va="center", color=_INK, annotation_clip=False, linespacing=1.0)  # fmt: skip
+
+
+def _quartiles_ms(row: Overlap, name: str) -> tuple[float, float, float]:
+    """Lower quartile, median and upper quartile of the rounds' medians."""
+    seconds = row.seconds(name)
+    if len(seconds) == 1:
+        return 1e3 * seconds[0], 1e3 * seconds[0], 1e3 * seconds[0]
+    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return 1e3 * low, 1e3 * middle, 1e3 * high
 
 
 if __name__ == "__main__":

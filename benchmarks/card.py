@@ -225,7 +225,8 @@ class CardGroup(dist.ProcessGroup):
             self.messages.append((kind, size_bytes, seconds))
         future: torch.futures.Future[Any] = torch.futures.Future()
         self._wire.send(self._free, work, future, result)
-        return _create_work_from_future(future)
+        sent: dist.Work = _create_work_from_future(future)
+        return sent
 
     def _reduction(self, tensors: Sequence[torch.Tensor], opts: Any) -> Callable[[], None]:
         """What is left to do with tensors that hold one rank's values, to reduce them over all."""

@@ -17,6 +17,8 @@ of the mean step (a save that halts every tenth step hides from the median), and
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import functools
 import shutil
 import statistics
 import tempfile
@@ -61,6 +63,16 @@ def training(gib: float) -> tuple[Any, Callable[[Any], Any]]:
     return state, lambda state: step(state, x)
 
 
+def _is_over(begun: float) -> bool:
+    """Whether what saves nothing has gone on for as long as it should."""
+    return time.perf_counter() - begun > SECONDS_OF_NONE
+
+
+def _is_written(writing: Any) -> bool:
+    """Whether a checkpoint of fdp is on disk."""
+    return writing is None or bool(writing._done.is_set())
+
+
 def on_rank(gib: float, rounds: int, folder: str) -> dict[str, dict[str, list[float]]]:
     """Train by turns; what each turn took, by the way in which it saves."""
     warnings.simplefilter("ignore")
@@ -83,13 +95,13 @@ def on_rank(gib: float, rounds: int, folder: str) -> dict[str, dict[str, list[fl
                 steps: list[float] = []
                 if way == "torch":
                     saving = dcp.async_save(state, checkpoint_id=f"{folder}/torch", process_group=beside)
+                    assert isinstance(saving, concurrent.futures.Future)
                     done: Callable[[], bool] = saving.done
                 elif way == "none":
-                    done = lambda begun=begun: time.perf_counter() - begun > SECONDS_OF_NONE  # noqa: E731
+                    done = functools.partial(_is_over, begun)
                 else:
                     manager.save(number, state, blocking=way == "blocking")
-                    writing = manager._writing
-                    done = lambda writing=writing: writing is None or writing._done.is_set()  # noqa: E731
+                    done = functools.partial(_is_written, manager._writing)
                 call = time.perf_counter() - begun
                 while True:
                     # All ranks go on until all are done.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import optree
 import torch
@@ -97,7 +97,7 @@ def _ddp(**options: Any) -> Callable[[nn.Module], nn.Module]:
 
 
 def _compile(**options: Any) -> Callable[[nn.Module], nn.Module]:
-    return lambda model: torch.compile(model, **options)
+    return lambda model: cast(nn.Module, torch.compile(model, **options))
 
 
 def _train(case: Case, inner: nn.Module, model: nn.Module) -> Contender:
@@ -132,8 +132,7 @@ def _fdp_step(case: Case, **options: Any) -> Contender:
     optimizer = fdp.optim.from_torch(torch.optim.AdamW, **ADAMW)
     batches, count = _batches(case), 0
 
-    @fdp.data_parallel(donate_argnums=0, **options)
-    def train_step(state: Any, batch: Batch) -> Any:
+    def one_step(state: Any, batch: Batch) -> Any:
         def loss_fn(params: Any) -> Any:
             with case.precision():
                 out, buffers = apply(params, state["buffers"], batch["x"])
@@ -144,6 +143,7 @@ def _fdp_step(case: Case, **options: Any) -> Contender:
         # Rank 0's BatchNorm statistics for everybody, which is what DDP does (broadcast_buffers=True).
         return {"params": params, "buffers": fdp.broadcast(buffers), "opt": opt}, fdp.pmean(loss)
 
+    train_step = fdp.data_parallel(one_step, donate_argnums=0, **options)
     state: Any = fdp.replicate({"params": params, "buffers": buffers, "opt": optimizer.init(params)})
     del params, buffers
 

@@ -31,6 +31,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -240,7 +241,7 @@ def logs(folder: pathlib.Path) -> str:
     return "\n".join(f"--- {path.name}\n{path.read_text()[-6000:]}" for path in sorted(folder.glob("log*")))
 
 
-def _wait(true: Any, seconds: float) -> bool:
+def _wait(true: Callable[[], bool], seconds: float) -> bool:
     end_s = time.monotonic() + seconds
     while not true():
         if time.monotonic() > end_s:
@@ -263,7 +264,7 @@ def cell(found: dict[int, dict[str, Any]], kind: str, size: int, victim: int, pa
 def _names(error: dict[str, Any], kind: str, size: int, victim: int) -> bool:
     """Whether an error names the rank, or after a cut all ranks of the other side."""
     if kind == CUT:
-        return error["ranks"] == [rank for rank in range(size) if 2 * rank // size != 2 * error["rank"] // size]
+        return bool(error["ranks"] == [rank for rank in range(size) if 2 * rank // size != 2 * error["rank"] // size])
     if error["kind"] == "ReplicationError":  # it has no `ranks`: its second line says which differ
         return str(victim) in re.findall(r"\d+", error["text"].partition(": rank")[2].partition(";")[0])
     return bool(error["ranks"] == [victim])

@@ -179,8 +179,9 @@ class Crew:
             if not ready:
                 late = [rank for rank in range(len(self._pipes)) if rank not in answers]
                 raise RuntimeError(f"ranks {late} did not answer {method!r} in {deadline_s:.0f} s")
-            for pipe in ready:
-                rank = self._pipes.index(pipe)
+            for rank, pipe in enumerate(self._pipes):
+                if pipe not in ready:
+                    continue
                 try:
                     fine, value = pipe.recv()
                 except (EOFError, OSError):

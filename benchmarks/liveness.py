@@ -23,7 +23,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from cases import CASES
-from interleaved import started, times_of_ways
+from interleaved import Ways, started, times_of_ways
 from launch import Place, run_in
 from rich.console import Console
 from rich.table import Table
@@ -51,7 +51,7 @@ def unwatched() -> Iterator[None]:
 
 def on_rank(case: str, rounds: int) -> dict[str, dict[str, list[float]]]:
     """Train by turns; seconds of a step in each turn, by the clock and by whether ranks are watched."""
-    ways = {"unwatched": unwatched, "watched": contextlib.nullcontext}
+    ways: Ways = {"unwatched": unwatched, "watched": contextlib.nullcontext}
     return times_of_ways(started(case), ways, rounds)
 
 

@@ -31,7 +31,8 @@ class Attention(nn.Module):
         q, k, v = (t.view(split).transpose(1, 2) for t in self.qkv(self.norm1(x)).split(width, dim=2))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(y.transpose(1, 2).reshape(batch, length, width))
-        return x + self.mlp(self.norm2(x))
+        made: torch.Tensor = x + self.mlp(self.norm2(x))
+        return made
 
 
 class GPT(nn.Module):
@@ -97,7 +98,8 @@ class Gated(nn.Module):
         y = y.reshape(batch, self.heads, length, -1).transpose(1, 2).reshape(batch, length, width)
         x = x + self.drop1(self.proj(y))
         gate, value = self.up(self.norm2(x)).chunk(2, dim=-1)
-        return x + self.drop3(self.down(self.drop2(F.gelu(gate) * value)))
+        made: torch.Tensor = x + self.drop3(self.down(self.drop2(F.gelu(gate) * value)))
+        return made
 
 
 class Residual(nn.Module):

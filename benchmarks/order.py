@@ -25,7 +25,7 @@ from typing import Any
 from unittest import mock
 
 from cases import CASES
-from interleaved import started, times_of_ways
+from interleaved import Ways, started, times_of_ways
 from launch import Place, run_in
 from rich.console import Console
 from rich.table import Table
@@ -62,9 +62,9 @@ bare_buffers: dict[int, Buffer] = {}
 @contextlib.contextmanager
 def ahead() -> Iterator[None]:
     """Let the group know of another step, whose first message is like no other one."""
-    from fdp.runtime.order import _rolls
+    from fdp.runtime.order import _histories
 
-    kinds = [roll.kinds for roll in _rolls.values()]
+    kinds = [history.kinds for history in _histories.values()]
     for each in kinds:
         each.add(("another",))
     try:
@@ -76,7 +76,7 @@ def ahead() -> Iterator[None]:
 
 def on_rank(case: str, rounds: int) -> dict[str, dict[str, list[float]]]:
     """Train by turns; seconds of a step in each turn, by the clock and by the way in which calls say which they are."""
-    ways = {"silent": silent, "said": contextlib.nullcontext, "ahead": ahead}
+    ways: Ways = {"silent": silent, "said": contextlib.nullcontext, "ahead": ahead}
     return times_of_ways(started(case), ways, rounds)
 
 

@@ -233,11 +233,11 @@ def everybody(setting: Setting, rows: Mapping[str, Overlap]) -> Table:
         for name in (*setting.peers, *setting.also, setting.ours):
             ratio = "1" if name == best else quartiles(row.ratio(name, best))
             cells = [f"{row.median(name) * 1e3:.1f}", ratio, quartiles(row.of_bound(name))]
-            out.add_row(case, name, *cells, *_predicted(row, name), _late(row.late_s[name]))
+            out.add_row(case, name, *cells, *_predicted_cells(row, name), _late(row.late_s[name]))
     return out
 
 
-def _predicted(row: Overlap, name: str) -> list[str]:
+def _predicted_cells(row: Overlap, name: str) -> list[str]:
     found = row.predicted[name]
     if found is None:
         return ["-"] * 4

@@ -71,7 +71,8 @@ class Layer(nn.Module):
         # Written out: V100 had no fused attention in 2020.
         weights = (q @ k.transpose(2, 3) / split[-1] ** 0.5).softmax(-1)
         x = self.norm1(x + self.proj((weights @ v).transpose(1, 2).reshape(batch, length, width)))
-        return self.norm2(x + self.down(F.gelu(self.up(x))))
+        made: torch.Tensor = self.norm2(x + self.down(F.gelu(self.up(x))))
+        return made
 
 
 class Bert(nn.Module):

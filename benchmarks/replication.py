@@ -26,13 +26,13 @@ from typing import Any
 from unittest import mock
 
 from cases import CASES
-from interleaved import BURST, CLOCKS, started, times_of_ways
+from interleaved import BURST, CLOCKS, Ways, started, times_of_ways
 from launch import Place, run_in
 from rich.console import Console
 from rich.table import Table
 from step_time import paired_ratio
 
-from fdp.distributed.header import Header
+from fdp.distributed.header import Header, is_unanimous
 from fdp.runtime import order
 from fdp.runtime.in_passing import InPassing
 from fdp.runtime.rounds import ROUNDS
@@ -63,13 +63,14 @@ def timed(found: dict[str, list[float]]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(InPassing, "look", around("look", InPassing.look)))
         stack.enter_context(mock.patch.object(Header, "write", around("write", Header.write)))
-        stack.enter_context(mock.patch.object(order, "is_unanimous", around("read", order.is_unanimous)))
+        stack.enter_context(mock.patch.object(order, "is_unanimous", around("read", is_unanimous)))
         yield
 
 
 def on_rank(case: str, rounds: int) -> dict[str, Any]:
     """Train by turns; seconds of a step in each turn, by the clock, and microseconds of what is added."""
-    running, ways = started(case), {"off": off, "on": contextlib.nullcontext}
+    ways: Ways = {"off": off, "on": contextlib.nullcontext}
+    running = started(case)
     found: dict[str, Any] = times_of_ways(running, ways, rounds, BURST if CASES[case].burst > 1 else 3)
     parts: dict[str, dict[str, list[float]]] = {way: {} for way in WAYS}
     for way in WAYS:

@@ -328,7 +328,7 @@ def print_times(title: str, measured: dict[str, list[float] | str]) -> None:
     table = Table(title=title)
     for column in ("contender", "median", "quartiles", "beside the first"):
         table.add_column(column, justify="left" if column == "contender" else "right")
-    first = next(iter(measured.values()))
+    first = next(seconds for seconds in measured.values() if not isinstance(seconds, str))
     for name, seconds in measured.items():
         if isinstance(seconds, str):
             table.add_row(name, "", "", seconds[:60])

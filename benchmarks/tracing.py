@@ -35,7 +35,7 @@ from typing import Any
 import optree
 import torch
 import torch.nn.functional as F
-from cases import GPT
+from models import GPT
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -148,7 +148,7 @@ def _eager(setting: Setting, batch: Batch) -> Callable[[], None]:
     return step
 
 
-def _functional(model: torch.nn.Module) -> tuple[Callable[[], fdp.Step], Any]:
+def _functional(model: torch.nn.Module) -> tuple[Callable[[], fdp.Step[..., Any]], Any]:
     """A maker of new, untraced steps, and the state."""
     apply, params, buffers = fdp.from_module(model)
     optimizer = fdp.optim.from_torch(torch.optim.AdamW, **ADAMW)

@@ -14,6 +14,7 @@ take longer. Which loops do depends on how deep a caller is, and nothing else.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -127,17 +128,17 @@ def _compiled(plan: Plan) -> tuple[float, float]:
         except _Proved:
             return
 
-    proofs = {name: timed(getattr(compiler, name)) for name in ("verify_lowered", "verify_loops")}
-    with mock.patch.multiple(compiler, lower=stop, **proofs):
+    replaced: dict[str, Any] = {name: timed(getattr(compiler, name)) for name in ("verify_lowered", "verify_loops")}
+    with mock.patch.multiple(compiler, lower=stop, **replaced):
         seconds, _ = _seconds(make)
     return seconds - sum(proving), sum(proving)
 
 
 def _rows(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[[], tuple[Step, Any, Any]]]]:
     for layers in arguments.layers:
-        yield f"GPT-2, {layers} layers", lambda layers=layers: _gpt2(layers)
+        yield f"GPT-2, {layers} layers", functools.partial(_gpt2, layers)
     for name in arguments.cases:
-        yield name, lambda name=name: _case(name)
+        yield name, functools.partial(_case, name)
 
 
 def main() -> None:

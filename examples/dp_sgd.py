@@ -104,7 +104,8 @@ def private_sum(
 
     `counts` [n] is 0 for what only pads the batch, and 1 for a digit. Also returns the norms before clipping, [n].
     """
-    norms = sum(g.flatten(1).square().sum(1) for g in grads.values()).sqrt()
+    squares = [g.flatten(1).square().sum(1) for g in grads.values()]
+    norms = sum(squares[1:], start=squares[0]).sqrt()
     weights = counts * (clip / norms).clamp(max=1.0)
     total = {name: torch.tensordot(weights, g, dims=1) for name, g in grads.items()}
     if noise == 0:

@@ -94,7 +94,9 @@ def adapt(params: Params, x: Tensor, y: Tensor, steps: int, lr: float | Tensor, 
     return params
 
 
-def training_step(optimizer: fdp.optim.Optimizer, loss_of: Callable[[Params, Any], Tensor]) -> fdp.Step:
+def training_step(
+    optimizer: fdp.optim.Optimizer, loss_of: Callable[[Params, Any], Tensor]
+) -> Callable[[Any, Any], Any]:
     """Make the outer step of either way of training: the mean loss over this rank's tasks, averaged over ranks."""
 
     @fdp.data_parallel(donate_argnums=0)

@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         image, label = test.tensors
         accuracy = (apply(state["params"], {}, image)[0].argmax(1) == label).double().mean().item()
     # In hexadecimal: two runs that print the same number have the same bits there.
-    total = sum(float(x.double().square().sum()) for x in state["params"].values())
+    total = sum((float(x.double().square().sum()) for x in state["params"].values()), start=0.0)
     console.print(f"step {step}: test accuracy {accuracy:.2%}, squares of all parameters {total.hex()}")
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -68,11 +68,10 @@ def make_optimizer(lr: float, steps: int) -> fdp.optim.Optimizer:
     return fdp.optim.averaged(fdp.optim.clipped(adamw, max_norm=1.0), decay=0.98)
 
 
-def tensorboard(folder: str) -> Callable[[dict[str, float], int], None]:
+def tensorboard(folder: str) -> Callable[[str, float, int], None]:
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(folder)
-    return lambda values, step: [writer.add_scalar(name, value, step) for name, value in values.items()] and None
+    return SummaryWriter(folder).add_scalar
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -81,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     is_first = int(fdp.axis_index()) == 0  # one rank speaks for all
     console = Console(quiet=not is_first, highlight=False)
-    log = tensorboard(args.folder) if args.tensorboard and is_first else lambda values, step: None
+    log = tensorboard(args.folder) if args.tensorboard and is_first else lambda name, value, step: None
     train, test = load_digits()
     sampler = fdp.BatchSampler(len(train), args.batch_size, drop_last=True)
     steps = args.epochs * len(sampler)
@@ -132,9 +131,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                 progress.update(bar, completed=step)
                 if step % 10 == 0:  # reading a number waits for the device
                     speed = (step - begun) * args.batch_size / (time.perf_counter() - begun_s)
-                    log({name: float(value) for name, value in metrics.items()}, step)
+                    for name, value in metrics.items():
+                        log(name, float(value), step)
                     progress.update(bar, now=f"loss {float(metrics['loss']):.4f}, {speed:.0f} images/s")
-            log(scores := evaluate(state["opt"]["average"]), step)
+            for name, value in (scores := evaluate(state["opt"]["average"])).items():
+                log(name, value, step)
             console.print(f"step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in scores.items()))
             manager.save(step, state, blocking=False)
     fdp.assert_replicated(state)

@@ -63,11 +63,10 @@ def make_scheduler(optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler:
     return SequentialLR(optimizer, [LinearLR(optimizer, 0.1, total_iters=warm_up), decay], milestones=[warm_up])
 
 
-def tensorboard(folder: str) -> Callable[[dict[str, float], int], None]:
+def tensorboard(folder: str) -> Callable[[str, float, int], None]:
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(folder)
-    return lambda values, step: [writer.add_scalar(name, value, step) for name, value in values.items()] and None
+    return SummaryWriter(folder).add_scalar
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -79,15 +78,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", 0)))
         torch.accelerator.set_device_index(device.index)
     console = Console(quiet=rank != 0, highlight=False)
-    log = tensorboard(args.folder) if args.tensorboard and rank == 0 else lambda values, step: None
+    log = tensorboard(args.folder) if args.tensorboard and rank == 0 else lambda name, value, step: None
     train, test = load_digits()
-    sampler = DistributedSampler(train, ranks, rank, drop_last=True)
+    sampler: DistributedSampler[Any] = DistributedSampler(train, ranks, rank, drop_last=True)
     loader = DataLoader(train, args.batch_size // ranks, sampler=sampler, num_workers=args.workers, drop_last=True)
     steps = args.epochs * len(loader)
 
     torch.manual_seed(0)
     module = network().to(device)
-    model = DistributedDataParallel(module) if ranks > 1 else module
+    model: nn.Module = module
+    unsynchronised: Callable[[], Any] = contextlib.nullcontext
+    if ranks > 1:
+        model = synchronised = DistributedDataParallel(module)
+        unsynchronised = synchronised.no_sync
     optimizer = torch.optim.AdamW(module.parameters(), lr=args.lr, weight_decay=0.05)
     scheduler = make_scheduler(optimizer, steps)
     average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.98))
@@ -97,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parts = list(zip(image.chunk(args.microbatches), label.chunk(args.microbatches), strict=True))
         for number, (image, label) in enumerate(parts):
             is_last = number == len(parts) - 1
-            with contextlib.nullcontext() if is_last or ranks == 1 else model.no_sync():
+            with contextlib.nullcontext() if is_last else unsynchronised():
                 with torch.autocast(device.type, dtype=torch.bfloat16):
                     logits = model(image)
                 loss = F.cross_entropy(logits.float(), label) / len(parts)
@@ -125,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return {"test accuracy": right / count, "test loss": loss / count}
 
     step, path = 0, pathlib.Path(args.folder) / "checkpoint.pt"
-    parts = {"model": module, "optimizer": optimizer, "scheduler": scheduler, "average": average}
+    parts: dict[str, Any] = {"model": module, "optimizer": optimizer, "scheduler": scheduler, "average": average}
     if path.exists():
         saved = torch.load(path, map_location=device)
         step = saved.pop("step")
@@ -146,9 +149,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                     if ranks > 1:
                         dist.all_reduce(loss.div_(ranks))
                     speed = (step - begun) * args.batch_size / (time.perf_counter() - begun_s)
-                    log({"loss": float(loss), "lr": lr}, step)
+                    log("loss", float(loss), step)
+                    log("lr", lr, step)
                     progress.update(bar, now=f"loss {float(loss):.4f}, {speed:.0f} images/s")
-            log(scores := evaluate(), step)
+            for name, value in (scores := evaluate()).items():
+                log(name, value, step)
             console.print(f"step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in scores.items()))
             if rank == 0:
                 path.parent.mkdir(parents=True, exist_ok=True)

@@ -44,7 +44,8 @@ from fdp.random.generators import seed
 from fdp.state.labels import PerRank
 from fdp.state.replicate import assert_replicated, replicate
 from fdp.state.shard import shard, unshard
-from fdp.step.transform import Step, data_parallel
+from fdp.step.step import Step
+from fdp.step.transform import data_parallel
 from fdp.timeline import Timeline
 from fdp.trace import Trace
 

@@ -113,7 +113,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "measure": ("agreed clock fit", "device_speed intervals link", "operations", "profile"),
     "step": (
         "buckets_on_disk compile_together finite live_line memory_limit", "progress", "automatic_buckets cache",
-        "first_call", "transform",
+        "first_call", "step", "transform",
     ),
 }  # fmt: skip
 

@@ -65,7 +65,7 @@ def join_attempt(store: Any, rank: int, size: int, limit_s: float) -> int:
     Raises:
         NotJoined: some ranks have not joined in time.
     """
-    joining = _Joining(dist.PrefixStore(f"fdp/{size} ranks", store), rank, size)  # type: ignore[attr-defined]
+    joining = _Joining(dist.PrefixStore(f"fdp/{size} ranks", store), rank, size)
     begun_s = time.monotonic()
     warns_s = _WARNS_S
     while not joining.is_complete():

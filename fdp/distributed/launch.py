@@ -139,7 +139,7 @@ def _store(found: Launch, limit: datetime.timedelta | None) -> Any:
     # torchrun's agent may hold the store, for all attempts; otherwise rank 0 does.
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     wait = limit or datetime.timedelta(minutes=5)
-    store = dist.TCPStore(  # type: ignore[attr-defined]
+    store = dist.TCPStore(
         found.address,
         found.port,
         found.size,
@@ -151,7 +151,7 @@ def _store(found: Launch, limit: datetime.timedelta | None) -> Any:
     if not agents:
         is_held_by_rank_0(store)
     attempt = join_attempt(store, found.rank, found.size, wait.total_seconds())
-    return dist.PrefixStore(f"fdp/attempt/{found.size}/{attempt}", store)  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"fdp/attempt/{found.size}/{attempt}", store)
 
 
 def launch_of(environment: Mapping[str, str]) -> Launch | None:

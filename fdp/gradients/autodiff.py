@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -33,6 +33,9 @@ from fdp.pytree import leaf_names
 from fdp.state.containers import LABELS, containers_of
 from fdp.tracebacks import hiding_frames
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 _BREAK_REASON = (
     "fdp.value_and_grad differentiates as PyTorch runs; in a step under fdp.data_parallel(compile=True) it becomes "
     "part of one graph"
@@ -42,8 +45,8 @@ _BREAK_REASON = (
 
 @breaks_graph(_BREAK_REASON)
 def value_and_grad(
-    fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
-) -> Callable[..., Any]:
+    fn: Callable[_P, _R], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[_P, tuple[_R, Any]]:
     """Make a function that returns the value of `fn` and its gradient, averaged across ranks.
 
     Args:
@@ -82,7 +85,7 @@ def value_and_grad(
 
     @breaks_graph(_BREAK_REASON)
     @functools.wraps(fn)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> Any:
         name = getattr(fn, "__name__", type(fn).__name__)
         chosen = [_positional(name, args, number) for number in numbers]
         trees = tuple(args[number] for number in chosen)
@@ -100,7 +103,7 @@ def value_and_grad(
         def call(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Any]:
             it = iter(inputs)
             full = [next(it) if yes else leaf for leaf, yes in zip(leaves, differentiable, strict=True)]
-            new_args = list(args)
+            new_args: list[Any] = list(args)
             for number, tree in zip(chosen, pytree.unflatten(spec, full), strict=True):
                 new_args[number] = tree
             return _split_aux(name, fn(*new_args, **kwargs), has_aux)
@@ -123,7 +126,7 @@ def value_and_grad(
 
 
 @breaks_graph(_BREAK_REASON)
-def grad(fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
+def grad(fn: Callable[_P, Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[_P, Any]:
     """Make a function that returns the gradient of `fn`, averaged across ranks.
 
     Args:
@@ -148,7 +151,7 @@ def grad(fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool
 
     @hiding_frames
     @functools.wraps(fn)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> Any:
         value, grads = both(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 

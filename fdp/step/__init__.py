@@ -1,9 +1,10 @@
 """`data_parallel` -> `Step`: what a call does, and what the first call of a signature does.
 
-buckets_on_disk -> automatic_buckets, compile_together -> first_call, cache -> transform
+buckets_on_disk -> automatic_buckets, compile_together -> first_call, cache -> step -> transform
 """
 
-from fdp.step.transform import Step, data_parallel
+from fdp.step.step import Step
+from fdp.step.transform import data_parallel
 
 __all__ = ["Step", "data_parallel"]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import typed_steps
 from bits import copied, same_bits, same_bits_or_equal
 from fake_ranks import fake_group
 from steps import shifted
@@ -175,3 +176,12 @@ def test_a_group_of_one_is_the_default() -> None:
     step = fdp.data_parallel(lambda b: (fdp.psum(b), fdp.per_rank(fdp.axis_index()), torch.tensor(fdp.axis_size())))
     assert [x.tolist() for x in step(torch.ones(1))] == [[1.0], 0, 1]
     assert step.trace(torch.ones(1)).world_size == 1
+
+
+def test_type_checkers_know_what_a_step_takes_and_returns() -> None:
+    # What they know is checked by `make lint`; this runs the program that it reads.
+    new, loss, taken, added, updated = typed_steps.results()
+    w, x = torch.tensor([1.0, 2.0]), torch.ones(4, 2)
+    assert torch.equal(loss, torch.tensor(9.0)) and torch.equal(new, w - 0.1 * torch.tensor([6.0, 6.0]))
+    assert torch.equal(taken, w - x.mean(0)) and torch.equal(added, w + x.mean(0))
+    assert torch.equal(updated, w - 0.5 * torch.tensor([6.0, 6.0]))

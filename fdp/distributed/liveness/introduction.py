@@ -36,14 +36,14 @@ _TRUTH_S = 1.0
 _held_by_rank_0: set[tuple[str, int]] = set()
 
 
-def is_held_by_rank_0(store: dist.TCPStore) -> None:  # type: ignore[name-defined]
+def is_held_by_rank_0(store: dist.TCPStore) -> None:
     """Note that rank 0 of all ranks holds a store, and no other process."""
     _held_by_rank_0.add((str(store.host), int(store.port)))
 
 
 def innermost(store: Any) -> Any:
     """The store behind prefixes."""
-    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+    while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
 
@@ -51,7 +51,7 @@ def innermost(store: Any) -> Any:
 def held_by(store: Any, group: dist.ProcessGroup) -> int | None:
     """The rank in a group that holds its store; None if that is not known, or if it is no rank of the group."""
     store = innermost(store)
-    if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+    if not isinstance(store, dist.TCPStore):
         return None
     members = dist.get_process_group_ranks(group)
     return members.index(0) if (str(store.host), int(store.port)) in _held_by_rank_0 and 0 in members else None

@@ -161,9 +161,9 @@ os.register_at_fork(after_in_child=_inherit)
 def _address_of(store: Any) -> str | None:
     """The address of what holds a store that several processes share; "" for a file, None for any other store."""
     store = innermost(store)
-    if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+    if isinstance(store, dist.TCPStore):
         return str(store.host)
-    return "" if isinstance(store, dist.FileStore) else None  # type: ignore[attr-defined]
+    return "" if isinstance(store, dist.FileStore) else None
 
 
 def leave(watched: Watched) -> None:
