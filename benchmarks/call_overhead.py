@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,6 +33,7 @@ import optree
 import torch
 from rich.console import Console
 from rich.table import Table
+from step_time import quartiles_of
 
 import fdp
 from fdp.runtime import Emitted
@@ -170,7 +170,7 @@ def main() -> None:
                     table.add_column(name, justify="right")
             cells = []
             for name, values in times.items():
-                low, median, high = statistics.quantiles(values, n=4)
+                low, median, high = quartiles_of(values)
                 points.setdefault(name, []).append((count, median))
                 cells.append(f"{median:.0f} [{low:.0f}, {high:.0f}]")
             table.add_row(str(count), *cells)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 from cases import CASES
 from contenders import CAPS_MB
 from overlap import SETTINGS, Overlap
+from step_time import Quartiles, quartiles_of
 
 from fdp.timeline.picture import check_path, new_figure, save_figure
 
@@ -107,12 +107,9 @@ def _name_ends(axes: Any, ends: list[tuple[float, str]], at: float) -> None:
                       va="center", color=_INK, annotation_clip=False, linespacing=1.0)  # fmt: skip
 
 
-def _quartiles_ms(row: Overlap, name: str) -> tuple[float, float, float]:
+def _quartiles_ms(row: Overlap, name: str) -> Quartiles:
     """Lower quartile, median and upper quartile of the rounds' medians."""
-    seconds = row.seconds(name)
-    if len(seconds) == 1:
-        return 1e3 * seconds[0], 1e3 * seconds[0], 1e3 * seconds[0]
-    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    low, middle, high = quartiles_of(row.seconds(name))
     return 1e3 * low, 1e3 * middle, 1e3 * high
 
 

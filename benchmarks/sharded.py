@@ -31,7 +31,7 @@ from launch import Place, run_in
 from models import GPT, perceptron
 from rich.console import Console
 from rich.table import Table
-from step_time import turns
+from step_time import quartiles_of, turns
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -333,7 +333,7 @@ def print_times(title: str, measured: dict[str, list[float] | str]) -> None:
         if isinstance(seconds, str):
             table.add_row(name, "", "", seconds[:60])
             continue
-        low, middle, high = statistics.quantiles(seconds, n=4)
+        low, middle, high = quartiles_of(seconds)
         pairs = [one / two for one, two in zip(seconds, first, strict=True)]
         table.add_row(
             name, f"{middle * 1e3:.0f}", f"{low * 1e3:.0f} to {high * 1e3:.0f}", f"{statistics.median(pairs):.2f}"

@@ -72,13 +72,17 @@ class _Step:
     page_faults: int
 
 
+def quartiles_of(values: Sequence[float]) -> Quartiles:
+    """25%, 50% and 75% of one value or more."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Quartiles:
     """Quartiles (25%, 50%, 75%) of the ratios of two contenders' times in the same round."""
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    if len(ratios) == 1:
-        return ratios[0], ratios[0], ratios[0]
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return low, middle, high
+    return quartiles_of([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
 def turns(names: Sequence[str], rounds: int) -> list[list[str]]:

@@ -24,8 +24,8 @@ from fdp.pytorch.dynamo import breaks_graph
 from fdp.pytorch.tensors import under_transform, version_of
 from fdp.pytree import leaf_names
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 _BREAK_REASON = (
     "fdp.accumulate differentiates as PyTorch runs; in a step under fdp.data_parallel(compile=True) it becomes part of "
@@ -35,8 +35,8 @@ _BREAK_REASON = (
 
 @breaks_graph(_BREAK_REASON)
 def accumulate(
-    grad_fn: Callable[_P, _R], microbatches: int, *, batch_argnums: int | Sequence[int] = -1
-) -> Callable[_P, _R]:
+    grad_fn: Callable[Arguments, Result], microbatches: int, *, batch_argnums: int | Sequence[int] = -1
+) -> Callable[Arguments, Result]:
     """Make a function that does for a batch what `grad_fn` does, in the memory of a microbatch.
 
     The batch is cut along the first dimension into microbatches of equal length, which `grad_fn` is called with one
@@ -77,7 +77,7 @@ def accumulate(
 
     @breaks_graph(_BREAK_REASON)
     @functools.wraps(grad_fn)
-    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> Any:
+    def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
         name = getattr(grad_fn, "__name__", type(grad_fn).__name__)
         _refuse_nesting(args, kwargs)
         moving, with_batch = _take_out(name, args, batch_argnums)

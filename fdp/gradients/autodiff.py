@@ -33,8 +33,8 @@ from fdp.pytree import leaf_names
 from fdp.state.containers import LABELS, containers_of
 from fdp.tracebacks import hiding_frames
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 _BREAK_REASON = (
     "fdp.value_and_grad differentiates as PyTorch runs; in a step under fdp.data_parallel(compile=True) it becomes "
@@ -45,8 +45,8 @@ _BREAK_REASON = (
 
 @breaks_graph(_BREAK_REASON)
 def value_and_grad(
-    fn: Callable[_P, _R], argnums: int | Sequence[int] = 0, has_aux: bool = False
-) -> Callable[_P, tuple[_R, Any]]:
+    fn: Callable[Arguments, Result], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[Arguments, tuple[Result, Any]]:
     """Make a function that returns the value of `fn` and its gradient, averaged across ranks.
 
     Args:
@@ -85,7 +85,7 @@ def value_and_grad(
 
     @breaks_graph(_BREAK_REASON)
     @functools.wraps(fn)
-    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> Any:
+    def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
         name = getattr(fn, "__name__", type(fn).__name__)
         chosen = [_positional(name, args, number) for number in numbers]
         trees = tuple(args[number] for number in chosen)
@@ -126,7 +126,9 @@ def value_and_grad(
 
 
 @breaks_graph(_BREAK_REASON)
-def grad(fn: Callable[_P, Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[_P, Any]:
+def grad(
+    fn: Callable[Arguments, Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[Arguments, Any]:
     """Make a function that returns the gradient of `fn`, averaged across ranks.
 
     Args:
@@ -151,7 +153,7 @@ def grad(fn: Callable[_P, Any], argnums: int | Sequence[int] = 0, has_aux: bool 
 
     @hiding_frames
     @functools.wraps(fn)
-    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> Any:
+    def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
         value, grads = both(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 

@@ -48,13 +48,13 @@ from fdp.trace import (
 )
 from fdp.tracebacks import hiding_frames
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-_First = TypeVar("_First")
-_Rest = ParamSpec("_Rest")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+First = TypeVar("First")
+Rest = ParamSpec("Rest")
 
 
-class Step(Generic[_P, _R]):
+class Step(Generic[Arguments, Result]):
     """A data-parallel step: call it like the function that it was made from.
 
     For type checkers it takes what that takes, and returns what that returns.
@@ -62,7 +62,7 @@ class Step(Generic[_P, _R]):
 
     def __init__(
         self,
-        step_fn: Callable[_P, _R],
+        step_fn: Callable[Arguments, Result],
         *,
         batch_argnums: int | Iterable[int] = -1,
         static_argnums: int | Iterable[int] = (),
@@ -125,18 +125,18 @@ class Step(Generic[_P, _R]):
         ), ()  # fmt: skip
 
     @overload
-    def __get__(self, instance: None, owner: type | None = None) -> Step[_P, _R]: ...
+    def __get__(self, instance: None, owner: type | None = None) -> Step[Arguments, Result]: ...
 
     @overload
     def __get__(
-        self: Step[Concatenate[_First, _Rest], _R], instance: _First, owner: type | None = None
-    ) -> Callable[_Rest, _R]: ...
+        self: Step[Concatenate[First, Rest], Result], instance: First, owner: type | None = None
+    ) -> Callable[Rest, Result]: ...
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
     @breaks_graph(BREAK_REASON)
-    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         """Run the step; the first call of a signature traces, plans, emits, checks, and agrees with other ranks.
 
         Args:
@@ -183,7 +183,7 @@ class Step(Generic[_P, _R]):
             raise
 
     @hiding_frames
-    def trace(self, *args: _P.args, **kwargs: _P.kwargs) -> Trace:
+    def trace(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Trace:
         """Trace the step on example arguments, without running it.
 
         Args:
@@ -204,7 +204,7 @@ class Step(Generic[_P, _R]):
         return trace
 
     @hiding_frames
-    def plan(self, *args: _P.args, **kwargs: _P.kwargs) -> Plan:
+    def plan(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Plan:
         """Trace and plan the step on example arguments, without running it.
 
         Args:
@@ -252,7 +252,7 @@ class Step(Generic[_P, _R]):
     def _name(self) -> str:
         return getattr(self._step, "__name__", type(self._step).__name__)
 
-    def _call(self, args: tuple[Any, ...], group: Group, number: int) -> _R:
+    def _call(self, args: tuple[Any, ...], group: Group, number: int) -> Result:
         roles = self._roles_for(len(args))
         place = self._known.place(args, roles, group)
         recognised = self._known.calls.recognise(place, *split_static(args, roles))
@@ -263,7 +263,7 @@ class Step(Generic[_P, _R]):
         known.calls += 1
         run = self._run if known.progress is None else self._run_first
         made = run(known, tensors, args, roles)
-        result: _R = result_if_finite(self._name, made, number) if self._check_finite else made
+        result: Result = result_if_finite(self._name, made, number) if self._check_finite else made
         return result
 
     def _run(self, known: Known, tensors: list[torch.Tensor], args: tuple[Any, ...], roles: Roles) -> Any:

@@ -15,13 +15,13 @@ from fdp.plan.buckets import Caps
 from fdp.step.step import Step
 from fdp.tracebacks import hiding_frames
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 @overload
 def data_parallel(
-    step_fn: Callable[_P, _R],
+    step_fn: Callable[Arguments, Result],
     *,
     batch_argnums: int | Iterable[int] = -1,
     static_argnums: int | Iterable[int] = (),
@@ -36,7 +36,7 @@ def data_parallel(
     accumulate_dtype: torch.dtype | None = None,
     network: Network | None = None,
     memory_limit_mb: float | None = None,
-) -> Step[_P, _R]: ...
+) -> Step[Arguments, Result]: ...
 
 
 @overload
@@ -56,7 +56,7 @@ def data_parallel(
     accumulate_dtype: torch.dtype | None = None,
     network: Network | None = None,
     memory_limit_mb: float | None = None,
-) -> Callable[[Callable[_P, _R]], Step[_P, _R]]: ...
+) -> Callable[[Callable[Arguments, Result]], Step[Arguments, Result]]: ...
 
 
 @hiding_frames
