@@ -159,6 +159,19 @@ def test_donated_inputs_are_those_that_come_back() -> None:
     assert told["state['d']"] == "donated: updated in place"
 
 
+def test_new_values_of_another_shape_and_copies_are_computed_where_they_belong() -> None:
+    def step(state: dict[str, torch.Tensor], x: torch.Tensor) -> Any:
+        x = fdp.pmean(x)
+        new = {"a": (x @ x).view(2, 8), "b": (state["b"].view(16) + 1).view(4, 4), "c": x.clone()}
+        return {**new, "d": torch.zeros_like(x), "e": (state["e"].view(4, 4) @ x).view(16)}
+
+    state = {"a": torch.eye(8)[:2].clone(), **{name: torch.eye(4) for name in "bcd"}, "e": torch.ones(16)}
+    memory = fdp.data_parallel(step, donate_argnums=0).plan(state, torch.ones(4, 4)).memory_plan()
+    ways = {row.name[-3]: row.why.split()[1:] for row in rows_of(memory) if row.why.startswith("donated")}
+    assert all(ways[name][1:] == ["is", "computed", "in", "it"] for name in "abcd")
+    assert ways["e"][1:] == ["is", "copied", "into", "it"]  # the product reads what it would write
+
+
 def test_what_is_kept_and_what_is_new() -> None:
     held = torch.ones(4)
 

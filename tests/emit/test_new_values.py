@@ -131,12 +131,61 @@ def list_update(s: Any, x: Any) -> Any:
     return {"a": new[0], "b": new[1], "d": new[2]}, [s["b"] - new[1]]
 
 
+def reshaped(s: Any, x: Any) -> Any:
+    new = x * 2
+    return {"c": new.view(12)}, [new.sum(1), new[1:]]
+
+
+def reshaped_and_read_after(s: Any, x: Any) -> Any:
+    new = (x + 1).view(12)
+    return {"c": new}, [s["c"] * 2, new * 3]
+
+
+def reshaped_of_itself(s: Any, x: Any) -> Any:
+    return {"c": (s["c"].view(4, 3) * 2).view(12)}, []
+
+
+def reshaped_product_of_itself(s: Any, x: Any) -> Any:
+    return {"c": (s["c"].view(4, 3) @ (x.t() @ x)).view(12)}, []
+
+
+def reshaped_for_two_leaves(s: Any, x: Any) -> Any:
+    new = x * 3
+    return {"c": new.view(12), "a": new, "b": new}, [new.view(2, 6)]
+
+
+def reshaped_and_changed(s: Any, x: Any) -> Any:
+    new = x * 2
+    flat = new.view(12)
+    new.add_(1)
+    return {"c": flat}, []
+
+
+def reshaped_part(s: Any, x: Any) -> Any:
+    both = torch.cat([x, x + 1]).view(24)
+    return {"c": both[:12], "a": torch.cat([x, x * 3]).view(24)[12:].view(4, 3)}, []
+
+
+def reshaped_and_turned(s: Any, x: Any) -> Any:
+    return {"c": (x * 2).t().reshape(12), "a": (x * 2).view(3, 4).t(), "b": (x.t() * 3).t()}, []
+
+
+def reshaped_average(s: Any, x: Any) -> Any:
+    return {"c": fdp.pmean(x).view(12), "a": (fdp.pmean(x.view(12)) * 1).view(4, 3)}, []
+
+
+def reshaped_copy(s: Any, x: Any) -> Any:
+    return {"c": s["a"].clone().view(12), "a": s["b"].clone(), "b": torch.zeros_like(s["b"])}, [s["a"] + s["b"]]
+
+
 HAZARDS = [
     read_after_its_clone_changed, read_by_a_collective_after_its_clone_changed, averaged_beside_its_update,
     read_through_a_view_after_its_clone_changed, two_updates_of_one_leaf, one_value_for_two_leaves,
     one_clone_for_two_leaves, swapped, swapped_and_changed, one_leaf_for_both, a_view_of_another_leaf,
     its_own_transpose, the_clone_of_its_transpose, transposed_in_between, an_average, an_average_changed_in_place,
     averaged_and_then_changed, a_constant, the_batch, repeated_elements, returned_three_times, late_update, list_update,
+    reshaped, reshaped_and_read_after, reshaped_of_itself, reshaped_product_of_itself, reshaped_for_two_leaves,
+    reshaped_and_changed, reshaped_part, reshaped_and_turned, reshaped_average, reshaped_copy,
 ]  # fmt: skip
 
 

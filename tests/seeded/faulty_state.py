@@ -102,3 +102,15 @@ def returned(c: Any, s: Tree, b: Tree) -> Any:
     value = torch.tanh(b["x"])
     ones = torch.full((3,), 0.25, dtype=DOUBLE)
     return {"w": s["w"] + mean}, [mean, mean[1:], gathered, gathered[1], value, value.t(), ones, _RETURNED]
+
+
+@_program({"c": (16,), "d": (2, 8), "e": (16,), "f": (4, 4), "g": (16,), "h": (4, 4)}, {"x": (4, 4)})
+def reshaped(c: Any, s: Tree, b: Tree) -> Any:
+    """New state that is a view of what an operator makes: of all of it, twice, of a part, turned, and of itself."""
+    both, twice = torch.tanh(b["x"]), torch.cat([b["x"], b["x"] * 2]).view(32)
+    turned = (b["x"].t() * 3).t()
+    new = {"c": both.view(16), "d": both.view(2, 8), "e": twice[:16], "f": turned}
+    return {**new, "g": (s["g"].view(4, 4) @ b["x"]).view(16), "h": (s["c"].view(4, 4) + b["x"]).clone()}, [
+        c.pmean(s["e"]),
+        both.sum(0),
+    ]

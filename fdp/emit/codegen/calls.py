@@ -14,7 +14,7 @@ from fdp.emit.codegen.lines import Line
 from fdp.emit.codegen.loop_bodies import write_loop
 from fdp.emit.codegen.packing import write_division
 from fdp.emit.codegen.shortcuts import scalars_added, transposed_weight
-from fdp.emit.codegen.writer import Writer, bind_object, bind_operator, emit, literal, name_in_program
+from fdp.emit.codegen.writer import Writer, bind_object, bind_operator, emit, literal, name_in_program, view_of_input
 from fdp.emit.memory.instructions import arguments_of, is_part
 from fdp.emit.memory.out_variants import OutVariant, out_variant_of
 from fdp.emit.memory.own_memory import row_name
@@ -34,7 +34,9 @@ def write_call(writer: Writer, node: fx.Node, entries: Sequence[int]) -> None:
     if node in memory.added:
         write_added(writer, node, memory.added[node])
         return
-    if node in memory.places.out_variants or node in memory.placement.written:
+    if any(
+        node in nodes for nodes in (memory.places.out_variants, memory.placement.written, memory.placement.reshaped)
+    ):
         _write_into_place(writer, node)
     elif node.target is operator.getitem:
         _write_entry(writer, node)
@@ -129,15 +131,7 @@ def _is_unpacked(writer: Writer, node: fx.Node) -> bool:
 
 def _write_into_place(writer: Writer, node: fx.Node) -> None:
     """Compute a node into its fixed place."""
-    if node in writer.memory.placement.written:
-        # The new value of a donated input, in place of the old one.
-        target = name_in_program(writer, node)
-        _write_out_call(writer, node, _variant_of(node), [target], {target})
-        return
-    variant = writer.memory.places.out_variants[node]
-    outs = [node.name] if isinstance(node.meta["val"], torch.Tensor) else [
-        result_name(node, index) for index in range(len(node.meta["val"]))
-    ]  # fmt: skip
+    variant, outs = _variant_of(node), _places_of(writer, node)
     uses = set(outs)
     marker = writer.memory.places.divided.get(node)
     divides_itself = marker is not None and variant.scaled is not None and not node.kwargs
@@ -153,6 +147,21 @@ def _write_into_place(writer: Writer, node: fx.Node) -> None:
     if marker is not None and not divides_itself:
         averaged: Any = marker.args[0]
         write_division(writer, marker, outs[storages_of(node).index(*storages_of(averaged))])
+
+
+def _places_of(writer: Writer, node: fx.Node) -> list[str]:
+    """The names of the places that a node is computed into."""
+    placement = writer.memory.placement
+    if node in placement.written:
+        # The new value of a donated input, in place of the old one.
+        return [name_in_program(writer, node)]
+    if (target := placement.reshaped.get(node)) is not None:
+        writer.lines.append(view_of_input(writer, target, node))
+        writer.local[node] = node.name
+        return [node.name]
+    if isinstance(node.meta["val"], torch.Tensor):
+        return [node.name]
+    return [result_name(node, index) for index in range(len(node.meta["val"]))]
 
 
 def _variant_of(node: fx.Node) -> OutVariant:

@@ -26,6 +26,7 @@ from fdp.emit.codegen.writer import (
     literal,
     name_in_program,
     names_of_values,
+    view_of_input,
 )
 from fdp.emit.memory.elements import has_each_element_once, has_gaps, span_of
 from fdp.emit.memory.instructions import Await, Compute, Divide, Instruction, Keep, Pack, Send, Update
@@ -164,10 +165,7 @@ def _write_start(writer: Writer, bucket: int) -> None:
         writer.lines.append(Line(f"{start}({bucket})", set(), part=part))
         return
     (marker,) = writer.memory.markers[bucket]
-    view = bind_operator(writer, _aten.view.default, (target, list(marker.meta["val"].shape)))
-    uses: set[str] = set()
-    text = f"{view}({literal(writer, target, uses)}, {list(marker.meta['val'].shape)})"
-    writer.lines.append(Line(f"{marker.name} = {text}", uses, (marker.name,), part=part))
+    writer.lines.append(view_of_input(writer, target, marker, part))
     writer.lines.append(Line(f"{start}({bucket}, {marker.name})", {marker.name}, part=part))
 
 

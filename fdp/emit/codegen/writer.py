@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fdp.emit.codegen.bindings import bind
-from fdp.emit.codegen.lines import Line
+from fdp.emit.codegen.lines import Line, ProgramPart
 from fdp.emit.memory.memory_plan import MemoryPlan
 from fdp.emit.memory.savings import NONE
 from fdp.pytorch.overloads import OpOverload, boxed_call_of
@@ -130,3 +130,10 @@ def emit(writer: Writer, expression: str, uses: set[str], node: fx.Node) -> None
         expression = f"{node.name} = {expression}"
     effects = effects_of(node)
     writer.lines.append(Line(expression, uses, defines, pure=effects.pure and (bool(defines) or effects.view)))
+
+
+def view_of_input(writer: Writer, target: fx.Node, node: fx.Node, part: ProgramPart | None = None) -> Line:
+    """The line that gives a value its name, as a view of the whole donated input that it is computed in."""
+    shape, uses = list(node.meta["val"].shape), set[str]()
+    view = bind_operator(writer, torch.ops.aten.view.default, (target, shape))
+    return Line(f"{node.name} = {view}({literal(writer, target, uses)}, {shape})", uses, (node.name,), part=part)

@@ -131,6 +131,7 @@ def placed_storages(memory: MemoryPlan) -> set[int]:
             or node in memory.places.constants
             or node.name in memory.places.memory
             or node in memory.placement.written
+            or node in memory.placement.reshaped
             or node in memory.placement.replaced
             or node in memory.placement.gathered
         ):

@@ -2,8 +2,8 @@
 
 An optimizer step is traced as a clone of the state that is updated in place. If the state is donated, and nothing
 reads the old value after the update begins, the clone is the old state itself: no copy, no second state. A new value
-made in any other way is written straight into the donated input if nothing reads the old one any more, or else copied
-there as soon as its last reader is done.
+made in any other way is written straight into the donated input if nothing reads the old one any more, also where it is
+a view of all that an operator makes; or else copied there as soon as its last reader is done.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Placement:
     Attributes:
         replaced: clones that are not made: for each, the donated input that takes its place.
         written: nodes whose operator writes its result straight into the donated input that it is the new value of.
+        reshaped: nodes whose operator does so, where the new value is a view of the whole result, with another shape.
         gathered: all-gathers that fill the donated input whose new value they make.
         copies: for a position in the schedule, the (input, value) pairs to copy after it.
         returned: for each tensor output, the node that is returned.
@@ -40,6 +41,7 @@ class Placement:
 
     replaced: Mapping[fx.Node, fx.Node]
     written: Mapping[fx.Node, fx.Node]
+    reshaped: Mapping[fx.Node, fx.Node]
     gathered: Mapping[fx.Node, fx.Node]
     copies: Mapping[int, tuple[tuple[fx.Node, fx.Node], ...]]
     returned: tuple[fx.Node, ...]
@@ -89,6 +91,7 @@ class _PlacementBuilder:
         self.owned: set[int] = set()  # memory that is, or becomes, that of a donated input
         self.replaced: dict[fx.Node, fx.Node] = {}
         self.written: dict[fx.Node, fx.Node] = {}
+        self.reshaped: dict[fx.Node, fx.Node] = {}
         self.gathered: dict[fx.Node, fx.Node] = {}
         self.copies: dict[int, list[tuple[fx.Node, fx.Node]]] = {}
         self.returned = [node for node, _ in pairs]
@@ -106,6 +109,7 @@ class _PlacementBuilder:
         }
         same, accesses, owned, gathering = self.analysis.same, self.analysis.accesses, self.owned, self.gathering
         clones = _clones(self.analysis.plan.trace.graph.graph, same)
+        makers = _makers(self.analysis.plan.trace.graph.graph) if self.analysis.savings.results else {}
         # A donated input may have a storage offset.
         storage_indexed = storage_indexed_memory(self.analysis.plan.trace.graph.graph)
         for position, (node, target) in enumerate(self.pairs):
@@ -128,8 +132,11 @@ class _PlacementBuilder:
             ):
                 self.replaced[clone] = target
                 owned.update((memory, home))
-            elif free and _can_write(same.get(node, node), target, accesses):
+            elif free and _can_write(same.get(node, node), node, target, accesses):
                 self.written[same.get(node, node)] = target
+                owned.update((memory, home))
+            elif free and (maker := makers.get(memory)) is not None and _can_write(maker, node, target, accesses):
+                self.reshaped[maker] = target
                 owned.update((memory, home))
             elif free and _can_gather(node, target, gathering.get(memory), accesses):
                 self.gathered[gathering[memory][0]] = target
@@ -160,8 +167,8 @@ class _PlacementBuilder:
         frozen = MappingProxyType
         copies = {at: tuple(pairs) for at, pairs in self.copies.items()}
         return Placement(
-            frozen(self.replaced), frozen(self.written), frozen(self.gathered), frozen(copies), tuple(self.returned),
-            frozenset(self.cloned),
+            frozen(self.replaced), frozen(self.written), frozen(self.reshaped), frozen(self.gathered), frozen(copies),
+            tuple(self.returned), frozenset(self.cloned),
         )  # fmt: skip
 
 
@@ -176,23 +183,45 @@ def _fits(node: fx.Node, target: fx.Node) -> bool:
     return same_strides(node.meta["val"], target.meta["val"]) and has_each_element_once(target.meta["val"])
 
 
-def _can_write(node: fx.Node, target: fx.Node, accesses: Liveness) -> bool:
-    """Whether an operator can write its result into the donated input that it is the new value of.
+def _can_write(maker: fx.Node, node: fx.Node, target: fx.Node, accesses: Liveness) -> bool:
+    """Whether an operator can write its result into the donated input that it, or a view of it, is the new value of.
 
     The input must not be read afterwards; nor by the operator itself, unless it reads each element before writing it.
     """
-    variant = out_variant_of(node) if node in accesses.ran else None
-    if variant is None or variant.kind != "out" or len(variant.names) != 1:
+    variant = out_variant_of(maker) if maker in accesses.ran else None
+    if variant is None or variant.kind == "nothing" or len(variant.names) != 1:
         return False
-    (home,), (memory,) = storages_of(target), storages_of(node)
+    (home,), (memory,) = storages_of(target), storages_of(maker)
     if geometry(node.meta["val"]) != geometry(target.meta["val"]) or memory in accesses.writes:
         return False
-    if accesses.last_read(home, except_by=node) >= accesses.ran[node]:
+    if maker is not node and not _is_reshaped(maker, node):
         return False
-    read = [argument for argument in node.all_input_nodes if home in storages_of(argument)]
+    if accesses.last_read(home, except_by=maker) >= accesses.ran[maker]:
+        return False
+    read = [argument for argument in maker.all_input_nodes if home in storages_of(argument)]
     return not read or (
-        variant.pointwise and all(geometry(each.meta["val"]) == geometry(target.meta["val"]) for each in read)
+        variant.pointwise and all(geometry(each.meta["val"]) == geometry(maker.meta["val"]) for each in read)
     )
+
+
+def _is_reshaped(maker: fx.Node, node: fx.Node) -> bool:
+    """Whether a value has the elements of another in the same places, under the same shape or another."""
+    made, value = maker.meta["val"], node.meta["val"]
+    return geometry(made) == geometry(value) or (
+        made.dtype == value.dtype
+        and made.numel() == value.numel()
+        and all(each.is_contiguous() and each.storage_offset() == 0 for each in (made, value))
+        and not (value.is_conj() or value.is_neg())
+    )
+
+
+def _makers(graph: fx.Graph) -> dict[int, fx.Node]:
+    """For each piece of memory, the node that makes it."""
+    found: dict[int, fx.Node] = {}
+    for node in graph.nodes:
+        for storage in storages_of(node):
+            found.setdefault(storage, node)
+    return found
 
 
 def _gathering(plan: Plan) -> dict[int, tuple[fx.Node, int]]:

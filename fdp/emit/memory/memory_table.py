@@ -151,7 +151,8 @@ def _donated(memory: MemoryPlan) -> Iterator[tuple[fx.Node, tuple[str, str]]]:
     """For each donated input that gets a new value, its name, and how the value gets there."""
     trace, placement = memory.plan.trace, memory.placement
     how = {target: "updated in place" for target in placement.replaced.values()}
-    how.update((target, f"{node.name} is computed in it") for node, target in placement.written.items())
+    for computed in (placement.written, placement.reshaped):
+        how.update((target, f"{node.name} is computed in it") for node, target in computed.items())
     how.update((target, f"{node.name} arrives in it") for node, target in placement.gathered.items())
     for pairs in placement.copies.values():
         how.update((target, f"{node.name} is copied into it") for target, node in pairs)

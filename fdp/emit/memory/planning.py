@@ -358,7 +358,7 @@ def _kept_elsewhere(graph: fx.Graph, placement: Placement) -> Iterator[int]:
     for position, node in enumerate(placement.returned):
         if position not in placement.cloned:
             yield from storages_of(node)
-    for node in (*placement.replaced, *placement.written, *placement.gathered):
+    for node in (*placement.replaced, *placement.written, *placement.reshaped, *placement.gathered):
         yield from storages_of(node)
 
 
