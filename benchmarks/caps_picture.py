@@ -59,10 +59,12 @@ def draw(panels: Sequence[tuple[str, str, Mapping[str, Any]]], path: str) -> Non
         axes.set_title(title, loc="left", fontsize=_FONT + 1, color=_INK)
     what = f"ms a step, {'; '.join(places)}: medians and quartiles"
     figure.text(_LEFT, 0.97, what, fontsize=_FONT + 2, va="top", color=_INK)
-    drawn = dict(zip(*reversed(figure.axes[0].get_legend_handles_labels()), strict=True))
-    names = [name for _, name, *_ in _MEASURED] + [_PREDICTED[0]] + [name for _, name, *_ in _DEFAULTS]
-    handles = [drawn[name] for name in names]
-    figure.legend(handles, names, loc="lower center", ncols=len(names), fontsize=_FONT, frameon=False)
+    handles, names = figure.axes[0].get_legend_handles_labels()
+    drawn = dict(zip(names, handles, strict=True))
+    order = [*(name for _, name, *_ in _MEASURED), _PREDICTED[0], *(name for _, name, *_ in _DEFAULTS)]
+    figure.legend(
+        [drawn[name] for name in order], order, loc="lower center", ncols=len(order), fontsize=_FONT, frameon=False
+    )
     save_figure(figure, path)
 
 
