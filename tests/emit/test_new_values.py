@@ -174,6 +174,12 @@ def reshaped_average(s: Any, x: Any) -> Any:
     return {"c": fdp.pmean(x).view(12), "a": (fdp.pmean(x.view(12)) * 1).view(4, 3)}, []
 
 
+def reshaped_column(s: Any, x: Any) -> Any:
+    column = x.reshape(1, 12).t() * 2  # of strides that no view of rows has
+    assert column.stride() == (1, 12)
+    return {"c": column.view(12)}, [column, column * 3]
+
+
 def reshaped_copy(s: Any, x: Any) -> Any:
     return {"c": s["a"].clone().view(12), "a": s["b"].clone(), "b": torch.zeros_like(s["b"])}, [s["a"] + s["b"]]
 
@@ -186,6 +192,7 @@ HAZARDS = [
     averaged_and_then_changed, a_constant, the_batch, repeated_elements, returned_three_times, late_update, list_update,
     reshaped, reshaped_and_read_after, reshaped_of_itself, reshaped_product_of_itself, reshaped_for_two_leaves,
     reshaped_and_changed, reshaped_part, reshaped_and_turned, reshaped_average, reshaped_copy,
+    reshaped_column,
 ]  # fmt: skip
 
 
@@ -199,3 +206,13 @@ def test_new_values_do_not_overwrite_what_is_still_needed(case: Any) -> None:
     for world, donate, cap in ways if ALL_SAMPLES else [(1, False, "auto"), (2, True, 1e-9)]:
         three_calls(Program(case.__name__, step), world, cap, donate)
     assert torch.equal(TABLE, torch.arange(12.0).view(4, 3))
+
+
+def test_a_result_keeps_the_strides_of_dimensions_of_one_element() -> None:
+    def step(c: torch.Tensor, x: torch.Tensor) -> Any:
+        column = fdp.pmean(x).t() * 2
+        return column.view(12), column
+
+    x = torch.ones(1, 12)
+    _, column = fdp.data_parallel(step, donate_argnums=0)(torch.zeros(12), x)
+    assert column.stride() == (x.t() * 2).stride() == (1, 12)

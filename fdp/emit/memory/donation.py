@@ -13,6 +13,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import torch
 from torch import fx
 
 from fdp.emit.memory.analysis import Analysis
@@ -211,6 +212,8 @@ def _is_reshaped(maker: fx.Node, node: fx.Node) -> bool:
         made.dtype == value.dtype
         and made.numel() == value.numel()
         and all(each.is_contiguous() and each.storage_offset() == 0 for each in (made, value))
+        # A dimension of one element may have any stride, and results keep theirs; a view of the input has this one.
+        and made.stride() == torch.empty(made.shape, device="meta").stride()
         and not (value.is_conj() or value.is_neg())
     )
 
