@@ -324,11 +324,11 @@ def main() -> None:
 
 
 def print_times(title: str, measured: dict[str, list[float] | str]) -> None:
-    """Print medians and quartiles, and ratios to the first contender."""
+    """Print medians and quartiles, and ratios to the first contender that ran."""
     table = Table(title=title)
     for column in ("contender", "median", "quartiles", "beside the first"):
         table.add_column(column, justify="left" if column == "contender" else "right")
-    first = next(seconds for seconds in measured.values() if not isinstance(seconds, str))
+    first = next((seconds for seconds in measured.values() if not isinstance(seconds, str)), [])
     for name, seconds in measured.items():
         if isinstance(seconds, str):
             table.add_row(name, "", "", seconds[:60])

@@ -216,3 +216,15 @@ def test_a_result_keeps_the_strides_of_dimensions_of_one_element() -> None:
     x = torch.ones(1, 12)
     _, column = fdp.data_parallel(step, donate_argnums=0)(torch.zeros(12), x)
     assert column.stride() == (x.t() * 2).stride() == (1, 12)
+
+
+@pytest.mark.parametrize("made", [lambda x: x * 2, lambda x: x.clone(), lambda x: (x.view(4, 3) * 2).view(12)])
+def test_a_new_value_on_another_device_is_not_computed_in_the_old_one(made: Any) -> None:
+    def step(old: torch.Tensor, x: torch.Tensor) -> Any:
+        new = made(fdp.pmean(x))
+        return new, new + 1
+
+    # "meta" stands for a card: the new value lies on the CPU, and so does what is computed from it.
+    transformed = fdp.data_parallel(step, donate_argnums=0, check_trace=False, check_replication=False)
+    _, after = transformed(torch.zeros(12, device="meta"), torch.ones(12))
+    assert torch.equal(after, made(torch.ones(12)) + 1)

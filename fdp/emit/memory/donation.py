@@ -190,7 +190,10 @@ def _can_write(maker: fx.Node, node: fx.Node, target: fx.Node, accesses: Livenes
     The input must not be read afterwards; nor by the operator itself, unless it reads each element before writing it.
     """
     variant = out_variant_of(maker) if maker in accesses.ran else None
-    if variant is None or variant.kind == "nothing" or len(variant.names) != 1:
+    # What is filled with a number is the same at every call, and so may be what is computed from it.
+    if variant is None or variant.kind not in ("out", "copy") or len(variant.names) != 1:
+        return False
+    if node.meta["val"].device != target.meta["val"].device:
         return False
     (home,), (memory,) = storages_of(target), storages_of(maker)
     if geometry(node.meta["val"]) != geometry(target.meta["val"]) or memory in accesses.writes:
@@ -214,7 +217,6 @@ def _is_reshaped(maker: fx.Node, node: fx.Node) -> bool:
         and all(each.is_contiguous() and each.storage_offset() == 0 for each in (made, value))
         # A dimension of one element may have any stride, and results keep theirs; a view of the input has this one.
         and made.stride() == torch.empty(made.shape, device="meta").stride()
-        and not (value.is_conj() or value.is_neg())
     )
 
 
@@ -248,6 +250,7 @@ def _can_gather(node: fx.Node, target: fx.Node, gathering: tuple[fx.Node, int] |
     return (
         geometry(value) == geometry(wanted)
         and value.dtype == made.dtype
+        and value.device == wanted.device
         and value.numel() == made.numel()
         and value.is_contiguous()
         and value.storage_offset() == 0
