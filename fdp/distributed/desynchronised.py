@@ -108,6 +108,7 @@ def alone_on(group: Group, name: str, call: int = 0) -> Iterator[None]:
         call: which call of it this is, from 1 on.
 
     Raises:
+        ArgumentError: the process group has been destroyed.
         PeerError: another rank is gone. Or another step, or another call of this one, is running on the group: the
             other ranks may have run the two one after the other, so this rank counts as desynchronised.
     """
@@ -136,6 +137,7 @@ def alone_on(group: Group, name: str, call: int = 0) -> Iterator[None]:
             return
         watched.begin(name, call)
         try:
+            group.refuse_destroyed()  # before what other ranks say of it: its own error names the line to mend
             if not watched.desynchronised:  # otherwise that is the reason that is given
                 refuse_gone(watched)
             yield

@@ -87,6 +87,15 @@ class Group:
         groups = [reference() for reference in references if reference is not None]
         return not any(group is None or is_destroyed(group) for group in groups)
 
+    def refuse_destroyed(self) -> None:
+        """Refuse a call on ranks that no longer have a process group.
+
+        Raises:
+            ArgumentError: it has been destroyed, or one along a dimension of their mesh has.
+        """
+        if not self.exists:
+            raise _destroyed()
+
     @property
     def sizes(self) -> tuple[tuple[str, int], ...]:
         """The names and sizes of the dimensions of the mesh."""

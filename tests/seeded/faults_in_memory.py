@@ -224,6 +224,13 @@ DONATION = (
         "a result that lies in columns is written into rows",
     ),
     Fault(
+        "the memory of a reshaped value is given away",
+        "emit/memory/planning.py",
+        "*placement.reshaped, *placement.gathered):",
+        "*placement.gathered):",
+        "what is computed in an input is planned as if it lay in the block of the step",
+    ),
+    Fault(
         "written before the old value is read",
         "emit/memory/donation.py",
         "    if accesses.last_read(home, except_by=maker) >= accesses.ran[maker]:\n        return False\n",
