@@ -17,6 +17,10 @@ class ArgumentError(FdpError, ValueError):
     """An argument of one of fdp's own functions has no meaning there."""
 
 
+class CallError(ArgumentError, TypeError):
+    """A step is called with arguments that its function does not take: as Python says so, a `TypeError`."""
+
+
 class ReplicationError(FdpError):
     """A value that must be equal on every rank may differ, or does differ, between ranks."""
 

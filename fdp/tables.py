@@ -148,7 +148,7 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def cut_short(text: str, cells: int = 40) -> str:
+def cut_short(text: str, cells: int = 24) -> str:
     """Cut a text that is to be part of one line.
 
     Example:

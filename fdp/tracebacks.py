@@ -40,7 +40,7 @@ _TRACER_FILES = tuple(
     str(_TORCH / name)
     for name in (
         "_ops.py", "_compile.py", "_meta_registrations.py", "autograd/graph.py", "utils/_python_dispatch.py",
-        "utils/_stats.py", "utils/_pytree.py", "overrides.py",
+        "utils/_stats.py", "utils/_pytree.py", "overrides.py", "__init__.py",
     )
 )  # fmt: skip
 _HIDDEN_FOLDERS = (_FDP, *_TRACER_FOLDERS)
@@ -63,8 +63,8 @@ def hide_frames(error: BaseException) -> None:
     """Leave frames out of the traceback of an error that is the user's, and of those of its causes.
 
     An error is the user's if fdp refuses something, or if the user's code was running when it was raised: called by
-    fdp, and not installed beside it. Any other error is fdp's own, and shows where it came from. On Python 3.10 a bare
-    `raise` shows all frames nevertheless.
+    fdp, and not installed beside it; or if a function of fdp was called with other arguments than it takes. Any other
+    error is fdp's own, and shows where it came from. On Python 3.10 a bare `raise` shows all frames nevertheless.
 
     Args:
         error: what is being raised; re-raise it with a bare `raise`.
@@ -79,7 +79,7 @@ def hide_frames(error: BaseException) -> None:
             continue
         seen.add(id(one))
         pending += [one.__cause__, one.__context__]
-        if isinstance(one, FdpError) or _runs_users_code(one.__traceback__):
+        if isinstance(one, FdpError) or _is_wrong_call(one) or _runs_users_code(one.__traceback__):
             one.__traceback__ = _filtered(one.__traceback__)
 
 
@@ -127,6 +127,12 @@ def _runs_users_code(traceback: types.TracebackType | None) -> bool:
         elif below and not hidden and (file.startswith(_MODELS) or not file.startswith(_NOT_THE_USERS)):
             return True
     return False
+
+
+def _is_wrong_call(error: BaseException) -> bool:
+    """Whether a function of fdp could not be entered: beneath the frame that calls it there is none."""
+    traceback = error.__traceback__
+    return isinstance(error, TypeError) and traceback is not None and traceback.tb_next is None
 
 
 def _filtered(traceback: types.TracebackType | None) -> types.TracebackType | None:

@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,10 +34,18 @@ def train_step(weights: list[torch.Tensor], batch: torch.Tensor) -> Any:
     return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)], fdp.pmean(loss)
 
 
+def a_step_whose_name_says_all_that_it_does_and_is_wider_than_a_line(*args: Any) -> Any:
+    return train_step(*args)
+
+
 @pytest.fixture(scope="module")
 def values() -> dict[str, Any]:
+    return values_of(train_step)
+
+
+def values_of(step: Callable[..., Any]) -> dict[str, Any]:
     arguments = [torch.eye(8) for _ in range(LAYERS)], torch.ones(4, 8)
-    plan = fdp.data_parallel(train_step, group=fake_group(2)).trace(*arguments).plan("auto", network=NETWORK)
+    plan = fdp.data_parallel(step, group=fake_group(2)).trace(*arguments).plan("auto", network=NETWORK)
     assert plan.forecast is not None
     emitted = plan.emit(fake_group(2))
     return {
@@ -62,7 +71,7 @@ def values() -> dict[str, Any]:
         "Network": NETWORK,
         "Machine": Machine(),
         "PerRank": fdp.per_rank(torch.ones(100, 100)),
-        "Step": fdp.data_parallel(train_step),
+        "Step": fdp.data_parallel(step),
         "Optimizer": fdp.optim.from_torch(torch.optim.Adam, lr=1e-3),
         "CheckpointManager": fdp.CheckpointManager("checkpoints"),
         "BatchSampler": fdp.BatchSampler(50_000, 256, seed=3),
@@ -83,6 +92,11 @@ def test_what_a_value_is_takes_one_line(values: dict[str, Any]) -> None:
         text = repr(value)
         assert len(text) <= 80 and "\n" not in text and " at 0x" not in text, kind
         assert kind in text and (kind not in OF_A_STEP or text.startswith(f"<{kind} of train_step: ")), text
+
+
+def test_it_takes_one_line_of_a_step_with_a_long_name() -> None:
+    for kind, value in values_of(a_step_whose_name_says_all_that_it_does_and_is_wider_than_a_line).items():
+        assert len(repr(value)) <= 80 and kind in repr(value), repr(value)
 
 
 def test_a_network_is_told_to_the_last_digit() -> None:

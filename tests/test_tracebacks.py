@@ -72,6 +72,21 @@ def between(error: BaseException) -> set[str]:
     return set(found[mine[0] : mine[-1] + 1]) if mine else set()
 
 
+def reshapes(w: torch.Tensor, x: torch.Tensor) -> Any:
+    return w.reshape(7)
+
+
+def test_a_call_that_does_not_fit_shows_the_call_alone() -> None:
+    step = fdp.data_parallel(raises)
+    for call in (step, step.trace, step.plan, lambda w: step(x=w), lambda w: fdp.scaling(w)):
+        error = caught(call, W)
+        assert isinstance(error, TypeError) and set(frames(error)) == {HERE}, frames(error)
+
+
+def test_checks_of_torch_are_not_shown() -> None:
+    assert set(frames(caught(fdp.data_parallel(reshapes), W, X))) == {HERE}
+
+
 @pytest.mark.parametrize("method", ["trace", "plan", "profile"])
 @pytest.mark.parametrize("step", [raises, raises_in_a_gradient])
 def test_nothing_lies_between_the_users_frames(step: Callable[..., Any], method: str) -> None:

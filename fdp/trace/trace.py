@@ -371,7 +371,8 @@ class Trace(Printed):
         return f" ({count(len(bodies), 'loop')}: {'; '.join(bodies)})" if bodies else ""
 
     def __repr__(self) -> str:
-        return f"<Trace of {self.name}: {count(len(self.operations), 'operation')}, {count(self.world_size, 'rank')}>"
+        operations, ranks = count(len(self.operations), "operation"), count(self.world_size, "rank")
+        return f"<Trace of {cut_short(self.name)}: {operations}, {ranks}>"
 
     def __str__(self) -> str:
         total = sum(reduction.size_bytes for reduction in self.gradients)

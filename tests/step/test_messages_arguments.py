@@ -15,6 +15,7 @@ from refusal_texts import check, raised, run
 from torch import nn
 
 import fdp
+from fdp.errors import CallError
 
 Tree = Any
 
@@ -278,6 +279,42 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], str]] = {
 def test_misuse_of_an_argument(name: str) -> None:
     call, text = ARGUMENTS[name]
     check(fdp.ArgumentError, call, text)
+
+
+CALLS = {
+    "an argument too few": (
+        lambda: fdp.data_parallel(step)(X),
+        "step 'step' does not take these arguments: step() missing 1 required positional argument: 'batch'.\n"
+        "Remedy: call step(state: Tree, batch: Tree) -> Tree.",
+    ),
+    "an argument too few, by name": (
+        lambda: fdp.data_parallel(step)(batch=X),
+        "step 'step' does not take these arguments: missing a required argument: 'state'.\n"
+        "Remedy: call step(state: Tree, batch: Tree) -> Tree.",
+    ),
+    "an argument too many for a builtin": (
+        lambda: fdp.data_parallel(abs)(X, X),
+        "step 'abs' does not take these arguments: abs() takes exactly one argument (2 given).\n"
+        "Remedy: call abs(x, /).",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(CALLS))
+def test_a_call_that_does_not_fit_the_function(name: str) -> None:
+    call, text = CALLS[name]
+    check(CallError, call, text)
+    assert issubclass(CallError, TypeError) and issubclass(CallError, fdp.ArgumentError)
+
+
+def adds_too_much(state: Tree, batch: Tree) -> Tree:
+    return step(state, batch, batch)
+
+
+def test_a_call_within_the_step_is_an_error_of_its_own() -> None:
+    with pytest.raises(TypeError, match=r"step\(\) takes 2 positional arguments but 3 were given") as caught:
+        fdp.data_parallel(adds_too_much)(X, X)
+    assert not isinstance(caught.value, fdp.FdpError)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])

@@ -108,6 +108,14 @@ def test_a_terminal_has_one_line_and_then_what_each_stage_took(monkeypatch: pyte
     assert max(map(len, terminal.written().splitlines())) <= 80
 
 
+def test_a_long_name_leaves_room_for_stage_and_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = at_a_terminal(monkeypatch)
+    shown = progress.Progress("a_step_whose_name_says_all_that_it_does_and_is_wider_than_a_line")
+    with shown, shown.stage("writing and proving"):
+        pass
+    assert "…': writing and proving, 0 s" in terminal.getvalue()
+
+
 def test_the_level_of_the_logger_silences_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = at_a_terminal(monkeypatch)
     before = progress.LOGGER.level

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fdp.errors import ArgumentError, build_message
+from fdp.errors import ArgumentError, CallError, build_message, first_line
 
 
 def signature_of(step: Callable[..., Any]) -> inspect.Signature | None:
@@ -33,6 +33,7 @@ def by_position(
 
     Raises:
         ArgumentError: one can be passed by name only, or the function does not tell its parameters.
+        CallError: the function does not take them.
     """
     if signature is None:
         raise ArgumentError(
@@ -42,7 +43,10 @@ def by_position(
                 remedy="pass them by position.",
             )
         )
-    bound = signature.bind(*args, **kwargs)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise not_taken(name, signature, error) from None
     keywords = sorted(key for key in bound.kwargs if not _is_positional(signature, key))
     if keywords:
         raise ArgumentError(
@@ -58,6 +62,20 @@ def by_position(
             bound.arguments.setdefault(key, parameter.default)
         bound.arguments = {key: bound.arguments[key] for key in signature.parameters if key in bound.arguments}
     return bound.args
+
+
+def not_taken(name: str, signature: inspect.Signature | None, error: TypeError) -> CallError:
+    """The error for arguments that a function does not take, as Python says it.
+
+    Args:
+        name: the user's function.
+        signature: its parameters, None if it does not tell.
+        error: Python's own.
+    """
+    takes = f"{name}{signature}" if signature is not None else "what it takes"
+    return CallError(
+        build_message(f"step {name!r} does not take these arguments: {first_line(error)}.", remedy=f"call {takes}.")
+    )
 
 
 def _is_positional(signature: inspect.Signature, name: str) -> bool:

@@ -17,6 +17,7 @@ from fdp.pytorch.dynamo import uncompiled
 from fdp.state.containers import bare, bare_spec, lies_in_parts
 from fdp.trace.calls.arguments import Flat, Roles
 from fdp.trace.calls.closure import closed_over_where
+from fdp.trace.calls.keywords import not_taken, signature_of
 from fdp.trace.capture.capture import is_fake
 from fdp.trace.capture.switches import recording
 from fdp.trace.capture.untouched import untouched
@@ -28,12 +29,22 @@ def name_of_step(step: Callable[..., Any]) -> str:
 
 
 def call_with(step: Callable[..., Any], flat: Flat, roles: Roles, values: Sequence[torch.Tensor]) -> Any:
-    """Call a step with other tensors in place of those in the flattened arguments."""
+    """Call a step with other tensors in place of those in the flattened arguments.
+
+    Raises:
+        CallError: it does not take so many.
+    """
     it = iter(values)
     leaves = [next(it) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.leaves]
     moving = iter(pytree.unflatten(bare_spec(flat.spec), leaves))
     fixed = iter(flat.static)
-    return step(*(next(fixed) if i in roles.static else next(moving) for i in range(len(roles.names))))
+    args = [next(fixed) if i in roles.static else next(moving) for i in range(len(roles.names))]
+    try:
+        return step(*args)
+    except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # of the step's own code
+        raise not_taken(name_of_step(step), signature_of(step), error) from None
 
 
 def _call_like_the_caller(step: Callable[..., Any], flat: Flat, roles: Roles, values: Sequence[torch.Tensor]) -> Any:
