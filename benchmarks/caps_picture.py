@@ -19,14 +19,26 @@ from contenders import CAPS_MB
 from overlap import SETTINGS, Overlap
 from step_time import Quartiles, quartiles_of
 
-from fdp.timeline.picture import check_path, new_figure, save_figure
+from fdp.timeline.style import (
+    BLUE,
+    FONT,
+    GREEN,
+    GRID,
+    INK,
+    ORANGE,
+    RED,
+    SKY,
+    WIDTH_IN,
+    check_path,
+    new_figure,
+    save_figure,
+)
 
-_INK, _FONT = "#262626", 9.0
-_WIDTH_IN, _HEIGHT_IN = 10.0, 3.7
+_HEIGHT_IN = 3.7
 _LEFT, _RIGHT, _TOP, _BOTTOM, _BETWEEN = 0.045, 0.905, 0.82, 0.26, 0.14
-_MEASURED = (("ddp", "DDP", "#D55E00", "^"), ("fdp", "fdp", "#0072B2", "o"))
-_PREDICTED = ("fdp, predicted", "#009E73", "s")
-_DEFAULTS = (("ddp", "DDP's default", "#E69F00", "--"), ("fdp", "fdp, auto", "#56B4E9", "-"))
+_MEASURED = (("ddp", "DDP", RED, "^"), ("fdp", "fdp", BLUE, "o"))
+_PREDICTED = ("fdp, predicted", GREEN, "s")
+_DEFAULTS = (("ddp", "DDP's default", ORANGE, "--"), ("fdp", "fdp, auto", SKY, "-"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,21 +61,21 @@ def draw(panels: Sequence[tuple[str, str, Mapping[str, Any]]], path: str) -> Non
         panels: name of a setting, name of a case, and what was measured, as `Overlap.as_json` has it.
         path: of the picture.
     """
-    figure = new_figure(_WIDTH_IN, _HEIGHT_IN)
+    figure = new_figure(WIDTH_IN, _HEIGHT_IN)
     places = list(dict.fromkeys(SETTINGS[setting].title for setting, _, _ in panels))
     width = (_RIGHT - _LEFT - _BETWEEN * (len(panels) - 1)) / len(panels)
     for number, (setting, case, row) in enumerate(panels):
         axes = figure.add_axes((_LEFT + number * (width + _BETWEEN), _BOTTOM, width, _TOP - _BOTTOM))
         _panel(axes, Overlap.of_json(row))
         title = CASES[case].what.partition(",")[0] + (f", {setting}" if len(places) > 1 else "")
-        axes.set_title(title, loc="left", fontsize=_FONT + 1, color=_INK)
+        axes.set_title(title, loc="left", fontsize=FONT + 1, color=INK)
     what = f"ms a step, {'; '.join(places)}: medians and quartiles"
-    figure.text(_LEFT, 0.97, what, fontsize=_FONT + 2, va="top", color=_INK)
+    figure.text(_LEFT, 0.97, what, fontsize=FONT + 2, va="top", color=INK)
     handles, names = figure.axes[0].get_legend_handles_labels()
     drawn = dict(zip(names, handles, strict=True))
     order = [*(name for _, name, *_ in _MEASURED), _PREDICTED[0], *(name for _, name, *_ in _DEFAULTS)]
     figure.legend(
-        [drawn[name] for name in order], order, loc="lower center", ncols=len(order), fontsize=_FONT, frameon=False
+        [drawn[name] for name in order], order, loc="lower center", ncols=len(order), fontsize=FONT, frameon=False
     )
     save_figure(figure, path)
 
@@ -91,9 +103,9 @@ def _panel(axes: Any, row: Overlap) -> None:
     axes.set_ylim(0, None)
     axes.set_xlim(-0.4, end)
     axes.set_xticks(list(at), [str(cap) for cap in CAPS_MB])
-    axes.set_xlabel("bucket cap, MiB", fontsize=_FONT)
-    axes.tick_params(labelsize=_FONT)
-    axes.grid(axis="y", color="#E5E5E5", linewidth=0.8)
+    axes.set_xlabel("bucket cap, MiB", fontsize=FONT)
+    axes.tick_params(labelsize=FONT)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -105,8 +117,8 @@ def _name_ends(axes: Any, ends: list[tuple[float, str]], at: float) -> None:
     (low, _), (high, _) = sorted(ends)
     apart = max(0.0, 0.15 * axes.get_ylim()[1] - (high - low)) / 2
     for (height, name), moved in zip(sorted(ends), (-apart, apart), strict=True):
-        axes.annotate(f"{name}\n{height:.0f} ms", (at, height), (at + 0.12, height + moved), fontsize=_FONT - 1,
-                      va="center", color=_INK, annotation_clip=False, linespacing=1.0)  # fmt: skip
+        axes.annotate(f"{name}\n{height:.0f} ms", (at, height), (at + 0.12, height + moved), fontsize=FONT - 1,
+                      va="center", color=INK, annotation_clip=False, linespacing=1.0)  # fmt: skip
 
 
 def _quartiles_ms(row: Overlap, name: str) -> Quartiles:

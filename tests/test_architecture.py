@@ -70,7 +70,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "sharding.computations sharding.shared_gathers", "sharding.owners", "sharding.spmd", "sharding.sharded",
         "tracer",
     ),
-    "timeline": ("timeline", "rows", "perfetto picture report"),
+    "timeline": ("style timeline", "rows", "perfetto picture report"),
     "plan": (
         "cost.costs cost.network", "cost.estimate cost.forecast cost.ticks",
         "plan", "buckets schedule simulate", "ddp",

@@ -58,6 +58,7 @@ class Scaling(Printed):
         origin: of the costs, "measured" or "estimated".
         buckets: how many the plan has.
         ddp_buckets: how many DDP has.
+        planned_for: the number of ranks that the plan was made for.
         scales: one for each number of ranks.
     """
 
@@ -67,6 +68,7 @@ class Scaling(Printed):
     origin: str
     buckets: int
     ddp_buckets: int
+    planned_for: int
     scales: tuple[Scale, ...]
 
     def efficiency(self, step_s: float) -> float:
@@ -183,5 +185,6 @@ def scaling(
         origin=costs.origin,
         buckets=len(plan.buckets),
         ddp_buckets=len(ddp.buckets),
+        planned_for=plan.trace.world_size if plan.forecast is None else plan.forecast.world_size,
         scales=tuple(scales),
     )

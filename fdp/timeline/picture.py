@@ -4,77 +4,41 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fdp.errors import ArgumentError, build_message
 from fdp.tables import count, format_bytes
-from fdp.timeline.rows import Bar, bars_of, rows, shared_s, used, waits
+from fdp.timeline.rows import Bar, bars_of, rows, shared_s, used, waits, without
+from fdp.timeline.style import (
+    ALARM,
+    FONT,
+    INK,
+    LIGHT,
+    MIDDLE,
+    PIXELS,
+    WIDTH_IN,
+    check_path,
+    colour_of,
+    ink_on,
+    new_figure,
+    open_frame,
+    save_figure,
+)
 from fdp.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette (Color Universal Design, 2008), distinct for every common colour blindness, without its
-# black. Neighbouring buckets differ in lightness, too.
-BUCKET_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
-_FACES = {"forward": "#DEDEDE", "backward": "#B4B4B4"}
-_OTHER, _ALARM, _INK = "#8C8C8C", "#A50F15", "#262626"
-_WIDTH_IN, _LANE_IN, _FONT = 10.0, 0.5, 9.0
-_HIGH = 2.25
+_FACES = {"forward": LIGHT, "backward": MIDDLE}
+_LANE_IN, _SMALL_FONT = 0.5, 7.0
+_NARROW_HIGH = 0.3
+"""The row above the compute lane, for what waits are too narrow for."""
+
+_HIGH = 2.25 + _NARROW_HIGH
 _MARGINS_IN = {"left": 0.95, "right": 0.8, "top": 0.75, "bottom": 0.5}
 _COMPUTE_Y, _MESSAGES_Y = 1.25, 0.0
-_PIXELS = 1500
 _MOST_ROWS = 8
 _MOST_LINKS = 24
-_SUFFIXES = (".png", ".svg", ".pdf")
-
-
-def new_figure(width_in: float, height_in: float) -> Figure:
-    """Make an empty figure outside of matplotlib's windows and global state.
-
-    Raises:
-        ArgumentError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ArgumentError(
-            build_message(
-                "a picture was asked for, and matplotlib is not installed.",
-                remedy="pip install matplotlib; print() and save_trace() need neither.",
-            )
-        ) from error
-    return Figure(figsize=(width_in, height_in), dpi=_PIXELS / width_in)
-
-
-def check_path(path: str | os.PathLike[str] | None) -> None:
-    """Refuse a file name whose suffix names no kind of picture, before anything is drawn.
-
-    Raises:
-        ArgumentError: it is neither .png, .svg nor .pdf.
-    """
-    if path is not None and pathlib.Path(path).suffix.lower() not in _SUFFIXES:
-        raise ArgumentError(
-            build_message(
-                f"no kind of picture is known for {os.fspath(path)!r}.",
-                remedy=f"give the file one of the suffixes {', '.join(_SUFFIXES)}.",
-            )
-        )
-
-
-def save_figure(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
-    """Write a figure, the same bytes each time, and return it."""
-    if path is not None:
-        from matplotlib import rc_context
-
-        suffix = pathlib.Path(path).suffix.lower()
-        # Without dates and random names a picture that did not change is no change to a repository.
-        dated = {".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
-        with rc_context({"svg.hashsalt": "fdp", "svg.fonttype": "none"}):
-            figure.savefig(path, metadata=dated[suffix])
-    return figure
 
 
 def draw(timeline: Timeline, path: str | os.PathLike[str] | None, beside: Timeline | None) -> Figure:
@@ -82,14 +46,14 @@ def draw(timeline: Timeline, path: str | os.PathLike[str] | None, beside: Timeli
     check_path(path)
     shown = [timeline] if beside is None else [timeline, beside]
     height = len(shown) * (_HIGH * _LANE_IN + _MARGINS_IN["top"]) + _MARGINS_IN["bottom"]
-    figure = new_figure(_WIDTH_IN, height)
+    figure = new_figure(WIDTH_IN, height)
     end_s = max(each.step_s for each in shown) * 1.005 or 1.0
-    width = 1 - (_MARGINS_IN["left"] + _MARGINS_IN["right"]) / _WIDTH_IN
+    width = 1 - (_MARGINS_IN["left"] + _MARGINS_IN["right"]) / WIDTH_IN
     for index, each in enumerate(shown):
         top = height - index * (_HIGH * _LANE_IN + _MARGINS_IN["top"]) - _MARGINS_IN["top"]
         bottom = (top - _HIGH * _LANE_IN) / height
-        axes = figure.add_axes((_MARGINS_IN["left"] / _WIDTH_IN, bottom, width, _HIGH * _LANE_IN / height))
-        _Panel(axes, each, end_s, width * _WIDTH_IN).draw(last=index == len(shown) - 1)
+        axes = figure.add_axes((_MARGINS_IN["left"] / WIDTH_IN, bottom, width, _HIGH * _LANE_IN / height))
+        _Panel(axes, each, end_s, width * WIDTH_IN).draw(last=index == len(shown) - 1)
     return save_figure(figure, path)
 
 
@@ -106,7 +70,7 @@ class _Panel:
     def __init__(self, axes: Any, timeline: Timeline, end_s: float, width_in: float) -> None:
         self._axes, self._timeline, self._end_s = axes, timeline, end_s
         self._second_in = width_in / end_s
-        self._pixel_s = end_s / (_PIXELS * width_in / _WIDTH_IN)
+        self._pixel_s = end_s / (PIXELS * width_in / WIDTH_IN)
         self._waits = waits(timeline)
 
     def draw(self, last: bool) -> None:
@@ -114,26 +78,25 @@ class _Panel:
         axes, timeline = self._axes, self._timeline
         axes.set_xlim(0, self._end_s * 1e3)
         axes.set_ylim(-0.05, _HIGH)
-        axes.set_yticks([_COMPUTE_Y + 0.5, _MESSAGES_Y + 0.5], ["compute", "messages"], fontsize=_FONT + 1)
+        axes.set_yticks([_COMPUTE_Y + 0.5, _MESSAGES_Y + 0.5], ["compute", "messages"], fontsize=FONT + 1)
         axes.tick_params(axis="y", length=0)
-        axes.tick_params(axis="x", labelsize=_FONT, labelbottom=last)
-        for side in ("top", "right", "left"):
-            axes.spines[side].set_visible(False)
+        axes.tick_params(axis="x", labelsize=FONT, labelbottom=last)
+        open_frame(axes, "top", "right", "left")
         if last:
-            axes.set_xlabel("ms since the step began", fontsize=_FONT)
+            axes.set_xlabel("ms since the step began", fontsize=FONT)
         exposed = timeline.exposed_s
         share = f" ({exposed / timeline.step_s:.0%})" if timeline.step_s else ""
         hidden = f"{_ms(exposed)} of it exposed{share}" if self._waits else "all hidden"
         hidden = hidden if timeline.messages else "nothing is sent"
         where = f"{timeline.name} on {count(timeline.world_size, 'rank')}, {timeline.origin}"
         title = f"{where}: {_ms(timeline.step_s)} a step, {hidden}"
-        axes.set_title(title, loc="left", fontsize=_FONT + 2, pad=21, color=_INK)
+        axes.set_title(title, loc="left", fontsize=FONT + 2, pad=21, color=INK)
         self._compute()
         self._messages()
         self._phases()
-        axes.axvline(timeline.step_s * 1e3, color=_INK, linewidth=1.5, clip_on=False)
+        axes.axvline(timeline.step_s * 1e3, color=INK, linewidth=1.5, clip_on=False)
         ends = (timeline.step_s + 0.06 / self._second_in) * 1e3
-        axes.text(ends, _HIGH / 2, f"end\n{_ms(timeline.step_s)}", fontsize=_FONT, va="center", color=_INK)
+        axes.text(ends, _HIGH / 2, f"end\n{_ms(timeline.step_s)}", fontsize=FONT, va="center", color=INK)
 
     def _compute(self) -> None:
         intervals = self._timeline.compute
@@ -159,16 +122,32 @@ class _Panel:
         if not self._waits:
             return
         spans = [(b.start_s * 1e3, b.seconds * 1e3) for b in self._waits]
-        bars = self._axes.broken_barh(spans, (_COMPUTE_Y, 1.0), facecolors="white", edgecolors=_ALARM)
+        bars = self._axes.broken_barh(spans, (_COMPUTE_Y, 1.0), facecolors="white", edgecolors=ALARM)
         bars.set(hatch="////", linewidth=0.6)
         white = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
-        style = {"fontsize": _FONT, "ha": "center", "color": _ALARM, "fontweight": "bold"}
+        style = {"fontsize": FONT, "ha": "center", "color": ALARM, "fontweight": "bold"}
+        narrow = []
         for bar in self._waits:
-            for text in (f"exposed {_ms(bar.seconds)}", _ms(bar.seconds)):
-                if self._width_s(text) * 1.15 < bar.seconds:
+            length = _ms(bar.seconds)
+            for text in (f"exposed {length}", length, length.replace(" ", "\n")):
+                if self._width_s(max(text.split("\n"), key=len)) * 1.15 < bar.seconds:
                     middle = (bar.start_s + bar.end_s) / 2 * 1e3
                     self._axes.text(middle, _COMPUTE_Y + 0.5, text, va="center", bbox=white, **style)
                     break
+            else:
+                narrow.append(bar)
+        self._label_narrow(narrow, style)
+
+    def _label_narrow(self, bars: Sequence[Bar], style: dict[str, Any]) -> None:
+        """Write how long waits are that are too narrow for it: in the row above, the longest first."""
+        taken: list[tuple[float, float]] = []
+        for bar in sorted(bars, key=lambda bar: -bar.seconds):
+            text = _ms(bar.seconds)
+            half = self._width_s(text) * 1.1 / 2
+            middle = min(max((bar.start_s + bar.end_s) / 2, half), self._end_s - half)
+            if all(middle + half <= begins or middle - half >= ends for begins, ends in taken):
+                taken.append((middle - half, middle + half))
+                self._axes.text(middle * 1e3, _COMPUTE_Y + 1.04, text, va="bottom", **style)
 
     def _messages(self) -> None:
         messages = self._timeline.messages
@@ -183,7 +162,7 @@ class _Panel:
             top = _MESSAGES_Y + 1.0 - row * high
             size = "" if message.size_bytes is None else f", {format_bytes(message.size_bytes)}"
             texts = (f"bucket {bar.bucket}{size}", f"bucket {bar.bucket}", str(bar.bucket))
-            if bar.bucket is not None and high * _LANE_IN > _FONT / 72:
+            if bar.bucket is not None and high * _LANE_IN > FONT / 72:
                 self._label(bar, top - high / 2, texts)
             if bar.bucket in taken and len(messages) <= _MOST_LINKS:
                 # From the end of the message to what goes on with it.
@@ -194,19 +173,20 @@ class _Panel:
         """Brackets above the compute lane with the phases and their lengths."""
         working = [i for i in self._timeline.compute if i.kind != "pack"]
         other = [*self._waits, *(b for b in bars_of(self._timeline.compute) if b.kind == "pack")]
-        y = _COMPUTE_Y + 1.1
+        y = _COMPUTE_Y + 1.1 + _NARROW_HIGH
         free_s = 0.0
         for bar in bars_of(working, self._end_s, by_bucket=False):
-            if bar.seconds > 2 * self._pixel_s:
-                span = ([bar.start_s * 1e3, (bar.end_s - self._pixel_s) * 1e3], [y, y])
-                self._axes.plot(*span, color=_INK, linewidth=1, clip_on=False, solid_capstyle="butt")
+            for part in without(bar, self._waits):
+                if part.seconds > 2 * self._pixel_s:
+                    span = ([part.start_s * 1e3, (part.end_s - self._pixel_s) * 1e3], [y, y])
+                    self._axes.plot(*span, color=INK, linewidth=1, clip_on=False, solid_capstyle="butt")
             text = f"{bar.kind} {_ms(bar.seconds - shared_s(bar, other))}"
             half = self._width_s(text) / 2
             middle = min(max((bar.start_s + bar.end_s) / 2, half), self._end_s - half)
             # A step with many short phases has room for the names of some.
             if middle - half >= free_s and bar.seconds > self._end_s / 100:
                 free_s = middle + half
-                self._axes.text(middle * 1e3, y + 0.08, text, fontsize=_FONT, ha="center", va="bottom", color=_INK)
+                self._axes.text(middle * 1e3, y + 0.08, text, fontsize=FONT, ha="center", va="bottom", color=INK)
 
     def _bars(
         self, parts: Sequence[Bar], y: float, high: float, colour: Any, least: float = 1.0, set_apart: bool = True
@@ -222,27 +202,16 @@ class _Panel:
 
     def _label(self, bar: Bar, y: float, texts: Sequence[str]) -> None:
         """Write the longest of some texts that fits onto a bar."""
-        for text in texts:
-            if self._width_s(text) < bar.seconds:
+        for text, font in (*((text, FONT) for text in texts), (texts[-1], _SMALL_FONT)):
+            if self._width_s(text, font) < bar.seconds:
                 x = (bar.start_s + bar.end_s) / 2 * 1e3
                 ink = ink_on(colour_of(bar.bucket))
-                self._axes.text(x, y, text, fontsize=_FONT, ha="center", va="center", color=ink, clip_on=True)
+                self._axes.text(x, y, text, fontsize=font, ha="center", va="center", color=ink, clip_on=True)
                 return
 
-    def _width_s(self, text: str) -> float:
+    def _width_s(self, text: str, font: float = FONT) -> float:
         """About how long a text is, in seconds of the axis of time."""
-        return (len(text) + 1) * 0.55 * _FONT / 72 / self._second_in
-
-
-def colour_of(bucket: int | None) -> str:
-    """The colour of a bucket, for its message and for the update that waits for it."""
-    return _OTHER if bucket is None else BUCKET_COLOURS[bucket % len(BUCKET_COLOURS)]
-
-
-def ink_on(colour: str) -> str:
-    """Black or white, whichever is easier to read on a colour (by the relative luminance of WCAG 2)."""
-    linear = [(int(colour[k : k + 2], 16) / 255) ** 2.2 for k in (1, 3, 5)]
-    return _INK if 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] > 0.25 else "white"
+        return (len(text) * 0.6 + 0.3) * font / 72 / self._second_in
 
 
 def _ms(seconds: float) -> str:

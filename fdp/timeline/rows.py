@@ -117,6 +117,32 @@ def shared_s(one: Bar | Interval, others: Iterable[Bar]) -> float:
     return sum(max(0.0, min(one.end_s, o.end_s) - max(one.start_s, o.start_s)) for o in others)
 
 
+def without(one: Bar, others: Iterable[Bar]) -> tuple[Bar, ...]:
+    """What is left of a bar if others are taken out of it.
+
+    Args:
+        one: the bar.
+        others: sorted by start; they do not overlap each other.
+
+    Returns:
+        The parts, in order.
+
+    Example:
+        >>> parts = without(Bar("optimizer", None, 0.0, 4.0), [Bar("wait", 0, 1.0, 3.0)])
+        >>> [(part.start_s, part.end_s) for part in parts]
+        [(0.0, 1.0), (3.0, 4.0)]
+    """
+    found, at = [], one.start_s
+    for other in others:
+        if other.end_s > at and other.start_s < one.end_s:
+            if other.start_s > at:
+                found.append(Bar(one.kind, one.bucket, at, other.start_s))
+            at = max(at, other.end_s)
+    if at < one.end_s:
+        found.append(Bar(one.kind, one.bucket, at, one.end_s))
+    return tuple(found)
+
+
 def hidden_s(message: Interval, idle: Iterable[Bar]) -> float:
     """Seconds of a message during which the compute lane does not wait.
 

@@ -15,11 +15,11 @@ from torch import fx
 
 import fdp
 from fdp.emit.memory.decisions import plan_memory
-from fdp.emit.memory.map_picture import LIGHT, VALUE
 from fdp.emit.memory.memory_plan import MemoryPlan
 from fdp.emit.memory.memory_table import Row, rows_of
 from fdp.emit.memory.savings import ALL, COMPILER, NONE, Savings
 from fdp.plan import Plan
+from fdp.timeline.style import LIGHT, MIDDLE
 
 
 def train_step(state: dict[str, torch.Tensor], batch: torch.Tensor) -> Any:
@@ -207,12 +207,11 @@ def test_it_is_drawn_address_against_time(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("matplotlib")
     memory = planned()
     (axes,) = memory.draw(tmp_path / "plan.png").axes
-    (layout,) = memory.layouts.values()
     block = [row for row in rows_of(memory) if row.offset_bytes >= 0]
     assert len(axes.patches) == len(block)
     for row, drawn in zip(block, axes.patches, strict=True):
         assert (drawn.get_x(), drawn.get_width()) == (row.first, row.last + 1 - row.first)
-        assert drawn.get_y() == pytest.approx(row.offset_bytes / layout.size_bytes)
+        assert drawn.get_y() == row.offset_bytes
         if row.bucket is None:
             grey = tuple(int(colour[at : at + 2], 16) / 255 for colour in [_grey(row)] for at in (1, 3, 5))
             assert drawn.get_facecolor()[:3] == pytest.approx(grey)
@@ -222,4 +221,4 @@ def test_it_is_drawn_address_against_time(tmp_path: pathlib.Path) -> None:
 
 
 def _grey(row: Row) -> str:
-    return LIGHT if row.why == "first in its place" else VALUE
+    return LIGHT if row.why == "first in its place" else MIDDLE

@@ -16,8 +16,8 @@ from printed import table_rows
 from samples import examples
 
 import fdp
-from fdp.timeline.picture import BUCKET_COLOURS, ink_on
-from fdp.timeline.rows import bars_of, hidden_s, rows, waits
+from fdp.timeline.rows import Bar, bars_of, hidden_s, rows, shared_s, waits, without
+from fdp.timeline.style import BUCKET_COLOURS, ink_on
 from fdp.timeline.timeline import Interval, Timeline
 
 MS = 1e-3
@@ -194,6 +194,34 @@ def test_exposed_time_is_hatched() -> None:
     (hatched,) = [c for c in axes.collections if c.get_hatch()]
     (path,) = hatched.get_paths()
     assert (path.get_extents().x0, path.get_extents().x1) == pytest.approx((7, 9))
+
+
+def test_each_wait_says_how_long_it_is_however_narrow() -> None:
+    waits_s = (0.05, 0.005, 0.0005)
+    found, now = [], 0.0
+    for bucket, wait_s in enumerate(waits_s):
+        found.append(Interval("compute", "optimizer", "adam", now, now + 0.05, bucket))
+        now += 0.05 + wait_s
+    found.append(Interval("compute", "optimizer", "adam", now, now + 0.05, 3))
+    figure = Timeline("f", 2, "measured", tuple(found), now + 0.05).draw()
+    shown = {text.replace("\n", " ").removeprefix("exposed ") for text in texts(figure)}
+    assert {"50.0 ms", "5.00 ms", "0.500 ms"} <= shown, shown
+
+
+def test_no_bracket_of_a_phase_is_over_a_wait() -> None:
+    (axes,) = made().draw().axes
+    top = max(line.get_ydata()[0] for line in axes.lines if line.get_ydata()[0] > 1)
+    spans = [tuple(line.get_xdata()) for line in axes.lines if list(line.get_ydata()) == [top, top]]
+    assert len(spans) == 4 and all(end <= 7 or begin >= 9 for begin, end in spans), spans
+
+
+@given(timeline=timelines())
+@examples(50)
+def test_what_is_left_of_a_bar_is_all_of_it_but_the_waits(timeline: Timeline) -> None:
+    idle, all_of_it = waits(timeline), Bar("step", None, 0.0, timeline.step_s)
+    left = without(all_of_it, idle)
+    assert all(part.seconds > 0 for part in left) and all(shared_s(part, idle) == 0 for part in left)
+    assert sum(part.seconds for part in (*left, *idle)) == pytest.approx(timeline.step_s)
 
 
 def test_two_timelines_share_the_axis_of_time() -> None:

@@ -7,15 +7,24 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fdp.tables import format_bytes
-from fdp.timeline.picture import BUCKET_COLOURS, check_path, new_figure, save_figure
+from fdp.timeline.style import (
+    FONT,
+    INK,
+    LIGHT,
+    MIDDLE,
+    WIDTH_IN,
+    check_path,
+    colour_of,
+    ink_on,
+    mark_bytes,
+    new_figure,
+    open_frame,
+    save_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-VALUE, LIGHT = "#B4B4B4", "#DEDEDE"
-"""The colours of values, and of values that are drawn lighter."""
-
-_INK, _FONT = "#262626", 9.0
 _TOP_IN, _HEIGHT_IN, _BOTTOM_IN = 0.4, 2.9, 0.55
 
 
@@ -73,41 +82,41 @@ def draw_map(
     check_path(path)
     blocks = [(device, size) for device, size in size_bytes if size] or [("", 0)]
     height = _TOP_IN + _HEIGHT_IN + _BOTTOM_IN
-    figure = new_figure(10.0, height * len(blocks))
+    figure = new_figure(WIDTH_IN, height * len(blocks))
     end = max((piece.last + 1 for piece in pieces), default=0)
     for index, (device, size) in enumerate(reversed(blocks)):
         bottom = (index * height + _BOTTOM_IN) / (height * len(blocks))
         axes = figure.add_axes((0.09, bottom, 0.88, _HEIGHT_IN / (height * len(blocks))))
         for piece in pieces:
             if piece.device == device:
-                shade = LIGHT if piece in light else VALUE
-                face = shade if piece.bucket is None else BUCKET_COLOURS[piece.bucket % len(BUCKET_COLOURS)]
+                shade = LIGHT if piece in light else MIDDLE
+                face = shade if piece.bucket is None else colour_of(piece.bucket)
                 _draw_piece(axes, piece, face, size or 1, end)
-        _set_axes(axes, size or 1, end, "; dark grey: in memory that others are done with" if light else "")
-        needed = format_bytes(dict(needed_bytes).get(device, 0))
-        title = f"{name}, {what} on {device}: {format_bytes(size)}, of which {needed} are in use at once"
-        axes.set_title(title, loc="left", fontsize=_FONT + 1, color=_INK)
+        _set_axes(axes, size or 1, end, "; dark grey: memory that another value had before" if light else "")
+        needed = dict(needed_bytes).get(device, 0)
+        use = "all of it in use at once" if needed == size else f"of which {format_bytes(needed)} are in use at once"
+        title = f"{name}, {what} on {device}: {format_bytes(size)}, {use}"
+        axes.set_title(title, loc="left", fontsize=FONT + 1, color=INK)
     return save_figure(figure, path)
 
 
 def _draw_piece(axes: Any, piece: Drawn, face: str, size: int, end: int) -> None:
     from matplotlib.patches import Rectangle
 
-    width, high = piece.last + 1 - piece.first, piece.size_bytes / size
-    corner = (piece.first, piece.offset_bytes / size)
+    width, high = piece.last + 1 - piece.first, piece.size_bytes
+    corner = (piece.first, piece.offset_bytes)
     axes.add_patch(Rectangle(corner, width, high, facecolor=face, edgecolor="white", linewidth=0.4))
-    if high > 0.06 and width > 0.07 * end:
-        middle = (piece.first + width / 2, piece.offset_bytes / size + high / 2)
+    if high > 0.06 * size and width > 0.07 * end:
+        middle = (piece.first + width / 2, piece.offset_bytes + high / 2)
         label = piece.name if len(piece.name) * 0.011 < width / end else ""
-        axes.text(*middle, label, ha="center", va="center", fontsize=_FONT - 2, color=_INK, clip_on=True)
+        axes.text(*middle, label, ha="center", va="center", fontsize=FONT - 2, color=ink_on(face), clip_on=True)
 
 
 def _set_axes(axes: Any, size: int, end: int, greys: str) -> None:
     axes.set_xlim(0, max(end, 1))
-    axes.set_ylim(0, 1)
-    marks = [0.0, 0.25, 0.5, 0.75, 1.0]
-    axes.set_yticks(marks, [format_bytes(mark * size) for mark in marks], fontsize=_FONT)
-    axes.tick_params(axis="x", labelsize=_FONT)
-    axes.set_xlabel(f"instruction of the program{greys}", fontsize=_FONT)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.set_ylim(0, size)
+    mark_bytes(axes, size)
+    axes.set_ylabel("address", fontsize=FONT)
+    axes.tick_params(axis="x", labelsize=FONT)
+    axes.set_xlabel(f"instruction of the program; colours: buckets, grey: other values{greys}", fontsize=FONT)
+    open_frame(axes)

@@ -7,22 +7,35 @@ from typing import TYPE_CHECKING, Any
 
 from fdp.emit.memory.peak import DeviceMemory, MemoryForecast
 from fdp.tables import format_bytes
-from fdp.timeline.picture import check_path, new_figure, save_figure
+from fdp.timeline.style import (
+    DARK,
+    FONT,
+    GREEN,
+    INK,
+    ORANGE,
+    PURPLE,
+    RED,
+    SKY,
+    WIDTH_IN,
+    check_path,
+    mark_bytes,
+    new_figure,
+    open_frame,
+    save_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_INK, _FONT = "#262626", 9.0
-_WIDTH_IN, _TOP_IN, _HIGH_IN, _BOTTOM_IN = 10.0, 0.55, 2.9, 0.55
+_TOP_IN, _HIGH_IN, _BOTTOM_IN = 0.55, 2.9, 0.55
 _LEFT, _RIGHT = 0.09, 0.73
-# Okabe and Ito's palette (Color Universal Design, 2008), and greys.
 _KINDS = (
-    ("state", "#8C8C8C"),
-    ("batch", "#D55E00"),
-    ("gathered", "#56B4E9"),
-    ("buckets", "#E69F00"),
-    ("computed values", "#009E73"),
-    ("elsewhere", "#CC79A7"),
+    ("state", DARK),
+    ("batch", RED),
+    ("gathered", SKY),
+    ("buckets", ORANGE),
+    ("computed values", GREEN),
+    ("outside the block", PURPLE),
 )
 
 
@@ -31,7 +44,7 @@ def draw_forecast(forecast: MemoryForecast, path: str | os.PathLike[str] | None)
     check_path(path)
     panel_in = _TOP_IN + _HIGH_IN + _BOTTOM_IN
     height_in = panel_in * max(len(forecast.devices), 1)
-    figure = new_figure(_WIDTH_IN, height_in)
+    figure = new_figure(WIDTH_IN, height_in)
     for index, device in enumerate(reversed(forecast.devices)):
         bottom = (index * panel_in + _BOTTOM_IN) / height_in
         axes = figure.add_axes((_LEFT, bottom, _RIGHT - _LEFT, _HIGH_IN / height_in))
@@ -59,18 +72,16 @@ def _draw_device(axes: Any, forecast: MemoryForecast, device: DeviceMemory) -> N
             shown.append((name, colour, max(band)))
         below = above
     held = device.peak_bytes
-    axes.axhline(held, color=_INK, linewidth=1.2, linestyle="--")
+    axes.axhline(held, color=INK, linewidth=1.2, linestyle="--")
     axes.set_xlim(0, max(len(moments), 1))
     axes.set_ylim(0, held * 1.08 or 1)
-    marks = [0.0, 0.25, 0.5, 0.75, 1.0]
-    axes.set_yticks([mark * held for mark in marks], [format_bytes(mark * held) for mark in marks], fontsize=_FONT)
-    axes.tick_params(axis="x", labelsize=_FONT)
-    axes.set_xlabel("instruction of the program", fontsize=_FONT)
+    mark_bytes(axes, held)
+    axes.tick_params(axis="x", labelsize=FONT)
+    axes.set_xlabel("instruction of the program", fontsize=FONT)
     _mark_backward(axes, device)
     title = f"{forecast.name}, memory of a rank of {forecast.world_size} on {device.device}: {format_bytes(held)}"
-    axes.set_title(title, loc="left", fontsize=_FONT + 1, color=_INK, pad=16)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.set_title(title, loc="left", fontsize=FONT + 1, color=INK, pad=16)
+    open_frame(axes)
     _name_bands(axes, shown, held)
 
 
@@ -83,16 +94,16 @@ def _mark_backward(axes: Any, device: DeviceMemory) -> None:
     for name, begin, until in (("forward", 0, first), ("backward", first, last), ("update", last, end)):
         if until - begin > 0.09 * end:
             axes.text(
-                (begin + until) / 2, 1.01, name, ha="center", va="bottom", fontsize=_FONT, color=_INK,
+                (begin + until) / 2, 1.01, name, ha="center", va="bottom", fontsize=FONT, color=INK,
                 transform=axes.get_xaxis_transform(),
             )  # fmt: skip
     for line in (first, last):
-        axes.axvline(line, color=_INK, linewidth=0.8, linestyle=":")
+        axes.axvline(line, color=INK, linewidth=0.8, linestyle=":")
 
 
 def _name_bands(axes: Any, shown: list[tuple[str, str, int]], held: int) -> None:
     """Label each colour at the right, with its largest size, in the order of the bands."""
-    lines = [(f"held: {format_bytes(held)} (dashed)", _INK)]
+    lines = [(f"held: {format_bytes(held)} (dashed)", INK)]
     lines += [(f"{name}: up to {format_bytes(most)}", colour) for name, colour, most in reversed(shown)]
     for index, (text, colour) in enumerate(lines):
         height = 0.97 - 0.09 * index
@@ -100,4 +111,4 @@ def _name_bands(axes: Any, shown: list[tuple[str, str, int]], held: int) -> None
             axes.plot(
                 [1.025], [height], marker="s", markersize=7, color=colour, clip_on=False, transform=axes.transAxes
             )
-        axes.text(1.05, height, text, fontsize=_FONT, va="center", color=_INK, transform=axes.transAxes)
+        axes.text(1.05, height, text, fontsize=FONT, va="center", color=INK, transform=axes.transAxes)
