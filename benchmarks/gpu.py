@@ -2,7 +2,7 @@
 
     python benchmarks/run.py --setting gpu
 
-`python benchmarks/compiled.py --setting gpu` is the one for compiled steps. There is nobody to talk to, so this shows
+`python benchmarks/compiled.py --setting gpu` is the one for compiled steps. One rank sends nothing, so this shows
 what each design costs on the host and on the device, and not how it communicates: DDP copies gradients into its buckets
 and starts all-reduces of one rank, fdp leaves both away in a world of one.
 

@@ -5,8 +5,8 @@ above it, since neither tells all:
 
 - tensors: the most bytes that tensors held at any time during a step, from the allocator's own record (the
   profiler's memory events, summed from before the model is built; on a GPU the caching allocator's peak), less what
-  has to live. It is exact and repeatable, and covers gradients, buckets, activations and any workspace that is
-  allocated through torch, whoever holds it and however long.
+  lives from step to step. It is exact and repeatable, and covers gradients, buckets, activations and any workspace
+  that is allocated through torch, whoever holds it and however long.
 - process: the peak of the resident set during the steps (VmHWM, reset through /proc/self/clear_refs before
   them; Linux only), less the resident set just before the model is built, less persistent memory. It also holds
   what the other does not see: gloo's buffers, the traced graph and generated code, pages of kernels used for

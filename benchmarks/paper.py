@@ -157,7 +157,7 @@ def overlap_table(found: dict[tuple[str, int], Figures]) -> Table:
     """A row for each model and batch: what overlap saves, beside the paper's."""
     table = Table(
         "model", "samples a GPU", "compute, ms", "messages, ms", "apart, ms", "overlapped, ms", "time saved",
-        "times as fast", "paper", box=box.MARKDOWN,
+        "speed-up", "paper", box=box.MARKDOWN,
     )  # fmt: skip
     for (name, rows), row in found.items():
         table.add_row(

@@ -2,7 +2,7 @@
 
 A training step is a pure function over pytrees. `data_parallel` traces it and reads off the order in which
 gradients are produced, plans communication buckets ahead of time, and emits a step that interleaves the backward
-computation with asynchronous all-reduce:
+computation with asynchronous collectives:
 
     step_fn --trace--> Trace --plan--> Plan --emit--> callable
 

@@ -32,7 +32,7 @@ _HAS, _OUT, _RAISED = 0, 1, 2
 """What a rank says of its next batch."""
 
 _TELLS_S = 5.0
-"""So long a rank tries to leave word, which perhaps nobody asks for."""
+"""Seconds for which a rank that leaves tries to say why."""
 
 _SAMPLE = 64
 """How many numbers of a tensor are looked at to see whether it was refilled."""

@@ -1,4 +1,4 @@
-"""Values that are equal on every rank, and values that are each rank's own: two pairs of transposes between them.
+"""Conversions between values that are equal on every rank and values that are each rank's own, with their transposes.
 
 If a value is equal on all ranks, its gradient is equal too, and need not be summed: after the `AllGather` of
 `fdp.collectives.markers` and a function of what it gathered, the message backward would be as large as all that was

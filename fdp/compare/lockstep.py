@@ -121,7 +121,7 @@ class _GraphRun:
             with torch.no_grad():
                 position = self._position(self._ended)
                 while self._next <= position:
-                    # What takes no line of the program has no moment at which it can be seen there: it may be
+                    # An operator without a line in the program cannot be seen there at its moment: its value may be
                     # overwritten by now.
                     self._carry_out(self._next, names if self._next == position else {})
                     self._next += 1
@@ -313,7 +313,7 @@ class _GraphRun:
         return value if isinstance(value, torch.Tensor) else None
 
     def _judge(self, node: fx.Node, own: torch.Tensor, shown: torch.Tensor, pairs: Any) -> None:
-        """Whether a value of the program is within rounding of the graph's, which takes it over."""
+        """Check that a value of the program is within rounding of the graph's, which continues with the program's."""
         if (own.shape, own.dtype) != (shown.shape, shown.dtype):
             return
         if (gap := gap_of(shown, own)[0]) == 0:
@@ -344,7 +344,7 @@ def _beyond_rounding(
         moves = torch.zeros_like(away)
         for one, two in zip(rest[::2], rest[1::2], strict=True):
             torch.maximum(moves, distances(two, one), out=moves)
-        lost = moves.isinf()  # rounding makes infinity of a number, or no number: that may be found, and no other one
+        lost = moves.isinf()  # rounding may turn a number into infinity or NaN: these are allowed, and no other number
         size = mine.detach().to(away.device).abs()
         allowed = _TIMES * (moves.masked_fill_(lost, 0.0) + step * size + usual)
         wrong = (away > allowed) & ~(lost & away.isinf())

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 SHARE = 0.01
-"""Of the time that steps take, so much may go into comparisons after the first."""
+"""The largest share of the time of steps that comparisons after the first may take."""
 
 clock: Callable[[], float] = time.perf_counter
 

@@ -4,7 +4,7 @@ Compiled arithmetic is fused, so there is no operator whose inputs could be give
 runs several times, operator by operator, and the results of every operator that rounds are changed in their last
 places, at random. What comes out differs by what rounding does: by a unit in the last place mostly, by a whole step of
 Adam where a gradient is zero but for rounding. An element may differ by so much, and no other by more on its account.
-Where rounding makes infinity of a number, or no number at all, that may be found there, but not another number.
+Where rounding turns a number into infinity or NaN, these are allowed, but no other number.
 
 References: Parker, Monte Carlo Arithmetic (UCLA CSD-970002, 1997); Vignes, A stochastic arithmetic for reliable
 scientific computation (Mathematics and Computers in Simulation 1993).

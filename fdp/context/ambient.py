@@ -19,7 +19,7 @@ def warn_if_alone_by_mistake(group: Group) -> None:
     if group.reference is None and launched not in ("", "1"):
         warnings.warn(
             f"fdp: {launched} ranks were launched (WORLD_SIZE), but torch.distributed is not initialised: this process "
-            "trains alone. Call torch.distributed.init_process_group() first.",
+            "trains alone. Call fdp.initialize() first.",
             stacklevel=7,
         )
 

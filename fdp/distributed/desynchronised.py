@@ -32,8 +32,8 @@ _doubts: weakref.WeakKeyDictionary[dist.ProcessGroup, Callable[[], str | None]] 
 def doubt(group: Group, find_out: Callable[[], str | None]) -> None:
     """Mark this rank as perhaps desynchronised. Before its next message `find_out` returns the reason, or None.
 
-    What finds out may wait for the others. To wait at once is not possible in a generator that is closed, nor good
-    for a process that is on its way out.
+    `find_out` may wait for the other ranks, so it is called later: a generator that is being closed cannot wait, and a
+    process that is ending should not.
     """
     if group.process_group is not None:
         _doubts[group.process_group] = find_out
@@ -137,7 +137,7 @@ def alone_on(group: Group, name: str, call: int = 0) -> Iterator[None]:
             return
         watched.begin(name, call)
         try:
-            group.refuse_destroyed()  # before what other ranks say of it: its own error names the line to mend
+            group.refuse_destroyed()  # before what other ranks say of it: its own error names the line to correct
             if not watched.desynchronised:  # otherwise that is the reason that is given
                 refuse_gone(watched)
             yield

@@ -206,7 +206,7 @@ def launch_of(environment: Mapping[str, str]) -> Launch | None:
 _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    # PMIx tells the size to who asks its library, and in no variable that is known: it is missing, and said to be.
+    # PMIx tells the size through its library alone. WORLD_SIZE may say it; if it does not, the error names it.
     ("PMIX_RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
 )
 """What launchers of MPI call the rank, the number of ranks, and both on one machine."""

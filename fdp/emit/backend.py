@@ -1,4 +1,4 @@
-"""What makes the programs that run, as a value: a backend. It says all that other rooms have to know of its programs.
+"""What makes the programs that run, as a value: a backend. Other rooms learn of its programs from it alone.
 
 No other code asks which backend it is. So a further one is a class here, with code of its own in this room.
 """

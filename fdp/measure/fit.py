@@ -18,8 +18,8 @@ def fit_line(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[floa
     One of the two is among the two largest messages. Most bytes of a step are in large ones, and small ones may be
     quicker than their bytes, where there is memory on the way.
 
-    What counts is by which factor it is off, so that a small message, which tells the latency, counts as much as a
-    large one, which tells the bandwidth; and logarithms of factors are summed, not squared, so that one message that
+    The error of a message is a ratio, so that a small message, which shows the latency, counts as much as a large one,
+    which shows the bandwidth; and logarithms of factors are summed, not squared, so that one message that
     was held up does not bend the line. Lines through one point with no base take part, too.
 
     Args:

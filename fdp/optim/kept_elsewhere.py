@@ -1,4 +1,4 @@
-"""What a class keeps beside the state of its parameters: on itself, or in its groups.
+"""What an optimizer keeps outside of the state of its parameters: on itself, or in its groups.
 
 Each update is made by a new instance, so that it is a function of its arguments alone. What a step leaves on the
 instance, such as a count in a group, would be lost, and the next step would begin with it as the first one did.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -74,16 +74,20 @@ def make_comparisons_traceable() -> None:
 
 def _larger(a: float, b: float) -> float:
     """Python's `max`, which is `a` if `b` is NaN."""
-    if not any(isinstance(v, torch.SymFloat) for v in (a, b)):
-        return builtins.max(a, b)
-    # Not torch.sym_max, which turns its arguments around if the first is a plain number: then NaN would win.
-    first, second = (torch.scalar_tensor(v, dtype=torch.float64, device="cpu") for v in (a, b))
-    return torch.where(second > first, second, first).item()
+    return _chosen(a, b, torch.gt) if _is_symbolic(a, b) else builtins.max(a, b)
 
 
 def _smaller(a: float, b: float) -> float:
     """Python's `min`, which is `a` if `b` is NaN."""
-    if not any(isinstance(v, torch.SymFloat) for v in (a, b)):
-        return builtins.min(a, b)
+    return _chosen(a, b, torch.lt) if _is_symbolic(a, b) else builtins.min(a, b)
+
+
+def _is_symbolic(*numbers: float) -> bool:
+    return any(isinstance(number, torch.SymFloat) for number in numbers)
+
+
+def _chosen(a: float, b: float, is_better: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
+    """The second number if it is better, and else the first."""
+    # Not torch.sym_max, which turns its arguments around if the first is a plain number: then NaN would win.
     first, second = (torch.scalar_tensor(v, dtype=torch.float64, device="cpu") for v in (a, b))
-    return torch.where(second < first, second, first).item()
+    return torch.where(is_better(second, first), second, first).item()

@@ -135,8 +135,8 @@ class Emitted:
 
         Args:
             tick: called at the beginning of the program and at the end of each part of its program.
-            apart: whether buckets are packed in a world of one, too, where nothing is sent. What is made then is for
-                `dry_run` alone.
+            apart: whether it packs buckets apart from the values in them in a world of one, too, where nothing is
+                sent. Such a step is for `dry_run` alone.
 
         Returns:
             Another step, of the same plan and group.
@@ -159,7 +159,7 @@ class Emitted:
 
         Args:
             tensors: the inputs.
-            observer: who is told when messages start, arrive and are waited for, if anybody is.
+            observer: notes when messages start, arrive and are waited for; None for no notes.
         """
         self.closed_over.check(tensors)
         if rank_local.notes and self._replication.refuses:
@@ -198,7 +198,7 @@ class Emitted:
         return self.runner.put_together(self.dry_run_apart(tensors, kind))
 
     def dry_run_apart(self, tensors: list[torch.Tensor], kind: Kind = "equal") -> Sequence[torch.Tensor]:
-        """As `dry_run`; returns the tensors among the results in a row, as the program makes them."""
+        """As `dry_run`; returns a flat list of the tensors among the results, as the program makes them."""
         others, reference = self.group.others(kind), self.group.reference
         watched = watched_ranks(None if reference is None else reference())
 
@@ -208,8 +208,8 @@ class Emitted:
 
         return self.runner.run_alone(tensors, others, look)
 
-    def arm(self) -> None:
-        """From now on calls are in earnest: a step that can be recorded as a CUDA graph is, after a few of them."""
+    def allow_recording(self) -> None:
+        """Dry runs are over: a step that can be recorded as a CUDA graph is recorded after a few calls from now on."""
         if self.program.recording is not None:
             self.program.recording.armed = True
 
@@ -217,5 +217,5 @@ class Emitted:
 def emit_plan(plan: Plan, group: Ranks = None, compile: bool | Mapping[str, object] = False) -> Emitted:
     """Make the function that carries a plan out on a group (a `ProcessGroup`, a `DeviceMesh`, or None)."""
     emitted = Emitted(plan, resolve_group(group), backend=resolve_backend(compile))
-    emitted.arm()
+    emitted.allow_recording()
     return emitted

@@ -42,7 +42,7 @@ class MessagesOfCall:
         consensus: knows why a message may fail.
         order: says of the call which it is; None where nothing is sent.
         watched: what is known of the other ranks; None where none is watched.
-        observer: who is told when messages arrive, if anybody is.
+        observer: notes when messages arrive; None for no notes.
     """
 
     def __init__(

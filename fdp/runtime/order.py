@@ -266,7 +266,7 @@ class Order:
         what = f"call {call} of step {name!r} on rank {self._group.rank} met another call on another rank."
         if returned:
             what += " What it returned is wrong."
-        return _mismatch_error(what, found, self._group, self._plan)
+        return _mismatch_error(what, found, self._plan)
 
     def explain(self) -> AgreementError | None:
         """The error for a failure of the backend, if the cause is that another rank was at another call; else None."""
@@ -278,7 +278,7 @@ class Order:
             f"a message of call {self._call} of step {self._plan.trace.name!r} failed on rank "
             f"{self._group.rank}, since another rank was elsewhere."
         )
-        return _mismatch_error(what, found, self._group, self._plan)
+        return _mismatch_error(what, found, self._plan)
 
     def _exchange_positions(self, call: int, patience_s: float) -> list[dict[str, Any] | None]:
         """Exchange which call each rank is at, through the store; None for ranks that do not answer."""
@@ -352,7 +352,7 @@ def _same(one: Any, two: Any) -> bool:
     return (one["agreement"], one["digest"], one["call"]) == (two["agreement"], two["digest"], two["call"])
 
 
-def _mismatch_error(what: str, found: list[dict[str, Any] | None], group: Group, plan: Plan) -> AgreementError:
+def _mismatch_error(what: str, found: list[dict[str, Any] | None], plan: Plan) -> AgreementError:
     offenders = []
     for rank, other in enumerate(found):
         if other is None:

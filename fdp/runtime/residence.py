@@ -43,8 +43,8 @@ class Residence:
     def call(self, function: Callable[..., _Result], *args: Any) -> _Result:
         """Call the program's function with its tensors in an arena.
 
-        An interrupt may come between any two instructions, so also where the call has begun and no `finally` is in
-        force yet, or any more. Then the next call sees that this one has ended, and goes on.
+        An interrupt may come between any two instructions: also after the call has begun, and before or after the block
+        that a `finally` protects. Then the next call sees that this one has ended, and goes on.
 
         Raises:
             FdpError: the program is running already.

@@ -45,7 +45,7 @@ Rounds = tuple[tuple[LeafSlice, ...], ...]
 
 
 def share_out(sizes: Sequence[tuple[int, int]]) -> Rounds:
-    """Share leaves out to rounds: large ones in slices, small ones together.
+    """Assign leaves to rounds: large ones in slices, small ones together.
 
     Args:
         sizes: for each leaf its number of elements, and the bytes of one.

@@ -15,7 +15,7 @@ _LOG = logging.getLogger("fdp")
 _PIECE = 2**21
 """Bytes that are written at once: a millisecond's work."""
 _SHARE = 0.05
-"""Of a processor's time."""
+"""A share of one processor's time."""
 
 
 class Pace:

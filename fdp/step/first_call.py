@@ -281,8 +281,8 @@ class Preparation:
             self._again[emitted] = Again(time.perf_counter() - begun, owed=emitted in self._finite)
 
     def _check_on_call(self, emitted: Emitted, flat: Flat, roles: Roles) -> None:
-        """Compare on the inputs of the first call. Those of later calls are for the second one to prepare for: a step
-        that is called once need not wait for it, and what it returns has been compared."""
+        """Compare on the inputs of the first call. Perturbed inputs, as later calls may have them, are compared before
+        the second call: a step that is called once need not wait for that."""
         self._finite[emitted] = check_program(emitted, self._step, flat, roles, on="call")
 
     def _check_compiled(self, made: Emitted, emitted: Emitted, flat: Flat, roles: Roles) -> None:
@@ -331,7 +331,7 @@ class Preparation:
             emitted = Emitted(first, group, self._agreed, self._settings.check_replication, self._first_backend)
         plan = self._automatic.choose(emitted, flat.tensors, progress)
         emitted.residence.release()
-        # Should these buckets be the chosen ones, ranks still have to hear whether all could prepare the step.
+        # Ranks have to hear once more whether all could prepare the step, also if these buckets are the chosen ones.
         emitted.consensus.forget()
         with progress.stage("planning"):
             return self._within(plan)
@@ -349,10 +349,10 @@ class Preparation:
                 if settings.check_trace:
                     with progress.stage("comparing"):
                         self._check(made, flat, lambda: self._check_compiled(made, emitted, flat, roles))
-                    # What they shared was large enough for the other one, whose values all have places in it.
+                    # Its memory was sized for the program that is not compiled; the compiled one needs less.
                     emitted.residence.release()
                     made.residence.release()
-            made.arm()
+            made.allow_recording()
             return made
 
         with _waiting(progress, emitted.group):

@@ -54,7 +54,7 @@ class Followed(TermMachine):
         """A tensor as a view of its memory."""
         block = self._blocks.get(storage_id(tensor.untyped_storage()))
         if block is None:
-            raise VerificationError("a tensor comes from memory that is nowhere from")
+            raise VerificationError("a tensor lies in memory that the proof does not know")
         return view_of(block, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
 
     def read(self, tensor: torch.Tensor) -> Term:

@@ -13,7 +13,7 @@ from fdp.pytorch.overloads import OpOverload, schema_of
 from fdp.pytorch.tensors import storage_id
 from fdp.trace.capture.capture import is_fake
 from fdp.verify.higher import function_name, higher_order
-from fdp.verify.machine import TermMachine
+from fdp.verify.machine import TermMachine, holds_tensors
 from fdp.verify.memory import Block, View, marks_of, view_of
 from fdp.verify.schemas import Operator, operator_of
 from fdp.verify.terms import Term
@@ -93,7 +93,7 @@ class GraphOnTerms(TermMachine):
             if (special := self._special.get(schema_of(target).name)) is not None:
                 return special(self, node, args, kwargs)
             return self._operator(node, operator_of(target), args, kwargs)
-        if _holds_tensors(node.meta.get("val")):
+        if holds_tensors(node.meta.get("val")):
             return self._higher(node, args, kwargs)
         # Arithmetic with numbers that are read from tensors.
         name = f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', target)}"
@@ -103,7 +103,7 @@ class GraphOnTerms(TermMachine):
         raw = operator.bind(node.args, node.kwargs)
         given = operator.bind(args, kwargs)
         value: Any = node.meta.get("val")
-        if not _holds_tensors(value) and (operator.number or value is not None):
+        if not holds_tensors(value) and (operator.number or value is not None):
             encoded = {p.name: self.values.encode(each) for p, each in zip(operator.parameters, given, strict=True)}
             return self.values.call(operator.name, encoded)
         base = raw[0].meta.get("val") if raw and isinstance(raw[0], fx.Node) else None
@@ -144,12 +144,6 @@ class GraphOnTerms(TermMachine):
         start = value.storage_offset() * value.itemsize - base.storage_offset() * base.itemsize
         found = view_of(view.block, 0, value.shape, value.stride(), value.dtype, marks_of(value))
         return found._replace(start=view.start + start)
-
-
-def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(map(_holds_tensors, value))
-    return isinstance(value, torch.Tensor)
 
 
 def _same_memory(base: torch.Tensor, value: Any) -> bool:

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from fdp.pytorch.dispatch import TorchDispatchMode
 from fdp.verify.memory import View
 from fdp.verify.rules import NEEDS_NO_ARGUMENT, RULES
@@ -235,6 +237,13 @@ def places(view: View) -> tuple[Any, ...]:
     Memory of a step's arguments is told apart from other memory: at run time an argument may begin late in its own.
     """
     return view.block.kind == "input", view.start, *steps(view)
+
+
+def holds_tensors(value: Any) -> bool:
+    """Whether a value is a tensor, or a list with one in it."""
+    if isinstance(value, (list, tuple)):
+        return any(map(holds_tensors, value))
+    return isinstance(value, torch.Tensor)
 
 
 def views_in(value: Any) -> Sequence[tuple[Any, View]]:

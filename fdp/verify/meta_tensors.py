@@ -47,6 +47,6 @@ class MetaTensors:
         """
         block = self._blocks.get(storage_id(tensor.untyped_storage()))
         if block is None:
-            raise VerificationError("a tensor comes from memory that is nowhere from")
+            raise VerificationError("a tensor lies in memory that the proof does not know")
         marks = marks_of(tensor)
         return view_of(block, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, marks)

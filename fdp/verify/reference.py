@@ -16,7 +16,7 @@ from fdp.trace.trace import Trace
 from fdp.verify.combined import Ranks, axis_dimension
 from fdp.verify.extents import comparable_number
 from fdp.verify.higher import function_name, higher_order, run_loop
-from fdp.verify.machine import TermMachine, views_in
+from fdp.verify.machine import TermMachine, holds_tensors, views_in
 from fdp.verify.memory import Block, View, marks_of, view_of
 from fdp.verify.schemas import Operator, operator_of
 from fdp.verify.terms import Term
@@ -220,7 +220,7 @@ class Reference(TermMachine):
             self._operator(node, target)
         elif node.name in self._loops:
             self._loop(node)
-        elif target is not python_operator.getitem and _holds_tensors(node.meta.get("val")):
+        elif target is not python_operator.getitem and holds_tensors(node.meta.get("val")):
             self.higher[id(target)] = target
             given = [self._given(value) for value in (*node.args, *node.kwargs.values())]
             higher_order(self, function_name(target), given, self._fresh(node, (), None))
@@ -384,9 +384,3 @@ def _by_address(
         sizes[-1] = sizes[-1][0], end - begin
         places[key] = sizes[-1][0], address - begin
     return places, sizes
-
-
-def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(map(_holds_tensors, value))
-    return isinstance(value, torch.Tensor)

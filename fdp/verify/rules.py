@@ -1,10 +1,10 @@
 """The axioms: which calls of operators compute the same as others. One entry each, with its reason.
 
 They hold for both sides alike: a call in the trace and a call in the program become terms here, in one way. Any other
-call is an unknown function of its arguments. Further axioms are in the way in which calls are read
-(`machine.py`): an operator in place, or with an out argument, computes what its functional form does; overloads of one
-operator differ in how they take arguments alone; a `_foreach` operator or a fused optimizer does to each entry of its
-lists the same, one after the other.
+call is an unknown function of its arguments. `machine.py`, which reads calls, holds further axioms: an operator in
+place, or with an out argument, computes what its functional form does; overloads of one operator differ in how they
+take arguments alone; a `_foreach` operator or a fused optimizer does to each entry of its lists the same, one after the
+other.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Patience:
         self._watched, self._what, self._message = watched, what, message
         self._has_told = False
         self._begun_s = self._looked_s = time.monotonic()
-        # Two beats of its monitor, and some: by then a rank that goes on is known to.
+        # Two heartbeats and a little more: by then the monitor knows if the rank runs again.
         self._thaws_s = 0.5 * liveness_s() + 0.5
         self._news_s: float | None = None
         self._warns_s, self._says_s = _WARNS_S, liveness_s()

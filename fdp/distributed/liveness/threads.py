@@ -28,7 +28,7 @@ _waits_in: set[int] = set()
 
 
 def start_thread(work: Callable[[], None], name: str) -> threading.Thread:
-    """Start a thread that may be in torch for long, and that does not keep the process from ending for good.
+    """Start a daemon thread that may spend long in torch; the end of the process waits for it, but not for ever.
 
     Args:
         work: what it does.

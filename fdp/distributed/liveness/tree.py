@@ -83,7 +83,7 @@ class Node:
     Attributes:
         story: the faults, in the order in which the root heard of them.
         busy: ranks that are not waiting for others: [rank, what they do, since how many seconds], the longest first.
-        mismatch: two places in which ranks wait for each other, for good; empty if none are known.
+        mismatch: of a deadlock, the two places in which ranks wait for each other; empty if there is none.
         outbox: messages to send: to which rank, and what.
     """
 
@@ -104,7 +104,7 @@ class Node:
         self._own_place: PlaceOfWait | None = None
         self._places: list[PlaceOfWait] = []  # of this rank, and of those below it
         self.mismatch: tuple[PlaceOfWait, ...] = ()
-        # What was sent up of late, and may be lost with the parent: when, and the fault, or whose is taken back.
+        # Sent to the parent of late, and perhaps lost with it: the time, and the fault, or whose fault is taken back.
         self._sent_up: deque[tuple[float, Fault | tuple[int, str]]] = deque()
         # Decisions that were made while the parent was lost. It has to learn of them.
         self._decided: dict[int, Fault] = {}
@@ -187,7 +187,7 @@ class Node:
                 self.busy = found
 
     def closed(self, peer: int, now_s: float) -> None:
-        """Handle the end of a neighbour's monitor, known before or not."""
+        """Handle the end of a neighbour's monitor, whether or not it was announced."""
         link = self._links.setdefault(peer, _Link(now_s))
         link.gone = True
         if not any(fault.rank == peer and not fault.suspected for fault in self.story):

@@ -1,4 +1,4 @@
-"""Values that need a storage of their own: an operator indexes their storage by position.
+"""Values that need a storage of their own, because an operator (such as as_strided) indexes it by position.
 
 In the memory of a step, and in a bucket, the same positions belong to other values.
 """

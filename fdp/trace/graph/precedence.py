@@ -46,7 +46,7 @@ class Precedence:
     def together(self, groups: Sequence[Collection[fx.Node]]) -> list[fx.Node] | None:
         """The nodes in an order in which those of each group follow one another; None if there is none.
 
-        A group runs as late as its last node that is not computed from others of it; the others keep their order.
+        A group runs at the place of the last of its nodes that depend on no other node of it; the rest keeps its order.
         """
         member = {node: number for number, group in enumerate(groups) for node in group}
         heads: dict[int | fx.Node, int] = {}

@@ -1,4 +1,4 @@
-"""Values that must be whole have owners: of N like matrices each rank puts one together, and computes for all ranks.
+"""Values that must be whole have owners: of N matrices of one shape each rank gathers one, and computes for all ranks.
 
 Otherwise every rank would gather all of them, and compute the same. Ranks exchange parts (an all-to-all), so that each
 has the whole of another value; they run the same operators; and they exchange the results. All ranks still run one
@@ -36,7 +36,7 @@ class Owned:
     """What is left to gather on every rank.
 
     Attributes:
-        gathers: of values that are not computed for on one rank.
+        gathers: of the other values, which every rank computes with.
         links: what the messages that were put in stand for.
         messages: those that bring whole values to their owners, each with the node of such a value.
     """
