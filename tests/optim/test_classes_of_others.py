@@ -209,3 +209,13 @@ def trains_on_parts() -> tuple[bool, list[bool]]:
 
 def test_state_of_sharded_parameters_is_sharded_and_trains_as_the_whole() -> None:
     assert ranks.run(2, trains_on_parts) == [(True, [True, True])] * 2
+
+
+@pytest.mark.parametrize("name", ["AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"])
+def test_classes_of_schedulefree_are_refused_with_the_way_out(name: str) -> None:
+    """They keep a mode and a count in a group, so that an update is no function of its arguments."""
+    schedulefree = pytest.importorskip("schedulefree")
+    optimizer = from_torch(getattr(schedulefree, name), lr=0.1)
+    params = {"w": torch.ones(3)}
+    with pytest.raises(fdp.ArgumentError, match=rf"(?s){name}.*Remedy: write it as a transformation"):
+        optimizer.update(params, optimizer.init(params), params)
