@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 SLOW = [
-    "matplotlib", "rich.console", "sympy", "torch._dynamo", "torch._inductor", "torch.distributed.checkpoint",
+    "matplotlib", "sympy", "torch._dynamo", "torch._inductor", "torch.distributed.checkpoint",
     "torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes",
 ]  # fmt: skip
 

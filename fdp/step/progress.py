@@ -8,15 +8,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from fdp.distributed.liveness.threads import start_thread
+from fdp.step.live_line import LINE
 from fdp.tables import cut_short
-
-if TYPE_CHECKING:
-    from fdp.step.live_line import LiveLine
 
 LOGGER = logging.getLogger("fdp")
 """`LOGGER.setLevel(logging.WARNING)` silences progress, on terminals as well."""
@@ -43,25 +40,20 @@ class Progress:
         self._stages: list[_Stage] = []
         self._over = threading.Event()
         self._failed = ""
-        self._line: LiveLine | None = None
-        self._as_line = False
+        self._on_terminal = self._as_line = False
 
     def __enter__(self) -> Progress:
         self._over.clear()
-        self._line, self._as_line = None, False
-        if _may_show():
-            from fdp.step.live_line import LINE  # where there is no terminal, `import fdp` need not wait for it
-
-            self._line = LINE
-            self._as_line = LINE.add(self._text)
-        if self._line is not None or LOGGER.isEnabledFor(logging.INFO):
+        self._on_terminal = _may_show()
+        self._as_line = self._on_terminal and LINE.add(self._text)
+        if self._on_terminal or LOGGER.isEnabledFor(logging.INFO):
             start_thread(self._keep_telling, "progress")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._over.set()
-        if self._line is not None:
-            self._line.remove(self._text)
+        if self._on_terminal:
+            LINE.remove(self._text)
         if error is not None and self._failed:
             LOGGER.info("step %r: %s while %s", self._name, type(error).__name__, self._failed)
 
@@ -77,7 +69,8 @@ class Progress:
         for outer in self._stages[-1:]:
             outer.pause()
         self._stages.append(stage)
-        self._draw()
+        if self._as_line:
+            LINE.draw()
         try:
             yield
         except BaseException:
@@ -93,12 +86,8 @@ class Progress:
         """Show how long each stage took."""
         text = f"step {self._name!r} is ready after {sum(self._seconds.values()):.1f} s ({self._past()})"
         LOGGER.info(text)
-        if self._line is not None:
-            self._line.print(f"fdp: {text}")
-
-    def _draw(self) -> None:
-        if self._line is not None and self._as_line:
-            self._line.draw()
+        if self._on_terminal:
+            LINE.print(f"fdp: {text}")
 
     def _past(self) -> str:
         return ", ".join(f"{what} {seconds:.1f}" for what, seconds in self._seconds.items())
@@ -111,13 +100,14 @@ class Progress:
 
     def _tell(self, text: str) -> None:
         LOGGER.info(text)
-        if self._line is not None and not self._as_line:
-            self._line.print(f"fdp: {text}")
+        if self._on_terminal and not self._as_line:
+            LINE.print(f"fdp: {text}")
 
     def _keep_telling(self) -> None:
         told: tuple[_Stage | None, float] = (None, 0.0)
         while not self._over.wait(_REDRAWN_S):
-            self._draw()
+            if self._as_line:
+                LINE.draw()
             stage = next(iter(self._stages[-1:]), None)
             if stage is None:
                 continue
