@@ -10,6 +10,8 @@ import sys
 import textwrap
 from typing import Any, Literal
 
+# Here, and not where something is printed: Rich draws from Python's random numbers when it is imported, and a call of a
+# step must not draw from them.
 import rich.box
 import rich.cells
 import rich.console
