@@ -31,6 +31,7 @@ from fdp.timeline.style import (
     WIDTH_IN,
     check_path,
     new_figure,
+    open_frame,
     save_figure,
 )
 
@@ -107,8 +108,7 @@ def _panel(axes: Any, row: Overlap) -> None:
     axes.tick_params(labelsize=FONT)
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    open_frame(axes)
     _name_ends(axes, ends, end)
 
 

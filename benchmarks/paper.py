@@ -19,7 +19,6 @@ import argparse
 import dataclasses
 import pathlib
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -195,10 +194,10 @@ def draw(folder: pathlib.Path) -> None:
     trace = trace_of("bert_base", 16)
     costs = estimate(trace, V100)
     plan = trace.plan("auto", costs=costs, network=CLUSTER, world_size=32)
-    ours = replace(simulate(plan, costs, CLUSTER, 32), name="BERT-base")
-    theirs = replace(simulate(*plan_as_ddp(trace, costs), CLUSTER, 32), name="BERT-base under DDP")
+    ours = dataclasses.replace(simulate(plan, costs, CLUSTER, 32), name="BERT-base")
+    theirs = dataclasses.replace(simulate(*plan_as_ddp(trace, costs), CLUSTER, 32), name="BERT-base under DDP")
     ours.draw(folder / "timeline.png", beside=theirs)
-    replace(fdp.scaling(plan, network=CLUSTER, costs=costs), name="BERT-base").draw(folder / "scaling.png")
+    dataclasses.replace(fdp.scaling(plan, network=CLUSTER, costs=costs), name="BERT-base").draw(folder / "scaling.png")
 
 
 def main() -> None:

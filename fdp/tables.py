@@ -150,7 +150,7 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def cut_short(text: str, cells: int = 24) -> str:
+def cut_short(text: str, cells: int = 40) -> str:
     """Cut a text that is to be part of one line.
 
     Example:
@@ -160,6 +160,16 @@ def cut_short(text: str, cells: int = 24) -> str:
     line = rich.text.Text(" ".join(text.split()))
     line.truncate(cells, overflow="ellipsis")
     return line.plain
+
+
+def short_name(step: str) -> str:
+    """The name of a step, cut so that the rest of a line fits into 80 columns.
+
+    Example:
+        >>> short_name("train_step")
+        'train_step'
+    """
+    return cut_short(step, 24)
 
 
 def of_fields(value: Any) -> str:

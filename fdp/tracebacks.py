@@ -79,7 +79,8 @@ def hide_frames(error: BaseException) -> None:
             continue
         seen.add(id(one))
         pending += [one.__cause__, one.__context__]
-        if isinstance(one, FdpError) or _is_wrong_call(one) or _runs_users_code(one.__traceback__):
+        is_wrong_call = one is error and could_not_begin(error)
+        if isinstance(one, FdpError) or is_wrong_call or _runs_users_code(one.__traceback__):
             one.__traceback__ = _filtered(one.__traceback__)
 
 
@@ -106,6 +107,13 @@ def hiding_frames(function: _Function) -> _Function:
     return cast(_Function, functools.wraps(function)(made))
 
 
+def could_not_begin(error: BaseException) -> bool:
+    """Whether a function could not be called with its arguments, where its caller handles the error: beneath the
+    caller's frame there is none."""
+    traceback = error.__traceback__
+    return isinstance(error, TypeError) and traceback is not None and traceback.tb_next is None
+
+
 def _links(traceback: types.TracebackType | None) -> Iterator[tuple[types.TracebackType, str, bool]]:
     """The frames of a traceback, outermost first: each with its file, and whether it is hidden."""
     in_tracer = False
@@ -127,12 +135,6 @@ def _runs_users_code(traceback: types.TracebackType | None) -> bool:
         elif below and not hidden and (file.startswith(_MODELS) or not file.startswith(_NOT_THE_USERS)):
             return True
     return False
-
-
-def _is_wrong_call(error: BaseException) -> bool:
-    """Whether a function of fdp could not be entered: beneath the frame that calls it there is none."""
-    traceback = error.__traceback__
-    return isinstance(error, TypeError) and traceback is not None and traceback.tb_next is None
 
 
 def _filtered(traceback: types.TracebackType | None) -> types.TracebackType | None:

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from fdp.distributed.group import Group
+from fdp.distributed.group import Group, destroyed
 from fdp.distributed.liveness.patience import refuse_gone
 from fdp.distributed.liveness.watch import watched_ranks
 from fdp.distributed.sending import watch_over
-from fdp.errors import PeerError, build_message
+from fdp.errors import AgreementError, PeerError, build_message
 
 _left_behind: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 
@@ -137,12 +137,15 @@ def alone_on(group: Group, name: str, call: int = 0) -> Iterator[None]:
             return
         watched.begin(name, call)
         try:
-            group.refuse_destroyed()  # before what other ranks say of it: its own error names the line to correct
             if not watched.desynchronised:  # otherwise that is the reason that is given
                 refuse_gone(watched)
             yield
         except BaseException as error:
-            watched.end(error)
+            # What other ranks say of a group that this one has destroyed, too, would hide the line to correct.
+            own = destroyed() if isinstance(error, (PeerError, AgreementError)) and not group.exists else error
+            watched.end(own)
+            if own is not error:
+                raise own from error
             raise
         watched.end(None)
     finally:

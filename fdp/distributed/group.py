@@ -72,7 +72,7 @@ class Group:
             return None
         group = self.reference()
         if group is None:
-            raise _destroyed()
+            raise destroyed()
         return group
 
     @property
@@ -86,15 +86,6 @@ class Group:
         references = [self.reference, *(each.reference for each in self.dimensions)]
         groups = [reference() for reference in references if reference is not None]
         return not any(group is None or is_destroyed(group) for group in groups)
-
-    def refuse_destroyed(self) -> None:
-        """Refuse a call on ranks that no longer have a process group.
-
-        Raises:
-            ArgumentError: it has been destroyed, or one along a dimension of their mesh has.
-        """
-        if not self.exists:
-            raise _destroyed()
 
     @property
     def sizes(self) -> tuple[tuple[str, int], ...]:
@@ -123,7 +114,7 @@ class Group:
 
         assert self.process_group is not None
         if (found := c10d._world.pg_map.get(self.process_group)) is None:  # and the program still refers to it
-            raise _destroyed()
+            raise destroyed()
         return found[1]
 
     def backend_for(self, device: torch.device) -> str | None:
@@ -133,7 +124,7 @@ class Group:
         from torch.distributed import distributed_c10d as c10d
 
         if (found := c10d._world.pg_backend_config.get(self.process_group)) is None:
-            raise _destroyed()
+            raise destroyed()
         return _backends(str(found)).get(device.type)
 
     def carrier(self, *devices: torch.device) -> torch.device:
@@ -318,7 +309,8 @@ def _device_of(ranks: Group) -> torch.device:
     return torch.device(kind) if bound is None else bound
 
 
-def _destroyed() -> ArgumentError:
+def destroyed() -> ArgumentError:
+    """The error for a process group that this rank has destroyed."""
     return ArgumentError(
         build_message(
             "a step was called on a process group that has been destroyed.",

@@ -15,7 +15,7 @@ from fdp.plan.cost.costs import Costs
 from fdp.plan.cost.estimate import estimate
 from fdp.plan.cost.forecast import Forecast
 from fdp.plan.cost.network import Network
-from fdp.tables import Printed, Table, count, cut_short, format_bytes
+from fdp.tables import Printed, Table, count, format_bytes, short_name
 from fdp.timeline.timeline import Timeline
 from fdp.trace.trace import Trace
 from fdp.tracebacks import hiding_frames
@@ -264,7 +264,7 @@ class Plan(Printed):
     def __repr__(self) -> str:
         total = format_bytes(sum(bucket.size_bytes for bucket in self.buckets))
         return (
-            f"<Plan of {cut_short(self.trace.name)}: {count(len(self.buckets), 'bucket')}, {total}, "
+            f"<Plan of {short_name(self.trace.name)}: {count(len(self.buckets), 'bucket')}, {total}, "
             f"{count(self.trace.world_size, 'rank')}>"
         )
 

@@ -15,7 +15,7 @@ from fdp.plan.cost.network import Network, network_text, rank_count
 from fdp.plan.ddp import plan_as_ddp
 from fdp.plan.plan import Plan
 from fdp.plan.simulate import simulate
-from fdp.tables import Printed, Table, count, cut_short, ms
+from fdp.tables import Printed, Table, count, ms, short_name
 from fdp.tracebacks import hiding_frames
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Scaling(Printed):
     def __repr__(self) -> str:
         sizes = [str(scale.world_size) for scale in self.scales]
         shown = ", ".join(sizes if len(sizes) <= 4 else [*sizes[:2], "...", sizes[-1]])
-        return f"<Scaling of {cut_short(self.name)}: {shown} rank{'' if shown == '1' else 's'}>"
+        return f"<Scaling of {short_name(self.name)}: {shown} rank{'' if shown == '1' else 's'}>"
 
     def __str__(self) -> str:
         title = (

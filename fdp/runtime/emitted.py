@@ -31,7 +31,7 @@ from fdp.runtime.runner import Runner
 from fdp.runtime.signature import check_signature
 from fdp.state import rank_local
 from fdp.state.containers import flatten_apart
-from fdp.tables import count, cut_short
+from fdp.tables import count, short_name
 
 BREAK_REASON = (
     "an fdp step is one program already, with messages in it that a second compiler must not move. Leave "
@@ -101,7 +101,7 @@ class Emitted:
 
     def __repr__(self) -> str:
         buckets, ranks = count(len(self.plan.buckets), "bucket"), count(self.group.size, "rank")
-        return f"<Emitted {cut_short(self.plan.trace.name)}: {buckets}, {ranks}, {self.backend.how}>"
+        return f"<Emitted {short_name(self.plan.trace.name)}: {buckets}, {ranks}, {self.backend.how}>"
 
     @breaks_graph(BREAK_REASON)
     def __call__(self, *args: Tree) -> Tree:
@@ -135,8 +135,8 @@ class Emitted:
 
         Args:
             tick: called at the beginning of the program and at the end of each part of its program.
-            apart: whether it packs buckets apart from the values in them in a world of one, too, where nothing is
-                sent. Such a step is for `dry_run` alone.
+            apart: whether buckets are packed also in a world of one, where nothing is sent. Such a step is for
+                `dry_run` alone.
 
         Returns:
             Another step, of the same plan and group.

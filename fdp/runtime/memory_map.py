@@ -10,7 +10,7 @@ from fdp.emit.codegen.program import Program
 from fdp.emit.memory.allocation import blocks_text, names_of_pieces
 from fdp.emit.memory.map_picture import draw_map
 from fdp.plan import Plan
-from fdp.tables import Printed, Table, count, cut_short, format_bytes
+from fdp.tables import Printed, Table, count, cut_short, format_bytes, short_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -84,7 +84,7 @@ class MemoryMap(Printed):
 
     def __repr__(self) -> str:
         total = format_bytes(sum(size for _, size in self.size_bytes))
-        return f"<MemoryMap of {cut_short(self.name)}: {count(len(self.pieces), 'piece')}, {total}>"
+        return f"<MemoryMap of {short_name(self.name)}: {count(len(self.pieces), 'piece')}, {total}>"
 
     def __str__(self) -> str:
         needed = dict(self.needed_bytes)

@@ -282,7 +282,7 @@ class Preparation:
 
     def _check_on_call(self, emitted: Emitted, flat: Flat, roles: Roles) -> None:
         """Compare on the inputs of the first call. Perturbed inputs, as later calls may have them, are compared before
-        the second call: a step that is called once need not wait for that."""
+        the second call: a step that is called once need not wait for that, and what it returns has been compared."""
         self._finite[emitted] = check_program(emitted, self._step, flat, roles, on="call")
 
     def _check_compiled(self, made: Emitted, emitted: Emitted, flat: Flat, roles: Roles) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fdp.distributed.liveness.threads import start_thread
 from fdp.step.live_line import LINE
-from fdp.tables import cut_short
+from fdp.tables import short_name
 
 LOGGER = logging.getLogger("fdp")
 """`LOGGER.setLevel(logging.WARNING)` silences progress, on terminals as well."""
@@ -35,7 +35,7 @@ class Progress:
     """
 
     def __init__(self, name: str) -> None:
-        self._name = cut_short(name)
+        self._name = short_name(name)
         self._seconds: dict[str, float] = {}
         self._stages: list[_Stage] = []
         self._over = threading.Event()

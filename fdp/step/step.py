@@ -33,7 +33,7 @@ from fdp.step.finite import result_if_finite
 from fdp.step.first_call import Preparation, Settings
 from fdp.step.memory_limit import resolve_limit
 from fdp.step.progress import Progress
-from fdp.tables import count, cut_short
+from fdp.tables import count, short_name
 from fdp.timeline import Timeline
 from fdp.trace import (
     Flat,
@@ -110,7 +110,7 @@ class Step(Generic[Arguments, Result]):
         return self._preparation.traces
 
     def __repr__(self) -> str:
-        return f"<fdp.Step {cut_short(self._name)}, traced {count(self.traces, 'time')}>"
+        return f"<fdp.Step {short_name(self._name)}, traced {count(self.traces, 'time')}>"
 
     def __reduce__(self) -> Any:
         """Copying and unpickling make a new step with the same function and settings, and without traces."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fdp.tables import Printed, count, cut_short, ms
+from fdp.tables import Printed, count, cut_short, ms, short_name
 from fdp.tracebacks import hiding_frames
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ class Timeline(Printed):
 
     def __repr__(self) -> str:
         messages, ranks = count(len(self.messages), "message"), count(self.world_size, "rank")
-        return f"<Timeline of {cut_short(self.name)}: {ms(self.step_s)} ms a step, {messages}, {ranks}>"
+        return f"<Timeline of {short_name(self.name)}: {ms(self.step_s)} ms a step, {messages}, {ranks}>"
 
     def __str__(self) -> str:
         from fdp.timeline.report import print_timeline

@@ -17,7 +17,7 @@ from fdp.distributed.wire import Wire
 from fdp.errors import ArgumentError, build_message
 from fdp.state.containers import PLAIN, Container, Role
 from fdp.state.shards import Part
-from fdp.tables import Printed, Table, count, cut_short, format_bytes, heading
+from fdp.tables import Printed, Table, count, cut_short, format_bytes, heading, short_name
 from fdp.trace.operators.effects import storages_of
 from fdp.trace.sharding.inserted import Link
 from fdp.tracebacks import hiding_frames
@@ -372,7 +372,7 @@ class Trace(Printed):
 
     def __repr__(self) -> str:
         operations, ranks = count(len(self.operations), "operation"), count(self.world_size, "rank")
-        return f"<Trace of {cut_short(self.name)}: {operations}, {ranks}>"
+        return f"<Trace of {short_name(self.name)}: {operations}, {ranks}>"
 
     def __str__(self) -> str:
         total = sum(reduction.size_bytes for reduction in self.gradients)

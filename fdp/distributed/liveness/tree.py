@@ -187,7 +187,7 @@ class Node:
                 self.busy = found
 
     def closed(self, peer: int, now_s: float) -> None:
-        """Handle the end of a neighbour's monitor, whether or not it was announced."""
+        """Handle the end of the monitor of a neighbour, who may be unknown so far."""
         link = self._links.setdefault(peer, _Link(now_s))
         link.gone = True
         if not any(fault.rank == peer and not fault.suspected for fault in self.story):

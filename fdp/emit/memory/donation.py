@@ -193,10 +193,8 @@ def _can_write(maker: fx.Node, node: fx.Node, target: fx.Node, accesses: Livenes
     # What is filled with a number is the same at every call, and so may be what is computed from it.
     if variant is None or variant.kind not in ("out", "copy") or len(variant.names) != 1:
         return False
-    if node.meta["val"].device != target.meta["val"].device:
-        return False
     (home,), (memory,) = storages_of(target), storages_of(maker)
-    if geometry(node.meta["val"]) != geometry(target.meta["val"]) or memory in accesses.writes:
+    if not _has_room_for(target, node) or memory in accesses.writes:
         return False
     if maker is not node and not _is_reshaped(maker, node):
         return False
@@ -206,6 +204,12 @@ def _can_write(maker: fx.Node, node: fx.Node, target: fx.Node, accesses: Livenes
     return not read or (
         variant.pointwise and all(geometry(each.meta["val"]) == geometry(maker.meta["val"]) for each in read)
     )
+
+
+def _has_room_for(target: fx.Node, node: fx.Node) -> bool:
+    """Whether a donated input lies where a value does, and in the same way."""
+    wanted, value = target.meta["val"], node.meta["val"]
+    return bool(geometry(value) == geometry(wanted) and value.device == wanted.device)
 
 
 def _is_reshaped(maker: fx.Node, node: fx.Node) -> bool:
@@ -246,11 +250,10 @@ def _can_gather(node: fx.Node, target: fx.Node, gathering: tuple[fx.Node, int] |
         return False
     (home,), (memory,) = storages_of(target), storages_of(node)
     marker, bucket = gathering
-    made, value, wanted = marker.meta["val"], node.meta["val"], target.meta["val"]
+    made, value = marker.meta["val"], node.meta["val"]
     return (
-        geometry(value) == geometry(wanted)
+        _has_room_for(target, node)
         and value.dtype == made.dtype
-        and value.device == wanted.device
         and value.numel() == made.numel()
         and value.is_contiguous()
         and value.storage_offset() == 0

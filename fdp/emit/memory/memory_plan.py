@@ -17,7 +17,7 @@ from fdp.emit.memory.planning import Places
 from fdp.emit.memory.savings import Savings
 from fdp.plan import Plan
 from fdp.pytorch.overloads import OpOverload, schema_of
-from fdp.tables import Printed, count, cut_short, format_bytes
+from fdp.tables import Printed, count, format_bytes, short_name
 from fdp.trace.operators.effects import mesh_dimension_of
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class MemoryPlan(Printed):
     def __repr__(self) -> str:
         pieces = sum(len(layout.pieces) for layout in self.layouts.values())
         total = format_bytes(sum(layout.size_bytes for layout in self.layouts.values()))
-        return f"<MemoryPlan of {cut_short(self.plan.trace.name)}: {count(pieces, 'piece')}, {total}>"
+        return f"<MemoryPlan of {short_name(self.plan.trace.name)}: {count(pieces, 'piece')}, {total}>"
 
     def __str__(self) -> str:
         from fdp.emit.memory.memory_table import memory_text

@@ -18,7 +18,7 @@ from fdp.emit.memory.decisions import plan_memory
 from fdp.emit.memory.instructions import Await, Compute, Instruction, Send
 from fdp.emit.memory.memory_plan import MemoryPlan
 from fdp.plan import Plan
-from fdp.tables import Printed, Table, count, cut_short, format_bytes
+from fdp.tables import Printed, Table, count, format_bytes, short_name
 from fdp.trace.operators.effects import tensors_in, tensors_with_storage
 from fdp.trace.trace import Input
 
@@ -115,7 +115,7 @@ class MemoryForecast(Printed):
         return draw_forecast(self, path)
 
     def __repr__(self) -> str:
-        return f"<MemoryForecast of {cut_short(self.name)}: {format_bytes(self.peak_bytes)}>"
+        return f"<MemoryForecast of {short_name(self.name)}: {format_bytes(self.peak_bytes)}>"
 
     def __str__(self) -> str:
         ranks = "each of " * (self.world_size > 1) + count(self.world_size, "rank")

@@ -35,7 +35,7 @@ _KINDS = (
     ("gathered", SKY),
     ("buckets", ORANGE),
     ("computed values", GREEN),
-    ("outside the block", PURPLE),
+    ("elsewhere", PURPLE),
 )
 
 

@@ -21,6 +21,7 @@ from fdp.trace.calls.keywords import not_taken, signature_of
 from fdp.trace.capture.capture import is_fake
 from fdp.trace.capture.switches import recording
 from fdp.trace.capture.untouched import untouched
+from fdp.tracebacks import could_not_begin
 
 
 def name_of_step(step: Callable[..., Any]) -> str:
@@ -42,9 +43,9 @@ def call_with(step: Callable[..., Any], flat: Flat, roles: Roles, values: Sequen
     try:
         return step(*args)
     except TypeError as error:
-        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            raise  # of the step's own code
-        raise not_taken(name_of_step(step), signature_of(step), error) from None
+        if could_not_begin(error):
+            raise not_taken(name_of_step(step), signature_of(step), error) from None
+        raise
 
 
 def _call_like_the_caller(step: Callable[..., Any], flat: Flat, roles: Roles, values: Sequence[torch.Tensor]) -> Any:
