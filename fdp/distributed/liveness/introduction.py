@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 import time
+import uuid
 from typing import Any
 
 import torch.distributed as dist
@@ -72,7 +73,10 @@ def monitored_group_name(store: Any, name: str, rank: int) -> str | None:
     several = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
     attempt = "" if several else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
-        return f"{name}/{attempt}/{store.add(f'fdp/liveness/{name}/{attempt}/{rank}', 1)}"
+        base = f"{name}/{attempt}/{store.add(f'fdp/liveness/{name}/{attempt}/{rank}', 1)}"
+        # A store made anew counts anew. Without this, who lets go of an old group would leave its successor. The rank
+        # that comes first draws it.
+        return f"{base}/{store.compare_set(f'fdp/liveness/{base}/drawn', '', uuid.uuid4().hex).decode()}"
     except (RuntimeError, dist.DistError):
         return None
 
