@@ -27,7 +27,7 @@ from fdp.compare import (
     if_memory_allows,
     on_whole_values,
 )
-from fdp.context.ambient import warn_if_alone_by_mistake
+from fdp.context.ambient import ambient_context, warn_if_alone_by_mistake
 from fdp.context.garbage import without_collections
 from fdp.distributed.desynchronised import mark_desynchronised
 from fdp.distributed.exchange import announce_failure
@@ -52,6 +52,7 @@ from fdp.trace import (
     Summary,
     Trace,
     describe_change,
+    describe_inputs,
     gather_once,
     refuse_unhashable,
     same_program,
@@ -193,7 +194,8 @@ class Preparation:
             with progress.stage("tracing"):
                 trace = self._trace_within(flat, roles, group)
             same = next((other for other, _ in others if same_program(other.plan.trace, trace)), None)
-            changed, remedy = self._what_changed(flat, roles, others)
+            summary = summarise(flat, group, ambient_context())
+            changed, remedy = self._what_changed(summary, flat, roles, others)
             emitted = self._emit(trace, flat, roles, group, progress, changed) if same is None else same
         except Exception as error:
             if group.size > 1 and not self._prepared:
@@ -209,16 +211,19 @@ class Preparation:
                 f"Each trace takes as long as several steps: {remedy}.",
                 stacklevel=7,
             )
-        self._previous = summarise(flat)
+        self._previous = summary
         if watched is not None:
             watched.prepares(False)
         return emitted
 
-    def _what_changed(self, flat: Flat, roles: Roles, others: Sequence[tuple[Emitted, str]]) -> tuple[str, str]:
+    def _what_changed(
+        self, summary: Summary, flat: Flat, roles: Roles, others: Sequence[tuple[Emitted, str]]
+    ) -> tuple[str, str]:
         """What differs from the call that was traced last, and what to do about it; empty for the first."""
         if self._previous is None:
             return "", ""
-        return describe_change(self._previous, flat, self._name, roles, others[0][1] if others else "")
+        names, _ = describe_inputs(self._name, flat, roles)
+        return describe_change(self._previous, summary, names, others[0][1] if others else "")
 
     def _emit(self, trace: Trace, flat: Flat, roles: Roles, group: Group, progress: Progress, changed: str) -> Emitted:
         """Make the program that ranks agree on, and compare it with the step if it is the one that runs."""

@@ -3,7 +3,16 @@
 operators -> trace -> calls -> capture -> graph -> checks -> sharding -> tracer
 """
 
-from fdp.trace.calls.arguments import Flat, Roles, flatten_call, refuse_unhashable, resolve_roles, sharing, split_static
+from fdp.trace.calls.arguments import (
+    Flat,
+    Roles,
+    describe_inputs,
+    flatten_call,
+    refuse_unhashable,
+    resolve_roles,
+    sharing,
+    split_static,
+)
 from fdp.trace.calls.changes import Summary, describe_change, summarise
 from fdp.trace.calls.finite_flags import ReturnsFiniteFlags, WithFiniteFlags
 from fdp.trace.calls.keywords import by_position, signature_of
@@ -35,6 +44,7 @@ __all__ = [
     "by_position",
     "capture_functional",
     "describe_change",
+    "describe_inputs",
     "flatten_call",
     "gather_once",
     "recording",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fdp import pytree
-from fdp.trace.calls.arguments import Flat, Roles, describe_inputs
+from fdp.trace.calls.arguments import Flat
 
 Kind = tuple[tuple[str, str], ...]
 """What decides on a trace in a tensor, part by part with its value; an object that is no tensor has one part."""
@@ -22,7 +23,10 @@ _REMEDIES = {
     "structure": "pass the same keys, and lists of the same length, at every call; None is structure, too",
     "static": "pass what changes often as a tensor, or as part of the state",
     "outside": "pass what changes often as an argument: a tensor, or as part of the state",
-    "other": "clone what shares memory, and keep settings such as autocast as they are",
+    "group": "make process groups once, and a step for each",
+    "settings": "set autocast, the default dtype and oneDNN once, or inside the step",
+    "sharing": "clone what shares memory",
+    "memory": "clone and detach arguments before the step",
 }
 
 
@@ -34,27 +38,32 @@ class Summary:
         spec: the structure of its arguments.
         static: its static arguments.
         leaves: of each leaf what decides on a trace.
+        shared: which of its tensors share memory.
+        group: the ranks, as what equals itself alone.
+        settings: those of torch around the call.
     """
 
     spec: pytree.Spec
     static: tuple[Any, ...]
     leaves: tuple[Kind, ...]
+    shared: tuple[tuple[int, int], ...] | None
+    group: object
+    settings: object
 
 
-def summarise(flat: Flat) -> Summary:
+def summarise(flat: Flat, group: object, settings: object) -> Summary:
     """Describe a call without holding on to its tensors."""
-    return Summary(flat.spec, flat.static, tuple(map(_kind_of_leaf, flat.leaves)))
+    return Summary(flat.spec, flat.static, tuple(map(_kind_of_leaf, flat.leaves)), flat.shared, group, settings)
 
 
-def describe_change(old: Summary, new: Flat, step_name: str, roles: Roles, outside: str = "") -> tuple[str, str]:
+def describe_change(old: Summary, new: Summary, names: Sequence[str], outside: str = "") -> tuple[str, str]:
     """Say what differs between two signatures: the first argument that changed, with its old and new value.
 
     Args:
         old: the earlier call.
-        new: the arguments of the later one.
-        step_name: the user's function, for messages.
-        roles: what each argument is.
-        outside: what has changed besides arguments; empty for nothing.
+        new: the later one.
+        names: of the leaves of the later one.
+        outside: what has changed that the function reads from outside; empty for nothing.
 
     Returns:
         What changed, and what to do about it.
@@ -63,16 +72,21 @@ def describe_change(old: Summary, new: Flat, step_name: str, roles: Roles, outsi
         return f"the structure of the arguments: {old.spec} became {new.spec}", _REMEDIES["structure"]
     if old.static != new.static:
         return f"the static arguments: {old.static!r} became {new.static!r}", _REMEDIES["static"]
-    names, _ = describe_inputs(step_name, new, roles)
     changed = [
         (name, before, after)
-        for name, before, after in zip(names, old.leaves, map(_kind_of_leaf, new.leaves), strict=True)
+        for name, before, after in zip(names, old.leaves, new.leaves, strict=True)
         if before != after
     ]
     if not changed and outside:
         return outside, _REMEDIES["outside"]
+    if not changed and old.group != new.group:
+        return "its process group, which is another one", _REMEDIES["group"]
+    if not changed and old.settings != new.settings:
+        return "autocast, the default dtype, or whether oneDNN is on", _REMEDIES["settings"]
+    if not changed and old.shared != new.shared:
+        return "which arguments share memory", _REMEDIES["sharing"]
     if not changed:
-        return "which arguments share memory, or a setting of torch", _REMEDIES["other"]
+        return "how arguments lie in their memory, or what autograd keeps of them", _REMEDIES["memory"]
     name, before, after = changed[0]
     more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
     if [part for part, _ in before] != [part for part, _ in after]:
