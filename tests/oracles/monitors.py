@@ -29,6 +29,12 @@ def until(true: Callable[[], bool], seconds: float = 10.0) -> bool:
     return True
 
 
+def framed(message: Any) -> bytes:
+    """A message as it goes over a connection between monitors."""
+    text = json.dumps(message).encode()
+    return struct.pack(">I", len(text)) + text
+
+
 class Watching:
     """The monitor of a process that sleeps.
 

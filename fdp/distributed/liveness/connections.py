@@ -26,6 +26,12 @@ _STRANGERS = 64
 
 _LONGEST_HELLO = 4096
 
+_PARTS_S = 15.0
+"""So long the other side may take to read the last message."""
+
+_LOOKS_S = 0.2
+"""From one look to the next at which of them took too long."""
+
 _INTRODUCES_S = 3.0
 """So long a stranger may take to say who it is."""
 
@@ -80,6 +86,7 @@ class Connections:
         self.groups: dict[str, WatchedGroup] = {}
         self.hurries = False
         self._strangers: dict[MonitorLink, float] = {}
+        self._parting: dict[MonitorLink, float] = {}
         self._selector.register(self._listening, selectors.EVENT_READ, self._accept)
 
     def work(self, key: str, group: WatchedGroup, now_s: float) -> None:
@@ -93,9 +100,13 @@ class Connections:
                 link.send(numbered)
         for neighbour in group.neighbours.values():
             if neighbour.link is not None:
-                with self._losing(group, neighbour, neighbour.link):
+                # If it has ended, it is read to its end first: what was said last may still be there.
+                with contextlib.suppress(OSError):
                     neighbour.link.flush()
-        for link in [link for link, until_s in self._strangers.items() if now_s > until_s]:
+
+    def drop_late(self, now_s: float) -> None:
+        """Close connections that took too long: to say who they are, or to read a goodbye."""
+        for link in [link for link, until_s in (self._strangers | self._parting).items() if now_s > until_s]:
             self._drop(link)
 
     def wakes_at(self, group: WatchedGroup, now_s: float) -> float:
@@ -116,10 +127,23 @@ class Connections:
             if neighbour.attempt is not None:
                 self._drop(neighbour.attempt.link)
             if neighbour.link is not None:
-                with contextlib.suppress(OSError):
-                    neighbour.link.send({"bye": True})
-                    neighbour.link.flush()
-                self._drop(neighbour.link)
+                neighbour.link.send({"bye": True})
+                self._part(neighbour.link)
+                neighbour.link = None
+
+    def close_when_read(self) -> None:
+        """Take no more connections, and wait until what was said has been read; for a limited time."""
+        self._selector.unregister(self._listening)
+        self._listening.close()
+        with selectors.DefaultSelector() as parting:
+            for link in self._parting:
+                parting.register(link.socket, selectors.EVENT_READ, link)
+            while self._parting:
+                for key, _ in parting.select(_LOOKS_S):
+                    self._ignore(key.data)
+                    if key.data not in self._parting:
+                        parting.unregister(key.fileobj)
+                self.drop_late(time.monotonic())
 
     def unreached(self, group: WatchedGroup, now_s: float) -> list[tuple[int, str, str]]:
         """Neighbours that were never reached at their known addresses: rank, addresses, and the reason."""
@@ -307,8 +331,27 @@ class Connections:
         except Exception:  # whatever it was, it does not end this process
             self._drop(link)
 
+    def _part(self, link: MonitorLink) -> None:
+        """Send what is left, and close the connection when the other side has closed it.
+
+        If it was closed at once, what the other side still writes would reset it.
+        """
+        with self._dropping(link):
+            link.flush()
+            if link.wants_to_send:
+                raise TimeoutError("it reads nothing")
+            link.finish()
+            self._parting[link] = time.monotonic() + _PARTS_S
+            self._selector.modify(link.socket, selectors.EVENT_READ, lambda: self._ignore(link))
+
+    def _ignore(self, link: MonitorLink) -> None:
+        with self._dropping(link):
+            for _ in link.receive():
+                pass
+
     def _drop(self, link: MonitorLink) -> None:
         self._strangers.pop(link, None)
+        self._parting.pop(link, None)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(link.socket)
         link.close()

@@ -77,6 +77,14 @@ class MonitorLink:
                 raise ValueError("no message")
             yield message
 
+    def finish(self) -> None:
+        """End this side of the connection: the other one sees the end behind what was sent.
+
+        Raises:
+            OSError: the connection has ended.
+        """
+        self.socket.shutdown(socket.SHUT_WR)
+
     def close(self) -> None:
         """End the connection."""
         self.socket.close()

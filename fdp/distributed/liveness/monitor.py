@@ -81,6 +81,7 @@ class Monitor:
             self._work(time.monotonic())
         for group in self._groups.values():
             self._connections.say_goodbye(group)
+        self._connections.close_when_read()
 
     def _wakes_at(self, group: WatchedGroup, now_s: float) -> float:
         return min(group.node.wakes_at(), self._connections.wakes_at(group, now_s))
@@ -92,6 +93,7 @@ class Monitor:
                 group.node.doing(self._doing(group.node.rank))
                 group.node.tick(now_s)
             self._connections.work(key, group, now_s)
+        self._connections.drop_late(now_s)
         for key in [key for key, group in self._groups.items() if self._is_over(group, now_s)]:
             self._connections.say_goodbye(self._groups.pop(key))
         news = {

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
+import selectors
 import signal
 import socket
 import time
@@ -11,12 +14,15 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from monitors import Watching, Wire, until, watching
+from monitors import Watching, Wire, framed, until, watching
 from samples import ALL_SAMPLES, exhaustive
 
+from fdp.distributed.liveness.connections import Connections, WatchedGroup
+from fdp.distributed.liveness.fault import Fault
 from fdp.distributed.liveness.links import MonitorLink
 from fdp.distributed.liveness.neighbour import Neighbour
 from fdp.distributed.liveness.session import Session
+from fdp.distributed.liveness.tree import Node
 
 
 @pytest.fixture
@@ -267,3 +273,52 @@ def test_only_where_a_monitor_was_does_a_refusal_show_its_end() -> None:
     here.is_at([], 1234, "token", is_here=True, now_s=0.0)
     assert here.where() == "127.0.0.1:1234"
     assert here.shows_end("127.0.0.1", refused)
+
+
+def test_what_is_said_last_is_read_by_one_that_gets_no_processor() -> None:
+    """The other monitor writes and does not read, as where a machine is busy, until this one has said goodbye."""
+    with contextlib.ExitStack() as stack:
+        dying, listening = Watching(1, 2), socket.create_server(("127.0.0.1", 0))
+        stack.callback(dying.end)
+        stack.enter_context(listening)
+        address, port = ["127.0.0.1"], listening.getsockname()[1]
+        dying.command(do="neighbour", group="g", rank=0, addresses=address, port=port, token="t", host="here")
+        other, _ = listening.accept()
+        stack.enter_context(other)
+        other.sendall(framed({"host": "here", "liveness_s": 60.0, "received": 0}))
+        assert until(lambda: dying.links() != {})
+        dying.process.kill()
+        dying.process.wait()
+        links = dying.monitor._groups["g"].neighbours
+        numbers, said = itertools.count(1), b""
+        with contextlib.suppress(ConnectionError):
+            while links[0].link is not None:  # something has always arrived that it has not read
+                other.sendall(framed({"busy": [], "number": next(numbers), "received": 0}))
+        with contextlib.suppress(ConnectionError):
+            while found := other.recv(2**16):
+                said += found
+        assert b'"died"' in said and b'"bye"' in said, said
+        assert dying.thread.is_alive()  # it waits for this end to be closed
+        other.close()
+        assert until(lambda: not dying.thread.is_alive())
+
+
+def test_a_connection_that_has_ended_is_read_to_its_end() -> None:
+    """This monitor writes first, and cannot: what the other one said before it ended counts all the same."""
+    with selectors.DefaultSelector() as selector:
+        connections = Connections(selector, 10.0, False, "here")
+        group = connections.groups["g"] = WatchedGroup(Node(0, 2, "here", 10.0, 0.0))
+        own, other = socket.socketpair()
+        child, link = group.neighbours[1], MonitorLink(own)
+        group.node.connected(1, "here", 0.0)
+        child.link, child.met = link, True
+        selector.register(own, selectors.EVENT_READ, lambda: connections._read(group, child, link))
+        report = {"report": Fault(1, "died", "preparing call 1").as_json(), "number": 1, "received": 0}
+        other.sendall(framed(report) + framed({"bye": True}))
+        other.close()
+        connections.work("g", group, 1.0)  # it greets
+        connections.work("g", group, 2.0)
+        for key, _ in selector.select(0):
+            key.data()
+        assert [(fault.reason, fault.text) for fault in group.node.story] == [("died", "preparing call 1")]
+        connections.close_when_read()

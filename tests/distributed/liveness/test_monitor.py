@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from monitors import until
+from monitors import framed, until
 from samples import examples
 
 from fdp.distributed.liveness import status as status_of
@@ -138,11 +138,6 @@ class Running:
         told = {"group": "g", "rank": 1, "token": self.monitor.token, "host": "there", "received": 0}
         told |= {"liveness_s": 1.0, **changes}
         return framed(told)
-
-
-def framed(message: Any) -> bytes:
-    text = json.dumps(message).encode()
-    return struct.pack(">I", len(text)) + text
 
 
 @pytest.fixture(scope="module")
