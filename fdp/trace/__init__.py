@@ -20,7 +20,7 @@ from fdp.trace.calls.outside_values import OutsideValues
 from fdp.trace.calls.recognise import RememberedCalls
 from fdp.trace.capture.calling import run_untraced
 from fdp.trace.capture.capture import Geometry, capture_functional
-from fdp.trace.capture.switches import recording, without_fused_lstm
+from fdp.trace.capture.switches import compiling, recording, without_fused_lstm
 from fdp.trace.checks.uncertain_strides import uncertain_for_draws
 from fdp.trace.equality import same_program
 from fdp.trace.trace import Input, Operation, Output, Reduction, Trace
@@ -43,6 +43,7 @@ __all__ = [
     "WithFiniteFlags",
     "by_position",
     "capture_functional",
+    "compiling",
     "describe_change",
     "describe_inputs",
     "flatten_call",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -205,3 +206,26 @@ def test_last_places_change_and_nothing_gets_infinite_or_lost(dtype: torch.dtype
     assert found[6:].isfinite().all()
     away = (found[8:] / usual - 1).abs()
     assert 0 < float(away.max()) <= 10 * finfo.eps and (away > 0).double().mean() > 0.5
+
+
+def zero_but_for_rounding(p: torch.Tensor, x: torch.Tensor, more: float = 0.0) -> torch.Tensor:
+    """A library takes another way to a sum where a compiler is at work; its rounding decides on a whole step."""
+    total = x.sum(0) + more if torch.compiler.is_compiling() else x.cumsum(0)[-1]
+    away = total - x.double().sum(0).float()
+    return fdp.per_rank(p - 1e-3 * away / (away.abs() + 1e-12))
+
+
+def test_another_way_where_a_compiler_is_at_work_may_round_otherwise() -> None:
+    p, x = numbers(64), numbers(999, 64, seed=1)
+    emitted, flat, roles = made(zero_but_for_rounding, p, x, world=1)
+    made_by_it, by_itself = emitted(p, x), zero_but_for_rounding(p, x).value
+    assert (made_by_it - by_itself).abs().max() > 1e-3, "nothing differed: the test shows nothing"
+    check_emitted(emitted, zero_but_for_rounding, flat, roles)
+
+
+def test_another_way_that_leads_elsewhere_is_refused() -> None:
+    p, x = numbers(64), numbers(999, 64, seed=1)
+    wrong = functools.partial(zero_but_for_rounding, more=0.1)
+    emitted, flat, roles = made(wrong, p, x, world=1)
+    with pytest.raises(fdp.TraceError, match="does not compute what the step computes"):
+        check_emitted(emitted, wrong, flat, roles)
