@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from typing import Any
 
 import torch.distributed as dist
 
@@ -39,7 +38,7 @@ class NotJoined(Exception):
         self.ranks = ranks
 
 
-def join_attempt(store: Any, rank: int, size: int, limit_s: float) -> int:
+def join_attempt(store: dist.Store, rank: int, size: int, limit_s: float) -> int:
     """Wait until all ranks of this attempt are there.
 
     A launcher can start ranks again beside a store that has outlived the attempts before. Its keys then hold what
@@ -90,7 +89,7 @@ class _Joining:
         attempt: the number of the newest attempt that the rank knows of; 0 if there is none.
     """
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
         self.attempt, self._is_in = 0, False
         if rank == 0:

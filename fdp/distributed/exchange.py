@@ -107,7 +107,7 @@ def exchange(
     if group.process_group is None:
         return [payload]
     store, among = group.store(), group if looks else None
-    tell = functools.partial(store.set, f"{key}/{group.rank}", payload)
+    tell = functools.partial(store.set, f"{key}/{group.rank}", payload)  # type: ignore[arg-type]  # it takes bytes, too
     if timeout_s is None:
         ask(None, tell, what, _ANNOUNCES_S)
         return [payload]
@@ -121,7 +121,7 @@ def exchange(
 
 
 def wait_for_keys(
-    store: Any, names: Sequence[str], timeout_s: float, group: Group | None = None, what: str = "the store"
+    store: dist.Store, names: Sequence[str], timeout_s: float, group: Group | None = None, what: str = "the store"
 ) -> bool:
     """Wait until all of some keys are in a store; whether they came in time.
 

@@ -108,7 +108,7 @@ class Group:
         """What this rank takes the others to hold while nothing is sent."""
         return OtherRanks(self.size, self.rank, kind, self.sizes)
 
-    def store(self) -> Any:
+    def store(self) -> dist.Store:
         """The rendezvous store that the group was made with."""
         from torch.distributed import distributed_c10d as c10d
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,7 @@ class Members(Protocol):
     def watched(self) -> Members:
         """The ranks that are watched meanwhile: these, or more."""
 
-    def store(self) -> Any:
+    def store(self) -> dist.Store:
         """The rendezvous store of the group."""
 
     def backend_for(self, device: torch.device) -> str | None:
@@ -61,7 +61,11 @@ class Members(Protocol):
 
 
 def start_message(
-    what: str, buffer: torch.Tensor, group: Members, arrived: Arrived | None, send: Callable[[Any], Any]
+    what: str,
+    buffer: torch.Tensor,
+    group: Members,
+    arrived: Arrived | None,
+    send: Callable[[dist.ProcessGroup | None], dist.Work],
 ) -> Callable[[], None]:
     """Start a message; returns the function that waits for it, and that raises if a rank is lost."""
     ranks, all_ranks = group.process_group, group.watched.process_group
@@ -80,7 +84,7 @@ def start_message(
             raise explained from error
         raise
     _call_back(work, arrived)
-    return functools.partial(finish, work, all_ranks, what, number) if gloo else work.wait
+    return functools.partial(finish, work, all_ranks, what, number) if gloo else cast("Callable[[], None]", work.wait)
 
 
 def no_backend(what: str, device: torch.device) -> ArgumentError:
@@ -106,7 +110,7 @@ def watch_over(group: Members) -> Watched | None:
     return made
 
 
-def _call_back(work: Any, arrived: Arrived | None) -> None:
+def _call_back(work: dist.Work, arrived: Arrived | None) -> None:
     """Report the end of a message. A backend whose work has no future reports nothing."""
     if arrived is None:
         return
@@ -129,7 +133,7 @@ def start_pieces(
     group: Members,
     arrived: Arrived | None,
     count: int,
-    send: Callable[[int, Any], Any],
+    send: Callable[[int, dist.ProcessGroup | None], dist.Work],
 ) -> Callable[[], None]:
     """Start a message in pieces; returns the function that waits for all of them."""
     one_arrived = None if arrived is None else _after(count, arrived)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fdp.distributed.liveness.patience import never_delete, until
 from fdp.distributed.liveness.threads import start_thread
@@ -47,7 +47,7 @@ class Elsewhere:
         """Whether it is not done."""
         return not self._done.is_set()
 
-    def comes(self, group: Any, timeout_s: float = math.inf) -> bool:
+    def comes(self, group: dist.ProcessGroup | None, timeout_s: float = math.inf) -> bool:
         """Wait for it; whether it came in time.
 
         Args:
@@ -64,7 +64,7 @@ class Elsewhere:
             raise self._error
         return True
 
-    def wait(self, *groups: Any) -> None:
+    def wait(self, *groups: dist.ProcessGroup | None) -> None:
         """Wait for work that sends messages.
 
         Args:

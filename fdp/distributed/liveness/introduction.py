@@ -13,7 +13,6 @@ import socket
 import threading
 import time
 import uuid
-from typing import Any
 
 import torch.distributed as dist
 
@@ -42,14 +41,14 @@ def is_held_by_rank_0(store: dist.TCPStore) -> None:
     _held_by_rank_0.add((str(store.host), int(store.port)))
 
 
-def innermost(store: Any) -> Any:
+def innermost(store: dist.Store) -> dist.Store:
     """The store behind prefixes."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
 
 
-def held_by(store: Any, group: dist.ProcessGroup) -> int | None:
+def held_by(store: dist.Store, group: dist.ProcessGroup) -> int | None:
     """The rank in a group that holds its store; None if that is not known, or if it is no rank of the group."""
     store = innermost(store)
     if not isinstance(store, dist.TCPStore):
@@ -58,7 +57,7 @@ def held_by(store: Any, group: dist.ProcessGroup) -> int | None:
     return members.index(0) if (str(store.host), int(store.port)) in _held_by_rank_0 and 0 in members else None
 
 
-def monitored_group_name(store: Any, name: str, rank: int) -> str | None:
+def monitored_group_name(store: dist.Store, name: str, rank: int) -> str | None:
     """The name of a group in messages of monitors: the same on all ranks, another one when a group is made anew.
 
     Args:
@@ -95,10 +94,12 @@ class Introduction:
         holder: the rank that holds the store; None if that is not known.
     """
 
-    def __init__(self, monitor: OwnMonitor, key: str, rank: int, size: int, store: Any, holder: int | None) -> None:
+    def __init__(
+        self, monitor: OwnMonitor, key: str, rank: int, size: int, store: dist.Store, holder: int | None
+    ) -> None:
         self._monitor, self._key, self._store = monitor, key, store
         self._holder, held = holder if holder != rank else None, innermost(store)
-        self._address = (str(held.host), int(held.port)) if holder is not None else ("", 0)
+        self._address = (str(held.host), int(held.port)) if isinstance(held, dist.TCPStore) else ("", 0)
         self._ending = threading.Event()
         own = {"addresses": own_addresses(), "port": monitor.port, "token": monitor.token, "host": host_name()}
         with contextlib.suppress(RuntimeError, dist.DistError):  # the thread sees that, too

@@ -10,7 +10,8 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+
+import torch.distributed as dist
 
 from fdp.distributed.liveness.threads import start_thread
 from fdp.distributed.liveness.watch import leave
@@ -24,7 +25,13 @@ _GIVES_UP_S = 5.0
 class _Looked:
     """A group that is looked at."""
 
-    def __init__(self, group: Any, watched: Watched, is_destroyed: Callable[[Any], bool], aborts: bool) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        watched: Watched,
+        is_destroyed: Callable[[dist.ProcessGroup], bool],
+        aborts: bool,
+    ) -> None:
         self._group, self._watched = weakref.ref(group), watched
         self._is_destroyed, self._aborts, self._seen_s = is_destroyed, aborts, 0.0
 
@@ -51,7 +58,7 @@ _starting = threading.Lock()
 
 
 def look_after(
-    group: Any, watched: Watched, is_destroyed: Callable[[Any], bool], aborts: bool
+    group: dist.ProcessGroup, watched: Watched, is_destroyed: Callable[[dist.ProcessGroup], bool], aborts: bool
 ) -> threading.Thread | None:
     """Look after a process group from now on.
 

@@ -8,7 +8,8 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+
+import torch.distributed as dist
 
 from fdp.distributed.liveness.fault import Fault, with_causes
 from fdp.distributed.liveness.unreached import warn_of_unreached
@@ -123,7 +124,7 @@ class Patience:
         return 0.0
 
 
-def finish(work: Any, group: Any, what: str = "a message", number: int = 0) -> None:
+def finish(work: dist.Work, group: dist.ProcessGroup | None, what: str = "a message", number: int = 0) -> None:
     """Wait for a message.
 
     Args:
@@ -138,7 +139,7 @@ def finish(work: Any, group: Any, what: str = "a message", number: int = 0) -> N
         RuntimeError: the backend failed, and it is not known why.
     """
     watched = watched_ranks(group)
-    if watched is None:
+    if watched is None or group is None:
         work.wait()
         return
     try:
@@ -154,7 +155,7 @@ def finish(work: Any, group: Any, what: str = "a message", number: int = 0) -> N
         raise
 
 
-def never_delete(group: Any) -> None:
+def never_delete(group: dist.ProcessGroup) -> None:
     """Keep a process group for as long as the process lives, and beyond.
 
     gloo's waits for all messages when it is deleted, and this one never comes: the process would not end.
@@ -162,7 +163,7 @@ def never_delete(group: Any) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
-def _came(work: Any, group: Any, what: str) -> bool:
+def _came(work: dist.Work, group: dist.ProcessGroup | None, what: str) -> bool:
     """Wait for a piece of time; returns whether the message has arrived."""
     try:
         work.wait(_PIECE)
@@ -181,7 +182,11 @@ def _came(work: Any, group: Any, what: str) -> bool:
 
 
 def until(
-    come: Callable[[], bool], group: Any, timeout_s: float, what: str, pause: Callable[[float], object] = time.sleep
+    come: Callable[[], bool],
+    group: dist.ProcessGroup | None,
+    timeout_s: float,
+    what: str,
+    pause: Callable[[float], object] = time.sleep,
 ) -> bool:
     """Wait for something other than a message; returns whether it came in time.
 
@@ -255,7 +260,7 @@ def _different_places(watched: Watched) -> AgreementError | None:
     )
 
 
-def explain(group: Any, what: str) -> PeerError | AgreementError | None:
+def explain(group: dist.ProcessGroup | None, what: str) -> PeerError | AgreementError | None:
     """After the backend failed: who is gone, or waits elsewhere, if that becomes known soon; None otherwise."""
     watched = watched_ranks(group)
     if watched is None:
@@ -275,7 +280,7 @@ def explain(group: Any, what: str) -> PeerError | AgreementError | None:
         time.sleep(0.05)
 
 
-def known_loss(group: Any, what: str, believing: bool) -> PeerError | None:
+def known_loss(group: dist.ProcessGroup | None, what: str, believing: bool) -> PeerError | None:
     """The error for ranks that are known to be lost by now, or, if that is believed, suspected; None if none is."""
     watched = watched_ranks(group)
     faults = [] if watched is None else watched.faults_begun(believing)

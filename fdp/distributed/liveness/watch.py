@@ -84,7 +84,9 @@ def has_met(group: dist.ProcessGroup) -> bool:
     return introduction is None or introduction.is_over
 
 
-def watch(group: dist.ProcessGroup, name: str, rank: int, size: int, store_of: Callable[[], Any]) -> Watched | None:
+def watch(
+    group: dist.ProcessGroup, name: str, rank: int, size: int, store_of: Callable[[], dist.Store]
+) -> Watched | None:
     """Watch the ranks of a group from now on, and let them watch this one; other ranks may still be starting.
 
     Args:
@@ -158,7 +160,7 @@ def _inherit() -> None:
 os.register_at_fork(after_in_child=_inherit)
 
 
-def _address_of(store: Any) -> str | None:
+def _address_of(store: dist.Store) -> str | None:
     """The address of what holds a store that several processes share; "" for a file, None for any other store."""
     store = innermost(store)
     if isinstance(store, dist.TCPStore):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -38,6 +38,16 @@ from fdp.tables import count, format_bytes
 _aten = torch.ops.aten
 
 
+class Recorder(Protocol):
+    """What records a program as one piece of work for a device.
+
+    Attributes:
+        armed: whether it may begin.
+    """
+
+    armed: bool
+
+
 @dataclass(frozen=True, repr=False)
 class Program:
     """A generated step.
@@ -51,8 +61,7 @@ class Program:
         layouts: for each device, where the pieces of memory lie that places are in.
         scaled: buckets that it packs with values divided by the number of ranks.
         gathered: buckets of which it says at each call where what arrives goes.
-        recording: what records the program as one piece of work for a device, if it is to be; it begins when its
-            attribute `armed` is set.
+        recording: what records the program as one piece of work for a device; None if it is not to be.
         parts: of a program that is timed, what lies between one tick and the next.
         loops: the programs of the bodies of its loops, by node.
         names: what it calls the values of the graph, as far as it computes them as they are, by node.
@@ -63,7 +72,7 @@ class Program:
     places: Mapping[str, Place]
     layouts: Mapping[torch.device, Layout]
     scaled: frozenset[int]
-    recording: Any = None
+    recording: Recorder | None = None
     parts: tuple[ProgramPart, ...] = ()
     loops: Mapping[str, Program] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
