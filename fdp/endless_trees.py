@@ -12,7 +12,7 @@ from fdp.errors import ArgumentError, build_message
 _DEEPEST, _NO_CHILD = 2000, object()
 
 
-def endless(tree: Any, namespace: str) -> ArgumentError:
+def endless(tree: object, namespace: str) -> ArgumentError:
     """The error for a tree that cannot be taken apart.
 
     Args:
@@ -40,7 +40,7 @@ def endless(tree: Any, namespace: str) -> ArgumentError:
     return ArgumentError(build_message(f"a tree of tensors is {text}.", remedy=remedy))
 
 
-def _children_of(node: Any, namespace: str) -> Iterator[tuple[Any, Any]]:
+def _children_of(node: object, namespace: str) -> Iterator[tuple[Any, Any]]:
     try:
         children, _, entries, _ = optree.tree_flatten_one_level(node, namespace=namespace)
     except ValueError:  # a leaf

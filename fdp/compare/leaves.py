@@ -187,7 +187,7 @@ def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
     return one.shape == two.shape and bool(((one == two) | ((one != one) & (two != two))).all())
 
 
-def finite(value: Any) -> bool:
+def finite(value: object) -> bool:
     """Whether a leaf has neither infinite values nor NaN."""
     if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
         return True
@@ -239,13 +239,13 @@ def _comparable(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.is_floating_point() and x.dtype.itemsize == 1 else x
 
 
-def _equal_constants(one: Any, two: Any) -> bool:
+def _equal_constants(one: object, two: object) -> bool:
     try:
         return bool(one == two) or (one != one and two != two) or (type(one) is type(two) and " at 0x" in repr(one))
     except Exception:  # values that cannot be compared were made anew each time
         return type(one) is type(two)
 
 
-def result_text(value: Any) -> str:
+def result_text(value: object) -> str:
     """A result in words: shape and dtype of a tensor."""
     return f"{list(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else repr(value)

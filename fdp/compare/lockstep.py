@@ -243,7 +243,7 @@ class _GraphRun:
             return
         self._compare(node, entries, written, names, again)
 
-    def _keep(self, node: fx.Node, entries: list[int], result: Any) -> None:
+    def _keep(self, node: fx.Node, entries: list[int], result: object) -> None:
         if entries and isinstance(result, (list, tuple)):
             values = self._values.setdefault(node, [None] * len(node.meta["val"]))
             for entry, value in zip(entries, result, strict=True):

@@ -135,7 +135,7 @@ class _OnWholeValues:
             self._keep_of(node, replay.value_of)
         return [output.clone() for output in replay.run()]
 
-    def _keep(self, node: fx.Node, value_of: Lookup, result: Any) -> None:
+    def _keep(self, node: fx.Node, value_of: Lookup, result: object) -> None:
         self._keep_of(node, lambda other: result if other is node else value_of(other))
 
     def _keep_of(self, node: fx.Node, value_of: Lookup) -> None:
@@ -249,7 +249,7 @@ class _OnOneRank:
         """What a rank would send of its part: one number by the operator on whole values, and what is made of it."""
         number = self._reduced(link, link.part.taken(self._operands[link], rank).contiguous())
 
-        def value(at: Any) -> Any:
+        def value(at: object) -> Any:
             if not isinstance(at, fx.Node):
                 return at
             if at.name == link.number:

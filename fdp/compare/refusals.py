@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from fdp.errors import TraceError, build_message, first_line
+from fdp.pytree import Spec
 from fdp.trace import Trace
 
 
@@ -71,7 +71,7 @@ def changes_inputs(name: str, changed: Sequence[str]) -> TraceError:
     )
 
 
-def other_structure(name: str, traced: Any, by_itself: Any) -> TraceError:
+def other_structure(name: str, traced: Spec, by_itself: Spec) -> TraceError:
     """The refusal for results of another structure."""
     return TraceError(
         build_message(

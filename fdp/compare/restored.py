@@ -96,7 +96,7 @@ def other_random_state() -> tuple[Any, ...]:
     return random.getstate(), None if numpy is None else _comparable(numpy.random.get_state(legacy=False))
 
 
-def _comparable(state: Any) -> Any:
+def _comparable(state: object) -> Any:
     """A state of NumPy's, with the bytes of its arrays: their text takes milliseconds to write."""
     if isinstance(state, dict):
         return {name: _comparable(value) for name, value in state.items()}

@@ -104,7 +104,7 @@ class Excuses:
                 moves.add(run.pop(at))
         return found
 
-    def excused(self, at: int, found: Any, alike: bool = False) -> bool:
+    def excused(self, at: int, found: object, alike: bool = False) -> bool:
         """Whether a result differs from the graph's by no more than rounding can make of it.
 
         Args:
@@ -201,7 +201,7 @@ class _Changing:
             for tensor in tensors_in(result):
                 self.change(tensor)
 
-    def _average_anew(self, node: fx.Node, value_of: Lookup, result: Any) -> None:
+    def _average_anew(self, node: fx.Node, value_of: Lookup, result: object) -> None:
         """Put the results for a changed input in the place of those of an operator that averages.
 
         It divides on the way (Welford), so a mean that is zero may come out as a rounding of what it is a mean of.

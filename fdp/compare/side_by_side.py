@@ -311,6 +311,6 @@ def _address(tensor: torch.Tensor) -> int | None:
         return None
 
 
-def _detached(tree: Any) -> Any:
+def _detached(tree: object) -> Any:
     """A tensor without the graph of a backward pass that will not run."""
     return pytree.map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, tree)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import fx
@@ -43,7 +42,7 @@ def check_strides(emitted: Emitted, tensors: Sequence[torch.Tensor]) -> None:
     otherwise: dict[fx.Node, str] = {}
     offenders: list[str] = []
 
-    def look(node: fx.Node, value_of: Lookup, result: Any) -> None:
+    def look(node: fx.Node, value_of: Lookup, result: object) -> None:
         for found, said in zip(tensors_in(result), tensors_in(node.meta.get("val")), strict=False):
             if _order(found) != _order(said):
                 otherwise[node] = f"{located(node)}: strides {list(found.stride())}, not {list(said.stride())}"

@@ -97,7 +97,7 @@ class AccumulationContext:
         with torch.no_grad():
             self.averages[self.calls - 1].add_(value.detach(), alpha=self.scale)
 
-    def average_of(self, leaf: Any) -> torch.Tensor | None:
+    def average_of(self, leaf: object) -> torch.Tensor | None:
         """The average that a value belongs to; None for a value that was not differentiated."""
         return next((a for a, value in zip(self.averages, self.values, strict=False) if value is leaf), None)
 

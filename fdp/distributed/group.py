@@ -12,7 +12,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -204,7 +204,7 @@ def resolve_group(group: Ranks = None) -> Group:
     return _of_process_group(group)
 
 
-def _of_process_group(group: Any, dimensions: tuple[MeshDimension, ...] = (), label: str = "") -> Group:
+def _of_process_group(group: object, dimensions: tuple[MeshDimension, ...] = (), label: str = "") -> Group:
     if not isinstance(group, dist.ProcessGroup):
         raise ArgumentError(
             build_message(
@@ -274,7 +274,7 @@ def _whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     return made
 
 
-def refuse_unknown_root(caller: str, root: Any, size: int) -> None:
+def refuse_unknown_root(caller: str, root: object, size: int) -> None:
     """Refuse a root that is no rank.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -97,9 +97,10 @@ def start_all_gather(
     many = piece_count(sent.numel(), own, group)
     columns = list(zip(to.chunk(many, 1), sent.chunk(many), strict=True))
 
-    def send(at: int, ranks: Any) -> Any:
+    def send(at: int, ranks: dist.ProcessGroup | None) -> dist.Work:
         into, given = columns[at]
-        return dist.all_gather(list(into.unbind(0)), given, group=ranks, async_op=True)
+        work: dist.Work = dist.all_gather(list(into.unbind(0)), given, group=ranks, async_op=True)
+        return work
 
     return start_pieces(what, own, group, arrived, len(columns), send)
 
@@ -126,9 +127,10 @@ def start_all_to_all(
         )
     columns = list(zip(to.chunk(many, 1), sent.chunk(many, 1), strict=True))
 
-    def send(at: int, ranks: Any) -> Any:
+    def send(at: int, ranks: dist.ProcessGroup | None) -> dist.Work:
         into, given = columns[at]
-        return dist.all_to_all(list(into.unbind(0)), list(given.unbind(0)), group=ranks, async_op=True)
+        work: dist.Work = dist.all_to_all(list(into.unbind(0)), list(given.unbind(0)), group=ranks, async_op=True)
+        return work
 
     return start_pieces(what, own, group, arrived, len(columns), send)
 
@@ -153,12 +155,13 @@ class _Transfer(NamedTuple):
     destination: int | None
     given: torch.Tensor
 
-    def start(self, size: int, ranks: Any) -> Any:
+    def start(self, size: int, ranks: dist.ProcessGroup | None) -> dist.Work:
         """Start the transfer, as an all-to-all in which the other ranks get nothing."""
         arriving = [self.into.numel() if rank == self.source else 0 for rank in range(size)]
         leaving = [self.given.numel() if rank == self.destination else 0 for rank in range(size)]
         into, given = self.into[: sum(arriving)], self.given[: sum(leaving)]
-        return dist.all_to_all_single(into, given, arriving, leaving, group=ranks, async_op=True)
+        work: dist.Work = dist.all_to_all_single(into, given, arriving, leaving, group=ranks, async_op=True)
+        return work
 
 
 def _start_transfers(

@@ -6,7 +6,6 @@ References: Li et al., PyTorch Distributed (VLDB 2020), section 6.2.3 (gradient 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -39,7 +38,7 @@ class Wire:
         return self.accumulate if wider else None
 
 
-def resolve_wire(wire_dtype: Any, accumulate_dtype: Any) -> Wire | None:
+def resolve_wire(wire_dtype: object, accumulate_dtype: object) -> Wire | None:
     """Turn the options of `data_parallel` into a `Wire`, or None if gradients are sent as they are.
 
     Raises:

@@ -147,7 +147,7 @@ class Compiled(Backend):
 OPERATOR_BY_OPERATOR = OperatorByOperator()
 
 
-def resolve_backend(asked: Any) -> Backend:
+def resolve_backend(asked: object) -> Backend:
     """Read the argument `compile` of `data_parallel`.
 
     Args:
@@ -165,7 +165,7 @@ def resolve_backend(asked: Any) -> Backend:
     return OPERATOR_BY_OPERATOR if options is None else Compiled(options)
 
 
-def function_and_backend(step_fn: Callable[..., Any], compile: Any) -> tuple[Callable[..., Any], Backend]:
+def function_and_backend(step_fn: Callable[..., Any], compile: object) -> tuple[Callable[..., Any], Backend]:
     """Find out what is to run, and what makes the programs for it.
 
     Args:

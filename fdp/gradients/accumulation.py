@@ -128,7 +128,7 @@ class _Sums:
         self._kinds: list[Any] = []
         self._sinks: list[Any] = []
 
-    def add(self, out: Any, index: torch.Tensor | None) -> None:
+    def add(self, out: object, index: torch.Tensor | None) -> None:
         """Add the results of a microbatch, by its number, or None for the last."""
         leaves, spec = pytree.flatten(out)
         self._refuse_lost_gradients(leaves)
@@ -165,7 +165,7 @@ class _Sums:
         ]
         return pytree.unflatten(self._spec, leaves)
 
-    def _sink(self, leaf: Any) -> Any:
+    def _sink(self, leaf: object) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         return torch.zeros((self._microbatches, *leaf.shape), dtype=leaf.dtype, device=leaf.device)
@@ -192,7 +192,7 @@ class _Sums:
             )
 
 
-def _microbatch_invariant(leaf: Any, is_value: bool) -> Any:
+def _microbatch_invariant(leaf: object, is_value: bool) -> Any:
     """The properties of a result that have to be the same for every microbatch."""
     if isinstance(leaf, Pending):
         return leaf.label
@@ -201,7 +201,7 @@ def _microbatch_invariant(leaf: Any, is_value: bool) -> Any:
     return leaf
 
 
-def _refuse_arguments(grad_fn: Any, microbatches: Any) -> None:
+def _refuse_arguments(grad_fn: object, microbatches: object) -> None:
     if not callable(grad_fn):
         raise ArgumentError(
             build_message(

@@ -160,7 +160,7 @@ def grad(
     return wrapped
 
 
-def _positions(argnums: Any) -> tuple[int, ...]:
+def _positions(argnums: object) -> tuple[int, ...]:
     """The positions of the arguments to differentiate with respect to."""
     numbers = tuple(argnums) if isinstance(argnums, (list, tuple)) else (argnums,)
     if not numbers or not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
@@ -177,7 +177,7 @@ def _chosen(items: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
     return [item for item, yes in zip(items, mask, strict=True) if yes]
 
 
-def _is_differentiable(leaf: Any) -> bool:
+def _is_differentiable(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 

@@ -53,7 +53,7 @@ class EventRecorder:
 
         return around
 
-    def events(self, first: Any) -> list[Event]:
+    def events(self, first: object) -> list[Event]:
         """All events in order; times are those since the stamp `first`."""
         stamps = list(self._stamps)
         seconds = self._clock.seconds(first, [stamp for _, _, stamp in stamps])

@@ -183,5 +183,5 @@ def _entry_bytes(node: fx.Node, entry: int) -> float:
     return max(float(sum(value.numel() * value.itemsize for value in values)), 1.0)
 
 
-def _is_node(value: Any) -> bool:
+def _is_node(value: object) -> bool:
     return isinstance(value, fx.Node)

@@ -98,7 +98,7 @@ class MetaCopy:
             return False
         return True
 
-    def _stand_in(self, original: Any) -> Any:
+    def _stand_in(self, original: object) -> Any:
         """The stand-in for an original; None for any other object."""
         # The number of an original that died may have been given to another object.
         reference, stand_in = self._pairs.get(id(original), (_NOTHING, None))
@@ -184,7 +184,7 @@ class ModuleCopy:
         self._settled = False
         own = weakref.ref(self)  # or both would wait for the garbage collector, with the memory of the original
 
-        def on_death(_: Any) -> None:
+        def on_death(_: object) -> None:
             part = own()
             if part is not None:
                 part.settle()
@@ -234,7 +234,7 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-def _leads_to(value: Any, is_original: Callable[[Any], bool]) -> bool:
+def _leads_to(value: object, is_original: Callable[[Any], bool]) -> bool:
     """Whether an original can be reached from a value; also said of a value from which too much can be reached."""
     visited: set[int] = set()
     pending = [value]

@@ -108,7 +108,7 @@ def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, 
     return apply, params, buffers
 
 
-def module_read_by(function: Any) -> MetaCopy | None:
+def module_read_by(function: object) -> MetaCopy | None:
     """The module whose attributes a function reads at each call: of an `apply`; None for another function."""
     found: MetaCopy | None = vars(function).get(_READS)
     return found
@@ -119,7 +119,7 @@ def _as_state(buffer: Tensor) -> Tensor:
     return buffer.detach() if isinstance(buffer, Tensor) and buffer.requires_grad else buffer
 
 
-def _plain(module: Any) -> nn.Module:
+def _plain(module: object) -> nn.Module:
     """The module without the wrapper of torch.compile, if it can be a pure function."""
     if not isinstance(module, nn.Module):
         kind = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
@@ -146,7 +146,7 @@ def _plain(module: Any) -> nn.Module:
     return result
 
 
-def _torch_kinds(module: Any) -> set[str]:
+def _torch_kinds(module: object) -> set[str]:
     """Which of torch's own classes it is an instance of; by name, because importing some takes seconds."""
     return {c.__name__ for c in type(module).__mro__ if c.__module__.startswith("torch.")}
 
@@ -254,5 +254,5 @@ def _containers(module: nn.Module) -> list[Any]:
     return [value for value in vars(module).values() if type(value) in (*_TABLES, *_LISTS)]
 
 
-def _items(container: Any) -> Any:
+def _items(container: object) -> Any:
     return container.items() if isinstance(container, dict) else container

@@ -141,7 +141,7 @@ def alike(a: Any, b: Any) -> bool:
     return tensors and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
 
 
-def trains(p: Any) -> bool:
+def trains(p: object) -> bool:
     """Whether a leaf can be trained: a tensor of real or complex floating point numbers."""
     return isinstance(p, Tensor) and (p.is_floating_point() or p.is_complex())
 
@@ -166,7 +166,7 @@ def names(tree: Tree, root: str) -> list[str]:
     return pytree.leaf_names(tree, root, none_is_leaf=True)
 
 
-def value_text(value: Any) -> str:
+def value_text(value: object) -> str:
     """A value in words: the dtype, shape and device of a tensor, else the type and the value."""
     if isinstance(value, Tensor):
         layout = "" if value.layout == torch.strided else f", {value.layout}"

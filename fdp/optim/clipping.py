@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -177,12 +175,12 @@ def checked_gradients(who: str, root: str, tree: Tree) -> list[Tensor]:
     return leaves
 
 
-def _is_dense(leaf: Any) -> bool:
+def _is_dense(leaf: object) -> bool:
     """Whether a leaf is a dense tensor of real or complex floating point numbers."""
     return isinstance(leaf, Tensor) and leaf.layout == torch.strided and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def _check_max_norm(who: str, max_norm: Any) -> None:
+def _check_max_norm(who: str, max_norm: object) -> None:
     if isinstance(max_norm, Tensor):
         good = max_norm.dim() == 0 and max_norm.is_floating_point()
     else:
@@ -192,11 +190,11 @@ def _check_max_norm(who: str, max_norm: Any) -> None:
         raise optimizer_error(what, "max_norm=1.0 is a usual first value.")
 
 
-def _check_norm_type(who: str, norm_type: Any) -> None:
+def _check_norm_type(who: str, norm_type: object) -> None:
     if not _is_positive(norm_type):
         what = f"{who} takes norm_type as a positive number or math.inf, not {value_text(norm_type)}."
         raise optimizer_error(what, "leave it out for the Euclidean norm.")
 
 
-def _is_positive(value: Any) -> bool:
+def _is_positive(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0  # which NaN is not

@@ -7,14 +7,13 @@ wrappers nest.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from fdp.optim.argument_checks import optimizer_error, value_text
 from fdp.optim.optimizer import Optimizer
 from fdp.pytree import Tree
 
 
-def check_optimizer(who: str, optimizer: Any) -> None:
+def check_optimizer(who: str, optimizer: object) -> None:
     """Refuse to wrap what is not an `Optimizer`.
 
     Args:
@@ -29,7 +28,7 @@ def check_optimizer(who: str, optimizer: Any) -> None:
         raise optimizer_error(f"{who} wraps an Optimizer, not {value_text(optimizer)}.", remedy)
 
 
-def added(who: str, inner: Any, own: dict[str, Tree]) -> dict[str, Tree]:
+def added(who: str, inner: object, own: dict[str, Tree]) -> dict[str, Tree]:
     """Put the entries of a wrapper beside those of the state that it wraps.
 
     Args:
@@ -53,7 +52,7 @@ def added(who: str, inner: Any, own: dict[str, Tree]) -> dict[str, Tree]:
     return {**inner, **own}
 
 
-def parted(who: str, opt_state: Any, keys: Iterable[str]) -> tuple[dict[str, Tree], dict[str, Tree]]:
+def parted(who: str, opt_state: object, keys: Iterable[str]) -> tuple[dict[str, Tree], dict[str, Tree]]:
     """Take the entries of a wrapper out of a state.
 
     Args:

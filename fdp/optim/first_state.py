@@ -69,7 +69,7 @@ class _Recorded(dict[str, Any]):
             self.first[key] = _copy(value)
         super().__setitem__(key, value)
 
-    def setdefault(self, key: str, default: Any = None) -> Any:
+    def setdefault(self, key: str, default: object = None) -> Any:
         if key not in self:
             self[key] = default
         return self[key]
@@ -83,7 +83,7 @@ class _Recorded(dict[str, Any]):
         return self
 
 
-def _after(build: Build, step: Step, p: Tensor, grad: Tensor, state: Any, seed: int) -> tuple[Tensor, Any]:
+def _after(build: Build, step: Step, p: Tensor, grad: Tensor, state: object, seed: int) -> tuple[Tensor, Any]:
     """A copy of a parameter after one step from a state, and the state."""
     torch.manual_seed(seed)
     q = p.detach().clone()
@@ -101,11 +101,11 @@ def _drawn(p: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(p.shape, generator=generator, dtype=dtype, device="cpu").to(dtype=p.dtype, device=p.device)
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: object) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _same(one: Any, two: Any) -> bool:
+def _same(one: object, two: object) -> bool:
     if not isinstance(one, Tensor) or not isinstance(two, Tensor):
         return type(one) is type(two) and bool(one == two)
     alike = (one.shape, one.dtype, one.device) == (two.shape, two.dtype, two.device)

@@ -44,7 +44,7 @@ class GradientTransformation(NamedTuple):
 
 
 @hiding_frames
-def from_transform(transform: Any) -> Optimizer:
+def from_transform(transform: object) -> Optimizer:
     """Make an optimizer of a gradient transformation in the form of Optax, written in torch.
 
     Args:
@@ -188,7 +188,7 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
 _MIRROR = "return one update for each parameter, of its shape: what is to be added to it."
 
 
-def _transformation(who: str, transform: Any) -> GradientTransformation:
+def _transformation(who: str, transform: object) -> GradientTransformation:
     if isinstance(transform, Optimizer):
         what = f"{who} takes transformations, which turn gradients into updates, but {transform!r} makes parameters."
         raise optimizer_error(what, "use it as it is; fdp.optim.clipped, scheduled and averaged wrap it.")
@@ -230,7 +230,7 @@ def _caller(update: Callable[..., Any]) -> Update:
     return call
 
 
-def _pair(made: Any) -> tuple[Tree, Tree]:
+def _pair(made: object) -> tuple[Tree, Tree]:
     if not isinstance(made, tuple) or len(made) != 2:
         what = f"update of a transformation returned {value_text(made)}, not a pair."
         raise optimizer_error(what, "return updates, state.")
@@ -284,7 +284,7 @@ def _of_its_own(state: Tree, params: Tree) -> Tree:
     """A state that shares no memory with the parameters, as an average does that begins with them."""
     taken = {_memory(p) for p in pytree.leaves_of(params) if isinstance(p, Tensor)}
 
-    def own(leaf: Any) -> Any:
+    def own(leaf: object) -> Any:
         return leaf.detach().clone() if isinstance(leaf, Tensor) and _memory(leaf) in taken else leaf
 
     return pytree.map_leaves(own, state)

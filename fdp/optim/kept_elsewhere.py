@@ -55,7 +55,7 @@ def changed_since(before: dict[str, Any], optimizer: optim.Optimizer) -> list[st
     return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 
 
-def _content(value: Any) -> Any:
+def _content(value: object) -> Any:
     """Numbers and texts by what they are, containers by what they hold, everything else by which object it is."""
     if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
         return type(value), value

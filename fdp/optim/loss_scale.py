@@ -137,5 +137,5 @@ def _check_numbers(init_scale: Any, growth: Any, backoff: Any, interval: Any) ->
             raise optimizer_error(f"loss_scaled takes {name} as {range_}, not {value_text(value)}.", "leave it out.")
 
 
-def _number(value: Any) -> bool:
+def _number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -176,7 +176,7 @@ def from_torch(cls: type[optim.Optimizer], **hyperparameters: Any) -> Optimizer:
     return Optimizer(init, update, summary)
 
 
-def _holds_tensor(value: Any) -> bool:
+def _holds_tensor(value: object) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in pytree.leaves_of(value))
 
 

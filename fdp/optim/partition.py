@@ -105,13 +105,13 @@ class _Parts:
 
     keys: tuple[Any, ...]
 
-    def tree(self, key: Any, tree: Tree) -> Tree:
+    def tree(self, key: object, tree: Tree) -> Tree:
         """A tree with None in place of the leaves of other parts."""
         leaves, spec = pytree.flatten(tree, none_is_leaf=True)
         return spec.unflatten([leaf if k == key else None for k, leaf in zip(self.keys, leaves, strict=True)])
 
 
-def _parts(label: Any, optimizers: Mapping[Any, Optimizer], params: Tree) -> _Parts:
+def _parts(label: object, optimizers: Mapping[Any, Optimizer], params: Tree) -> _Parts:
     params = bare(params)  # containers are no part of a path
     leaves, spec = pytree.flatten(params, none_is_leaf=True)
     if callable(label):

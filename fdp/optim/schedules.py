@@ -215,7 +215,7 @@ def _check_entries(optimizer: Optimizer, by_entry: Mapping[str, Any], state: dic
         raise optimizer_error(what, remedy)
 
 
-def _value(name: str, value: Any) -> Tensor:
+def _value(name: str, value: object) -> Tensor:
     if not isinstance(value, Tensor) or value.dim() or not value.is_floating_point() or value.device.type != "cpu":
         what = f"the schedule of {name!r} returned {value_text(value)}, not a 0-dim floating point tensor on the CPU."
         raise optimizer_error(what, "compute it of the count, a tensor: 0.1 * 0.99 ** count.double().")

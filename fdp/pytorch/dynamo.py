@@ -93,7 +93,7 @@ def uncompiled() -> Iterator[None]:
 def _is_asked() -> bool:
     asked = False
 
-    def note(callback: Any, in_hop: bool) -> None:
+    def note(callback: object, in_hop: bool) -> None:
         nonlocal asked
         asked = True
 
@@ -115,7 +115,7 @@ def _asked_instead(decide: Callable[[Any, bool], Any]) -> Iterator[None]:
 
     before = eval_frame._callback_from_stance
 
-    def answer(callback: Any) -> Any:
+    def answer(callback: object) -> Any:
         return decide(callback, _in_hop_compile())
 
     with torch.compiler.set_stance("force_eager"), config.patch(error_on_nested_fx_trace=False):
@@ -126,7 +126,7 @@ def _asked_instead(decide: Callable[[Any, bool], Any]) -> Iterator[None]:
             eval_frame._callback_from_stance = before
 
 
-def function_behind_compile(step_fn: Any) -> tuple[Any, Mapping[str, Any] | None] | None:
+def function_behind_compile(step_fn: object) -> tuple[Any, Mapping[str, Any] | None] | None:
     """Take what `torch.compile` made of a function apart.
 
     (This relies on `_torchdynamo_orig_callable`, which is the function, and on `_is_torch_compile` and
@@ -155,7 +155,7 @@ def function_behind_compile(step_fn: Any) -> tuple[Any, Mapping[str, Any] | None
     return inner, wanted
 
 
-def uncompiled_module(module: Any) -> torch.nn.Module:
+def uncompiled_module(module: object) -> torch.nn.Module:
     """The module that `torch.compile` made another one of.
 
     (This relies on `OptimizedModule._orig_mod`.)
@@ -173,7 +173,7 @@ def uncompiled_module(module: Any) -> torch.nn.Module:
     return found
 
 
-def refuse_as_backend(graph: Any, inputs: Any, **options: Any) -> Any:
+def refuse_as_backend(graph: object, inputs: object, **options: Any) -> Any:
     """Say why there is no `torch.compile(step, backend="fdp")`: pyproject.toml has Dynamo find this under the name.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 
-def fake_mode_at_work(values: Any = None) -> Any:
+def fake_mode_at_work(values: object = None) -> Any:
     """The mode for tensors without values that is entered here, or that some values belong to; None if there is none.
 
     Args:

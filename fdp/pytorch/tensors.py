@@ -67,7 +67,7 @@ def geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
     )
 
 
-def generator_id(generator: Any) -> int | None:
+def generator_id(generator: object) -> int | None:
     """The identity of a generator: an operator may be given another object for the same one.
 
     Returns:

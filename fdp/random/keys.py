@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -36,9 +36,12 @@ _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16
 """How many bits of a word make a floating-point number: those that its significand can hold."""
 _LARGEST_SPAN = 2**40
 
+Device: TypeAlias = "torch.device | str | int | None"
+"""What torch takes for a device; None where another argument says which."""
+
 
 @hiding_frames
-def key(seed: int | torch.Tensor, device: Any = None) -> torch.Tensor:
+def key(seed: int | torch.Tensor, device: Device = None) -> torch.Tensor:
     """Make a key from a number.
 
     Args:
@@ -115,7 +118,7 @@ def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
 
 @hiding_frames
 def normal(
-    key: torch.Tensor, shape: int | Sequence[int] = (), dtype: torch.dtype | None = None, device: Any = None
+    key: torch.Tensor, shape: int | Sequence[int] = (), dtype: torch.dtype | None = None, device: Device = None
 ) -> torch.Tensor:
     """Draw from the normal distribution of mean 0 and standard deviation 1.
 
@@ -152,7 +155,7 @@ def uniform(
     dtype: torch.dtype | None = None,
     minval: float = 0.0,
     maxval: float = 1.0,
-    device: Any = None,
+    device: Device = None,
 ) -> torch.Tensor:
     """Draw from the uniform distribution between two numbers.
 
@@ -197,7 +200,7 @@ def randint(
     minval: int,
     maxval: int,
     dtype: torch.dtype = torch.int64,
-    device: Any = None,
+    device: Device = None,
 ) -> torch.Tensor:
     """Draw integers from `minval` on, up to but without `maxval`.
 
@@ -237,7 +240,7 @@ def randint(
 
 @hiding_frames
 def bernoulli(
-    key: torch.Tensor, p: float | torch.Tensor = 0.5, shape: int | Sequence[int] | None = None, device: Any = None
+    key: torch.Tensor, p: float | torch.Tensor = 0.5, shape: int | Sequence[int] | None = None, device: Device = None
 ) -> torch.Tensor:
     """Draw truth values.
 
@@ -278,7 +281,7 @@ def bernoulli(
 
 
 @hiding_frames
-def permutation(key: torch.Tensor, x: int | torch.Tensor, axis: int = 0, device: Any = None) -> torch.Tensor:
+def permutation(key: torch.Tensor, x: int | torch.Tensor, axis: int = 0, device: Device = None) -> torch.Tensor:
     """Shuffle a tensor along one dimension, or the integers below a number.
 
     Args:
@@ -309,7 +312,7 @@ def permutation(key: torch.Tensor, x: int | torch.Tensor, axis: int = 0, device:
     return _words("permutation", key, x, device, 63).argsort()
 
 
-def _words(name: str, key: torch.Tensor, shape: int | Sequence[int], device: Any, bits: int) -> torch.Tensor:
+def _words(name: str, key: torch.Tensor, shape: int | Sequence[int], device: Device, bits: int) -> torch.Tensor:
     """Draw the upper `bits` bits of a word for each element, as a number from 0 to 2**bits - 1."""
     _check_key(name, key)
     sizes: list[Any] = list(shape) if isinstance(shape, Sequence) else [shape]
@@ -325,7 +328,7 @@ def _words(name: str, key: torch.Tensor, shape: int | Sequence[int], device: Any
     return result
 
 
-def _check_key(name: str, key: Any) -> None:
+def _check_key(name: str, key: object) -> None:
     if isinstance(key, torch.Tensor) and key.dtype == torch.int64 and key.dim() == 0:
         return
     got = f"a {key.dtype} tensor of shape {list(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
@@ -334,7 +337,7 @@ def _check_key(name: str, key: Any) -> None:
     )
 
 
-def _integer(name: str, number: Any, device: Any) -> torch.Tensor:
+def _integer(name: str, number: Any, device: Device) -> torch.Tensor:
     if _is_number(number):
         return torch.tensor(signed(int(number)), dtype=torch.int64, device=device)
     if isinstance(number, torch.Tensor) and number.dim() == 0 and _is_integer(number.dtype):
@@ -342,12 +345,12 @@ def _integer(name: str, number: Any, device: Any) -> torch.Tensor:
     raise _refusal(name, f"{number!r}", "pass a Python integer or a 0-dim integer tensor.")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     """Whether it is a whole number, of Python's or of NumPy's."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _is_integer(dtype: Any) -> bool:
+def _is_integer(dtype: object) -> bool:
     return isinstance(dtype, torch.dtype) and not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
 
 

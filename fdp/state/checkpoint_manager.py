@@ -282,7 +282,7 @@ class CheckpointManager:
     def __repr__(self) -> str:
         return f"fdp.CheckpointManager({os.fspath(self._directory)!r}, keep={self._keep})"
 
-    def _write(self, step: int, named: dict[str, Any], ranks: Group, pace: Pace | None, among: Any) -> None:
+    def _write(self, step: int, named: dict[str, Any], ranks: Group, pace: Pace | None, among: object) -> None:
         started = time.monotonic()
         what = f"the checkpoint of step {step}"
         write("CheckpointManager.save", self._directory / str(step), named, ranks, pace, among, what)
@@ -365,11 +365,11 @@ def _of_this_rank(named: dict[str, Any], ranks: Group) -> dict[str, Any]:
     return own
 
 
-def _bytes_of(leaf: Any) -> int:
+def _bytes_of(leaf: object) -> int:
     return leaf.numel() * leaf.element_size() if isinstance(leaf, torch.Tensor) else 0
 
 
-def _copied(leaf: Any) -> Any:
+def _copied(leaf: object) -> Any:
     """A copy in the memory of the CPU, which later calls do not overwrite."""
     if not isinstance(leaf, torch.Tensor):
         return copy.deepcopy(leaf)
@@ -381,12 +381,12 @@ def _first_part(error: Exception) -> str:
     return " ".join(str(error).split("Remedy:")[0].split())
 
 
-def _plain(step: Any) -> Any:
+def _plain(step: object) -> Any:
     """A step number as a Python int, also from one of NumPy's."""
     return int(step) if isinstance(step, Integral) else step
 
 
-def _check_step(method: str, step: Any) -> None:
+def _check_step(method: str, step: object) -> None:
     if not isinstance(step, Integral) or isinstance(step, bool) or step < 0:
         raise ArgumentError(
             build_message(

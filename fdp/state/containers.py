@@ -24,7 +24,7 @@ Role: TypeAlias = Literal["state", "per rank", "part"]
 """What a tensor of a state is to a trace: the same on every rank, each rank's own, or a part of what is the same."""
 
 
-def _itself(leaf: Any) -> Any:
+def _itself(leaf: object) -> Any:
     return leaf
 
 
@@ -32,7 +32,7 @@ def _never(kind: type) -> bool:
     return False
 
 
-def _alone(leaf: Any) -> tuple[tuple[Any], Hashable, tuple[str]]:
+def _alone(leaf: object) -> tuple[tuple[Any], Hashable, tuple[str]]:
     return (leaf,), None, ("leaf",)
 
 
@@ -91,11 +91,11 @@ class Container:
         """Whether a type is that of the container."""
         return kind is self.kind or self.is_kind(kind)
 
-    def seen(self, container: Any) -> Any:
+    def seen(self, container: object) -> Any:
         """What stands for a container where there are none, as in a step; no rank has the whole of what is in parts."""
         return container if self.role == "part" else self.apart(container)[0][0]
 
-    def with_tensor(self, leaf: Any, tensor: Any) -> Any:
+    def with_tensor(self, leaf: object, tensor: object) -> Any:
         """A leaf that holds another tensor, or holds what was saved; else as a given one."""
         if not self.recognises(type(leaf)) or self.recognises(type(tensor)):
             return tensor
@@ -144,7 +144,7 @@ for _each in CONTAINERS:
         register(_each, _each.kind)
 
 
-def container_of(leaf: Any) -> Container:
+def container_of(leaf: object) -> Container:
     """The container that an object is."""
     return container_of_type(type(leaf))
 
@@ -154,7 +154,7 @@ def container_of_type(kind: type) -> Container:
     return next((each for each in CONTAINERS if each.recognises(kind)), PLAIN)
 
 
-def lies_in_parts(leaf: Any) -> bool:
+def lies_in_parts(leaf: object) -> bool:
     """Whether a rank holds no more than a part of a leaf."""
     return container_of(leaf).role == "part"
 
@@ -280,6 +280,6 @@ def copied(tree: Tree) -> Tree:
     return pytree.unflatten(spec, map(_copied, leaves, containers_of(leaves, spec)))
 
 
-def _copied(leaf: Any, container: Container) -> Any:
+def _copied(leaf: object, container: Container) -> Any:
     tensor = container.tensor(leaf)
     return container.with_tensor(leaf, tensor.detach().clone()) if isinstance(tensor, torch.Tensor) else leaf

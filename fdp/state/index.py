@@ -194,7 +194,7 @@ class _IndexUnpickler(_InPython):  # type: ignore[misc]  # it has no types of it
         dispatch[_code[0]] = _load
 
 
-def _record_text(value: Any) -> str:
+def _record_text(value: object) -> str:
     return f"{value.module}.{value.name}" if type(value) is _Name else f"a {type(value).__name__}"
 
 
@@ -205,7 +205,7 @@ class _Broken(Exception):
     """A part of an index is invalid."""
 
 
-def _index_of(root: Any, directory: Path) -> Metadata:
+def _index_of(root: object, directory: Path) -> Metadata:
     state = _state(root, "Metadata")
     files = {_key(key): _info(value, directory) for key, value in _typed(state["storage_data"], dict).items()}
     items: dict[str, Any] = {}
@@ -218,7 +218,7 @@ def _index_of(root: Any, directory: Path) -> Metadata:
     return Metadata(items, storage_data=files)
 
 
-def _item(record: Any) -> Any:
+def _item(record: object) -> Any:
     """The entry of a checkpoint under a name: a value, or a tensor in pieces that make up all of it."""
     if type(record) is _Record and record.kind == "BytesStorageMetadata":
         return BytesStorageMetadata()
@@ -277,14 +277,14 @@ def _overlap(start: Sequence[int], size: Sequence[int], other: Sequence[int], ot
     return all(a < c + d and c < a + b for a, b, c, d in zip(start, size, other, other_size, strict=True))
 
 
-def _key(record: Any) -> MetadataIndex:
+def _key(record: object) -> MetadataIndex:
     state = _state(record, "MetadataIndex")
     offset, index = state.get("offset"), state.get("index")
     name = _typed(state["fqn"], str)
     return MetadataIndex(name, None if offset is None else _numbers(offset), None if index is None else _number(index))
 
 
-def _info(record: Any, directory: Path) -> _StorageInfo:
+def _info(record: object, directory: Path) -> _StorageInfo:
     """The file and offset of an entry, if the file exists and is long enough."""
     state = _state(record, "_StorageInfo")
     name, offset, length = _typed(state["relative_path"], str), _number(state["offset"]), _number(state["length"])
@@ -301,14 +301,14 @@ def _info(record: Any, directory: Path) -> _StorageInfo:
     return _StorageInfo(name, offset, length)
 
 
-def _state(record: Any, kind: str) -> Mapping[str, Any]:
+def _state(record: object, kind: str) -> Mapping[str, Any]:
     if type(record) is not _Record or record.kind != kind:
         raise _Broken(f"it has {_record_text(record)} in the place of a {kind}")
     result: Mapping[str, Any] = _typed(record.state, dict)
     return result
 
 
-def _numbers(given: Any) -> torch.Size:
+def _numbers(given: object) -> torch.Size:
     """The arguments of a call of torch.Size, as a tuple."""
     (numbers,) = _typed(given, tuple)
     return torch.Size([_number(each) for each in _typed(numbers, tuple)])
@@ -320,7 +320,7 @@ def _number(value: Any) -> int:
     return int(value)
 
 
-def _typed(value: Any, kind: type) -> Any:
+def _typed(value: object, kind: type) -> Any:
     if type(value) is not kind:
         raise _Broken(f"it has {_record_text(value)} in the place of a {kind.__name__}")
     return value

@@ -148,7 +148,7 @@ def differing(
     return offenders
 
 
-def mark_of(leaf: Any) -> int:
+def mark_of(leaf: object) -> int:
     """A number to compare a leaf by: of its bits, or of its type if it has none; `NO_MARK` for one in parts."""
     if lies_in_parts(leaf):
         return NO_MARK  # each rank has bits of its own
@@ -205,7 +205,7 @@ def _bytes_mark(data: bytes) -> int:
     return fingerprint(torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8))
 
 
-def _leaf_text(leaf: Any) -> str:
+def _leaf_text(leaf: object) -> str:
     return f"{list(leaf.shape)} {leaf.dtype}" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
 
 

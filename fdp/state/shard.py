@@ -118,13 +118,13 @@ def part_for(shape: Any, ranks: int) -> Part | None:
     return next((part for part in found if part.divides(shape)), None)
 
 
-def _copied(leaf: Any, container: Container) -> Any:
+def _copied(leaf: object, container: Container) -> Any:
     """A leaf with memory of its own, if it has memory."""
     tensor = container.tensor(leaf)
     return container.with_tensor(leaf, copy_of(tensor)) if isinstance(tensor, torch.Tensor) else leaf
 
 
-def _is_large(leaf: Any, min_size: int) -> bool:
+def _is_large(leaf: object, min_size: int) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and leaf.numel() >= min_size
 
 

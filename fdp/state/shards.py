@@ -197,7 +197,7 @@ def is_sharded_type(kind: type) -> bool:
     return kind is DTensor
 
 
-def is_sharded(leaf: Any) -> bool:
+def is_sharded(leaf: object) -> bool:
     """Whether a leaf is a `DTensor`."""
     return is_sharded_type(type(leaf))
 

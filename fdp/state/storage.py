@@ -278,7 +278,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         self.original_state_dict[name] = read_plain(name, value, self._like.get(name))
 
 
-def read_plain(name: str, value: io.BytesIO, like: Any) -> Any:
+def read_plain(name: str, value: io.BytesIO, like: object) -> Any:
     """Read a non-tensor value.
 
     Args:
@@ -313,7 +313,7 @@ def read_plain(name: str, value: io.BytesIO, like: Any) -> Any:
 
 
 @contextmanager
-def _harmless(like: Any) -> Iterator[None]:
+def _harmless(like: object) -> Iterator[None]:
     """Let values of the class of `like` be read, and numbers of NumPy's."""
     with torch.serialization.safe_globals([type(like), *(_of_numpy() if "numpy" in sys.modules else ())]):
         yield

@@ -200,7 +200,7 @@ def _planned_by(trace: Trace) -> Any:
     return operations, [(reduction.position, reduction.operation) for reduction in trace.reductions]
 
 
-def _digest(value: Any) -> str:
+def _digest(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()
 
 

@@ -87,7 +87,7 @@ class Signatures(dict[Any, Known]):
         offsets = tuple(tensor.storage_offset() for tensor in flat.tensors) if self._offsets_matter else ()
         return flat.key, place, offsets
 
-    def find(self, key: Any) -> Known | None:
+    def find(self, key: object) -> Known | None:
         """The preparation of a signature, if it is kept."""
         try:
             return self.get(key)

@@ -69,7 +69,7 @@ class Step(Generic[Arguments, Result]):
         donate_argnums: int | Iterable[int] = (),
         group: Ranks = None,
         bucket_cap_mb: Caps = "auto",
-        compile: Any = False,
+        compile: object = False,
         check_replication: bool = True,
         check_trace: bool = True,
         check_finite: bool = False,

@@ -35,7 +35,7 @@ def same_program(one: Trace, other: Trace) -> bool:
     return one.whole is other.whole and _same_graphs(one.graph, other.graph)
 
 
-def _exactly(constant: Any) -> tuple[Any, ...]:
+def _exactly(constant: object) -> tuple[Any, ...]:
     return type(constant), repr(constant)
 
 
@@ -68,7 +68,7 @@ def _held(module: fx.GraphModule, node: fx.Node) -> Any:
     return value
 
 
-def _same_constants(one: Any, other: Any) -> bool:
+def _same_constants(one: object, other: object) -> bool:
     if one is other:
         return True
     if isinstance(one, fx.GraphModule) and isinstance(other, fx.GraphModule):

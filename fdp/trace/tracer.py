@@ -103,7 +103,11 @@ def trace_step(
     outputs, sources = _returned(name, captured, whole, varying, flat, roles, check_replication)
 
     def traced(
-        module: fx.GraphModule, inputs: Sequence[Input], outputs: Sequence[Output], in_spec: Any, out_spec: Any
+        module: fx.GraphModule,
+        inputs: Sequence[Input],
+        outputs: Sequence[Output],
+        in_spec: pytree.Spec,
+        out_spec: pytree.Spec,
     ) -> Trace:
         outline_loops(name, module)
         operations, reductions = _operations(module.graph)

@@ -341,7 +341,7 @@ def changed_by(body: Trace) -> frozenset[int]:
     return frozenset(at for at, number in enumerate(memory) if number in written)
 
 
-def _nodes_in(value: Any) -> list[fx.Node]:
+def _nodes_in(value: object) -> list[fx.Node]:
     if isinstance(value, fx.Node):
         return [value]
     return [node for each in value for node in _nodes_in(each)] if isinstance(value, (list, tuple)) else []

@@ -91,7 +91,7 @@ def _as_in_trace(graph: GraphOnTerms, nodes: Sequence[fx.Node], given: Sequence[
     return copies
 
 
-def _given(module: fx.GraphModule, copies: Mapping[fx.Node, View], value: Any) -> Any:
+def _given(module: fx.GraphModule, copies: Mapping[fx.Node, View], value: object) -> Any:
     if isinstance(value, fx.Node):
         return copies[value] if value in copies else getattr(module, str(value.target))
     if isinstance(value, (list, tuple)):
@@ -119,7 +119,7 @@ def drawn_as_said(
     operator = operator_of(getattr(getattr(getattr(torch.ops, namespace), packet), overload))
     copies: dict[int, View] = {}
 
-    def given(value: Any) -> Any:
+    def given(value: object) -> Any:
         if isinstance(value, list):
             return [given(each) for each in value]
         if not isinstance(value, dict):
@@ -153,7 +153,7 @@ def _view_of_layout(layout: Mapping[str, Any]) -> View:
     return view_of(Block("fresh"), 0, layout["size"], layout["stride"], getattr(torch, layout["dtype"]))
 
 
-def _lying(example: Any) -> Any:
+def _lying(example: object) -> Any:
     if not isinstance(example, torch.Tensor):
         return example
     return view_of(Block("fresh"), 0, example.shape, example.stride(), example.dtype)

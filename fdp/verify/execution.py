@@ -160,7 +160,7 @@ class Execution(TermMachine):
         lines = self.program.source.splitlines()
         return f"line {line}, `{lines[line - 1].strip()}`" if 0 < line <= len(lines) else "the program"
 
-    def _bound(self, name: str, value: Any) -> Any:
+    def _bound(self, name: str, value: object) -> Any:
         """The stand-in for an object that the program holds."""
         if isinstance(value, torch.Tensor):
             return self._bound_tensor(name, value)
@@ -217,7 +217,7 @@ class Execution(TermMachine):
 
         return lambda operands: self._aside(run, operands)
 
-    def _higher(self, target: Any) -> Callable[..., Any]:
+    def _higher(self, target: object) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             given = (*args, *kwargs.values())
             made: list[Any] = []
@@ -268,7 +268,7 @@ class Execution(TermMachine):
         results = [next(rest) if owner is None else raw[owner] for owner in operator.results]
         return results[0] if len(results) == 1 else tuple(results)
 
-    def _views(self, value: Any) -> Any:
+    def _views(self, value: object) -> Any:
         if isinstance(value, torch.Tensor):
             return self.view(value)
         if isinstance(value, (list, tuple)):
@@ -339,7 +339,7 @@ class Execution(TermMachine):
         views = [self._registered(each) for each in tensors]
         return views, tensors
 
-    def _registered(self, value: Any) -> Any:
+    def _registered(self, value: object) -> Any:
         if isinstance(value, (list, tuple)):
             return [self._registered(each) for each in value]
         if not isinstance(value, torch.Tensor):
@@ -363,7 +363,7 @@ def _as_many(record: Record, operator: Operator, raw: Sequence[Any]) -> bool:
     return all(len(each) in given for each in record.results if isinstance(each, list))
 
 
-def _flat(results: Any) -> list[View]:
+def _flat(results: object) -> list[View]:
     if type(results) is View:
         return [results]
     return [view for each in results for view in _flat(each)] if isinstance(results, (list, tuple)) else []

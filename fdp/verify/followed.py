@@ -88,7 +88,7 @@ class Followed(TermMachine):
         self._blocks[storage_id(tensor.untyped_storage())] = block
         self._kept.append(tensor)
 
-    def _views(self, value: Any) -> Any:
+    def _views(self, value: object) -> Any:
         if isinstance(value, torch.Tensor):
             return self.view(value)
         return [self._views(each) for each in value] if isinstance(value, (list, tuple)) else value

@@ -57,7 +57,7 @@ class GraphOnTerms(TermMachine):
         made: Any = self._module.graph.output_node().args[0]
         return [self.env[node] if isinstance(node, fx.Node) else node for node in made]
 
-    def _held(self, value: Any) -> Any:
+    def _held(self, value: object) -> Any:
         """What the graph itself holds; a tensor there is a literal of a decomposition, and known by its bytes."""
         if not isinstance(value, torch.Tensor) or is_fake(value):
             return value
@@ -71,7 +71,7 @@ class GraphOnTerms(TermMachine):
         if term.origin is None and self._node is not None and term.traced:
             term.origin = self._node.name
 
-    def given(self, value: Any) -> Any:
+    def given(self, value: object) -> Any:
         """An argument, with views in place of tensors."""
         if isinstance(value, fx.Node):
             return self.env[value]
@@ -132,7 +132,7 @@ class GraphOnTerms(TermMachine):
         results = higher_order(self, function_name(node.target), given, fresh)
         return results if isinstance(value, (list, tuple)) else results[0]
 
-    def _fresh(self, value: Any) -> Any:
+    def _fresh(self, value: object) -> Any:
         if isinstance(value, torch.Tensor):
             return self.fresh_view(value)
         return [self._fresh(each) for each in value] if isinstance(value, (list, tuple)) else value
@@ -146,13 +146,13 @@ class GraphOnTerms(TermMachine):
         return found._replace(start=view.start + start)
 
 
-def _same_memory(base: torch.Tensor, value: Any) -> bool:
+def _same_memory(base: torch.Tensor, value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return bool(value) and all(_same_memory(base, each) for each in value)
     return isinstance(value, torch.Tensor) and storage_id(value.untyped_storage()) == storage_id(base.untyped_storage())
 
 
-def _graph_text(value: Any) -> Any:
+def _graph_text(value: object) -> Any:
     """The text of a graph, without unused nodes. (The graph of a branch is another object each time it is captured.)"""
     if isinstance(value, fx.GraphModule):
         live = fx.Graph()

@@ -13,19 +13,19 @@ from fdp.verify.memory import View
 from fdp.verify.schemas import operator_of
 
 
-def function_name(target: Any) -> str:
+def function_name(target: object) -> str:
     """The name of a higher-order function in terms."""
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', target)}"
 
 
-def draws_in(value: Any) -> bool:
+def draws_in(value: object) -> bool:
     """Whether graphs among arguments draw random numbers."""
     if isinstance(value, fx.GraphModule):
         return any(_node_draws(node) for node in value.graph.nodes)
     return isinstance(value, (list, tuple)) and type(value) is not View and any(map(draws_in, value))
 
 
-def indexes_storage_in(value: Any) -> bool:
+def indexes_storage_in(value: object) -> bool:
     """Whether graphs among arguments index the storage of their operands by position."""
     if isinstance(value, fx.GraphModule):
         return any(map(_node_indexes_storage, value.graph.nodes))
@@ -68,7 +68,7 @@ def higher_order(machine: TermMachine, name: str, given: Sequence[Any], fresh: F
     return results
 
 
-def all_views(value: Any) -> Iterator[View]:
+def all_views(value: object) -> Iterator[View]:
     """All views in arguments, in order."""
     if type(value) is View:
         yield value

@@ -155,7 +155,7 @@ def _updates(implementations: Mapping[str, Callable[..., Any]]) -> Iterator[str]
                     yield f"{name} does not hand {target} what it is given"
 
 
-def _distinct_arguments(target: Any) -> tuple[list[Any], dict[str, Any]]:
+def _distinct_arguments(target: object) -> tuple[list[Any], dict[str, Any]]:
     """Arguments of an operator that all differ."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
@@ -246,7 +246,7 @@ class _Body:
     def __init__(self) -> None:
         self.given: list[list[torch.Tensor]] = []
 
-    def function(self, inputs: list[torch.Tensor], start: Any, wait: Any) -> None:
+    def function(self, inputs: list[torch.Tensor], start: object, wait: object) -> None:
         self.given.append(list(inputs))
 
 
@@ -261,7 +261,7 @@ class _Noting(TorchDispatchMode):
         self.calls.append((func, args, kwargs or {}))
 
 
-def _identities(value: Any) -> Any:
+def _identities(value: object) -> Any:
     """Arguments in a form that can be compared: tensors by their identity."""
     if isinstance(value, torch.Tensor):
         return ("tensor", id(value))

@@ -188,7 +188,7 @@ class _Decomposed:
             copies[each] = view._replace(block=Block("fresh"), start=0)
             graph.memory.write(copies[each], self.values.read(view))
 
-        def given(value: Any) -> Any:
+        def given(value: object) -> Any:
             if isinstance(value, fx.Node):
                 return copies[value] if value in copies else getattr(self.trace.graph, str(value.target))
             return [given(each) for each in value] if isinstance(value, (list, tuple)) else value
@@ -362,7 +362,7 @@ def _fused() -> dict[str, Any]:
     return found
 
 
-def _update(target: Any) -> Any:
+def _update(target: object) -> Any:
     def run(graph: GraphOnTerms, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         operator = operator_of(target)
         graph.perform(operator, operator.bind(args, kwargs), _nothing_new)

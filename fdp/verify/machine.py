@@ -239,7 +239,7 @@ def places(view: View) -> tuple[Any, ...]:
     return view.block.kind == "input", view.start, *steps(view)
 
 
-def holds_tensors(value: Any) -> bool:
+def holds_tensors(value: object) -> bool:
     """Whether a value is a tensor, or a list with one in it."""
     if isinstance(value, (list, tuple)):
         return any(map(holds_tensors, value))

@@ -201,7 +201,7 @@ def _is_at(
     )
 
 
-def _tensor_text(tensor: Any, memory: _AddressInStorage) -> str:
+def _tensor_text(tensor: object, memory: _AddressInStorage) -> str:
     if not isinstance(tensor, torch.Tensor):
         return "it is missing"
     where = f"{tensor.data_ptr() - memory[0]} bytes from the beginning of its piece"

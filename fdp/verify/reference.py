@@ -88,7 +88,7 @@ class Memories:
         self.blocks[id(value)] = view.block, 0
         self._views[id(value)] = view, value
 
-    def knows(self, value: Any) -> bool:
+    def knows(self, value: object) -> bool:
         """Whether the memory of a tensor, or of any in a list, is known."""
         if isinstance(value, torch.Tensor):
             strided = value.layout is torch.strided
@@ -96,7 +96,7 @@ class Memories:
         return isinstance(value, (list, tuple)) and any(map(self.knows, value))
 
 
-def _is_sparse(value: Any) -> bool:
+def _is_sparse(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is not torch.strided
 
 
@@ -225,7 +225,7 @@ class Reference(TermMachine):
             given = [self._given(value) for value in (*node.args, *node.kwargs.values())]
             higher_order(self, function_name(target), given, self._fresh(node, (), None))
 
-    def _operator(self, node: fx.Node, target: Any) -> None:
+    def _operator(self, node: fx.Node, target: object) -> None:
         operator = operator_of(target)
         value = node.meta.get("val")
         if operator.views and _is_sparse(value) and not self.memories.knows(value):
@@ -263,7 +263,7 @@ class Reference(TermMachine):
         views = [self._given(operand) for operand in operands]
         run_loop(self, node.name, loop.count, views, body.changed, body.draws)
 
-    def _given(self, value: Any) -> Any:
+    def _given(self, value: object) -> Any:
         if isinstance(value, fx.Node):
             if value.op == "get_attr":
                 held = getattr(self.trace.graph, str(value.target), None)
@@ -274,7 +274,7 @@ class Reference(TermMachine):
             return [self._given(each) for each in value]
         return value
 
-    def _views(self, value: Any) -> Any:
+    def _views(self, value: object) -> Any:
         if isinstance(value, torch.Tensor):
             return self.memories.view(value)
         if isinstance(value, (list, tuple)):
@@ -330,7 +330,7 @@ class Reference(TermMachine):
         self.values.fold(call, views, compute)
 
 
-def hidden(value: Any) -> Any:
+def hidden(value: object) -> Any:
     """Results that are arguments themselves: nothing is written to them."""
     if isinstance(value, View):
         return None

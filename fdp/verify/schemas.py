@@ -259,7 +259,7 @@ def _parameter(name: str, base: str, overload: str, argument: Any, entrywise: bo
     )
 
 
-def is_taken_apart(target: Any) -> bool:
+def is_taken_apart(target: object) -> bool:
     """Whether an operator is implemented as a function of others (and perhaps by a kernel as well)."""
     if not isinstance(target, OpOverload):
         return False

@@ -59,7 +59,7 @@ def visible_writes(view: Any, pieces: list[Piece], nothing: Any) -> list[Piece]:
     return found
 
 
-def _visible_in_runs(view: Any, pieces: list[Piece], stores: list[Any], nothing: Any) -> list[Piece] | None:
+def _visible_in_runs(view: object, pieces: list[Piece], stores: list[Any], nothing: object) -> list[Piece] | None:
     """As `visible_writes`, if all have few runs of bytes; else None."""
     whole = runs_of(view)
     covers = {id(store): runs_of(store) for store in stores}

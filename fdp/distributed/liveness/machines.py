@@ -23,7 +23,7 @@ def packed(hosts: dict[int, str]) -> list[list[Any]]:
     return list(made.values())
 
 
-def unpacked(rows: Any, size: int) -> dict[int, str]:
+def unpacked(rows: object, size: int) -> dict[int, str]:
     """The argument of `packed`."""
     return {rank: str(host) for host, ends in _rows(rows) for first, last in ends for rank in _range(first, last, size)}
 

@@ -56,7 +56,7 @@ def encoded(news: Groups, most_bytes: int) -> bytes:
     return _dumped({})
 
 
-def _dumped(news: Any) -> bytes:
+def _dumped(news: object) -> bytes:
     return json.dumps(news).encode()
 
 

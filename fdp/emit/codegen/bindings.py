@@ -111,7 +111,7 @@ def _bound(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
     return {a.name: given.get(a.name, a.default_value) for a in schema_of(operator).arguments}
 
 
-def _equal(one: Any, two: Any) -> bool:
+def _equal(one: object, two: object) -> bool:
     if isinstance(one, torch.Tensor) or isinstance(two, torch.Tensor):
         return one is two
     if isinstance(one, (list, tuple)) and isinstance(two, (list, tuple)):
@@ -119,11 +119,11 @@ def _equal(one: Any, two: Any) -> bool:
     return bool(one == two)
 
 
-def _has_tensor(value: Any) -> bool:
+def _has_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple)) and any(map(_has_tensor, value)))
 
 
-def _parsed_as(value: Any) -> Any:
+def _parsed_as(value: object) -> Any:
     """What decides on how Python arguments are parsed: of a list, the kinds in it, and whether it has one entry."""
     if isinstance(value, torch.Tensor):
         return torch.Tensor, value.dim() == 0

@@ -115,7 +115,7 @@ def _write_operator(writer: Writer, node: fx.Node, entries: Sequence[int]) -> No
         emit(writer, call, uses, node)
 
 
-def _entry_name(node: fx.Node, index: Any) -> str:
+def _entry_name(node: fx.Node, index: object) -> str:
     return f"{node.name}_entry{index}"
 
 

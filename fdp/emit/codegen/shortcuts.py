@@ -27,7 +27,7 @@ def transposed_weight(writer: Writer, node: fx.Node) -> fx.Node | None:
 
 
 def scalars_added(
-    target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    target: object, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, list[Any], dict[str, Any]] | None:
     """A cheaper call that adds a number to many scalars, such as the step counts of an optimizer.
 
@@ -46,6 +46,6 @@ def scalars_added(
     return _aten._foreach_add_.List, [tensors, [one] * len(tensors)], {}
 
 
-def _node(argument: Any) -> fx.Node:
+def _node(argument: object) -> fx.Node:
     assert isinstance(argument, fx.Node)
     return argument

@@ -75,7 +75,7 @@ def free_name(stem: str, taken: Container[str]) -> str:
     return stem
 
 
-def bind_object(writer: Writer, value: Any, stem: str) -> str:
+def bind_object(writer: Writer, value: object, stem: str) -> str:
     """Give an object that has no literal a name in the program, which no value of the graph has."""
     stem = f"const_{stem}"
     known = writer.names.get(id(value))
@@ -86,7 +86,7 @@ def bind_object(writer: Writer, value: Any, stem: str) -> str:
     return known
 
 
-def bind_operator(writer: Writer, target: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> str:
+def bind_operator(writer: Writer, target: object, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> str:
     """Bind the cheapest way to call an operator with arguments of a kind, given as nodes and constants."""
     if isinstance(target, OpOverload):
 
@@ -106,7 +106,7 @@ def bind_operator(writer: Writer, target: Any, args: Any = (), kwargs: Mapping[s
     return bind_object(writer, target, getattr(target, "__name__", "operator"))
 
 
-def literal(writer: Writer, value: Any, uses: set[str]) -> str:
+def literal(writer: Writer, value: object, uses: set[str]) -> str:
     """An argument as text; the names in it are added to `uses`."""
     if isinstance(value, fx.Node):
         name = name_in_program(writer, value)

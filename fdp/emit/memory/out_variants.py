@@ -192,7 +192,7 @@ def _overloads(packet: Any) -> Iterator[Any]:
         yield getattr(packet, name)
 
 
-def _out_names(operator: Any) -> tuple[str, ...]:
+def _out_names(operator: object) -> tuple[str, ...]:
     return tuple(argument.name for argument in schema_of(operator).arguments if argument.is_out)
 
 

@@ -191,7 +191,7 @@ def _dtype(node: fx.Node) -> torch.dtype:
     return torch.float32
 
 
-def _bytes_of(value: Any) -> int:
+def _bytes_of(value: object) -> int:
     if isinstance(value, torch.Tensor):
         size_bytes = value.numel() * value.itemsize
         # What is expanded lies in memory once.

@@ -270,13 +270,13 @@ def rank_count(world_size: Any) -> int:
     return size
 
 
-def _is_latency(value: Any) -> bool:
+def _is_latency(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= _LONGEST_S
 
 
-def _is_rate(value: Any) -> bool:
+def _is_rate(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and _SLOWEST_BYTES_PER_S <= value <= math.inf
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MOST

@@ -138,7 +138,7 @@ def split_static(args: tuple[Any, ...], roles: Roles) -> tuple[tuple[Any, ...], 
     return trees, tuple(args[i] for i in sorted(roles.static))
 
 
-def describe_leaf(leaf: Any) -> tuple[Any, ...]:
+def describe_leaf(leaf: object) -> tuple[Any, ...]:
     """The part of a signature that describes a leaf."""
     if isinstance(leaf, torch.Tensor):
         if type(leaf) not in _TENSOR_TYPES or leaf.layout != torch.strided:
@@ -204,7 +204,7 @@ def _is_bound(tensor: torch.Tensor) -> bool:
     return tensor.grad_fn is not None or tensor.is_inference()
 
 
-def _exact(value: Any) -> str | None:
+def _exact(value: object) -> str | None:
     """What tells equal values apart: 1 == True == 1.0, 0.0 == -0.0, also inside of tuples and dataclasses."""
     text = repr(value)
     return None if " at 0x" in text else text

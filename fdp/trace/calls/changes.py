@@ -95,7 +95,7 @@ def describe_change(old: Summary, new: Summary, names: Sequence[str], outside: s
     return f"{name}: {'' if part == 'value' else part + ' '}{was} became {now}{more}", _REMEDIES[part]
 
 
-def _kind_of_leaf(leaf: Any) -> Kind:
+def _kind_of_leaf(leaf: object) -> Kind:
     if not isinstance(leaf, torch.Tensor):
         return (("value", repr(leaf)),)
     # The shape first: if it changes, so do strides, and need no mention.

@@ -14,7 +14,7 @@ from fdp.trace.calls.finite_flags import ReturnsFiniteFlags
 _MAX_DEPTH = 4
 
 
-def closed_over_names(function: Any) -> dict[int, str]:
+def closed_over_names(function: object) -> dict[int, str]:
     """Find the tensors that a function can reach without being passed them.
 
     Args:
@@ -32,12 +32,12 @@ def closed_over_names(function: Any) -> dict[int, str]:
     return {key: name for key, (name, _) in closed_over_tensors(function).items()}
 
 
-def closed_over_where(function: Any, wanted: Callable[[torch.Tensor], bool]) -> list[str]:
+def closed_over_where(function: object, wanted: Callable[[torch.Tensor], bool]) -> list[str]:
     """The names of the closed-over tensors of a function for which a predicate holds."""
     return [name for name, tensor in closed_over_tensors(function).values() if wanted(tensor)]
 
 
-def closed_over_tensors(function: Any) -> dict[int, tuple[str, torch.Tensor]]:
+def closed_over_tensors(function: object) -> dict[int, tuple[str, torch.Tensor]]:
     """Find the tensors that a function can reach without being passed them: by `id`, name and tensor."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     seen: set[int] = set()
@@ -46,7 +46,7 @@ def closed_over_tensors(function: Any) -> dict[int, tuple[str, torch.Tensor]]:
     return found
 
 
-def closed_over_modules(function: Any) -> list[tuple[str, torch.nn.Module]]:
+def closed_over_modules(function: object) -> list[tuple[str, torch.nn.Module]]:
     """Find the modules, and the parts of modules, that a function can reach without being passed them, with names."""
     found: dict[int, tuple[str, torch.nn.Module]] = {}
     seen: set[int] = set()
@@ -55,7 +55,7 @@ def closed_over_modules(function: Any) -> list[tuple[str, torch.nn.Module]]:
     return list(found.values())
 
 
-def _reachable(function: Any) -> Iterator[tuple[str, Any]]:
+def _reachable(function: object) -> Iterator[tuple[str, Any]]:
     if isinstance(function, ReturnsFiniteFlags):
         function = function.step
     if isinstance(function, functools.partial):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from fdp.trace.calls.arguments import PLAIN_TYPES
 
@@ -41,11 +40,11 @@ def last_name_of(expression: str) -> str:
     return found.group() if found else expression
 
 
-def is_odd(key: Any) -> bool:
+def is_odd(key: object) -> bool:
     """Whether a key of a dict, or an item of a set, is an object whose text need not say which one it is."""
     return not issubclass(type(key), (*PLAIN, tuple))
 
 
-def key_text(key: Any) -> str:
+def key_text(key: object) -> str:
     """A key of a dict, or an item of a set, as text."""
     return f"a {type(key).__name__}" if is_odd(key) else repr(key)

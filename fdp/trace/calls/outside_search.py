@@ -85,7 +85,7 @@ class Search:
             self._visit(label, root, None, _MOST_DEPTH)
         self.watched.freeze()
 
-    def _visit(self, label: str, value: Any, place: Place | None, depth: int) -> bool:
+    def _visit(self, label: str, value: object, place: Place | None, depth: int) -> bool:
         """Search a value; returns whether anything in it counts."""
         where = None if place is None else (place[0], id(place[1]), place[2])
         if where is not None and where in self._places:
@@ -105,7 +105,7 @@ class Search:
                 self.watched.add(place, value)
         return counts
 
-    def _leaf(self, label: str, value: Any) -> bool:
+    def _leaf(self, label: str, value: object) -> bool:
         self.leaves.append((label, value))
         return True
 
@@ -249,7 +249,7 @@ class Search:
         self.watched.add_order(value.values())
         return self._any(self._visit(f"{label}[{key_text(k)}]", x, None, depth) for k, x in list(value.items()))
 
-    def _object_around(self, label: str, value: Any, kind: type, depth: int) -> bool:
+    def _object_around(self, label: str, value: object, kind: type, depth: int) -> bool:
         """What a container or a value of a class of the user's has besides."""
         if class_is_of_library(kind):
             return False
@@ -282,7 +282,7 @@ class Search:
             here = f"{label}.{part.name}" if part.name else label
             lives = part.original() is not None
 
-            def place(_: Any, name: str, part: Any = part, lives: bool = lives) -> Place | None:
+            def place(_: object, name: str, part: object = part, lives: bool = lives) -> Place | None:
                 return ("part", part, name) if lives else None
 
             # When it is dead, its attributes are those of the stand-in, but for what changed last.
@@ -376,7 +376,7 @@ class Search:
                 self._attribute_of_class(owner, base, name, value, depth)
         return True
 
-    def _attribute_of_class(self, owner: type, base: type, name: str, value: Any, depth: int) -> None:
+    def _attribute_of_class(self, owner: type, base: type, name: str, value: object, depth: int) -> None:
         inner: Any
         if isinstance(value, (classmethod, staticmethod)):
             inner = value.__func__
@@ -398,6 +398,6 @@ def _is_setting(value: Any) -> bool:
     return type(value) in PLAIN or (type(value) in (list, tuple) and all(type(each) in PLAIN for each in value))
 
 
-def _is_called(name: str, value: Any) -> bool:
+def _is_called(name: str, value: object) -> bool:
     value = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
     return isinstance(value, types.FunctionType) and (name.startswith("__") or name in _CALLED_BY_TORCH)

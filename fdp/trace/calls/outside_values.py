@@ -50,7 +50,7 @@ class OutsideValues:
         function: the step.
     """
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: object) -> None:
         self._root = getattr(function, "__name__", "step"), function
         self._static: tuple[tuple[str, Any], ...] = ()
         self._names: frozenset[str] = frozenset()
@@ -225,7 +225,7 @@ def _closed_over(trace: Trace) -> list[torch.Tensor]:
     return whole + [getattr(trace.graph, target) for target, _ in trace.closed_over]
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)}"
     try:

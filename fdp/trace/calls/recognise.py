@@ -48,7 +48,7 @@ class _RememberedCall(Generic[T]):
     often has them at the same addresses. All others are passing ones.
     """
 
-    def __init__(self, place: Any, flat: Flat, structure: Structure, trace: Trace, value: T) -> None:
+    def __init__(self, place: object, flat: Flat, structure: Structure, trace: Trace, value: T) -> None:
         self.place, self.structure, self.value = place, structure, value
         self._static = describe_static(flat.static)
         self._static_hash = hash(self._static)
@@ -239,7 +239,7 @@ class RememberedCalls(Generic[T]):
         self._calls: tuple[_RememberedCall[T], ...] = ()
 
     def recognise(
-        self, place: Any, args: tuple[Any, ...], static: tuple[Any, ...]
+        self, place: object, args: tuple[Any, ...], static: tuple[Any, ...]
     ) -> tuple[T, list[torch.Tensor]] | None:
         """Find the value of a remembered call that certainly has this call's signature.
 
@@ -266,7 +266,7 @@ class RememberedCalls(Generic[T]):
         return None
 
     def remember(
-        self, place: Any, flat: Flat, trace: Trace, value: T, earlier: _RememberedCall[T] | None = None
+        self, place: object, flat: Flat, trace: Trace, value: T, earlier: _RememberedCall[T] | None = None
     ) -> _RememberedCall[T]:
         """Remember a call, and forget the oldest one if there are too many.
 

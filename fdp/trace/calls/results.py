@@ -61,7 +61,7 @@ def refuse_foreign_outputs(name: str, leaves: Sequence[Any], spec: pytree.Spec) 
         )
 
 
-def plain(leaf: Any) -> Any:
+def plain(leaf: object) -> Any:
     """A result with its lazy negation, conjugation or zeros (flags of the tensor) carried out.
 
     Such a tensor could not go in again.

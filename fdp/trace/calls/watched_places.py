@@ -43,7 +43,7 @@ class WatchedPlaces:
         self._sized: dict[int, Any] = {}
         self._ordered: dict[int, Any] = {}
 
-    def add(self, place: Place, value: Any) -> None:
+    def add(self, place: Place, value: object) -> None:
         """Watch a place that holds a value."""
         kind, holder, key = place
         if kind == "part":
@@ -55,20 +55,20 @@ class WatchedPlaces:
         else:
             (self._items if kind == "item" else self._in_objects).append((holder, key, value))
 
-    def add_type(self, held: Any) -> None:
+    def add_type(self, held: object) -> None:
         """Watch of which class an object is."""
         self._typed.append(held)
 
-    def add_length(self, container: Any) -> None:
+    def add_length(self, container: object) -> None:
         """Watch how many items a container has, and of a dict the last key: that is another one if a key is new."""
         self._sized[id(container)] = container
 
-    def add_order(self, container: Any) -> None:
+    def add_order(self, container: object) -> None:
         """Watch the items of a list or set, or the keys of a dict, and their order; its length has to be watched as
         well."""
         self._ordered[id(container)] = container
 
-    def add_part(self, part: Any) -> None:
+    def add_part(self, part: object) -> None:
         """Watch how many attributes and hooks a part of a module taken apart has, and which parts of its own."""
         self._parts[id(part)] = part
 

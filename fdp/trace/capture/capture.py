@@ -273,7 +273,7 @@ def capture_functional(
         return make_fx(functional, decomposition_table=dict(decompositions), tracing_mode="fake")(*fakes)
 
 
-def is_fake(value: Any) -> bool:
+def is_fake(value: object) -> bool:
     """Whether a value is a fake tensor of a trace."""
     return isinstance(value, FakeTensor)
 
@@ -383,7 +383,7 @@ def _drop_dead_code(graph_module: fx.GraphModule) -> None:
     graph_module.recompile()
 
 
-def _complete_examples(graph: fx.Graph, holder: Any, fake_mode: FakeTensorMode) -> None:
+def _complete_examples(graph: fx.Graph, holder: object, fake_mode: FakeTensorMode) -> None:
     """Give each closed-over tensor one example value; the tracer makes one with new memory for each use.
 
     Relied on: what stands for a real tensor in a fake-tensor mode, and its memory, is remembered as long as anything of

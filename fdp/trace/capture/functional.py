@@ -41,7 +41,7 @@ def keep_strides(tensor: torch.Tensor, stride: Sequence[int]) -> None:
     torch._functionalize_sync(tensor)
 
 
-def bring_up_to_date(target: Any, args: Sequence[Any]) -> None:
+def bring_up_to_date(target: object, args: Sequence[Any]) -> None:
     """Under functionalization, before a view is taken: give the base its newest value.
 
     What reads elements asks for the newest value itself. A view does not: it is taken of the value that its tensor had

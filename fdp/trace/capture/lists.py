@@ -43,7 +43,7 @@ def _carries_over(node: fx.Node) -> bool:
     return False
 
 
-def _places(node: Any) -> Iterator[tuple[int, int, int]]:
+def _places(node: object) -> Iterator[tuple[int, int, int]]:
     """The memory of a tensor, and from which to which byte its elements lie."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     if isinstance(value, torch.Tensor) and value.numel():

@@ -75,7 +75,7 @@ def reshape_by_views(
     _apply_as_strided_to_base(graph, owners)
 
 
-def refuse_foreign(name: str, graph: fx.Graph, holder: Any, inputs: Sequence[str], names: Mapping[int, str]) -> None:
+def refuse_foreign(name: str, graph: fx.Graph, holder: object, inputs: Sequence[str], names: Mapping[int, str]) -> None:
     """Refuse in-place changes of the shape or the storage of tensors that the step does not own.
 
     Args:
@@ -150,7 +150,7 @@ def _other_view_is_used(given: fx.Node, node: fx.Node, order: Mapping[fx.Node, i
     return any(order[user] > order[node] for other in before for user in other.users)
 
 
-def _owners(graph: fx.Graph, holder: Any, inputs: Sequence[str], names: Mapping[int, str]) -> dict[fx.Node, str]:
+def _owners(graph: fx.Graph, holder: object, inputs: Sequence[str], names: Mapping[int, str]) -> dict[fx.Node, str]:
     """The tensors of a step's caller, with names."""
     owners = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
     for node in graph.find_nodes(op="get_attr"):
@@ -321,7 +321,7 @@ def _give_new_storage(given: fx.Node, later: Iterable[fx.Node]) -> dict[int, Any
     return moved
 
 
-def _view_of(target: Any) -> Any:
+def _view_of(target: object) -> Any:
     """The view operator of the same effect as an in-place operator."""
     packet = getattr(_aten, schema_of(target).name.removeprefix("aten::").removesuffix("_"))
     overload = overload_name_of(target)

@@ -125,7 +125,7 @@ def drawn_anew(graph: fx.Graph) -> Iterator[fx.Node]:
             yield node
 
 
-def _is_replayed(generator: Any) -> bool:
+def _is_replayed(generator: object) -> bool:
     """Whether the generator that an operator is given is the default one of a device, whose state is replayed."""
     if isinstance(generator, fx.Node):  # a constant of the graph
         generator = getattr(generator.graph.owning_module, str(generator.target), generator)

@@ -242,7 +242,7 @@ class UndispatchedChanges:
 
 
 @contextmanager
-def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+def replaced(owner: object, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
     """Patch an attribute of a class or module."""
     own = vars(owner).get(name)
     setattr(owner, name, make(getattr(owner, name)))

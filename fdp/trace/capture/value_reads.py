@@ -99,5 +99,5 @@ def value_reads_patched(is_traced: Callable[[Any], bool], tracing: Callable[[], 
         yield
 
 
-def _traced(is_traced: Callable[[Any], bool], value: Any) -> Any:
+def _traced(is_traced: Callable[[Any], bool], value: object) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) and not is_traced(value) else value

@@ -84,7 +84,7 @@ def check_shapes(name: str, graph: fx.Graph) -> None:
         TraceError: names each operator that makes one, and the line.
     """
 
-    def is_open(value: Any) -> bool:
+    def is_open(value: object) -> bool:
         if isinstance(value, (list, tuple)):
             return any(map(is_open, value))
         return isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)

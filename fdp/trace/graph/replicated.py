@@ -65,7 +65,7 @@ def _is_made_by_step(node: fx.Node) -> bool:
     return all(operator_name(user) == "lift_fresh_copy" for user in node.users)
 
 
-def _text(graph_module: fx.GraphModule, value: Any) -> str:
+def _text(graph_module: fx.GraphModule, value: object) -> str:
     if isinstance(value, fx.Node):
         held = getattr(graph_module, str(value.target), None) if value.op == "get_attr" else None
         if isinstance(held, torch.Tensor) and _is_made_by_step(value):

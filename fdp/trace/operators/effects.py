@@ -265,14 +265,14 @@ def mesh_dimension_of(node: fx.Node) -> str:
     return dimension_of(dict((argument.name, value) for argument, value in bound_arguments(node))["axis"])
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
+def tensors_in(value: object) -> list[torch.Tensor]:
     """The tensors of a result or of arguments, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [x for item in value for x in tensors_in(item)] if isinstance(value, (list, tuple)) else []
 
 
-def storages(value: Any) -> tuple[int, ...]:
+def storages(value: object) -> tuple[int, ...]:
     """Identify the memory behind a node's example value: one number for each tensor in it.
 
     Two tensors of one trace share memory exactly if they have a number in common: example values are fake
@@ -289,7 +289,7 @@ def storages(value: Any) -> tuple[int, ...]:
     return ()
 
 
-def tensors_with_storage(value: Any) -> Iterator[tuple[int, torch.Tensor]]:
+def tensors_with_storage(value: object) -> Iterator[tuple[int, torch.Tensor]]:
     """The tensors of an example value, each with its memory as `storages` has it; numbers are left out."""
     for tensor in tensors_in(value):
         (number,) = storages(tensor)
@@ -345,7 +345,7 @@ def _updates_statistics(node: fx.Node) -> bool:
     return True
 
 
-def nodes_in(value: Any) -> Iterator[fx.Node]:
+def nodes_in(value: object) -> Iterator[fx.Node]:
     """The nodes in an argument, in order."""
     if isinstance(value, fx.Node):
         yield value

@@ -37,7 +37,7 @@ class KernelStrides:
         self._known: dict[Any, Sequence[tuple[int, ...]] | None] = {}
 
     def of(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any]
+        self, func: object, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any]
     ) -> Sequence[tuple[int, ...]] | None:
         """Find the strides of the results of a call.
 
@@ -72,7 +72,7 @@ class KernelStrides:
             return None
 
 
-def _is_unsure(func: Any) -> bool:
+def _is_unsure(func: object) -> bool:
     if not isinstance(func, OpOverload) or func.namespace != "aten" or schema_of(func).is_mutable:
         return False
     name = schema_of(func).name.removeprefix("aten::")
@@ -100,7 +100,7 @@ _READ: Mapping[type, Any] = {torch.SymFloat: 1.0, torch.SymInt: 1, torch.SymBool
 """Numbers that are read from tensors at each call, and what stands for one. To ask for their values ends the trace."""
 
 
-def _with_zeros(value: Any) -> Any:
+def _with_zeros(value: object) -> Any:
     """The arguments with zeros in place of each tensor, with its strides."""
     if isinstance(value, torch.Tensor):
         span = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
@@ -113,7 +113,7 @@ def _with_zeros(value: Any) -> Any:
     return {key: _with_zeros(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
-def _what_strides_depend_on(value: Any) -> Any:
+def _what_strides_depend_on(value: object) -> Any:
     """The part of a value that strides depend on."""
     if isinstance(value, torch.Tensor):
         return "tensor", tuple(value.shape), tuple(value.stride()), value.dtype, value.device

@@ -236,14 +236,14 @@ def _is_product(node: fx.Node) -> bool:
     return name in _PRODUCTS or (name.startswith(_LINEAR_ALGEBRA) and name not in _NORMS)
 
 
-def _form(value: Any) -> Hashable:
+def _form(value: object) -> Hashable:
     """What tells two values apart but for what they hold."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.device
     return tuple(map(_form, value)) if isinstance(value, (list, tuple)) else str(type(value))
 
 
-def _text(value: Any, at: Mapping[fx.Node, Any]) -> str:
+def _text(value: object, at: Mapping[fx.Node, Any]) -> str:
     """Arguments as text, with the place of each node."""
     if isinstance(value, fx.Node):
         return f"<{at[value]}>"

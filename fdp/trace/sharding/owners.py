@@ -173,7 +173,7 @@ class _Exchange:
             graph.erase_node(node)
         return links
 
-    def _put(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def _put(self, target: object, *args: Any, **kwargs: Any) -> fx.Node:
         node = self._new(target, *args, **kwargs)
         node.meta |= {key: self._now.meta[key] for key in ("source", "backward")}
         return node

@@ -111,7 +111,7 @@ def _together(graph: fx.Graph, group: Sequence[Gather], new: Callable[..., fx.No
     aten: Any = torch.ops.aten
     first, *others = group
 
-    def put(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def put(target: object, *args: Any, **kwargs: Any) -> fx.Node:
         node = new(target, *args, **kwargs)
         node.meta |= {key: first.rows.meta[key] for key in ("source", "backward")}
         return node

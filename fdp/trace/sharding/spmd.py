@@ -191,7 +191,7 @@ class _Rewriting:
                 value = torch.empty(shape, dtype=value.dtype, device=value.device)
         return self._copied(node, node.args, node.kwargs, value)
 
-    def _copied(self, node: fx.Node, args: Any, kwargs: Any, value: Any) -> fx.Node:
+    def _copied(self, node: fx.Node, args: Any, kwargs: Any, value: object) -> fx.Node:
         made = self._graph.create_node(node.op, node.target, args, kwargs, name=node.name)
         made.meta = {key: what for key, what in node.meta.items() if key not in ("effects", "val")}
         made.meta["val"] = value
@@ -384,7 +384,7 @@ class _Rewriting:
             value = self._value(node.target, args, kwargs)
         return self._copied(node, args, kwargs, value)
 
-    def _taken_by(self, unit: Unit, value: Any, in_parts: bool, reduces: bool) -> Any:
+    def _taken_by(self, unit: Unit, value: object, in_parts: bool, reduces: bool) -> Any:
         if not isinstance(value, fx.Node):
             return value
         if reduces:

@@ -188,7 +188,7 @@ def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def tensors_of(value: Any) -> Sequence[torch.Tensor]:
+def tensors_of(value: object) -> Sequence[torch.Tensor]:
     """The tensors of the example value of a node."""
     if isinstance(value, torch.Tensor):
         return [value]
