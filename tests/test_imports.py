@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import pathlib
 
 import pytest
 from imports import Import, cycles, imports_of
+
+import fdp
 
 
 @pytest.mark.parametrize(
@@ -24,6 +27,11 @@ from imports import Import, cycles, imports_of
         ("importlib.import_module('..c', package='a.b')", "a.c"),
         ("__import__('a.b')", "a.b"),
         ("builtins.__import__('a.b', globals())", "a.b"),
+        ("pkgutil.resolve_name('a.b:c')", "a.b.c"),
+        ("from pkgutil import resolve_name as found\nfound('a.b')", "a.b"),
+        ("pkgutil.resolve_name(name)", None),
+        ("sys.modules['a.b']", "a.b"),
+        ("sys.modules.get('a.b')", "a.b"),
         ("importlib.import_module('a.' + name)", None),
         ("importlib.import_module(f'a.{name}')", None),
         ("importlib.import_module('.c', where)", None),
@@ -66,3 +74,24 @@ def test_each_file_of_a_ring_is_named() -> None:
     graph["c"] = [Import("a", 1, False)]
     assert cycles(graph, {}) == ["a -> b -> c -> a", "b -> c -> a -> b", "c -> a -> b -> c"]
     assert cycles(graph, {"c": ["a"]}) == []
+
+
+def does_something(tree: ast.Module) -> list[str]:
+    """The statements of an `__init__` that do more than to export names."""
+    exports = (ast.Import, ast.ImportFrom)
+    found = []
+    for node in tree.body:
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        is_list = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        lists = isinstance(node, ast.FunctionDef) and node.name == "__dir__"
+        if not (isinstance(node, exports) or is_text or is_list or lists):
+            found.append(ast.unparse(node).splitlines()[0])
+    return found
+
+
+def test_what_a_folder_exports_lies_in_its_files() -> None:
+    package = pathlib.Path(fdp.__file__).parent
+    paths = [path for path in package.rglob("__init__.py") if path.parent != package]
+    assert len(paths) > 20
+    assert [str(path) for path in paths if does_something(ast.parse(path.read_text()))] == []
+    assert does_something(ast.parse("def f():\n    pass\nx = 1")) == ["def f():", "x = 1"]

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-_BY_NAME = {"import_module", "__import__"}
+_BY_NAME = {"import_module", "__import__", "resolve_name"}
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def imports_of(tree: ast.Module, package: str = "") -> list[Import]:
     called = _BY_NAME | {
         alias.asname
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module == "importlib"
+        if isinstance(node, ast.ImportFrom) and node.module in ("importlib", "pkgutil")
         for alias in node.names
         if alias.asname and alias.name in _BY_NAME
     }
@@ -49,6 +49,8 @@ def _imports(node: ast.AST, package: str, called: Collection[str], deferred: boo
         yield from (Import(f"{base}.{alias.name}", node.lineno, deferred) for alias in node.names)
     elif isinstance(node, ast.Call) and _last_name(node.func) in called:
         yield Import(_named(node, package), node.lineno, deferred)
+    elif isinstance(node, (ast.Call, ast.Subscript)) and (name := _among_imported(node)):
+        yield Import(name, node.lineno, deferred)
     later = _not_at_import(node)
     for child in ast.iter_child_nodes(node):
         yield from _imports(child, package, called, deferred or any(child is each for each in later))
@@ -87,7 +89,19 @@ def _named(call: ast.Call, package: str) -> str | None:
         package = start.value
     elif name.value.startswith(".") and (start is None or _last_name(start) != "__package__"):
         return None
-    return _absolute(name.value, package)
+    return _absolute(name.value.replace(":", "."), package)
+
+
+def _among_imported(node: ast.Call | ast.Subscript) -> str | None:
+    """What is taken out of `sys.modules`, by `[...]` or a method; None where that is not it, or is computed."""
+    if isinstance(node, ast.Subscript):
+        table, key = node.value, node.slice
+    elif isinstance(node.func, ast.Attribute) and node.args:
+        table, key = node.func.value, node.args[0]
+    else:
+        return None
+    is_text = isinstance(key, ast.Constant) and isinstance(key.value, str)
+    return key.value if is_text and _last_name(table) == "modules" else None
 
 
 def _absolute(name: str, package: str) -> str:
