@@ -71,7 +71,7 @@ def changes_inputs(name: str, changed: Sequence[str]) -> TraceError:
     )
 
 
-def other_structure(name: str, traced: Spec, by_itself: Spec) -> TraceError:
+def wrong_structure(name: str, traced: Spec, by_itself: Spec) -> TraceError:
     """The refusal for results of another structure."""
     return TraceError(
         build_message(

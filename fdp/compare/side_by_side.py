@@ -25,7 +25,7 @@ import torch
 from fdp import pytree
 from fdp.compare.copies import MOVES, copy_of, is_lack_of_memory, perturb_
 from fdp.compare.leaves import Difference, different, finite, old_values, same_bits
-from fdp.compare.refusals import changes_inputs, other_structure, unrunnable, wrong_trace
+from fdp.compare.refusals import changes_inputs, unrunnable, wrong_structure, wrong_trace
 from fdp.compare.replay import Replay
 from fdp.compare.restored import (
     held_generator_states,
@@ -34,7 +34,7 @@ from fdp.compare.restored import (
     seed_held_generators,
     undisturbed,
 )
-from fdp.distributed.other_ranks import Kind, OtherRanks
+from fdp.distributed.other_ranks import OtherRanks, OthersHold
 from fdp.errors import FdpError
 from fdp.runtime.emitted import Emitted
 from fdp.state.containers import in_containers_of, looked_into
@@ -138,7 +138,7 @@ class SideBySide:
             values.append(kept)
         return values
 
-    def _untraced(self, move: float, kind: Kind, alive: Sequence[Any] = ()) -> Any:
+    def _untraced(self, move: float, kind: OthersHold, alive: Sequence[Any] = ()) -> Any:
         values = [value.requires_grad_(False) for value in self._fresh(move, alive)]
         if self._trace.whole is not None:
             return self._graph_by_itself(values, kind)
@@ -146,7 +146,7 @@ class SideBySide:
         found = _detached(run_untraced(self._step, self._flat, self._roles, group, values, wire, kind))
         return in_containers_of(found, self._trace.out_spec)
 
-    def _graph_by_itself(self, values: list[torch.Tensor], kind: Kind) -> Any:
+    def _graph_by_itself(self, values: list[torch.Tensor], kind: OthersHold) -> Any:
         """Run the graph for one rank, for a step with sharded state."""
         others = self._program.group.others(kind)
         outputs = iter(Replay(self._trace.graph, values, others).run())
@@ -182,7 +182,7 @@ class SideBySide:
                 raise own_generator(self._trace.name, self._program)
         self._check_untouched(move)
         if expected_spec != found_spec:
-            raise other_structure(self._trace.name, found_spec, expected_spec)
+            raise wrong_structure(self._trace.name, found_spec, expected_spec)
         names = pytree.names_in(expected_spec, "output")
         before_of = old_values(self._trace, lambda at: self._value(at, move))
         if drawn and not move:
@@ -215,14 +215,14 @@ class SideBySide:
     def _on_accelerator(self) -> bool:
         return any(item.device.type != "cpu" for item in self._trace.inputs)
 
-    def _by_itself(self, move: float) -> tuple[list[Any], Any, list[bytes], Kind] | None:
+    def _by_itself(self, move: float) -> tuple[list[Any], Any, list[bytes], OthersHold] | None:
         """What the step returns by itself (leaves and structure), the states in which it leaves the generators that it
         holds, and with which other ranks; None if it cannot take perturbed inputs.
 
         Other ranks that hold something else may be too much for it, too: then they hold the same.
         """
-        kinds: tuple[Kind, ...] = ("different", "equal") if self._program.group.size > 1 else ("different",)
-        result: tuple[list[Any], Any, list[bytes], Kind] | None = None
+        kinds: tuple[OthersHold, ...] = ("different", "equal") if self._program.group.size > 1 else ("different",)
+        result: tuple[list[Any], Any, list[bytes], OthersHold] | None = None
         finite_leaves: list[bool] = []
         for kind in kinds:
             try:
@@ -254,7 +254,7 @@ class SideBySide:
             return None
         return result
 
-    def _by_program(self, move: float, kind: Kind, alive: Sequence[Any]) -> tuple[list[Any], Any]:
+    def _by_program(self, move: float, kind: OthersHold, alive: Sequence[Any]) -> tuple[list[Any], Any]:
         try:
             return looked_into(self._program.dry_run(self._fresh(move, alive), kind))
         except FdpError:

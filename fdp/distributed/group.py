@@ -28,7 +28,7 @@ from fdp.distributed.messages import (
     start_permute,
     start_reduce_scatter,
 )
-from fdp.distributed.other_ranks import Kind, OtherRanks
+from fdp.distributed.other_ranks import OtherRanks, OthersHold
 from fdp.distributed.sending import Arrived
 from fdp.errors import ArgumentError, build_message
 from fdp.pytorch.dispatch import innermost_mode
@@ -104,7 +104,7 @@ class Group:
         found = next(each for each in self.dimensions if each.name == dimension)
         return Group(found.reference, found.size, found.rank, part_of=self)
 
-    def others(self, kind: Kind = "different") -> OtherRanks:
+    def others(self, kind: OthersHold = "different") -> OtherRanks:
         """What this rank takes the others to hold while nothing is sent."""
         return OtherRanks(self.size, self.rank, kind, self.sizes)
 

@@ -24,7 +24,7 @@ import torch
 
 from fdp.distributed.mesh import place_along
 
-Kind = Literal["different", "equal"]
+OthersHold = Literal["different", "equal"]
 
 _SCALED = frozenset({
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
@@ -45,7 +45,7 @@ class OtherRanks:
 
     size: int
     rank: int
-    kind: Kind = "different"
+    kind: OthersHold = "different"
     dimensions: tuple[tuple[str, int], ...] = ()
 
     def along(self, dimension: str) -> OtherRanks:

@@ -31,7 +31,7 @@ AUTO_CAP_MB = (1.0, 25.0)
 Caps: TypeAlias = float | Sequence[float] | Literal["auto"]
 """How large buckets may be, in MiB: a number, a list of them (first bucket, next, ...), or "auto"."""
 
-Kind: TypeAlias = tuple[Hashable, ...]
+ReductionKind: TypeAlias = tuple[Hashable, ...]
 """What reductions of one bucket have in common."""
 
 
@@ -79,13 +79,13 @@ def partition_by_caps(
         elements is in none.
     """
     upstream = upstream_of(reductions, operations)
-    open_members: dict[Kind, list[int]] = {}
-    open_bytes: dict[Kind, int] = {}
-    open_bits: dict[Kind, int] = {}
-    closed_count: defaultdict[Kind, int] = defaultdict(int)
+    open_members: dict[ReductionKind, list[int]] = {}
+    open_bytes: dict[ReductionKind, int] = {}
+    open_bits: dict[ReductionKind, int] = {}
+    closed_count: defaultdict[ReductionKind, int] = defaultdict(int)
     buckets: list[tuple[int, ...]] = []
 
-    def close(kind: Kind) -> None:
+    def close(kind: ReductionKind) -> None:
         buckets.append(tuple(open_members.pop(kind)))
         del open_bits[kind]
         closed_count[kind] += 1
@@ -109,10 +109,10 @@ def partition_by_caps(
     return arrange(buckets, upstream)
 
 
-def kind_of(reductions: Sequence[Reduction], upstream: Sequence[int], index: int) -> Kind:
+def kind_of(reductions: Sequence[Reduction], upstream: Sequence[int], index: int) -> ReductionKind:
     """The properties that all reductions of a bucket share."""
     reduction = reductions[index]
-    kind: Kind = (
+    kind: ReductionKind = (
         reduction.op, reduction.root, str(reduction.dtype), str(reduction.accumulate_dtype), str(reduction.device),
         reduction.pairs, reduction.along, bool(upstream[index]),
     )  # fmt: skip

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from fdp.plan.buckets import MIB, Kind, make_buckets
+from fdp.plan.buckets import MIB, ReductionKind, make_buckets
 from fdp.plan.cost.costs import Costs
 from fdp.plan.plan import Bucket, Item, Plan, Run, Start, Wait
 from fdp.plan.schedule import real_needs
@@ -82,8 +82,8 @@ def assign(members: Sequence[int], reductions: Sequence[Reduction], caps_mb: Seq
     Returns:
         The members of each bucket, in the order in which DDP starts them: as they fill up, and then what is left.
     """
-    open_members: dict[Kind, list[int]] = {}
-    closed: dict[Kind, int] = {}
+    open_members: dict[ReductionKind, list[int]] = {}
+    closed: dict[ReductionKind, int] = {}
     groups: list[tuple[int, ...]] = []
     for member in members:
         kind = reductions[member].dtype, str(reductions[member].device)

@@ -12,7 +12,7 @@ from fdp.distributed.group import Group, Ranks, resolve_group
 from fdp.distributed.liveness.patience import refuse_gone
 from fdp.distributed.liveness.watch import watched_ranks
 from fdp.distributed.mesh import mesh_text
-from fdp.distributed.other_ranks import Kind
+from fdp.distributed.other_ranks import OthersHold
 from fdp.emit.backend import OPERATOR_BY_OPERATOR, Backend, OperatorByOperator, resolve_backend
 from fdp.errors import ArgumentError, build_message, first_line
 from fdp.plan import Plan
@@ -185,7 +185,7 @@ class Emitted:
         self._replication.note(outputs)
         return self.runner.put_together(outputs)
 
-    def dry_run(self, tensors: list[torch.Tensor], kind: Kind = "equal") -> Tree:
+    def dry_run(self, tensors: list[torch.Tensor], kind: OthersHold = "equal") -> Tree:
         """Run the step on this rank alone; nothing is sent.
 
         Args:
@@ -197,7 +197,7 @@ class Emitted:
         """
         return self.runner.put_together(self.dry_run_apart(tensors, kind))
 
-    def dry_run_apart(self, tensors: list[torch.Tensor], kind: Kind = "equal") -> Sequence[torch.Tensor]:
+    def dry_run_apart(self, tensors: list[torch.Tensor], kind: OthersHold = "equal") -> Sequence[torch.Tensor]:
         """As `dry_run`; returns a flat list of the tensors among the results, as the program makes them."""
         others, reference = self.group.others(kind), self.group.reference
         watched = watched_ranks(None if reference is None else reference())

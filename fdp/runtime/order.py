@@ -41,7 +41,7 @@ _PATIENCE_S = 30.0
 _PATIENCE_WITH_THE_LOST_S = 2.0
 """The same after a failure of the backend, or where a rank is known to be lost: most often it sends no position."""
 
-Kind = tuple[Any, ...]
+MessageKind = tuple[Any, ...]
 """The properties of a first message; those of equal kind can be paired."""
 
 
@@ -106,7 +106,7 @@ class _GroupHistory:
         newest: the number of the last agreement.
     """
 
-    kinds: set[Kind] = field(default_factory=set)
+    kinds: set[MessageKind] = field(default_factory=set)
     newest: int = 0
 
 
@@ -137,7 +137,7 @@ class Order:
         op = "sum" if 0 in program.scaled else first.op
         alike = (op, str(first.dtype), str(first.accumulate_dtype), first.device.type, first.numel)
         # One that carries no header is like no other one.
-        self._kind: Kind = alike if self._carries else (agreed.number,)
+        self._kind: MessageKind = alike if self._carries else (agreed.number,)
         self._numbers = numbers(agreed.number, agreed.digest)
         self._header: Header | None = None
         self._call_message: _CallMessage | None = None

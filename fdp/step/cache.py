@@ -25,7 +25,7 @@ _MOST_SIGNATURES = 64
 
 _WITHOUT_ATTRIBUTES = frozenset({bool, int, float, str, type(None)})
 
-clock = itertools.count()
+call_numbers = itertools.count()
 """Counts calls, to find the signature that was called last."""
 
 
@@ -112,7 +112,7 @@ class Signatures(dict[Any, Known]):
         """Keep a preparation, and forget the one that was called longest ago if there are too many."""
         self._offsets_matter |= known.emitted.plan.trace.depends_on_storage_offsets
         key = self.key(flat, place)
-        known.last_call = next(clock)
+        known.last_call = next(call_numbers)
         if self._forgotten is not None and hash(key) in self._forgotten:
             self._forgotten = None  # said once
             warnings.warn(

@@ -28,7 +28,7 @@ from fdp.plan.buckets import MIB, Caps, resolve_caps
 from fdp.pytorch.dynamo import breaks_graph
 from fdp.pytorch.tensors import under_transform
 from fdp.runtime import BREAK_REASON
-from fdp.step.cache import Known, Place, Signatures, clock
+from fdp.step.cache import Known, Place, Signatures, call_numbers
 from fdp.step.finite import result_if_finite
 from fdp.step.first_call import Preparation, Settings
 from fdp.step.memory_limit import resolve_limit
@@ -259,7 +259,7 @@ class Step(Generic[Arguments, Result]):
         if recognised is None:
             recognised = self._look_up(flatten_call(args, roles), roles, place)
         known, tensors = recognised
-        known.last_call = next(clock)
+        known.last_call = next(call_numbers)
         known.calls += 1
         run = self._run if known.progress is None else self._run_first
         made = run(known, tensors, args, roles)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fdp.tables import count, format_bytes
-from fdp.timeline.rows import Bar, bars_of, rows, shared_s, used, waits, without
+from fdp.timeline.rows import Bar, bars_of, parts_without, rows, shared_s, used, waits
 from fdp.timeline.style import (
     ALARM,
     FONT,
@@ -176,7 +176,7 @@ class _Panel:
         y = _COMPUTE_Y + 1.1 + _NARROW_HIGH
         free_s = 0.0
         for bar in bars_of(working, self._end_s, by_bucket=False):
-            for part in without(bar, self._waits):
+            for part in parts_without(bar, self._waits):
                 if part.seconds > 2 * self._pixel_s:
                     span = ([part.start_s * 1e3, (part.end_s - self._pixel_s) * 1e3], [y, y])
                     self._axes.plot(*span, color=INK, linewidth=1, clip_on=False, solid_capstyle="butt")

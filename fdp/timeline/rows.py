@@ -117,7 +117,7 @@ def shared_s(one: Bar | Interval, others: Iterable[Bar]) -> float:
     return sum(max(0.0, min(one.end_s, o.end_s) - max(one.start_s, o.start_s)) for o in others)
 
 
-def without(one: Bar, others: Iterable[Bar]) -> tuple[Bar, ...]:
+def parts_without(one: Bar, others: Iterable[Bar]) -> tuple[Bar, ...]:
     """What is left of a bar if others are taken out of it.
 
     Args:
@@ -128,7 +128,7 @@ def without(one: Bar, others: Iterable[Bar]) -> tuple[Bar, ...]:
         The parts, in order.
 
     Example:
-        >>> parts = without(Bar("optimizer", None, 0.0, 4.0), [Bar("wait", 0, 1.0, 3.0)])
+        >>> parts = parts_without(Bar("optimizer", None, 0.0, 4.0), [Bar("wait", 0, 1.0, 3.0)])
         >>> [(part.start_s, part.end_s) for part in parts]
         [(0.0, 1.0), (3.0, 4.0)]
     """

@@ -24,7 +24,7 @@ from fdp.pytorch.overloads import schema_of
 from fdp.pytorch.tensors import negative_view
 from fdp.trace.operators.control import Repeated, choose
 from fdp.verify.failure import VerificationError
-from fdp.verify.higher import function_name, higher_order, run_loop
+from fdp.verify.higher import apply_loop, function_name, higher_order
 from fdp.verify.kernels import why_not_trusted
 from fdp.verify.machine import Dispatch, TermMachine
 from fdp.verify.memory import Block, View, view_of
@@ -213,7 +213,7 @@ class Execution(TermMachine):
                     where, offset = self.where["loop", name, device]
                     self.memory.give_up(self.arena[where], offset, layout.size_bytes)
             body = self.reference.bodies[name]
-            run_loop(self, name, len(value.numbers), list(map(self.view, operands)), body.changed, body.draws)
+            apply_loop(self, name, len(value.numbers), list(map(self.view, operands)), body.changed, body.draws)
 
         return lambda operands: self._aside(run, operands)
 

@@ -77,7 +77,7 @@ def all_views(value: object) -> Iterator[View]:
             yield from all_views(each)
 
 
-def run_loop(
+def apply_loop(
     machine: TermMachine, name: str, count: int, operands: Sequence[View], changed: Sequence[int], draws: bool
 ) -> None:
     """A loop, as one call: the memory that it changes is a function of all its arguments.

@@ -19,7 +19,7 @@ from fdp.verify.drawn import drawn_as_said, drawn_in_trace, drawn_inside, higher
 from fdp.verify.extents import general_extent
 from fdp.verify.failure import VerificationError
 from fdp.verify.graphs import GraphOnTerms, Special
-from fdp.verify.higher import run_loop
+from fdp.verify.higher import apply_loop
 from fdp.verify.memory import Block, View, view_of
 from fdp.verify.message_checks import Messages
 from fdp.verify.reference import fill_with_own
@@ -306,7 +306,7 @@ def loop_on(graph: GraphOnTerms, trace: Trace, name: str, count: int, operands: 
     draws = any(
         isinstance(node.target, OpOverload) and operator_of(node.target).random for node in body.graph.graph.nodes
     )
-    run_loop(graph, name, count, operands, sorted(changed_by(body)), draws)
+    apply_loop(graph, name, count, operands, sorted(changed_by(body)), draws)
 
 
 def _nothing_new(call: Term, reads: list[View]) -> list[Any]:

@@ -13,7 +13,7 @@ from fdp.verify.memory import View
 from fdp.verify.rules import NEEDS_NO_ARGUMENT, RULES
 from fdp.verify.schemas import Operator
 from fdp.verify.terms import Term
-from fdp.verify.values import Arguments, Values
+from fdp.verify.values import ReadArguments, Values
 
 _BY_PLACES = frozenset({"aten::as_strided_scatter", "aten::as_strided_copy"})
 """Operators that say by its place in memory which element of their first argument they mean."""
@@ -139,12 +139,12 @@ class TermMachine:
 
     def _arguments(
         self, operator: Operator, given: Sequence[Any], written: list[int]
-    ) -> tuple[Arguments, list[View], list[View]]:
+    ) -> tuple[ReadArguments, list[View], list[View]]:
         values = self.values
         unread = operator.unread(given)
         if operator.name in NEEDS_NO_ARGUMENT:
             unread = (*unread, *NEEDS_NO_ARGUMENT[operator.name](operator.by_name(given)))
-        arguments: Arguments = {}
+        arguments: ReadArguments = {}
         views: list[View] = []
         read: list[tuple[int, str, View]] = []
         for at, name, is_read, default in self._matters(operator):
@@ -188,7 +188,7 @@ class TermMachine:
     def _mark_overlaps(
         self,
         operator: Operator,
-        arguments: Arguments,
+        arguments: ReadArguments,
         at: int,
         target: View,
         read: list[tuple[int, str, View]],

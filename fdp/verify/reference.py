@@ -15,7 +15,7 @@ from fdp.pytorch.tensors import storage_id
 from fdp.trace.trace import Trace
 from fdp.verify.combined import Ranks, axis_dimension
 from fdp.verify.extents import comparable_number
-from fdp.verify.higher import function_name, higher_order, run_loop
+from fdp.verify.higher import apply_loop, function_name, higher_order
 from fdp.verify.machine import TermMachine, holds_tensors, views_in
 from fdp.verify.memory import Block, View, marks_of, view_of
 from fdp.verify.schemas import Operator, operator_of
@@ -261,7 +261,7 @@ class Reference(TermMachine):
         body = self.bodies[node.name] = Reference(loop.body, self.values.ranks.own)
         operands: Any = node.args[2]
         views = [self._given(operand) for operand in operands]
-        run_loop(self, node.name, loop.count, views, body.changed, body.draws)
+        apply_loop(self, node.name, loop.count, views, body.changed, body.draws)
 
     def _given(self, value: object) -> Any:
         if isinstance(value, fx.Node):

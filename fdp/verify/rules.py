@@ -18,19 +18,19 @@ import torch
 from fdp.verify.combined import OPERATORS, axis_dimension, combination_of
 from fdp.verify.memory import View
 from fdp.verify.terms import Term
-from fdp.verify.values import Arguments, Values
+from fdp.verify.values import ReadArguments, Values
 
-Given = dict[Any, Any]
+Unread = dict[Any, Any]
 """Arguments before they are read: views and literals, by name."""
 
-Rule = Callable[[Values, Arguments, Given, Any, Any, torch.dtype], "Term | None"]
+Rule = Callable[[Values, ReadArguments, Unread, Any, Any, torch.dtype], "Term | None"]
 """(values, arguments, given, index of the result, its shape, its dtype) -> the value; None where it does not apply."""
 
 
 def _copied(name: str) -> Rule:
     """The same numbers, in the shape and dtype of what they are written to."""
 
-    def rule(v: Values, a: Arguments, given: Given, index: Any, shape: Any, dtype: torch.dtype) -> Term | None:
+    def rule(v: Values, a: ReadArguments, given: Unread, index: Any, shape: Any, dtype: torch.dtype) -> Term | None:
         source = a.get(name)
         return v.cast(v.expand(source, shape), dtype) if type(source) is Term else None
 
@@ -40,7 +40,7 @@ def _copied(name: str) -> Rule:
 def _filled(name: str | None, value: Any = None) -> Rule:
     """One number everywhere, however it gets there."""
 
-    def rule(v: Values, a: Arguments, given: Given, index: Any, shape: Any, dtype: torch.dtype) -> Term | None:
+    def rule(v: Values, a: ReadArguments, given: Unread, index: Any, shape: Any, dtype: torch.dtype) -> Term | None:
         number = value if name is None else given.get(name)
         if isinstance(number, View):
             number = v.number_in(a[name])
@@ -50,7 +50,7 @@ def _filled(name: str | None, value: Any = None) -> Rule:
     return rule
 
 
-def _relu(v: Values, a: Arguments, given: Given, index: Any, shape: Any, dtype: torch.dtype) -> Term:
+def _relu(v: Values, a: ReadArguments, given: Unread, index: Any, shape: Any, dtype: torch.dtype) -> Term:
     """relu(x) = clamp_min(x, 0): torch's own definition of it."""
     return v.apply("aten::clamp_min", {"self": a["self"], "min": 0}, shape, dtype)
 
@@ -59,7 +59,7 @@ def _product(v: Values, one: Term, two: Term) -> Term:
     return v.apply("aten::mm", {"self": one, "mat2": two}, (one.shape[0], two.shape[1]), one.dtype)
 
 
-def _addmm(v: Values, a: Arguments, given: Given, index: Any, shape: Any, dtype: torch.dtype) -> Term | None:
+def _addmm(v: Values, a: ReadArguments, given: Unread, index: Any, shape: Any, dtype: torch.dtype) -> Term | None:
     """addmm(x, a, b) = x + a @ b, which is rounded once less; and with beta=0 it is a @ b times alpha, x unread."""
     beta, alpha = given.get("beta", 1), given.get("alpha", 1)
     one, two = a.get("mat1"), a.get("mat2")
@@ -75,7 +75,7 @@ def _addmm(v: Values, a: Arguments, given: Given, index: Any, shape: Any, dtype:
     return None
 
 
-def _linear(v: Values, a: Arguments, given: Given, index: Any, shape: Any, dtype: torch.dtype) -> Term | None:
+def _linear(v: Values, a: ReadArguments, given: Unread, index: Any, shape: Any, dtype: torch.dtype) -> Term | None:
     """linear(x, w, b) = addmm(b, x, w.T), for matrices."""
     weight, bias = given["weight"], a.get("bias")
     if bias is None or len(a["input"].shape) != 2:
@@ -84,7 +84,7 @@ def _linear(v: Values, a: Arguments, given: Given, index: Any, shape: Any, dtype
     return v.apply("aten::add", {"self": bias, "other": product}, shape, dtype)
 
 
-def _foreach_add(v: Values, a: Arguments, given: Given, index: Any, shape: Any, dtype: torch.dtype) -> Term | None:
+def _foreach_add(v: Values, a: ReadArguments, given: Unread, index: Any, shape: Any, dtype: torch.dtype) -> Term | None:
     """x + number, where the number is a tensor without dimensions: added in the dtype of x either way."""
     name = next((name for name in ("scalar", "scalars", "other") if name in a), None)
     if name is None or a.get("alpha", 1) != 1 or not (dtype.is_floating_point or dtype in _INTEGERS):
@@ -104,13 +104,13 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 def _combined(operator: str) -> Rule:
     """What a marker of a collective stands for; of one rank, its argument, if the result lies where that lay."""
 
-    def rule(v: Values, a: Arguments, given: Given, index: Any, shape: Any, dtype: torch.dtype) -> Term:
+    def rule(v: Values, a: ReadArguments, given: Unread, index: Any, shape: Any, dtype: torch.dtype) -> Term:
         return v.combined(combination_of(operator, given), a["x"])
 
     return rule
 
 
-def _own_rank(v: Values, a: Arguments, given: Given, index: Any, shape: Any, dtype: torch.dtype) -> Term:
+def _own_rank(v: Values, a: ReadArguments, given: Unread, index: Any, shape: Any, dtype: torch.dtype) -> Term:
     """The rank of a process is a constant of its program, and so is its place along a dimension of the mesh."""
     return v.full(v.ranks.along(axis_dimension(given["axis"])).own, shape, dtype)
 
@@ -145,7 +145,7 @@ RULES: dict[str, Rule] = {
     "fdp::axis_index": _own_rank,
 }
 
-NEEDS_NO_ARGUMENT: dict[str, Callable[[Given], tuple[str, ...]]] = {
+NEEDS_NO_ARGUMENT: dict[str, Callable[[Unread], tuple[str, ...]]] = {
     # addmm with beta=0 does not read what it adds to.
     "aten::addmm": lambda given: ("self",) if given.get("beta") == 0 else (),
 }

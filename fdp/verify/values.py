@@ -16,7 +16,7 @@ from fdp.verify.terms import Term, Terms
 _FOLDED_BYTES = 2**18
 """Results that depend on no input are computed up to this size; larger ones are terms like any other."""
 
-Arguments = dict[Any, Any]
+ReadArguments = dict[Any, Any]
 
 
 class Values:
@@ -79,7 +79,7 @@ class Values:
 
     # Calls.
 
-    def call(self, name: str, arguments: Arguments) -> Term:
+    def call(self, name: str, arguments: ReadArguments) -> Term:
         """A call of an operator; its results are further terms."""
         return self.terms.make(("call", name, frozenset(arguments.items())))
 
@@ -101,7 +101,7 @@ class Values:
             self._folded.setdefault(term.key[1], {})[term.key[2]] = known
         return known
 
-    def apply(self, name: str, arguments: Arguments, shape: Any, dtype: torch.dtype) -> Term:
+    def apply(self, name: str, arguments: ReadArguments, shape: Any, dtype: torch.dtype) -> Term:
         """The only result of a call."""
         return self.result(self.call(name, arguments), 0, shape, dtype)
 

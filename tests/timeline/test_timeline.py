@@ -16,7 +16,7 @@ from printed import table_rows
 from samples import examples
 
 import fdp
-from fdp.timeline.rows import Bar, bars_of, hidden_s, rows, shared_s, waits, without
+from fdp.timeline.rows import Bar, bars_of, hidden_s, parts_without, rows, shared_s, waits
 from fdp.timeline.style import BUCKET_COLOURS, ink_on
 from fdp.timeline.timeline import Interval, Timeline
 
@@ -219,7 +219,7 @@ def test_no_bracket_of_a_phase_is_over_a_wait() -> None:
 @examples(50)
 def test_what_is_left_of_a_bar_is_all_of_it_but_the_waits(timeline: Timeline) -> None:
     idle, all_of_it = waits(timeline), Bar("step", None, 0.0, timeline.step_s)
-    left = without(all_of_it, idle)
+    left = parts_without(all_of_it, idle)
     assert all(part.seconds > 0 for part in left) and all(shared_s(part, idle) == 0 for part in left)
     assert sum(part.seconds for part in (*left, *idle)) == pytest.approx(timeline.step_s)
 

@@ -16,7 +16,7 @@ _FEWER = (16, 8, 4, 2, 1, 0)
 
 _CUT = "..."
 
-Groups = dict[str, dict[str, Any]]
+GroupNews = dict[str, dict[str, Any]]
 """The report on each group: its "story" of faults, a "mismatch" of places, who is "busy", and who is "unreached"."""
 
 
@@ -39,7 +39,7 @@ def shortened(text: str, most_bytes: int) -> str:
     return beginning[:end] + _CUT if most_bytes >= len(_CUT) else ""
 
 
-def encoded(news: Groups, most_bytes: int) -> bytes:
+def encoded(news: GroupNews, most_bytes: int) -> bytes:
     """News as JSON in so many bytes at most.
 
     Rank, reason and call are always kept. Texts are shortened first. Then entries that only help to understand are left

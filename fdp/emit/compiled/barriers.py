@@ -18,7 +18,7 @@ from torch import fx
 
 from fdp.emit.memory.elements import with_strides
 from fdp.pytorch.overloads import schema_of
-from fdp.trace.capture.rng_replay import REPLAY, RESUME, STATE, replay
+from fdp.trace.capture.rng_replay import REPLAY, RESUME, STATE, exchange_state
 from fdp.trace.operators.effects import FUSED_OPTIMIZERS
 
 _aten = torch.ops.aten
@@ -145,7 +145,7 @@ wait_ = define("wait_", "(Tensor(a!)[] slots, int bucket) -> ()", _wait)
 multiply_into = define("multiply_into", "(Tensor(a!) target, Tensor one, Tensor two, float factor) -> ()", _multiply)
 _random = torch.Tag.nondeterministic_seeded
 loop_ = define("loop_", "(Tensor(a!)[] changed, Tensor[] others, int number) -> ()", _loop, _random)
-replay_ = define("replay_", "(Tensor(a!) state, Device device) -> Tensor", replay, _random, fake=_fake_like)
+replay_ = define("replay_", "(Tensor(a!) state, Device device) -> Tensor", exchange_state, _random, fake=_fake_like)
 resume_ = define("resume_", "(Tensor(a!) state, Device device) -> ()", RESUME, _random)
 """They change the generator, which a schema cannot say. The schema says it of the state instead, so that they are not
 left out. The tag keeps their order among the operators that draw, as for a loop: the compiler keeps the order of

@@ -126,7 +126,7 @@ def _empty(layout: Mapping[str, Any]) -> torch.Tensor:
 
 
 _random = torch.Tag.nondeterministic_seeded
-draw = define("draw", "(Tensor[] read, str call) -> Tensor[]", _draw, _random, fake=_fake_draw)
+draw_with_inputs = define("draw", "(Tensor[] read, str call) -> Tensor[]", _draw, _random, fake=_fake_draw)
 """(the tensors that a call reads, the call as text) -> its new results, and new values of what it changes.
 
 The tag keeps draws in order: the compiler lets operators that have it follow one another."""

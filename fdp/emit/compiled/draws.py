@@ -1,8 +1,9 @@
 """Random draws in a compiled step, each as a call whose strides and place in the order a compiler cannot change.
 
 Which number an operator draws for which element depends on how the elements lie in memory. A compiler lays values out
-as it likes. So a draw becomes a call of `drawing.draw`. A text says what the step itself calls, and the strides of all
-tensors that this call reads, fills and returns. A tensor that has other strides at run time is copied to these first.
+as it likes. So a draw becomes a call of an operator of `drawing`. A text says what the step itself calls, and the
+strides of all tensors that this call reads, fills and returns. A tensor that has other strides at run time is copied to
+these first.
 
 A condition, or another function of functions, in which anything is drawn is not compiled at all: a compiler would lay
 out what is in it, and keep no order between its draws and others. It runs operator by operator, as loops run apart.
@@ -71,7 +72,7 @@ class Draw:
 
 
 def describe_draw(node: fx.Node) -> Draw:
-    """Describe the draw of a node as text, for `drawing.draw`.
+    """Describe the draw of a node as text, for an operator of `drawing`.
 
     Raises:
         CompileError: it is given a number that is read from a tensor, or it draws into memory that it reads otherwise.

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fdp.emit.compiled.barriers import FUSED, copy_into, loop, snapshot, start, wait
-from fdp.emit.compiled.drawing import draw, draw_without_inputs
+from fdp.emit.compiled.drawing import draw_with_inputs, draw_without_inputs
 from fdp.emit.compiled.draws import Draw, describe_draw, draws, operands_of
 from fdp.emit.compiled.layouts import Branch, StrideKeeper, empty_like, with_strides_of, with_traced_strides
 from fdp.emit.memory.instructions import (
@@ -201,7 +201,7 @@ class _Lowering:
         """
         found = self.drawn[node]
         read = [*(self._value(each) for each in found.read), *self.last_drawn]
-        made = draw(read, found.text) if read else draw_without_inputs(found.text)
+        made = draw_with_inputs(read, found.text) if read else draw_without_inputs(found.text)
         self.last_drawn = made[:1] or self.last_drawn
         for each, value in zip(reversed(found.written), reversed(made), strict=False):
             self._value(each).copy_(value)
@@ -373,7 +373,7 @@ def _refuse_unused_draws_before_loops(plan: Plan, graph: fx.Graph) -> None:
     """
     last: fx.Node | None = None
     for node in graph.nodes:
-        if node.target in (draw, draw_without_inputs):
+        if node.target in (draw_with_inputs, draw_without_inputs):
             last = node
         elif (
             node.target is loop

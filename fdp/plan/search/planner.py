@@ -14,7 +14,7 @@ from typing import Any
 
 from fdp.plan.buckets import (
     AUTO_CAP_MB,
-    Kind,
+    ReductionKind,
     arrange,
     gathered_sooner,
     kind_of,
@@ -190,7 +190,7 @@ def _most_robust(
 
 def _kinds(trace: Trace, upstream: Sequence[int]) -> list[set[int]]:
     """Reductions that may share buckets, those with the most bytes first."""
-    found: defaultdict[Kind, set[int]] = defaultdict(set)
+    found: defaultdict[ReductionKind, set[int]] = defaultdict(set)
     for index, reduction in enumerate(trace.reductions):
         if reduction.numel:
             found[kind_of(trace.reductions, upstream, index)].add(index)

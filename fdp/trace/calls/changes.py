@@ -11,7 +11,7 @@ import torch
 from fdp import pytree
 from fdp.trace.calls.arguments import Flat
 
-Kind = tuple[tuple[str, str], ...]
+LeafFacts = tuple[tuple[str, str], ...]
 """What decides on a trace in a tensor, part by part with its value; an object that is no tensor has one part."""
 
 _REMEDIES = {
@@ -45,7 +45,7 @@ class Summary:
 
     spec: pytree.Spec
     static: tuple[Any, ...]
-    leaves: tuple[Kind, ...]
+    leaves: tuple[LeafFacts, ...]
     shared: tuple[tuple[int, int], ...] | None
     group: object
     settings: object
@@ -95,7 +95,7 @@ def describe_change(old: Summary, new: Summary, names: Sequence[str], outside: s
     return f"{name}: {'' if part == 'value' else part + ' '}{was} became {now}{more}", _REMEDIES[part]
 
 
-def _kind_of_leaf(leaf: object) -> Kind:
+def _kind_of_leaf(leaf: object) -> LeafFacts:
     if not isinstance(leaf, torch.Tensor):
         return (("value", repr(leaf)),)
     # The shape first: if it changes, so do strides, and need no mention.
@@ -107,5 +107,5 @@ def _kind_of_leaf(leaf: object) -> Kind:
     )
 
 
-def _kind_text(kind: Kind) -> str:
+def _kind_text(kind: LeafFacts) -> str:
     return kind[0][1] if len(kind) == 1 else f"a tensor of shape {kind[0][1]} and {kind[1][1]}"

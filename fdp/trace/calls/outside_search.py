@@ -34,7 +34,7 @@ from fdp.trace.calls.names_in_code import (
     names_looked_up_by,
     names_read_by,
 )
-from fdp.trace.calls.watched_places import Place, WatchedPlaces
+from fdp.trace.calls.watched_places import ValuePlace, WatchedPlaces
 
 _MOST_KEYS, _MOST_ITEMS = 4096, 512
 """Larger dicts, and larger containers of other kinds, hold data, and are left out."""
@@ -85,7 +85,7 @@ class Search:
             self._visit(label, root, None, _MOST_DEPTH)
         self.watched.freeze()
 
-    def _visit(self, label: str, value: object, place: Place | None, depth: int) -> bool:
+    def _visit(self, label: str, value: object, place: ValuePlace | None, depth: int) -> bool:
         """Search a value; returns whether anything in it counts."""
         where = None if place is None else (place[0], id(place[1]), place[2])
         if where is not None and where in self._places:
@@ -156,7 +156,7 @@ class Search:
         if held or not isinstance(value, torch.nn.Parameter):
             around = self._some(label, held, depth)
         if self._reads("requires_grad"):
-            place: Place = ("attribute", value, "requires_grad")
+            place: ValuePlace = ("attribute", value, "requires_grad")
             around |= self._visit(f"{label}.requires_grad", value.requires_grad, place, depth)
         return ((self._tensors is None or label in self._tensors) and self._leaf(label, value)) | around
 
@@ -282,7 +282,7 @@ class Search:
             here = f"{label}.{part.name}" if part.name else label
             lives = part.original() is not None
 
-            def place(_: object, name: str, part: object = part, lives: bool = lives) -> Place | None:
+            def place(_: object, name: str, part: object = part, lives: bool = lives) -> ValuePlace | None:
                 return ("part", part, name) if lives else None
 
             # When it is dead, its attributes are those of the stand-in, but for what changed last.
@@ -302,7 +302,7 @@ class Search:
         label: str,
         kind: type,
         attributes: Mapping[str, Any],
-        place: Callable[[Any, str], Place | None],
+        place: Callable[[Any, str], ValuePlace | None],
         depth: int,
     ) -> None:
         self._leaf(f"type({label})", kind)

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from fdp.pytorch.registries import HOOKS, SUBMODULES
 
-Kind = Literal["cell", "item", "attribute", "class", "part"]
-Place = tuple[Kind, Any, Any]
+PlaceKind = Literal["cell", "item", "attribute", "class", "part"]
+ValuePlace = tuple[PlaceKind, Any, Any]
 """Where a value was found: in a variable, under a key of a dict, in an attribute, in one of a class as it was defined,
 in one of a module taken apart."""
 
@@ -43,7 +43,7 @@ class WatchedPlaces:
         self._sized: dict[int, Any] = {}
         self._ordered: dict[int, Any] = {}
 
-    def add(self, place: Place, value: object) -> None:
+    def add(self, place: ValuePlace, value: object) -> None:
         """Watch a place that holds a value."""
         kind, holder, key = place
         if kind == "part":

@@ -10,7 +10,7 @@ import torch
 from fdp import pytree
 from fdp.context.axis import step_axis
 from fdp.distributed.group import Group
-from fdp.distributed.other_ranks import Kind
+from fdp.distributed.other_ranks import OthersHold
 from fdp.distributed.wire import Wire
 from fdp.errors import TraceError, build_message
 from fdp.pytorch.dynamo import uncompiled
@@ -76,7 +76,7 @@ def run_untraced(
     group: Group,
     values: Sequence[torch.Tensor],
     wire: Wire | None = None,
-    others: Kind = "different",
+    others: OthersHold = "different",
 ) -> Any:
     """Run a step untraced, on this rank alone: `others` says which values collectives assume on the other ranks.
 

@@ -35,7 +35,7 @@ def _set(state: torch.Tensor, device: torch.device) -> None:
         torch.cuda.set_rng_state(state, device)
 
 
-def replay(state: torch.Tensor, device: torch.device) -> torch.Tensor:
+def exchange_state(state: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Restore an earlier state of a device's generator; returns its present state."""
     before = _get(device)
     _set(state, device)
@@ -48,7 +48,7 @@ def _fake_state(device: torch.device) -> torch.Tensor:
 
 for _schema, _real, _fake in (
     ("state(Device device) -> Tensor", _get, _fake_state),
-    ("replay(Tensor state, Device device) -> Tensor", replay, lambda state, device: torch.empty_like(state)),
+    ("replay(Tensor state, Device device) -> Tensor", exchange_state, lambda state, device: torch.empty_like(state)),
     ("resume(Tensor state, Device device) -> ()", _set, lambda state, device: None),
 ):
     _library.define(_schema, tags=(torch.Tag.nondeterministic_seeded,))

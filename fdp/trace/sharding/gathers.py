@@ -106,7 +106,7 @@ def part_taken(
     return rows, own, new(aten.view.default, own, list(part.of(value.shape)))
 
 
-def joined(rows: fx.Node, part: Part, shape: Sequence[int], new: Callable[..., fx.Node]) -> fx.Node:
+def joined_parts(rows: fx.Node, part: Part, shape: Sequence[int], new: Callable[..., fx.Node]) -> fx.Node:
     """Put together a whole value from the parts of all ranks, which are rows of a message; `new` puts in a call."""
     aten: Any = torch.ops.aten
     if not part.dim:

@@ -23,7 +23,7 @@ from fdp.state.shards import Part
 from fdp.trace.graph.precedence import Precedence
 from fdp.trace.operators.effects import effects_of, storages_of
 from fdp.trace.sharding.computations import Computation, computation_of
-from fdp.trace.sharding.gathers import Gather, Taken, joined
+from fdp.trace.sharding.gathers import Gather, Taken, joined_parts
 from fdp.trace.sharding.inserted import Link
 from fdp.trace.sharding.scatters import in_rows
 
@@ -155,7 +155,7 @@ class _Exchange:
             cast, of_first = first.cast, first.gather
             parts = [self._given(group[number]) for number in _numbers(owned)]
             rows = self._put(torch.ops.fdp.all_to_all.default, self._put(aten.stack.default, parts), *self._of(label))
-            whole = joined(rows, of_first.link.part, of_first.whole.meta["val"].shape, self._put)
+            whole = joined_parts(rows, of_first.link.part, of_first.whole.meta["val"].shape, self._put)
             self.messages.append((rows, whole))
             for each, owners in zip(group, owned, strict=True):
                 link = replace(each.gather.link, node=rows.name, made=whole.name, kind="given", owners=owners)

@@ -35,7 +35,7 @@ from fdp.trace.sharding.gathers import (
     RankNumber,
     Taken,
     entry_of,
-    joined,
+    joined_parts,
     origin_of,
     part_taken,
     phases_of,
@@ -258,7 +258,7 @@ class _Rewriting:
         shape = node.meta["val"].shape
         name = self._names.get(origin_of(node)) or f"value at {node.meta.get('source')}"
         rows = self._new(torch.ops.fdp.all_gather.default, own, part.ranks, self._axis, name)
-        whole = joined(rows, part, shape, self._new)
+        whole = joined_parts(rows, part, shape, self._new)
         assert self._now is not None
         when = self._phases[self._now], bool(self._now.meta.get("backward"))
         value, after = self._last.get(storages_of(node)[0], (node, node))
