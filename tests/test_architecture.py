@@ -112,8 +112,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "measure": ("agreed clock fit", "device_speed intervals link", "operations", "profile"),
     "step": (
-        "buckets_on_disk compile_together finite live_line memory_limit", "progress", "automatic_buckets cache",
-        "first_call", "step", "transform",
+        "buckets_on_disk compile_together finite live_line memory_limit", "progress",
+        "automatic_buckets cache comparisons", "first_call", "step", "transform",
     ),
 }  # fmt: skip
 

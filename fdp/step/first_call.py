@@ -6,43 +6,29 @@ The first call of a signature does all of this, and later calls do nothing of it
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
-from fdp.compare import (
-    Again,
-    check_again,
-    check_emitted,
-    check_partition,
-    check_program,
-    check_strides,
-    if_memory_allows,
-    on_whole_values,
-)
 from fdp.context.ambient import ambient_context, warn_if_alone_by_mistake
 from fdp.context.garbage import without_collections
-from fdp.distributed.desynchronised import mark_desynchronised
 from fdp.distributed.exchange import announce_failure
 from fdp.distributed.group import Group
 from fdp.distributed.liveness.watch import watched_ranks
 from fdp.distributed.wire import Wire
 from fdp.emit.backend import OPERATOR_BY_OPERATOR, Backend
-from fdp.errors import CompileError, PurityError, TraceError, first_line
+from fdp.errors import PurityError
 from fdp.plan import Network, Plan, plan_trace
 from fdp.plan.buckets import Caps
 from fdp.runtime import Emitted
 from fdp.runtime.order import Agreements, Attempts
 from fdp.step.automatic_buckets import Automatic
+from fdp.step.comparisons import Comparisons, one_at_a_time
 from fdp.step.compile_together import compile_together
-from fdp.step.memory_limit import check_limit, fits, gather_within
+from fdp.step.memory_limit import MemoryLimit
 from fdp.step.progress import Progress
 from fdp.trace import (
     Choice,
@@ -53,23 +39,14 @@ from fdp.trace import (
     Trace,
     describe_change,
     describe_inputs,
-    gather_once,
     refuse_unhashable,
     same_program,
     summarise,
     trace_step,
 )
 
-_SMALL_CAP_MB = 1.0
-"""The size of messages where memory is scarce: of gradients no more are held back than that."""
-
 _RETRACE_WARNING = 8
 """After so many traces a step warns once that it keeps retracing."""
-
-_one_at_a_time = threading.RLock()
-"""Held while a step is traced, checked or compiled: all set switches of torch that hold for the whole process.
-
-No thread waits for another rank while it holds it."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +81,7 @@ class Preparation:
         settings: how.
 
     Attributes:
+        comparisons: of its programs with the function.
         traces: how many times the step has been traced.
     """
 
@@ -111,9 +89,8 @@ class Preparation:
         self._step, self._name, self._settings = step, name, settings
         self._agreed = Agreements()
         self._automatic = Automatic(settings.network, keeps=settings.backend.compiles)
-        self._again: weakref.WeakKeyDictionary[Emitted, Again] = weakref.WeakKeyDictionary()
-        # Of those that are still to be compared on perturbed inputs: which results were finite on those of a call.
-        self._finite: weakref.WeakKeyDictionary[Emitted, list[bool]] = weakref.WeakKeyDictionary()
+        self._limit = MemoryLimit(settings.memory_limit_bytes, None if self._chooses else self._by_caps)
+        self.comparisons = Comparisons(step, name, settings.check_trace, settings.backend)
         self._previous: Summary | None = None
         self._prepared = 0
         self.traces = 0
@@ -130,18 +107,13 @@ class Preparation:
 
     def _trace_within(self, flat: Flat, roles: Roles, group: Group) -> Trace:
         self.traces += 1
-        limit = self._settings.memory_limit_bytes
-        if limit is None:
-            return self._trace(flat, roles, group)
-        trace = self._trace(flat, roles, group, choose=partial(gather_within, limit, self._smallest))
-        check_limit(trace, self._smallest(trace), limit)
-        return trace
+        return self._limit.trace(lambda choose: self._trace(flat, roles, group, choose))
 
-    def _trace(self, flat: Flat, roles: Roles, group: Group, choose: Choice = gather_once) -> Trace:
+    def _trace(self, flat: Flat, roles: Roles, group: Group, choose: Choice) -> Trace:
         devices = sorted({x.device.index for x in flat.tensors if x.is_cuda})
         settings = self._settings
         # Nothing is drawn while tracing; but a step that seeds a generator does it to the real one.
-        with _one_at_a_time, torch.random.fork_rng(devices=devices), without_collections():
+        with one_at_a_time, torch.random.fork_rng(devices=devices), without_collections():
             try:
                 return trace_step(self._step, flat, roles, group, settings.check_replication, settings.wire, choose)
             except PurityError as error:
@@ -156,7 +128,9 @@ class Preparation:
             with progress.stage("tracing"):
                 trace = self._trace_within(flat, roles, group)
             with progress.stage("planning"):
-                return self._within(self._automatic.plan_ahead(trace, group) if self._chooses else self._by_caps(trace))
+                return self._limit.within(
+                    self._automatic.plan_ahead(trace, group) if self._chooses else self._by_caps(trace)
+                )
 
     def prepare(
         self, flat: Flat, roles: Roles, group: Group, progress: Progress, others: Sequence[tuple[Emitted, str]] = ()
@@ -233,77 +207,8 @@ class Preparation:
             emitted = Emitted(plan, group, self._agreed, settings.check_replication, self._first_backend)
             emitted.consensus.because = f"{changed:.300}"
         with progress.stage("comparing"):
-            if settings.check_trace and plan.trace.whole is not None:
-                self._check_on_whole_values(emitted, flat, roles)
-            if not settings.check_trace:
-                self._check_strides(emitted, flat)
-            elif not settings.backend.compiles:
-                self._check(emitted, flat, lambda: self._check_on_call(emitted, flat, roles))
+            self.comparisons.at_first(emitted, flat, roles)
         return emitted
-
-    def _check_on_whole_values(self, emitted: Emitted, flat: Flat, roles: Roles) -> None:
-        """Compare a step with sharded state with the step on whole values, and that with the function."""
-        assert emitted.plan.trace.whole is not None
-        whole = Emitted(plan_trace(emitted.plan.trace.whole), emitted.group)
-
-        def compare() -> None:
-            others = emitted.group.others()
-            found = on_whole_values(emitted.plan.trace, flat, roles, others)
-            check_partition(emitted, flat.tensors, found.tensors)
-            check_emitted(whole, self._step, found, roles)
-
-        with _one_at_a_time:
-            if_memory_allows(whole, "the comparison on whole values", compare)
-            whole.residence.release()
-
-    def check_again(self, emitted: Emitted, flat: Flat, roles: Roles) -> bool:
-        """Compare a step that has been running; returns whether to repeat that later."""
-        emitted.closed_over.check(flat.tensors)  # which says more than a comparison would
-        try:
-            with Progress(self._name) as progress, progress.stage("comparing again"), _one_at_a_time:
-                comes_again = check_again(emitted, self._step, flat, roles, self._finite.get(emitted))
-            self._finite.pop(emitted, None)
-            return comes_again
-        except BaseException as error:
-            # The other ranks have sent messages by now, or will, and this one will not.
-            mark_desynchronised(
-                emitted.group, f"step {self._name!r} was left by {type(error).__name__}: {first_line(error)}"
-            )
-            raise
-
-    def _check(self, emitted: Emitted, flat: Flat, compare: Callable[[], None]) -> None:
-        def compare_or_say_why() -> None:
-            try:
-                compare()
-            except (TraceError, CompileError):
-                check_strides(emitted, flat.tensors)  # which names the operator, if that is why
-                raise
-
-        begun = time.perf_counter()
-        with _one_at_a_time:
-            compared = if_memory_allows(emitted, "the comparison at the first call", compare_or_say_why)
-        if compared:
-            self._again[emitted] = Again(time.perf_counter() - begun, owed=emitted in self._finite)
-
-    def _check_on_call(self, emitted: Emitted, flat: Flat, roles: Roles) -> None:
-        """Compare on the inputs of the first call. Perturbed inputs, as later calls may have them, are compared before
-        the second call: a step that is called once need not wait for that, and what it returns has been compared."""
-        self._finite[emitted] = check_program(emitted, self._step, flat, roles, on="call")
-
-    def _check_compiled(self, made: Emitted, emitted: Emitted, flat: Flat, roles: Roles) -> None:
-        """Compare on both inputs: the first call waits for the compiler anyway."""
-        check_program(made, self._step, flat, roles, emitted=emitted)
-
-    def _check_strides(self, emitted: Emitted, flat: Flat) -> None:
-        """Check the strides of values that are drawn for, in a step that is not compared."""
-        if self._settings.backend.settled(emitted.plan).draws_alike:
-            with _one_at_a_time:
-                what = "a run that shows how its values lie in memory"
-                if_memory_allows(emitted, what, lambda: check_strides(emitted, flat.tensors))
-
-    def again(self, emitted: Emitted) -> Again | None:
-        """When to compare a prepared step again; None for never."""
-        return self._again.get(emitted)
 
     @property
     def _first_backend(self) -> Backend:
@@ -317,21 +222,12 @@ class Preparation:
     def _by_caps(self, trace: Trace) -> Plan:
         return plan_trace(trace, self._settings.bucket_cap_mb, network=self._settings.network)
 
-    def _smallest(self, trace: Trace) -> Plan:
-        """A plan of small messages, unless the user has set their size."""
-        return plan_trace(trace, _SMALL_CAP_MB) if self._chooses else self._by_caps(trace)
-
-    def _within(self, plan: Plan) -> Plan:
-        """The fastest plan, or one of small messages if the fastest exceeds the memory limit."""
-        limit = self._settings.memory_limit_bytes
-        return plan if limit is None or not self._chooses or fits(plan, limit) else self._smallest(plan.trace)
-
     def _planned(self, trace: Trace, flat: Flat, group: Group, progress: Progress) -> Plan:
         with progress.stage("planning"):
             plan = self._automatic.remembered(trace, group) if self._chooses else self._by_caps(trace)
             if plan is not None:
-                return self._within(plan)
-            first = plan_trace(trace) if self._settings.memory_limit_bytes is None else self._smallest(trace)
+                return self._limit.within(plan)
+            first = self._limit.smallest(trace) if self._limit.is_set else plan_trace(trace)
         with progress.stage("writing and proving"):
             emitted = Emitted(first, group, self._agreed, self._settings.check_replication, self._first_backend)
         plan = self._automatic.choose(emitted, flat.tensors, progress)
@@ -339,21 +235,21 @@ class Preparation:
         # Ranks have to hear once more whether all could prepare the step, also if these buckets are the chosen ones.
         emitted.consensus.forget()
         with progress.stage("planning"):
-            return self._within(plan)
+            return self._limit.within(plan)
 
     def _compile(self, emitted: Emitted, flat: Flat, roles: Roles, progress: Progress) -> Emitted:
         """Compile the emitted program, on all ranks at once if all of them have to."""
         settings = self._settings
 
         def compiled() -> Emitted:
-            with _one_at_a_time:
+            with one_at_a_time:
                 with progress.stage("compiling"):
                     made = Emitted(
                         emitted.plan, emitted.group, self._agreed, settings.check_replication, settings.backend
                     )
                 if settings.check_trace:
                     with progress.stage("comparing"):
-                        self._check(made, flat, lambda: self._check_compiled(made, emitted, flat, roles))
+                        self.comparisons.of_compiled(made, emitted, flat, roles)
                     # Its memory was sized for the program that is not compiled; the compiled one needs less.
                     emitted.residence.release()
                     made.residence.release()

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fdp.emit.memory.peak import forecast_memory
 from fdp.errors import ArgumentError, build_message
-from fdp.plan import Plan
+from fdp.plan import Plan, plan_trace
 from fdp.plan.buckets import MIB
 from fdp.tables import format_bytes
-from fdp.trace import Trace
+from fdp.trace import Choice, Trace, gather_once
+
+_SMALL_CAP_MB = 1.0
+"""The size of messages where memory is scarce: of gradients no more are held back than that."""
 
 
 def resolve_limit(memory_limit_mb: Any) -> int | None:
@@ -30,9 +34,46 @@ def resolve_limit(memory_limit_mb: Any) -> int | None:
     return int(memory_limit_mb * MIB)
 
 
-def fits(plan: Plan, limit_bytes: int) -> bool:
-    """Whether a plan stays within a limit."""
-    return forecast_memory(plan).peak_bytes <= limit_bytes
+class MemoryLimit:
+    """The memory limit of a step, and what keeps to it.
+
+    Args:
+        limit_bytes: the most that a rank may hold; None for no limit.
+        by_caps: plans a step by caps that the user has set; None where buckets are chosen by cost.
+
+    Attributes:
+        is_set: whether there is a limit.
+    """
+
+    def __init__(self, limit_bytes: int | None, by_caps: Callable[[Trace], Plan] | None) -> None:
+        self._limit_bytes, self._by_caps = limit_bytes, by_caps
+        self.is_set = limit_bytes is not None
+
+    def smallest(self, trace: Trace) -> Plan:
+        """A plan of small messages, unless the user has set their size."""
+        return plan_trace(trace, _SMALL_CAP_MB) if self._by_caps is None else self._by_caps(trace)
+
+    def within(self, plan: Plan) -> Plan:
+        """The plan, or one of small messages if that exceeds the limit and the user has not set their size."""
+        limit = self._limit_bytes
+        if limit is None or self._by_caps is not None or forecast_memory(plan).peak_bytes <= limit:
+            return plan
+        return self.smallest(plan.trace)
+
+    def trace(self, trace: Callable[[Choice], Trace]) -> Trace:
+        """Trace a step so that it stays within the limit.
+
+        Args:
+            trace: traces it; its argument chooses whether sharded values are gathered again.
+
+        Raises:
+            ArgumentError: it takes more.
+        """
+        if self._limit_bytes is None:
+            return trace(gather_once)
+        made = trace(partial(gather_within, self._limit_bytes, self.smallest))
+        check_limit(made, self.smallest(made), self._limit_bytes)
+        return made
 
 
 def check_limit(trace: Trace, plan: Plan, limit_bytes: int) -> None:

@@ -285,7 +285,7 @@ class Step(Generic[Arguments, Result]):
         try:
             with self._known.settled():
                 return again.look(
-                    lambda: self._preparation.check_again(known.emitted, flatten_call(args, roles), roles),
+                    lambda: self._preparation.comparisons.repeat(known.emitted, flatten_call(args, roles), roles),
                     lambda: known.emitted.run(tensors),
                 )
         finally:
@@ -305,7 +305,7 @@ class Step(Generic[Arguments, Result]):
                     emitted = self._preparation.prepare(flat, roles, place[1], progress, programs)
                     known = next((other for other, _ in others if other.emitted is emitted), None)
                     if known is None:
-                        again = self._preparation.again(emitted)
+                        again = self._preparation.comparisons.repeated(emitted)
                         known = Known(emitted, again, 0 if again is None else again.at, progress=progress)
                     kept.settle(emitted.plan.trace)
                     kept.keep(flat, place, known)

@@ -13,7 +13,7 @@ from compared import made
 
 import fdp
 from fdp.compare import fits_in_memory, recheck
-from fdp.step import first_call
+from fdp.step import comparisons
 
 
 class Clock:
@@ -74,14 +74,14 @@ def test_what_the_first_inputs_hide_is_found_before_the_second_call() -> None:
 
     tracing = True
     checked = fdp.data_parallel(step, donate_argnums=0)
-    original = first_call.check_program
+    original = comparisons.check_program
 
     def untraced(*args: Any, **kwargs: Any) -> Any:
         nonlocal tracing
         tracing = False
         return original(*args, **kwargs)
 
-    with mock.patch.object(first_call, "check_program", untraced):
+    with mock.patch.object(comparisons, "check_program", untraced):
         first = checked({"m": torch.zeros(3)}, torch.ones(3))
     assert torch.equal(first["m"], torch.ones(3))  # which is right
     for _ in range(2):
