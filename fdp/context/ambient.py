@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ def ambient_context() -> Any:
     return plain, tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
-def plain_context() -> Any:
+def plain_context() -> AbstractContextManager[object]:
     """Casts are part of the program already: autocast around the call must not add to them. Results are tensors that
     autograd may use later: inference mode around the call must not mark them."""
     inference = torch.is_inference_mode_enabled()

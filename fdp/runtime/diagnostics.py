@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -16,7 +15,7 @@ from fdp.tables import format_bytes
 _NO_CHANGE = nullcontext()
 
 
-def profiler_range(plan: Plan, index: int, what: str) -> Any:
+def profiler_range(plan: Plan, index: int, what: str) -> AbstractContextManager[object]:
     """A range in the trace of a profiler, if one is at work."""
     # Private to torch. Relied on: it is true while a profiler is at work; if it were not, ranges would be missing.
     if not torch.autograd.profiler._is_profiler_enabled:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -112,7 +113,7 @@ def unshard(tree: Tree) -> Tree:
     return pytree.unflatten(spec, whole)
 
 
-def part_for(shape: Any, ranks: int) -> Part | None:
+def part_for(shape: Sequence[int], ranks: int) -> Part | None:
     """How a tensor of some shape is divided among ranks; None if it has no dimension that they divide."""
     found = (Part(dim, ranks) for dim in range(len(shape)))
     return next((part for part in found if part.divides(shape)), None)

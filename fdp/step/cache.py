@@ -18,7 +18,7 @@ from fdp.context.ambient import ambient_context
 from fdp.distributed.group import Group
 from fdp.runtime import Emitted
 from fdp.step.progress import Progress
-from fdp.trace import Flat, OutsideValues, RememberedCalls, Roles, Trace
+from fdp.trace import Flat, OutsideValues, RememberedCall, RememberedCalls, Roles, Trace
 
 _MOST_SIGNATURES = 64
 """So many signatures a step keeps, those that were called last; each has a program and bucket memory of its own."""
@@ -47,7 +47,7 @@ class Known:
     again: Again | None = None
     looks_at: int = 0
     calls: int = 0
-    remembered: Any = None
+    remembered: RememberedCall[Known] | None = None
     last_call: int = 0
     progress: Progress | None = None
 

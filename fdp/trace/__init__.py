@@ -17,7 +17,7 @@ from fdp.trace.calls.changes import Summary, describe_change, summarise
 from fdp.trace.calls.finite_flags import ReturnsFiniteFlags, WithFiniteFlags
 from fdp.trace.calls.keywords import by_position, signature_of
 from fdp.trace.calls.outside_values import OutsideValues
-from fdp.trace.calls.recognise import RememberedCalls
+from fdp.trace.calls.recognise import RememberedCall, RememberedCalls
 from fdp.trace.capture.calling import run_untraced
 from fdp.trace.capture.capture import Geometry, capture_functional
 from fdp.trace.capture.switches import compiling, recording, without_fused_lstm
@@ -35,6 +35,7 @@ __all__ = [
     "Output",
     "OutsideValues",
     "Reduction",
+    "RememberedCall",
     "RememberedCalls",
     "ReturnsFiniteFlags",
     "Roles",

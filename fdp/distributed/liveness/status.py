@@ -80,7 +80,7 @@ class Status:
         """A number that changes with the news."""
         return int(_NEWS.unpack_from(self._memory, _NEWS_AT)[0])
 
-    def news(self) -> Any:
+    def news(self) -> dict[str, Any] | None:
         """What the monitor has heard; None if nothing."""
         start = _NEWS_AT + _NEWS.size
         for _ in range(100):

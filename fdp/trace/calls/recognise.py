@@ -41,7 +41,7 @@ _address = torch.Tensor.data_ptr
 _offset = torch.Tensor.storage_offset
 
 
-class _RememberedCall(Generic[T]):
+class RememberedCall(Generic[T]):
     """What is remembered of one call, to recognise a later call like it.
 
     Its tensors are of two kinds. Staying ones are returned by the step in the same memory, so that the next call most
@@ -236,7 +236,7 @@ class RememberedCalls(Generic[T]):
 
     def __init__(self) -> None:
         # Replaced as a whole, never changed: threads may read it at any time.
-        self._calls: tuple[_RememberedCall[T], ...] = ()
+        self._calls: tuple[RememberedCall[T], ...] = ()
 
     def recognise(
         self, place: object, args: tuple[Any, ...], static: tuple[Any, ...]
@@ -266,8 +266,8 @@ class RememberedCalls(Generic[T]):
         return None
 
     def remember(
-        self, place: object, flat: Flat, trace: Trace, value: T, earlier: _RememberedCall[T] | None = None
-    ) -> _RememberedCall[T]:
+        self, place: object, flat: Flat, trace: Trace, value: T, earlier: RememberedCall[T] | None = None
+    ) -> RememberedCall[T]:
         """Remember a call, and forget the oldest one if there are too many.
 
         Args:
@@ -283,7 +283,7 @@ class RememberedCalls(Generic[T]):
         calls = self._calls
         if earlier is None or earlier.recognise(list(flat.leaves), flat.static) is None:
             same = (call.structure for call in calls if call.structure.spec == flat.spec)
-            earlier = _RememberedCall(place, flat, next(same, None) or Structure(flat.spec), trace, value)
+            earlier = RememberedCall(place, flat, next(same, None) or Structure(flat.spec), trace, value)
         self._calls = (earlier, *calls[: MOST - 1])
         return earlier
 

@@ -12,12 +12,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
 
@@ -26,6 +20,12 @@ from fdp.distributed.group import Group
 from fdp.distributed.wire import Wire
 from fdp.errors import FdpError, PurityError, TraceError, build_message, error_text, first_line
 from fdp.pytorch import parts
+from fdp.pytorch.fake_modes import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from fdp.pytorch.overloads import OpOverload
 from fdp.pytorch.recomputation import why_not
 from fdp.trace.capture.raw_messages import raw_messages_refused, refused_operators

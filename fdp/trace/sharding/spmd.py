@@ -130,7 +130,9 @@ class _Rewriting:
         self._changed: set[int] = set()
         self._gathers: list[Gather] = []
         self._taken: list[Taken] = []
-        self._mode = fake_mode_at_work([node.meta.get("val") for node in module.graph.nodes])
+        mode = fake_mode_at_work([node.meta.get("val") for node in module.graph.nodes])
+        assert mode is not None  # example values are its tensors
+        self._mode = mode
 
     def write(self, returned: Sequence[Part | None]) -> Partitioned:
         """See `for_rank`."""
