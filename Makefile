@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/compiled
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test faults lint format fuzz bench bench-overlap bench-compiled docs site release-check clean
+.PHONY: help demo test faults lint format fuzz models bench bench-overlap bench-compiled docs site release-check clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ lint: $(INSTALLED)  ## ruff (rules and format) and mypy
 format: $(INSTALLED)  ## rewrite the sources as `make lint` wants them
 	$(RUN) ruff check --fix .
 	$(RUN) ruff format .
+
+models: $(INSTALLED)  ## which published models train: prints the tables of docs/reference/models.md
+	OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/oracles $(RUN) published_models.run $(ARGS)
 
 # glibc fills memory with garbage when it is handed out and when it comes back, small pieces as well.
 fuzz: POISON := GLIBC_TUNABLES=glibc.malloc.tcache_count=0:glibc.malloc.perturb=128
