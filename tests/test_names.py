@@ -20,14 +20,17 @@ SAME_IDEA = {
 }  # fmt: skip
 
 
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
 def offered(files: Mapping[str, ast.Module]) -> dict[str, set[str]]:
-    """Name of a public function, or of a type -> the files that define it."""
+    """Name of a public function, class or type -> the files that define it."""
     found: defaultdict[str, set[str]] = defaultdict(set)
     for file, tree in files.items():
         for node in tree.body:
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             names = [each.id for each in targets if isinstance(each, ast.Name) and each.id != each.id.upper()]
-            for name in [node.name] if isinstance(node, ast.FunctionDef) else names:
+            for name in [node.name] if isinstance(node, DEFINITIONS) else names:
                 if not name.startswith("_"):
                     found[name].add(file)
     return found
@@ -39,6 +42,6 @@ def test_no_two_files_offer_the_same_name() -> None:
     assert len(found) > 500
     assert {name: sorted(where) for name, where in found.items() if len(where) > 1 and name not in SAME_IDEA} == {}
     assert all(len(found[name]) > 1 for name in SAME_IDEA), "take it off the list"
-    more = {**files, "other.py": ast.parse("Place = int\nNewIdea = str\ndef copy_of():\n    pass")}
+    more = {**files, "other.py": ast.parse("Trace = int\nNewIdea = str\ndef copy_of():\n    pass")}
     again = {name for name, where in offered(more).items() if len(where) > len(found.get(name, ())) > 0}
-    assert again == {"Place", "copy_of"}
+    assert again == {"Trace", "copy_of"}

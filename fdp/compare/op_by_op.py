@@ -10,12 +10,13 @@ import torch
 from fdp.compare.copies import give_back_memory
 from fdp.compare.leaves import Difference, same_bits
 from fdp.compare.lockstep import in_order_of_plan, unlike_graph
+from fdp.compare.other_way import rounded_otherwise
 from fdp.compare.refusals import wrong_program, wrong_trace
 from fdp.compare.restored import closed_over_unchanged, undisturbed
 from fdp.compare.rounding import Excuses, replay
 from fdp.compare.side_by_side import Case, On, SideBySide, positions_of
 from fdp.runtime.emitted import Emitted
-from fdp.trace import Flat, Roles, compiling, recording, without_fused_lstm
+from fdp.trace import Flat, Roles, recording, without_fused_lstm
 
 
 def check_emitted(
@@ -92,11 +93,8 @@ def check_graph(emitted: Emitted, offenders: Sequence[Difference], case: Case) -
     repeats = [one and two for one, two in zip(once, _repeats(case, unlike), strict=True)]
     explained = [bool(lstms) and same and still for same, still in zip(alike, repeats, strict=True)]
     if not all(explained):
-        asked = _as_while_tracing(emitted, unlike, positions, case)
-        explained = [
-            known or (same and excuses.excused(positions[o.index], o.expected))
-            for o, known, same in zip(unlike, explained, asked, strict=True)
-        ]
+        otherwise = rounded_otherwise(emitted, unlike, [positions[each.index] for each in unlike], case, excuses)
+        explained = [one or two for one, two in zip(explained, otherwise, strict=True)]
     left = [offender for offender, is_explained in zip(unlike, explained, strict=True) if not is_explained]
     # Where all results repeat themselves, rounding is no reason. As long as kernels do not, it may be.
     wrong = [o for o in left if all(repeats) or not excuses.excused(positions[o.index], o.expected, alike=True)]
@@ -147,22 +145,6 @@ def _check_order(emitted: Emitted, offenders: Sequence[Difference], case: Case, 
             f"{o.text}, in the order of the plan" for o, at in zip(offenders, positions, strict=True) if at in unlike
         ]
         raise wrong_program(emitted.plan.trace.name, wrong)
-
-
-def _as_while_tracing(
-    emitted: Emitted, unlike: Sequence[Difference], positions: dict[int, int], case: Case
-) -> list[bool]:
-    """Which results a step computes as the graph does when it hears of a compiler, as it did while it was traced.
-
-    A library may then take another way to the same numbers: a scan of Mamba's in place of a loop, say.
-    """
-    try:
-        with compiling():
-            told = _some(case.by_itself(), unlike)
-    except Exception:  # it takes fake tensors alone
-        return [False] * len(unlike)
-    exact = replay(emitted, case.inputs(), case.others)
-    return [same_bits(exact[positions[o.index]], value) for o, value in zip(unlike, told, strict=True)]
 
 
 def _repeats(case: Case, offenders: Sequence[Difference]) -> list[bool]:

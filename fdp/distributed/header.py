@@ -63,7 +63,7 @@ def pairs(number: int) -> list[int]:
 _BYTES = [pairs(byte)[-16:] for byte in range(256)]
 _PATTERNS = [[element != 0 for element in elements] for elements in _BYTES]
 
-Sent = int | torch.Tensor
+SentNumbers = int | torch.Tensor
 """What a rank sent: the number, or the elements, if the number is on a device."""
 
 
@@ -83,7 +83,7 @@ class Header:
         self._bytes: list[torch.Tensor] = []
         self._places: torch.Tensor | None = None
 
-    def write(self, tail: torch.Tensor, call: int, mixed: int | torch.Tensor = 0) -> Sent:
+    def write(self, tail: torch.Tensor, call: int, mixed: int | torch.Tensor = 0) -> SentNumbers:
         """Write the number of a call.
 
         Args:
@@ -120,7 +120,7 @@ class Header:
         return list(torch.tensor(rows, device="cpu").to(self._device, self._dtype).unbind(0))
 
 
-def is_unanimous(arrived: torch.Tensor, sent: Sent) -> bool:
+def is_unanimous(arrived: torch.Tensor, sent: SentNumbers) -> bool:
     """Whether all ranks sent the same.
 
     Args:

@@ -17,7 +17,7 @@ from fdp.errors import ArgumentError, build_message
 from fdp.nn.batch_norm import synchronised_forward
 from fdp.nn.meta_copy import MetaCopy
 from fdp.pytorch.dynamo import uncompiled_module
-from fdp.pytorch.recomputation import Again, recomputed_by, unselected
+from fdp.pytorch.recomputation import Recompute, recomputed_by, unselected
 from fdp.pytorch.registries import has_gradient_hooks, tensor_registries
 from fdp.tracebacks import hiding_frames
 
@@ -166,7 +166,7 @@ def _refuse_other_names(
     raise ArgumentError(build_message(f"params and buffers do not fit {kind}:", offenders, remedy))
 
 
-def _again(stand_in: nn.Module, params: dict[str, Tensor], buffer_names: AbstractSet[str]) -> Again:
+def _again(stand_in: nn.Module, params: dict[str, Tensor], buffer_names: AbstractSet[str]) -> Recompute:
     """Recompute checkpointed parts of the module with the tensors that it was called with.
 
     By then the call is over, and the module has others again.

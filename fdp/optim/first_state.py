@@ -17,14 +17,14 @@ from torch import Tensor, optim
 from fdp.state.containers import container_of
 
 Build = Callable[[list[Tensor]], optim.Optimizer]
-Step = Callable[[optim.Optimizer], Any]
+OptimizerStep = Callable[[optim.Optimizer], Any]
 
 
 class NoFirstState(Exception):
     """A class whose first step cannot be taken apart into a state and a step from it."""
 
 
-def first_values(build: Build, step: Step, p: Tensor) -> dict[str, Any]:
+def first_values(build: Build, step: OptimizerStep, p: Tensor) -> dict[str, Any]:
     """Find what a class sets each entry of a parameter's state to before its first step.
 
     Args:
@@ -83,7 +83,7 @@ class _Recorded(dict[str, Any]):
         return self
 
 
-def _after(build: Build, step: Step, p: Tensor, grad: Tensor, state: object, seed: int) -> tuple[Tensor, Any]:
+def _after(build: Build, step: OptimizerStep, p: Tensor, grad: Tensor, state: object, seed: int) -> tuple[Tensor, Any]:
     """A copy of a parameter after one step from a state, and the state."""
     torch.manual_seed(seed)
     q = p.detach().clone()

@@ -23,7 +23,7 @@ from fdp.tracebacks import hiding_frames
 
 _STATE = "transformation"
 
-Update = Callable[[Tree, Tree, Tree], Any]
+UpdateFunction = Callable[[Tree, Tree, Tree], Any]
 
 
 class GradientTransformation(NamedTuple):
@@ -209,7 +209,7 @@ def _transformation(who: str, transform: object) -> GradientTransformation:
     return GradientTransformation(*found)
 
 
-def _caller(update: Callable[..., Any]) -> Update:
+def _caller(update: Callable[..., Any]) -> UpdateFunction:
     """Call an `update` as it is declared: with parameters by place or by name, or without."""
     try:
         declared = inspect.signature(update).parameters

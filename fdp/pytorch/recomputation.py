@@ -41,7 +41,7 @@ _GENERATOR, _FORMER_GENERATOR = (
     "_checkpoint_without_reentrant_generator",
 )
 
-Again = Callable[[Callable[..., Any], bool], tuple[Callable[..., Any], bool]]
+Recompute = Callable[[Callable[..., Any], bool], tuple[Callable[..., Any], bool]]
 """Takes, in the forward pass, what is going to be checkpointed, and whether it is to draw the same random numbers when
 it runs again; returns what to run then, and whether torch is to see to the random numbers."""
 
@@ -69,7 +69,7 @@ def unselected() -> Iterator[None]:
 
 
 @contextmanager
-def recomputed_by(again: Again) -> Iterator[None]:
+def recomputed_by(again: Recompute) -> Iterator[None]:
     """While this lasts, have everything that is checkpointed recomputed in another way.
 
     Args:
@@ -82,7 +82,7 @@ def recomputed_by(again: Again) -> Iterator[None]:
 
 
 @contextmanager
-def _asking(again: Again, compiling: Callable[..., bool] = lambda *_: False) -> Iterator[None]:
+def _asking(again: Recompute, compiling: Callable[..., bool] = lambda *_: False) -> Iterator[None]:
     inner: Any = torch.utils.checkpoint
     name = _GENERATOR if hasattr(inner, _GENERATOR) else _FORMER_GENERATOR
     before = {each: getattr(inner, each) for each in (name, "CheckpointFunction", "_is_compiling")}

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from fdp.distributed.exchange import exchange, timeout_s
 from fdp.distributed.group import Group
-from fdp.distributed.header import NUMEL, Header, Sent, is_unanimous, numbers
+from fdp.distributed.header import NUMEL, Header, SentNumbers, is_unanimous, numbers
 from fdp.distributed.liveness.patience import known_loss
 from fdp.distributed.messages import start_all_reduce
 from fdp.emit.codegen.program import Program
@@ -145,7 +145,7 @@ class Order:
         in_passing = InPassing(plan, group, agreed.number, first.device) if agreed.compares else None
         self._in_passing = None if in_passing is None or in_passing.is_empty else in_passing
         self._look: Look | None = None
-        self._sent: Sent = 0
+        self._sent: SentNumbers = 0
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
         """Begin a call: checksum the state that is due, and send the call's own message if it needs one.
@@ -312,7 +312,7 @@ class _CallMessage:
         self._group = group
         self._wait: Callable[[], None] | None = None
 
-    def start(self, call: int, mixed: int | torch.Tensor) -> Sent:
+    def start(self, call: int, mixed: int | torch.Tensor) -> SentNumbers:
         sent = self._header.write(self._message, call, mixed)
         self._wait = start_all_reduce(self._message, "sum", self._group)
         return sent
@@ -326,7 +326,7 @@ class _CallMessage:
 class _HeaderCopy:
     """A received header on a device, while it is copied to the CPU."""
 
-    def __init__(self, sent: Sent, arrived: torch.Tensor, call: int, look: Look | None) -> None:
+    def __init__(self, sent: SentNumbers, arrived: torch.Tensor, call: int, look: Look | None) -> None:
         self.call, self.look = call, look
         self._sent = sent if isinstance(sent, int) else None
         both = torch.stack((arrived, arrived if isinstance(sent, int) else sent))

@@ -52,7 +52,7 @@ class Known:
     progress: Progress | None = None
 
 
-Place = tuple[int, Group, Any, int]
+CallPlace = tuple[int, Group, Any, int]
 """Where a call happens: its number of arguments, the group, what `ambient_context` says, and the number of the values
 that the function reads from outside."""
 
@@ -77,12 +77,12 @@ class Signatures(dict[Any, Known]):
         self._warned = self._said = False
         self.calls: RememberedCalls[Known] = RememberedCalls()
 
-    def place(self, args: tuple[Any, ...], roles: Roles, group: Group) -> Place:
+    def place(self, args: tuple[Any, ...], roles: Roles, group: Group) -> CallPlace:
         """Where a call happens."""
         static = _objects(args, roles) if roles.static else ()
         return len(args), group, ambient_context(), self._outside.version(static)
 
-    def key(self, flat: Flat, place: Place) -> Any:
+    def key(self, flat: Flat, place: CallPlace) -> Any:
         """The key by which the program of a call is found."""
         offsets = tuple(tensor.storage_offset() for tensor in flat.tensors) if self._offsets_matter else ()
         return flat.key, place, offsets
@@ -94,7 +94,7 @@ class Signatures(dict[Any, Known]):
         except TypeError:
             return None  # an argument cannot be hashed; which one, is said when the signature is prepared
 
-    def with_other_values(self, flat: Flat, place: Place) -> list[tuple[Known, str]]:
+    def with_other_values(self, flat: Flat, place: CallPlace) -> list[tuple[Known, str]]:
         """The preparations of the same arguments with other values from outside, latest first.
 
         Args:
@@ -108,7 +108,7 @@ class Signatures(dict[Any, Known]):
         found.sort(key=lambda item: (item[1].last_call, item[0]), reverse=True)
         return [(known, self._outside.describe(version, place[3])) for version, known in found]
 
-    def keep(self, flat: Flat, place: Place, known: Known) -> None:
+    def keep(self, flat: Flat, place: CallPlace, known: Known) -> None:
         """Keep a preparation, and forget the one that was called longest ago if there are too many."""
         self._offsets_matter |= known.emitted.plan.trace.depends_on_storage_offsets
         key = self.key(flat, place)
@@ -165,7 +165,7 @@ class Signatures(dict[Any, Known]):
                 stacklevel=8,
             )
 
-    def _forget_other_tensors(self, place: Place) -> str | None:
+    def _forget_other_tensors(self, place: CallPlace) -> str | None:
         """Forget programs that hold closed-over tensors which the user has let go of; returns a warning, once."""
         old = [key for key in self if self._outside.tensors_differ(key[1][3], place[3])]
         if not old:

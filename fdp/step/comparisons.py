@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -23,13 +22,9 @@ from fdp.emit.backend import Backend
 from fdp.errors import CompileError, TraceError, first_line
 from fdp.plan import plan_trace
 from fdp.runtime import Emitted
+from fdp.step.one_at_a_time import one_at_a_time
 from fdp.step.progress import Progress
 from fdp.trace import Flat, Roles
-
-one_at_a_time = threading.RLock()
-"""Held while a step is traced, compared or compiled: all set switches of torch that hold for the whole process.
-
-No thread waits for another rank while it holds it."""
 
 
 class Comparisons:
@@ -72,7 +67,7 @@ class Comparisons:
 
         self._compare(made, flat, compare)
 
-    def repeat(self, emitted: Emitted, flat: Flat, roles: Roles) -> bool:
+    def compare_again(self, emitted: Emitted, flat: Flat, roles: Roles) -> bool:
         """Compare a program that has been running; returns whether to repeat that later."""
         emitted.closed_over.check(flat.tensors)  # which says more than a comparison would
         try:
@@ -87,7 +82,7 @@ class Comparisons:
             )
             raise
 
-    def repeated(self, emitted: Emitted) -> Again | None:
+    def when_again(self, emitted: Emitted) -> Again | None:
         """When to compare a program again; None for never."""
         return self._again.get(emitted)
 

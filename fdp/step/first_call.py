@@ -9,6 +9,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,9 +27,10 @@ from fdp.plan.buckets import Caps
 from fdp.runtime import Emitted
 from fdp.runtime.order import Agreements, Attempts
 from fdp.step.automatic_buckets import Automatic
-from fdp.step.comparisons import Comparisons, one_at_a_time
+from fdp.step.comparisons import Comparisons
 from fdp.step.compile_together import compile_together
 from fdp.step.memory_limit import MemoryLimit
+from fdp.step.one_at_a_time import one_at_a_time
 from fdp.step.progress import Progress
 from fdp.trace import (
     Choice,
@@ -89,6 +91,8 @@ class Preparation:
         self._step, self._name, self._settings = step, name, settings
         self._agreed = Agreements()
         self._automatic = Automatic(settings.network, keeps=settings.backend.compiles)
+        # Not a method of this: the two would refer to each other, and stay until the garbage collector comes.
+        self._by_caps = partial(plan_trace, bucket_cap_mb=settings.bucket_cap_mb, network=settings.network)
         self._limit = MemoryLimit(settings.memory_limit_bytes, None if self._chooses else self._by_caps)
         self.comparisons = Comparisons(step, name, settings.check_trace, settings.backend)
         self._previous: Summary | None = None
@@ -107,7 +111,7 @@ class Preparation:
 
     def _trace_within(self, flat: Flat, roles: Roles, group: Group) -> Trace:
         self.traces += 1
-        return self._limit.trace(lambda choose: self._trace(flat, roles, group, choose))
+        return self._limit.traced(lambda choose: self._trace(flat, roles, group, choose))
 
     def _trace(self, flat: Flat, roles: Roles, group: Group, choose: Choice) -> Trace:
         devices = sorted({x.device.index for x in flat.tensors if x.is_cuda})
@@ -218,9 +222,6 @@ class Preparation:
     @property
     def _chooses(self) -> bool:
         return isinstance(self._settings.bucket_cap_mb, str)
-
-    def _by_caps(self, trace: Trace) -> Plan:
-        return plan_trace(trace, self._settings.bucket_cap_mb, network=self._settings.network)
 
     def _planned(self, trace: Trace, flat: Flat, group: Group, progress: Progress) -> Plan:
         with progress.stage("planning"):

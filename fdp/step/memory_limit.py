@@ -60,7 +60,7 @@ class MemoryLimit:
             return plan
         return self.smallest(plan.trace)
 
-    def trace(self, trace: Callable[[Choice], Trace]) -> Trace:
+    def traced(self, trace: Callable[[Choice], Trace]) -> Trace:
         """Trace a step so that it stays within the limit.
 
         Args:

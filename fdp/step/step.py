@@ -28,7 +28,7 @@ from fdp.plan.buckets import MIB, Caps, resolve_caps
 from fdp.pytorch.dynamo import breaks_graph
 from fdp.pytorch.tensors import under_transform
 from fdp.runtime import BREAK_REASON
-from fdp.step.cache import Known, Place, Signatures, call_numbers
+from fdp.step.cache import CallPlace, Known, Signatures, call_numbers
 from fdp.step.finite import result_if_finite
 from fdp.step.first_call import Preparation, Settings
 from fdp.step.memory_limit import resolve_limit
@@ -285,13 +285,15 @@ class Step(Generic[Arguments, Result]):
         try:
             with self._known.settled():
                 return again.look(
-                    lambda: self._preparation.comparisons.repeat(known.emitted, flatten_call(args, roles), roles),
+                    lambda: self._preparation.comparisons.compare_again(
+                        known.emitted, flatten_call(args, roles), roles
+                    ),
                     lambda: known.emitted.run(tensors),
                 )
         finally:
             known.looks_at = again.at
 
-    def _look_up(self, flat: Flat, roles: Roles, place: Place) -> tuple[Known, list[torch.Tensor]]:
+    def _look_up(self, flat: Flat, roles: Roles, place: CallPlace) -> tuple[Known, list[torch.Tensor]]:
         """Find a call by its signature worked out in full, or prepare that signature."""
         kept = self._known
         known = kept.find(kept.key(flat, place))
@@ -305,7 +307,7 @@ class Step(Generic[Arguments, Result]):
                     emitted = self._preparation.prepare(flat, roles, place[1], progress, programs)
                     known = next((other for other, _ in others if other.emitted is emitted), None)
                     if known is None:
-                        again = self._preparation.comparisons.repeated(emitted)
+                        again = self._preparation.comparisons.when_again(emitted)
                         known = Known(emitted, again, 0 if again is None else again.at, progress=progress)
                     kept.settle(emitted.plan.trace)
                     kept.keep(flat, place, known)
@@ -313,7 +315,7 @@ class Step(Generic[Arguments, Result]):
         known.remembered = kept.calls.remember(place, flat, trace, known, known.remembered)
         return known, flat.tensors
 
-    def _resolve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Flat, Roles, Place]:
+    def _resolve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Flat, Roles, CallPlace]:
         """Resolve the arguments of a method that does not have to be fast."""
         if kwargs:
             args = by_position(self._name, self._signature, args, kwargs)

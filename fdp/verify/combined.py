@@ -26,7 +26,7 @@ OPERATORS = (
 
 
 @dataclass(frozen=True)
-class Ranks:
+class OwnRank:
     """The ranks of a step, or of those along one dimension of their mesh.
 
     Attributes:
@@ -39,14 +39,14 @@ class Ranks:
     size: int
     dimensions: tuple[tuple[str, int], ...] = ()
 
-    def along(self, dimension: str) -> Ranks:
+    def along(self, dimension: str) -> OwnRank:
         """The ranks that differ from this one along one dimension alone; all of them for the empty name."""
         if dimension == "":
             return self
         faster = 1
         for name, size in self.dimensions[::-1]:
             if name == dimension:
-                return Ranks(self.own // faster % size, size)
+                return OwnRank(self.own // faster % size, size)
             faster *= size
         raise VerificationError(f"there is no dimension {dimension!r} in the mesh of the step")
 

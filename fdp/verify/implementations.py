@@ -18,7 +18,7 @@ from fdp.errors import build_message
 from fdp.pytorch.dispatch import TorchDispatchMode
 from fdp.pytorch.overloads import schema_of
 from fdp.trace.trace import Loop, Trace
-from fdp.verify.combined import Ranks
+from fdp.verify.combined import OwnRank
 from fdp.verify.decomposed import changed_by
 from fdp.verify.extents import Extent, extent_of
 from fdp.verify.failure import VerificationError
@@ -76,7 +76,7 @@ def _products(multiply: Callable[..., Any]) -> Iterator[str]:
     """A product times a number, in a place of any shape, independent of the old content."""
     for factor in (1.0, 0.25):
         for shape in ((2, 5), (10,), (5, 2)):
-            followed = Followed(Values(Ranks(0, 1)))
+            followed = Followed(Values(OwnRank(0, 1)))
             one, two = followed.given((2, 3), _FLOAT, "one"), followed.given((3, 5), _FLOAT, "two")
             target = followed.given(shape, _FLOAT, "what was there")
             values = followed.values
@@ -91,7 +91,7 @@ def _products(multiply: Callable[..., Any]) -> Iterator[str]:
 
 
 def _copies(implementations: Mapping[str, Callable[..., Any]]) -> Iterator[str]:
-    followed = Followed(Values(Ranks(0, 1)))
+    followed = Followed(Values(OwnRank(0, 1)))
     value, target = followed.given((2, 3), _FLOAT, "a value"), followed.given((2, 3), _FLOAT, "what was there")
     expected = followed.read(value)
     with followed:
@@ -121,7 +121,7 @@ def _draws(implementations: Mapping[str, Callable[..., Any]]) -> Iterator[str]:
         changes = operator.split(".")[1].endswith("_")
         said = {"operator": operator, "arguments": arguments, "keywords": named}
         text = json.dumps({**said, "results": [None if changes else layout], "written": [layout] if changes else []})
-        values = Values(Ranks(0, 1))
+        values = Values(OwnRank(0, 1))
         ours, theirs = Followed(values), Followed(values)
         value, other = (each.given((2, 3), _FLOAT, "a value") for each in (ours, theirs))
         before = ours.read(value)

@@ -13,7 +13,7 @@ from fdp.errors import build_message
 from fdp.plan.plan import Plan
 from fdp.pytorch.overloads import OpOverload, schema_of
 from fdp.trace.trace import Trace
-from fdp.verify.combined import OPERATORS, Ranks, combination_of
+from fdp.verify.combined import OPERATORS, OwnRank, combination_of
 from fdp.verify.decomposed import CHANGED, Decomposed, changed_by, decompose
 from fdp.verify.drawn import drawn_as_said, drawn_in_trace, drawn_inside, higher_order_draws
 from fdp.verify.extents import general_extent
@@ -142,7 +142,7 @@ class _Decomposed:
 
     def __init__(self, trace: Trace, found: Decomposed, rank: int) -> None:
         self.trace, self._found = trace, found
-        self.values = values = Values(Ranks(rank, trace.world_size, trace.dimensions))
+        self.values = values = Values(OwnRank(rank, trace.world_size, trace.dimensions))
         self.markers: dict[str, Term] = {}
         self.shares: dict[tuple[Term, str], Term] = {}
         self.held: dict[int, Term] = {}

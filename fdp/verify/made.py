@@ -16,7 +16,7 @@ from fdp.errors import build_message
 from fdp.plan.plan import Bucket, Plan
 from fdp.pytorch.tensors import storage_id
 from fdp.verify.bucket_memory import SCATTERS, bucket_parts, received_shape
-from fdp.verify.combined import Ranks
+from fdp.verify.combined import OwnRank
 from fdp.verify.failure import VerificationError
 from fdp.verify.program_protocol import ProgramProtocol
 
@@ -134,7 +134,7 @@ def _wrong_buffers(
     memory: Mapping[torch.device, _AddressInStorage],
     buffers: Mapping[int, BufferProtocol],
 ) -> Iterator[str]:
-    ranks = Ranks(0, plan.trace.world_size, plan.trace.dimensions)
+    ranks = OwnRank(0, plan.trace.world_size, plan.trace.dimensions)
     starts: dict[int, _AddressInStorage] = {}
     results: dict[int, _AddressInStorage] = {}
     for device, layout in program.layouts.items():

@@ -11,7 +11,7 @@ import torch
 from fdp.plan.plan import Bucket, Plan, Start, Wait
 from fdp.trace.trace import Trace
 from fdp.verify.bucket_memory import bucket_parts
-from fdp.verify.combined import IN_PLACE, SPLIT, STACKED, Ranks, combination_in, shape_of
+from fdp.verify.combined import IN_PLACE, SPLIT, STACKED, OwnRank, combination_in, shape_of
 from fdp.verify.extents import extent_of
 from fdp.verify.failure import VerificationError
 from fdp.verify.memory import Block, Memory, View
@@ -145,7 +145,7 @@ class Messages:
 
     def _size_of(self, bucket: Bucket) -> int:
         """The number of ranks that exchange a bucket."""
-        return Ranks(0, self._trace.world_size, self._trace.dimensions).along(bucket.along).size
+        return OwnRank(0, self._trace.world_size, self._trace.dimensions).along(bucket.along).size
 
     def _memory_of(self, execution: RunningProgram, bucket: Bucket, kind: str) -> tuple[torch.device, int]:
         """The device of a bucket's memory, or of its result's, and where it begins."""

@@ -13,7 +13,7 @@ from torch import fx
 from fdp.pytorch.overloads import OpOverload
 from fdp.pytorch.tensors import storage_id
 from fdp.trace.trace import Trace
-from fdp.verify.combined import Ranks, axis_dimension
+from fdp.verify.combined import OwnRank, axis_dimension
 from fdp.verify.extents import comparable_number
 from fdp.verify.higher import apply_loop, function_name, higher_order
 from fdp.verify.machine import TermMachine, holds_tensors, views_in
@@ -128,7 +128,7 @@ class Reference(TermMachine):
 
     def __init__(self, trace: Trace, rank: int) -> None:
         self.trace = trace
-        values = Values(Ranks(rank, trace.world_size, trace.dimensions))
+        values = Values(OwnRank(rank, trace.world_size, trace.dimensions))
         self._begin(values)
         self._run()
         while values.late:  # each time more is known, and of calls there is an end

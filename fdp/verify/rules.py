@@ -23,11 +23,11 @@ from fdp.verify.values import ReadArguments, Values
 Unread = dict[Any, Any]
 """Arguments before they are read: views and literals, by name."""
 
-Rule = Callable[[Values, ReadArguments, Unread, Any, Any, torch.dtype], "Term | None"]
+TermRule = Callable[[Values, ReadArguments, Unread, Any, Any, torch.dtype], "Term | None"]
 """(values, arguments, given, index of the result, its shape, its dtype) -> the value; None where it does not apply."""
 
 
-def _copied(name: str) -> Rule:
+def _copied(name: str) -> TermRule:
     """The same numbers, in the shape and dtype of what they are written to."""
 
     def rule(v: Values, a: ReadArguments, given: Unread, index: Any, shape: Any, dtype: torch.dtype) -> Term | None:
@@ -37,7 +37,7 @@ def _copied(name: str) -> Rule:
     return rule
 
 
-def _filled(name: str | None, value: Any = None) -> Rule:
+def _filled(name: str | None, value: Any = None) -> TermRule:
     """One number everywhere, however it gets there."""
 
     def rule(v: Values, a: ReadArguments, given: Unread, index: Any, shape: Any, dtype: torch.dtype) -> Term | None:
@@ -101,7 +101,7 @@ def _foreach_add(v: Values, a: ReadArguments, given: Unread, index: Any, shape: 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def _combined(operator: str) -> Rule:
+def _combined(operator: str) -> TermRule:
     """What a marker of a collective stands for; of one rank, its argument, if the result lies where that lay."""
 
     def rule(v: Values, a: ReadArguments, given: Unread, index: Any, shape: Any, dtype: torch.dtype) -> Term:
@@ -115,7 +115,7 @@ def _own_rank(v: Values, a: ReadArguments, given: Unread, index: Any, shape: Any
     return v.full(v.ranks.along(axis_dimension(given["axis"])).own, shape, dtype)
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, TermRule] = {
     "aten::copy": _copied("src"),
     "aten::_foreach_copy": _copied("src"),
     "aten::clone": _copied("self"),

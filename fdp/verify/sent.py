@@ -16,7 +16,7 @@ import torch
 from fdp.errors import build_message
 from fdp.plan.plan import Bucket, Plan, Start, Wait
 from fdp.verify.bucket_memory import Parts, bucket_parts, rows_added_to
-from fdp.verify.combined import IN_PLACE, SPLIT, Combination, Ranks, combination_in
+from fdp.verify.combined import IN_PLACE, SPLIT, Combination, OwnRank, combination_in
 from fdp.verify.failure import VerificationError
 from fdp.verify.followed import Followed
 from fdp.verify.memory import View
@@ -90,7 +90,7 @@ class _MessagesOfCall:
 
     def __init__(self, plan: Plan, program: ProgramProtocol, rank: int, looks_first: bool) -> None:
         self._plan, self._program, self._order = plan, program, _Numbered(looks_first)
-        self._sizes = Ranks(rank, plan.trace.world_size, plan.trace.dimensions)
+        self._sizes = OwnRank(rank, plan.trace.world_size, plan.trace.dimensions)
         self._followed = Followed(Values(self._sizes))
         self._blocks = {
             device: self._followed.memory_of(layout.size_bytes, f"memory of the step on {device}")
@@ -230,7 +230,7 @@ class _Ranks:
         dimension: of the mesh, along which they do.
     """
 
-    def __init__(self, wire: _Wire, ranks: Ranks, dimension: str = "") -> None:
+    def __init__(self, wire: _Wire, ranks: OwnRank, dimension: str = "") -> None:
         self._wire, self._followed, self._all, self._along = wire, wire.followed, ranks, dimension
         own = ranks.along(dimension)
         self.size, self.rank = own.size, own.own

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fdp.pytorch.tensors import generator_id
-from fdp.verify.combined import IN_PLACE, Combination, Ranks, shape_of
+from fdp.verify.combined import IN_PLACE, Combination, OwnRank, shape_of
 from fdp.verify.extents import comparable_number
 from fdp.verify.memory import Memory, View
 from fdp.verify.terms import Term, Terms
@@ -32,7 +32,7 @@ class Values:
         late: whether something was found to be a constant after it had become a part of other terms.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: OwnRank) -> None:
         self.terms = Terms()
         self.memory = Memory(self.terms)
         self.ranks = ranks

@@ -9,14 +9,14 @@ import torch
 from fdp.verify.extents import UNBOUNDED
 from fdp.verify.runs import both, runs_of, without
 
-Piece: TypeAlias = "tuple[int, int, tuple[Any, ...] | None]"
+Write: TypeAlias = "tuple[int, int, tuple[Any, ...] | None]"
 """Begin and end of some bytes, and the writes to them, the newest first."""
 
 _EXACT_UNITS = 2**22
 """Up to so many elements, the bytes of a view with gaps are compared element by element."""
 
 
-def visible_writes(view: Any, pieces: list[Piece], nothing: Any) -> list[Piece]:
+def visible_writes(view: Any, pieces: list[Write], nothing: Any) -> list[Write]:
     """Of pieces of memory, those that a view reads, and of the writes to each those that it sees.
 
     Args:
@@ -39,7 +39,7 @@ def visible_writes(view: Any, pieces: list[Piece], nothing: Any) -> list[Piece]:
     if not all(_is_small(each, unit, size) for each in (view, *stores)):
         return pieces
     needed = _mask(view, view.start, size, unit)
-    found: list[Piece] = []
+    found: list[Write] = []
     for low, high, layers in pieces:
         first, last = (low - view.start) // unit, (high - view.start) // unit
         left = needed[first:last].clone()
@@ -59,13 +59,13 @@ def visible_writes(view: Any, pieces: list[Piece], nothing: Any) -> list[Piece]:
     return found
 
 
-def _visible_in_runs(view: object, pieces: list[Piece], stores: list[Any], nothing: object) -> list[Piece] | None:
+def _visible_in_runs(view: object, pieces: list[Write], stores: list[Any], nothing: object) -> list[Write] | None:
     """As `visible_writes`, if all have few runs of bytes; else None."""
     whole = runs_of(view)
     covers = {id(store): runs_of(store) for store in stores}
     if whole is None or any(runs is None for runs in covers.values()):
         return None
-    found: list[Piece] = []
+    found: list[Write] = []
     for low, high, layers in pieces:
         left = both(whole, [(low, high)])
         if not left:

@@ -29,8 +29,8 @@ _LONGEST_HELLO = 4096
 _PARTS_S = 15.0
 """So long the other side may take to read the last message."""
 
-_LOOKS_S = 0.2
-"""From one look to the next at which of them took too long."""
+_LOOKS_S = 0.05
+"""From one look to the next whether it has."""
 
 _INTRODUCES_S = 3.0
 """So long a stranger may take to say who it is."""
@@ -135,15 +135,11 @@ class Connections:
         """Take no more connections, and wait until what was said has been read; for a limited time."""
         self._selector.unregister(self._listening)
         self._listening.close()
-        with selectors.DefaultSelector() as parting:
-            for link in self._parting:
-                parting.register(link.socket, selectors.EVENT_READ, link)
-            while self._parting:
-                for key, _ in parting.select(_LOOKS_S):
-                    self._ignore(key.data)
-                    if key.data not in self._parting:
-                        parting.unregister(key.fileobj)
-                self.drop_late(time.monotonic())
+        while self._parting:
+            for link in list(self._parting):
+                self._see_off(link)
+            self.drop_late(time.monotonic())
+            time.sleep(_LOOKS_S)
 
     def unreached(self, group: WatchedGroup, now_s: float) -> list[tuple[int, str, str]]:
         """Neighbours that were never reached at their known addresses: rank, addresses, and the reason."""
@@ -332,17 +328,25 @@ class Connections:
             self._drop(link)
 
     def _part(self, link: MonitorLink) -> None:
-        """Send what is left, and close the connection when the other side has closed it.
+        """Send what is left, and close the connection when the other side has closed it; after a while in any case.
 
         If it was closed at once, what the other side still writes would reset it.
         """
+        self._parting[link] = time.monotonic() + _PARTS_S
         with self._dropping(link):
+            both = selectors.EVENT_READ | selectors.EVENT_WRITE
+            self._selector.modify(link.socket, both, lambda: self._see_off(link))
+        self._see_off(link)
+
+    def _see_off(self, link: MonitorLink) -> None:
+        """Send more of what is left; behind the last of it comes the end."""
+        with self._dropping(link):
+            for _ in link.receive():
+                pass
             link.flush()
-            if link.wants_to_send:
-                raise TimeoutError("it reads nothing")
-            link.finish()
-            self._parting[link] = time.monotonic() + _PARTS_S
-            self._selector.modify(link.socket, selectors.EVENT_READ, lambda: self._ignore(link))
+            if not link.wants_to_send:
+                link.finish()
+                self._selector.modify(link.socket, selectors.EVENT_READ, lambda: self._ignore(link))
 
     def _ignore(self, link: MonitorLink) -> None:
         with self._dropping(link):

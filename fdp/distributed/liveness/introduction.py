@@ -73,8 +73,8 @@ def monitored_group_name(store: dist.Store, name: str, rank: int) -> str | None:
     attempt = "" if several else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         base = f"{name}/{attempt}/{store.add(f'fdp/liveness/{name}/{attempt}/{rank}', 1)}"
-        # A store made anew counts anew. Without this, who lets go of an old group would leave its successor. The rank
-        # that comes first draws it.
+        # A store made anew counts anew. Without a number that is drawn, who lets go of an old group would leave its
+        # successor. The rank that comes first draws the number for all.
         return f"{base}/{store.compare_set(f'fdp/liveness/{base}/drawn', '', uuid.uuid4().hex).decode()}"
     except (RuntimeError, dist.DistError):
         return None

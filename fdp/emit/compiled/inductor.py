@@ -91,7 +91,7 @@ _SETTLED: Mapping[str, Any] = {
 }
 """Defaults of settings that users may change."""
 
-Settings = Mapping[str, Any]
+InductorSettings = Mapping[str, Any]
 """Settings of inductor that a step changes, by name."""
 
 
@@ -116,7 +116,7 @@ def modes() -> dict[str, dict[str, Any]]:
     return dict(list_mode_options())
 
 
-def decompositions(settings: Settings) -> Mapping[Any, Callable[..., Any]]:
+def decompositions(settings: InductorSettings) -> Mapping[Any, Callable[..., Any]]:
     """How operators are taken apart before inductor sees them."""
     with _as_expected():
         with warnings.catch_warnings():
@@ -130,7 +130,7 @@ def decompositions(settings: Settings) -> Mapping[Any, Callable[..., Any]]:
 
 
 @contextmanager
-def traced_under(settings: Settings) -> Iterator[None]:
+def traced_under(settings: InductorSettings) -> Iterator[None]:
     """Apply the settings while a graph for inductor is traced.
 
     The tracer notes which operators have to round to sixteen bits where `emulate_precision_casts` is on.
@@ -164,7 +164,7 @@ def _as_expected() -> Iterator[None]:
         raise _unusable(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from error
 
 
-def _patches(settings: Settings) -> dict[str, Any]:
+def _patches(settings: InductorSettings) -> dict[str, Any]:
     return {**_SETTLED, **settings, **KEPT, "triton.cudagraphs": False}
 
 
@@ -181,7 +181,7 @@ class Lowered:
     source: str
 
 
-def lower(name: str, graph: fx.GraphModule, settings: Settings) -> Lowered:
+def lower(name: str, graph: fx.GraphModule, settings: InductorSettings) -> Lowered:
     """Compile a graph.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fdp import pytree
-from fdp.trace.calls.arguments import Flat
+from fdp.trace.calls.arguments import Flat, describe_static
 
 LeafFacts = tuple[tuple[str, str], ...]
 """What decides on a trace in a tensor, part by part with its value; an object that is no tensor has one part."""
@@ -26,7 +26,7 @@ _REMEDIES = {
     "group": "make process groups once, and a step for each",
     "settings": "set autocast, the default dtype and oneDNN once, or inside the step",
     "sharing": "clone what shares memory",
-    "memory": "clone and detach arguments before the step",
+    "memory": "clone arguments before the step",
 }
 
 
@@ -70,7 +70,7 @@ def describe_change(old: Summary, new: Summary, names: Sequence[str], outside: s
     """
     if old.spec != new.spec:
         return f"the structure of the arguments: {old.spec} became {new.spec}", _REMEDIES["structure"]
-    if old.static != new.static:
+    if describe_static(old.static) != describe_static(new.static):
         return f"the static arguments: {old.static!r} became {new.static!r}", _REMEDIES["static"]
     changed = [
         (name, before, after)
@@ -86,7 +86,7 @@ def describe_change(old: Summary, new: Summary, names: Sequence[str], outside: s
     if not changed and old.shared != new.shared:
         return "which arguments share memory", _REMEDIES["sharing"]
     if not changed:
-        return "how arguments lie in their memory, or what autograd keeps of them", _REMEDIES["memory"]
+        return "how arguments lie in their memory", _REMEDIES["memory"]
     name, before, after = changed[0]
     more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
     if [part for part, _ in before] != [part for part, _ in after]:

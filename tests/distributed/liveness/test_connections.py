@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from monitors import Watching, Wire, framed, until, watching
 from samples import ALL_SAMPLES, exhaustive
 
+from fdp.distributed.liveness import connections as liveness_connections
 from fdp.distributed.liveness.connections import Connections, WatchedGroup
 from fdp.distributed.liveness.fault import Fault
 from fdp.distributed.liveness.links import MonitorLink
@@ -322,3 +323,73 @@ def test_a_connection_that_has_ended_is_read_to_its_end() -> None:
             key.data()
         assert [(fault.reason, fault.text) for fault in group.node.story] == [("died", "preparing call 1")]
         connections.close_when_read()
+
+
+class Parting:
+    """A monitor's connections, to one child that is there and has a socket of its own.
+
+    Args:
+        full: whether nothing more can be sent at first.
+    """
+
+    def __init__(self, full: bool) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.connections = Connections(self.selector, 10.0, False, "here")
+        self.group = self.connections.groups["g"] = WatchedGroup(Node(0, 2, "here", 10.0, 0.0))
+        own, self.other = socket.socketpair()
+        own.setblocking(False)
+        if full:
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    own.send(bytes(2**16))
+        child = self.group.neighbours[1]
+        child.link, child.met = MonitorLink(own), True
+        self.selector.register(own, selectors.EVENT_READ, lambda: self.connections._read(self.group, child, child.link))
+
+    def __enter__(self) -> Parting:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for key in list(self.selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+        self.selector.close()
+        self.other.close()
+
+    def answer(self) -> None:
+        """Do what the selector asks for."""
+        for key, _ in self.selector.select(0):
+            key.data()
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_one_that_neither_reads_nor_closes_is_given_up(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a monitor ends; and of a group that the rank has left, while the rank lives on."""
+    monkeypatch.setattr(liveness_connections, "_PARTS_S", 0.3)
+    with Parting(full) as parting:
+        parting.connections.say_goodbye(parting.group)
+        begun_s = time.monotonic()
+        parting.connections.close_when_read()
+        assert 0.2 < time.monotonic() - begun_s < 5
+    with Parting(full) as parting:
+        parting.connections.say_goodbye(parting.group)
+        begun_s = time.monotonic()
+        parting.connections.drop_late(begun_s)
+        assert len(parting.selector.get_map()) == 2  # it listens, and waits
+        parting.connections.drop_late(begun_s + 1)
+        assert len(parting.selector.get_map()) == 1
+
+
+def test_what_does_not_fit_is_said_when_there_is_room() -> None:
+    with Parting(full=True) as parting:
+        said = b""
+        parting.connections.say_goodbye(parting.group)
+        parting.other.setblocking(False)
+        for _ in range(1000):
+            parting.answer()
+            with contextlib.suppress(BlockingIOError):
+                if not (found := parting.other.recv(2**16)):
+                    break
+                said = (said + found)[-100:]
+        assert b'"bye"' in said
+        parting.other.close()
+        parting.connections.close_when_read()

@@ -11,16 +11,16 @@ from fdp.trace.calls.arguments import flatten_call, resolve_roles
 from fdp.trace.calls.changes import Summary, describe_change, summarise
 
 ALONE = Group(None, 1, 0)
-W, X = torch.ones(4), torch.ones(3)
+W, X, NEGATIVE = torch.ones(4), torch.ones(3), torch._neg_view(torch.ones(4))
 
 
-def step(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def step(w: torch.Tensor, x: torch.Tensor, number: object) -> torch.Tensor:
     return w * x.sum()
 
 
-def summary_of(w: torch.Tensor, x: torch.Tensor, group: Group = ALONE) -> Summary:
-    roles = resolve_roles(step, 2, (1,), (), (0,))
-    return summarise(flatten_call((w, x), roles), group, ambient_context())
+def summary_of(w: torch.Tensor, x: torch.Tensor, group: Group = ALONE, static: tuple[object] = (1,)) -> Summary:
+    roles = resolve_roles(step, 3, (1,), (2,), (0,))
+    return summarise(flatten_call((w, x, *static), roles), group, ambient_context())
 
 
 def in_bfloat16() -> Summary:
@@ -33,7 +33,8 @@ CHANGES = {
     "a group": (lambda: summary_of(W, X, Group(None, 2, 0)), "its process group", "a step for each"),
     "autocast": (in_bfloat16, "autocast", "inside the step"),
     "shared memory": (lambda: summary_of(W, W[:3]), "which arguments share memory", "clone"),
-    "history": (lambda: summary_of(W.clone().requires_grad_() * 1, X), "what autograd keeps", "detach"),
+    "a lazy negative": (lambda: summary_of(NEGATIVE, X), "how arguments lie in their memory", "clone"),
+    "True for 1": (lambda: summary_of(W, X, static=(True,)), "arguments: (1,) became (True,)", "as a tensor"),
 }
 
 
