@@ -82,15 +82,15 @@ def check_graph(emitted: Emitted, offenders: Sequence[Difference], case: Case) -
     del exact
     if not unlike:
         return excuses
-    once = _repeats(case, unlike)
+    once = case.repeats(unlike)
     # A trace has no kernels of oneDNN that are for several operators at once: of an LSTM.
     with without_fused_lstm() as lstms:
-        apart = _some(case.by_itself(), unlike)
+        apart = case.once_more(unlike)
         exact = replay(emitted, case.inputs(), case.others)
         alike = [same_bits(exact[positions[o.index]], by_itself) for o, by_itself in zip(unlike, apart, strict=True)]
         del apart, exact
     # Asked twice, with another run between: a step that takes turns would seem to lack no more than those kernels.
-    repeats = [one and two for one, two in zip(once, _repeats(case, unlike), strict=True)]
+    repeats = [one and two for one, two in zip(once, case.repeats(unlike), strict=True)]
     explained = [bool(lstms) and same and still for same, still in zip(alike, repeats, strict=True)]
     if not all(explained):
         otherwise = rounded_otherwise(emitted, unlike, [positions[each.index] for each in unlike], case, excuses)
@@ -145,13 +145,3 @@ def _check_order(emitted: Emitted, offenders: Sequence[Difference], case: Case, 
             f"{o.text}, in the order of the plan" for o, at in zip(offenders, positions, strict=True) if at in unlike
         ]
         raise wrong_program(emitted.plan.trace.name, wrong)
-
-
-def _repeats(case: Case, offenders: Sequence[Difference]) -> list[bool]:
-    """Which results a step that runs by itself once more returns again."""
-    again = _some(case.by_itself(), offenders)
-    return [same_bits(value, offender.expected) for offender, value in zip(offenders, again, strict=True)]
-
-
-def _some(leaves: list[Any], offenders: Sequence[Difference]) -> list[Any]:
-    return [leaves[offender.index] for offender in offenders]

@@ -15,14 +15,13 @@ import torch
 
 from fdp.compare.copies import is_lack_of_memory
 from fdp.compare.leaves import Difference, old_values, pieces_of, same_bits
-from fdp.compare.rounding import Excuses, replay
+from fdp.compare.rounding import RUNS, Excuses
 from fdp.compare.side_by_side import Case
 from fdp.runtime.emitted import Emitted
 from fdp.trace import compiling
 
-_RUNS, _TIMES, _SLACK = 8, 1.0, 0.01
-"""Runs with several times the rounding of kernels; how far a result may lean in the direction of its change, in
-multiples of what they do; and by which share its change may be larger or smaller, if theirs are not."""
+_SLACK = 0.01
+"""By this share a change may be larger or smaller than that of the graph, if rounding makes it neither."""
 
 
 def rounded_otherwise(
@@ -37,62 +36,69 @@ def rounded_otherwise(
         case: what was compared.
         excuses: how much rounding can change each element.
     """
-    expected = [each.expected for each in unlike]
-    asked = _as_while_tracing(emitted, unlike, positions, case)
+    exact = [excuses.exact[at] for at in positions]
+    asked = _as_while_tracing(unlike, exact, case)
     if any(asked):  # a step that takes turns may do by chance what the trace does, once
-        ordinary = [case.by_itself()[each.index] for each in unlike]
-        again = _as_while_tracing(emitted, unlike, positions, case)
-        repeats = [same_bits(*pair) for pair in zip(ordinary, expected, strict=True)]
-        asked = [all(each) for each in zip(asked, again, repeats, strict=True)]
-    asked = [same and excuses.excused(at, value) for same, at, value in zip(asked, positions, expected, strict=True)]
+        repeats = case.repeats(unlike)
+        again = _as_while_tracing(unlike, exact, case)
+        asked = [all(each) for each in zip(asked, repeats, again, strict=True)]
+    asked = [
+        same and excuses.excused(at, each.expected) for same, at, each in zip(asked, positions, unlike, strict=True)
+    ]
     if not any(asked):
         return asked
-    wrong = _errs_as_a_whole(emitted, unlike, positions, case)
+    wrong = _err_as_a_whole(emitted, unlike, positions, case, excuses)
     return [same and not errs for same, errs in zip(asked, wrong, strict=True)]
 
 
-def _as_while_tracing(
-    emitted: Emitted, unlike: Sequence[Difference], positions: Sequence[int], case: Case
-) -> list[bool]:
+def _as_while_tracing(unlike: Sequence[Difference], exact: Sequence[torch.Tensor], case: Case) -> list[bool]:
     """Which results the step computes as the graph does when it hears of a compiler."""
     try:
         with compiling():
-            leaves = case.by_itself()
-            told = [leaves[each.index] for each in unlike]
-            del leaves
+            told = case.once_more(unlike)
     except Exception as error:
         if is_lack_of_memory(error):
             raise
         return [False] * len(unlike)  # it takes tensors without values alone
-    exact = replay(emitted, case.inputs(), case.others)
-    return [same_bits(exact[at], value) for at, value in zip(positions, told, strict=True)]
+    return [same_bits(*pair) for pair in zip(exact, told, strict=True)]
 
 
-def _errs_as_a_whole(
-    emitted: Emitted, unlike: Sequence[Difference], positions: Sequence[int], case: Case
+def _err_as_a_whole(
+    emitted: Emitted, unlike: Sequence[Difference], positions: Sequence[int], case: Case, excuses: Excuses
 ) -> list[bool]:
-    """Which results differ from the graph's in a common direction, or in size, by more than rounding makes of it."""
-    whole, inputs = replay(emitted, case.inputs(), case.others), case.inputs()
-    exact = [whole[at] for at in positions]
-    del whole
-    before = old_values(emitted.plan.trace, inputs.__getitem__)
-    old = [before(each.index, value) for each, value in zip(unlike, exact, strict=True)]
+    """Which results differ from the graph's in a common direction, or in size, by more than rounding makes of it.
+
+    Rounding is measured by runs that have several times as much of it as kernels do.
+    """
+    before = old_values(emitted.plan.trace, case.inputs().__getitem__)
+    old = [before(each.index, excuses.exact[at]) for each, at in zip(unlike, positions, strict=True)]
     leaning, growing = [0.0] * len(unlike), [0.0] * len(unlike)
-    for seed in range(_RUNS):
-        run = replay(emitted, case.inputs(), case.others, seed)
+    for seed in range(RUNS):
+        run = excuses.rounded(seed)
         for number, at in enumerate(positions):
-            leans, grows = _change(run[at], exact[number], old[number])
+            leans, grows = _compared_changes(run[at], excuses.exact[at], old[number])
             leaning[number], growing[number] = max(leaning[number], leans), max(growing[number], grows)
-    found = [_change(each.expected, *pair) for each, pair in zip(unlike, zip(exact, old, strict=True), strict=True)]
+    found = [
+        _compared_changes(each.expected, excuses.exact[at], start)
+        for each, at, start in zip(unlike, positions, old, strict=True)
+    ]
     return [
-        leans > _TIMES * most_leaning or grows > max(_TIMES * most_growing, _SLACK)
+        leans > most_leaning or grows > max(most_growing, _SLACK)
         for (leans, grows), most_leaning, most_growing in zip(found, leaning, growing, strict=True)
     ]
 
 
-def _change(found: torch.Tensor, exact: torch.Tensor, old: torch.Tensor | None) -> tuple[float, float]:
-    """How the change from an old value to a new one differs from another one, as shares of that: in its direction, and
-    in size."""
+def _compared_changes(found: torch.Tensor, exact: torch.Tensor, old: torch.Tensor | None) -> tuple[float, float]:
+    """Compare how far two results have come from an old value.
+
+    Args:
+        found: one result.
+        exact: the other.
+        old: where both began; None for zeros.
+
+    Returns:
+        The difference in the direction of the change of `exact`, and the difference in length, as shares of its length.
+    """
     product = size = own = 0.0
     for other, value, *past in pieces_of(found, exact, *([] if old is None else [old])):
         wide = torch.complex128 if value.is_complex() else torch.float64

@@ -29,7 +29,7 @@ from fdp.distributed.other_ranks import OtherRanks
 from fdp.runtime.emitted import Emitted
 from fdp.trace.operators.effects import effects_of, tensors_in
 
-_RUNS = 8
+RUNS = 8
 """An element that rounding turns (a comparison, a cast) is turned in about half of the runs."""
 
 _LAST_PLACES = {torch.float64: 8.0, torch.float32: 8.0, torch.complex128: 8.0, torch.complex64: 8.0}
@@ -95,11 +95,15 @@ class Excuses:
         """By position, what the graph computes."""
         return self._run()
 
+    def rounded(self, seed: int) -> dict[int, torch.Tensor]:
+        """By position, what the graph computes if results are changed in their last places: one of `RUNS` runs."""
+        return self._run(seed)
+
     @functools.cached_property
     def _moves(self) -> dict[int, _Moves]:
         found = {at: _Moves(value) for at, value in self.exact.items()}
-        for seed in range(_RUNS):
-            run = self._run(seed)
+        for seed in range(RUNS):
+            run = self.rounded(seed)
             for at, moves in found.items():
                 moves.add(run.pop(at))
         return found

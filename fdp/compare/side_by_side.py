@@ -59,6 +59,16 @@ class Case:
     others: OtherRanks
     by_itself: Callable[[], list[Any]]
 
+    def once_more(self, offenders: Sequence[Difference]) -> list[Any]:
+        """Those results of one more run of the step by itself."""
+        leaves = self.by_itself()
+        return [leaves[offender.index] for offender in offenders]
+
+    def repeats(self, offenders: Sequence[Difference]) -> list[bool]:
+        """Which results one more run of the step by itself returns again."""
+        again = self.once_more(offenders)
+        return [same_bits(value, offender.expected) for offender, value in zip(offenders, again, strict=True)]
+
 
 On = Literal["call", "perturbed", "both"]
 """The inputs of a call, the same ones perturbed, or first those and then these."""

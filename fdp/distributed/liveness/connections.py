@@ -333,23 +333,18 @@ class Connections:
         If it was closed at once, what the other side still writes would reset it.
         """
         self._parting[link] = time.monotonic() + _PARTS_S
-        with self._dropping(link):
-            both = selectors.EVENT_READ | selectors.EVENT_WRITE
-            self._selector.modify(link.socket, both, lambda: self._see_off(link))
         self._see_off(link)
 
     def _see_off(self, link: MonitorLink) -> None:
-        """Send more of what is left; behind the last of it comes the end."""
+        """Send more of what is left; behind the last of it comes the end. What still arrives is not looked at."""
         with self._dropping(link):
-            for _ in link.receive():
-                pass
             link.flush()
-            if not link.wants_to_send:
+            events = selectors.EVENT_READ
+            if link.wants_to_send:
+                events |= selectors.EVENT_WRITE
+            else:
                 link.finish()
-                self._selector.modify(link.socket, selectors.EVENT_READ, lambda: self._ignore(link))
-
-    def _ignore(self, link: MonitorLink) -> None:
-        with self._dropping(link):
+            self._selector.modify(link.socket, events, lambda: self._see_off(link))
             for _ in link.receive():
                 pass
 

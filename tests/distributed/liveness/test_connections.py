@@ -304,35 +304,14 @@ def test_what_is_said_last_is_read_by_one_that_gets_no_processor() -> None:
         assert until(lambda: not dying.thread.is_alive())
 
 
-def test_a_connection_that_has_ended_is_read_to_its_end() -> None:
-    """This monitor writes first, and cannot: what the other one said before it ended counts all the same."""
-    with selectors.DefaultSelector() as selector:
-        connections = Connections(selector, 10.0, False, "here")
-        group = connections.groups["g"] = WatchedGroup(Node(0, 2, "here", 10.0, 0.0))
-        own, other = socket.socketpair()
-        child, link = group.neighbours[1], MonitorLink(own)
-        group.node.connected(1, "here", 0.0)
-        child.link, child.met = link, True
-        selector.register(own, selectors.EVENT_READ, lambda: connections._read(group, child, link))
-        report = {"report": Fault(1, "died", "preparing call 1").as_json(), "number": 1, "received": 0}
-        other.sendall(framed(report) + framed({"bye": True}))
-        other.close()
-        connections.work("g", group, 1.0)  # it greets
-        connections.work("g", group, 2.0)
-        for key, _ in selector.select(0):
-            key.data()
-        assert [(fault.reason, fault.text) for fault in group.node.story] == [("died", "preparing call 1")]
-        connections.close_when_read()
-
-
-class Parting:
+class OneChild:
     """A monitor's connections, to one child that is there and has a socket of its own.
 
     Args:
         full: whether nothing more can be sent at first.
     """
 
-    def __init__(self, full: bool) -> None:
+    def __init__(self, full: bool = False) -> None:
         self.selector = selectors.DefaultSelector()
         self.connections = Connections(self.selector, 10.0, False, "here")
         self.group = self.connections.groups["g"] = WatchedGroup(Node(0, 2, "here", 10.0, 0.0))
@@ -346,7 +325,7 @@ class Parting:
         child.link, child.met = MonitorLink(own), True
         self.selector.register(own, selectors.EVENT_READ, lambda: self.connections._read(self.group, child, child.link))
 
-    def __enter__(self) -> Parting:
+    def __enter__(self) -> OneChild:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -361,35 +340,48 @@ class Parting:
             key.data()
 
 
+def test_a_connection_that_has_ended_is_read_to_its_end() -> None:
+    """This monitor writes first, and cannot: what the other one said before it ended counts all the same."""
+    with OneChild() as parent:
+        parent.group.node.connected(1, "here", 0.0)
+        report = {"report": Fault(1, "died", "preparing call 1").as_json(), "number": 1, "received": 0}
+        parent.other.sendall(framed(report) + framed({"bye": True}))
+        parent.other.close()
+        parent.connections.work("g", parent.group, 1.0)  # it greets
+        parent.connections.work("g", parent.group, 2.0)
+        parent.answer()
+        assert [(fault.reason, fault.text) for fault in parent.group.node.story] == [("died", "preparing call 1")]
+
+
 @pytest.mark.parametrize("full", [False, True])
 def test_one_that_neither_reads_nor_closes_is_given_up(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a monitor ends; and of a group that the rank has left, while the rank lives on."""
     monkeypatch.setattr(liveness_connections, "_PARTS_S", 0.3)
-    with Parting(full) as parting:
-        parting.connections.say_goodbye(parting.group)
+    with OneChild(full) as parent:
+        parent.connections.say_goodbye(parent.group)
         begun_s = time.monotonic()
-        parting.connections.close_when_read()
+        parent.connections.close_when_read()
         assert 0.2 < time.monotonic() - begun_s < 5
-    with Parting(full) as parting:
-        parting.connections.say_goodbye(parting.group)
+    with OneChild(full) as parent:
+        parent.connections.say_goodbye(parent.group)
         begun_s = time.monotonic()
-        parting.connections.drop_late(begun_s)
-        assert len(parting.selector.get_map()) == 2  # it listens, and waits
-        parting.connections.drop_late(begun_s + 1)
-        assert len(parting.selector.get_map()) == 1
+        parent.connections.drop_late(begun_s)
+        assert len(parent.selector.get_map()) == 2  # it listens, and waits
+        parent.connections.drop_late(begun_s + 1)
+        assert len(parent.selector.get_map()) == 1
 
 
 def test_what_does_not_fit_is_said_when_there_is_room() -> None:
-    with Parting(full=True) as parting:
+    with OneChild(full=True) as parent:
         said = b""
-        parting.connections.say_goodbye(parting.group)
-        parting.other.setblocking(False)
+        parent.connections.say_goodbye(parent.group)
+        parent.other.setblocking(False)
         for _ in range(1000):
-            parting.answer()
+            parent.answer()
             with contextlib.suppress(BlockingIOError):
-                if not (found := parting.other.recv(2**16)):
+                if not (found := parent.other.recv(2**16)):
                     break
                 said = (said + found)[-100:]
         assert b'"bye"' in said
-        parting.other.close()
-        parting.connections.close_when_read()
+        parent.other.close()
+        parent.connections.close_when_read()
