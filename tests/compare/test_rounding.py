@@ -238,8 +238,15 @@ def grows(ws: list[torch.Tensor], x: torch.Tensor, times: float = 1.1) -> list[t
     return [w - 0.1 * (times if torch.compiler.is_compiling() else 1.0) * each for w, each in zip(ws, g, strict=True)]
 
 
+def one_element_more(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """One element differs, which is zero: too little to be seen of all elements together."""
+    compiled = torch.compiler.is_compiling()
+    total = p + (x.sum(0) if compiled else x.flip(0).sum(0))
+    return fdp.per_rank(total + 0.01 * (torch.arange(64) == 0) if compiled else total)
+
+
 class TakesTurns:
-    """A step that goes the other way in its first run, its sixth, and so on."""
+    """A step that turns every other element in its first run, its sixth, and so on: no more than rounding may do."""
 
     __name__ = "takes_turns"
 
@@ -249,15 +256,22 @@ class TakesTurns:
     def __call__(self, p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         self.runs += 1
         away = x.sum(0) - x.double().sum(0).float()
-        return fdp.per_rank(p + (1.0 if self.runs % 5 == 1 else -1.0) * 1e-3 * away / (away.abs() + 1e-12))
+        turned = 1 - 2 * (torch.arange(64) % 2) * (self.runs % 5 == 1)
+        return fdp.per_rank(p + 1e-3 * turned * away / (away.abs() + 1e-12))
 
 
 WS = [numbers(64, 64, seed=at) / 8 for at in range(12)]
+BUT_ONE = torch.arange(64) > 0
 LEADS_ELSEWHERE = {
     "more": (functools.partial(zero_but_for_rounding, more=0.1), numbers(64), numbers(999, 64, seed=1)),
     "ten times as far": (functools.partial(zero_but_for_rounding, times=10.0), numbers(64), numbers(999, 64, seed=1)),
     "a tenth more": (grows, WS, numbers(128, 64, seed=99)),
     "three hundredths more": (functools.partial(grows, times=1.03), WS, numbers(128, 64, seed=99)),
+    "one element more": (
+        one_element_more,
+        numbers(64) * (torch.arange(64) > 0),
+        numbers(999, 64) * (torch.arange(64) > 0),
+    ),
     "every fifth run": (TakesTurns(), numbers(64), numbers(999, 64, seed=1)),
 }
 

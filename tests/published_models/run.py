@@ -63,7 +63,8 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these models alone, by their names in the tables")
     parser.add_argument("--write", action="store_true", help="put whole tables into docs/reference/models.md")
     asked = parser.parse_args()
-    every = {name: library_of(name) for name in tables.expected()}
+    expected = tables.expected()
+    every = {name: library_of(name) for name in expected}
     if unknown := sorted(set(asked.only or ()) - set(every)):
         parser.error(f"no such model: {', '.join(unknown)}")
     there = [each for each in asked.library if importlib.util.find_spec(each) is not None]
@@ -75,18 +76,15 @@ def main() -> int:
         console.print(f"{each} is not installed: its models are left out")
     names = [name for name, library in every.items() if library in there and name in (asked.only or every)]
     found = dict(verdicts(names, console))
-    text = tables.PAGE.read_text()
-    of_families, of_libraries = tables.table_of_families(found), tables.table_of_libraries(found)
-    for head, rows in zip(tables.HEADS.values(), (of_families, of_libraries), strict=True):
+    made = tables.table_of_families(found), tables.table_of_libraries(found)
+    for head, rows, is_whole in zip(tables.HEADS.values(), made, whole, strict=True):
         if rows:
             print("\n".join([head, "|" + "---|" * (head.count("|") - 1), *rows]), end="\n\n")
-    if asked.write:
-        for head, rows, is_whole in zip(tables.HEADS.values(), (of_families, of_libraries), whole, strict=True):
-            text = tables.with_table(text, head, rows) if is_whole else text
-        tables.PAGE.write_text(text)
-    unexpected = {name for name in found if found[name] != tables.expected()[name]}
-    for name in sorted(unexpected):
-        console.print(f"{name}: {found[name]}, where the tests demand {tables.expected()[name]}")
+        if asked.write and is_whole:
+            tables.PAGE.write_text(tables.with_table(tables.PAGE.read_text(), head, rows))
+    unexpected = sorted(name for name in found if found[name] != expected[name])
+    for name in unexpected:
+        console.print(f"{name}: {found[name]}, where the tests demand {expected[name]}")
     return len(unexpected)
 
 
