@@ -9,6 +9,7 @@ has the name of every overload, "namespace::name" or "namespace::name.overload".
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,12 @@ def schema_of(operator: Any) -> torch.FunctionSchema:
     """What an operator takes and returns, and which arguments it writes to or returns views of."""
     found: torch.FunctionSchema = operator._schema
     return found
+
+
+@functools.cache
+def arguments_of(operator: OpOverload) -> Sequence[torch.Argument]:
+    """What the schema says of each argument, in order. Each `schema.arguments` makes these objects anew."""
+    return tuple(schema_of(operator).arguments)
 
 
 def overload_name_of(operator: Any) -> str:

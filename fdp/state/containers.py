@@ -10,6 +10,7 @@ A new kind of placement is a file beside `labels.py` and `shards.py`, and an ent
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
@@ -149,6 +150,7 @@ def container_of(leaf: object) -> Container:
     return container_of_type(type(leaf))
 
 
+@functools.lru_cache(maxsize=1024)
 def container_of_type(kind: type) -> Container:
     """The container that objects of a type are."""
     return next((each for each in CONTAINERS if each.recognises(kind)), PLAIN)

@@ -11,8 +11,11 @@ import torch
 from fdp import pytree
 from fdp.trace.calls.arguments import Flat, describe_static
 
-LeafFacts = tuple[tuple[str, str], ...]
-"""What decides on a trace in a tensor, part by part with its value; an object that is no tensor has one part."""
+LeafFacts = tuple[tuple[str, object], ...]
+"""What decides on a trace in a tensor, part by part with its value; an object that is no tensor has one part.
+
+They become text only when a message needs it: there are as many as leaves, and most calls change nothing.
+"""
 
 _REMEDIES = {
     "shape": "pad to few sizes; each is traced once, and the 64 that were called last are kept",
@@ -92,7 +95,7 @@ def describe_change(old: Summary, new: Summary, names: Sequence[str], outside: s
     if [part for part, _ in before] != [part for part, _ in after]:
         return f"{name}: {_kind_text(before)} became {_kind_text(after)}{more}", _REMEDIES["value"]
     part, was, now = next((part, a, b) for (part, a), (_, b) in zip(before, after, strict=True) if a != b)
-    return f"{name}: {'' if part == 'value' else part + ' '}{was} became {now}{more}", _REMEDIES[part]
+    return f"{name}: {'' if part == 'value' else part + ' '}{_text(was)} became {_text(now)}{more}", _REMEDIES[part]
 
 
 def _kind_of_leaf(leaf: object) -> LeafFacts:
@@ -100,12 +103,17 @@ def _kind_of_leaf(leaf: object) -> LeafFacts:
         return (("value", repr(leaf)),)
     # The shape first: if it changes, so do strides, and need no mention.
     return (
-        ("shape", str(list(leaf.shape))),
-        ("dtype", str(leaf.dtype)),
-        ("device", str(leaf.device)),
-        ("strides", str(list(leaf.stride()))),
+        ("shape", leaf.shape),
+        ("dtype", leaf.dtype),
+        ("device", leaf.device),
+        ("strides", leaf.stride()),
     )
 
 
+def _text(value: object) -> str:
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
 def _kind_text(kind: LeafFacts) -> str:
-    return kind[0][1] if len(kind) == 1 else f"a tensor of shape {kind[0][1]} and {kind[1][1]}"
+    first = _text(kind[0][1])
+    return first if len(kind) == 1 else f"a tensor of shape {first} and {kind[1][1]}"

@@ -5,13 +5,17 @@ from __future__ import annotations
 import dis
 import functools
 import types
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 
 _GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"})
 _IMPORTS = frozenset({"IMPORT_NAME"})
 _MATCHES = frozenset({"MATCH_CLASS"})
+_ASSIGNS = frozenset({"STORE_ATTR"})
 """Instructions, as `dis` names them in Python 3.10 to 3.14."""
+
+_LOOKED_FOR = _GLOBALS | _ATTRIBUTES | _IMPORTS | _MATCHES | _ASSIGNS
 
 _VARIABLES = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF"})
 _SUBSCRIPTS = frozenset({"BINARY_SUBSCR"})
@@ -130,7 +134,7 @@ def names_looked_up_by(kind: type, method: str) -> frozenset[str]:
     """The attributes that a method of a class reads, if neither it nor what it calls assigns any: one that does counts
     or moves on, and is called for that."""
     codes = _codes_of(kind, method, object)
-    if any(_has(code, frozenset({"STORE_ATTR"})) for code in codes):
+    if any(_has(code, _ASSIGNS) for code in codes):
         return frozenset()
     return frozenset().union(*map(attribute_names, codes))
 
@@ -162,12 +166,26 @@ def _strings(constants: Iterable[object]) -> frozenset[str]:
 
 
 def _has(code: types.CodeType, instructions: frozenset[str]) -> bool:
-    return any(step.opname in instructions for step in dis.get_instructions(code)) or any(
-        _has(constant, instructions) for constant in code.co_consts if isinstance(constant, types.CodeType)
-    )
+    return not instructions.isdisjoint(_names_by_instruction(code))
 
 
 def _names(code: types.CodeType, instructions: frozenset[str]) -> frozenset[str]:
-    own = {step.argval for step in dis.get_instructions(code) if step.opname in instructions}
-    inner = (_names(constant, instructions) for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return frozenset(own.union(*inner))
+    found = _names_by_instruction(code)
+    return frozenset().union(*(found[each] for each in instructions if each in found))
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_by_instruction(code: types.CodeType) -> Mapping[str, frozenset[str]]:
+    """The names that each kind of instruction is given, in a function and in those that are defined in it.
+
+    To take code apart is what the search for outside values takes longest for, so that it is done once.
+    """
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    for step in dis.get_instructions(code):
+        if step.opname in _LOOKED_FOR:
+            found[step.opname].add(step.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            for opname, names in _names_by_instruction(constant).items():
+                found[opname] |= names
+    return {opname: frozenset(names) for opname, names in found.items()}

@@ -6,6 +6,7 @@ values first. Apart, nothing that reads a graph has to know of the order within 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,13 +34,16 @@ def _carries_over(node: fx.Node) -> bool:
     changing = [value for argument, value in lists if argument.alias_info is not None and argument.alias_info.is_write]
     if not changing:
         return False
-    common = [each for each in node.all_input_nodes if not any(each in value for _, value in lists)]
-    before: list[tuple[int, int, int]] = []
+    entries = {id(each) for _, value in lists for each in value}
+    common = [each for each in node.all_input_nodes if id(each) not in entries]
+    before: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     for at in range(len(changing[0])):
         found = [place for each in (*(value[at] for _, value in lists), *common) for place in _places(each)]
-        if any(one == two and start < stop and begin < end for one, start, end in found for two, begin, stop in before):
+        if any(start < stop and begin < end for memory, start, end in found for begin, stop in before[memory]):
             return True
-        before += [place for value in changing for place in _places(value[at])]
+        for value in changing:
+            for memory, start, end in _places(value[at]):
+                before[memory].append((start, end))
     return False
 
 

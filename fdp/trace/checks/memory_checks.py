@@ -65,7 +65,7 @@ def check_initialised(name: str, graph: fx.Graph) -> None:
     for node in graph.nodes:
         effects, harmless = effects_of(node), read_for_shape_only(node)
         for argument in node.all_input_nodes if node.op == "output" else effects.reads:
-            if argument in effects.writes and replaces_elements(node):
+            if argument in effects.written_nodes and replaces_elements(node):
                 continue  # those that it does not replace hold what they held, as with a copy into a part
             if argument in harmless:
                 continue

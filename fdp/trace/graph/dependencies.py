@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,11 +144,11 @@ def _producers(node: fx.Node, argument: fx.Node, made_by: Mapping[fx.Node, list[
 
 def touched(node: fx.Node, effects: Effects, entry: int | None) -> tuple[set[int], set[int]]:
     """The memory that an operation (a call, or one entry of it) reads, and that which it writes."""
-    own = None if entry is None else set(_arguments(node, entry))
+    own = None if entry is None else _arguments(node, entry)
 
-    def memory_of(nodes: Sequence[fx.Node]) -> set[int]:
-        chosen: Any = nodes if own is None else [n for n in nodes if n in own]
+    def memory_of(nodes: Sequence[fx.Node], among: Set[fx.Node]) -> set[int]:
+        # A list operator reads five nodes an entry: to walk all of them for each entry would take the square of both.
+        chosen = nodes if own is None else [n for n in own if n in among]
         return {storage for n in chosen for storage in storages(n.meta.get("val"))}
 
-    writes = memory_of(effects.writes)
-    return memory_of(effects.reads), writes
+    return memory_of(effects.reads, effects.read_nodes), memory_of(effects.writes, effects.written_nodes)

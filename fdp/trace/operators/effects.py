@@ -6,6 +6,7 @@ listed here, and nowhere else.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import fx
 from fdp.distributed.collective import OPERATORS, Collective, collective_named
 from fdp.distributed.comparable import comparable, without_addresses
 from fdp.distributed.mesh import dimension_of
-from fdp.pytorch.overloads import OpOverload, schema_of
+from fdp.pytorch.overloads import OpOverload, arguments_of, schema_of
 from fdp.pytorch.tensors import storage_id
 
 _aten = torch.ops.aten
@@ -82,6 +83,16 @@ class Effects:
     random: bool = False
     uninitialised: bool = False
     checks: bool = False
+
+    @functools.cached_property
+    def read_nodes(self) -> frozenset[fx.Node]:
+        """The nodes whose memory is read, to look some up in."""
+        return frozenset(self.reads)
+
+    @functools.cached_property
+    def written_nodes(self) -> frozenset[fx.Node]:
+        """The nodes whose memory is written, to look some up in."""
+        return frozenset(self.writes)
 
     @property
     def pure(self) -> bool:
@@ -237,11 +248,12 @@ def target_text(node: fx.Node) -> str:
 def bound_arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
     """Pair each argument of an operator's schema with the value that a node gives it."""
     target: Any = node.target
-    for position, argument in enumerate(schema_of(target).arguments):
-        if position < len(node.args) and not argument.kwarg_only:
-            yield argument, node.args[position]
-        elif argument.name in node.kwargs:
-            yield argument, node.kwargs[argument.name]
+    args, kwargs = node.args, node.kwargs
+    for position, argument in enumerate(arguments_of(target)):
+        if position < len(args) and not argument.kwarg_only:
+            yield argument, args[position]
+        elif argument.name in kwargs:
+            yield argument, kwargs[argument.name]
 
 
 def is_marker(node: fx.Node, *names: str) -> bool:
@@ -329,7 +341,7 @@ def _draws(node: fx.Node) -> bool:
     """
     target: Any = node.target
     given = {argument.name: value for argument, value in bound_arguments(node)}
-    for argument in schema_of(target).arguments:
+    for argument in arguments_of(target):
         value = given.get(argument.name, argument.default_value)
         if argument.name in ("dropout_p", "dropout") and value == 0 and isinstance(value, (int, float)):
             return False

@@ -6,6 +6,7 @@ torch.cond and the like.)
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -72,7 +73,8 @@ def add_fake_rules(fake_mode: Any) -> Callable[[], bool]:
     def dispatch_all_others(func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Any) -> object:
         nonlocal asked
         asked = True
-        if getattr(func, "namespace", "") == "aten" and schema_of(func).name.removeprefix("aten::") in FUSED_OPTIMIZERS:
+        traits = _traits_of(func)
+        if traits.fused_optimizer:
             return None
         if func in _CTC_LOSS:
             with fake_mode:
@@ -80,9 +82,7 @@ def add_fake_rules(fake_mode: Any) -> Callable[[], bool]:
         if func in LOSS_GRADIENTS and args[1].numel() == 0:
             with fake_mode:
                 return torch.empty_like(args[1])
-        if isinstance(func, OpOverload) and func.namespace != "fdp" and func not in _LIFTS and (
-            schema_of(func).is_mutable or any(type(value) in _REAL for value in args[:2])
-        ):  # fmt: skip
+        if traits.runs_on_real and (traits.mutable or any(type(value) in _REAL for value in args[:2])):
             # Of closed-over tensors and numbers alone an operator would be run, as if it made a constant.
             args, kwargs = map_aggregate((tuple(args), dict(kwargs or {})), stand_in)
         if func is _FUSED_LSTM:
@@ -94,7 +94,7 @@ def add_fake_rules(fake_mode: Any) -> Callable[[], bool]:
                 )
             )
         result = dispatch(func, types, args, kwargs)
-        if isinstance(func, OpOverload) and _changes_a_list(schema_of(func).name):
+        if traits.changes_a_list:
             torch.autograd.graph.increment_version(args[0])
         if func is _DROPOUT and result[0] is args[0] and (args[2] is not False or args[0].device.type == "cpu"):
             with fake_mode:
@@ -110,10 +110,34 @@ def add_fake_rules(fake_mode: Any) -> Callable[[], bool]:
     return lambda: asked
 
 
+@dataclasses.dataclass(frozen=True)
+class _Traits:
+    """What the rules ask of an operator, at each call of it.
+
+    Attributes:
+        fused_optimizer: it updates every parameter of a list, and returns nothing.
+        changes_a_list: it changes each tensor of a list in place.
+        mutable: it writes to an argument.
+        runs_on_real: on tensors with values alone, torch would run its kernel.
+    """
+
+    fused_optimizer: bool = False
+    changes_a_list: bool = False
+    mutable: bool = False
+    runs_on_real: bool = False
+
+
 @functools.cache
-def _changes_a_list(name: str) -> bool:
-    """Whether an operator, by its full name, changes each tensor of a list in place."""
-    return name.startswith("aten::_foreach_") and name.endswith("_")
+def _traits_of(func: object) -> _Traits:
+    if not isinstance(func, OpOverload):
+        return _Traits()
+    schema = schema_of(func)
+    return _Traits(
+        fused_optimizer=schema.name.removeprefix("aten::") in FUSED_OPTIMIZERS,
+        changes_a_list=schema.name.startswith("aten::_foreach_") and schema.name.endswith("_"),
+        mutable=schema.is_mutable,
+        runs_on_real=func.namespace != "fdp" and func not in _LIFTS,
+    )
 
 
 def _as_its_kernel(

@@ -8,6 +8,7 @@ made once with zeros, for what it is given in shape and strides, and its results
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -72,6 +73,7 @@ class KernelStrides:
             return None
 
 
+@functools.cache
 def _is_unsure(func: object) -> bool:
     if not isinstance(func, OpOverload) or func.namespace != "aten" or schema_of(func).is_mutable:
         return False
