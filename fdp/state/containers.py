@@ -147,7 +147,8 @@ for _each in CONTAINERS:
 
 def container_of(leaf: object) -> Container:
     """The container that an object is."""
-    return container_of_type(type(leaf))
+    kind: type = type(leaf)
+    return container_of_type(kind)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -207,7 +207,7 @@ class Preparation:
         """Make the program that ranks agree on, and compare it with the step if it is the one that runs."""
         settings = self._settings
         plan = self._planned(trace, flat, group, progress)
-        with progress.stage("writing and proving"):
+        with progress.stage("writing and proving"), without_collections():
             emitted = Emitted(plan, group, self._agreed, settings.check_replication, self._first_backend)
             emitted.consensus.because = f"{changed:.300}"
         with progress.stage("comparing"):
@@ -224,18 +224,18 @@ class Preparation:
         return isinstance(self._settings.bucket_cap_mb, str)
 
     def _planned(self, trace: Trace, flat: Flat, group: Group, progress: Progress) -> Plan:
-        with progress.stage("planning"):
+        with progress.stage("planning"), without_collections():
             plan = self._automatic.remembered(trace, group) if self._chooses else self._by_caps(trace)
             if plan is not None:
                 return self._limit.within(plan)
             first = self._limit.smallest(trace) if self._limit.is_set else plan_trace(trace)
-        with progress.stage("writing and proving"):
+        with progress.stage("writing and proving"), without_collections():
             emitted = Emitted(first, group, self._agreed, self._settings.check_replication, self._first_backend)
         plan = self._automatic.choose(emitted, flat.tensors, progress)
         emitted.residence.release()
         # Ranks have to hear once more whether all could prepare the step, also if these buckets are the chosen ones.
         emitted.consensus.forget()
-        with progress.stage("planning"):
+        with progress.stage("planning"), without_collections():
             return self._limit.within(plan)
 
     def _compile(self, emitted: Emitted, flat: Flat, roles: Roles, progress: Progress) -> Emitted:

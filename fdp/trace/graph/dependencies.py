@@ -10,7 +10,6 @@ import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import fx
 
