@@ -23,7 +23,7 @@ from fdp.distributed.exchange import ask, exchange, next_turn, timeout_s, wait_f
 from fdp.distributed.group import Group, Ranks, resolve_group
 from fdp.distributed.messages import start_all_gather
 from fdp.errors import ArgumentError, PeerError, build_message, first_line
-from fdp.pytorch.tensors import version_of
+from fdp.pytorch.tensors import bytes_of, version_of
 from fdp.pytree import Tree
 from fdp.state.replicate import replicate
 from fdp.tracebacks import hiding_frames
@@ -240,8 +240,7 @@ def _mark(tensor: torch.Tensor) -> tuple[int, bytes]:
         return version, b""
     at = torch.linspace(0, tensor.numel() - 1, min(tensor.numel(), _SAMPLE), dtype=torch.float64, device="cpu").long()
     indices = torch.unravel_index(at, tensor.shape)
-    few = tensor.detach()[indices].resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return version, few.view(torch.uint8).numpy().tobytes()
+    return version, bytes_of(tensor.detach()[indices])
 
 
 def _weight(batch: Tree, count: Callable[[Tree], float] | None) -> torch.Tensor:

@@ -25,7 +25,7 @@ def schema_of(operator: Any) -> torch.FunctionSchema:
 
 
 @functools.cache
-def arguments_of(operator: OpOverload) -> Sequence[torch.Argument]:
+def schema_arguments(operator: OpOverload) -> Sequence[torch.Argument]:
     """What the schema says of each argument, in order. Each `schema.arguments` makes these objects anew."""
     return tuple(schema_of(operator).arguments)
 

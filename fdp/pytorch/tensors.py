@@ -37,6 +37,13 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, requires_grad=False).copy_(tensor.detach())
 
 
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """The bytes of a strided tensor's elements, in the order of its indices. NumPy knows fewer dtypes."""
+    # Into new memory: one element may have any stride, and then cannot be looked at as bytes.
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu").copy_(tensor.detach().reshape(-1))
+    return bytes(flat.view(torch.uint8).tolist())
+
+
 def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Where a strided tensor lies, and how: two that agree in it are the same memory under the same shape."""
     return (

@@ -10,7 +10,6 @@ A new kind of placement is a file beside `labels.py` and `shards.py`, and an ent
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
@@ -147,11 +146,9 @@ for _each in CONTAINERS:
 
 def container_of(leaf: object) -> Container:
     """The container that an object is."""
-    kind: type = type(leaf)
-    return container_of_type(kind)
+    return container_of_type(type(leaf))
 
 
-@functools.lru_cache(maxsize=1024)
 def container_of_type(kind: type) -> Container:
     """The container that objects of a type are."""
     return next((each for each in CONTAINERS if each.recognises(kind)), PLAIN)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fdp.pytorch.tensors import bytes_of
 from fdp.trace.trace import Trace
 
 _MOST_ELEMENTS = 4096
@@ -76,8 +77,6 @@ def _same_constants(one: object, other: object) -> bool:
     if type(one) is not torch.Tensor or type(other) is not torch.Tensor or one.numel() > _MOST_ELEMENTS:
         return False
     alike = (one.shape, one.dtype, one.device, one.stride()) == (other.shape, other.dtype, other.device, other.stride())
-    return alike and one.device.type == "cpu" and one.layout == torch.strided and _same_bits(one, other)
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.contiguous().numpy().tobytes() == other.contiguous().numpy().tobytes()
+    if not alike or one.device.type != "cpu" or one.layout != torch.strided:
+        return False
+    return bytes_of(one) == bytes_of(other)

@@ -236,3 +236,14 @@ def test_a_step_runs_without_numpy() -> None:
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, timeout=250)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == ["ran", "True"]
+
+
+def test_nothing_asks_a_tensor_for_its_array() -> None:
+    """It knows fewer dtypes than torch, and may not be there."""
+    calls = [
+        f"{path.name}:{node.lineno}"
+        for path in ROOT.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "numpy"
+    ]
+    assert calls == []

@@ -344,3 +344,31 @@ def test_an_object_that_has_died_behind_its_proxy_is_no_error() -> None:
     del target
     held.scale = 4.0
     assert same_bits_or_equal(step(W, BATCH), W * 4 + BATCH.sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.bool], ids=str)
+def test_a_program_with_constants_of_its_own_serves_again_whatever_their_dtype(dtype: torch.dtype) -> None:
+    beside = 1.0
+
+    def step(w: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert beside  # read, and of no consequence
+        return w + torch.tensor([1.0, 0.0]).to(dtype).to(w.dtype), torch.tensor(1.0, dtype=dtype)
+
+    made = fdp.data_parallel(step)
+    for _ in range(3):
+        w, constant = made(torch.zeros(2), torch.ones(1))
+        assert w.tolist() == [1.0, 0.0] and constant.dtype == dtype and constant.item() == 1.0
+        beside += 1.0
+    assert made.traces == 3
+
+
+def test_constants_that_differ_in_one_bit_are_other_programs() -> None:
+    value = 0.0
+
+    def step(w: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return torch.copysign(w, torch.tensor([value, 1.0], dtype=torch.bfloat16).to(w.dtype))
+
+    made = fdp.data_parallel(step)
+    assert made(torch.ones(2), torch.ones(1)).tolist() == [1.0, 1.0]
+    value = -0.0
+    assert made(torch.ones(2), torch.ones(1)).tolist() == [-1.0, 1.0]

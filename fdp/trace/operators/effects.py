@@ -18,7 +18,7 @@ from torch import fx
 from fdp.distributed.collective import OPERATORS, Collective, collective_named
 from fdp.distributed.comparable import comparable, without_addresses
 from fdp.distributed.mesh import dimension_of
-from fdp.pytorch.overloads import OpOverload, arguments_of, schema_of
+from fdp.pytorch.overloads import OpOverload, schema_arguments, schema_of
 from fdp.pytorch.tensors import storage_id
 
 _aten = torch.ops.aten
@@ -249,7 +249,7 @@ def bound_arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
     """Pair each argument of an operator's schema with the value that a node gives it."""
     target: Any = node.target
     args, kwargs = node.args, node.kwargs
-    for position, argument in enumerate(arguments_of(target)):
+    for position, argument in enumerate(schema_arguments(target)):
         if position < len(args) and not argument.kwarg_only:
             yield argument, args[position]
         elif argument.name in kwargs:
@@ -341,7 +341,7 @@ def _draws(node: fx.Node) -> bool:
     """
     target: Any = node.target
     given = {argument.name: value for argument, value in bound_arguments(node)}
-    for argument in arguments_of(target):
+    for argument in schema_arguments(target):
         value = given.get(argument.name, argument.default_value)
         if argument.name in ("dropout_p", "dropout") and value == 0 and isinstance(value, (int, float)):
             return False

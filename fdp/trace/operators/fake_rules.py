@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +38,9 @@ _BATCH_NORMS = {torch.ops.aten.native_batch_norm.default: 0, torch.ops.aten.nati
 """Operators whose rule for fake tensors is amended, and where their input stands among the arguments."""
 
 
+_RANGE = torch.ops.aten.arange.start_step
+"""An operator whose rule refuses a step between -1 and 1 where the results are whole numbers: its kernel takes it."""
+
 LOSS_GRADIENTS = tuple(
     getattr(torch.ops.aten, f"{name}_loss_backward").default for name in ("mse", "smooth_l1", "huber")
 )
@@ -54,6 +58,8 @@ def add_fake_rules(fake_mode: Any) -> Callable[[], bool]:
     Dropout that drops nothing hands its very argument back by its rule, and a new tensor by its kernel for CPUs: to the
     tracer the argument would be that result from there on.
     The gradient of a mean over no elements has none, and its rule divides by their number.
+    A range of whole numbers has as many as its bounds and step say before they are made whole; with a step that becomes
+    0 its kernel repeats the first one, and its rule refuses.
     A change of a list in place is counted by the kernels of its entries, which do not run. If it were not counted, the
     derivative of a view of an entry would leave it out.
 
@@ -79,6 +85,10 @@ def add_fake_rules(fake_mode: Any) -> Callable[[], bool]:
         if func in _CTC_LOSS:
             with fake_mode:
                 return _ctc_results(args[0], args[1], args[3])
+        if func is _RANGE and _stays_at_first(*args, **(kwargs or {})):
+            with fake_mode:
+                start, end, step = args
+                return torch.empty(math.ceil((end - start) / step), dtype=kwargs["dtype"], device=kwargs.get("device"))
         if func in LOSS_GRADIENTS and args[1].numel() == 0:
             with fake_mode:
                 return torch.empty_like(args[1])
@@ -108,6 +118,12 @@ def add_fake_rules(fake_mode: Any) -> Callable[[], bool]:
 
     fake_mode.dispatch = dispatch_all_others
     return lambda: asked
+
+
+def _stays_at_first(start: float, end: float, step: float = 1, dtype: torch.dtype | None = None, **_: object) -> bool:
+    """Whether a range of whole numbers has a step that becomes 0; of int64 its kernel refuses it as well."""
+    whole = dtype is not None and not dtype.is_floating_point and dtype not in (torch.int64, torch.bool)
+    return whole and isinstance(step, float) and 0 < abs(step) < 1 and (end - start) / step >= 0
 
 
 @dataclasses.dataclass(frozen=True)
