@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/compiled
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test faults lint format fuzz models bench bench-overlap bench-compiled docs site release-check clean
+.PHONY: help demo test faults lint format fuzz models bench bench-overlap bench-compiled docs site site-pictures release-check clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -83,6 +83,10 @@ $(SITE)/.installed: requirements-site.lock $(INSTALLED)
 site: $(SITE)/.installed  ## the documents as a web site in build/site; a broken link or a gap in a docstring fails
 	$(SITE)/bin/python -m sphinx --quiet --fail-on-warning --keep-going -d build/doctrees -b html docs build/site
 	@echo "Open build/site/index.html"
+
+site-pictures: site  ## looks at build/site in a browser: is a page too wide? And takes pictures of its sections
+	$(SITE)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --requirement .ci/requirements-browser.lock
+	$(SITE)/bin/python .ci/site_pictures.py $(ARGS)
 
 release-check: $(INSTALLED)  ## is this a release? builds it, installs that in a clean environment, trains with it
 	$(VENV)/bin/python .ci/release_check.py $(ARGS)

@@ -85,10 +85,9 @@ def add_fake_rules(fake_mode: Any) -> Callable[[], bool]:
         if func in _CTC_LOSS:
             with fake_mode:
                 return _ctc_results(args[0], args[1], args[3])
-        if func is _RANGE and _stays_at_first(*args, **(kwargs or {})):
+        if func is _RANGE and (length := _length_of_repeats(*args, **(kwargs or {}))) is not None:
             with fake_mode:
-                start, end, step = args
-                return torch.empty(math.ceil((end - start) / step), dtype=kwargs["dtype"], device=kwargs.get("device"))
+                return torch.empty(length, dtype=kwargs["dtype"], device=kwargs.get("device"))
         if func in LOSS_GRADIENTS and args[1].numel() == 0:
             with fake_mode:
                 return torch.empty_like(args[1])
@@ -120,10 +119,19 @@ def add_fake_rules(fake_mode: Any) -> Callable[[], bool]:
     return lambda: asked
 
 
-def _stays_at_first(start: float, end: float, step: float = 1, dtype: torch.dtype | None = None, **_: object) -> bool:
-    """Whether a range of whole numbers has a step that becomes 0; of int64 its kernel refuses it as well."""
-    whole = dtype is not None and not dtype.is_floating_point and dtype not in (torch.int64, torch.bool)
-    return whole and isinstance(step, float) and 0 < abs(step) < 1 and (end - start) / step >= 0
+def _length_of_repeats(
+    start: object, end: object, step: object = 1, dtype: torch.dtype | None = None, **_: object
+) -> int | None:
+    """How often a range of whole numbers repeats its first one; None where its step does not become 0.
+
+    Of int64 its kernel refuses such a step as well.
+    """
+    if dtype is None or dtype.is_floating_point or dtype in (torch.int64, torch.bool) or not isinstance(step, float):
+        return None
+    if not isinstance(start, (int, float)) or not isinstance(end, (int, float)) or not 0 < abs(step) < 1:
+        return None
+    length = (end - start) / step
+    return math.ceil(length) if length >= 0 else None
 
 
 @dataclasses.dataclass(frozen=True)

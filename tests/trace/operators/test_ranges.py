@@ -9,7 +9,7 @@ from samples import some
 import fdp
 
 BOUNDS = {"below one": (0, 4.8, 0.3), "down": (0, -5, -0.5), "from a fraction": (1.5, 4.8, 0.7), "none": (2, 2, 0.5)}
-BOUNDS |= {"above one": (0, 9.6, 1.5), "down by more": (5, 0, -1.5)}
+BOUNDS |= {"whole bounds": (1, 4, 0.5), "above one": (0, 9.6, 1.5), "down by more": (5, 0, -1.5)}
 
 
 @pytest.mark.parametrize("compile", some([False, True]))
