@@ -64,6 +64,7 @@ class Browser:
     """A window that shows pages."""
 
     def __init__(self) -> None:
+        self._application = QApplication(sys.argv[:1])  # which has to live as long
         self._view = QWebEngineView()
         self._view.show()
 
@@ -101,7 +102,6 @@ def main() -> int:
     if not pages:
         parser.error(f"{args.site} has no pages: run make site first")
     args.out.mkdir(parents=True, exist_ok=True)
-    application = QApplication(sys.argv[:1])
     browser, too_wide = Browser(), 0
     for page in pages:
         name = str(page.relative_to(args.site.resolve()).with_suffix(""))
@@ -116,7 +116,6 @@ def main() -> int:
             for theme in ("light", "dark") if name in PICTURED else ():
                 browser.picture(theme, args.out / f"{name.replace('/', '-')}-{place}-{theme}.png")
     print(f"{len(pages)} pages at {len(WIDTHS)} widths, {too_wide} wider than their window; pictures in {args.out}")
-    del application
     return int(too_wide > 0)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fdp.pytorch.tensors import generator_id
+from fdp.pytorch.tensors import bytes_of, generator_id
 from fdp.verify.combined import IN_PLACE, Combination, OwnRank, shape_of
 from fdp.verify.extents import comparable_number
 from fdp.verify.memory import Memory, View
@@ -165,7 +165,7 @@ class Values:
         known = self._elements.get(key)
         if known is None:
             element = torch.full((), value, dtype=dtype, device="cpu") if key else value.detach().cpu().reshape(())
-            known = (_bytes(element), element)
+            known = (bytes_of(element), element)
             if key:
                 self._elements[key] = known
         raw, element = known
@@ -184,7 +184,7 @@ class Values:
         if tensor.numel() == 0:
             return self.terms.make(("empty", shape, dtype), shape, dtype)
         flat = tensor.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        raw = _bytes(flat)
+        raw = bytes_of(flat)
         if raw == raw[: dtype.itemsize] * flat.numel():
             return self.full(flat[0], shape, dtype)
         term = self.terms.make(("constant", raw, shape, dtype), shape, dtype)
@@ -258,12 +258,6 @@ class Values:
             seen = torch.empty(0, dtype=dtype, device="cpu")
             return self.constant(seen.set_(lies.untyped_storage(), -start // dtype.itemsize, shape, stride))
         return term
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    # Into new memory: one element may have any stride, and then cannot be looked at as bytes.
-    flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu").copy_(tensor.reshape(-1))
-    return bytes(flat.view(torch.uint8).tolist())
 
 
 def _is_small(lies: Any) -> bool:

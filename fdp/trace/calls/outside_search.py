@@ -341,12 +341,9 @@ class Search:
         return True
 
     def _settings_of_library(self, label: str, held: dict[str, Any], kind: type, depth: int) -> None:
-        """What the methods of a library's class read that code calls, as `scheduler.get_last_lr()`: plain values.
-
-        The attributes of a frozen dataclass, as optimizers of fdp are, do not change.
-        """
-        if getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
-            return
+        """What the methods of a library's class read that code calls, as `scheduler.get_last_lr()`: plain values."""
+        if getattr(vars(kind).get("__dataclass_params__"), "frozen", False):
+            return  # as an optimizer of fdp is: its attributes do not change
         bases = [base for base in kind.__mro__ if base is not object and class_is_of_library(base)]
         called = {name for base in bases for name in vars(base) if self._reads(name)}
         read = {name for method in called for name in names_looked_up_by(kind, method)}

@@ -19,7 +19,6 @@ from fdp.trace.operators.effects import (
     effects_of,
     entries_of,
     is_marker,
-    storages,
     storages_of,
     target_text,
 )
@@ -143,11 +142,10 @@ def _producers(node: fx.Node, argument: fx.Node, made_by: Mapping[fx.Node, list[
 
 def touched(node: fx.Node, effects: Effects, entry: int | None) -> tuple[set[int], set[int]]:
     """The memory that an operation (a call, or one entry of it) reads, and that which it writes."""
-    own = None if entry is None else _arguments(node, entry)
+    own = _arguments(node, entry)
 
-    def memory_of(nodes: Sequence[fx.Node], among: Set[fx.Node]) -> set[int]:
-        # A list operator reads five nodes an entry: to walk all of them for each entry would take the square of both.
-        chosen = nodes if own is None else [n for n in own if n in among]
-        return {storage for n in chosen for storage in storages(n.meta.get("val"))}
+    def memory_of(nodes: Set[fx.Node]) -> set[int]:
+        # Not the other way round: a list operator reads several nodes an entry, and each entry would go through all.
+        return {storage for n in own if n in nodes for storage in storages_of(n)}
 
-    return memory_of(effects.reads, effects.read_nodes), memory_of(effects.writes, effects.written_nodes)
+    return memory_of(effects.read_nodes), memory_of(effects.written_nodes)

@@ -126,9 +126,11 @@ def _length_of_repeats(
 
     Of int64 its kernel refuses such a step as well.
     """
-    if dtype is None or dtype.is_floating_point or dtype in (torch.int64, torch.bool) or not isinstance(step, float):
+    if dtype is None or dtype.is_floating_point or dtype.is_complex or dtype in (torch.int64, torch.bool):
         return None
-    if not isinstance(start, (int, float)) or not isinstance(end, (int, float)) or not 0 < abs(step) < 1:
+    if not isinstance(step, float) or not 0 < abs(step) < 1:
+        return None
+    if not isinstance(start, (int, float)) or not isinstance(end, (int, float)):
         return None
     length = (end - start) / step
     return math.ceil(length) if length >= 0 else None
