@@ -3,9 +3,10 @@
     make site-pictures [ARGS="--out build/site-pictures"]
 
 It opens every page of build/site as wide as a phone and as a desk, and prints each page that is wider than its window,
-which makes it exit with 1, and how far tables go beyond the box in which they scroll. The pictures show the first page
-of each section, and one that is long, on both, light and dark. The browser is Chromium, as Qt brings it, without a
-display.
+which makes it exit with 1, and how far tables go beyond the box in which they scroll. The theme lets an article scroll
+where something in it is too wide; that counts as well. Code and tables have boxes of their own. The pictures show the
+first page of each section, and one that is long, on both, light and dark. The browser is Chromium, as Qt brings it,
+without a display.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _SETTLES_MS = 400
 """Fonts and pictures come after the page; what it takes until nothing moves."""
 
 _LOOK = """JSON.stringify({
-    wider: document.documentElement.scrollWidth - window.innerWidth,
+    wider: Math.max(...[document.documentElement, document.querySelector(".bd-article-container")].map(
+        box => box.scrollWidth - box.clientWidth)),
     tables: [...document.querySelectorAll("table")].map(table => {
         let box = table;
         while (box && !["auto", "scroll"].includes(getComputedStyle(box).overflowX)) box = box.parentElement;
@@ -98,13 +100,14 @@ def main() -> int:
     parser.add_argument("--site", type=pathlib.Path, default=ROOT / "build" / "site", help="default: build/site")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "build" / "site-pictures", help="for the pictures")
     args = parser.parse_args()
-    pages = sorted(args.site.resolve().rglob("*.html"))
+    site = args.site.resolve()
+    pages = [page for page in sorted(site.rglob("*.html")) if "_static" not in page.relative_to(site).parts]
     if not pages:
         parser.error(f"{args.site} has no pages: run make site first")
     args.out.mkdir(parents=True, exist_ok=True)
     browser, too_wide = Browser(), 0
     for page in pages:
-        name = str(page.relative_to(args.site.resolve()).with_suffix(""))
+        name = str(page.relative_to(site).with_suffix(""))
         for place, width in WIDTHS.items():
             browser.open(page, width)
             seen = json.loads(browser.run(_LOOK))
