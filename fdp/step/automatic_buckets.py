@@ -87,7 +87,7 @@ class Automatic:
         with progress.stage("looking for kept buckets") if self._keeps else contextlib.nullcontext():
             kept, where = self._kept(emitted) if self._keeps else (None, "")
         if kept is not None:
-            return self._remember(plan_groups(trace, kept), group)
+            return self.remember(plan_groups(trace, kept), group)
         device = device_of_messages(emitted.plan)
         if self._network is None:
             try:
@@ -101,7 +101,7 @@ class Automatic:
                     f"measured: {reason} To choose them by cost give network=fdp.Network(...).",
                     stacklevel=9,
                 )
-                return self._remember(emitted.plan, group)
+                return self.remember(emitted.plan, group)
             network, start_s = link.network, link.start_s
         else:
             network, start_s = self._network, Machine().start_s
@@ -128,12 +128,13 @@ class Automatic:
             )
         assert costs is not None
         with progress.stage("planning"):
-            plan = self._remember(self._by_costs(emitted, costs, network, found), group)
+            plan = self.remember(self._by_costs(emitted, costs, network, found), group)
         if self._keeps and group.rank == 0:
             keep_groups(where, _groups(plan))
         return plan
 
-    def _remember(self, plan: Plan, group: Group) -> Plan:
+    def remember(self, plan: Plan, group: Group) -> Plan:
+        """Choose the buckets of a plan from now on for gradients like those of its step; returns the plan."""
         self._chosen[_key(plan.trace, group)] = _groups(plan), _work(plan.trace), plan.forecast
         return plan
 

@@ -107,9 +107,10 @@ class Preparation:
     def trace(self, flat: Flat, roles: Roles, group: Group) -> Trace:
         """Trace the step, without running it."""
         with Progress(self._name) as progress, progress.stage("tracing"):
-            return self._trace_within(flat, roles, group)
+            return self._trace_alone(flat, roles, group)
 
-    def _trace_within(self, flat: Flat, roles: Roles, group: Group) -> Trace:
+    def _trace_alone(self, flat: Flat, roles: Roles, group: Group) -> Trace:
+        """Trace the step without the other ranks."""
         self.traces += 1
         return self._limit.traced(lambda choose: self._trace(flat, roles, group, choose))
 
@@ -130,7 +131,7 @@ class Preparation:
         """Trace and plan the step, without running it and without the other ranks."""
         with Progress(self._name) as progress:
             with progress.stage("tracing"):
-                trace = self._trace_within(flat, roles, group)
+                trace = self._trace_alone(flat, roles, group)
             with progress.stage("planning"):
                 return self._limit.within(
                     self._automatic.plan_ahead(trace, group) if self._chooses else self._by_caps(trace)
@@ -170,7 +171,10 @@ class Preparation:
         try:
             refuse_unhashable(self._name, flat, roles)
             with progress.stage("tracing"):
-                trace = self._trace_within(flat, roles, group)
+                self.traces += 1
+                trace = self._limit.traced_on_all(
+                    lambda choose: self._trace(flat, roles, group, choose), group, _waiting(progress, group)
+                )
             same = next((other for other, _ in others if same_program(other.plan.trace, trace)), None)
             summary = summarise(flat, group, ambient_context())
             changed, remedy = self._what_changed(summary, flat, roles, others)
@@ -236,7 +240,7 @@ class Preparation:
         # Ranks have to hear once more whether all could prepare the step, also if these buckets are the chosen ones.
         emitted.consensus.forget()
         with progress.stage("planning"), without_collections():
-            return self._limit.within(plan)
+            return self._automatic.remember(self._limit.within_on_all(plan, group), group)
 
     def _compile(self, emitted: Emitted, flat: Flat, roles: Roles, progress: Progress) -> Emitted:
         """Compile the emitted program, on all ranks at once if all of them have to."""

@@ -1,12 +1,19 @@
-"""Keeps a step within a memory limit: sharded state is gathered again, or the step is refused."""
+"""Keeps a step within a memory limit: some sharded state is gathered again, or the step is refused.
+
+What a step takes depends on the batch, of which each rank has its own. So ranks tell each other what each of them
+needs, and all do what the one does that needs most. They remember it: a rank that alone gets another batch (a shorter
+last one) needs no other rank.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+from fdp.distributed.exchange import tell_all
+from fdp.distributed.group import Group
 from fdp.emit.memory.peak import forecast_memory
 from fdp.errors import ArgumentError, build_message
 from fdp.plan import Plan, plan_trace
@@ -48,6 +55,7 @@ class MemoryLimit:
     def __init__(self, limit_bytes: int | None, by_caps: Callable[[Trace], Plan] | None) -> None:
         self._limit_bytes, self._by_caps = limit_bytes, by_caps
         self.is_set = limit_bytes is not None
+        self._agreed: dict[Hashable, set[int]] = {}
 
     def smallest(self, trace: Trace) -> Plan:
         """A plan of small messages, unless the user has set their size."""
@@ -55,25 +63,64 @@ class MemoryLimit:
 
     def within(self, plan: Plan) -> Plan:
         """The plan, or one of small messages if that exceeds the limit and the user has not set their size."""
-        limit = self._limit_bytes
-        if limit is None or self._by_caps is not None or forecast_memory(plan).peak_bytes <= limit:
+        return plan if self._fits(plan) else self.smallest(plan.trace)
+
+    def within_on_all(self, plan: Plan, group: Group) -> Plan:
+        """As `within`, of ranks that have planned together: if the plan is too much for one of them, none takes it."""
+        if self._limit_bytes is None or self._by_caps is not None:
             return plan
-        return self.smallest(plan.trace)
+        fits = self._fits(plan)
+        told = [{"fits": fits}] if group.size == 1 else _tell(group, plan.trace, {"fits": fits})
+        return plan if all(each["fits"] for each in told) else self.smallest(plan.trace)
 
     def traced(self, trace: Callable[[Choice], Trace]) -> Trace:
-        """Trace a step so that it stays within the limit.
+        """Trace a step so that it stays within the limit, without the other ranks.
 
         Args:
-            trace: traces it; its argument chooses whether sharded values are gathered again.
+            trace: traces it; its argument chooses which sharded values are gathered again.
 
         Raises:
             ArgumentError: it takes more.
         """
+        return self._searched(trace)[0]
+
+    def traced_on_all(
+        self, trace: Callable[[Choice], Trace], group: Group, waiting: AbstractContextManager[None]
+    ) -> Trace:
+        """As `traced`, on all ranks of a group at once; `waiting` is entered while this one waits for the others.
+
+        Raises:
+            AgreementError: another rank does something else, or failed.
+            PeerError: another rank died or stopped answering.
+        """
+        made, search = self._searched(trace)
+        if search is None or made.whole is None or group.size == 1 or search.is_agreed:
+            return made
+        with waiting:
+            told = _tell(group, made, {"gathered_again": search.count})
+        most = max(int(each["gathered_again"]) for each in told)
+        self._agreed.setdefault(search.key, set()).add(most)
+        return made if most == search.count else self._searched(trace, most)[0]
+
+    def _searched(
+        self, trace: Callable[[Choice], Trace], count: int | None = None
+    ) -> tuple[Trace, _GatherSearch | None]:
+        """A trace within the limit, and how it was found; `count` values are gathered again, if that is given."""
         if self._limit_bytes is None:
-            return trace(gather_once)
-        made = trace(partial(gather_within, self._limit_bytes, self.smallest))
+            return trace(gather_once), None
+        search = _GatherSearch(self._limit_bytes, self.smallest, self._agreed, count)
+        made = trace(search.choose)
         check_limit(made, self.smallest(made), self._limit_bytes)
-        return made
+        return made, search
+
+    def _fits(self, plan: Plan) -> bool:
+        """Whether a plan stays within the limit, or nothing can be done about it."""
+        limit = self._limit_bytes
+        return limit is None or self._by_caps is not None or forecast_memory(plan).peak_bytes <= limit
+
+
+def _tell(group: Group, trace: Trace, own: dict[str, Any]) -> Sequence[dict[str, Any]]:
+    return tell_all(group, own, f"step {trace.name!r}", "is to be planned within a memory limit")
 
 
 def check_limit(trace: Trace, plan: Plan, limit_bytes: int) -> None:
@@ -102,29 +149,75 @@ def check_limit(trace: Trace, plan: Plan, limit_bytes: int) -> None:
     )
 
 
-def gather_within(limit_bytes: int, plan: Callable[[Trace], Plan], trace: Callable[[bool], Trace]) -> Trace:
-    """Choose whether sharded values are gathered again for the backward pass: all of them, or none.
+class _GatherSearch:
+    """Chooses which sharded values are gathered again for the backward pass: as few as make a step fit.
 
-    Values that are kept from the forward to the backward pass take memory; those that are gathered again take time. A
-    number in between would depend on the batch, of which each rank has its own, and ranks have to choose alike.
+    Values that are kept from the forward to the backward pass take memory; those that are gathered again take time.
+    What the forward pass reads first is kept longest, so it is gathered again first. How many are is found by
+    bisection, to a sixteenth of all.
 
     Args:
         limit_bytes: the most that a rank may hold.
         plan: plans a trace with messages as small as they may be.
-        trace: traces the step; its argument says whether values are gathered again.
+        agreed: by the messages of a step, how many values all ranks have agreed to gather again.
+        fixed: how many values are gathered again, whatever it takes; None to choose.
 
-    Returns:
-        A trace that fits; if none does, the one that takes least.
+    Attributes:
+        key: of this step in `agreed`.
+        count: how many values are gathered again.
+        is_agreed: whether ranks have agreed on that before.
     """
 
-    def peak(made: Trace) -> int:
-        return forecast_memory(plan(made)).peak_bytes
+    def __init__(
+        self,
+        limit_bytes: int,
+        plan: Callable[[Trace], Plan],
+        agreed: Mapping[Hashable, Collection[int]],
+        fixed: int | None,
+    ) -> None:
+        self._limit_bytes, self._plan, self._agreed, self._fixed = limit_bytes, plan, agreed, fixed
+        self.key: Hashable = None
+        self.count, self.is_agreed = 0, False
 
-    once = trace(False)
-    if (least := peak(once)) <= limit_bytes:
-        return once
-    again = trace(True)
-    return again if peak(again) < least else once
+    def choose(self, trace: Callable[[frozenset[str]], Trace]) -> Trace:
+        """The trace that fits and gathers least again; if none fits, the one that takes least memory.
+
+        Args:
+            trace: traces the step; it is given the names of the values that are gathered again.
+        """
+        once = trace(frozenset())
+        gathered = list(dict.fromkeys(link.whole for link in once.links if link.kind == "gathered"))
+        self.key = tuple((r.op_along, r.name, r.shape, r.dtype, str(r.device)) for r in once.reductions)
+
+        def again(count: int) -> Trace:
+            return trace(frozenset(gathered[:count])) if count else once
+
+        if self._fixed is not None:
+            return again(self._fixed)
+        for count in sorted(self._agreed.get(self.key, ())):
+            made = again(count)
+            if self._peak_bytes(made) <= self._limit_bytes:
+                self.count, self.is_agreed = count, True
+                return made
+        few, enough = 0, len(gathered)
+        if not gathered or (least := self._peak_bytes(once)) <= self._limit_bytes:
+            return once
+        found = again(enough)
+        if (peak := self._peak_bytes(found)) > self._limit_bytes:
+            self.count = enough if peak < least else 0
+            return found if peak < least else once
+        while enough - few > max(1, len(gathered) // 16):
+            middle = (few + enough) // 2
+            some = again(middle)
+            if self._peak_bytes(some) <= self._limit_bytes:
+                found, enough = some, middle
+            else:
+                few = middle
+        self.count = enough
+        return found
+
+    def _peak_bytes(self, made: Trace) -> int:
+        return forecast_memory(self._plan(made)).peak_bytes
 
 
 def _rounded_up(size_bytes: int) -> float:

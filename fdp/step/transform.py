@@ -108,7 +108,7 @@ def data_parallel(
         accumulate_dtype: torch.float32, to add them up in; None adds them up in the type that they are sent in.
         network: an `fdp.Network` to choose buckets for; None measures the group's, where "auto" needs it.
         memory_limit_mb: the most that a rank may hold while the step runs, in MiB, as `Plan.memory` predicts it. If the
-            step takes more, sharded state is gathered again for the backward pass, and messages are small. If
+            step takes more, some sharded state is gathered again for the backward pass, and messages are small. If
             that is still too much, the first call raises ArgumentError with the least that is possible. None for no
             limit.
 

@@ -54,14 +54,15 @@ from fdp.trace.operators.effects import bound_arguments, collective_of, is_marke
 from fdp.trace.sharding.sharded import examples_of, for_one_rank, refuse_held, whole_inputs
 from fdp.trace.trace import Input, Operation, Output, Reduction, Trace
 
-Choice = Callable[[Callable[[bool], Trace]], Trace]
-"""Chooses the trace of a step with sharded state: what is gathered for a forward pass may be gathered again for the
-backward pass. It asks for the trace without that first."""
+Choice = Callable[[Callable[[frozenset[str]], Trace]], Trace]
+"""Chooses the trace of a step with sharded state. It may ask for several, each by the names of the nodes, in the graph
+on whole values, whose values are gathered again in each forward and backward pass; others are gathered once. It asks
+for the trace that gathers nothing again first."""
 
 
-def gather_once(trace: Callable[[bool], Trace]) -> Trace:
+def gather_once(trace: Callable[[frozenset[str]], Trace]) -> Trace:
     """The trace of a step that gathers nothing again."""
-    return trace(False)
+    return trace(frozenset())
 
 
 def trace_step(
@@ -82,7 +83,7 @@ def trace_step(
         group: the ranks that it is to run on.
         check_replication: whether outputs must be equal on every rank unless declared.
         wire: in which dtype gradients are sent; None for their own.
-        choose: says whether sharded state is gathered again for the backward pass; by default it is not.
+        choose: says which sharded state is gathered again for the backward pass; by default none is.
 
     Returns:
         The trace.
@@ -135,7 +136,7 @@ def trace_step(
         made = traced(captured.module, inputs, outputs, flat.spec, spec)
         return replace(made, replicated_calls=tuple(replicated_calls(captured.module, varying)))
 
-    def sharded(again: bool) -> Trace:
+    def sharded(again: frozenset[str]) -> Trace:
         one = for_one_rank(name, captured.module, whole, outputs, sources, may_differ, again, group.sizes)
         return replace(traced(one.module, inputs, one.outputs, flat.spec, spec), links=one.links)
 

@@ -131,7 +131,7 @@ def make_step(programs: Sequence[Program], step: Any) -> Any:
         accumulate_dtype=getattr(torch, o.accumulate_dtype) if o.accumulate_dtype else None,
         network=None if o.latency_s is None else fdp.Network(latency_s=o.latency_s, bandwidth_bytes_per_s=1e6),
     )
-    return with_sharded_state(made, programs[0].seed % 3 == 0) if o.shard else made
+    return with_sharded_state(made, programs[0].seed % 3) if o.shard else made
 
 
 def _run(programs: Sequence[Program], judge: Judge) -> Report:

@@ -33,15 +33,22 @@ def two_levels(always: bool) -> None:
     fdp.plan.buckets._TWO_LEVEL_BYTES = 0 if always else 2**18
 
 
-def with_sharded_state(step: Any, again: bool) -> Any:
+def with_sharded_state(step: Any, again: int) -> Any:
     """The same step, of which each rank gets a part of each leaf that it can divide.
 
-    What is gathered for a forward pass may be gathered again for the backward pass.
+    Of the values that are gathered for a forward pass, one in `again` is gathered again for the backward pass; none if
+    that is 0.
     """
+
+    def chosen(trace: Any) -> Any:
+        if not again:
+            return trace(frozenset())
+        gathered = [link.whole for link in trace(frozenset()).links if link.kind == "gathered"]
+        return trace(frozenset(list(dict.fromkeys(gathered))[::again]))
 
     def call(state: Any, batch: Any) -> Any:
         usual = fdp.step.first_call.trace_step
-        fdp.step.first_call.trace_step = lambda *args: usual(*args[:-1], lambda trace: trace(again))
+        fdp.step.first_call.trace_step = lambda *args: usual(*args[:-1], chosen)
         try:
             new, results = step(placed(state), batch)
         finally:

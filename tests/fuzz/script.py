@@ -46,7 +46,7 @@ def script(programs: Sequence[Program], why: str) -> str:
             "def make_step(step):",
             f"    two_levels(always={program.seed % 2 == 1})",
             f"    made = fdp.data_parallel(step, group=mesh(), {program.settings})",
-            f"    return {f'with_sharded_state(made, {program.seed % 3 == 0})' if o.shard else 'made'}",
+            f"    return {f'with_sharded_state(made, {program.seed % 3})' if o.shard else 'made'}",
             "",
             "",
             "# What follows is the same in all such scripts: fdp's functions in plain PyTorch, and a comparison.",

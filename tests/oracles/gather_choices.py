@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from fdp.step import first_call
-from fdp.trace import trace_step
+from fdp.trace import Trace, trace_step
 
 
-def gather_again(patch: pytest.MonkeyPatch) -> None:
-    """Let all steps gather again."""
-    patch.setattr(first_call, "trace_step", lambda *args: trace_step(*args[:-1], lambda trace: trace(True)))
+def gather_again(patch: pytest.MonkeyPatch, some: bool = False) -> None:
+    """Let all steps gather again; if `some`, every other value."""
+
+    def choose(trace: Callable[[frozenset[str]], Trace]) -> Trace:
+        gathered = [link.whole for link in trace(frozenset()).links if link.kind == "gathered"]
+        return trace(frozenset(list(dict.fromkeys(gathered))[:: 2 if some else 1]))
+
+    patch.setattr(first_call, "trace_step", lambda *args: trace_step(*args[:-1], choose))

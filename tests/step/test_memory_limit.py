@@ -15,19 +15,21 @@ from torch import nn
 
 import fdp
 from fdp import pytree
+from fdp.distributed.group import resolve_group
+from fdp.step.memory_limit import MemoryLimit
 
 WIDTH, LAYERS = 512, 6 if ALL_SAMPLES else 4
 
 
 def layers(p: Any, x: torch.Tensor) -> torch.Tensor:
-    for at in range(LAYERS):
+    for at in range(len(p)):
         x = torch.tanh(x @ p[f"w{at}"].t())
     return x
 
 
-def state_of() -> Any:
+def state_of(layers: int = LAYERS) -> Any:
     generator = torch.Generator().manual_seed(0)
-    params = {f"w{at}": torch.randn(WIDTH, WIDTH, generator=generator) / 24 for at in range(LAYERS)}
+    params = {f"w{at}": torch.randn(WIDTH, WIDTH, generator=generator) / 24 for at in range(layers)}
     return {"params": params, "m": pytree.map_leaves(torch.zeros_like, params)}
 
 
@@ -55,11 +57,81 @@ def gathered_again(compile: bool) -> list[Any]:
     within, step = run(compile, 0.8 * most)
     assert step.traces == 1
     plan = step.plan(fdp.shard(state_of()), batch_of())
-    gathers = [reduction.name for reduction in plan.trace.reductions if reduction.op == "all_gather"]
-    assert len(gathers) == 2 * LAYERS - 1  # all but the first, which sends nothing back
+    assert LAYERS < sum(link.kind == "gathered" for link in plan.trace.links) < 2 * LAYERS
     assert plan.memory().peak_bytes / 2**20 <= 0.8 * most
     same = [torch.equal(a, b) for a, b in zip(pytree.leaves_of(plain), pytree.leaves_of(within), strict=True)]
     return [all(same), [type(item).__name__ for item in plan.schedule].count("Start") == len(plan.buckets)]
+
+
+def planned(x: torch.Tensor, again: bool = False, limit_mb: float | None = None) -> fdp.Plan:
+    """A plan of eight layers."""
+    with pytest.MonkeyPatch.context() as patch:
+        if again:
+            gather_again(patch)
+        step = fdp.data_parallel(train, donate_argnums=0, bucket_cap_mb=1, memory_limit_mb=limit_mb)
+        return step.plan(fdp.shard(state_of(8)), x)
+
+
+def peak_mb(plan: fdp.Plan) -> float:
+    return plan.memory().peak_bytes / 2**20
+
+
+def as_few_as_fit() -> list[tuple[int, bool]]:
+    """For limits from what the step takes down to the least: how many values are gathered, and whether it fits."""
+    most, least, found = peak_mb(planned(batch_of())), peak_mb(planned(batch_of(), again=True)), []
+    for share in (1.0, 0.5, 0.3, 0.0):
+        limit_mb = least + share * (most - least)
+        plan = planned(batch_of(), limit_mb=limit_mb)
+        found.append((sum(link.kind == "gathered" for link in plan.trace.links), peak_mb(plan) <= limit_mb))
+    return found
+
+
+def test_no_more_is_gathered_again_than_the_limit_asks_for() -> None:
+    for found in ranks.run(2, as_few_as_fit):
+        counts = [count for count, _ in found]
+        assert all(fits for _, fits in found) and counts == sorted(counts), found
+        assert counts[0] == 8 and counts[-1] == 15 and len(set(counts)) == 4, found
+
+
+def of_unequal_batches(chooses: bool) -> list[Any]:
+    """Only the batch of rank 1 makes the step too large: both gather as much again."""
+    long = torch.cat([batch_of()] * 160)
+    limit_mb = (peak_mb(planned(long)) + 2 * peak_mb(planned(long, again=True))) / 3
+    x = batch_of() if fdp.axis_index() == 0 else long
+    assert (peak_mb(planned(x)) < limit_mb) == (fdp.axis_index() == 0)
+    options: dict[str, Any] = {} if chooses else {"bucket_cap_mb": 1}
+    step = fdp.data_parallel(train, donate_argnums=0, memory_limit_mb=limit_mb, **options)
+    plain = fdp.data_parallel(train, donate_argnums=0, **options)
+    state, other = fdp.shard(state_of(8)), fdp.shard(state_of(8))
+    # Then a shorter batch, on one rank alone and on both: there is nothing to agree on again.
+    for length in (len(x), len(x) - fdp.axis_index(), len(x) - 2, len(x)):
+        state, _ = step(state, x[:length])
+        other, _ = plain(other, x[:length])
+    gathers = sum(link.kind == "gathered" for link in step.plan(state, x).trace.links)
+    same = zip(pytree.leaves_of(fdp.unshard(state)), pytree.leaves_of(fdp.unshard(other)), strict=True)
+    return [gathers, all(torch.equal(a, b) for a, b in same)]
+
+
+@pytest.mark.parametrize("chooses", [False, True], ids=["caps", "chosen by cost"])
+def test_ranks_with_unequal_batches_gather_alike(chooses: bool) -> None:
+    one, two = ranks.run(2, of_unequal_batches, chooses)
+    assert one == two and 8 < one[0] < 15 and one[1], (one, two)
+
+
+def buckets_of_unequal_batches() -> tuple[int, int]:
+    """How many buckets each rank takes, where large ones are too much for rank 1 alone; and how many small ones are."""
+    state, group = fdp.replicate(state_of()), resolve_group(None)
+    x = torch.cat([batch_of()] * (1 if group.rank == 0 else 160))
+    plan = fdp.data_parallel(train, bucket_cap_mb=25).plan(state, x)
+    peaks = fdp.all_gather(torch.tensor([plan.memory().peak_bytes]))
+    limit = MemoryLimit(int(peaks.max()) - 1, None)
+    assert (plan.memory().peak_bytes > limit._limit_bytes) == (group.rank == 1)  # type: ignore[operator]
+    return len(limit.within_on_all(plan, group).buckets), len(limit.smallest(plan.trace).buckets)
+
+
+def test_ranks_with_unequal_batches_take_the_same_buckets() -> None:
+    (one, small), (two, _) = ranks.run(2, buckets_of_unequal_batches)
+    assert one == two == small > 1
 
 
 def test_a_step_that_would_take_more_gathers_again_and_computes_the_same() -> None:
@@ -71,17 +143,18 @@ def test_a_compiled_step_does() -> None:
     assert ranks.run(2, gathered_again, True) == [[True, True]] * 2
 
 
-def no_differences_where_all_is_gathered_again(names: list[str], compile: bool) -> list[str]:
+def no_differences_where_it_is_gathered_again(names: list[str], some: bool) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
-        gather_again(patch)
-        return all_differences(names, compile)
+        gather_again(patch, some)
+        return all_differences(names, False)
 
 
+@pytest.mark.parametrize("some", [False, True], ids=["all", "some"])
 @pytest.mark.parametrize(
     "name", [name if name == "checkpointed" else pytest.param(name, marks=exhaustive) for name in STEPS]
 )
-def test_steps_of_all_kinds_may_gather_again(name: str) -> None:
-    assert ranks.run(2, no_differences_where_all_is_gathered_again, [name], False) == [[], []]
+def test_steps_of_all_kinds_may_gather_again(name: str, some: bool) -> None:
+    assert ranks.run(2, no_differences_where_it_is_gathered_again, [name], some) == [[], []]
 
 
 def test_few_values_are_whole_at_once() -> None:
@@ -146,12 +219,12 @@ def embedded(state: Any, ids: torch.Tensor) -> Any:
     return pytree.map_leaves(lambda p, g: p - 0.1 * g, state, grads), torch.linalg.matrix_norm(state["w"], 2)
 
 
-def tied(again: bool) -> list[Any]:
+def tied(again: bool, some: bool = False) -> list[Any]:
     torch.manual_seed(0)
     state = fdp.shard({"table": torch.randn(128, 64) / 8, "w": torch.randn(64, 64) / 8})
     with pytest.MonkeyPatch.context() as patch:
         if again:
-            gather_again(patch)
+            gather_again(patch, some)
         step = fdp.data_parallel(embedded)
         for _ in range(3):
             state, norm = step(state, torch.arange(10) * 7 % 128)
@@ -159,8 +232,10 @@ def tied(again: bool) -> list[Any]:
 
 
 def test_what_is_read_in_many_places_is_the_same() -> None:
-    once, again = ranks.run(2, tied, False)[0], ranks.run(2, tied, True)[0]
-    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+    once = ranks.run(2, tied, False)[0]
+    for some in (False, True):
+        again = ranks.run(2, tied, True, some)[0]
+        assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
 
 
 def test_a_world_of_one_takes_a_limit() -> None:

@@ -96,7 +96,7 @@ def for_one_rank(
     outputs: Sequence[Output],
     sources: Sequence[int | None],
     varying: Sequence[fx.Node],
-    again: bool = False,
+    again: frozenset[str] = frozenset(),
     dimensions: Dimensions = (),
 ) -> ForOneRank:
     """Rewrite a step for one rank.
@@ -108,7 +108,7 @@ def for_one_rank(
         outputs: of that.
         sources: for each output the input in whose container it comes out, if there is one.
         varying: the placeholders that differ from rank to rank.
-        again: whether what is gathered for a forward pass is gathered again for the backward pass.
+        again: the names of the nodes whose values are gathered again in each forward and backward pass.
         dimensions: of the mesh.
 
     Returns:

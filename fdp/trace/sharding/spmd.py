@@ -41,7 +41,7 @@ from fdp.trace.sharding.gathers import (
     phases_of,
     take_parts_late,
 )
-from fdp.trace.sharding.inserted import Link
+from fdp.trace.sharding.inserted import History, Link
 from fdp.trace.sharding.owners import compute_once
 from fdp.trace.sharding.reductions_of_parts import combined
 from fdp.trace.sharding.scatters import is_scattered, scattered
@@ -78,7 +78,7 @@ def for_rank(
     sharded: Mapping[fx.Node, Part],
     names: Mapping[fx.Node, str],
     returned: Sequence[Part | None],
-    again: bool,
+    again: frozenset[str],
     dimensions: Dimensions,
     varying: Container[int],
 ) -> Partitioned:
@@ -90,8 +90,8 @@ def for_rank(
         sharded: the placeholders of which a rank is given its part.
         names: of arguments and results, for the names of messages.
         returned: for each result how it is divided; None where it is returned whole.
-        again: whether what is gathered for a forward pass is gathered again for the backward pass, and each value no
-            earlier than it has to be, so that few are whole at once.
+        again: the names of the nodes whose values are gathered again in each forward and backward pass. If there are
+            any, each value is gathered no earlier than it has to be, so that few are whole at once.
         dimensions: of the mesh.
         varying: the memory that may differ from rank to rank at any moment.
 
@@ -110,7 +110,7 @@ class _Rewriting:
         parts: Mapping[int, Part],
         sharded: Mapping[fx.Node, Part],
         names: Mapping[fx.Node, str],
-        again: bool,
+        again: frozenset[str],
         dimensions: Dimensions,
         varying: Container[int],
     ) -> None:
@@ -121,13 +121,11 @@ class _Rewriting:
         self._gathered: dict[tuple[int, int], fx.Node] = {}
         self._links: list[Link] = []
         self._now: fx.Node | None = None
-        # Which node has the value of a piece of memory, and which call it was that made or changed it last.
-        self._last: dict[int, tuple[fx.Node, fx.Node]] = {}
+        self._history = History()
         self._ahead = {begin: region for begin, region, _ in regions_of(module.graph)}
         self._in_loops = {node for region in self._ahead.values() for node in region}
-        self._again, self._phases = again, phases_of(module.graph, self._in_loops, again)
+        self._again, self._phases = again, phases_of(module.graph, self._in_loops, bool(again))
         self._views: dict[tuple[fx.Node, int], fx.Node] = {}
-        self._changed: set[int] = set()
         self._gathers: list[Gather] = []
         self._taken: list[Taken] = []
         mode = fake_mode_at_work([node.meta.get("val") for node in module.graph.nodes])
@@ -138,7 +136,7 @@ class _Rewriting:
         """See `for_rank`."""
         for node in self._module.graph.find_nodes(op="placeholder"):
             self._here[node] = self._placeholder(node)
-            self._last.update(dict.fromkeys(storages_of(node), (node, node)))
+            self._history.begin(node)
         self._number = RankNumber(self._here[next(iter(self._sharded))], self._axis, self._new)
         for node, part in self._sharded.items():
             if storages_of(node)[0] not in self._parts:  # it is changed as a whole, so it has to be one
@@ -152,14 +150,9 @@ class _Rewriting:
                 for inner in self._ahead.get(node, ()):
                     self._gather_ahead(inner, node)
                 self._call(node)
-                for number in storages_of(node):
-                    self._last.setdefault(number, (node, node))
-                for written in effects_of(node).writes:
-                    for number in storages_of(written):
-                        for phase in range(self._phases[node] + 1):
-                            self._gathered.pop((number, phase), None)
-                        self._changed.add(number)
-                        self._last[number] = written, node
+                for number in self._history.call(node):
+                    for phase in range(self._phases[node] + 1):
+                        self._gathered.pop((number, phase), None)
         values: list[fx.Node] = []
         gathered: list[int] = []
         for at, (node, wanted) in enumerate(zip(self._results(), returned, strict=True)):
@@ -171,13 +164,11 @@ class _Rewriting:
         self._graph.output_node().meta.update(self._module.graph.output_node().meta)
         owned = compute_once(self._graph, self._axis, self._gathers, self._taken, self._here, self._varying, self._new)
         self._links += owned.links
-        self._links += share_messages(self._graph, owned.gathers, self._new, self._again, owned.messages)
-        take_parts_late(self._graph, [t.nodes for t in self._taken if t.is_of_input and not self._is_changed(t.node)])
+        self._links += share_messages(self._graph, owned.gathers, self._new, bool(self._again), owned.messages)
+        stays = [t.nodes for t in self._taken if t.is_of_input and not self._history.is_changed(t.node)]
+        take_parts_late(self._graph, stays)
         made = fx.GraphModule(self._module, self._graph)
         return Partitioned(made, self._links, gathered)
-
-    def _is_changed(self, node: fx.Node) -> bool:
-        return not self._changed.isdisjoint(storages_of(node))
 
     def _results(self) -> Sequence[fx.Node]:
         results: Any = self._module.graph.output_node().args[0]
@@ -235,9 +226,10 @@ class _Rewriting:
                 return self._viewed_again(node, phase)
             return here
         (number,) = storages_of(node)
-        if (number, phase) not in self._gathered:
-            self._gathered[number, phase] = self._gather(node, here, self._part_of(node))
-        return self._gathered[number, phase]
+        key = number, phase if self._history.value_in(node).name in self._again else 0
+        if key not in self._gathered:
+            self._gathered[key] = self._gather(node, here, self._part_of(node))
+        return self._gathered[key]
 
     def _is_whole_view(self, node: fx.Node) -> bool:
         """Whether a node is a view of a gathered value that may be taken again from another gather."""
@@ -247,7 +239,8 @@ class _Rewriting:
             and effects_of(node).view
             and not {node, self._now} & self._in_loops
             and bool(numbers)
-            and all(number in self._parts and number not in self._changed for number in numbers)
+            and all(number in self._parts for number in numbers)
+            and not self._history.is_changed(node)
         )
 
     def _viewed_again(self, node: fx.Node, phase: int) -> fx.Node:
@@ -263,9 +256,8 @@ class _Rewriting:
         whole = joined_parts(rows, part, shape, self._new)
         assert self._now is not None
         when = self._phases[self._now], bool(self._now.meta.get("backward"))
-        value, after = self._last.get(storages_of(node)[0], (node, node))
-        entry = entry_of(value, node)
-        link = Link(rows.name, value.name, "gathered", whole.name, after.name, part, name, entry)
+        value, after = self._history.value_in(node), self._history.changed_by(node)
+        link = Link(rows.name, value.name, "gathered", whole.name, after.name, part, name, entry_of(value, node))
         self._gathers.append(Gather(own, rows, whole, link, when))
         return whole
 
@@ -275,8 +267,7 @@ class _Rewriting:
             return self._here[node]
         whole = self._whole(node)
         nodes = part_taken(whole, part, self._number, self._new)
-        _, changed = self._last.get(storages_of(node)[0], (node, node))
-        self._taken.append(Taken(node, whole, nodes, part, changed))
+        self._taken.append(Taken(node, whole, nodes, part, self._history.changed_by(node)))
         return nodes[-1]
 
     def _gather_ahead(self, inner: fx.Node, begin: fx.Node) -> None:
