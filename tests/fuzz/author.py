@@ -171,10 +171,10 @@ class Author:
             exec(text, self.env)
             self._look_at(text, made or {})
         except Refused:
-            self._undo(saved, shapes, made)
+            self._undo(saved, shapes, versions, made)
             raise
         except Exception as error:
-            self._undo(saved, shapes, made)
+            self._undo(saved, shapes, versions, made)
             raise Refused(str(error)) from error
         finally:
             torch.set_rng_state(state)
@@ -194,7 +194,7 @@ class Author:
                 if isinstance(value, torch.Tensor):
                     check_conditioned(value, self.exact)
 
-    def _undo(self, saved: Any, shapes: Any, made: Any) -> None:
+    def _undo(self, saved: Any, shapes: Any, versions: Any, made: Any) -> None:
         for name in made or {}:
             self.env.pop(name, None)
         with torch.no_grad():
@@ -204,6 +204,9 @@ class Author:
                     value.as_strided_(*shapes[name])
                 if not value.requires_grad and not same_values(value, copy) and not overlaps_itself(value):
                     value.copy_(copy)
+                for places in (self.fixed, self.inputs, self.varying):
+                    if versions[name][1] in places:
+                        places.add(place(value))  # `resize_` may have moved it
 
 
 def same_values(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,7 @@ from samples import ALL_SAMPLES, exhaustive
 
 from fdp.trace import OutsideValues
 from fuzz import plain
+from fuzz.author import Author, Refused, place
 from fuzz.compare import Judge
 from fuzz.execute import Report, run_programs
 from fuzz.fault import emitter_takes_the_minimum
@@ -219,3 +221,13 @@ def test_only_documented_refusals_are_allowed() -> None:
     assert (report.status, report.kind, report.written) == ("refused", "PurityError", ("batch",))
     assert reason(written, report) is not None
     assert reason(program_of([], []), dataclasses.replace(report, written=())) is None
+
+
+def test_a_line_that_is_taken_back_leaves_the_account_of_its_memory() -> None:
+    """`resize_` moves memory, also where the line is refused for the values that it brings in."""
+    author = Author(random.Random(0), True, {"x": torch.ones(1), "torch": torch})
+    author.add("x", varying=True, fixed=True, given=True)
+    with pytest.raises(Refused):
+        author.write("x.resize_(4096).fill_(1e9)")
+    assert author.env["x"].tolist() == [1.0] and author.varies("x")
+    assert all(place(author.env["x"]) in places for places in (author.fixed, author.inputs))
