@@ -12,8 +12,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -171,8 +171,26 @@ def all_say(group: Group, yes: bool, timeout_s: float = 300.0) -> bool:
     return exchange(group, next_turn(group), b"yes" if yes else b"no", timeout_s) == [b"yes"] * group.size
 
 
+_KNOWN = "_fdp_known_to_all"
+
+
+@contextmanager
+def known_to_all() -> Iterator[None]:
+    """Mark errors of the block: they follow from what all ranks have told, so all ranks raise one, and none waits."""
+    try:
+        yield
+    except Exception as error:
+        setattr(error, _KNOWN, True)
+        raise
+
+
 def announce_failure(group: Group, error: Exception) -> None:
-    """Report to waiting ranks that this one has no plan to compare; never raises and never waits."""
+    """Report to waiting ranks that this one has no plan to compare; never raises and never waits.
+
+    No rank waits for an error that is known to all. To announce it would take a turn, which the others do not take.
+    """
+    if getattr(error, _KNOWN, False):
+        return
     text = f"{type(error).__name__}: {error_text(error)}"
     try:
         turn = next_turn(group)
@@ -269,7 +287,8 @@ def tell_all_once(group: Group, own: dict[str, Any], subject: str, news: str) ->
     compared = {"schedule", "failed"} if "schedule" in own else set()
     # After an error on one rank alone, that one may be in its next exchange already, of another kind.
     elsewhere = [rank for rank, each in enumerate(told) if not (own.keys() <= each.keys() or compared & each.keys())]
-    _refuse_others(group, f"{subject} {news}", elsewhere, told)
+    with known_to_all():
+        _refuse_others(group, f"{subject} {news}", elsewhere, told)
     return _number_of(turn), told
 
 

@@ -10,11 +10,12 @@ import hashlib
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from fdp.distributed.comparable import comparable, without_addresses
-from fdp.distributed.exchange import tell_all_once
+from fdp.distributed.exchange import known_to_all, tell_all_once
 from fdp.distributed.fingerprint import fingerprint
 from fdp.distributed.group import Group
 from fdp.distributed.mesh import mesh_text
@@ -77,6 +78,13 @@ def agree(
     name = plan.trace.name
     subject = f"step {name!r}{f', traced again ({because})' if because else ''}"
     number, found = tell_all_once(group, own, subject, "has a new communication schedule")
+    with known_to_all():
+        _refuse_differences(name, found, list(marks))
+    return number, all(other["compares"] for other in found)
+
+
+def _refuse_differences(name: str, found: Sequence[dict[str, Any]], marked_here: Sequence[str]) -> None:
+    """Refuse what ranks have told of a step, if it differs; `marked_here` is what this rank compares."""
     for rank, other in enumerate(found):
         if "failed" in other:
             raise AgreementError(
@@ -94,7 +102,7 @@ def agree(
     marked = [(rank, other["marks"]) for rank, other in enumerate(found) if other["marks"]]
     offenders = [
         f"{key}: rank {rank} differs from rank {marked[0][0]}"
-        for key in marks
+        for key in marked_here
         for rank, other in marked
         if other.get(key) != marked[0][1].get(key)
     ]
@@ -109,7 +117,6 @@ def agree(
                 "differ belongs in batch_argnums.",
             )
         )
-    return number, all(other["compares"] for other in found)
 
 
 def _marks(plan: Plan, tensors: Sequence[torch.Tensor]) -> dict[str, int]:

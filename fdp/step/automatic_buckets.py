@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fdp.distributed.exchange import tell_all
+from fdp.distributed.exchange import known_to_all, tell_all
 from fdp.distributed.group import Group
 from fdp.errors import AgreementError, ArgumentError, build_message
 from fdp.measure import agreed_costs, measure_costs, measure_link
@@ -116,16 +116,18 @@ class Automatic:
         own = {"measured": failure is None, "operations": _digest(_planned_by(trace)), "chain": _digest(_chain(trace))}
         with progress.stage("waiting for other ranks"):
             found = _tell(emitted, own)
-        if failure is not None:
-            raise failure
-        if not all(other["measured"] for other in found):
-            raise AgreementError(
-                build_message(
-                    f"step {trace.name!r} could not be measured on another rank, so ranks cannot choose its buckets.",
-                    remedy="look for the first error among the logs of all ranks; a number as bucket_cap_mb measures "
-                    "nothing.",
+        with known_to_all():
+            if failure is not None:
+                raise failure
+            if not all(other["measured"] for other in found):
+                raise AgreementError(
+                    build_message(
+                        f"step {trace.name!r} could not be measured on another rank, so ranks cannot choose its "
+                        "buckets.",
+                        remedy="look for the first error among the logs of all ranks; a number as bucket_cap_mb "
+                        "measures nothing.",
+                    )
                 )
-            )
         assert costs is not None
         with progress.stage("planning"):
             plan = self.remember(self._by_costs(emitted, costs, network, found), group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import ranks
@@ -17,6 +18,7 @@ import fdp
 import fdp.measure.link
 import fdp.step.automatic_buckets
 import fdp.step.buckets_on_disk
+from fdp.measure import measure_costs
 
 LAYERS, WIDTH = 8, 256
 NETWORK = fdp.Network(latency_s=1e-4, bandwidth_bytes_per_s=1e8)
@@ -137,6 +139,41 @@ def test_a_rank_that_fails_after_choosing_leaves_no_rank_waiting() -> None:
     assert second.error is not None and second.error.name == "TraceError"
     assert first.error is not None and first.error.name == "AgreementError", first.describe()
     assert "rank 1 could not prepare step 'fn'" in first.error.message
+
+
+def goes_on_after_a_failure(where: str) -> list[str]:
+    """Rank 1 fails at the first call, where other ranks wait for it; then all call the step twice more."""
+    # While it is traced, and in the run by itself that tells whose fault that is.
+    failures = [ValueError("once")] * (1 if where == "measuring" else 2) * dist.get_rank()
+
+    def fn(ws: list[torch.Tensor], batch: torch.Tensor) -> Any:
+        if where != "measuring" and failures:
+            raise failures.pop()
+        return update(ws, batch)
+
+    def measure(*args: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return measure_costs(*args)
+
+    options: dict[str, Any] = {"bucket_cap_mb": 1} if where == "caps" else {"network": NETWORK}
+    step, found, ws = fdp.data_parallel(fn, check_trace=False, **options), [], start()
+    with mock.patch.object(fdp.step.automatic_buckets, "measure_costs", measure):
+        for _ in range(3):
+            try:
+                ws, _ = step(ws, batch_of(16))
+                found.append("right")
+            except Exception as error:
+                found.append(type(error).__name__)
+    fdp.assert_replicated(ws)
+    return found
+
+
+@pytest.mark.parametrize("where", ["caps", "auto", "measuring"])
+def test_ranks_go_on_together_after_one_failed_at_a_first_call(where: str) -> None:
+    """No error is told that all ranks know of: ranks would be out of step from then on."""
+    other, failed = ranks.run(2, goes_on_after_a_failure, where)
+    assert failed == ["ValueError", "right", "right"] and other == ["AgreementError", "right", "right"]
 
 
 def look_back() -> tuple[Any, ...]:
