@@ -140,6 +140,11 @@ class Signatures(dict[Any, Known]):
                 self._forgotten.add(hash(oldest))
         self[key] = known
 
+    def forget_all(self) -> None:
+        """Forget all programs: other ranks would meet them with others."""
+        self.clear()
+        self.calls = RememberedCalls()
+
     def settle(self, trace: Trace | None = None) -> None:
         """After the function has run as Python: what it changes itself is not part of its signature."""
         self._outside.settle([] if trace is None else [trace])

@@ -100,6 +100,11 @@ class Preparation:
         self.traces = 0
 
     @property
+    def outdates(self) -> bool:
+        """Whether programs that were prepared before the last one have to be prepared again."""
+        return self._limit.outdates
+
+    @property
     def attempts(self) -> Attempts:
         """The calls that were refused."""
         return self._agreed.attempts
@@ -168,6 +173,7 @@ class Preparation:
         watched = watched_ranks(group.process_group)
         if watched is not None:
             watched.prepares(True)
+        self._limit.outdates = False
         try:
             refuse_unhashable(self._name, flat, roles)
             with progress.stage("tracing"):
@@ -231,7 +237,7 @@ class Preparation:
         with progress.stage("planning"), without_collections():
             plan = self._automatic.remembered(trace, group) if self._chooses else self._by_caps(trace)
             if plan is not None:
-                return self._limit.within(plan)
+                return self._within(plan, group)
             first = self._limit.smallest(trace) if self._limit.is_set else plan_trace(trace)
         with progress.stage("writing and proving"), without_collections():
             emitted = Emitted(first, group, self._agreed, self._settings.check_replication, self._first_backend)
@@ -241,6 +247,14 @@ class Preparation:
         emitted.consensus.forget()
         with progress.stage("planning"), without_collections():
             return self._automatic.remember(self._limit.within_on_all(plan, group), group)
+
+    def _within(self, plan: Plan, group: Group) -> Plan:
+        """A plan within the limit, of buckets that are known. Those of small messages are taken from then on."""
+        within = self._limit.within(plan)
+        if within is plan:
+            return plan
+        self._limit.outdates = True
+        return self._automatic.remember(within, group)
 
     def _compile(self, emitted: Emitted, flat: Flat, roles: Roles, progress: Progress) -> Emitted:
         """Compile the emitted program, on all ranks at once if all of them have to."""

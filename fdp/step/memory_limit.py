@@ -1,14 +1,15 @@
 """Keeps a step within a memory limit: some sharded state is gathered again, or the step is refused.
 
 What a step takes depends on the batch, of which each rank has its own. So ranks tell each other what each of them
-needs, and all do what the one does that needs most. They remember it: a rank that alone gets another batch (a shorter
-last one) needs no other rank.
+needs, and all do what the one does that needs most. They remember it: a rank that alone gets another batch with which
+that is enough (a shorter last one) needs no other rank. If a later batch needs more, ranks agree anew, and what they
+have prepared before is outdated.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,6 +21,9 @@ from fdp.plan import Plan, plan_trace
 from fdp.plan.buckets import MIB
 from fdp.tables import format_bytes
 from fdp.trace import Choice, Trace, gather_once
+
+_PROBES = 16
+"""A search for how much is gathered again tries at most so many numbers, beside none."""
 
 _SMALL_CAP_MB = 1.0
 """The size of messages where memory is scarce: of gradients no more are held back than that."""
@@ -50,12 +54,15 @@ class MemoryLimit:
 
     Attributes:
         is_set: whether there is a limit.
+        outdates: whether ranks have agreed on something else than before, so that earlier programs of the step do not
+            fit to new ones on other ranks.
     """
 
     def __init__(self, limit_bytes: int | None, by_caps: Callable[[Trace], Plan] | None) -> None:
         self._limit_bytes, self._by_caps = limit_bytes, by_caps
         self.is_set = limit_bytes is not None
-        self._agreed: dict[Hashable, set[int]] = {}
+        self._agreed: dict[Hashable, int] = {}
+        self.outdates = False
 
     def smallest(self, trace: Trace) -> Plan:
         """A plan of small messages, unless the user has set their size."""
@@ -90,6 +97,7 @@ class MemoryLimit:
         """As `traced`, on all ranks of a group at once; `waiting` is entered while this one waits for the others.
 
         Raises:
+            ArgumentError: it takes more.
             AgreementError: another rank does something else, or failed.
             PeerError: another rank died or stopped answering.
         """
@@ -99,7 +107,8 @@ class MemoryLimit:
         with waiting:
             told = _tell(group, made, {"gathered_again": search.count})
         most = max(int(each["gathered_again"]) for each in told)
-        self._agreed.setdefault(search.key, set()).add(most)
+        self.outdates |= self._agreed.get(search.key, most) != most
+        self._agreed[search.key] = most
         return made if most == search.count else self._searched(trace, most)[0]
 
     def _searched(
@@ -154,12 +163,12 @@ class _GatherSearch:
 
     Values that are kept from the forward to the backward pass take memory; those that are gathered again take time.
     What the forward pass reads first is kept longest, so it is gathered again first. How many are is found by
-    bisection, to a sixteenth of all.
+    bisection, to a sixteenth of all; or one after the other, if to gather all again is too much, but some may do.
 
     Args:
         limit_bytes: the most that a rank may hold.
         plan: plans a trace with messages as small as they may be.
-        agreed: by the messages of a step, how many values all ranks have agreed to gather again.
+        agreed: by the messages of a step, how many values all ranks have last agreed to gather again.
         fixed: how many values are gathered again, whatever it takes; None to choose.
 
     Attributes:
@@ -172,7 +181,7 @@ class _GatherSearch:
         self,
         limit_bytes: int,
         plan: Callable[[Trace], Plan],
-        agreed: Mapping[Hashable, Collection[int]],
+        agreed: Mapping[Hashable, int],
         fixed: int | None,
     ) -> None:
         self._limit_bytes, self._plan, self._agreed, self._fixed = limit_bytes, plan, agreed, fixed
@@ -194,19 +203,19 @@ class _GatherSearch:
 
         if self._fixed is not None:
             return again(self._fixed)
-        for count in sorted(self._agreed.get(self.key, ())):
+        if (count := self._agreed.get(self.key)) is not None:
             made = again(count)
             if self._peak_bytes(made) <= self._limit_bytes:
                 self.count, self.is_agreed = count, True
                 return made
-        few, enough = 0, len(gathered)
-        if not gathered or (least := self._peak_bytes(once)) <= self._limit_bytes:
+        if not gathered or self._peak_bytes(once) <= self._limit_bytes:
             return once
-        found = again(enough)
-        if (peak := self._peak_bytes(found)) > self._limit_bytes:
-            self.count = enough if peak < least else 0
-            return found if peak < least else once
-        while enough - few > max(1, len(gathered) // 16):
+        unit = max(1, len(gathered) // _PROBES)
+        found = again(len(gathered))
+        if self._peak_bytes(found) > self._limit_bytes:
+            return self._least([0, *range(unit, len(gathered), unit), len(gathered)], again)
+        few, enough = 0, len(gathered)
+        while enough - few > unit:
             middle = (few + enough) // 2
             some = again(middle)
             if self._peak_bytes(some) <= self._limit_bytes:
@@ -215,6 +224,20 @@ class _GatherSearch:
                 few = middle
         self.count = enough
         return found
+
+    def _least(self, counts: Sequence[int], again: Callable[[int], Trace]) -> Trace:
+        """The first that fits, or the one that takes least. More that is gathered again need not take less memory."""
+        found: tuple[int, int, Trace] | None = None
+        for count in counts:
+            made = again(count)
+            peak = self._peak_bytes(made)
+            if found is None or peak < found[0]:
+                found = peak, count, made
+            if peak <= self._limit_bytes:
+                break
+        assert found is not None
+        _, self.count, made = found
+        return made
 
     def _peak_bytes(self, made: Trace) -> int:
         return forecast_memory(self._plan(made)).peak_bytes

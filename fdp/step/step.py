@@ -305,6 +305,8 @@ class Step(Generic[Arguments, Result]):
                     progress, others = Progress(self._name), kept.with_other_values(flat, place)
                     programs = [(other.emitted, why) for other, why in others]
                     emitted = self._preparation.prepare(flat, roles, place[1], progress, programs)
+                    if self._preparation.outdates:
+                        kept.forget_all()
                     known = next((other for other, _ in others if other.emitted is emitted), None)
                     if known is None:
                         again = self._preparation.comparisons.when_again(emitted)

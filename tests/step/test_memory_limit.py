@@ -118,6 +118,112 @@ def test_ranks_with_unequal_batches_gather_alike(chooses: bool) -> None:
     assert one == two and 8 < one[0] < 15 and one[1], (one, two)
 
 
+def of_batches_that_change(chooses: bool) -> list[Any]:
+    """Short batches, then long ones, then one of each, on either rank: what was prepared for short ones is outdated."""
+    short, long = batch_of(), torch.cat([batch_of()] * 160)
+    limit_mb = (peak_mb(planned(long)) + 2 * peak_mb(planned(long, again=True))) / 3
+    options: dict[str, Any] = {} if chooses else {"bucket_cap_mb": 1}
+    step = fdp.data_parallel(train, memory_limit_mb=limit_mb, donate_argnums=0, **options)
+    plain = fdp.data_parallel(train, donate_argnums=0, **options)
+    state, other, rank = fdp.shard(state_of(8)), fdp.shard(state_of(8)), int(fdp.axis_index())
+    for x in (short, long, (short, long)[rank], (long, short)[rank], short):
+        state, _ = step(state, x)
+        other, _ = plain(other, x)
+    same = zip(pytree.leaves_of(fdp.unshard(state)), pytree.leaves_of(fdp.unshard(other)), strict=True)
+    return [all(torch.equal(a, b) for a, b in same)]
+
+
+@pytest.mark.parametrize("chooses", [False, True], ids=["caps", "chosen by cost"])
+def test_ranks_may_have_any_mix_of_batches_that_they_have_prepared_for(chooses: bool) -> None:
+    assert ranks.run(2, of_batches_that_change, chooses) == [[True]] * 2
+
+
+def buckets_of_batches_that_change(order: str) -> list[int]:
+    """How many buckets whole state takes, for batches as `order` says: of both ranks, short or long."""
+    lengths = {"s": 8, "l": 1600}
+    generator = torch.Generator().manual_seed(0)
+    params = {f"w{at}": torch.randn(256, 256, generator=generator) / 16 for at in range(16)}
+    state = fdp.replicate({"params": params, "m": pytree.map_leaves(torch.zeros_like, params)})
+    long = torch.randn(lengths["l"], 256, generator=generator)
+
+    def peak_of(cap: float) -> float:
+        return peak_mb(fdp.data_parallel(train, donate_argnums=0, bucket_cap_mb=cap).plan(state, long))
+
+    limit_mb = (peak_of(1) + peak_of(25)) / 2
+    # Messages that take long to start: by cost there is one.
+    step = fdp.data_parallel(
+        train,
+        donate_argnums=0,
+        memory_limit_mb=limit_mb,
+        network=fdp.Network(latency_s=0.05, bandwidth_bytes_per_s=1e9),
+    )
+    found = []
+    for both in order.split():
+        x = long[: lengths[both[fdp.axis_index()]]]
+        state, _ = step(state, x)
+        found.append(len(step.plan(state, x).buckets))
+    fdp.assert_replicated(state)
+    return found
+
+
+@pytest.mark.parametrize("order", ["ss ll sl ls ss", "sl ls ss ll"])
+def test_ranks_keep_to_the_buckets_that_fit_on_all(order: str) -> None:
+    one, two = ranks.run(2, buckets_of_batches_that_change, order)
+    small = one[-1]
+    assert (
+        one == two == [1 if both == "ss" and not at else small for at, both in enumerate(order.split())] and small > 1
+    )
+
+
+def one_rank_alone_cannot() -> list[str]:
+    x = batch_of() if fdp.axis_index() == 0 else torch.cat([batch_of()] * 1000)
+    step = fdp.data_parallel(train, memory_limit_mb=15, bucket_cap_mb=1)
+    state, found = fdp.shard(state_of()), []
+    for batch in (x, x, x[:4], x[:4]):
+        try:
+            step(state, batch)
+            found.append("right")
+        except fdp.FdpError as error:
+            found.append(type(error).__name__)
+    return found
+
+
+def test_a_limit_that_one_rank_alone_cannot_meet_is_an_error_on_all_and_others_go_on() -> None:
+    one, two = ranks.run(2, one_rank_alone_cannot)
+    assert one == ["AgreementError"] * 2 + ["right"] * 2 and two == ["ArgumentError"] * 2 + ["right"] * 2
+
+
+def tied_layers(p: Any, batch: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """A table that both passes read first and last."""
+
+    def loss_fn(p: Any) -> torch.Tensor:
+        ids = (batch.abs() * 10).long()[:, :4] % 512
+        x = torch.tanh(F.embedding(ids, p["table"]).mean(1) @ p["w"])
+        return F.cross_entropy(torch.tanh(x @ p["w"].t()) @ p["table"].t(), ids[:, 0])
+
+    loss, grads = fdp.value_and_grad(loss_fn)(p)
+    return pytree.map_leaves(lambda p, g: p - 0.1 * g, p, grads), fdp.pmean(loss)
+
+
+def least_is_in_between() -> list[float]:
+    """The peak for each number of values that are gathered again, and for the limit of the smallest of them."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"table": (512, 256), "w": (256, 256)}
+    state = fdp.shard({name: torch.randn(shape, generator=generator) / 16 for name, shape in shapes.items()})
+    x, peaks = torch.randn(8, 256, generator=generator), []
+    for count in range(3):
+        with pytest.MonkeyPatch.context() as patch:
+            gather_again(patch, first=count)
+            peaks.append(peak_mb(fdp.data_parallel(tied_layers, bucket_cap_mb=1).plan(state, x)))
+    step = fdp.data_parallel(tied_layers, bucket_cap_mb=1, memory_limit_mb=min(peaks))
+    return [*peaks, peak_mb(step.plan(state, x))]
+
+
+def test_the_least_need_not_be_to_gather_all_again() -> None:
+    *peaks, found = ranks.run(2, least_is_in_between)[0]
+    assert min(peaks) < peaks[-1] and found == min(peaks), (peaks, found)
+
+
 def buckets_of_unequal_batches() -> tuple[int, int]:
     """How many buckets each rank takes, where large ones are too much for rank 1 alone; and how many small ones are."""
     state, group = fdp.replicate(state_of()), resolve_group(None)
