@@ -117,7 +117,7 @@ class Preparation:
     def _trace_alone(self, flat: Flat, roles: Roles, group: Group) -> Trace:
         """Trace the step without the other ranks."""
         self.traces += 1
-        return self._limit.traced(lambda choose: self._trace(flat, roles, group, choose))
+        return self._limit.traced(lambda choose: self._trace(flat, roles, group, choose), group)
 
     def _trace(self, flat: Flat, roles: Roles, group: Group, choose: Choice) -> Trace:
         devices = sorted({x.device.index for x in flat.tensors if x.is_cuda})

@@ -61,7 +61,7 @@ class MemoryLimit:
     def __init__(self, limit_bytes: int | None, by_caps: Callable[[Trace], Plan] | None) -> None:
         self._limit_bytes, self._by_caps = limit_bytes, by_caps
         self.is_set = limit_bytes is not None
-        self._agreed: dict[Hashable, int] = {}
+        self._agreed: dict[tuple[Group, Hashable], int] = {}
         self.outdates = False
 
     def smallest(self, trace: Trace) -> Plan:
@@ -80,16 +80,17 @@ class MemoryLimit:
         told = [{"fits": fits}] if group.size == 1 else _tell(group, plan.trace, {"fits": fits})
         return plan if all(each["fits"] for each in told) else self.smallest(plan.trace)
 
-    def traced(self, trace: Callable[[Choice], Trace]) -> Trace:
+    def traced(self, trace: Callable[[Choice], Trace], group: Group) -> Trace:
         """Trace a step so that it stays within the limit, without the other ranks.
 
         Args:
             trace: traces it; its argument chooses which sharded values are gathered again.
+            group: the ranks.
 
         Raises:
             ArgumentError: it takes more.
         """
-        return self._searched(trace)[0]
+        return self._searched(trace, group)[0]
 
     def traced_on_all(
         self, trace: Callable[[Choice], Trace], group: Group, waiting: AbstractContextManager[None]
@@ -101,23 +102,25 @@ class MemoryLimit:
             AgreementError: another rank does something else, or failed.
             PeerError: another rank died or stopped answering.
         """
-        made, search = self._searched(trace)
+        made, search = self._searched(trace, group)
         if search is None or made.whole is None or group.size == 1 or search.is_agreed:
             return made
         with waiting:
             told = _tell(group, made, {"gathered_again": search.count})
         most = max(int(each["gathered_again"]) for each in told)
-        self.outdates |= self._agreed.get(search.key, most) != most
-        self._agreed[search.key] = most
-        return made if most == search.count else self._searched(trace, most)[0]
+        key = group, search.key
+        self.outdates |= self._agreed.get(key, most) != most
+        self._agreed[key] = most
+        return made if most == search.count else self._searched(trace, group, most)[0]
 
     def _searched(
-        self, trace: Callable[[Choice], Trace], count: int | None = None
+        self, trace: Callable[[Choice], Trace], group: Group, count: int | None = None
     ) -> tuple[Trace, _GatherSearch | None]:
         """A trace within the limit, and how it was found; `count` values are gathered again, if that is given."""
         if self._limit_bytes is None:
             return trace(gather_once), None
-        search = _GatherSearch(self._limit_bytes, self.smallest, self._agreed, count)
+        agreed = {key: number for (among, key), number in self._agreed.items() if among == group}
+        search = _GatherSearch(self._limit_bytes, self.smallest, agreed, count)
         made = trace(search.choose)
         check_limit(made, self.smallest(made), self._limit_bytes)
         return made, search

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from gather_choices import gather_again
 from samples import ALL_SAMPLES, exhaustive
@@ -173,6 +174,26 @@ def test_ranks_keep_to_the_buckets_that_fit_on_all(order: str) -> None:
     assert (
         one == two == [1 if both == "ss" and not at else small for at, both in enumerate(order.split())] and small > 1
     )
+
+
+def of_two_groups() -> list[int]:
+    """How many values are gathered, in the group where ranks have agreed on more, and in another one."""
+    long = torch.cat([batch_of()] * 160)
+    limit_mb = (peak_mb(planned(long)) + 2 * peak_mb(planned(long, again=True))) / 3
+    step = fdp.data_parallel(train, memory_limit_mb=limit_mb, donate_argnums=0, bucket_cap_mb=1)
+    x, found = (batch_of(), long)[int(fdp.axis_index())], []
+    step(fdp.shard(state_of(8)), x)
+    for among in (None, dist.new_group([0, 1])):
+        flat, roles, _ = step._resolve((fdp.shard(state_of(8), group=among), x), {})
+        trace = step._preparation._trace_alone(flat, roles, resolve_group(among))
+        found.append(sum(link.kind == "gathered" for link in trace.links))
+    return found
+
+
+def test_what_ranks_agree_on_belongs_to_their_group() -> None:
+    """A group that is made anew may have ranks that know nothing of it."""
+    one, two = ranks.run(2, of_two_groups)
+    assert one == [two[0], 8] and two[0] == two[1] > 8
 
 
 def one_rank_alone_cannot() -> list[str]:
