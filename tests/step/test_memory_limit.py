@@ -192,7 +192,9 @@ def of_two_groups() -> list[int]:
 
 def test_what_ranks_agree_on_belongs_to_their_group() -> None:
     """A group that is made anew may have ranks that know nothing of it."""
-    one, two = ranks.run(2, of_two_groups)
+    outcomes = ranks.run_fresh(2, of_two_groups)
+    assert all(outcome.ok for outcome in outcomes), [outcome.describe() for outcome in outcomes]
+    one, two = (outcome.value for outcome in outcomes)
     assert one == [two[0], 8] and two[0] == two[1] > 8
 
 
