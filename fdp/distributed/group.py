@@ -224,15 +224,18 @@ def _of_process_group(group: object, dimensions: tuple[MeshDimension, ...] = (),
     return Group(weakref.ref(group), dist.get_world_size(group), rank, dimensions, label=label)
 
 
-_of_meshes: weakref.WeakKeyDictionary[DeviceMesh, Group] = weakref.WeakKeyDictionary()
-"""The ranks of meshes that were given before: a step asks for them at each call."""
+_of_meshes: weakref.WeakKeyDictionary[DeviceMesh, tuple[weakref.ref[DeviceMesh], Group]] = weakref.WeakKeyDictionary()
+"""The ranks of meshes that were given before, since a step asks for them at each call; with the mesh that they were
+found for: torch takes meshes over the same ranks for equal, whatever their process groups are."""
 
 
 def _of_mesh(mesh: DeviceMesh) -> Group:
     """The ranks of a mesh."""
-    known = _of_meshes.get(mesh)
-    if known is not None and known.exists:
-        return known
+    if (found := _of_meshes.get(mesh)) is not None:
+        found_for, known = found
+        same = found_for() is mesh or mesh.ndim > 1
+        if known.exists and (same or known.process_group is mesh.get_group()):
+            return known
     if innermost_mode() is None:  # while a step is traced, its own ranks were looked at
         _refuse_of_other_ranks(mesh)
     names = mesh.mesh_dim_names or ("",)
@@ -240,7 +243,7 @@ def _of_mesh(mesh: DeviceMesh) -> Group:
         made = _of_process_group(mesh.get_group(), label=names[0])
     else:
         made = _of_process_group(_whole_group(mesh), dimensions_of(mesh))
-    _of_meshes[mesh] = made
+    _of_meshes[mesh] = weakref.ref(mesh), made
     return made
 
 

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from bits import same_bits
 from meshes import mesh_of
 from samples import exhaustive
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fdp
+from fdp.distributed.group import resolve_group
 
 NAMES = ("hosts", "local")
 
@@ -264,3 +266,22 @@ def only_dimension() -> None:
 
 def test_a_mesh_of_one_dimension() -> None:
     ranks.run(4, only_dimension)
+
+
+def of_equal_meshes() -> list[bool]:
+    """Which group a mesh stands for, where torch takes two meshes for equal."""
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    meshes = [DeviceMesh.from_group(group, "cpu") for group in groups]
+    assert meshes[0] == meshes[1]
+    own = [
+        resolve_group(mesh).process_group is group for _ in range(2) for mesh, group in zip(meshes, groups, strict=True)
+    ]
+    states = [fdp.shard(torch.ones(64, 64), group=group) for group in groups]
+    for group, state in zip(groups, states, strict=True):
+        doubled, _ = fdp.data_parallel(lambda w, x: (w * 2, fdp.pmean(x)), group=group)(state, torch.ones(3))
+        own.append(same_bits(fdp.unshard(doubled), torch.full((64, 64), 2.0)))
+    return own
+
+
+def test_equal_meshes_of_two_groups_are_two_groups() -> None:
+    assert ranks.run(2, of_equal_meshes) == [[True] * 6] * 2
