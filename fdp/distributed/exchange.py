@@ -172,6 +172,7 @@ def all_say(group: Group, yes: bool, timeout_s: float = 300.0) -> bool:
 
 
 _KNOWN = "_fdp_known_to_all"
+"""The attribute of an error that all ranks know of."""
 
 
 @contextmanager

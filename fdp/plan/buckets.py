@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 from fdp.distributed.mesh import WHOLE, Dimensions
 from fdp.errors import ArgumentError, build_message
 from fdp.plan.plan import Bucket
-from fdp.trace.trace import Operation, Reduction
+from fdp.trace.trace import Operation, Reduction, Trace
 
 MIB = 2**20
 _ALIGNMENT_BYTES = 64
@@ -256,3 +256,10 @@ def upstream_of(reductions: Sequence[Reduction], operations: Sequence[Operation]
             if need in at:
                 reach[index] |= 1 << at[need]
     return [reach[reduction.operation] for reduction in reductions]
+
+
+def key_of_messages(trace: Trace) -> Hashable:
+    """What traces have in common that can have the same buckets: the reductions, and which depend on the results of
+    which, since those may not share one."""
+    sent = ((r.name, r.op_along, r.root, r.shape, r.dtype, r.accumulate_dtype, str(r.device)) for r in trace.reductions)
+    return tuple(sent), tuple(upstream_of(trace.reductions, trace.operations))

@@ -21,7 +21,7 @@ from fdp.errors import AgreementError, ArgumentError, build_message
 from fdp.measure import agreed_costs, measure_costs, measure_link
 from fdp.measure.operations import device_of_messages
 from fdp.plan import Machine, Network, Plan, plan_trace
-from fdp.plan.buckets import AUTO_CAP_MB, upstream_of
+from fdp.plan.buckets import AUTO_CAP_MB, key_of_messages, upstream_of
 from fdp.plan.build import plan_groups
 from fdp.plan.cost.costs import Costs
 from fdp.plan.cost.forecast import Forecast
@@ -59,7 +59,7 @@ class Automatic:
         sent = sum(reduction.size_bytes for reduction in trace.reductions)
         if group.size == 1 or sent < LEAST_BYTES or len(trace.reductions) < 2:
             return plan_trace(trace, AUTO_CAP_MB, network=self._network)
-        chosen = self._chosen.get(_key(trace, group))
+        chosen = self._chosen.get((group, key_of_messages(trace)))
         if chosen is None:
             return None
         groups, work, forecast = chosen
@@ -137,7 +137,7 @@ class Automatic:
 
     def remember(self, plan: Plan, group: Group) -> Plan:
         """Choose the buckets of a plan from now on for gradients like those of its step; returns the plan."""
-        self._chosen[_key(plan.trace, group)] = _groups(plan), _work(plan.trace), plan.forecast
+        self._chosen[group, key_of_messages(plan.trace)] = _groups(plan), _work(plan.trace), plan.forecast
         return plan
 
     def _by_costs(self, emitted: Emitted, costs: Costs, network: Network, found: Sequence[dict[str, Any]]) -> Plan:
@@ -178,13 +178,6 @@ def _tell(emitted: Emitted, own: dict[str, Any]) -> list[Any]:
 
 def _groups(plan: Plan) -> Groups:
     return tuple(bucket.members for bucket in plan.buckets)
-
-
-def _key(trace: Trace, group: Group) -> Any:
-    """The key of a choice: the reductions, and which depend on the results of which, since those may not share a
-    bucket."""
-    sent = ((r.name, r.op_along, r.root, r.shape, r.dtype, r.accumulate_dtype, str(r.device)) for r in trace.reductions)
-    return group, tuple(sent), tuple(_chain(trace))
 
 
 def _chain(trace: Trace) -> list[int]:

@@ -116,10 +116,10 @@ class Preparation:
 
     def _trace_alone(self, flat: Flat, roles: Roles, group: Group) -> Trace:
         """Trace the step without the other ranks."""
-        self.traces += 1
         return self._limit.traced(lambda choose: self._trace(flat, roles, group, choose), group)
 
     def _trace(self, flat: Flat, roles: Roles, group: Group, choose: Choice) -> Trace:
+        self.traces += 1
         devices = sorted({x.device.index for x in flat.tensors if x.is_cuda})
         settings = self._settings
         # Nothing is drawn while tracing; but a step that seeds a generator does it to the real one.
@@ -177,7 +177,6 @@ class Preparation:
         try:
             refuse_unhashable(self._name, flat, roles)
             with progress.stage("tracing"):
-                self.traces += 1
                 trace = self._limit.traced_on_all(
                     lambda choose: self._trace(flat, roles, group, choose), group, _waiting(progress, group)
                 )

@@ -18,7 +18,7 @@ from fdp.distributed.group import Group
 from fdp.emit.memory.peak import forecast_memory
 from fdp.errors import ArgumentError, build_message
 from fdp.plan import Plan, plan_trace
-from fdp.plan.buckets import MIB
+from fdp.plan.buckets import MIB, key_of_messages
 from fdp.tables import format_bytes
 from fdp.trace import Choice, Trace, gather_once
 
@@ -61,7 +61,7 @@ class MemoryLimit:
     def __init__(self, limit_bytes: int | None, by_caps: Callable[[Trace], Plan] | None) -> None:
         self._limit_bytes, self._by_caps = limit_bytes, by_caps
         self.is_set = limit_bytes is not None
-        self._agreed: dict[tuple[Group, Hashable], int] = {}
+        self._agreed: dict[Hashable, int] = {}
         self.outdates = False
 
     def smallest(self, trace: Trace) -> Plan:
@@ -76,8 +76,7 @@ class MemoryLimit:
         """As `within`, of ranks that have planned together: if the plan is too much for one of them, none takes it."""
         if self._limit_bytes is None or self._by_caps is not None:
             return plan
-        fits = self._fits(plan)
-        told = [{"fits": fits}] if group.size == 1 else _tell(group, plan.trace, {"fits": fits})
+        told = _tell(group, plan.trace, {"fits": self._fits(plan)})
         return plan if all(each["fits"] for each in told) else self.smallest(plan.trace)
 
     def traced(self, trace: Callable[[Choice], Trace], group: Group) -> Trace:
@@ -108,9 +107,8 @@ class MemoryLimit:
         with waiting:
             told = _tell(group, made, {"gathered_again": search.count})
         most = max(int(each["gathered_again"]) for each in told)
-        key = group, search.key
-        self.outdates |= self._agreed.get(key, most) != most
-        self._agreed[key] = most
+        self.outdates |= self._agreed.get(search.key, most) != most
+        self._agreed[search.key] = most
         return made if most == search.count else self._searched(trace, group, most)[0]
 
     def _searched(
@@ -119,8 +117,7 @@ class MemoryLimit:
         """A trace within the limit, and how it was found; `count` values are gathered again, if that is given."""
         if self._limit_bytes is None:
             return trace(gather_once), None
-        agreed = {key: number for (among, key), number in self._agreed.items() if among == group}
-        search = _GatherSearch(self._limit_bytes, self.smallest, agreed, count)
+        search = _GatherSearch(self._limit_bytes, self.smallest, group, self._agreed, count)
         made = trace(search.choose)
         check_limit(made, self.smallest(made), self._limit_bytes)
         return made, search
@@ -171,7 +168,8 @@ class _GatherSearch:
     Args:
         limit_bytes: the most that a rank may hold.
         plan: plans a trace with messages as small as they may be.
-        agreed: by the messages of a step, how many values all ranks have last agreed to gather again.
+        group: the ranks.
+        agreed: by ranks and messages, how many values all of them have last agreed to gather again.
         fixed: how many values are gathered again, whatever it takes; None to choose.
 
     Attributes:
@@ -184,10 +182,12 @@ class _GatherSearch:
         self,
         limit_bytes: int,
         plan: Callable[[Trace], Plan],
+        group: Group,
         agreed: Mapping[Hashable, int],
         fixed: int | None,
     ) -> None:
-        self._limit_bytes, self._plan, self._agreed, self._fixed = limit_bytes, plan, agreed, fixed
+        self._limit_bytes, self._plan, self._group = limit_bytes, plan, group
+        self._agreed, self._fixed = agreed, fixed
         self.key: Hashable = None
         self.count, self.is_agreed = 0, False
 
@@ -199,7 +199,7 @@ class _GatherSearch:
         """
         once = trace(frozenset())
         gathered = list(dict.fromkeys(link.whole for link in once.links if link.kind == "gathered"))
-        self.key = tuple((r.op_along, r.name, r.shape, r.dtype, str(r.device)) for r in once.reductions)
+        self.key = self._group, key_of_messages(once)
 
         def again(count: int) -> Trace:
             return trace(frozenset(gathered[:count])) if count else once

@@ -9,6 +9,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from bits import same_bits
 from gather_choices import gather_again
 from samples import ALL_SAMPLES, exhaustive
 from sharded_steps import STEPS, all_differences
@@ -77,6 +78,11 @@ def peak_mb(plan: fdp.Plan) -> float:
     return plan.memory().peak_bytes / 2**20
 
 
+def limit_for(x: torch.Tensor) -> float:
+    """A limit for which some values have to be gathered again, and not all."""
+    return (peak_mb(planned(x)) + 2 * peak_mb(planned(x, again=True))) / 3
+
+
 def as_few_as_fit() -> list[tuple[int, bool]]:
     """For limits from what the step takes down to the least: how many values are gathered, and whether it fits."""
     most, least, found = peak_mb(planned(batch_of())), peak_mb(planned(batch_of(), again=True)), []
@@ -97,7 +103,7 @@ def test_no_more_is_gathered_again_than_the_limit_asks_for() -> None:
 def of_unequal_batches(chooses: bool) -> list[Any]:
     """Only the batch of rank 1 makes the step too large: both gather as much again."""
     long = torch.cat([batch_of()] * 160)
-    limit_mb = (peak_mb(planned(long)) + 2 * peak_mb(planned(long, again=True))) / 3
+    limit_mb = limit_for(long)
     x = batch_of() if fdp.axis_index() == 0 else long
     assert (peak_mb(planned(x)) < limit_mb) == (fdp.axis_index() == 0)
     options: dict[str, Any] = {} if chooses else {"bucket_cap_mb": 1}
@@ -108,9 +114,10 @@ def of_unequal_batches(chooses: bool) -> list[Any]:
     for length in (len(x), len(x) - fdp.axis_index(), len(x) - 2, len(x)):
         state, _ = step(state, x[:length])
         other, _ = plain(other, x[:length])
-    gathers = sum(link.kind == "gathered" for link in step.plan(state, x).trace.links)
-    same = zip(pytree.leaves_of(fdp.unshard(state)), pytree.leaves_of(fdp.unshard(other)), strict=True)
-    return [gathers, all(torch.equal(a, b) for a, b in same)]
+    return [
+        sum(link.kind == "gathered" for link in step.plan(state, x).trace.links),
+        same_bits(fdp.unshard(state), fdp.unshard(other)),
+    ]
 
 
 @pytest.mark.parametrize("chooses", [False, True], ids=["caps", "chosen by cost"])
@@ -119,10 +126,10 @@ def test_ranks_with_unequal_batches_gather_alike(chooses: bool) -> None:
     assert one == two and 8 < one[0] < 15 and one[1], (one, two)
 
 
-def of_batches_that_change(chooses: bool) -> list[Any]:
+def of_batches_that_change(chooses: bool) -> bool:
     """Short batches, then long ones, then one of each, on either rank: what was prepared for short ones is outdated."""
     short, long = batch_of(), torch.cat([batch_of()] * 160)
-    limit_mb = (peak_mb(planned(long)) + 2 * peak_mb(planned(long, again=True))) / 3
+    limit_mb = limit_for(long)
     options: dict[str, Any] = {} if chooses else {"bucket_cap_mb": 1}
     step = fdp.data_parallel(train, memory_limit_mb=limit_mb, donate_argnums=0, **options)
     plain = fdp.data_parallel(train, donate_argnums=0, **options)
@@ -130,13 +137,12 @@ def of_batches_that_change(chooses: bool) -> list[Any]:
     for x in (short, long, (short, long)[rank], (long, short)[rank], short):
         state, _ = step(state, x)
         other, _ = plain(other, x)
-    same = zip(pytree.leaves_of(fdp.unshard(state)), pytree.leaves_of(fdp.unshard(other)), strict=True)
-    return [all(torch.equal(a, b) for a, b in same)]
+    return same_bits(fdp.unshard(state), fdp.unshard(other))
 
 
 @pytest.mark.parametrize("chooses", [False, True], ids=["caps", "chosen by cost"])
 def test_ranks_may_have_any_mix_of_batches_that_they_have_prepared_for(chooses: bool) -> None:
-    assert ranks.run(2, of_batches_that_change, chooses) == [[True]] * 2
+    assert ranks.run(2, of_batches_that_change, chooses) == [True, True]
 
 
 def buckets_of_batches_that_change(order: str) -> list[int]:
@@ -171,20 +177,21 @@ def buckets_of_batches_that_change(order: str) -> list[int]:
 def test_ranks_keep_to_the_buckets_that_fit_on_all(order: str) -> None:
     one, two = ranks.run(2, buckets_of_batches_that_change, order)
     small = one[-1]
-    assert (
-        one == two == [1 if both == "ss" and not at else small for at, both in enumerate(order.split())] and small > 1
-    )
+    expected = [1 if both == "ss" and not at else small for at, both in enumerate(order.split())]
+    assert one == two == expected and small > 1
 
 
 def of_two_groups() -> list[int]:
     """How many values are gathered, in the group where ranks have agreed on more, and in another one."""
     long = torch.cat([batch_of()] * 160)
-    limit_mb = (peak_mb(planned(long)) + 2 * peak_mb(planned(long, again=True))) / 3
+    limit_mb = limit_for(long)
     step = fdp.data_parallel(train, memory_limit_mb=limit_mb, donate_argnums=0, bucket_cap_mb=1)
     x, found = (batch_of(), long)[int(fdp.axis_index())], []
+    groups = None, dist.new_group([0, 1])
+    states = [fdp.shard(state_of(8), group=among) for among in groups]
     step(fdp.shard(state_of(8)), x)
-    for among in (None, dist.new_group([0, 1])):
-        flat, roles, _ = step._resolve((fdp.shard(state_of(8), group=among), x), {})
+    for among, state in zip(groups, states, strict=True):
+        flat, roles, _ = step._resolve((state, x), {})
         trace = step._preparation._trace_alone(flat, roles, resolve_group(among))
         found.append(sum(link.kind == "gathered" for link in trace.links))
     return found
@@ -192,9 +199,7 @@ def of_two_groups() -> list[int]:
 
 def test_what_ranks_agree_on_belongs_to_their_group() -> None:
     """A group that is made anew may have ranks that know nothing of it."""
-    outcomes = ranks.run_fresh(2, of_two_groups)
-    assert all(outcome.ok for outcome in outcomes), [outcome.describe() for outcome in outcomes]
-    one, two = (outcome.value for outcome in outcomes)
+    one, two = ranks.run(2, of_two_groups)
     assert one == [two[0], 8] and two[0] == two[1] > 8
 
 
